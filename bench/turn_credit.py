@@ -1,0 +1,344 @@
+"""Compare the credit that reinforce.py gives to a turn with its true advantage, and train with each
+credit: the numbers and the picture of docs/environments.md.
+
+    python bench/turn_credit.py sft       # the policies: short runs of sft.py
+    python bench/turn_credit.py values    # correlation with the true advantage
+    python bench/turn_credit.py curves    # reinforce.py on guess_number
+    python bench/turn_credit.py draw      # docs/turn_credit.png
+
+The true advantage of a turn is its reward plus the value after it, minus the value before it. A
+value is the mean reward of many further episodes that the same policy samples from the same prefix.
+Their seeds differ from those of the episodes that get credit. One rank; results stay in
+runs/turn_credit, and what is there is not repeated. The intervals are 95% t intervals of the mean
+over the seeds."""
+
+import argparse
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, stdev
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import reinforce
+from common.config.parse import parse
+from common.data.encode import Encoder
+from common.data.sample import Completion, Group
+from common.data.tasks import TASKS
+from common.metrics.curves import read_metrics
+from common.model.hub import load_tokenizer
+from common.parallel import distributed
+from common.rollout.completions_file import load_engine
+from common.rollout.environments import ENVIRONMENTS
+from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.prompts import encode_prompts, prompt_columns
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "runs" / "turn_credit"
+SEEDS = (0, 1, 2)
+T_95 = 4.303  # two degrees of freedom
+MAX_TURNS = dict(guess_number=5, calculator=3)
+SFT = {
+    "guess_number": ("--max_steps", "120", "--batch_size", "48", "--warmup_steps", "20"),
+    "calculator": ("--max_steps", "150", "--batch_size", "40", "--warmup_steps", "15"),
+}
+# name -> (flags of the credit, weight of the episode's advantage)
+CREDITS = {
+    "episode": None,
+    "turn": dict(turn_credit="turn", turn_discount=1.0),
+    "state": dict(turn_credit="state", turn_discount=1.0),
+    "state, discount 0.95": dict(turn_credit="state", turn_discount=0.95),
+    "group": dict(turn_credit="group", turn_discount=1.0),
+}
+SUMS = {f"episode + {coef:g} state": ("state", coef) for coef in (1.0, 4.0)}
+ARMS = {
+    "episode": (),
+    "episode + turn": ("--turn_credit", "turn", "--turn_discount", "1"),
+    "episode + state": ("--turn_credit", "state", "--turn_discount", "1"),
+}
+
+
+def launch(folder: Path, script: str, *flags: str) -> None:
+    """Run a script once, on one rank and one thread."""
+    if (folder / "hf").is_dir():
+        return
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, script, *flags, "--output_dir", str(folder), "--resume", "never"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def train_policies() -> None:
+    for name, flags in SFT.items():
+        launch(
+            OUT / f"{name}_sft", "sft.py", "--model", "tiny", "--dataset", name, *flags, "--lr",
+            "0.003", "--lr_schedule", "cosine", "--eval_every", "0",
+        )  # fmt: skip
+
+
+# ---- values by brute force ----
+
+
+class Values:
+    """Values of prefixes under the policy, by sampling."""
+
+    def __init__(self, name: str, engine, args: reinforce.Args, tokenizer, samples: int):
+        self.name = name
+        self.engine = engine
+        self.args = args
+        self.tokenizer = tokenizer
+        self.samples = samples
+
+        class Replayed(ENVIRONMENTS[name]):
+            """The environment after the turns in the column `_played`."""
+
+            def reset(self, example: dict) -> list:
+                messages = super().reset(example)
+                for text in example["_played"]:
+                    self.step(text)
+                return messages
+
+        ENVIRONMENTS[f"{name}_replayed"] = Replayed
+
+    def of_prefixes(self, prefixes: dict[tuple[int, ...], dict]) -> dict:
+        """Return the rewards of further episodes for each prefix, a tuple of ids. `prefixes` has
+        its data row, with the turns that were played in the column `_played`."""
+        found = {}
+        for played in sorted({len(row["_played"]) for row in prefixes.values()}):
+            args = copy.copy(self.args)
+            args.environment = f"{self.name}_replayed"
+            args.max_turns -= played
+            some = {ids: row for ids, row in prefixes.items() if len(row["_played"]) == played}
+            requests = [
+                PromptRequest(
+                    i, [*ids], row, distributed.fold_seed(77, played, i), self.samples, 1.0
+                )
+                for i, (ids, row) in enumerate(some.items())
+            ]
+            groups = Episodes(self.engine, args, self.tokenizer).generate(requests)
+            for ids, group in zip(some, groups, strict=True):
+                found[ids] = [score(completion) for completion in group]
+        return found
+
+
+def score(completion: Completion) -> float:
+    return sum(reward for _, reward in completion.turn_rewards)
+
+
+def turns_of(completion: Completion, text_of) -> list[tuple[tuple[int, ...], str]]:
+    """Return the prefix and the text of each turn of the model."""
+    turns = []
+    at = 0
+    for trained, span in groupby(completion.loss_mask):
+        size = len([*span])
+        if trained:
+            ids = completion.ids[at : at + size]
+            turns.append((tuple(completion.ids[:at]), text_of(ids)))
+        at += size
+    return turns
+
+
+def credits_of(group: Group, name: str) -> dict[str, list[list[float]]]:
+    """Return, by method, the credit of each turn of each completion."""
+    scores = [score(completion) for completion in group]
+    less_1G = reinforce.less_baseline("reinforce++_baseline", torch.tensor([scores]))
+    of_episode = [[less] * c.turns for c, less in zip(group, less_1G[0].tolist(), strict=True)]
+    found = {}
+    for method, flags in CREDITS.items():
+        if flags is None:
+            found[method] = of_episode
+        else:
+            args = reinforce.Args(environment=name, reward=("environment",), **flags)
+            found[method] = reinforce.turn_advantages(group, scores, 1.0, args)
+    for method, (part, coef) in SUMS.items():
+        found[method] = [
+            [a + coef * b for a, b in zip(one, other, strict=True)]
+            for one, other in zip(of_episode, found[part], strict=True)
+        ]
+    return found
+
+
+def measure(name: str, seed: int, options: argparse.Namespace, device: torch.device) -> list[dict]:
+    """Return one line for each turn of the sampled episodes."""
+    path = str(OUT / f"{name}_sft" / "hf")
+    flags = [
+        "--model", path, "--dataset", name, "--environment", name, "--reward", "environment",
+        "--max_turns", str(MAX_TURNS[name]), "--max_new_tokens", "150", "--engine",
+        "transformers", "--turn_credit", "state", "--prompt_format", "chat",
+    ]  # fmt: skip
+    args = parse(reinforce.Args, flags)
+    tokenizer = load_tokenizer(path, args)
+    rows = [dict(row, _source=f"{name}:{i}") for i, row in enumerate(TASKS[name]("test"))]
+    rows = rows[seed * options.prompts :][: options.prompts]
+    columns = prompt_columns(args, rows)
+    prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), 1000, args)
+    engine = load_engine(None, path, args, tokenizer, device, "--model")
+    requests = [
+        PromptRequest(i, ids, row, distributed.fold_seed(seed, i), options.group, 1.0)
+        for i, (ids, row) in enumerate(zip(prompts.ids, prompts.rows, strict=True))
+    ]
+    groups = Episodes(engine, args, tokenizer).generate(requests)
+
+    def text_of(ids: list[int]) -> str:
+        return tokenizer.decode([i for i in ids if i not in engine.silent_ids])
+
+    prefixes = {}
+    for group, row in zip(groups, prompts.rows, strict=True):
+        for completion in group:
+            played = []
+            for prefix, text in turns_of(completion, text_of):
+                prefixes[prefix] = row | dict(_played=[*played])
+                played.append(text)
+    values = Values(name, engine, args, tokenizer, options.samples).of_prefixes(prefixes)
+    lines = []
+    for number, group in enumerate(groups):
+        credits = credits_of(group, name)
+        states = Counter(state for c in group for state in c.states[: c.turns])
+        for i, completion in enumerate(group):
+            turns = turns_of(completion, text_of)
+            befores = [values[prefix] for prefix, _ in turns]
+            afters = [*befores[1:], [0.0] * options.samples]
+            rewards = [reward for _, reward in completion.turn_rewards] + [0.0]
+            for k, (before, after) in enumerate(zip(befores, afters, strict=True)):
+                gains = [rewards[k] + b - a for a, b in zip(before, after, strict=True)]
+                lines.append(
+                    dict(prompt=number, index=k, truth=fmean(gains), halves=[fmean(gains[::2]),
+                         fmean(gains[1::2])], peers=states[completion.states[k]] - 1,
+                         **{m: c[i][k] for m, c in credits.items()})
+                )  # fmt: skip
+    engine.close()
+    return lines
+
+
+def correlation(xs: list[float], ys: list[float]) -> float:
+    return float(torch.corrcoef(torch.tensor([xs, ys], dtype=torch.float64))[0, 1])
+
+
+def interval(numbers: list[float]) -> tuple[float, float]:
+    """Return mean and half of the width of its 95% t interval."""
+    return fmean(numbers), T_95 * stdev(numbers) / math.sqrt(len(numbers))
+
+
+def measured(name: str) -> dict[str, tuple[float, float]]:
+    """Return the correlation of each method, and the greatest one that the noise of the truth
+    allows, with their intervals."""
+    of_seeds = []
+    for seed in SEEDS:
+        lines = json.loads((OUT / f"values_{name}_{seed}.json").read_text())
+        truth = [line["truth"] for line in lines]
+        half = correlation(*zip(*(line["halves"] for line in lines), strict=True))
+        found = {m: correlation([line[m] for line in lines], truth) for m in [*CREDITS, *SUMS]}
+        of_seeds.append(found | {"limit": math.sqrt(2 * half / (1 + half))})
+    return {m: interval([found[m] for found in of_seeds]) for m in of_seeds[0]}
+
+
+# ---- training ----
+
+
+def train_with(options: argparse.Namespace) -> None:
+    for seed in SEEDS:
+        for arm, flags in ARMS.items():
+            launch(
+                OUT / f"curve_{arm.replace(' ', '_')}_{seed}", "reinforce.py",
+                "--model", str(OUT / "guess_number_sft" / "hf"), "--dataset", "guess_number",
+                "--environment", "guess_number", "--reward", "environment", "--engine",
+                "transformers", "--max_turns", str(MAX_TURNS["guess_number"]),
+                "--max_new_tokens", "60", "--advantage", "reinforce++_baseline", "--beta", "0",
+                "--prompts_per_step", "8", "--samples_per_prompt", "12", "--eval_every", "0",
+                "--lr", "2e-4", "--max_steps", str(options.steps), "--save_every",
+                str(options.steps), "--trace_every", "0", *flags, "--seed", str(seed),
+            )  # fmt: skip
+
+
+def curve(arm: str, seed: int) -> list[float]:
+    folder = OUT / f"curve_{arm.replace(' ', '_')}_{seed}"
+    return [line["reward"] for line in read_metrics(folder / "metrics.jsonl") if "reward" in line]
+
+
+def draw() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+    for axis, name in zip(axes, MAX_TURNS, strict=False):
+        found = measured(name)
+        limit, _ = found.pop("limit")
+        names = [*found][::-1]
+        means = [found[m][0] for m in names]
+        errors = [found[m][1] for m in names]
+        axis.barh(names, means, xerr=errors, color="C0", alpha=0.6, capsize=3)
+        axis.axvline(limit, color="0.4", linestyle="--", label="limit by the noise of the truth")
+        axis.set_title(f"{name}: correlation with the true advantage", fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.set_xlim(0, 1)
+        axis.grid(alpha=0.3, axis="x")
+    axes[0].legend(fontsize=7, loc="lower right")
+    for color, arm in enumerate(ARMS):
+        runs = torch.tensor([curve(arm, seed) for seed in SEEDS], dtype=torch.float64)
+        runs = runs.unfold(1, 5, 1).mean(-1)
+        steps = range(5, 5 + runs.shape[1])
+        axes[2].plot(steps, runs.mean(0), color=f"C{color}", label=arm)
+        axes[2].fill_between(steps, runs.amin(0), runs.amax(0), color=f"C{color}", alpha=0.15)
+    axes[2].set_title("guess_number: reward of the samples, mean of 5 steps", fontsize=9)
+    axes[2].set_xlabel("step; bands: range of three seeds", fontsize=8)
+    axes[2].tick_params(labelsize=8)
+    axes[2].grid(alpha=0.3)
+    axes[2].legend(fontsize=8)
+    figure.savefig(ROOT / "docs" / "turn_credit.png", dpi=110)
+
+
+def report() -> None:
+    if all((OUT / f"values_{name}_{s}.json").is_file() for name in MAX_TURNS for s in SEEDS):
+        found = {name: measured(name) for name in MAX_TURNS}
+        print("| credit |", " | ".join(found), "|\n| --- | --- | --- |")
+        for method in found["calculator"]:
+            cells = (f"{m:.2f} +- {e:.2f}" for m, e in (of[method] for of in found.values()))
+            print(f"| {method} | {' | '.join(cells)} |")
+    for arm in ARMS:
+        runs = [curve(arm, seed) for seed in SEEDS]
+        first, last = (interval([fmean(run[part]) for run in runs])
+                       for part in (slice(5), slice(-5, None)))  # fmt: skip
+        every = interval([fmean(run) for run in runs])
+        print(arm, *(f"{m:.3f} +- {e:.3f}" for m, e in (first, last, every)), sep=" | ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["sft", "values", "curves", "draw"])
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--group", type=int, default=16, help="episodes of each prompt")
+    parser.add_argument("--samples", type=int, default=32, help="further episodes of each prefix")
+    parser.add_argument("--steps", type=int, default=30, help="of a training run")
+    parser.add_argument("--only", choices=MAX_TURNS, help="task of `values`; default: both")
+    options = parser.parse_args()
+    match options.what:
+        case "sft":
+            train_policies()
+        case "values":
+            device, _, _ = distributed.setup(0)
+            for name in [options.only] if options.only else MAX_TURNS:
+                for seed in SEEDS:
+                    file = OUT / f"values_{name}_{seed}.json"
+                    if not file.is_file():
+                        file.write_text(json.dumps(measure(name, seed, options, device)))
+            distributed.cleanup()
+        case "curves":
+            train_with(options)
+        case "draw":
+            report()
+            draw()
+
+
+if __name__ == "__main__":
+    main()
