@@ -1,26 +1,29 @@
 """Compare the credit that reinforce.py gives to a turn with its true advantage, and train with each
 credit: the numbers and the picture of docs/environments.md.
 
-    python bench/turn_credit.py sft       # the policies: short runs of sft.py
-    python bench/turn_credit.py values    # correlation with the true advantage
+    python bench/turn_credit.py exact     # scripted players, whose values are computed exactly
+    python bench/turn_credit.py sft       # language models: short runs of sft.py
+    python bench/turn_credit.py values    # the same for them, with values by brute force
     python bench/turn_credit.py curves    # reinforce.py on guess_number
-    python bench/turn_credit.py draw      # docs/turn_credit.png
+    python bench/turn_credit.py draw      # the tables and docs/turn_credit.png
 
-The true advantage of a turn is its reward plus the value after it, minus the value before it. A
-value is the mean reward of many further episodes that the same policy samples from the same prefix.
-Their seeds differ from those of the episodes that get credit. One rank; results stay in
+The true advantage of a turn is its reward plus the value after it, minus the value before it. By
+brute force, a value is the mean reward of further episodes that the policy samples from the same
+prefix; their seeds differ from those of the episodes that get credit. One rank; results stay in
 runs/turn_credit, and what is there is not repeated. The intervals are 95% t intervals of the mean
-over the seeds."""
+over three seeds."""
 
 import argparse
 import copy
 import json
 import math
 import os
+import random
 import subprocess
 import sys
-from collections import Counter
-from itertools import groupby
+from collections import Counter, defaultdict
+from functools import cache
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -44,6 +47,7 @@ from common.rollout.prompts import encode_prompts, prompt_columns
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "runs" / "turn_credit"
 SEEDS = (0, 1, 2)
+GROUPS = (4, 16, 64)
 T_95 = 4.303  # two degrees of freedom
 MAX_TURNS = dict(guess_number=5, calculator=3)
 SFT = {
@@ -81,6 +85,134 @@ def train_policies() -> None:
             OUT / f"{name}_sft", "sft.py", "--model", "tiny", "--dataset", name, *flags, "--lr",
             "0.003", "--lr_schedule", "cosine", "--eval_every", "0",
         )  # fmt: skip
+
+
+# ---- scripted players: exact values ----
+
+
+class Guesser:
+    """Player of guess_number: halves the interval roughly, like the demonstrator of the task, but
+    guesses anything with probability `slip`."""
+
+    name = "guess_number"
+    slip = 0.3
+
+    def __init__(self, rng: random.Random):
+        self.row = dict(prompt="1-50?", number=rng.randint(1, 50))
+        self.start = (1, 50)
+
+    def moves(self, state: tuple[int, int]) -> dict[str, float]:
+        """Return the texts of a turn and their probabilities."""
+        low, high = state
+        moves: dict[str, float] = defaultdict(float)
+        for guess in range(1, 51):
+            moves[str(guess)] += self.slip / 50
+        for step in range(-2, 3):
+            guess = max(low, min(high, (low + high) // 2 + step))
+            moves[str(guess)] += (1 - self.slip) / 5
+        return moves
+
+    def after(self, state: tuple[int, int], text: str) -> tuple[float, tuple[int, int] | None]:
+        """Return the reward of a turn, and the state after it, None at the end."""
+        low, high = state
+        guess = int(text)
+        if guess == self.row["number"]:
+            return 1.0, None
+        if guess < self.row["number"]:
+            return 0.0, (max(low, guess + 1), high)
+        return 0.0, (low, min(high, guess - 1))
+
+
+class Caller:
+    """Player of the calculator: calls it, sometimes wrongly, or estimates; mostly copies what it
+    was told."""
+
+    name = "calculator"
+
+    def __init__(self, rng: random.Random):
+        a = rng.randint(100, 999)
+        b = rng.randint(12, 99)
+        self.product = str(a * b)
+        self.call = f"<calc>{a}*{b}</calc>"
+        self.row = dict(prompt=f"{a}*{b}?", answer=self.product)
+        self.start = False  # whether it was told the product
+
+    def moves(self, told: bool) -> dict[str, float]:
+        if told:
+            return {self.product: 0.8, "0": 0.15, self.call: 0.05}
+        return {"0": 0.58, self.product: 0.02, self.call: 0.25, "<calc>": 0.15}
+
+    def after(self, told: bool, text: str) -> tuple[float, bool | None]:
+        if "<calc>" in text:
+            return 0.0, told or text == self.call
+        return float(text == self.product), None
+
+
+def play(player, rng: random.Random) -> tuple[Completion, list[float]]:
+    """Return an episode in the real environment, with a token for each turn and each reply, and the
+    true advantage of each turn."""
+    environment = ENVIRONMENTS[player.name]()
+    environment.reset(player.row)
+
+    @cache
+    def value(state, left: int) -> float:
+        if state is None or left == 0:
+            return 0.0
+        total = 0.0
+        for text, probability in player.moves(state).items():
+            reward, after = player.after(state, text)
+            total += probability * (reward + value(after, left - 1))
+        return total
+
+    player.value = getattr(player, "value", value)  # one table for the episodes of a prompt
+    completion = Completion([0], [False], prompt_length=1, turns=0)
+    state = player.start
+    truths = []
+    while state is not None and completion.turns < MAX_TURNS[player.name]:
+        left = MAX_TURNS[player.name] - completion.turns
+        completion.states.append(environment.state())
+        moves = player.moves(state)
+        (text,) = rng.choices([*moves], [*moves.values()])
+        _, reward, done = environment.step(text)
+        expected, after = player.after(state, text)
+        assert (reward, done) == (expected, after is None)
+        completion.ids += [1, 2]
+        completion.loss_mask += [True, False]
+        completion.turn_rewards.append((len(completion.ids) - 2, reward))
+        completion.turns += 1
+        truths.append(reward + player.value(after, left - 1) - player.value(state, left))
+        state = after
+    return completion, truths
+
+
+def exact_correlations(kind: type, group_size: int, prompts: int, seed: int) -> dict[str, float]:
+    """Return the correlation of each credit with the true advantage, and the fraction of turns that
+    share their state."""
+    rng = random.Random(1000 * seed + group_size)
+    columns: dict[str, list[float]] = defaultdict(list)
+    for _ in range(prompts):
+        player = kind(rng)
+        group, truths = zip(*(play(player, rng) for _ in range(group_size)), strict=True)
+        states = Counter(chain.from_iterable(completion.states for completion in group))
+        found = credits_of(list(group), player.name)
+        for i, completion in enumerate(group):
+            columns["truth"] += truths[i]
+            columns["shared"] += [float(states[state] > 1) for state in completion.states]
+            for method, of_group in found.items():
+                columns[method] += of_group[i]
+    truth = columns.pop("truth")
+    shared = fmean(columns.pop("shared"))
+    return {m: correlation(x, truth) for m, x in columns.items()} | dict(shared=shared)
+
+
+def measure_exactly(options: argparse.Namespace) -> dict:
+    return {
+        kind.name: {
+            size: [exact_correlations(kind, size, options.exact_prompts, seed) for seed in SEEDS]
+            for size in GROUPS
+        }
+        for kind in (Guesser, Caller)
+    }
 
 
 # ---- values by brute force ----
@@ -145,6 +277,12 @@ def turns_of(completion: Completion, text_of) -> list[tuple[tuple[int, ...], str
     return turns
 
 
+def how_many(state: str) -> str:
+    """Return the order of magnitude of the count of numbers that are left, of `low to high`."""
+    low, high = (min(50.0, float(bound)) for bound in state.split(" to "))
+    return str(int(high - max(low, 1.0) + 1).bit_length())
+
+
 def credits_of(group: Group, name: str) -> dict[str, list[list[float]]]:
     """Return, by method, the credit of each turn of each completion."""
     scores = [score(completion) for completion in group]
@@ -157,6 +295,12 @@ def credits_of(group: Group, name: str) -> dict[str, list[list[float]]]:
         else:
             args = reinforce.Args(environment=name, reward=("environment",), **flags)
             found[method] = reinforce.turn_advantages(group, scores, 1.0, args)
+    if name == "guess_number":
+        coarse = [copy.copy(completion) for completion in group]
+        for completion in coarse:
+            completion.states = [how_many(state) for state in completion.states]
+        args = reinforce.Args(environment=name, reward=("environment",), **CREDITS["state"])
+        found["coarser state"] = reinforce.turn_advantages(coarse, scores, 1.0, args)
     for method, (part, coef) in SUMS.items():
         found[method] = [
             [a + coef * b for a, b in zip(one, other, strict=True)]
@@ -251,7 +395,7 @@ def train_with(options: argparse.Namespace) -> None:
                 "--environment", "guess_number", "--reward", "environment", "--engine",
                 "transformers", "--max_turns", str(MAX_TURNS["guess_number"]),
                 "--max_new_tokens", "60", "--advantage", "reinforce++_baseline", "--beta", "0",
-                "--prompts_per_step", "8", "--samples_per_prompt", "12", "--eval_every", "0",
+                "--prompts_per_step", "6", "--samples_per_prompt", "12", "--eval_every", "0",
                 "--lr", "2e-4", "--max_steps", str(options.steps), "--save_every",
                 str(options.steps), "--trace_every", "0", *flags, "--seed", str(seed),
             )  # fmt: skip
@@ -315,7 +459,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["sft", "values", "curves", "draw"])
+    parser.add_argument("what", choices=["exact", "sft", "values", "curves", "draw"])
+    parser.add_argument("--exact_prompts", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--group", type=int, default=16, help="episodes of each prompt")
     parser.add_argument("--samples", type=int, default=32, help="further episodes of each prefix")
@@ -323,6 +468,8 @@ def main() -> None:
     parser.add_argument("--only", choices=MAX_TURNS, help="task of `values`; default: both")
     options = parser.parse_args()
     match options.what:
+        case "exact":
+            (OUT / "exact.json").write_text(json.dumps(measure_exactly(options)))
         case "sft":
             train_policies()
         case "values":

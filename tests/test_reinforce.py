@@ -334,7 +334,7 @@ def test_episodes_of_one_turn_have_the_advantages_of_completions(device, credit)
 # Two completions, the first with tool output in its middle, and a third one without trained tokens.
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0]).bool()
 IDS = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)
-ADVANTAGES = double([1.5] * 7 + [-0.7] * 4 + [2.0] * 2)
+ADVANTAGES = double([0, 1.5, 0.4, 0, 0, 0.3, 0.9, 0, -0.7, 0.2, -1.1, 0, 0])
 TOKENS, SEQUENCES, BETA = (
     torch.tensor(17),
     torch.tensor(5),
