@@ -7,8 +7,8 @@ The policy makes rewarded completions more likely. REINFORCE++ needs neither a g
 model: it compares the reward of a completion, from which the KL to the starting model is
 subtracted, with those of the whole batch. At a token, the KL counts from this token on:
 
-    R_t   = score_i - beta sum_{s >= t} KL_s                                            kl_to_come()
-    A_t   = (R_t - mean(R)) / std(R)      over all trained tokens of the step     token_advantages()
+    R_t   = score_i - beta sum_{j >= t} KL_j                                            kl_to_come()
+    A_t   = (R_t - mean(R)) / std(R)       over all trained tokens of the step     with_advantages()
     L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]     loss()
     rho_t = pi(y_t) / pi_old(y_t)                pi_old: the policy at the time of the rollout
 
@@ -124,12 +124,11 @@ def sampled_kl(mb: PackedBatch, args: "Args") -> Tensor:
 
 
 def token_advantages(mb: PackedBatch, less_BG: Tensor, beta: float, args: "Args") -> Tensor:
-    """Return the advantage of each token before it is whitened, [T] float64: reward minus baseline
-    of its completion, plus turn_coef times the advantage of its turn, minus beta times the KL to
-    come."""
+    """Return the advantage of each token before it is whitened, [T] float64: that of its completion
+    plus turn_coef times that of its turn (`mb.advantages_T`) minus beta times the KL to come."""
     A_T = mb.on_tokens(less_BG).double()
-    if mb.turn_advantages_T is not None:
-        A_T = A_T + args.turn_coef * mb.turn_advantages_T
+    if mb.advantages_T is not None:
+        A_T = A_T + args.turn_coef * mb.advantages_T
     if args.kl_in == "return" and mb.ref_logprobs_T is not None:
         A_T = A_T - beta * kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
     return A_T
@@ -147,12 +146,10 @@ def with_advantages(
         mask_T = mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan()
         A_T = torch.where(mask_T, token_advantages(mb, less_BG, beta, args), 0)
         scored.append(mb.with_streams(advantages_T=A_T, loss_mask_T=mask_T))
-    centre = 0.0
-    scale = 1.0
+    A = (mb.advantages_T for mb in scored)
     if args.advantage != "leave_one_out":
         centre, std = moments([scored], lambda mb: mb.advantages_T)
-        scale = std + EPSILON
-    A = (torch.where(mb.loss_mask_T, (mb.advantages_T - centre) / scale, 0) for mb in scored)
+        A = ((mb.advantages_T - centre) / (std + EPSILON) * mb.loss_mask_T for mb in scored)
     return [[mb.with_streams(advantages_T=next(A).float()) for mb in mbs] for mbs in minibatches]
 
 
@@ -328,10 +325,12 @@ def main(args: Args) -> None:
         )
         shaped_PG += truncation_penalties(groups, args.missing_eos_penalty)
         if args.turn_credit != "none":
+            from common.rollout.multi_turn import on_turns
+
             for group, scores in zip(groups, shaped_PG.tolist(), strict=True):
                 of_group = turn_advantages(group, scores, turn_weight, args)
                 for sample, of_turns in zip(group, of_group, strict=True):
-                    sample.streams["turn_advantages"] = sample.on_turns(of_turns)
+                    sample.streams["advantages"] = on_turns(sample, of_turns)
         minibatches = pack_minibatches(
             groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
         )

@@ -19,6 +19,7 @@ import reinforce
 from common.data.packing import PackedBatch, pack_minibatches
 from common.data.sample import Completion
 from common.objectives.kl import kl_estimate
+from common.rollout.multi_turn import on_turns
 
 CPU, NAN = torch.device("cpu"), math.nan
 NAMES = typing.get_args(typing.get_type_hints(reinforce.Args)["advantage"])
@@ -287,7 +288,7 @@ def test_turn_advantages_equal_naive_code(played, credit, discount):
 @given(episodes())
 def test_numbers_of_turns_stand_on_their_trained_tokens(played):
     for sample in played[0]:
-        numbers = sample.on_turns([*range(sample.turns)])
+        numbers = on_turns(sample, [*range(sample.turns)])
         spans = itertools.groupby(zip(sample.loss_mask, numbers, strict=True))
         assert [n for (trained, n), _ in spans if trained] == [*range(sample.turns)]
 
@@ -324,7 +325,7 @@ def test_episodes_of_one_turn_have_the_advantages_of_completions(device, credit)
     for group, rewards in zip(groups, REWARDS.tolist(), strict=True):
         of_group = reinforce.turn_advantages(group, rewards, 1.0, args)
         for sample, of_turns in zip(group, of_group, strict=True):
-            sample.streams["turn_advantages"] = sample.on_turns(of_turns)
+            sample.streams["advantages"] = on_turns(sample, of_turns)
     got = on_trained_tokens(reinforce.with_advantages(packs(groups), REWARDS, 0.0, args))
     assert sum(got, []) == pytest.approx(sum(plain, []), abs=1e-5)
 

@@ -73,7 +73,6 @@ class PackedBatch(Tokens):
     versions_T: Tensor | None = None
     weights_T: Tensor | None = None
     turn_rewards_T: Tensor | None = None  # of ppo.py
-    turn_advantages_T: Tensor | None = None  # of reinforce.py
     # Streams that scripts add:
     old_logprobs_T: Tensor | None = None  # log-probs by the trainer at rollout time
     old_entropy_T: Tensor | None = None  # entropies by the trainer at rollout time

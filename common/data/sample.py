@@ -1,6 +1,5 @@
 """Samples: a prompt and its completion as token ids, read from data or sampled by an engine."""
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 
@@ -82,12 +81,6 @@ class Completion(Sample):
         for index, reward in self.turn_rewards[: self.turns - 1]:
             rewards[index] = reward
         return rewards
-
-    def on_turns(self, values: list[float]) -> list[float]:
-        """Return, for each of `ids`, the number of its turn of the model; for tokens before a turn,
-        that of this turn."""
-        ends = [index for index, _ in self.turn_rewards[: self.turns - 1]]
-        return [values[bisect_left(ends, index)] for index in range(len(self.ids))]
 
     @property
     def version(self) -> int:

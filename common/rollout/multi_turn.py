@@ -7,11 +7,13 @@ with the model's first turn and ends with its last one; the environment's last a
 The next turn is requested as soon as the environment has answered."""
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable
 
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.data.messages import is_message
+from common.data.sample import Completion
 from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Request
 from common.rollout.environment_pool import Answer, Environments
@@ -39,6 +41,12 @@ def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Mes
         return messages
 
     return first_messages
+
+
+def on_turns(completion: Completion, values: list[float]) -> list[float]:
+    """Return, for each id of a completion, the number of the turn that has it or follows it."""
+    ends = [index for index, _ in completion.turn_rewards[: completion.turns - 1]]
+    return [values[bisect_left(ends, index)] for index in range(len(completion.ids))]
 
 
 class Turns:
