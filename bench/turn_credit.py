@@ -2,8 +2,8 @@
 credit: the numbers and the picture of docs/environments.md.
 
     python bench/turn_credit.py exact     # scripted players, whose values are computed exactly
-    python bench/turn_credit.py sft       # language models: short runs of sft.py
-    python bench/turn_credit.py values    # the same for them, with values by brute force
+    python bench/turn_credit.py sft       # a language model for guess_number: sft.py
+    python bench/turn_credit.py values    # the same for it, with values by brute force
     python bench/turn_credit.py curves    # reinforce.py on guess_number
     python bench/turn_credit.py draw      # the tables and docs/turn_credit.png
 
@@ -22,7 +22,7 @@ import random
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from functools import cache
+from functools import cache, partial
 from itertools import chain, groupby
 from pathlib import Path
 from statistics import fmean, stdev
@@ -50,10 +50,6 @@ SEEDS = (0, 1, 2)
 GROUPS = (4, 16, 64)
 T_95 = 4.303  # two degrees of freedom
 MAX_TURNS = dict(guess_number=5, calculator=3)
-SFT = {
-    "guess_number": ("--max_steps", "120", "--batch_size", "48", "--warmup_steps", "20"),
-    "calculator": ("--max_steps", "150", "--batch_size", "40", "--warmup_steps", "15"),
-}
 # name -> (flags of the credit, weight of the episode's advantage)
 CREDITS = {
     "episode": None,
@@ -79,12 +75,12 @@ def launch(folder: Path, script: str, *flags: str) -> None:
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
-def train_policies() -> None:
-    for name, flags in SFT.items():
-        launch(
-            OUT / f"{name}_sft", "sft.py", "--model", "tiny", "--dataset", name, *flags, "--lr",
-            "0.003", "--lr_schedule", "cosine", "--eval_every", "0",
-        )  # fmt: skip
+def train_policy() -> None:
+    launch(
+        OUT / "guess_number_sft", "sft.py", "--model", "tiny", "--dataset", "guess_number",
+        "--max_steps", "120", "--batch_size", "48", "--warmup_steps", "20", "--lr", "0.003",
+        "--lr_schedule", "cosine", "--eval_every", "0",
+    )  # fmt: skip
 
 
 # ---- scripted players: exact values ----
@@ -218,6 +214,21 @@ def measure_exactly(options: argparse.Namespace) -> dict:
 # ---- values by brute force ----
 
 
+class Replayed:
+    """An environment after the turns in the column `_played`."""
+
+    def __init__(self, make):
+        self.environment = make()
+        self.step = self.environment.step
+        self.state = self.environment.state
+
+    def reset(self, example: dict) -> list:
+        messages = self.environment.reset(example)
+        for text in example["_played"]:
+            self.step(text)
+        return messages
+
+
 class Values:
     """Values of prefixes under the policy, by sampling."""
 
@@ -228,16 +239,7 @@ class Values:
         self.tokenizer = tokenizer
         self.samples = samples
 
-        class Replayed(ENVIRONMENTS[name]):
-            """The environment after the turns in the column `_played`."""
-
-            def reset(self, example: dict) -> list:
-                messages = super().reset(example)
-                for text in example["_played"]:
-                    self.step(text)
-                return messages
-
-        ENVIRONMENTS[f"{name}_replayed"] = Replayed
+        ENVIRONMENTS[f"{name}_replayed"] = partial(Replayed, ENVIRONMENTS[name])
 
     def of_prefixes(self, prefixes: dict[tuple[int, ...], dict]) -> dict:
         """Return the rewards of further episodes for each prefix, a tuple of ids. `prefixes` has
@@ -370,17 +372,29 @@ def interval(numbers: list[float]) -> tuple[float, float]:
     return fmean(numbers), T_95 * stdev(numbers) / math.sqrt(len(numbers))
 
 
-def measured(name: str) -> dict[str, tuple[float, float]]:
-    """Return the correlation of each method, and the greatest one that the noise of the truth
-    allows, with their intervals."""
+def measured() -> dict[str, tuple[float, float]]:
+    """Return, for the language model, the correlation of each credit with the true advantage, the
+    fraction of turns that share their state, and the greatest correlation that the noise of the
+    values allows, with their intervals."""
     of_seeds = []
     for seed in SEEDS:
-        lines = json.loads((OUT / f"values_{name}_{seed}.json").read_text())
+        lines = json.loads((OUT / f"values_{seed}.json").read_text())
         truth = [line["truth"] for line in lines]
         half = correlation(*zip(*(line["halves"] for line in lines), strict=True))
-        found = {m: correlation([line[m] for line in lines], truth) for m in [*CREDITS, *SUMS]}
+        methods = lines[0].keys() - {"prompt", "index", "truth", "halves", "peers"}
+        found = {m: correlation([line[m] for line in lines], truth) for m in methods}
+        found["shared"] = fmean(line["peers"] > 0 for line in lines)
         of_seeds.append(found | {"limit": math.sqrt(2 * half / (1 + half))})
     return {m: interval([found[m] for found in of_seeds]) for m in of_seeds[0]}
+
+
+def measured_exactly(name: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return the same for a scripted player, by the size of the group."""
+    of_sizes = json.loads((OUT / "exact.json").read_text())[name]
+    return {
+        size: {m: interval([found[m] for found in of_seeds]) for m in of_seeds[0]}
+        for size, of_seeds in of_sizes.items()
+    }
 
 
 # ---- training ----
@@ -406,53 +420,61 @@ def curve(arm: str, seed: int) -> list[float]:
     return [line["reward"] for line in read_metrics(folder / "metrics.jsonl") if "reward" in line]
 
 
+SHOWN = ("episode", "turn", "state", "coarser state", "episode + 1 state")
+
+
 def draw() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     for axis, name in zip(axes, MAX_TURNS, strict=False):
-        found = measured(name)
-        limit, _ = found.pop("limit")
-        names = [*found][::-1]
-        means = [found[m][0] for m in names]
-        errors = [found[m][1] for m in names]
-        axis.barh(names, means, xerr=errors, color="C0", alpha=0.6, capsize=3)
-        axis.axvline(limit, color="0.4", linestyle="--", label="limit by the noise of the truth")
+        of_sizes = measured_exactly(name)
+        for color, method in enumerate(SHOWN):
+            if method in of_sizes["4"]:
+                means, errors = zip(*(found[method] for found in of_sizes.values()), strict=True)
+                axis.errorbar(
+                    [*of_sizes], means, errors, color=f"C{color}", label=method, capsize=3
+                )
         axis.set_title(f"{name}: correlation with the true advantage", fontsize=9)
-        axis.tick_params(labelsize=8)
-        axis.set_xlim(0, 1)
-        axis.grid(alpha=0.3, axis="x")
-    axes[0].legend(fontsize=7, loc="lower right")
-    for color, arm in enumerate(ARMS):
+        axis.set_xlabel("episodes of a group", fontsize=8)
+        axis.set_ylim(0, 1)
+    axes[0].legend(fontsize=7, ncols=2, loc="upper left")
+    for color, arm in zip((0, 1, 4), ARMS, strict=True):
         runs = torch.tensor([curve(arm, seed) for seed in SEEDS], dtype=torch.float64)
         runs = runs.unfold(1, 5, 1).mean(-1)
         steps = range(5, 5 + runs.shape[1])
         axes[2].plot(steps, runs.mean(0), color=f"C{color}", label=arm)
         axes[2].fill_between(steps, runs.amin(0), runs.amax(0), color=f"C{color}", alpha=0.15)
-    axes[2].set_title("guess_number: reward of the samples, mean of 5 steps", fontsize=9)
-    axes[2].set_xlabel("step; bands: range of three seeds", fontsize=8)
-    axes[2].tick_params(labelsize=8)
-    axes[2].grid(alpha=0.3)
-    axes[2].legend(fontsize=8)
+    axes[2].set_title("guess_number: reward of the samples in training", fontsize=9)
+    axes[2].set_xlabel("step; mean of five steps; bands: range of three seeds", fontsize=8)
+    axes[2].legend(fontsize=7)
+    for axis in axes:
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
     figure.savefig(ROOT / "docs" / "turn_credit.png", dpi=110)
 
 
 def report() -> None:
-    if all((OUT / f"values_{name}_{s}.json").is_file() for name in MAX_TURNS for s in SEEDS):
-        found = {name: measured(name) for name in MAX_TURNS}
-        print("| credit |", " | ".join(found), "|\n| --- | --- | --- |")
-        for method in found["calculator"]:
-            cells = (f"{m:.2f} +- {e:.2f}" for m, e in (of[method] for of in found.values()))
-            print(f"| {method} | {' | '.join(cells)} |")
+    columns = {f"{name}, {size}": found for name in MAX_TURNS
+               for size, found in measured_exactly(name).items()}  # fmt: skip
+    columns["language model"] = measured()
+    print("| credit |", " | ".join(columns), "|\n|", " --- |" * (1 + len(columns)))
+    for method in columns["language model"]:
+        cells = (found.get(method) for found in columns.values())
+        cells = ("" if x is None else f"{x[0]:.2f} +- {x[1]:.2f}" for x in cells)
+        print(f"| {method} | {' | '.join(cells)} |")
     for arm in ARMS:
         runs = [curve(arm, seed) for seed in SEEDS]
-        first, last = (interval([fmean(run[part]) for run in runs])
-                       for part in (slice(5), slice(-5, None)))  # fmt: skip
-        every = interval([fmean(run) for run in runs])
-        print(arm, *(f"{m:.3f} +- {e:.3f}" for m, e in (first, last, every)), sep=" | ")
+        parts = (slice(5), slice(-5, None), slice(None))
+        means = (interval([fmean(run[part]) for run in runs]) for part in parts)
+        print(f"| {arm} | {' | '.join(f'{m:.3f} +- {e:.3f}' for m, e in means)} |")
+        gains = [
+            fmean(run) - fmean(curve("episode", s)) for run, s in zip(runs, SEEDS, strict=True)
+        ]
+        print("    less episode, all steps:", "{:+.3f} +- {:.3f}".format(*interval(gains)))
 
 
 def main() -> None:
@@ -461,24 +483,22 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["exact", "sft", "values", "curves", "draw"])
     parser.add_argument("--exact_prompts", type=int, default=40)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--group", type=int, default=16, help="episodes of each prompt")
-    parser.add_argument("--samples", type=int, default=32, help="further episodes of each prefix")
-    parser.add_argument("--steps", type=int, default=30, help="of a training run")
-    parser.add_argument("--only", choices=MAX_TURNS, help="task of `values`; default: both")
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--group", type=int, default=12, help="episodes of each prompt")
+    parser.add_argument("--samples", type=int, default=16, help="further episodes of each prefix")
+    parser.add_argument("--steps", type=int, default=20, help="of a training run")
     options = parser.parse_args()
     match options.what:
         case "exact":
             (OUT / "exact.json").write_text(json.dumps(measure_exactly(options)))
         case "sft":
-            train_policies()
+            train_policy()
         case "values":
             device, _, _ = distributed.setup(0)
-            for name in [options.only] if options.only else MAX_TURNS:
-                for seed in SEEDS:
-                    file = OUT / f"values_{name}_{seed}.json"
-                    if not file.is_file():
-                        file.write_text(json.dumps(measure(name, seed, options, device)))
+            for seed in SEEDS:
+                file = OUT / f"values_{seed}.json"
+                if not file.is_file():
+                    file.write_text(json.dumps(measure("guess_number", seed, options, device)))
             distributed.cleanup()
         case "curves":
             train_with(options)
