@@ -4,7 +4,7 @@ credit: the numbers and the picture of docs/environments.md.
     python bench/turn_credit.py exact     # scripted players, whose values are computed exactly
     python bench/turn_credit.py sft       # a language model for guess_number: sft.py
     python bench/turn_credit.py values    # the same for it, with values by brute force
-    python bench/turn_credit.py curves    # reinforce.py on guess_number
+    python bench/turn_credit.py curves    # a scripted player of guess_number learns
     python bench/turn_credit.py draw      # the tables and docs/turn_credit.png
 
 The true advantage of a turn is its reward plus the value after it, minus the value before it. By
@@ -36,7 +36,6 @@ from common.config.parse import parse
 from common.data.encode import Encoder
 from common.data.sample import Completion, Group
 from common.data.tasks import TASKS
-from common.metrics.curves import read_metrics
 from common.model.hub import load_tokenizer
 from common.parallel import distributed
 from common.rollout.completions_file import load_engine
@@ -50,20 +49,15 @@ SEEDS = (0, 1, 2)
 GROUPS = (4, 16, 64)
 T_95 = 4.303  # two degrees of freedom
 MAX_TURNS = dict(guess_number=5, calculator=3)
-# name -> (flags of the credit, weight of the episode's advantage)
 CREDITS = {
-    "episode": None,
     "turn": dict(turn_credit="turn", turn_discount=1.0),
-    "state": dict(turn_credit="state", turn_discount=1.0),
-    "state, discount 0.95": dict(turn_credit="state", turn_discount=0.95),
     "group": dict(turn_credit="group", turn_discount=1.0),
+    "state": dict(turn_credit="state", turn_discount=1.0),
+    "coarser state": dict(turn_credit="state", turn_discount=1.0),
+    "state, discount 0.95": dict(turn_credit="state", turn_discount=0.95),
 }
-SUMS = {f"episode + {coef:g} state": ("state", coef) for coef in (1.0, 4.0)}
-ARMS = {
-    "episode": (),
-    "episode + turn": ("--turn_credit", "turn", "--turn_discount", "1"),
-    "episode + state": ("--turn_credit", "state", "--turn_discount", "1"),
-}
+METHODS = ("episode", *CREDITS, "episode + 1 state", "episode + 4 state")
+ARMS = ("episode", "turn", "state", "coarser state", "episode + 1 state")
 
 
 def launch(folder: Path, script: str, *flags: str) -> None:
@@ -172,10 +166,7 @@ def play(player, rng: random.Random) -> tuple[Completion, list[float]]:
         _, reward, done = environment.step(text)
         expected, after = player.after(state, text)
         assert (reward, done) == (expected, after is None)
-        completion.ids += [1, 2]
-        completion.loss_mask += [True, False]
-        completion.turn_rewards.append((len(completion.ids) - 2, reward))
-        completion.turns += 1
+        add_turn(completion, reward)
         truths.append(reward + player.value(after, left - 1) - player.value(state, left))
         state = after
     return completion, truths
@@ -285,30 +276,34 @@ def how_many(state: str) -> str:
     return str(int(high - max(low, 1.0) + 1).bit_length())
 
 
-def credits_of(group: Group, name: str) -> dict[str, list[list[float]]]:
-    """Return, by method, the credit of each turn of each completion."""
+@cache
+def args_of(name: str, method: str) -> reinforce.Args:
+    return reinforce.Args(environment=name, reward=("environment",), **CREDITS[method])
+
+
+def credit_of(group: Group, name: str, method: str) -> list[list[float]]:
+    """Return the credit of each turn of each completion."""
     scores = [score(completion) for completion in group]
-    less_1G = reinforce.less_baseline("reinforce++_baseline", torch.tensor([scores]))
-    of_episode = [[less] * c.turns for c, less in zip(group, less_1G[0].tolist(), strict=True)]
-    found = {}
-    for method, flags in CREDITS.items():
-        if flags is None:
-            found[method] = of_episode
-        else:
-            args = reinforce.Args(environment=name, reward=("environment",), **flags)
-            found[method] = reinforce.turn_advantages(group, scores, 1.0, args)
-    if name == "guess_number":
-        coarse = [copy.copy(completion) for completion in group]
-        for completion in coarse:
-            completion.states = [how_many(state) for state in completion.states]
-        args = reinforce.Args(environment=name, reward=("environment",), **CREDITS["state"])
-        found["coarser state"] = reinforce.turn_advantages(coarse, scores, 1.0, args)
-    for method, (part, coef) in SUMS.items():
-        found[method] = [
+    if method == "episode":
+        less_1G = reinforce.less_baseline("reinforce++_baseline", torch.tensor([scores]))
+        return [[x] * c.turns for c, x in zip(group, less_1G[0].tolist(), strict=True)]
+    if method.startswith("episode + "):
+        coef = float(method.split()[2])
+        both = (credit_of(group, name, part) for part in ("episode", "state"))
+        return [
             [a + coef * b for a, b in zip(one, other, strict=True)]
-            for one, other in zip(of_episode, found[part], strict=True)
+            for one, other in zip(*both, strict=True)
         ]
-    return found
+    if method == "coarser state":
+        group = [copy.copy(completion) for completion in group]
+        for completion in group:
+            completion.states = [how_many(state) for state in completion.states]
+    return reinforce.turn_advantages(group, scores, 1.0, args_of(name, method))
+
+
+def credits_of(group: Group, name: str) -> dict[str, list[list[float]]]:
+    methods = [m for m in METHODS if m != "coarser state" or name == "guess_number"]
+    return {method: credit_of(group, name, method) for method in methods}
 
 
 def measure(name: str, seed: int, options: argparse.Namespace, device: torch.device) -> list[dict]:
@@ -381,8 +376,7 @@ def measured() -> dict[str, tuple[float, float]]:
         lines = json.loads((OUT / f"values_{seed}.json").read_text())
         truth = [line["truth"] for line in lines]
         half = correlation(*zip(*(line["halves"] for line in lines), strict=True))
-        methods = lines[0].keys() - {"prompt", "index", "truth", "halves", "peers"}
-        found = {m: correlation([line[m] for line in lines], truth) for m in methods}
+        found = {m: correlation([line[m] for line in lines], truth) for m in METHODS}
         found["shared"] = fmean(line["peers"] > 0 for line in lines)
         of_seeds.append(found | {"limit": math.sqrt(2 * half / (1 + half))})
     return {m: interval([found[m] for found in of_seeds]) for m in of_seeds[0]}
@@ -400,24 +394,65 @@ def measured_exactly(name: str) -> dict[str, dict[str, tuple[float, float]]]:
 # ---- training ----
 
 
-def train_with(options: argparse.Namespace) -> None:
-    for seed in SEEDS:
-        for arm, flags in ARMS.items():
-            launch(
-                OUT / f"curve_{arm.replace(' ', '_')}_{seed}", "reinforce.py",
-                "--model", str(OUT / "guess_number_sft" / "hf"), "--dataset", "guess_number",
-                "--environment", "guess_number", "--reward", "environment", "--engine",
-                "transformers", "--max_turns", str(MAX_TURNS["guess_number"]),
-                "--max_new_tokens", "60", "--advantage", "reinforce++_baseline", "--beta", "0",
-                "--prompts_per_step", "6", "--samples_per_prompt", "12", "--eval_every", "0",
-                "--lr", "2e-4", "--max_steps", str(options.steps), "--save_every",
-                str(options.steps), "--trace_every", "0", *flags, "--seed", str(seed),
-            )  # fmt: skip
+def learn(arm: str, seed: int, steps: int, prompts: int = 8, group_size: int = 16) -> list[float]:
+    """Return the mean reward at each step of REINFORCE on guess_number with the credit `arm`. The
+    player draws its guess from the interval that is left, at first uniformly; it has a logit for
+    each place in an interval of each width. Advantages are whitened over all turns."""
+    rng = random.Random(seed)
+    logits = torch.zeros(51, 50, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.1)
+    inside = torch.arange(50) < torch.arange(51)[:, None]
+    inside[0, 0] = True  # no interval has this width
+    rewards = []
+    for _ in range(steps):
+        logprobs = logits.masked_fill(~inside, -math.inf).log_softmax(-1)
+        tables = [row[:width] for width, row in enumerate(logprobs.exp().tolist())]
+        places, credits, scores = [], [], []
+        for _ in range(prompts):
+            number = rng.randint(1, 50)
+            group = []
+            for _ in range(group_size):
+                completion, of_turns = guess(number, tables, rng)
+                group.append(completion)
+                places += of_turns
+            scores += map(score, group)
+            credits += chain(*credit_of(group, "guess_number", arm))
+        rewards.append(fmean(scores))
+        A = torch.tensor(credits)
+        A = (A - A.mean()) / (A.std() + 1e-6)
+        rows, columns = torch.tensor(places).unbind(1)
+        optimizer.zero_grad()
+        (-A * logprobs[rows, columns]).mean().backward()
+        optimizer.step()
+    return rewards
 
 
-def curve(arm: str, seed: int) -> list[float]:
-    folder = OUT / f"curve_{arm.replace(' ', '_')}_{seed}"
-    return [line["reward"] for line in read_metrics(folder / "metrics.jsonl") if "reward" in line]
+def guess(
+    number: int, tables: list[list[float]], rng: random.Random
+) -> tuple[Completion, list[tuple[int, int]]]:
+    """Return an episode, and the width of the interval and the place in it of each guess."""
+    environment = ENVIRONMENTS["guess_number"]()
+    environment.reset(dict(prompt="1-50?", number=number))
+    completion = Completion([0], [False], prompt_length=1, turns=0)
+    places = []
+    done = False
+    while not done and completion.turns < MAX_TURNS["guess_number"]:
+        low = max(1, environment.low)
+        width = int(min(50, environment.high)) - low + 1
+        (place,) = rng.choices(range(width), tables[width])
+        places.append((width, place))
+        completion.states.append(environment.state())
+        _, reward, done = environment.step(str(low + place))
+        add_turn(completion, reward)
+    return completion, places
+
+
+def add_turn(completion: Completion, reward: float) -> None:
+    """Add a token of a turn, and one of a reply."""
+    completion.ids += [1, 2]
+    completion.loss_mask += [True, False]
+    completion.turn_rewards.append((len(completion.ids) - 2, reward))
+    completion.turns += 1
 
 
 SHOWN = ("episode", "turn", "state", "coarser state", "episode + 1 state")
@@ -442,14 +477,13 @@ def draw() -> None:
         axis.set_xlabel("episodes of a group", fontsize=8)
         axis.set_ylim(0, 1)
     axes[0].legend(fontsize=7, ncols=2, loc="upper left")
-    for color, arm in zip((0, 1, 4), ARMS, strict=True):
-        runs = torch.tensor([curve(arm, seed) for seed in SEEDS], dtype=torch.float64)
-        runs = runs.unfold(1, 5, 1).mean(-1)
-        steps = range(5, 5 + runs.shape[1])
+    for color, (arm, curves) in enumerate(json.loads((OUT / "curves.json").read_text()).items()):
+        runs = torch.tensor(curves, dtype=torch.float64).unfold(1, 10, 1).mean(-1)
+        steps = range(10, 10 + runs.shape[1])
         axes[2].plot(steps, runs.mean(0), color=f"C{color}", label=arm)
         axes[2].fill_between(steps, runs.amin(0), runs.amax(0), color=f"C{color}", alpha=0.15)
-    axes[2].set_title("guess_number: reward of the samples in training", fontsize=9)
-    axes[2].set_xlabel("step; mean of five steps; bands: range of three seeds", fontsize=8)
+    axes[2].set_title("guess_number: reward in training", fontsize=9)
+    axes[2].set_xlabel("step; mean of ten steps; bands: range of three seeds", fontsize=8)
     axes[2].legend(fontsize=7)
     for axis in axes:
         axis.tick_params(labelsize=8)
@@ -466,15 +500,15 @@ def report() -> None:
         cells = (found.get(method) for found in columns.values())
         cells = ("" if x is None else f"{x[0]:.2f} +- {x[1]:.2f}" for x in cells)
         print(f"| {method} | {' | '.join(cells)} |")
-    for arm in ARMS:
-        runs = [curve(arm, seed) for seed in SEEDS]
-        parts = (slice(5), slice(-5, None), slice(None))
-        means = (interval([fmean(run[part]) for run in runs]) for part in parts)
-        print(f"| {arm} | {' | '.join(f'{m:.3f} +- {e:.3f}' for m, e in means)} |")
-        gains = [
-            fmean(run) - fmean(curve("episode", s)) for run, s in zip(runs, SEEDS, strict=True)
-        ]
-        print("    less episode, all steps:", "{:+.3f} +- {:.3f}".format(*interval(gains)))
+    curves = json.loads((OUT / "curves.json").read_text())
+    print("| credit | first 10 steps | last 20 steps | last 20 steps less `episode` |")
+    for arm, runs in curves.items():
+        first = [fmean(run[:10]) for run in runs]
+        last = [fmean(run[-20:]) for run in runs]
+        pairs = zip(last, curves["episode"], strict=True)
+        gains = [one - fmean(other[-20:]) for one, other in pairs]
+        cells = ("{:.3f} +- {:.3f}".format(*interval(x)) for x in (first, last, gains))
+        print(f"| {arm} | {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -486,7 +520,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--group", type=int, default=12, help="episodes of each prompt")
     parser.add_argument("--samples", type=int, default=16, help="further episodes of each prefix")
-    parser.add_argument("--steps", type=int, default=20, help="of a training run")
+    parser.add_argument("--steps", type=int, default=150, help="of training")
     options = parser.parse_args()
     match options.what:
         case "exact":
@@ -501,7 +535,8 @@ def main() -> None:
                     file.write_text(json.dumps(measure("guess_number", seed, options, device)))
             distributed.cleanup()
         case "curves":
-            train_with(options)
+            curves = {arm: [learn(arm, seed, options.steps) for seed in SEEDS] for arm in ARMS}
+            (OUT / "curves.json").write_text(json.dumps(curves))
         case "draw":
             report()
             draw()
