@@ -500,6 +500,11 @@ def report() -> None:
         cells = (found.get(method) for found in columns.values())
         cells = ("" if x is None else f"{x[0]:.2f} +- {x[1]:.2f}" for x in cells)
         print(f"| {method} | {' | '.join(cells)} |")
+    for name, of_sizes in json.loads((OUT / "exact.json").read_text()).items():
+        for size, of_seeds in of_sizes.items():
+            for method in of_seeds[0].keys() - {"episode", "shared"}:
+                gains = interval([found[method] - found["episode"] for found in of_seeds])
+                print(f"{name}, {size}: {method} less episode {gains[0]:+.3f} +- {gains[1]:.3f}")
     curves = json.loads((OUT / "curves.json").read_text())
     print("| credit | first 10 steps | last 20 steps | last 20 steps less `episode` |")
     for arm, runs in curves.items():
