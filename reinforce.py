@@ -20,12 +20,10 @@ In episodes of several turns (`--environment`), `--turn_credit` adds to R_t, tim
 advantage of the turn: its discounted return minus the mean return of comparable turns of the group,
 such as those that began in the same state (GiGPO, Feng et al. 2025, arXiv:2505.10978).
 
-Difference from the papers (docs/reinforce.md): truncated importance weights
-c_t = pi_old(y_t) / pi_engine(y_t) correct for the difference between engine and trainer.
+Difference from the papers: weights c_t = pi_old(y_t) / pi_engine(y_t) (docs/corrections.md).
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
-micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
-targets_T[t]."""
+micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes targets_T[t]."""
 
 import math
 from collections import defaultdict
