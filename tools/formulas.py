@@ -117,7 +117,7 @@ def kl(f: Mapping) -> Formulas:
 
 
 def entropy_bonus(f: Mapping) -> str:
-    """Return the term of the bonus. Raises `KeyError` if its coefficient changes: a trace lacks it."""
+    """Return the term of the bonus. A trace lacks a coefficient that changes: `KeyError`."""
     if f.get("entropy_target"):
         raise KeyError("entropy_coef")
     return " - entropy_coef * entropy" if f["entropy_coef"] else ""
