@@ -325,7 +325,7 @@ def test_gradient_does_not_depend_on_ranks(main, small, sums, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     flags = (
         *small, "--dataset", sums, "--reward", f"{tmp_path / 'reward.py'}:digits", "--loss", "gmpo",
-        "--clip_low", 0.01, "--clip_high", 0.01, "--beta", 0.05, "--entropy_coef", 0.01,
+        "--clip_low", 0.001, "--clip_high", 0.001, "--beta", 0.05, "--entropy_coef", 0.01,
         "--prompts_per_step", 4, "--samples_per_prompt", 4, "--minibatches", 2, "--lr", 1e-4,
         "--max_new_tokens", 12, "--max_steps", 2, "--eval_every", 0, "--log_every", 1,
         "--engine", "transformers",
@@ -335,4 +335,4 @@ def test_gradient_does_not_depend_on_ranks(main, small, sums, tmp_path):
     assert samples(tmp_path / "two") == samples(tmp_path / "one")
     assert_close_metrics(tmp_path / "two", tmp_path / "one", ("loss", "kl"), rel=1e-4, floor=0.1)
     assert_close_metrics(tmp_path / "two", tmp_path / "one", SAME, rel=1e-4)
-    assert metrics(tmp_path / "one")[-1]["clip_ratio/region_mean"] > 0
+    assert any(line["clip_ratio/region_mean"] > 0 for line in metrics(tmp_path / "one"))
