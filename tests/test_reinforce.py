@@ -1,6 +1,7 @@
 """reinforce.py: the objective by naive formulas, a gradient independent of ranks, exact resume with
 an adapted beta, learning."""
 
+import copy
 import itertools
 import math
 import statistics as naive
@@ -152,6 +153,13 @@ def test_advantage_estimators_differ_and_give_zero_for_equal_rewards(device):
 # ---- the KL to come ----
 
 
+@cache
+def turn_args(credit: str, **flags) -> reinforce.Args:
+    return reinforce.Args(
+        turn_credit=credit, environment="guess_number", reward=("environment",), **flags
+    )
+
+
 def with_logprobs(groups, pack_tokens=10_000) -> list[list[PackedBatch]]:
     """Return packs with random log-probs of the old policy and of the reference, which depend on
     the completion alone."""
@@ -199,10 +207,15 @@ def test_kl_to_come_is_that_of_the_later_trained_tokens(device, estimator):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("pack_tokens", [10_000, 24])
 def test_token_advantages_equal_naive_code(device, name, pack_tokens):
-    """The third completion has no reward."""
+    """The third completion has no reward. First turns have the advantage -1, later ones 0."""
     rewards = [[1.0, 0.0, NAN], [0.5, 2.0, 0.0]]
-    minibatches, beta = with_logprobs(PLAYED, pack_tokens), 0.3
-    args = reinforce.Args(advantage=name, kl_estimator="k1")
+    played = copy.deepcopy(PLAYED)
+    for sample in itertools.chain(*played):
+        spans = itertools.groupby(sample.loss_mask)
+        numbers = [[-float(k < 2)] * len([*span]) for k, (_, span) in enumerate(spans)]
+        sample.streams["advantages"] = sum(numbers, [])
+    minibatches, beta = with_logprobs(played, pack_tokens), 0.3
+    args = turn_args("turn", advantage=name, kl_estimator="k1", turn_coef=0.7)
     present = [r for r in rewards[0] + rewards[1] if not math.isnan(r)]
     less = {"reinforce++": [[r - naive.fmean(present) for r in group] for group in rewards]}
     less["reinforce++_baseline"] = [naive_centred(group) for group in rewards]
@@ -217,7 +230,11 @@ def test_token_advantages_equal_naive_code(device, name, pack_tokens):
             trained = (mb.loss_mask_T & (mb.sequence_ids_T == n)).nonzero()[:, 0].tolist()
             gaps = [(mb.old_logprobs_T[t] - mb.ref_logprobs_T[t]).item() for t in trained]
             reward = less[name][index // 3][index % 3]
-            raw[index] = [reward - beta * math.fsum(gaps[t:]) for t in range(len(gaps))]
+            has_one_turn = index in (1, 4)
+            raw[index] = [
+                reward - 0.7 * (t == 0 or has_one_turn) - beta * math.fsum(gaps[t:])
+                for t in range(len(gaps))
+            ]
     unscored = raw.pop(2)
     expected = [x for index in sorted(raw) for x in raw[index]]
     expected = expected if name == "leave_one_out" else naive_whiten(expected)
@@ -229,13 +246,6 @@ def test_token_advantages_equal_naive_code(device, name, pack_tokens):
 
 
 # ---- turns ----
-
-
-@cache
-def turn_args(credit: str, **flags) -> reinforce.Args:
-    return reinforce.Args(
-        turn_credit=credit, environment="guess_number", reward=("environment",), **flags
-    )
 
 
 @st.composite
