@@ -24,9 +24,7 @@ from common.model.comparison import Comparison, most_likely
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.student import Teacher
-from common.model.teacher import require_known
 from common.model.tiny import tiny_model
-from common.objectives.divergence import DIVERGENCES
 from common.parallel.distributed import RunError
 from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts
@@ -132,18 +130,20 @@ def test_advantages_are_rewards_normalized_per_prompt():
     assert distill.advantages(rewards).flatten().tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_jsd_is_the_only_divergence_with_a_flag():
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [("jsd", "jsd_beta"), ("skewed_kl", "skew"), ("skewed_reverse_kl", "skew"),
+     ("adaptive_kl", "head_mass")],
+)  # fmt: skip
+def test_divergences_read_their_flags(name, flag):
     logp_CV, logq_CV = torch.randn(2, 3, 5).log_softmax(-1)
-    values = [
-        distill.divergence(distill.Args(divergence="jsd", jsd_beta=b))(logp_CV, logq_CV)[0]
-        for b in (0.2, 0.7)
-    ]
+    settings = (distill.Args(divergence=name, **{flag: x}) for x in (0.2, 0.7))
+    values = [args.divergence_form(logp_CV, logq_CV)[0] for args in settings]
     assert not torch.allclose(*values)
-    assert distill.divergence(distill.Args()) is DIVERGENCES["reverse_kl"]
     with pytest.raises(
-        ValueError, match="--jsd_beta 0.2 has no effect with --divergence reverse_kl"
+        ValueError, match=f"--{flag} 0.2 has no effect with --divergence reverse_kl"
     ):
-        distill.Args(jsd_beta=0.2)
+        distill.Args(**{flag: 0.2})
 
 
 # ---- whole runs ----
@@ -190,9 +190,10 @@ def test_gradient_of_the_sampled_estimator_does_not_depend_on_ranks(main, flags,
 def test_denominator_per_rank_is_detected(two_ranks, flags, tmp_path):
     """Negative control of the first test: the same script with a token count per rank."""
     source, wrong = (ROOT / "distill.py").read_text(), tmp_path / "distill.py"
-    count = "tokens, _ = count_trained(sampled[m] + written[m])"
+    count = "tokens, _ = count_trained([*chain(*packs.values())])"
     assert source.count(count) == 1
-    per_rank = "tokens = sum(mb.loss_mask_T.sum() for mb in sampled[m] + written[m]) * world_size"
+    trained = "sum(mb.loss_mask_T.sum() for mb in chain(*packs.values()))"
+    per_rank = f"tokens = {trained} * world_size"
     wrong.write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(count, per_rank)
     )
@@ -623,8 +624,8 @@ def test_store_returns_the_values_of_the_requested_tokens(device, teacher, tmp_p
 def test_token_outside_the_teacher_vocabulary_is_refused(device, teacher):
     policy = load_teacher(str(teacher), device)
     known, unknown = (Sample([3, token], [False, True], prompt_length=1) for token in (363, 364))
-    require_known([known], policy)
+    assert policy.read([[known], []], None) == [[known], []]
     with pytest.raises(
         RunError, match="--teacher .*hf has 364 tokens, the student sampled token 364; start from"
     ):
-        require_known([known, unknown], policy)
+        policy.read([[known], [unknown]], None)

@@ -3,9 +3,11 @@
 Shapes: T tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,56 +16,107 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.config.groups import TrainArgs
+from common.config.specs import eval_sets_of
 from common.data import durable
 from common.data.packing import PackedBatch, pack
-from common.data.sample import Sample
+from common.data.rows import datasets_by_name
+from common.data.sample import Group, Sample
 from common.model.comparison import TopK, most_likely
+from common.model.hub import load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.loading import load_config
-from common.model.policy import load_policy
+from common.model.policy import Policy, load_policy
 from common.model.student import Teacher
 from common.parallel import distributed
 
 CHUNK = 512  # samples whose tokens share a file
 
 
-def shared_vocabulary(path: str, teacher_path: str, top_k: int) -> int:
-    """Return how many tokens the models in two folders share. Raises `ValueError` if they are fewer
-    than `--top_k`."""
-    shared = min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
-    if top_k > shared:
-        raise ValueError(f"--top_k {top_k}: --model and --teacher share only {shared} tokens")
-    return shared
+class Found(NamedTuple):
+    """A teacher before it is loaded."""
+
+    path: str  # local folder
+    tokenizer: Any  # None if its vocabulary is the student's
 
 
-def load_teacher(
-    path: str, samples: list[Sample], vocabulary: int, args: TrainArgs, device: torch.device
-) -> "Teacher | StoredTeacher":
-    """Return the frozen model in `path` or, with `--teacher_logprobs stored`, its log-probs of the
-    trained tokens of `samples`. They are in the run's folder `teacher_logprobs`; if that is of
-    other samples or of another teacher, the model is loaded to write it, and dropped. Both have
-    `teach`. Collective."""
+def find_teachers(args, path: str, tokenizer) -> dict[str, Found]:
+    """Return the teachers of `--teacher` by name. `path` and `tokenizer` are the student's. Raises
+    `ValueError` for one that is not found or has another tokenizer with `--estimator full`, and for
+    more `--top_k` than shared tokens."""
+    found = {}
+    for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
+        folder = resolve_model(model, "--teacher", not args.dry_run)
+        shared = shared_vocabulary(path, folder)
+        if args.top_k > shared:
+            problem = f"--model and --teacher share only {shared} tokens"
+            raise ValueError(f"--top_k {args.top_k}: {problem}")
+        found[name] = Found(folder, None)
+        if args.estimator == "full":
+            otherwise = ", or set --estimator sampled, which compares text"
+            require_same_tokenizer("--teacher", folder, tokenizer, otherwise)
+            continue
+        own = load_tokenizer(folder, flag="--teacher")
+        if own.get_vocab() != tokenizer.get_vocab():
+            found[name] = Found(folder, own)
+    return found
 
-    def load() -> Teacher:
-        return load_policy(path, args, device, trainable=False, flag="--teacher", kind=Teacher)
 
-    if args.teacher_logprobs == "live":
-        return load()
-    return StoredTeacher(
-        Path(args.output_dir) / "teacher_logprobs", path, load, samples, vocabulary, args, device
-    )
+def shared_vocabulary(path: str, teacher_path: str) -> int:
+    """Return how many tokens the models in two folders share."""
+    return min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
 
 
-def require_known(samples: Iterable[Sample], teacher: Teacher) -> None:
-    """Raise `RunError` for a sampled id without an embedding in the teacher. The student may have
-    rows beyond the tokenizer's tokens, and may sample them while it is untrained."""
-    known = teacher.hf.get_input_embeddings().num_embeddings
-    if unknown := [i for sample in samples for i in sample.completion_ids if i >= known]:
-        problem = (
-            f"--teacher {teacher.path} has {known} tokens, the student sampled token {unknown[0]}"
-        )
-        raise distributed.RunError(
-            f"{problem}; start from a student that has learned its tokenizer's tokens"
-        )
+def teacher_of(row: dict, names: Collection[str], column: str | None) -> str:
+    """Return the name of a row's teacher: its value in `--teacher_column`, or the only name. Raises
+    `ValueError` for another value."""
+    if column is None:
+        (name,) = names
+        return name
+    name = str(row.get(column))
+    if name not in names:
+        problem = f"{name!r} is no name of --teacher ({', '.join(names)})"
+        raise ValueError(f"{row['_source']}: --teacher_column {column}: {problem}")
+    return name
+
+
+def by_teacher(
+    groups: Sequence[Group], teachers: Collection[str], column: str | None
+) -> dict[str, list[Group]]:
+    """Return, for each teacher, the groups with an empty one in place of each of another teacher,
+    so that all keep their positions."""
+    names = [teacher_of(group[0].row, teachers, column) for group in groups]
+    return {
+        name: [group if its == name else [] for group, its in zip(groups, names, strict=True)]
+        for name in teachers
+    }
+
+
+def load_teachers(
+    found: dict[str, Found], policy: Policy, tokenizer, samples: list[Sample], rows: list[dict],
+    args: TrainArgs, device: torch.device,
+) -> "dict[str, Teacher | StoredTeacher]":  # fmt: skip
+    """Return the frozen models by name or, with `--teacher_logprobs stored`, the log-probs of the
+    only one for the trained tokens of `samples`. They are in the run's folder `teacher_logprobs`;
+    if that is of other samples or of another teacher, the model is loaded to write it, and dropped.
+    `policy` and `tokenizer` are the student's; `rows` are those of all prompts. Collective."""
+
+    def load(path: str, kind: type[Teacher] = Teacher) -> Teacher:
+        return load_policy(path, args, device, trainable=False, flag="--teacher", kind=kind)
+
+    teachers = {}
+    for name, (path, own_tokenizer) in found.items():
+        if args.teacher_logprobs == "stored":
+            folder = Path(args.output_dir) / "teacher_logprobs"
+            shared = shared_vocabulary(policy.path, path)
+            load_one = partial(load, path)
+            teachers[name] = StoredTeacher(folder, path, load_one, samples, shared, args, device)
+        elif own_tokenizer is None:
+            teachers[name] = load(path)
+        else:
+            from common.model.foreign_teacher import ForeignTeacher
+
+            teachers[name] = load(path, ForeignTeacher)
+            teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
+    return teachers
 
 
 class StoredTeacher:
@@ -72,6 +125,7 @@ class StoredTeacher:
     are kept."""
 
     flops = whole_flops = 0.0  # no model runs
+    reads_text = False
 
     def __init__(
         self, folder: Path, path: str, load: Callable[[], Teacher], samples: list[Sample],
