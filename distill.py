@@ -13,11 +13,10 @@ teacher q:
               A_i = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                              advantages()
               rho_t = pi(y_t) / pi_old(y_t)
 
-`--on_policy_fraction` below 1 takes the other completions of a step from the data, and sft_coef is
-0 for the student's own. Each row has one of several teachers; one with another tokenizer is
-compared on spans of text (foreign_teacher.py). Differences from the papers (docs/distill.md): the
-fraction is of each step's prompts, not a coin for each step; the sampling has no gradient (as in
-GKD); only `sampled` learns from a reward; bounded weights c_t = pi_old(y_t) / pi_engine(y_t).
+`--on_policy_fraction` below 1 takes the other completions of a step from the data; sft_coef is 0
+for the student's own. c_t = pi_old(y_t) / pi_engine(y_t), bounded. A row may have its own teacher.
+Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin
+for each step; the sampling has no gradient (as in GKD); only `sampled` learns from a reward.
 
 Shapes: P prompts on this rank, G completions of each, T packed tokens of a micro-batch; x_T[t]
 describes targets_T[t]."""
@@ -165,8 +164,7 @@ class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
             problem = "--teacher_coef 0 leaves nothing to learn from"
             raise ValueError(f"{problem}; set --reward_coef above 0")
         if not self.needs_engine:
-            why = "with --on_policy_fraction 0 and without --reward"
-            require_default(self, ("rollout_ranks",), why)
+            require_default(self, ("rollout_ranks",), "with --on_policy_fraction 0 and no --reward")
         if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
             flag = "--teacher_logprobs stored"
             raise ValueError(f"{flag} needs --on_policy_fraction 0 and --top_k above 0")
@@ -193,7 +191,8 @@ class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
         """Return the flags for a step of the student's prompts alone."""
         if not self.own_prompts:
             return self
-        return replace(self, prompts_per_step=self.own_prompts, on_policy_fraction=1.0)
+        own = dict(prompts_per_step=self.own_prompts, on_policy_fraction=1.0, sft_coef=0.0)
+        return replace(self, **own)
 
     def check_launch(self, training_ranks: int) -> None:
         """Raise `ValueError` without a teacher, or for prompts that do not divide evenly."""
@@ -207,29 +206,27 @@ class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
             raise ValueError(f"{problem}; it must be a multiple of {divisor}")
 
 
-def with_advantages(groups: Sequence[Group], advantages_PG: Tensor) -> list[Group]:
-    """Return the completions with the advantage of each on all of its tokens."""
-    values = iter(advantages_PG.flatten().tolist())
-    return [
-        [
-            replace(x, streams=x.streams | dict(advantages=[next(values)] * len(x.ids)))
-            for x in group
-        ]
-        for group in groups
-    ]
+def with_advantages(group: Group, advantages_G: Tensor) -> Group:
+    """Return completions with the advantage of each one as a stream of its tokens."""
+    pairs = zip(group, advantages_G.tolist(), strict=True)
+    return [replace(x, streams=x.streams | dict(advantages=[A] * len(x.ids))) for x, A in pairs]
 
 
-def packed(
-    groups: Sequence[Group], positions: Sequence[int], args: Args, device: torch.device,
-    share_prefix: int = 0,
-) -> Minibatches:  # fmt: skip
-    """Pack the groups of one teacher; those of the others are empty. All ranks get as many
-    micro-batches, none where no rank has a sample. Collective."""
-    minibatches = pack_minibatches(
-        groups, positions, args.minibatches, args.pack_tokens, device, share_prefix
-    )
-    sizes = [distributed.all_sum(sum(mb.num_samples for mb in mbs)) for mbs in minibatches]
-    return [mbs if size else [] for mbs, size in zip(minibatches, sizes, strict=True)]
+def pack_by_teacher(
+    groups: Sequence[Group], positions: Sequence[int], teachers: dict[str, Teacher], meter: Meter,
+    args: Args, device: torch.device, share_prefix: int = 0,
+) -> dict[str, Minibatches]:  # fmt: skip
+    """Pack the groups of each teacher apart. All ranks get as many micro-batches of a teacher, and
+    none where no rank has a sample. Collective."""
+    packed = {}
+    for name, own in by_teacher(groups, teachers, args.teacher_column).items():
+        read = teachers[name].read(own, meter)
+        minibatches = pack_minibatches(
+            read, positions, args.minibatches, args.pack_tokens, device, share_prefix
+        )
+        sizes = [distributed.all_sum(sum(mb.num_samples for mb in mbs)) for mbs in minibatches]
+        packed[name] = [mbs if size else [] for mbs, size in zip(minibatches, sizes, strict=True)]
+    return packed
 
 
 def compared(comparison: Comparison, prefix: str) -> dict[str, Tensor]:
@@ -280,8 +277,6 @@ def main(args: Args) -> None:
     context = min(context_length(each, args) for each in (path, *teacher_paths))
     prompts, held_out = load_prompts(args, tokenizer, context)
     rows = prompts.rows + held_out.rows
-    for row in rows:  # each names a teacher
-        teacher_of(row, found, args.teacher_column)
     encoder = Encoder(tokenizer, args)
     num_sampled = args.own_prompts  # prompts of a step that the student completes
     num_from_data = args.prompts_per_step - num_sampled
@@ -294,10 +289,9 @@ def main(args: Args) -> None:
         frozen = teacher_paths if args.teacher_logprobs == "live" else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
-    # ---- models: FSDP2 shards ----
+    # ---- models: FSDP2 shards; the teachers are frozen ----
     policy = load_policy(path, args, device, kind=Student)  # trained
-    stored = samples + held_samples
-    teachers = load_teachers(found, policy, tokenizer, stored, rows, args, device)  # frozen
+    teachers = load_teachers(found, policy, tokenizer, samples + held_samples, rows, args, device)
     optimizer = adamw(policy, args)
     rollouts = None  # nothing is sampled
     if args.needs_engine:
@@ -309,8 +303,8 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, **cursors, show=SHOW, curves=CURVES)
     run.models += teachers.values()  # counts in speed/tflops
-    run.message(*describe_rollouts(args, prompts, held_out, rollouts))
-    run.message(f"the student completes {num_sampled} of {args.prompts_per_step} prompts of a step")
+    share = f"the student completes {num_sampled} of {args.prompts_per_step} prompts of a step"
+    run.message(*describe_rollouts(args, prompts, held_out, rollouts), share)
     if len(held_out) and not held_samples:
         run.message("no eval_loss: the held-out rows have no completions")
     meter = run.meter
@@ -333,27 +327,24 @@ def main(args: Args) -> None:
             measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
             penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
             advantages_PG = args.reward_coef * advantages(rewards_PG + penalties_PG)
-            groups = with_advantages(groups, advantages_PG)
         drawn = order.draw(num_from_data * args.samples_per_prompt)
         from_data = [[samples[i]] for i in drawn[distributed.rank() :: world_size]]
 
         # ---- 2. pack, each teacher and each kind apart: completions move between ranks ----
-        sampled = {name: [[]] * args.minibatches for name in teachers}
-        written = dict(sampled)
+        sampled = written = {name: [[]] * args.minibatches for name in teachers}
         if num_sampled:
-            for name, own in by_teacher(groups, teachers, args.teacher_column).items():
-                read = teachers[name].read(own, meter)
-                sampled[name] = packed(read, positions, args, device, args.share_prefix)
+            given = [*map(with_advantages, groups, advantages_PG)]
+            sampled = pack_by_teacher(
+                given, positions, teachers, meter, args, device, args.share_prefix
+            )
         if num_from_data:
             places = positions_of_share(len(from_data))
-            for name, own in by_teacher(from_data, teachers, args.teacher_column).items():
-                written[name] = packed(own, places, args, device)
+            written = pack_by_teacher(from_data, places, teachers, meter, args, device)
         checks_engine = num_sampled > 0 and run.checks_engine(step)
         with meter.time("logprobs"):  # None: those of the update serve as old ones
             needs_old = checks_engine or (num_sampled > 0 and args.updates_per_rollout > 1)
             old = policy if needs_old else None
-            for name in teachers:
-                sampled[name] = with_logprobs(sampled[name], args.temperature, old=old)
+            sampled = {k: with_logprobs(x, args.temperature, old=old) for k, x in sampled.items()}
         if checks_engine:
             require_agreement([*chain(*sampled.values())], step, args, device)
 

@@ -234,7 +234,7 @@ FLAG_ERRORS = [
     (
         "distill",
         "--reward --on_policy_fraction 0 --rollout_ranks 1",
-        "--rollout_ranks 1 has no effect with --on_policy_fraction 0 and without --reward",
+        "--rollout_ranks 1 has no effect with --on_policy_fraction 0 and no --reward",
     ),
     ("distill", "--reward_coef 1", "--reward_coef 1.0 has no effect with --estimator full"),
     ("distill", "--teacher_coef 2", "--teacher_coef 2.0 has no effect with --estimator full"),

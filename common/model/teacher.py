@@ -97,11 +97,13 @@ def load_teachers(
     """Return the frozen models by name or, with `--teacher_logprobs stored`, the log-probs of the
     only one for the trained tokens of `samples`. They are in the run's folder `teacher_logprobs`;
     if that is of other samples or of another teacher, the model is loaded to write it, and dropped.
-    `policy` and `tokenizer` are the student's; `rows` are those of all prompts. Collective."""
+    `policy` and `tokenizer` are the student's, `rows` those of all prompts. Collective. Raises
+    `ValueError` naming a row without a teacher."""
 
     def load(path: str, kind: type[Teacher] = Teacher) -> Teacher:
         return load_policy(path, args, device, trainable=False, flag="--teacher", kind=kind)
 
+    by_teacher([[Sample([], [], row=row)] for row in rows], found, args.teacher_column)
     teachers = {}
     for name, (path, own_tokenizer) in found.items():
         if args.teacher_logprobs == "stored":
@@ -198,6 +200,9 @@ class StoredTeacher:
             return None
         places, columns = zip(*scored, strict=True)
         return torch.cat(columns)[(torch.cat(places) - start).argsort()]
+
+    def read(self, groups: list[Group], meter) -> list[Group]:
+        return groups
 
     def teach(self, mb: PackedBatch) -> TopK:
         """Return the teacher's distributions for a student's `distill`."""
