@@ -14,6 +14,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
@@ -48,6 +49,7 @@ class ForeignTeacher(Teacher):
         """Set how to read completions of the prompts in `rows`. Raises `ValueError` for a tokenizer
         whose tokens have no bytes, and if the prompts cannot be read with the flags."""
         self.args = args
+        self.has_reported = False
         self.tokenizer = tokenizer
         self.longest = min(context_length(self.path, args), args.pack_capacity + 1)
         label = f"--teacher {self.path}"
@@ -70,13 +72,17 @@ class ForeignTeacher(Teacher):
     def read(self, groups: list[Group], meter) -> list[Group]:
         """Return the completions with the streams of `Spans`. One that has no spans is masked, and
         counted in the metric `unaligned`. Collective."""
-        readings = [self._reading(sample) for sample in chain(*groups)]
-        for reading in readings:
-            meter.mean("unaligned", float(isinstance(reading, str)))
-        scores = self._scores([r.sample for r in readings if isinstance(r, Reading)])
+        samples = [*chain(*groups)]
+        readings = [self._reading(sample) for sample in samples]
+        reasons = [reading for reading in readings if isinstance(reading, str)]
+        meter.mean("unaligned", len(reasons), len(samples))
+        if reasons and not self.has_reported:
+            distributed.say(f"--teacher {self.path}: a completion is left out: {reasons[0]}")
+            self.has_reported = True
+        scores = iter(self._scores([r.sample for r in readings if isinstance(r, Reading)]))
         read = iter(
             masked(sample) if isinstance(r, str) else with_spans(sample, r, next(scores))
-            for sample, r in zip(chain(*groups), readings, strict=True)
+            for sample, r in zip(samples, readings, strict=True)
         )
         return [[next(read) for _ in group] for group in groups]
 
@@ -120,7 +126,7 @@ class ForeignTeacher(Teacher):
             raise ValueError("the teacher's chat template does not show the model's turns")
         return self.encoder.chat.end.last
 
-    def _scores(self, samples: list[Sample]) -> list[torch.Tensor]:
+    def _scores(self, samples: list[Sample]) -> list[Tensor]:
         """Return the log-probs of the completion's tokens of each sample. Collective."""
         groups = [[sample] for sample in samples]
         packs = pack_groups(groups, self.args.pack_tokens, self.device, self.args.share_prefix)
@@ -142,7 +148,7 @@ def common_spans(ends: Sequence[int], other_ends: Sequence[int]) -> tuple[list[i
     return [bisect_left(cuts, end) for end in ends], [bisect_left(cuts, end) for end in other_ends]
 
 
-def with_spans(sample: Completion, reading: Reading, logprobs: torch.Tensor) -> Completion:
+def with_spans(sample: Completion, reading: Reading, logprobs: Tensor) -> Completion:
     """Return a completion with the streams of `Spans`, from the log-probs of the teacher's tokens.
     The tokens of a prompt are spans of one token."""
     spans = torch.tensor(reading.spans)
