@@ -53,8 +53,7 @@ from common.model.comparison import Comparison
 from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy
-from common.model.student import Student, Teacher
-from common.model.teacher import by_teacher, find_teachers, load_teachers, teacher_of
+from common.model.student import Student, Teacher, by_teacher, find_teachers, load_teachers
 from common.objectives.advantages import centre_groups, group_std
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.parallel import distributed
@@ -251,8 +250,10 @@ def evaluate(
     any. Teachers that read text are left out. Collective."""
     meter = Meter()
     compare_with = args.divergence_form
-    for name, teacher in teachers.items():
-        own = [x for x in samples if teacher_of(x.row, teachers, args.teacher_column) == name]
+    groups = [[sample] for sample in samples]
+    for name, groups_of_it in by_teacher(groups, teachers, args.teacher_column).items():
+        teacher = teachers[name]
+        own = [*chain(*groups_of_it)]
         packs = pack(distributed.share_of(own), args.pack_tokens, device)
         for mb in packs if own and not teacher.reads_text else []:
             x = policy.distill(mb, teacher.teach(mb), compare_with, args.top_k, args.temperature)
@@ -272,9 +273,8 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids; samples: completions of the data ----
     path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
     tokenizer = load_tokenizer(path, args)
-    found = find_teachers(args, path, tokenizer)
-    teacher_paths = [teacher.path for teacher in found.values()]
-    context = min(context_length(each, args) for each in (path, *teacher_paths))
+    folders = find_teachers(args, path, tokenizer)  # of the teachers, by name
+    context = min(context_length(each, args) for each in (path, *folders.values()))
     prompts, held_out = load_prompts(args, tokenizer, context)
     rows = prompts.rows + held_out.rows
     encoder = Encoder(tokenizer, args)
@@ -286,12 +286,12 @@ def main(args: Args) -> None:
     order = make_order([sample.row for sample in samples] or prompts.rows, order_args)
     rewards = Rewards(args, rows, tokenizer, device)
     if args.dry_run:  # ends the process
-        frozen = teacher_paths if args.teacher_logprobs == "live" else []
+        frozen = [*folders.values()] if args.teacher_logprobs == "live" else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
     # ---- models: FSDP2 shards; the teachers are frozen ----
     policy = load_policy(path, args, device, kind=Student)  # trained
-    teachers = load_teachers(found, policy, tokenizer, samples + held_samples, rows, args, device)
+    teachers = load_teachers(folders, policy, tokenizer, samples + held_samples, rows, args, device)
     optimizer = adamw(policy, args)
     rollouts = None  # nothing is sampled
     if args.needs_engine:

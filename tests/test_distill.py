@@ -19,6 +19,7 @@ from common.data.encode import Encoder
 from common.data.packing import pack
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
+from common.model import student as students
 from common.model import teacher as teachers
 from common.model.comparison import Comparison, most_likely
 from common.model.hub import load_tokenizer
@@ -397,7 +398,7 @@ def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(
     shutil.rmtree(went_on / "checkpoints")
     (went_on / "metrics.jsonl").unlink()
     with monkeypatch.context() as patched:
-        patched.setattr(teachers, "load_policy", None)
+        patched.setattr(students, "load_policy", None)
         main("distill", *flags, *stored, "--output_dir", went_on)
     assert_same_weights(went_on, tmp_path / "stored")
 

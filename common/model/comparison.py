@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from common.model.head import Logits, LogitsGradient
-from common.model.logprobs import TokenStats
 from common.objectives.divergence import Divergence, coarsen, reverse_kl, spread_gradient
 
 
@@ -41,7 +40,7 @@ class TopK:
 
 class Comparison(NamedTuple):
     """Statistics of a student and its teacher at each token: nats, float32 (or float64), [T]. Those
-    that cannot be known are None, see `compare_spans`."""
+    that cannot be known are None (foreign_teacher.py)."""
 
     logprobs_T: Tensor  # log-prob of the target by the student, with gradient
     divergence_T: Tensor | None  # with gradient; 0 without a divergence
@@ -53,30 +52,6 @@ class Comparison(NamedTuple):
         Tensor | None
     )  # teacher's probability of the kept tokens; 1 if nothing is coarsened
     agree_T: Tensor | None  # whether the two have the same most likely token, bool
-
-
-class Spans:
-    """Log-probs of a teacher with another tokenizer (foreign_teacher.py), which are known for spans
-    of several tokens of the student."""
-
-    def __init__(self, starts_T: Tensor, shares_T: Tensor):
-        self.starts_T = starts_T  # 1 for the first token of a span, 0 for the others
-        self.shares_T = shares_T  # log-prob of the span / its number of the student's tokens
-
-
-def compare_spans(student: TokenStats, teacher: Spans, old_logprobs_T: Tensor | None) -> Comparison:
-    """Compare a student with a teacher that has another tokenizer. Each token of a span has an
-    equal share of the span's log q - log pi_old; their sum is that of the whole completion. None as
-    `old_logprobs_T`: those of the student. Distributions cannot be compared: `reverse_kl_T` is its
-    estimate log pi_old - log q, the others are None."""
-    old_T = student.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
-    span_T = (teacher.starts_T.long().cumsum(0) - 1).clamp(min=0)
-    sizes = span_T.bincount()
-    means = torch.zeros_like(sizes, dtype=old_T.dtype).index_add(0, span_T, old_T) / sizes
-    teacher_T = teacher.shares_T + (old_T - means[span_T])
-    return Comparison(
-        student.logprobs_T, None, student.entropy_T, old_T - teacher_T, teacher_T, None, None, None
-    )
 
 
 @torch.no_grad()

@@ -22,11 +22,36 @@ from common.data.packing import PackedBatch, pack_groups
 from common.data.pieces import continuation
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group, Sample
-from common.model.comparison import Spans
+from common.model.comparison import Comparison
 from common.model.hub import context_length, eos_token_ids
 from common.model.loading import named_errors
+from common.model.logprobs import TokenStats
 from common.model.student import Teacher
 from common.parallel import distributed
+
+
+class Spans:
+    """Log-probs of a teacher, which are known for spans of several tokens of the student. A plain
+    class: see `TopK`."""
+
+    def __init__(self, starts_T: Tensor, shares_T: Tensor):
+        self.starts_T = starts_T  # 1 for the first token of a span, 0 for the others
+        self.shares_T = shares_T  # log-prob of the span / its number of the student's tokens
+
+
+def compare_spans(student: TokenStats, teacher: Spans, old_logprobs_T: Tensor | None) -> Comparison:
+    """Compare a student with the spans of a teacher. Each token of a span has an
+    equal share of the span's log q - log pi_old; their sum is that of the whole completion. None as
+    `old_logprobs_T`: those of the student. Distributions cannot be compared: `reverse_kl_T` is its
+    estimate log pi_old - log q, the others are None."""
+    old_T = student.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
+    span_T = (teacher.starts_T.long().cumsum(0) - 1).clamp(min=0)
+    sizes = span_T.bincount()
+    means = torch.zeros_like(sizes, dtype=old_T.dtype).index_add(0, span_T, old_T) / sizes
+    teacher_T = teacher.shares_T + (old_T - means[span_T])
+    return Comparison(
+        student.logprobs_T, None, student.entropy_T, old_T - teacher_T, teacher_T, None, None, None
+    )
 
 
 class Reading(NamedTuple):

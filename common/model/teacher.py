@@ -1,13 +1,11 @@
-"""Teachers for distillation: a frozen model, or its stored log-probs of the data's completions.
+"""A teacher's stored log-probs of the data's completions (`--teacher_logprobs stored`).
 
 Shapes: T tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,109 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.config.groups import TrainArgs
-from common.config.specs import eval_sets_of
 from common.data import durable
 from common.data.packing import PackedBatch, pack
-from common.data.rows import datasets_by_name
 from common.data.sample import Group, Sample
 from common.model.comparison import TopK, most_likely
-from common.model.hub import load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.loading import load_config
-from common.model.policy import Policy, load_policy
 from common.model.student import Teacher
 from common.parallel import distributed
 
 CHUNK = 512  # samples whose tokens share a file
-
-
-class Found(NamedTuple):
-    """A teacher before it is loaded."""
-
-    path: str  # local folder
-    tokenizer: Any  # None if its vocabulary is the student's
-
-
-def find_teachers(args, path: str, tokenizer) -> dict[str, Found]:
-    """Return the teachers of `--teacher` by name. `path` and `tokenizer` are the student's. Raises
-    `ValueError` for one that is not found or has another tokenizer with `--estimator full`, and for
-    more `--top_k` than shared tokens."""
-    found = {}
-    for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
-        folder = resolve_model(model, "--teacher", not args.dry_run)
-        shared = shared_vocabulary(path, folder)
-        if args.top_k > shared:
-            problem = f"--model and --teacher share only {shared} tokens"
-            raise ValueError(f"--top_k {args.top_k}: {problem}")
-        found[name] = Found(folder, None)
-        if args.estimator == "full":
-            otherwise = ", or set --estimator sampled, which compares text"
-            require_same_tokenizer("--teacher", folder, tokenizer, otherwise)
-            continue
-        own = load_tokenizer(folder, flag="--teacher")
-        if own.get_vocab() != tokenizer.get_vocab():
-            found[name] = Found(folder, own)
-    return found
-
-
-def shared_vocabulary(path: str, teacher_path: str) -> int:
-    """Return how many tokens the models in two folders share."""
-    return min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
-
-
-def teacher_of(row: dict, names: Collection[str], column: str | None) -> str:
-    """Return the name of a row's teacher: its value in `--teacher_column`, or the only name. Raises
-    `ValueError` for another value."""
-    if column is None:
-        (name,) = names
-        return name
-    name = str(row.get(column))
-    if name not in names:
-        problem = f"{name!r} is no name of --teacher ({', '.join(names)})"
-        raise ValueError(f"{row['_source']}: --teacher_column {column}: {problem}")
-    return name
-
-
-def by_teacher(
-    groups: Sequence[Group], teachers: Collection[str], column: str | None
-) -> dict[str, list[Group]]:
-    """Return, for each teacher, the groups with an empty one in place of each of another teacher,
-    so that all keep their positions."""
-    names = [teacher_of(group[0].row, teachers, column) for group in groups]
-    return {
-        name: [group if its == name else [] for group, its in zip(groups, names, strict=True)]
-        for name in teachers
-    }
-
-
-def load_teachers(
-    found: dict[str, Found], policy: Policy, tokenizer, samples: list[Sample], rows: list[dict],
-    args: TrainArgs, device: torch.device,
-) -> "dict[str, Teacher | StoredTeacher]":  # fmt: skip
-    """Return the frozen models by name or, with `--teacher_logprobs stored`, the log-probs of the
-    only one for the trained tokens of `samples`. They are in the run's folder `teacher_logprobs`;
-    if that is of other samples or of another teacher, the model is loaded to write it, and dropped.
-    `policy` and `tokenizer` are the student's, `rows` those of all prompts. Collective. Raises
-    `ValueError` naming a row without a teacher."""
-
-    def load(path: str, kind: type[Teacher] = Teacher) -> Teacher:
-        return load_policy(path, args, device, trainable=False, flag="--teacher", kind=kind)
-
-    by_teacher([[Sample([], [], row=row)] for row in rows], found, args.teacher_column)
-    teachers = {}
-    for name, (path, own_tokenizer) in found.items():
-        if args.teacher_logprobs == "stored":
-            folder = Path(args.output_dir) / "teacher_logprobs"
-            shared = shared_vocabulary(policy.path, path)
-            load_one = partial(load, path)
-            teachers[name] = StoredTeacher(folder, path, load_one, samples, shared, args, device)
-        elif own_tokenizer is None:
-            teachers[name] = load(path)
-        else:
-            from common.model.foreign_teacher import ForeignTeacher
-
-            teachers[name] = load(path, ForeignTeacher)
-            teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
-    return teachers
 
 
 class StoredTeacher:

@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import pytest
 import torch
-from data.test_pieces import byte_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +16,13 @@ from common.data.packing import pack_minibatches
 from common.data.pieces import continuation
 from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.comparison import Spans, compare_spans
-from common.model.foreign_teacher import ForeignTeacher, bytes_of_tokens, common_spans
+from common.model.foreign_teacher import (
+    ForeignTeacher,
+    Spans,
+    bytes_of_tokens,
+    common_spans,
+    compare_spans,
+)
 from common.model.hub import load_tokenizer
 from common.model.logprobs import TokenStats
 from common.model.policy import load_policy
@@ -26,6 +30,26 @@ from common.model.student import Student, Teacher
 from common.model.tiny import build_tokenizer, tiny_model
 
 TEXT = st.text(alphabet="a4bx \n'.é字🙂", min_size=1, max_size=8)
+
+
+def byte_level():
+    """Return a tokenizer with a token for each byte, and some tokens of two bytes, which may cut a
+    character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "Ġ"), ("a", "b"), ("4", "4"), ("'", "s"), ("å", "Ń"), ("Ċ", "Ã")]
+    vocabulary = {token: i for i, token in enumerate([*bytes_, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<s>", clean_up_tokenization_spaces=False
+    )
+
+
 TOKENIZERS = dict(characters=build_tokenizer, byte_level=byte_level)
 ROW = dict(prompt="12+5=", _source="a:1")
 
