@@ -565,7 +565,7 @@ def load_teacher(path: str, device) -> Teacher:
 def stored(device, folder, teacher, samples, loaded=None):
     """Return a teacher's store as in a script; `loaded` counts the loads of the model."""
 
-    def load():
+    def load(_):
         loaded.append(1)
         return load_teacher(str(teacher), device)
 

@@ -41,8 +41,8 @@ class DivergenceArgs:
 
     divergence: Literal[tuple(DIVERGENCES)] = "reverse_kl"
     """divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl: KL(q || pi);
-    jsd: of both to a mixture; skewed_kl: KL(q || mixture); skewed_reverse_kl: KL(pi || mixture);
-    adaptive_kl: the first two, weighted at each token"""
+    jsd, skewed_kl, skewed_reverse_kl: of both, q, pi to a mixture; adaptive_kl: the first two,
+    weighted at each token"""
     jsd_beta: OpenFraction = 0.5
     """jsd: weight of the teacher in the mixture; near 0: like forward_kl, near 1: like
     reverse_kl"""

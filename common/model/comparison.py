@@ -39,8 +39,7 @@ class TopK:
 
 
 class Comparison(NamedTuple):
-    """Statistics of a student and its teacher at each token: nats, float32 (or float64), [T]. Those
-    that cannot be known are None (foreign_teacher.py)."""
+    """Statistics of a student and its teacher at each token: nats, float32 (or float64), [T]."""
 
     logprobs_T: Tensor  # log-prob of the target by the student, with gradient
     divergence_T: Tensor | None  # with gradient; 0 without a divergence
@@ -48,9 +47,7 @@ class Comparison(NamedTuple):
     reverse_kl_T: Tensor  # KL(student || teacher), coarsened like the divergence
     teacher_logprobs_T: Tensor  # log-prob of the target by the teacher, over the shared tokens
     teacher_entropy_T: Tensor | None
-    teacher_mass_T: (
-        Tensor | None
-    )  # teacher's probability of the kept tokens; 1 if nothing is coarsened
+    teacher_mass_T: Tensor | None  # teacher's probability of the kept tokens; 1 if all are kept
     agree_T: Tensor | None  # whether the two have the same most likely token, bool
 
 

@@ -142,8 +142,7 @@ def _fields(path: str, name: str) -> dict:
 
 
 def require_same_tokenizer(flag: str, path: str, tokenizer, otherwise: str = "") -> None:
-    """Raise `ValueError` unless the model in `path` has the policy's vocabulary. `otherwise`: what
-    else to do."""
+    """Raise `ValueError` unless the model in `path` has the policy's vocabulary."""
     vocabulary = tokenizer.get_vocab().items()
     differing = load_tokenizer(path, flag=flag).get_vocab().items() ^ vocabulary
     if differing:

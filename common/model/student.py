@@ -2,10 +2,9 @@
 teachers of a run."""
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
+from typing import Any
 
 import torch
 
@@ -22,10 +21,6 @@ from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence
 from common.parallel import distributed
 
-if TYPE_CHECKING:
-    from common.model.foreign_teacher import Spans
-    from common.model.teacher import StoredTeacher
-
 
 class Student(Policy):
     """Policy that learns from a teacher."""
@@ -35,7 +30,7 @@ class Student(Policy):
     def distill(
         self,
         mb: PackedBatch,
-        teacher: Union[Logits, TopK, "Spans"],
+        teacher: Logits | TopK | Any,
         divergence: Divergence | None = None,
         top_k: int = 0,
         temperature: float = 1.0,
@@ -59,8 +54,7 @@ class Teacher(Policy):
 
     def read(self, groups: list[Group], meter) -> list[Group]:
         """Return the student's completions in the form that `teach` reads. Raises `RunError` for an
-        id without an embedding: the student may have rows beyond the tokenizer's tokens, and may
-        sample them while it is untrained."""
+        id without an embedding: an untrained student may sample any row of its head."""
         known = self.hf.get_input_embeddings().num_embeddings
         ids = chain.from_iterable(sample.completion_ids for sample in chain(*groups))
         if unknown := [i for i in ids if i >= known]:
@@ -83,8 +77,7 @@ class Teacher(Policy):
 
 def find_teachers(args, path: str, tokenizer) -> dict[str, str]:
     """Return the local folders of `--teacher` by name. `path` and `tokenizer` are the student's.
-    Raises `ValueError` for one that is not found, has another tokenizer with `--estimator full`, or
-    shares fewer tokens than `--top_k`."""
+    Raises `ValueError` for one that is missing, and with `--estimator full` for other tokens."""
     folders = {}
     for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
         folders[name] = resolve_model(model, "--teacher", not args.dry_run)
@@ -103,35 +96,27 @@ def shared_vocabulary(path: str, teacher_path: str) -> int:
     return min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
 
 
-def teacher_of(row: dict, names: Collection[str], column: str | None) -> str:
-    """Return the name of a row's teacher: its value in `--teacher_column`, or the only name. Raises
-    `ValueError` for another value."""
-    if column is None:
-        (name,) = names
-        return name
-    name = str(row.get(column))
-    if name not in names:
-        problem = f"{name!r} is no name of --teacher ({', '.join(names)})"
-        raise ValueError(f"{row['_source']}: --teacher_column {column}: {problem}")
-    return name
-
-
 def by_teacher(
     groups: Sequence[Group], teachers: Collection[str], column: str | None
 ) -> dict[str, list[Group]]:
-    """Return, for each teacher, the groups with an empty one in place of each of another teacher,
-    so that all keep their positions."""
-    names = [teacher_of(group[0].row, teachers, column) for group in groups]
-    return {
-        name: [group if its == name else [] for group, its in zip(groups, names, strict=True)]
-        for name in teachers
-    }
+    """Return the groups of each teacher, with an empty one in place of each other group, so that
+    all keep their positions. A row's value in `--teacher_column` is the name of its teacher. Raises
+    `ValueError` for another value."""
+    own = {name: [[] for _ in groups] for name in teachers}
+    for position, group in enumerate(groups):
+        row = group[0].row
+        name = next(iter(own)) if column is None else str(row.get(column))
+        if name not in own:
+            problem = f"{name!r} is no name of --teacher ({', '.join(own)})"
+            raise ValueError(f"{row['_source']}: --teacher_column {column}: {problem}")
+        own[name][position] = group
+    return own
 
 
 def load_teachers(
     folders: dict[str, str], policy: Policy, tokenizer, samples: list[Sample], rows: list[dict],
     args: TrainArgs, device: torch.device,
-) -> dict[str, Union[Teacher, "StoredTeacher"]]:  # fmt: skip
+) -> dict[str, Teacher]:  # fmt: skip
     """Return the frozen models by name or, with `--teacher_logprobs stored`, the log-probs of the
     only one for the trained tokens of `samples`. They are in the run's folder `teacher_logprobs`;
     if that is of other samples or of another teacher, the model is loaded to write it, and dropped.
@@ -150,8 +135,7 @@ def load_teachers(
 
             folder = Path(args.output_dir) / "teacher_logprobs"
             shared = shared_vocabulary(policy.path, path)
-            load_one = partial(load, path)
-            teachers[name] = StoredTeacher(folder, path, load_one, samples, shared, args, device)
+            teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, device)
         elif own_tokenizer.get_vocab() == tokenizer.get_vocab():
             teachers[name] = load(path)
         else:

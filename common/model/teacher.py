@@ -33,7 +33,7 @@ class StoredTeacher:
     reads_text = False
 
     def __init__(
-        self, folder: Path, path: str, load: Callable[[], Teacher], samples: list[Sample],
+        self, folder: Path, path: str, load: Callable[[str], Teacher], samples: list[Sample],
         vocabulary: int, args: TrainArgs, device: torch.device,
     ):  # fmt: skip
         """Collective. Raises `ValueError` for a damaged file."""
@@ -58,7 +58,7 @@ class StoredTeacher:
         if missing:
             count = sum(len(chunks[i]) for i in missing)
             distributed.say(f"{path} scores {count} completions, into {folder}")
-            teacher = load()
+            teacher = load(path)
             for i in missing:  # all ranks score a file together, one of them writes it
                 writer = i % distributed.world_size()
                 columns_MX = self._scored(teacher, chunks[i], self.starts[i], args, writer)
