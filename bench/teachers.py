@@ -23,24 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from common.data.tasks import TASKS
-from common.metrics.curves import read_metrics
+from common.model.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs/teachers"
 DOMAINS = ("forward", "backward")
 HELD_OUT = 200
 SFT = (
-    "--save_every",
-    "1000",
-    "--batch_size",
-    "128",
-    "--lr",
-    "3e-3",
-    "--lr_schedule",
-    "cosine",
-    "--eval_every",
-    "0",
-)
+    "--save_every", "1000", "--batch_size", "128", "--lr", "1e-3", "--lr_schedule", "cosine",
+    "--eval_every", "0",
+)  # fmt: skip
 SAMPLED = (
     "--save_every", "1000", "--log_every", "1000",
     "--reward", "exact_match", "--engine", "transformers", "--max_new_tokens", "5",
@@ -51,13 +43,11 @@ SAMPLED = (
 
 def write_data() -> None:
     """Write the training rows and held-out rows of each domain, and of both."""
-    rows: dict[str, list[dict]] = {}
+    rows = {}
     for split in ("train", "test"):
+        questions = {row["prompt"]: row for row in TASKS["arithmetic"](split)}.values()
         for domain in DOMAINS:
-            rows[f"{split}_{domain}"] = [
-                row_of(row, domain)
-                for row in TASKS["arithmetic"](split)[:: 1 if split == "test" else 4]
-            ]
+            rows[f"{split}_{domain}"] = [row_of(row, domain) for row in questions]
         both = zip(*(rows[f"{split}_{domain}"] for domain in DOMAINS), strict=True)
         rows[f"{split}_both"] = [row for pair in both for row in pair]
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -76,25 +66,32 @@ def row_of(row: dict, domain: str) -> dict:
 
 
 def write_bpe_model(folder: Path) -> Path:
-    """Write the built-in model with a byte-level BPE in place of its characters, untrained."""
+    """Write tiny-sft with a byte-level BPE in place of its characters. The embedding of a token is
+    the mean of those of its characters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-    from common.model.tiny import build_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [(a, b) for a in "0123456789" for b in "0123456789"]
-    vocabulary = {token: i for i, token in enumerate([*characters, *map("".join, merges), "<end>"])}
+    tokens = [*characters, *map("".join, merges)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    config = build_model().config
-    config.vocab_size = len(tokenizer)
-    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, None
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    earlier = AutoTokenizer.from_pretrained(tiny_model("tiny-sft"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("tiny-sft"))
+    old_VD = model.get_input_embeddings().weight.detach().clone()
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.no_grad():
+        for i, token in enumerate(tokens):
+            ids = earlier(token, add_special_tokens=False)["input_ids"]
+            model.get_input_embeddings().weight[i] = old_VD[ids].mean(0)
+        model.get_input_embeddings().weight[-1] = old_VD[earlier.eos_token_id]
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, None
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -121,7 +118,8 @@ def solved(name: str) -> str:
     for domain in DOMAINS:
         data = ("--dataset", FOLDER / f"test_{domain}.jsonl")
         folder = launch(f"eval_{name}_{domain}", "eval.py", *flags, *data)
-        scores.append(read_metrics(folder / "metrics.jsonl")[-1]["solved"])
+        results = json.loads((folder / "results.json").read_text())
+        scores.append(results["overall"]["solved"]["mean"])
     return " ".join(f"{domain} {score:.3f}" for domain, score in zip(DOMAINS, scores, strict=True))
 
 
@@ -133,18 +131,17 @@ def main() -> None:
     write_data()
     both = FOLDER / "train_both.jsonl"
     teachers = {}
+    start = ("--model", "tiny-sft", "--prompt_format", "plain", *SFT)
     for domain in DOMAINS:
-        data = FOLDER / f"train_{domain}.jsonl"
-        flags = ("--model", "tiny", "--dataset", data, "--prompt_format", "plain", *SFT)
         name = f"teacher_{domain}"
-        teachers[domain] = launch(name, "sft.py", *flags, "--max_steps", 200) / "hf"
+        data = ("--dataset", FOLDER / f"train_{domain}.jsonl")
+        teachers[domain] = launch(name, "sft.py", *start, *data, "--max_steps", 150) / "hf"
         print(f"teacher {domain}: {solved(name)}", flush=True)
     bpe = write_bpe_model(FOLDER / "bpe")
     flags = ("--model", bpe, "--dataset", FOLDER / "train_forward.jsonl", *SFT)
-    teachers["bpe"] = launch("teacher_bpe", "sft.py", *flags, "--max_steps", 200) / "hf"
+    teachers["bpe"] = launch("teacher_bpe", "sft.py", *flags, "--max_steps", 300) / "hf"
     print(f"teacher bpe: {solved('teacher_bpe')}", flush=True)
-    flags = ("--model", "tiny", "--dataset", both, "--prompt_format", "plain", *SFT)
-    student = launch("student", "sft.py", *flags, "--max_steps", 60) / "hf"
+    student = launch("student", "sft.py", *start, "--dataset", both, "--max_steps", 20) / "hf"
     print(f"student: {solved('student')}", flush=True)
     named = [f"{domain}={teachers[domain]}" for domain in DOMAINS]
     chosen = {

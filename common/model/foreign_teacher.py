@@ -74,23 +74,21 @@ class ForeignTeacher(Teacher):
         """Set how to read completions of the prompts in `rows`. Raises `ValueError` for a tokenizer
         whose tokens have no bytes, and if the prompts cannot be read with the flags."""
         self.args = args
-        self.has_reported = False
         self.tokenizer = tokenizer
-        self.longest = min(context_length(self.path, args), args.pack_capacity + 1)
-        label = f"--teacher {self.path}"
-        with named_errors(label, ValueError):
-            if args.environment is not None:
-                raise ValueError("another tokenizer than --model's has no turns of --environment")
-            self.bytes_of = bytes_of_tokens(tokenizer)
-            self.encoder = Encoder(tokenizer, args)
+        self.has_reported = False
+        self.longest = context_length(self.path, args)
         self.student_bytes = bytes_of_tokens(student_tokenizer)
         self.student_ends = eos_token_ids(
             student_path, student_tokenizer, args.prompt_format, args.stop_token_ids
         )
-        self.column = "_prompt"
-        if "_prompt" not in rows[0]:
-            self.column = require_columns(args.dataset_flag, rows, PROMPT_COLUMNS)[0]
-        with named_errors(label, ValueError):
+        with named_errors(f"--teacher {self.path}", ValueError):
+            if args.environment is not None:
+                raise ValueError("another tokenizer than --model's cannot read an --environment")
+            self.bytes_of = bytes_of_tokens(tokenizer)
+            self.encoder = Encoder(tokenizer, args)
+            self.column = "_prompt"
+            if "_prompt" not in rows[0]:
+                self.column = require_columns(args.dataset_flag, rows, PROMPT_COLUMNS)[0]
             self.encoder.prompt(rows[0], (self.column,))
 
     @torch.no_grad()
@@ -121,7 +119,7 @@ class ForeignTeacher(Teacher):
         has_end = ids[-1] in self.student_ends
         pieces = [self.student_bytes.get(i) for i in (ids[:-1] if has_end else ids)]
         if None in pieces:
-            return "a special token within the completion"
+            return "it has a token without text"
         try:
             text = b"".join(pieces).decode()
             end = self._end(sample.row) if has_end else ""
@@ -132,11 +130,11 @@ class ForeignTeacher(Teacher):
             return distributed.first_line(error)
         own_pieces = [self.bytes_of.get(i) for i in own_ids]
         if None in own_pieces or b"".join(own_pieces) != text.encode():
-            return "the teacher's tokens have another text"
+            return "the tokens of the teacher have another text"
         prompt = self.encoder.prompt(sample.row, (self.column,))
         own = prompt + own_ids + end_ids
         if len(own) > self.longest:
-            return f"{len(own)} tokens of the teacher, whose context has {self.longest}"
+            return f"it has {len(own)} tokens, more than the context of {self.longest}"
         mask = [False] * len(prompt) + [True] * (len(own) - len(prompt))
         at_end = len(text.encode()) + 1
         ends = [*accumulate(map(len, pieces)), *[at_end] * has_end]
@@ -188,9 +186,9 @@ def with_spans(sample: Completion, reading: Reading, logprobs: Tensor) -> Comple
 
 def masked(sample: Completion) -> Completion:
     """Return a completion that is not trained, with the streams of `Spans`."""
-    nothing = [0.0] * len(sample.ids)
-    streams = sample.streams | dict(span_starts=nothing, teacher_shares=nothing)
-    return replace(sample, loss_mask=[False] * len(sample.ids), streams=streams)
+    count = len(sample.ids)
+    streams = sample.streams | dict(span_starts=[1.0] * count, teacher_shares=[0.0] * count)
+    return replace(sample, loss_mask=[False] * count, streams=streams)
 
 
 def bytes_of_tokens(tokenizer) -> dict[int, bytes]:
@@ -202,6 +200,7 @@ def bytes_of_tokens(tokenizer) -> dict[int, bytes]:
     texts = {i: token for token, i in tokenizer.get_vocab().items() if i not in added}
     if "ByteLevel" in kinds:
         byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+        texts = {i: text for i, text in texts.items() if byte_of.keys() >= {*text}}
         pieces = {i: bytes(map(byte_of.get, text)) for i, text in texts.items()}
     elif kinds <= {"ByteFallback", "Fuse", "Replace", "Strip", "Metaspace"}:
         has_blanks = not kinds.isdisjoint({"Replace", "Metaspace"})

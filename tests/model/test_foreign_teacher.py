@@ -168,13 +168,15 @@ def packed(groups, device):
 
 def test_log_probs_of_completions_are_those_of_a_plain_forward(device, folder):
     """The advantages of a completion add up to log q(y) - log pi(y), where q reads the text in its
-    own tokens: with EOS and without, and with a character whose bytes are several tokens."""
+    own tokens: with EOS and without, with a character whose bytes are several tokens, and beside a
+    completion without spans."""
     from transformers import AutoModelForCausalLM
 
     ours, theirs = build_tokenizer(), load_tokenizer(str(folder))
     eos = ours.eos_token_id
     texts = {"44 ab'sé字": [eos], "ab ab  a": [], "": [eos]}
     groups = [[completion(ours(text)["input_ids"] + end)] for text, end in texts.items()]
+    groups.append([completion(ours.convert_tokens_to_ids(["4", "<0xC3>", "4"]))])
     teacher, meter = foreign(folder, device, temperature=0.7), Meter()
     mb = packed(teacher.read([[], *groups], meter)[1:], device)
     student = load_policy(tiny_model(), distill.Args(dtype="float32"), device, kind=Student)
@@ -192,7 +194,7 @@ def test_log_probs_of_completions_are_those_of_a_plain_forward(device, folder):
         own = mb.index_N.tolist().index(number)
         log_p = mb.sequence_sums(plain_T)[own]
         assert sums[own].item() == pytest.approx((log_q.sum() - log_p).item(), abs=1e-4)
-    assert meter.reduce() == dict(unaligned=0.0)
+    assert meter.reduce() == dict(unaligned=0.25)
 
 
 def test_equal_tokenizers_give_the_numbers_of_an_ordinary_teacher(device, tmp_path_factory):
