@@ -126,7 +126,7 @@ def solved(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="of distill.py")
+    parser.add_argument("--steps", type=int, default=40, help="of distill.py")
     args = parser.parse_args()
     write_data()
     both = FOLDER / "train_both.jsonl"
@@ -137,12 +137,12 @@ def main() -> None:
         data = ("--dataset", FOLDER / f"train_{domain}.jsonl")
         teachers[domain] = launch(name, "sft.py", *start, *data, "--max_steps", 150) / "hf"
         print(f"teacher {domain}: {solved(name)}", flush=True)
-    bpe = write_bpe_model(FOLDER / "bpe")
-    flags = ("--model", bpe, "--dataset", FOLDER / "train_forward.jsonl", *SFT)
-    teachers["bpe"] = launch("teacher_bpe", "sft.py", *flags, "--max_steps", 300) / "hf"
-    print(f"teacher bpe: {solved('teacher_bpe')}", flush=True)
     student = launch("student", "sft.py", *start, "--dataset", both, "--max_steps", 20) / "hf"
     print(f"student: {solved('student')}", flush=True)
+    bpe = write_bpe_model(FOLDER / "bpe")
+    flags = ("--model", bpe, "--dataset", FOLDER / "train_forward.jsonl", *SFT)
+    teachers["bpe"] = launch("teacher_bpe", "sft.py", *flags, "--max_steps", 150) / "hf"
+    print(f"teacher bpe: {solved('teacher_bpe')}", flush=True)
     named = [f"{domain}={teachers[domain]}" for domain in DOMAINS]
     chosen = {
         "both": ("--dataset", both, "--teacher", *named, "--teacher_column", "domain"),
