@@ -7,22 +7,22 @@ et al. 2023, arXiv:2306.13649; MiniLLM, Gu et al. 2023, arXiv:2306.08543).
 The student pi samples, and on each of its tokens its distribution is pulled towards that of the
 teacher q:
 
-    full:     L   = mean_t D(pi, q) of the distributions at t; D: --divergence                loss()
+    full:     L   = mean_t [ D(pi, q) - sft_coef log pi(y_t) ]; D: --divergence               loss()
     sampled:  L   = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]
               A_t = teacher_coef log(q(y_t) / pi_old(y_t)) + reward_coef A_i                  loss()
               A_i = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                              advantages()
               rho_t = pi(y_t) / pi_old(y_t)
 
-`--on_policy_fraction` below 1 takes the other completions of a step from the data. Differences from
-the papers (docs/distill.md): the fraction is of each step's prompts, not a coin for each step; the
-sampling has no gradient (as in GKD); only `sampled` learns from a reward; bounded weights c_t =
-pi_old(y_t) / pi_engine(y_t).
+`--on_policy_fraction` below 1 takes the other completions of a step from the data; sft_coef is 0
+for the student's own. c_t = pi_old(y_t) / pi_engine(y_t), bounded. A row may have its own teacher.
+Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin
+for each step; the sampling has no gradient (as in GKD); only `sampled` learns from a reward.
 
 Shapes: P prompts on this rank, G completions of each, T packed tokens of a micro-batch; x_T[t]
 describes targets_T[t]."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import partial
 from itertools import chain
 from typing import ClassVar, Literal
 
@@ -30,35 +30,40 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import BelowOne, Fraction, NotNegative, OpenFraction, Positive, Several
+from common.config.flags import BelowOne, Fraction, NotNegative, Positive, Several
 from common.config.objectives import CorrectionArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.config.rules import require_default
+from common.config.rules import require_default, require_effect
+from common.config.teacher_flags import DivergenceArgs, TeacherArgs
 from common.data.answers import read_samples
 from common.data.encode import Encoder
 from common.data.order import make_order
-from common.data.packing import count_trained, pack, pack_minibatches, positions_of_share
-from common.data.sample import Sample
+from common.data.packing import (
+    Minibatches,
+    count_trained,
+    pack,
+    pack_minibatches,
+    positions_of_share,
+)
+from common.data.sample import Group, Sample
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.comparison import Comparison
 from common.model.fixed_streams import with_logprobs
-from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy
-from common.model.student import Student, Teacher
-from common.model.teacher import StoredTeacher, load_teacher, require_known, shared_vocabulary
+from common.model.student import Student, Teacher, by_teacher, find_teachers, load_teachers
 from common.objectives.advantages import centre_groups, group_std
-from common.objectives.divergence import DIVERGENCES, Divergence, jsd
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
-from common.rollout.prompts import Prompts, load_prompts
+from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import dry_run, num_steps, repetitions
+from common.train.overview import describe_rollouts, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -67,21 +72,15 @@ CURVES = (
     "loss", "eval_loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/solved", "entropy",
     "teacher_entropy", "completions/mean_length", "grad_norm",
 )  # fmt: skip
-# Flags that only --estimator sampled reads.
-SAMPLED_FLAGS = (
-    "clip_low", "clip_high", "teacher_coef", "reward_coef",
-    *(field.name for field in fields(CorrectionArgs)),
+ESTIMATOR_FLAGS = dict(
+    full=("divergence", "top_k"),
+    sampled=(
+        "clip_low", "clip_high", "teacher_coef", "reward_coef",
+        *(field.name for field in fields(CorrectionArgs)),
+    ),
 )  # fmt: skip
 
 # ---- the objective ----
-
-
-def divergence(args: "Args") -> Divergence:
-    """Return the divergence of `--divergence`, a function of the log-probs of student and
-    teacher."""
-    if args.divergence == "jsd":
-        return partial(jsd, jsd_beta=args.jsd_beta)
-    return DIVERGENCES[args.divergence]
 
 
 def advantages(rewards_PG: Tensor) -> Tensor:
@@ -99,10 +98,14 @@ def loss(
     tensors [T] to log. `comparison`: student and teacher. Only the student's own completions have
     `rollout_logprobs_T`, of the engine, and `advantages_T`, reward_coef A_i."""
     if args.estimator == "full":
+        loss_T = comparison.divergence_T
         logged = {}
         if rollout_logprobs_T is not None:
             logged["sampling/kept_fraction"] = torch.ones_like(mask_T)
-        return comparison.divergence_T * mask_T / tokens, logged
+        elif args.sft_coef:
+            loss_T = loss_T - args.sft_coef * comparison.logprobs_T
+            logged["data/cross_entropy"] = -comparison.logprobs_T.detach()
+        return loss_T * mask_T / tokens, logged
     A_T = args.teacher_coef * (comparison.teacher_logprobs_T - old_logprobs_T) + advantages_T
     c_T = importance_weights(
         old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
@@ -117,7 +120,7 @@ def loss(
 
 
 @dataclass
-class Args(CorrectionArgs, OnlineArgs):
+class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(
         prompts_per_step=256, samples_per_prompt=1, reward="exact_match"
     )
@@ -126,25 +129,11 @@ class Args(CorrectionArgs, OnlineArgs):
     """rewards by which completions are measured (docs/rewards.md lists all); trained on only with
     --reward_coef"""
     lr: Positive[float] = 1e-5
-    teacher: str | None = None
-    """Hugging Face id or folder of the model to learn from, with the student's tokenizer;
-    required"""
     on_policy_fraction: Fraction = 1.0
     """fraction of a step's prompts that the student completes (the paper's lambda); the data
     completes other rows"""
-    divergence: Literal[tuple(DIVERGENCES)] = "reverse_kl"
-    """divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl: KL(q || pi);
-    jsd: to a mixture"""
-    jsd_beta: OpenFraction = 0.5
-    """jsd: weight of the teacher in the mixture; near 0: like forward_kl, near 1: like
-    reverse_kl"""
-    top_k: NotNegative[int] = 0
-    """number of the teacher's most likely tokens to compare, the others as one token: a lower
-    bound; 0: all tokens"""
-    teacher_logprobs: Literal["live", "stored"] = "live"
-    """live: computed in every step; stored (with --on_policy_fraction 0): the teacher's top_k
-    log-probs of the data are written once, before training, which then needs no teacher in
-    memory"""
+    sft_coef: NotNegative[float] = 0.0
+    """weight of the cross-entropy on the data's completions, added to their divergence"""
     estimator: Literal["full", "sampled"] = "full"
     """full: the divergence; sampled: PPO's clipped loss with log(teacher / student) of each token
     as its advantage"""
@@ -159,14 +148,11 @@ class Args(CorrectionArgs, OnlineArgs):
     """sampled: upper clip bound of the importance ratio, 1 + clip_high"""
 
     def __post_init__(self) -> None:
-        if self.divergence != "jsd":
-            require_default(self, ("jsd_beta",), f"with --divergence {self.divergence}")
+        require_effect(self, "estimator", ESTIMATOR_FLAGS)
         if not self.reward_coef:
             require_default(self, ("missing_eos_penalty",), "with --reward_coef 0")
-        if self.estimator == "sampled":
-            require_default(self, ("divergence", "top_k"), "with --estimator sampled")
-        else:
-            require_default(self, SAMPLED_FLAGS, "with --estimator full")
+        if self.on_policy_fraction == 1:
+            require_default(self, ("sft_coef",), "with --on_policy_fraction 1")
         if self.estimator == "sampled" and self.on_policy_fraction < 1:
             problem = "--estimator sampled is for the student's own samples"
             raise ValueError(f"{problem}; set --on_policy_fraction 1")
@@ -177,8 +163,7 @@ class Args(CorrectionArgs, OnlineArgs):
             problem = "--teacher_coef 0 leaves nothing to learn from"
             raise ValueError(f"{problem}; set --reward_coef above 0")
         if not self.needs_engine:
-            why = "with --on_policy_fraction 0 and without --reward"
-            require_default(self, ("rollout_ranks",), why)
+            require_default(self, ("rollout_ranks",), "with --on_policy_fraction 0 and no --reward")
         if not (self.own_prompts and self.reward):
             require_default(self, ("draw",), "without --reward or with --on_policy_fraction 0")
         if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
@@ -207,11 +192,12 @@ class Args(CorrectionArgs, OnlineArgs):
         """Return the flags for a step of the student's prompts alone."""
         if not self.own_prompts:
             return self
-        return replace(self, prompts_per_step=self.own_prompts, on_policy_fraction=1.0)
+        own = dict(prompts_per_step=self.own_prompts, on_policy_fraction=1.0, sft_coef=0.0)
+        return replace(self, **own)
 
     def check_launch(self, training_ranks: int) -> None:
         """Raise `ValueError` without a teacher, or for prompts that do not divide evenly."""
-        if self.teacher is None:
+        if not self.teacher:
             advice = "name a folder or a Hugging Face id with --model's tokenizer"
             raise ValueError(f"--teacher: there is none; {advice}")
         shares = training_ranks * self.minibatches
@@ -221,46 +207,61 @@ class Args(CorrectionArgs, OnlineArgs):
             raise ValueError(f"{problem}; it must be a multiple of {divisor}")
 
 
-def describe(
-    args: Args, prompts: Prompts, held_out: Prompts, held_out_samples: list[Sample], rollouts
-) -> list[str]:
-    """Return lines about the data, the length, the engine and the updates of the run."""
-    steps = f"{num_steps(args, prompts)} steps on {distributed.world_size()} ranks"
-    how = f"{rollouts or 'no engine'}, {args.updates_per_rollout} updates per rollout"
-    share = f"the student completes {args.own_prompts} of {args.prompts_per_step} prompts"
-    share += f" ({args.on_policy_fraction:g})"
-    lines = [f"{prompts}, {held_out} held out, {steps}, {how}", share, *repetitions(args, prompts)]
-    if len(held_out) and not held_out_samples:
-        lines.append("no eval_loss: the held-out rows have no completions")
-    return lines
+def with_advantages(group: Group, advantages_G: Tensor) -> Group:
+    """Return completions with the advantage of each one as a stream of its tokens."""
+    pairs = zip(group, advantages_G.tolist(), strict=True)
+    return [replace(x, streams=x.streams | dict(advantages=[A] * len(x.ids))) for x, A in pairs]
+
+
+def pack_by_teacher(
+    groups: Sequence[Group], positions: Sequence[int], teachers: dict[str, Teacher], meter: Meter,
+    args: Args, device: torch.device, share_prefix: int = 0,
+) -> dict[str, Minibatches]:  # fmt: skip
+    """Pack the groups of each teacher apart. All ranks get as many micro-batches of a teacher, and
+    none where no rank has a sample. Collective."""
+    packed = {}
+    for name, own in by_teacher(groups, teachers, args.teacher_column).items():
+        read = teachers[name].read(own, meter)
+        minibatches = pack_minibatches(
+            read, positions, args.minibatches, args.pack_tokens, device, share_prefix
+        )
+        sizes = [distributed.all_sum(sum(mb.num_samples for mb in mbs)) for mbs in minibatches]
+        packed[name] = [mbs if size else [] for mbs, size in zip(minibatches, sizes, strict=True)]
+    return packed
 
 
 def compared(comparison: Comparison, prefix: str) -> dict[str, Tensor]:
     """Return streams to log about student and teacher: nats, and whether their most likely tokens
     agree."""
-    return {
+    streams = {
         f"{prefix}reverse_kl": comparison.reverse_kl_T,
         f"{prefix}agreement": comparison.agree_T,
         f"{prefix}entropy": comparison.entropy_T,
         f"{prefix}teacher_entropy": comparison.teacher_entropy_T,
         f"{prefix}teacher_mass": comparison.teacher_mass_T,
     }
+    return {name: x_T for name, x_T in streams.items() if x_T is not None}
 
 
 @torch.no_grad()
 def evaluate(
-    policy: Student, teacher: Teacher | StoredTeacher, samples: list[Sample], args: Args,
+    policy: Student, teachers: dict[str, Teacher], samples: list[Sample], args: Args,
     device: torch.device,
 ) -> dict[str, float]:  # fmt: skip
-    """Compare student and teacher on held-out completions, divided among the ranks; {} without any.
-    Collective."""
+    """Compare student and teachers on held-out completions, divided among the ranks; {} without
+    any. Teachers that read text are left out. Collective."""
     meter = Meter()
-    share = distributed.share_of(samples)
-    for mb in pack(share, args.pack_tokens, device) if samples else []:
-        x = policy.distill(mb, teacher.teach(mb), divergence(args), args.top_k, args.temperature)
-        means = {"eval_loss": x.divergence_T, "eval/reverse_kl": x.reverse_kl_T}
-        meter.tokens(mb, means | {"eval/agreement": x.agree_T})
-    return meter.reduce() if samples else {}
+    compare_with = args.divergence_form
+    groups = [[sample] for sample in samples]
+    for name, groups_of_it in by_teacher(groups, teachers, args.teacher_column).items():
+        teacher = teachers[name]
+        own = [*chain(*groups_of_it)]
+        packs = pack(distributed.share_of(own), args.pack_tokens, device)
+        for mb in packs if own and not teacher.reads_text else []:
+            x = policy.distill(mb, teacher.teach(mb), compare_with, args.top_k, args.temperature)
+            means = {"eval_loss": x.divergence_T, "eval/reverse_kl": x.reverse_kl_T}
+            meter.tokens(mb, means | {"eval/agreement": x.agree_T})
+    return meter.reduce()
 
 
 def main(args: Args) -> None:
@@ -273,12 +274,11 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids; samples: completions of the data ----
     path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
-    teacher_path = resolve_model(args.teacher, "--teacher", not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    require_same_tokenizer("--teacher", teacher_path, tokenizer)
-    vocabulary = shared_vocabulary(path, teacher_path, args.top_k)
-    context = min(context_length(path, args), context_length(teacher_path, args))
+    folders = find_teachers(args, path, tokenizer)  # of the teachers, by name
+    context = min(context_length(each, args) for each in (path, *folders.values()))
     prompts, held_out = load_prompts(args, tokenizer, context)
+    rows = prompts.rows + held_out.rows
     encoder = Encoder(tokenizer, args)
     num_sampled = args.own_prompts  # prompts of a step that the student completes
     num_from_data = args.prompts_per_step - num_sampled
@@ -286,14 +286,14 @@ def main(args: Args) -> None:
     held_samples = read_samples(held_out.rows, encoder, args, needed=False)
     order_args = replace(args, seed=distributed.fold_seed(args.seed, 1))
     order = make_order([sample.row for sample in samples] or prompts.rows, order_args)
-    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    rewards = Rewards(args, rows, tokenizer, device)
     if args.dry_run:  # ends the process
-        frozen = [teacher_path] if args.teacher_logprobs == "live" else []
+        frozen = [*folders.values()] if args.teacher_logprobs == "live" else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
-    # ---- models: FSDP2 shards ----
+    # ---- models: FSDP2 shards; the teachers are frozen ----
     policy = load_policy(path, args, device, kind=Student)  # trained
-    teacher = load_teacher(teacher_path, samples + held_samples, vocabulary, args, device)  # frozen
+    teachers = load_teachers(folders, policy, tokenizer, samples + held_samples, rows, args, device)
     optimizer = adamw(policy, args)
     rollouts = None  # nothing is sampled
     if args.needs_engine:
@@ -304,14 +304,17 @@ def main(args: Args) -> None:
     cursors = dict(rollouts=rollouts, order=order) if num_sampled else dict(order=order)
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, **cursors, show=SHOW, curves=CURVES)
-    run.models.append(teacher)  # counts in speed/tflops
-    run.message(*describe(args, prompts, held_out, held_samples, rollouts))
+    run.models += teachers.values()  # counts in speed/tflops
+    share = f"the student completes {num_sampled} of {args.prompts_per_step} prompts of a step"
+    run.message(*describe_rollouts(args, prompts, held_out, rollouts), share)
+    if len(held_out) and not held_samples:
+        run.message("no eval_loss: the held-out rows have no completions")
     meter = run.meter
     reward_prompts = held_out if args.reward else []  # prompts whose completions have a reward
-    compare_with = divergence(args) if args.estimator == "full" else None
+    compare_with = args.divergence_form if args.estimator == "full" else None
     if run.first_step == 0:
         first = evaluate_prompts(rollouts, 0, reward_prompts, rewards)
-        run.log(0, first | evaluate(policy, teacher, held_samples, args, device))
+        run.log(0, first | evaluate(policy, teachers, held_samples, args, device))
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: completions of the student, and those of the data ----
@@ -321,56 +324,56 @@ def main(args: Args) -> None:
             if groups is None:  # a stop was requested
                 break
             positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
-            require_known(chain(*groups), teacher)
             with meter.time("reward"):
                 rewards_PG, named_rewards, _ = rewards(groups, meter)
             measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
             penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
             advantages_PG = args.reward_coef * advantages(rewards_PG + penalties_PG)
-            advantages_BG = distributed.gather_rows(advantages_PG, positions)
         drawn = order.draw(num_from_data * args.samples_per_prompt)
         from_data = [[samples[i]] for i in drawn[distributed.rank() :: world_size]]
 
-        # ---- 2. pack, each kind apart: completions move to the ranks that train on them ----
-        sampled = written = [[] for _ in range(args.minibatches)]  # by the student, in the data
+        # ---- 2. pack, each teacher and each kind apart: completions move between ranks ----
+        sampled = written = {name: [[]] * args.minibatches for name in teachers}
         if num_sampled:
-            sampled = pack_minibatches(
-                groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
+            given = [*map(with_advantages, groups, advantages_PG)]
+            sampled = pack_by_teacher(
+                given, positions, teachers, meter, args, device, args.share_prefix
             )
         if num_from_data:
             share = positions_of_share(len(from_data))
-            written = pack_minibatches(from_data, share, args.minibatches, args.pack_tokens, device)
+            written = pack_by_teacher(from_data, share, teachers, meter, args, device)
         checks_engine = num_sampled > 0 and run.checks_engine(step)
         with meter.time("logprobs"):  # None: those of the update serve as old ones
             needs_old = checks_engine or args.updates_per_rollout > 1 or args.correction_normalize
             old = policy if num_sampled and needs_old else None
-            sampled = with_logprobs(sampled, args.temperature, old=old)
+            sampled = {k: with_logprobs(x, args.temperature, old=old) for k, x in sampled.items()}
         if checks_engine:
-            require_agreement(sampled, step, args, device)
+            require_agreement([*chain(*sampled.values())], step, args, device)
 
         # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
-                tokens, _ = count_trained(sampled[m] + written[m])  # of all ranks
-                c_mean = mean_weight(sampled[m], args.correction_form)
+                packs = {name: sampled[name][m] + written[name][m] for name in teachers}
+                tokens, _ = count_trained([*chain(*packs.values())])  # of all ranks
+                own = [*chain(*(minibatches[m] for minibatches in sampled.values()))]
+                c_mean = mean_weight(own, args.correction_form)
                 total_loss = torch.zeros((), device=device)
-                for mb in sampled[m] + written[m]:
-                    is_sampled = mb in sampled[m]
+                for teacher, mb in [(teachers[name], mb) for name in packs for mb in packs[name]]:
                     comparison = policy.distill(
                         mb, teacher.teach(mb), compare_with, args.top_k, args.temperature
                     )
                     old_logprobs_T = mb.old_logprobs_T
                     if old_logprobs_T is None:  # on policy
                         old_logprobs_T = comparison.logprobs_T.detach()
-                    advantages_T = mb.on_tokens(advantages_BG) if is_sampled else None
                     share_T, logged = loss(
-                        comparison, old_logprobs_T, mb.rollout_logprobs_T, advantages_T,
+                        comparison, old_logprobs_T, mb.rollout_logprobs_T, mb.advantages_T,
                         mb.loss_mask_T, mb.sequence_ids_T, tokens, args, c_mean,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
+                    is_sampled = mb.advantages_T is not None
                     prefix = "" if is_sampled else "data/"
                     meter.tokens(mb, logged | compared(comparison, prefix), share_T)
                     if is_sampled:
@@ -383,7 +386,7 @@ def main(args: Args) -> None:
         metrics = run.reduce(chain(*groups, *from_data), lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, reward_prompts, rewards)
-            metrics |= evaluate(policy, teacher, held_samples, args, device)
+            metrics |= evaluate(policy, teachers, held_samples, args, device)
         run.log(step + 1, metrics)
         if num_sampled:
             run.show_samples(step + 1, groups, positions, rewards_PG, advantages_PG, named_rewards)

@@ -21,7 +21,14 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.config import objectives, preference_flags, sampling, training, truncation_flags
+from common.config import (
+    objectives,
+    preference_flags,
+    sampling,
+    teacher_flags,
+    training,
+    truncation_flags,
+)
 from common.config.help import texts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +36,14 @@ PAGE, SHOWN = ROOT / "docs/flags.md", yaml.safe_load((ROOT / "bench/flags_shown.
 SCRIPTS = "sft dpo kto rm grpo gspo dapo reinforce rloo ppo online_dpo bok distill eval".split()
 GROUPS = [
     cls
-    for module in (training, sampling, truncation_flags, objectives, preference_flags)
+    for module in (
+        training,
+        sampling,
+        truncation_flags,
+        objectives,
+        preference_flags,
+        teacher_flags,
+    )
     for cls in vars(module).values()
     if getattr(cls, "__module__", "") == module.__name__ and isinstance(cls, type)
 ]

@@ -254,6 +254,24 @@ FLAG_ERRORS = [
         "--estimator sampled --on_policy_fraction 0.5",
         "--estimator sampled is for the student's own samples",
     ),
+    (
+        "distill",
+        "--divergence skewed_kl --head_mass 0.3",
+        "--head_mass 0.3 has no effect with --divergence skewed_kl",
+    ),
+    ("distill", "--sft_coef 0.5", "--sft_coef 0.5 has no effect with --on_policy_fraction 1"),
+    ("distill", "--teacher a b", "--teacher a b: several need --teacher_column and"),
+    (
+        "distill",
+        "--teacher a b --teacher_column x --teacher_logprobs stored --on_policy_fraction 0 --top_k "
+        "2",
+        "--teacher a b: several need --teacher_column and --teacher_logprobs live",
+    ),
+    (
+        "distill",
+        "--teacher a --teacher_column x",
+        "--teacher_column x has no effect without several --teacher",
+    ),
     ("distill", "--clip_high 0.3", "--clip_high 0.3 has no effect with --estimator full"),
     ("distill", "--correction none", "--correction none has no effect with --estimator full"),
     ("distill", "--top_k -1", "--top_k -1 must be greater than or equal to 0"),
@@ -275,7 +293,7 @@ FLAG_ERRORS = [
     (
         "distill",
         "--reward --on_policy_fraction 0 --rollout_ranks 1",
-        "--rollout_ranks 1 has no effect with --on_policy_fraction 0 and without --reward",
+        "--rollout_ranks 1 has no effect with --on_policy_fraction 0 and no --reward",
     ),
     (
         "distill",

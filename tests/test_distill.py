@@ -9,6 +9,7 @@ import helpers
 import pytest
 import torch
 from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, run
+from model.test_foreign_teacher import write_foreign_teacher
 from safetensors.torch import load_file, save_file
 from test_grpo import REWARD, samples
 
@@ -19,14 +20,13 @@ from common.data.encode import Encoder
 from common.data.packing import pack
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
+from common.model import student as students
 from common.model import teacher as teachers
 from common.model.comparison import Comparison, most_likely
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.student import Teacher
-from common.model.teacher import require_known
 from common.model.tiny import tiny_model
-from common.objectives.divergence import DIVERGENCES
 from common.parallel.distributed import RunError
 from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts
@@ -98,6 +98,17 @@ def test_full_loss_is_the_mean_divergence_of_the_global_minibatch():
     assert logged["sampling/kept_fraction"].all()
 
 
+def test_cross_entropy_is_added_on_completions_of_the_data():
+    student, old_T = both([0.5, 2.0, 1.0, 9.0], [-1.0, -2.0, -3.0, -4.0], [0.0] * 4), torch.zeros(4)
+    args, tokens = distill.Args(sft_coef=0.5, on_policy_fraction=0.5), torch.tensor(10)
+    rest = (None, MASK, SEQUENCES, tokens, args)
+    on_data_T, logged = distill.loss(student, old_T, None, *rest)
+    assert on_data_T.sum().item() == pytest.approx((3.5 + 0.5 * 6) / 10)
+    assert logged["data/cross_entropy"].tolist() == [1, 2, 3, 4]
+    own_T, _ = distill.loss(student, old_T, old_T, *rest)
+    assert own_T.sum().item() == pytest.approx(3.5 / 10)
+
+
 def test_sampled_loss_equals_a_calculation_by_hand():
     """The ratio of the second token is above its bound; the engine's probability of the third was
     half the trainer's."""
@@ -132,18 +143,20 @@ def test_advantages_are_rewards_normalized_per_prompt():
     assert distill.advantages(rewards).flatten().tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_jsd_is_the_only_divergence_with_a_flag():
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [("jsd", "jsd_beta"), ("skewed_kl", "skew"), ("skewed_reverse_kl", "skew"),
+     ("adaptive_kl", "head_mass")],
+)  # fmt: skip
+def test_divergences_read_their_flags(name, flag):
     logp_CV, logq_CV = torch.randn(2, 3, 5).log_softmax(-1)
-    values = [
-        distill.divergence(distill.Args(divergence="jsd", jsd_beta=b))(logp_CV, logq_CV)[0]
-        for b in (0.2, 0.7)
-    ]
+    settings = (distill.Args(divergence=name, **{flag: x}) for x in (0.2, 0.7))
+    values = [args.divergence_form(logp_CV, logq_CV)[0] for args in settings]
     assert not torch.allclose(*values)
-    assert distill.divergence(distill.Args()) is DIVERGENCES["reverse_kl"]
     with pytest.raises(
-        ValueError, match="--jsd_beta 0.2 has no effect with --divergence reverse_kl"
+        ValueError, match=f"--{flag} 0.2 has no effect with --divergence reverse_kl"
     ):
-        distill.Args(jsd_beta=0.2)
+        distill.Args(**{flag: 0.2})
 
 
 # ---- whole runs ----
@@ -161,49 +174,75 @@ SAMPLED = (
 
 
 @pytest.fixture(scope="module")
-def two_ranks(flags, tmp_path_factory):
+def domains(sums, tmp_path_factory):
+    """Rows of `sums` of two domains, some of which are rare."""
+    rows = [json.loads(line) for line in sums.read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["domain"] = "rare" if i % 5 == 0 else "usual"
+    file = tmp_path_factory.mktemp("domains") / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ("--dataset", file, "--teacher_column", "domain")
+
+
+@pytest.fixture(scope="module")
+def several(flags, domains, teacher, small):
+    """Flags of a run with two teachers, of which one is the student's start."""
+    teachers = ("--teacher", f"usual={teacher}", f"rare={small[1]}")
+    return (*flags, *domains, *teachers, "--sft_coef", 0.2)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(several, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "distill.py", *flags, "--output_dir", folder)
+    run(2, "distill.py", *several, "--output_dir", folder)
     return folder
 
 
 @pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_or_packing(main, two_ranks, flags, tmp_path):
-    main("distill", *flags, "--share_prefix", 0, "--pack_tokens", 40, "--output_dir", tmp_path)
+def test_gradient_does_not_depend_on_ranks_or_packing(main, two_ranks, several, tmp_path):
+    """Each row has one of two teachers, and a minibatch may have no row of one of them."""
+    main("distill", *several, "--share_prefix", 0, "--pack_tokens", 40, "--output_dir", tmp_path)
     assert samples(two_ranks, 1) == samples(tmp_path, 1)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=0.1)
-    assert "data/reverse_kl" in metrics(tmp_path)[0]
+    assert {"data/reverse_kl", "data/cross_entropy"} <= metrics(tmp_path)[0].keys()
 
 
 @pytest.mark.slow
-def test_gradient_of_the_sampled_estimator_does_not_depend_on_ranks(main, flags, tmp_path):
-    flags = (*flags, *SAMPLED, "--reward_coef", 0.5, "--max_steps", 2)
+def test_gradient_of_the_sampled_estimator_does_not_depend_on_ranks(
+    main, flags, domains, teacher, tmp_path
+):
+    """Each row has one of two teachers, one of which has another tokenizer."""
+    foreign = write_foreign_teacher(tmp_path / "foreign")
+    teachers = ("--teacher", f"usual={foreign}", f"rare={teacher}", "--model", "tiny-sft")
+    flags = (*flags, *domains, *teachers, *SAMPLED, "--reward_coef", 0.5, "--max_steps", 2)
     run(2, "distill.py", *flags, "--output_dir", tmp_path / "two")
     main("distill", *flags, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
     assert samples(tmp_path / "two", 1) == samples(tmp_path / "one", 1)
-    names = [name for name in SAME if not name.startswith("data/")]
+    names = [name for name in SAME if not name.startswith("data/")] + ["unaligned"]
     assert_close_metrics(tmp_path / "two", tmp_path / "one", names, rel=1e-5, floor=0.1)
-    assert "data/reverse_kl" not in metrics(tmp_path / "one")[0]
+    (line, _) = metrics(tmp_path / "one")
+    assert "data/reverse_kl" not in line and line["unaligned"] < 0.5
 
 
 @pytest.mark.slow
-def test_denominator_per_rank_is_detected(two_ranks, flags, tmp_path):
+def test_denominator_per_rank_is_detected(two_ranks, several, tmp_path):
     """Negative control of the first test: the same script with a token count per rank."""
     source, wrong = (ROOT / "distill.py").read_text(), tmp_path / "distill.py"
-    count = "tokens, _ = count_trained(sampled[m] + written[m])"
+    count = "tokens, _ = count_trained([*chain(*packs.values())])"
     assert source.count(count) == 1
-    per_rank = "tokens = sum(mb.loss_mask_T.sum() for mb in sampled[m] + written[m]) * world_size"
+    trained = "sum(mb.loss_mask_T.sum() for mb in chain(*packs.values()))"
+    per_rank = f"tokens = {trained} * world_size"
     wrong.write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(count, per_rank)
     )
-    run(2, wrong, *flags, "--output_dir", tmp_path / "out")
+    run(2, wrong, *several, "--output_dir", tmp_path / "out")
     with pytest.raises(AssertionError, match="grad_norm"):
         assert_close_metrics(two_ranks, tmp_path / "out", ("grad_norm",), rel=1e-5)
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_bitwise(two_ranks, flags, tmp_path):
-    flags = (*flags, "--save_every", 1, "--output_dir", tmp_path)
+def test_killed_run_resumes_bitwise(two_ranks, several, tmp_path):
+    flags = (*several, "--save_every", 1, "--output_dir", tmp_path)
     helpers.run_and_kill(2, "distill.py", *flags, folder=tmp_path, after_step=2, at="shutil.rmtree")
     assert not (tmp_path / "hf").exists(), "killed too late"
     assert "resuming from" in run(2, "distill.py", *flags).stdout
@@ -396,7 +435,7 @@ def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(
     shutil.rmtree(went_on / "checkpoints")
     (went_on / "metrics.jsonl").unlink()
     with monkeypatch.context() as patched:
-        patched.setattr(teachers, "load_policy", None)
+        patched.setattr(students, "load_policy", None)
         main("distill", *flags, *stored, "--output_dir", went_on)
     assert_same_weights(went_on, tmp_path / "stored")
 
@@ -525,10 +564,19 @@ def test_teacher_with_another_tokenizer_is_refused(main, flags, tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     words = (
         "--teacher .*: another tokenizer than --model's, 2 entries differ; "
-        "name a model of the same family"
+        "name a model of the same family.*, or set --estimator sampled"
     )
     with pytest.raises(ValueError, match=words):
         main("distill", *flags, "--teacher", folder, "--output_dir", tmp_path / "run")
+
+
+def test_row_without_a_teacher_is_refused(main, several, tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "1+1=", "completion": "2", "answer": "2", "domain": "other"}\n' * 9
+    )
+    words = "^a.jsonl:1: --teacher_column domain: 'other' is no name of --teacher .usual, rare."
+    with pytest.raises(ValueError, match=words):
+        main("distill", *several, "--dataset", tmp_path / "a.jsonl", "--output_dir", tmp_path)
 
 
 def test_missing_teacher_is_refused(main, tmp_path):
@@ -563,7 +611,7 @@ def load_teacher(path: str, device) -> Teacher:
 def stored(device, folder, teacher, samples, loaded=None):
     """Return a teacher's store as in a script; `loaded` counts the loads of the model."""
 
-    def load():
+    def load(_):
         loaded.append(1)
         return load_teacher(str(teacher), device)
 
@@ -623,8 +671,8 @@ def test_store_returns_the_values_of_the_requested_tokens(device, teacher, tmp_p
 def test_token_outside_the_teacher_vocabulary_is_refused(device, teacher):
     policy = load_teacher(str(teacher), device)
     known, unknown = (Sample([3, token], [False, True], prompt_length=1) for token in (363, 364))
-    require_known([known], policy)
+    assert policy.read([[known], []], None) == [[known], []]
     with pytest.raises(
         RunError, match="--teacher .*hf has 364 tokens, the student sampled token 364; start from"
     ):
-        require_known([known, unknown], policy)
+        policy.read([[known], [unknown]], None)

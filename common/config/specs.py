@@ -51,10 +51,10 @@ def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
     return out
 
 
-def eval_sets_of(datasets: Sequence[str]) -> dict[str, str | None]:
+def eval_sets_of(datasets: Sequence[str], flag: str = "eval_dataset") -> dict[str, str | None]:
     """Return the data sets of `--eval_dataset a.jsonl hard=b.jsonl` with their names, None for
     those without. The part before the first `=` is a name unless it contains a `/`: `./x=1.jsonl`
-    is a file.
+    is a file. Another `flag` has values of the same form.
 
     Raises `ValueError` for a repeated data set or name, and for a name without a data set.
     """
@@ -63,11 +63,11 @@ def eval_sets_of(datasets: Sequence[str]) -> dict[str, str | None]:
         name, equals, dataset = spec.partition("=")
         name, dataset = (name, dataset) if equals and "/" not in name else (None, spec)
         if name == "" or not dataset:
-            raise ValueError(f"--eval_dataset {spec}: expected name=dataset")
+            raise ValueError(f"--{flag} {spec}: expected name={flag.removeprefix('eval_')}")
         earlier_names = {set_name or set_dataset for set_dataset, set_name in out.items()}
         for twice in {dataset} & out.keys() | {name or dataset} & earlier_names:
-            raise ValueError(f"--eval_dataset {spec}: {twice} is given twice")
+            raise ValueError(f"--{flag} {spec}: {twice} is given twice")
         out[dataset] = name
     if not out:
-        raise ValueError("--eval_dataset needs at least one value")
+        raise ValueError(f"--{flag} needs at least one value")
     return out

@@ -42,13 +42,13 @@ class Comparison(NamedTuple):
     """Statistics of a student and its teacher at each token: nats, float32 (or float64), [T]."""
 
     logprobs_T: Tensor  # log-prob of the target by the student, with gradient
-    divergence_T: Tensor  # with gradient; 0 without a divergence
+    divergence_T: Tensor | None  # with gradient; 0 without a divergence
     entropy_T: Tensor  # entropy of the student
     reverse_kl_T: Tensor  # KL(student || teacher), coarsened like the divergence
     teacher_logprobs_T: Tensor  # log-prob of the target by the teacher, over the shared tokens
-    teacher_entropy_T: Tensor
-    teacher_mass_T: Tensor  # teacher's probability of the kept tokens; 1 if nothing is coarsened
-    agree_T: Tensor  # whether the two have the same most likely token, bool
+    teacher_entropy_T: Tensor | None
+    teacher_mass_T: Tensor | None  # teacher's probability of the kept tokens; 1 if all are kept
+    agree_T: Tensor | None  # whether the two have the same most likely token, bool
 
 
 @torch.no_grad()

@@ -141,14 +141,14 @@ def _fields(path: str, name: str) -> dict:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
+def require_same_tokenizer(flag: str, path: str, tokenizer, otherwise: str = "") -> None:
     """Raise `ValueError` unless the model in `path` has the policy's vocabulary."""
     vocabulary = tokenizer.get_vocab().items()
     differing = load_tokenizer(path, flag=flag).get_vocab().items() ^ vocabulary
     if differing:
         raise ValueError(
             f"{flag} {path}: another tokenizer than --model's, {len(differing)} entries differ;"
-            " name a model of the same family, with the same tokenizer"
+            f" name a model of the same family, with the same tokenizer{otherwise}"
         )
 
 

@@ -1,13 +1,25 @@
 """Policies for distillation: a student, which is compared with a teacher at every token, and the
-teacher."""
+teachers of a run."""
+
+from collections.abc import Collection, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from common.config.groups import TrainArgs
+from common.config.specs import eval_sets_of
 from common.data.packing import PackedBatch
+from common.data.rows import datasets_by_name
+from common.data.sample import Group, Sample
 from common.model.comparison import Comparison, TopK, compare
 from common.model.head import Logits
-from common.model.policy import Policy
+from common.model.hub import load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.loading import load_config
+from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence
+from common.parallel import distributed
 
 
 class Student(Policy):
@@ -18,13 +30,17 @@ class Student(Policy):
     def distill(
         self,
         mb: PackedBatch,
-        teacher: Logits | TopK,
+        teacher: Logits | TopK | Any,
         divergence: Divergence | None = None,
         top_k: int = 0,
         temperature: float = 1.0,
     ) -> Comparison:
         """Return statistics of this student and its `teacher`, the result of the teacher's `teach`:
-        see `compare`."""
+        see `compare`, and `compare_spans` of foreign_teacher.py."""
+        if not isinstance(teacher, Logits | TopK):
+            from common.model.foreign_teacher import compare_spans
+
+            return compare_spans(Policy.forward(self, mb, temperature), teacher, mb.old_logprobs_T)
         targets_T = mb.model_tokens.targets_T
         comparison = compare(self._logits(mb), teacher, targets_T, temperature, divergence, top_k)
         return self._watched(mb, Comparison(*mb.expand(comparison)))
@@ -34,6 +50,18 @@ class Teacher(Policy):
     """Frozen policy that a student learns from."""
 
     forward_methods = ("teach",)
+    reads_text = False  # whether its tokenizer is another one than the student's
+
+    def read(self, groups: list[Group], meter) -> list[Group]:
+        """Return the student's completions in the form that `teach` reads. Raises `RunError` for an
+        id without an embedding: an untrained student may sample any row of its head."""
+        known = self.hf.get_input_embeddings().num_embeddings
+        ids = chain.from_iterable(sample.completion_ids for sample in chain(*groups))
+        if unknown := [i for i in ids if i >= known]:
+            problem = f"has {known} tokens, the student sampled token {unknown[0]}"
+            advice = "start from a student that has learned its tokenizer's tokens"
+            raise distributed.RunError(f"--teacher {self.path} {problem}; {advice}")
+        return groups
 
     @torch.no_grad()
     def teach(self, mb: PackedBatch) -> Logits:
@@ -42,3 +70,77 @@ class Teacher(Policy):
         logits = self._logits(mb)
         bias_V = None if logits.bias_V is None else logits.bias_V.clone()
         return logits._replace(head_VD=logits.head_VD.clone(), bias_V=bias_V)
+
+
+# ---- the teachers of a run ----
+
+
+def find_teachers(args, path: str, tokenizer) -> dict[str, str]:
+    """Return the local folders of `--teacher` by name. `path` and `tokenizer` are the student's.
+    Raises `ValueError` for one that is missing, and with `--estimator full` for other tokens."""
+    folders = {}
+    for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
+        folders[name] = resolve_model(model, "--teacher", not args.dry_run)
+        shared = shared_vocabulary(path, folders[name])
+        if args.top_k > shared:
+            problem = f"--model and --teacher share only {shared} tokens"
+            raise ValueError(f"--top_k {args.top_k}: {problem}")
+        if args.estimator == "full":
+            otherwise = ", or set --estimator sampled, which compares text"
+            require_same_tokenizer("--teacher", folders[name], tokenizer, otherwise)
+    return folders
+
+
+def shared_vocabulary(path: str, teacher_path: str) -> int:
+    """Return how many tokens the models in two folders share."""
+    return min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
+
+
+def by_teacher(
+    groups: Sequence[Group], teachers: Collection[str], column: str | None
+) -> dict[str, list[Group]]:
+    """Return the groups of each teacher, with an empty one in place of each other group, so that
+    all keep their positions. A row's value in `--teacher_column` is the name of its teacher. Raises
+    `ValueError` for another value."""
+    own = {name: [[] for _ in groups] for name in teachers}
+    for position, group in enumerate(groups):
+        row = group[0].row
+        name = next(iter(own)) if column is None else str(row.get(column))
+        if name not in own:
+            problem = f"{name!r} is no name of --teacher ({', '.join(own)})"
+            raise ValueError(f"{row['_source']}: --teacher_column {column}: {problem}")
+        own[name][position] = group
+    return own
+
+
+def load_teachers(
+    folders: dict[str, str], policy: Policy, tokenizer, samples: list[Sample], rows: list[dict],
+    args: TrainArgs, device: torch.device,
+) -> dict[str, Teacher]:  # fmt: skip
+    """Return the frozen models by name or, with `--teacher_logprobs stored`, the log-probs of the
+    only one for the trained tokens of `samples`. They are in the run's folder `teacher_logprobs`;
+    if that is of other samples or of another teacher, the model is loaded to write it, and dropped.
+    `policy` and `tokenizer` are the student's, `rows` those of all prompts. Collective. Raises
+    `ValueError` naming a row without a teacher."""
+
+    def load(path: str, kind: type[Teacher] = Teacher) -> Teacher:
+        return load_policy(path, args, device, trainable=False, flag="--teacher", kind=kind)
+
+    by_teacher([[Sample([], [], row=row)] for row in rows], folders, args.teacher_column)
+    teachers = {}
+    for name, path in folders.items():
+        own_tokenizer = load_tokenizer(path, flag="--teacher")
+        if args.teacher_logprobs == "stored":
+            from common.model.teacher import StoredTeacher
+
+            folder = Path(args.output_dir) / "teacher_logprobs"
+            shared = shared_vocabulary(policy.path, path)
+            teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, device)
+        elif own_tokenizer.get_vocab() == tokenizer.get_vocab():
+            teachers[name] = load(path)
+        else:
+            from common.model.foreign_teacher import ForeignTeacher
+
+            teachers[name] = load(path, ForeignTeacher)
+            teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
+    return teachers

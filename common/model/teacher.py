@@ -1,9 +1,9 @@
-"""Teachers for distillation: a frozen model, or its stored log-probs of the data's completions.
+"""A teacher's stored log-probs of the data's completions (`--teacher_logprobs stored`).
 
 Shapes: T tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
@@ -16,54 +16,12 @@ from torch import Tensor
 from common.config.groups import TrainArgs
 from common.data import durable
 from common.data.packing import PackedBatch, pack
-from common.data.sample import Sample
+from common.data.sample import Group, Sample
 from common.model.comparison import TopK, most_likely
-from common.model.loading import load_config
-from common.model.policy import load_policy
 from common.model.student import Teacher
 from common.parallel import distributed
 
 CHUNK = 512  # samples whose tokens share a file
-
-
-def shared_vocabulary(path: str, teacher_path: str, top_k: int) -> int:
-    """Return how many tokens the models in two folders share. Raises `ValueError` if they are fewer
-    than `--top_k`."""
-    shared = min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
-    if top_k > shared:
-        raise ValueError(f"--top_k {top_k}: --model and --teacher share only {shared} tokens")
-    return shared
-
-
-def load_teacher(
-    path: str, samples: list[Sample], vocabulary: int, args: TrainArgs, device: torch.device
-) -> "Teacher | StoredTeacher":
-    """Return the frozen model in `path` or, with `--teacher_logprobs stored`, its log-probs of the
-    trained tokens of `samples`. They are in the run's folder `teacher_logprobs`; if that is of
-    other samples or of another teacher, the model is loaded to write it, and dropped. Both have
-    `teach`. Collective."""
-
-    def load() -> Teacher:
-        return load_policy(path, args, device, trainable=False, flag="--teacher", kind=Teacher)
-
-    if args.teacher_logprobs == "live":
-        return load()
-    return StoredTeacher(
-        Path(args.output_dir) / "teacher_logprobs", path, load, samples, vocabulary, args, device
-    )
-
-
-def require_known(samples: Iterable[Sample], teacher: Teacher) -> None:
-    """Raise `RunError` for a sampled id without an embedding in the teacher. The student may have
-    rows beyond the tokenizer's tokens, and may sample them while it is untrained."""
-    known = teacher.hf.get_input_embeddings().num_embeddings
-    if unknown := [i for sample in samples for i in sample.completion_ids if i >= known]:
-        problem = (
-            f"--teacher {teacher.path} has {known} tokens, the student sampled token {unknown[0]}"
-        )
-        raise distributed.RunError(
-            f"{problem}; start from a student that has learned its tokenizer's tokens"
-        )
 
 
 class StoredTeacher:
@@ -72,9 +30,10 @@ class StoredTeacher:
     are kept."""
 
     flops = whole_flops = 0.0  # no model runs
+    reads_text = False
 
     def __init__(
-        self, folder: Path, path: str, load: Callable[[], Teacher], samples: list[Sample],
+        self, folder: Path, path: str, load: Callable[[str], Teacher], samples: list[Sample],
         vocabulary: int, args: TrainArgs, device: torch.device,
     ):  # fmt: skip
         """Collective. Raises `ValueError` for a damaged file."""
@@ -99,7 +58,7 @@ class StoredTeacher:
         if missing:
             count = sum(len(chunks[i]) for i in missing)
             distributed.say(f"{path} scores {count} completions, into {folder}")
-            teacher = load()
+            teacher = load(path)
             for i in missing:  # all ranks score a file together, one of them writes it
                 writer = i % distributed.world_size()
                 columns_MX = self._scored(teacher, chunks[i], self.starts[i], args, writer)
@@ -144,6 +103,9 @@ class StoredTeacher:
             return None
         places, columns = zip(*scored, strict=True)
         return torch.cat(columns)[(torch.cat(places) - start).argsort()]
+
+    def read(self, groups: list[Group], meter) -> list[Group]:
+        return groups
 
     def teach(self, mb: PackedBatch) -> TopK:
         """Return the teacher's distributions for a student's `distill`."""

@@ -41,14 +41,63 @@ def jsd(logp_CV: Tensor, logq_CV: Tensor, *, jsd_beta: float) -> tuple[Tensor, T
 
     0 < b < 1: as b goes to 0 it approaches b forward_kl, as b goes to 1 (1 - b) reverse_kl.
     """
-    b = torch.tensor(jsd_beta, dtype=torch.float64)
-    logm_CV = torch.logaddexp(logq_CV + b.log().item(), logp_CV + torch.log1p(-b).item())
+    logm_CV = mixture(logq_CV, logp_CV, jsd_beta)
     q_to_m_C = torch.linalg.vecdot(logq_CV.exp(), logq_CV - logm_CV)
     p_to_m_C, gradient_CV = reverse_kl(logp_CV, logm_CV)
     return jsd_beta * q_to_m_C + (1 - jsd_beta) * p_to_m_C, (1 - jsd_beta) * gradient_CV
 
 
-DIVERGENCES = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": jsd}
+def mixture(log_a_CV: Tensor, log_b_CV: Tensor, share: float) -> Tensor:
+    """Return log(share a + (1 - share) b), for 0 < share < 1."""
+    s = torch.tensor(share, dtype=torch.float64)
+    return torch.logaddexp(log_a_CV + s.log().item(), log_b_CV + torch.log1p(-s).item())
+
+
+def skewed_kl(logp_CV: Tensor, logq_CV: Tensor, *, skew: float) -> tuple[Tensor, Tensor]:
+    """Return KL(q || m) with m = a q + (1 - a) pi, a = `skew` (arXiv:2402.03898 Eq. 4), and
+    (1 - a) (pi sum_j w_j - w) with w = q pi / m. As a goes to 0 it approaches forward_kl."""
+    logm_CV = mixture(logq_CV, logp_CV, skew)
+    value_C = torch.linalg.vecdot(logq_CV.exp(), logq_CV - logm_CV)
+    w_CV = (logq_CV + logp_CV - logm_CV).exp()
+    return value_C, (1 - skew) * (logp_CV.exp() * w_CV.sum(-1, keepdim=True) - w_CV)
+
+
+def skewed_reverse_kl(logp_CV: Tensor, logq_CV: Tensor, *, skew: float) -> tuple[Tensor, Tensor]:
+    """Return KL(pi || m) with m = a pi + (1 - a) q, a = `skew` (arXiv:2402.03898), and
+    pi (g - sum_j pi_j g_j) with g = log(pi / m) - a pi / m. As a goes to 0 it approaches
+    reverse_kl."""
+    logm_CV = mixture(logp_CV, logq_CV, skew)
+    p_CV = logp_CV.exp()
+    log_ratio_CV = logp_CV - logm_CV
+    slope_CV = log_ratio_CV - skew * log_ratio_CV.exp()
+    mean_C = torch.linalg.vecdot(p_CV, slope_CV)
+    return torch.linalg.vecdot(p_CV, log_ratio_CV), p_CV * (slope_CV - mean_C[:, None])
+
+
+def adaptive_kl(logp_CV: Tensor, logq_CV: Tensor, *, head_mass: float) -> tuple[Tensor, Tensor]:
+    """Return w forward_kl + (1 - w) reverse_kl (AKL, arXiv:2404.02657), with a weight w of each
+    token that has no gradient: the part of sum_j |q_j - pi_j| that lies in the head. The head has
+    the teacher's most likely token and the next ones, up to a probability of `head_mass`."""
+    q_CV, order_CV = logq_CV.exp().sort(-1, descending=True)
+    gap_CV = (q_CV - logp_CV.exp().gather(-1, order_CV)).abs()
+    is_head_CV = q_CV.cumsum(-1) <= head_mass
+    is_head_CV[:, 0] = True
+    head_C = (gap_CV * is_head_CV).sum(-1)
+    w_C = head_C / gap_CV.sum(-1).clamp(min=torch.finfo(gap_CV.dtype).tiny)
+    forward_C, forward_CV = forward_kl(logp_CV, logq_CV)
+    reverse_C, reverse_CV = reverse_kl(logp_CV, logq_CV)
+    return torch.lerp(reverse_C, forward_C, w_C), torch.lerp(reverse_CV, forward_CV, w_C[:, None])
+
+
+ALL = (reverse_kl, forward_kl, jsd, skewed_kl, skewed_reverse_kl, adaptive_kl)
+DIVERGENCES = {divergence.__name__: divergence for divergence in ALL}
+# Keyword arguments of each divergence.
+READS = dict.fromkeys(DIVERGENCES, ()) | dict(
+    jsd=("jsd_beta",),
+    skewed_kl=("skew",),
+    skewed_reverse_kl=("skew",),
+    adaptive_kl=("head_mass",),
+)
 
 
 def coarsen(logp_CV: Tensor, tokens_CK: Tensor) -> Tensor:

@@ -73,15 +73,17 @@ def describe_data(
 
 
 def describe_rollouts(
-    args: TrainArgs, prompts: Sized, held_out: Sized, rollouts: Rollouts
+    args: TrainArgs, prompts: Sized, held_out: Sized, rollouts: Rollouts | None
 ) -> list[str]:
     """Return lines about the data, the length, the engine and the updates of a run with flags for
     sampling, and about its preset."""
     updates = args.updates_per_rollout
     mode = [f"{updates} updates per rollout"] if updates > 1 else []
-    mode += [f"weights up to {args.max_staleness} steps old"] if rollouts.prefetch_steps else []
+    if rollouts is not None and rollouts.prefetch_steps:
+        mode.append(f"weights up to {args.max_staleness} steps old")
     mode = f"off-policy: {', '.join(mode)}" if mode else "on-policy"
-    lines = [f"{prompts}, {held_out} held out, {length(args, prompts)}, {rollouts}, {mode}"]
+    engine = rollouts or "no engine"
+    lines = [f"{prompts}, {held_out} held out, {length(args, prompts)}, {engine}, {mode}"]
     lines += repetitions(args, prompts)
     if args.PRESETS and args.preset:
         flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[args.preset].items())

@@ -19,6 +19,7 @@ from common.config import (
     online,
     preference_flags,
     sampling,
+    teacher_flags,
     training,
     truncation_flags,
 )
@@ -48,6 +49,7 @@ SHARED = (
     truncation_flags,
     objectives,
     preference_flags,
+    teacher_flags,
 )
 GROUPS = set().union(*map(defined, SHARED))
 UNIONS = defined(groups) | defined(online)

@@ -6,7 +6,16 @@ from functools import partial
 import pytest
 import torch
 
-from common.objectives.divergence import coarsen, forward_kl, jsd, reverse_kl, spread_gradient
+from common.objectives.divergence import (
+    adaptive_kl,
+    coarsen,
+    forward_kl,
+    jsd,
+    reverse_kl,
+    skewed_kl,
+    skewed_reverse_kl,
+    spread_gradient,
+)
 
 EXACT = dict(rtol=1e-9, atol=1e-9)
 CHOSEN = {
@@ -15,6 +24,12 @@ CHOSEN = {
     "jsd_0.1": partial(jsd, jsd_beta=0.1),
     "jsd_0.5": partial(jsd, jsd_beta=0.5),
     "jsd_0.9": partial(jsd, jsd_beta=0.9),
+    "skewed_0.1": partial(skewed_kl, skew=0.1),
+    "skewed_0.7": partial(skewed_kl, skew=0.7),
+    "skewed_reverse_0.1": partial(skewed_reverse_kl, skew=0.1),
+    "skewed_reverse_0.7": partial(skewed_reverse_kl, skew=0.7),
+    "adaptive_0.2": partial(adaptive_kl, head_mass=0.2),
+    "adaptive_0.8": partial(adaptive_kl, head_mass=0.8),
 }
 
 
@@ -27,11 +42,37 @@ def kl(a_TV, b_TV):
 
 
 def naive(name, p_TV, q_TV):
-    if not name.startswith("jsd"):
-        return kl(p_TV, q_TV) if name == "reverse_kl" else kl(q_TV, p_TV)
-    b = float(name.removeprefix("jsd_"))
+    kind, _, end = name.rpartition("_")
+    match kind:
+        case "reverse":
+            return kl(p_TV, q_TV)
+        case "forward":
+            return kl(q_TV, p_TV)
+        case "adaptive":
+            w_T = torch.stack(
+                [head_share(*pair, float(end)) for pair in zip(p_TV, q_TV, strict=True)]
+            )
+            return w_T * kl(q_TV, p_TV) + (1 - w_T) * kl(p_TV, q_TV)
+    b = float(end)
     mixed_TV = b * q_TV + (1 - b) * p_TV
-    return b * kl(q_TV, mixed_TV) + (1 - b) * kl(p_TV, mixed_TV)
+    if kind == "jsd":
+        return b * kl(q_TV, mixed_TV) + (1 - b) * kl(p_TV, mixed_TV)
+    if kind == "skewed":
+        return kl(q_TV, mixed_TV)
+    return kl(p_TV, b * p_TV + (1 - b) * q_TV)
+
+
+def head_share(p_V, q_V, head_mass):
+    """Return the part of sum |q - p| on the head: the tokens that the teacher prefers, until their
+    probability exceeds `head_mass`."""
+    head, total = [], 0.0
+    for v in sorted(range(len(q_V)), key=lambda v: -q_V[v]):
+        total += q_V[v]
+        if head and total > head_mass:
+            break
+        head.append(v)
+    gap_V = (q_V - p_V).abs().detach()
+    return sum(gap_V[v] for v in head) / gap_V.sum()
 
 
 def draw(*shape: int, seed: int = 3) -> torch.Tensor:
@@ -61,7 +102,8 @@ def test_coarsened_values_and_gradients_equal_naive_code(name, top_k):
     assert logp_CS.shape[1] == min(top_k + 1, 11)
     torch.testing.assert_close(logp_CS.exp().sum(1), torch.ones(5).double(), **EXACT)
     value_C, gradient_CS = CHOSEN[name](logp_CS.detach(), logq_CS)
-    assert (value_C <= CHOSEN[name](logp_CV.detach(), logq_CV)[0] + 1e-12).all()
+    if not name.startswith("adaptive"):  # its weights depend on the whole distributions
+        assert (value_C <= CHOSEN[name](logp_CV.detach(), logq_CV)[0] + 1e-12).all()
     wanted_C = naive(name, logp_CS.exp(), logq_CS.exp())
     gradient_CV = spread_gradient(gradient_CS, logp_CV.detach(), logp_CS.detach(), tokens_CK)
     torch.testing.assert_close(
@@ -82,6 +124,25 @@ def test_jsd_approaches_the_two_kl_divergences():
             jsd(logp_CV, logq_CV, jsd_beta=b), other(logp_CV, logq_CV), strict=True
         ):
             torch.testing.assert_close(ours / scale, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_skewed_divergences_approach_those_without_a_mixture():
+    logp_CV, logq_CV = draw(4, 9).log_softmax(-1), draw(4, 9, seed=4).log_softmax(-1)
+    for skewed, other in ((skewed_kl, forward_kl), (skewed_reverse_kl, reverse_kl)):
+        for ours, wanted in zip(
+            skewed(logp_CV, logq_CV, skew=1e-9), other(logp_CV, logq_CV), strict=True
+        ):
+            torch.testing.assert_close(ours, wanted, rtol=1e-7, atol=1e-7)
+
+
+def test_adaptive_kl_is_forward_kl_for_errors_in_the_head_and_reverse_kl_for_errors_in_the_tail():
+    q_CV = torch.tensor([[0.4, 0.4, 0.1, 0.1]]).double()
+    p_CV = {forward_kl: [[0.3, 0.5, 0.1, 0.1]], reverse_kl: [[0.4, 0.4, 0.05, 0.15]]}
+    for other, p in p_CV.items():
+        logp_CV = torch.tensor(p).double().log()
+        found = adaptive_kl(logp_CV, q_CV.log(), head_mass=0.85)
+        for ours, wanted in zip(found, other(logp_CV, q_CV.log()), strict=True):
+            torch.testing.assert_close(ours, wanted, **EXACT)
 
 
 def test_divergence_is_zero_for_equal_and_finite_for_distant_distributions():

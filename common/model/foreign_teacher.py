@@ -1,0 +1,224 @@
+"""A teacher with another tokenizer: it reads the text of prompt and completion in its own tokens.
+
+Student and teacher are compared on spans, the shortest parts of a completion that both tokenizers
+cut out: the log-prob of a span is the sum of those of its tokens (chain rule). GOLD (Hugging Face,
+2025) has the same spans, but merges whole distributions over them. The end of a completion is a
+span: the student's EOS is the text that ends a completion for the teacher."""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.config.online import SamplingArgs
+from common.data.encode import Encoder
+from common.data.packing import PackedBatch, pack_groups
+from common.data.pieces import continuation
+from common.data.rows import PROMPT_COLUMNS, require_columns
+from common.data.sample import Completion, Group, Sample
+from common.model.comparison import Comparison
+from common.model.hub import context_length, eos_token_ids
+from common.model.loading import named_errors
+from common.model.logprobs import TokenStats
+from common.model.student import Teacher
+from common.parallel import distributed
+
+
+class Spans:
+    """Log-probs of a teacher, which are known for spans of several tokens of the student. A plain
+    class: see `TopK`."""
+
+    def __init__(self, starts_T: Tensor, shares_T: Tensor):
+        self.starts_T = starts_T  # 1 for the first token of a span, 0 for the others
+        self.shares_T = shares_T  # log-prob of the span / its number of the student's tokens
+
+
+def compare_spans(student: TokenStats, teacher: Spans, old_logprobs_T: Tensor | None) -> Comparison:
+    """Compare a student with the spans of a teacher. Each token of a span has an
+    equal share of the span's log q - log pi_old; their sum is that of the whole completion. None as
+    `old_logprobs_T`: those of the student. Distributions cannot be compared: `reverse_kl_T` is its
+    estimate log pi_old - log q, the others are None."""
+    old_T = student.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
+    span_T = (teacher.starts_T.long().cumsum(0) - 1).clamp(min=0)
+    sizes = span_T.bincount()
+    means = torch.zeros_like(sizes, dtype=old_T.dtype).index_add(0, span_T, old_T) / sizes
+    teacher_T = teacher.shares_T + (old_T - means[span_T])
+    return Comparison(
+        student.logprobs_T, None, student.entropy_T, old_T - teacher_T, teacher_T, None, None, None
+    )
+
+
+class Reading(NamedTuple):
+    """A completion as the teacher reads it, and the number of the span of each token."""
+
+    sample: Sample
+    spans: list[int]  # of the student's tokens of the completion
+    teacher_spans: list[int]
+
+
+class ForeignTeacher(Teacher):
+    """Frozen policy that reads text, not the student's tokens. Call `set_tokenizers` first."""
+
+    forward_methods = ()
+    reads_text = True
+
+    def set_tokenizers(
+        self, tokenizer, student_path: str, student_tokenizer, rows: list[dict], args: SamplingArgs
+    ) -> None:
+        """Set how to read completions of the prompts in `rows`. Raises `ValueError` for a tokenizer
+        whose tokens have no bytes, and if the prompts cannot be read with the flags."""
+        self.args = args
+        self.tokenizer = tokenizer
+        self.has_reported = False
+        self.longest = context_length(self.path, args)
+        self.student_bytes = bytes_of_tokens(student_tokenizer)
+        self.student_ends = eos_token_ids(
+            student_path, student_tokenizer, args.prompt_format, args.stop_token_ids
+        )
+        with named_errors(f"--teacher {self.path}", ValueError):
+            if args.environment is not None:
+                raise ValueError("another tokenizer than --model's cannot read an --environment")
+            self.bytes_of = bytes_of_tokens(tokenizer)
+            self.encoder = Encoder(tokenizer, args)
+            self.column = "_prompt"
+            if "_prompt" not in rows[0]:
+                self.column = require_columns(args.dataset_flag, rows, PROMPT_COLUMNS)[0]
+            self.encoder.prompt(rows[0], (self.column,))
+
+    @torch.no_grad()
+    def read(self, groups: list[Group], meter) -> list[Group]:
+        """Return the completions with the streams of `Spans`. One that has no spans is masked, and
+        counted in the metric `unaligned`. Collective."""
+        samples = [*chain(*groups)]
+        readings = [self._reading(sample) for sample in samples]
+        reasons = [reading for reading in readings if isinstance(reading, str)]
+        meter.mean("unaligned", len(reasons), len(samples))
+        if reasons and not self.has_reported:
+            distributed.say(f"--teacher {self.path}: a completion is left out: {reasons[0]}")
+            self.has_reported = True
+        scores = iter(self._scores([r.sample for r in readings if isinstance(r, Reading)]))
+        read = iter(
+            masked(sample) if isinstance(r, str) else with_spans(sample, r, next(scores))
+            for sample, r in zip(samples, readings, strict=True)
+        )
+        return [[next(read) for _ in group] for group in groups]
+
+    def teach(self, mb: PackedBatch) -> Spans:
+        """Return the log-probs of the spans for a student's `distill`."""
+        return Spans(mb.span_starts_T, mb.teacher_shares_T)
+
+    def _reading(self, sample: Completion) -> Reading | str:
+        """Return the completion in the teacher's tokens, or why it has no spans."""
+        ids = sample.completion_ids
+        has_end = ids[-1] in self.student_ends
+        pieces = [self.student_bytes.get(i) for i in (ids[:-1] if has_end else ids)]
+        if None in pieces:
+            return "it has a token without text"
+        try:
+            text = b"".join(pieces).decode()
+            end = self._end(sample.row) if has_end else ""
+            own_ids, end_ids = continuation(
+                self.tokenizer, text + end, [len(text)], self.encoder.added
+            )
+        except ValueError as error:  # of UTF-8 too: half of a character
+            return distributed.first_line(error)
+        own_pieces = [self.bytes_of.get(i) for i in own_ids]
+        if None in own_pieces or b"".join(own_pieces) != text.encode():
+            return "the tokens of the teacher have another text"
+        prompt = self.encoder.prompt(sample.row, (self.column,))
+        own = prompt + own_ids + end_ids
+        if len(own) > self.longest:
+            return f"it has {len(own)} tokens, more than the context of {self.longest}"
+        mask = [False] * len(prompt) + [True] * (len(own) - len(prompt))
+        at_end = len(text.encode()) + 1
+        ends = [*accumulate(map(len, pieces)), *[at_end] * has_end]
+        own_ends = [*accumulate(map(len, own_pieces)), *[at_end] * len(end_ids)]
+        return Reading(Sample(own, mask, len(prompt), sample.row), *common_spans(ends, own_ends))
+
+    def _end(self, row: dict) -> str:
+        """Return the text that ends a completion for the teacher."""
+        if isinstance(self.encoder.as_asked(row, self.column), str):
+            return self.tokenizer.eos_token
+        if self.encoder.chat.end is None:
+            raise ValueError("the teacher's chat template does not show the model's turns")
+        return self.encoder.chat.end.last
+
+    def _scores(self, samples: list[Sample]) -> list[Tensor]:
+        """Return the log-probs of the completion's tokens of each sample. Collective."""
+        groups = [[sample] for sample in samples]
+        packs = pack_groups(groups, self.args.pack_tokens, self.device, self.args.share_prefix)
+        logprobs = {}  # of whole samples of all ranks, by index
+        for mb in packs:
+            logprobs_T = self(mb, self.args.temperature).logprobs_T.double().cpu()
+            for n, index in enumerate(mb.index_N.tolist()):
+                logprobs[index] = logprobs_T[mb.offsets[n] : mb.offsets[n + 1]].clone()
+        self.reshard()
+        logprobs = distributed.gather_dict(logprobs)
+        own = sorted(packs[0].sent.items())
+        return [logprobs[index][sample.prompt_length - 1 :] for index, sample in own]
+
+
+def common_spans(ends: Sequence[int], other_ends: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the number of the span of each token of two tokenizers, given where their tokens end
+    in the same bytes."""
+    cuts = sorted({*ends} & {*other_ends})
+    return [bisect_left(cuts, end) for end in ends], [bisect_left(cuts, end) for end in other_ends]
+
+
+def with_spans(sample: Completion, reading: Reading, logprobs: Tensor) -> Completion:
+    """Return a completion with the streams of `Spans`, from the log-probs of the teacher's tokens.
+    The tokens of a prompt are spans of one token."""
+    spans = torch.tensor(reading.spans)
+    sizes = spans.bincount()
+    sums = torch.zeros_like(sizes, dtype=torch.float64)
+    sums.index_add_(0, torch.tensor(reading.teacher_spans), logprobs)
+    prompt = sample.prompt_length
+    starts = [1.0] * (prompt + 1) + spans.diff().tolist()
+    shares = [0.0] * prompt + (sums / sizes)[spans].tolist()
+    return replace(sample, streams=sample.streams | dict(span_starts=starts, teacher_shares=shares))
+
+
+def masked(sample: Completion) -> Completion:
+    """Return a completion that is not trained, with the streams of `Spans`."""
+    count = len(sample.ids)
+    streams = sample.streams | dict(span_starts=[1.0] * count, teacher_shares=[0.0] * count)
+    return replace(sample, loss_mask=[False] * count, streams=streams)
+
+
+def bytes_of_tokens(tokenizer) -> dict[int, bytes]:
+    """Return the bytes of each token behind other text; special tokens have none. Raises
+    `ValueError` for a tokenizer whose tokens are no bytes, such as WordPiece."""
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder or dict(type="none")])}
+    added = tokenizer.added_tokens_decoder
+    texts = {i: token for token, i in tokenizer.get_vocab().items() if i not in added}
+    if "ByteLevel" in kinds:
+        byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+        texts = {i: text for i, text in texts.items() if byte_of.keys() >= {*text}}
+        pieces = {i: bytes(map(byte_of.get, text)) for i, text in texts.items()}
+    elif kinds <= {"ByteFallback", "Fuse", "Replace", "Strip", "Metaspace"}:
+        has_blanks = not kinds.isdisjoint({"Replace", "Metaspace"})
+        pieces = {i: _piece(text, has_blanks) for i, text in texts.items()}
+    else:
+        raise ValueError(f"the tokens of its tokenizer are no bytes ({', '.join(sorted(kinds))})")
+    return pieces | {i: str(t).encode() for i, t in added.items() if not t.special}
+
+
+def byte_characters() -> list[str]:
+    """Return the character of each byte in byte-level BPE: itself, if it can be printed."""
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+
+
+def _piece(text: str, has_blanks: bool) -> bytes:
+    """Return the bytes of a SentencePiece token: `<0x0A>` is a byte, and a blank is U+2581."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", text):
+        return bytes.fromhex(text[3:5])
+    return (text.replace("\u2581", " ") if has_blanks else text).encode()
