@@ -13,8 +13,9 @@ completion:
 
 sigma is the logistic function.
 
-`--loss` adds up 16 other objectives: common/objectives/preference.py has their equations,
-docs/dpo.md a table. kto.py learns from single completions.
+`--loss` adds up 17 other objectives: common/objectives/preference.py has their equations,
+docs/dpo.md a table. `--reference_sync` moves the reference (TR-DPO). kto.py learns from single
+completions.
 
 Differences from the papers: the log-probs of the reference are computed once, before training, so
 that training holds one model in memory; chosen and rejected share one packed stream.

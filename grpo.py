@@ -2,25 +2,21 @@ r"""GRPO and its family: reinforcement learning with verifiable rewards (Shao et
 arXiv:2402.03300).
 
     torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k \
-        --reward gsm8k --preset gspo
+        --reward gsm8k --preset dr_grpo
 
-The policy samples G completions of every prompt. The advantage of each is its reward relative to
-its group:
+The policy samples G completions of every prompt. Each is compared with the others of its group:
 
     A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                      advantages()
     L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i)
                      + beta KL_t ]                                                            loss()
     rho_t = pi(y_t) / pi_old(y_t)                      pi_old: the policy at the time of the rollout
 
-There is no value model, and no reference model unless `--beta` is positive. `--loss`, `--reduction`
-and `--advantage` select a variant of the family, and `--preset` selects that of a paper. dapo.py
-and reinforce.py have further variants. Differences from the paper, without a preset (docs/grpo.md):
-the mean is over the tokens of the global minibatch and the clip bounds differ (both as in DAPO,
-arXiv:2503.14476); no KL term; truncated weights c_t = pi_old / pi_engine.
+`--loss`, `--reduction` and `--advantage` select a variant, `--preset` that of a paper. gspo.py has
+the losses with the ratio of a completion. Differences from the paper, without a preset: mean over
+all tokens and clip bounds of DAPO (arXiv:2503.14476); no KL term; weights c_t = pi_old / pi_engine.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, K rewards, T packed tokens
-of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction
-of targets_T[t]."""
+of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -49,12 +45,12 @@ from common.objectives.importance import (
     off_policy_mask,
 )
 from common.objectives.kl import KLEstimator, kl_estimate
-from common.objectives.reduction import per_token, sequence_mean, sequence_sum
 from common.objectives.shaping import EntropyCoefficient
+from common.objectives.token_weights import token_weights
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
-from common.rollout.measure import measure_groups, truncation_penalties
+from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
@@ -62,48 +58,49 @@ from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-# For each --loss: the reduction of its log-ratios, and the flags that not all others read.
-CLIP_FLAGS = ("clip_low", "clip_high", "dual_clip")
-SAPO_FLAGS = ("sapo_tau_positive", "sapo_tau_negative")
-VESPO_FLAGS = (
-    "vespo_k_positive", "vespo_lambda_positive", "vespo_k_negative", "vespo_lambda_negative",
-)  # fmt: skip
-LOSSES = {
-    "clip": (per_token, CLIP_FLAGS),
-    "reinforce": (per_token, ()),
-    "cispo": (per_token, ("cispo_high",)),
-    "sapo": (per_token, SAPO_FLAGS),
-    "gspo": (sequence_mean, CLIP_FLAGS),
-    "sequence_clip": (sequence_sum, CLIP_FLAGS),
-    "topr": (sequence_sum, ()),
-    "vespo": (sequence_sum, VESPO_FLAGS),
+LOSSES = {  # flags of each --loss that not all others read
+    "clip": ("clip_low", "clip_high", "dual_clip"),
+    "dppo": ("dppo_divergence", "dppo_bound"),
+    "cispo": ("cispo_high", "cispo_mask"),
+    "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
+    "reinforce": (),
 }
+PPO = dict(loss="clip", clip_low=0.2, clip_high=0.2)  # of most presets
 
 # ---- the objective ----
 
 
 def advantages(
-    name: str, rewards_BG: Tensor, rewards_KBG: Tensor, weights_K: Sequence[float]
-) -> Tensor:
-    """Return the advantage of every completion of all ranks, [B, G] float64, from its total reward
-    or, for gdpo, from its K rewards. Statistics ignore missing rewards (NaN), which get 0. A group
-    of equal rewards gets exactly 0."""
+    name: str, rewards_BG: Tensor, rewards_KBG: Tensor, weights_K: Sequence[float],
+    tokens_BG: Tensor | None = None, k: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return the advantage of every completion of all ranks, [B, G] float64, from its total reward;
+    gdpo: from its K rewards; group_mean_by_length: also from its number of tokens. Statistics
+    ignore missing rewards (NaN), which get 0. A group of equal rewards gets exactly 0."""
     centred_BG = centre_groups(rewards_BG)  # r - mean of its group
     valid_BG = ~rewards_BG.isnan()
     match name:
         case "group":  # GRPO: (r - mean) / std of the group
             return centred_BG / (group_std(rewards_BG) + 1e-6)
-        case "group_mean":
-            # Dr. GRPO (arXiv:2503.20783): a division by std favours very easy and hard prompts
+        case "group_mean":  # Dr. GRPO (arXiv:2503.20783): std favours very easy and hard prompts
             return centred_BG
+        case "group_ratio":  # MaxRL (arXiv:2602.02710): (r - mean) / mean, for rewards >= 0
+            if (rewards_BG < 0).any():
+                raise ValueError("--advantage group_ratio: a reward is negative; shift rewards")
+            return (centred_BG / (rewards_BG - centred_BG + 1e-6)).nan_to_num()
+        case "group_mean_by_length":  # OPO (arXiv:2505.23585): the mean is weighted by length
+            return centre_groups(rewards_BG, tokens_BG)
         case "leave_one_out":  # RLOO (arXiv:2402.14740 Eq. 7): r - mean of the others
             size_B1 = valid_BG.sum(-1, keepdim=True)
             return centred_BG * size_B1 / (size_B1 - 1).clamp(min=1)
+        case "pass_at_k":  # PKPO (arXiv:2505.15201): the best of k with it, less that without it
+            from common.objectives.best_of_k import best_of_k
+
+            return best_of_k(centred_BG, valid_BG, k)
         case "group_mean_batch_std":  # LitePPO (arXiv:2508.08221): std of the whole batch
             valid = rewards_BG[valid_BG].double()
             return centred_BG / ((valid.std() if len(valid) > 1 else 0.0) + 1e-6)
-        case "gdpo":
-            # arXiv:2601.05242: each reward as in `group`, their weighted sum whitened over all
+        case "gdpo":  # arXiv:2601.05242: `group` of each reward; their sum, whitened over all
             rewards_KBG = rewards_KBG.masked_fill(~valid_BG, math.nan)
             each_K = [advantages("group", r_BG, rewards_KBG, weights_K) for r_BG in rewards_KBG]
             total_BG = sum(w * A_BG for w, A_BG in zip(weights_K, each_K, strict=True))
@@ -111,65 +108,69 @@ def advantages(
     raise ValueError(name)
 
 
-def policy_loss(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args") -> Tensor:
-    """Return the policy loss of each token. log_rho: log(pi / pi_old) of the token or its
-    completion; A: advantage."""
-    rho_T = bounded_exp(log_rho_T)
+def is_stopped(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args") -> Tensor:
+    """Return which tokens have no policy gradient: they moved too far in the direction of A."""
     match args.loss:
-        case "clip" | "gspo" | "sequence_clip":
-            # PPO (arXiv:1707.06347 Eq. 7), GSPO (arXiv:2507.18071 Eq. 5)
+        case "clip":
+            return is_clipped(log_rho_T, A_T, args.clip_low, args.clip_high, args.dual_clip)
+        case "cispo" if args.cispo_mask:  # arXiv:2506.13585 Eq. 7: the bounds of PPO
+            return is_clipped(log_rho_T, A_T, *args.cispo_mask)
+        case "dppo":  # a token has two outcomes, itself and another
+            pi_T = logprobs_T.exp().clamp(max=1 - 1e-7)
+            old_T = (logprobs_T - log_rho_T).exp().clamp(max=1 - 1e-7)
+            distance_T = (pi_T - old_T).abs()  # total variation
+            if args.dppo_divergence == "kl":  # KL(pi_old || pi)
+                distance_T = (1 - old_T) * ((1 - old_T) / (1 - pi_T)).log() - old_T * log_rho_T
+            return (distance_T > args.dppo_bound) & (log_rho_T * A_T > 0)
+    return torch.zeros_like(A_T, dtype=torch.bool)
+
+
+def policy_loss(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args") -> Tensor:
+    """Return the policy loss of each token. log_rho: log(pi / pi_old); A: advantage."""
+    rho_T = bounded_exp(log_rho_T)
+    likelihood_T = -A_T * logprobs_T
+    match args.loss:
+        case "clip":  # PPO (arXiv:1707.06347 Eq. 7)
             clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
             objective_T = torch.min(rho_T * A_T, clipped_T * A_T)
-            if args.dual_clip:
-                # the loss of a negative advantage is at most dual_clip |A| (arXiv:1912.09729 Eq. 5)
+            if args.dual_clip:  # if A < 0, a loss of at most dual_clip |A| (arXiv:1912.09729 Eq. 5)
                 bounded_T = torch.max(objective_T, args.dual_clip * A_T)
                 objective_T = torch.where(A_T < 0, bounded_T, objective_T)
             return -objective_T
-        case "reinforce":
-            # Williams 1992: without rho, only the first update of a rollout is unbiased
-            return -A_T * logprobs_T
-        case "cispo":
-            # arXiv:2506.13585 Eq. 4: clips the weight of the gradient, so that every token has one
-            return rho_T.clamp(max=1 + args.cispo_high).detach() * (-A_T * logprobs_T)
+        case "dppo":  # arXiv:2602.04879: a bound on the divergence in place of the ratio's clip
+            weights_T = rho_T.clamp(max=10)  # as in the code of the authors
+        case "cispo":  # arXiv:2506.13585 Eq. 4: clips the weight of the gradient, not the gradient
+            weights_T = rho_T.clamp(max=1 + args.cispo_high)
         case "sapo":  # arXiv:2511.20347: a sigmoid gate that closes gradually as rho leaves 1
             tau_T = torch.where(A_T > 0, args.sapo_tau_positive, args.sapo_tau_negative)
             return -4 / tau_T * torch.sigmoid(tau_T * (rho_T - 1)) * A_T
-        case "topr":
-            # arXiv:2503.14286 Eq. 8: truncates rho of bad completions, ignores rho of good ones
-            return torch.where(A_T < 0, rho_T.clamp(max=1), 1.0).detach() * (-A_T * logprobs_T)
-        case "vespo":
-            # arXiv:2602.10693: phi(rho) = rho^vespo_k exp(vespo_lambda (1 - rho)), 1 at 1
-            fall_T = 1 - rho_T
-            positive_T = args.vespo_k_positive * log_rho_T + args.vespo_lambda_positive * fall_T
-            negative_T = args.vespo_k_negative * log_rho_T + args.vespo_lambda_negative * fall_T
-            phi_T = bounded_exp(torch.where(A_T < 0, negative_T, positive_T))
-            return phi_T.detach() * (-A_T * logprobs_T)
-    raise ValueError(args.loss)
+        case "reinforce":  # Williams 1992: unbiased for the first update of a rollout alone
+            return likelihood_T
+    return (weights_T * ~is_stopped(log_rho_T, A_T, logprobs_T, args)).detach() * likelihood_T
 
 
 def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
     ref_logprobs_T: Tensor | None, entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
     sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, args: "Args", c_mean: float = 1,
+    entropy_coef: float = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
         L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
 
-    With the weights w_t, the shares of all micro-batches and ranks add up to a mean over the
-    *global* minibatch of `tokens` trained tokens in `sequences` completions. c_t = pi_old /
-    pi_engine, bounded, over `c_mean`, without gradient. KL_t estimates KL(pi || pi_ref). `mask_T`:
-    trained tokens; `sequence_ids_T`: number of each token's completion."""
-    reduce, _ = LOSSES[args.loss]
-    new_T = reduce(logprobs_T, mask_T, sequence_ids_T)
-    old_T = reduce(old_logprobs_T, mask_T, sequence_ids_T)
-    log_rho_T = new_T - old_T
+    The shares of all micro-batches and ranks add up to a mean over the *global* minibatch, which
+    has `tokens` trained tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded,
+    over `c_mean`, without gradient. KL_t estimates KL(pi || pi_ref). `mask_T`: trained tokens;
+    `sequence_ids_T`: number of each token's completion."""
+    log_rho_T = logprobs_T - old_logprobs_T
     c_T = importance_weights(
         old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
     )
     loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
     logged = {
         "ratio": bounded_exp(log_rho_T.detach()),
+        "clip_ratio/region_mean": is_stopped(log_rho_T, advantages_T, logprobs_T, args),
         "sampling/weight": c_T,
         "sampling/kept_fraction": c_T > 0,
     }
@@ -177,91 +178,80 @@ def loss(
         drift_T = rollout_logprobs_T - logprobs_T
         threshold = args.off_policy_threshold
         loss_T *= off_policy_mask(drift_T, advantages_T, mask_T, sequence_ids_T, threshold)
-    if args.loss in ("clip", "gspo", "sequence_clip"):
-        logged["clip_ratio/region_mean"] = is_clipped(
-            log_rho_T.detach(), advantages_T, args.clip_low, args.clip_high, args.dual_clip
-        )
     if ref_logprobs_T is not None:
         kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
-        if args.unbiased_kl:
-            # samples come from pi_old: weight by the token's ratio, with gradient (2512.02556)
-            kl_T = bounded_exp(logprobs_T - old_logprobs_T) * kl_T
+        if args.unbiased_kl:  # samples come from pi_old (arXiv:2512.02556)
+            kl_T = bounded_exp(log_rho_T) * kl_T
         loss_T = loss_T + args.beta * kl_T
         logged["kl"] = kl_T
-    if args.entropy_coef:  # skipped at 0: the entropy's backward pass reads all logits again
-        loss_T = loss_T - args.entropy_coef * entropy_T
-    match args.reduction:
-        case "token":  # mean over tokens (DAPO, arXiv:2503.14476)
-            w_T = mask_T / tokens
-        case "sequence":  # mean over completions of their token means (GRPO)
-            length_T = sequence_sum(mask_T, mask_T, sequence_ids_T)
-            w_T = mask_T / length_T.clamp(min=1) / sequences
-        case "sequence_sum":  # mean over completions of their token sums (REINFORCE)
-            w_T = mask_T / sequences
-        case "constant":  # the same, over a constant length (Dr. GRPO, arXiv:2503.20783)
-            w_T = mask_T / sequences / args.max_new_tokens
+    if args.old_beta:  # (log rho)^2 / 2 (Kimi k1.5, arXiv:2501.12599; DRO, arXiv:2405.19107)
+        loss_T = loss_T + args.old_beta * kl_estimate(logprobs_T, old_logprobs_T, "k2")
+    if entropy_coef:  # skipped at 0: the entropy's backward pass reads all logits again
+        loss_T = loss_T - entropy_coef * entropy_T
+    w_T = token_weights(
+        args.reduction, mask_T, sequence_ids_T, tokens, sequences, args.max_new_tokens
+    )
     return loss_T * w_T, logged
 
 
 @dataclass
 class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, MovingArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
-        "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04,
-                     clip_low=0.2, clip_high=0.2),
-        "dr_grpo": dict(loss="clip", reduction="constant", advantage="group_mean",
-                        clip_low=0.2, clip_high=0.2),
-        "gspo": dict(loss="gspo", reduction="sequence", advantage="group",
-                     clip_low=3e-4, clip_high=4e-4, correction="sequence"),
+        "grpo": PPO | dict(reduction="sequence", advantage="group", beta=0.04),
+        "dr_grpo": PPO | dict(reduction="constant", advantage="group_mean"),
+        "maxrl": PPO | dict(reduction="token", advantage="group_ratio"),
+        "dppo": dict(loss="dppo", reduction="constant", advantage="group_mean",
+                     old_logprobs="engine", correction="none"),
         "cispo": dict(loss="cispo", reduction="token", advantage="group"),
         "sapo": dict(loss="sapo", reduction="sequence", advantage="group"),
-        "topr": dict(loss="topr", reduction="sequence_sum", advantage="group_mean"),
-        "liteppo": dict(loss="clip", reduction="token", advantage="group_mean_batch_std",
-                        clip_low=0.2, clip_high=0.2),
-        "gdpo": dict(loss="clip", reduction="token", advantage="gdpo", clip_low=0.2, clip_high=0.2),
+        "liteppo": PPO | dict(reduction="token", advantage="group_mean_batch_std"),
+        "gdpo": PPO | dict(reduction="token", advantage="gdpo"),
     }  # fmt: skip
-    MOVED: ClassVar[dict] = {"preset": {"dapo": "python dapo.py"} | {
-        name: f"python reinforce.py --preset {name}"
-        for name in ("reinforce", "reinforce++", "reinforce++_baseline")
-    }}  # fmt: skip
+    MOVED: ClassVar[dict] = {
+        "loss": dict.fromkeys(("gspo", "sequence_clip", "gmpo", "topr", "vespo"),
+                              "python gspo.py --loss {}"),
+        "preset": {"dapo": "python dapo.py"}
+        | dict.fromkeys(("gspo", "luspo", "gmpo", "topr"), "python gspo.py --preset {}")
+        | dict.fromkeys(("reinforce", "reinforce++", "reinforce++_baseline"),
+                        "python reinforce.py --preset {}"),
+    }  # fmt: skip
     samples_per_prompt: AtLeast2 = 8
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None
     """published variant, which sets flags (docs/grpo.md); contradicting flags are an error"""
     loss: Literal[tuple(LOSSES)] = "clip"
-    """policy loss (docs/grpo.md). clip: PPO; reinforce: -A log pi; cispo: clips the weight of the
-    gradient; sapo: soft clip; gspo: clip, ratio of the whole completion, per token; sequence_clip:
-    the same, summed; topr: clips the completion's ratio if A < 0; vespo: smooth weight by the
-    completion's ratio"""
+    """policy loss (docs/grpo.md). clip: PPO; dppo: bounded divergence; cispo: clips the weight of
+    the gradient; sapo: soft clip; reinforce: -A log pi"""
     reduction: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """reduction of the loss. token: mean over tokens; sequence: mean over completions of their
-    means; sequence_sum: mean over completions of their sums; constant: sum / (completions x
-    max_new_tokens)"""
-    advantage: Literal["group", "group_mean", "group_mean_batch_std", "leave_one_out", "gdpo"] = (
-        "group"
-    )
-    """advantage by reward r. group: (r - mean) / std of its group; group_mean: r - mean;
-    group_mean_batch_std: with the batch's std; leave_one_out: r - mean of the others; gdpo: group
-    of each reward, summed, whitened"""
+    means; sequence_sum: of their sums; constant: of their sums / max_new_tokens"""
+    advantage: Literal[
+        "group", "group_mean", "group_ratio", "group_mean_by_length", "leave_one_out", "pass_at_k",
+        "group_mean_batch_std", "gdpo",
+    ] = "group"  # fmt: skip
+    """advantage by reward r. group: (r - mean) / std; group_mean: r - mean; group_ratio: (r - mean)
+    / mean; group_mean_by_length: mean weighted by length; leave_one_out: r - mean of the others;
+    pass_at_k: gain of the best of k; group_mean_batch_std, gdpo: scaled over the batch"""
+    pass_k: Positive[int] = 4
+    """pass_at_k: number of completions of which the best one counts"""
     clip_low: BelowOne = 0.2
-    """clip, gspo, sequence_clip: distance from 1 of the lower bound of the importance ratio"""
+    """clip: distance from 1 of the lower bound of the importance ratio"""
     clip_high: NotNegative[float] = 0.28
-    """clip, gspo, sequence_clip: distance from 1 of the upper bound of the importance ratio"""
+    """clip: distance from 1 of the upper bound of the importance ratio"""
     dual_clip: NotNegative[float] = 0.0
-    """clip, gspo, sequence_clip: maximum loss if A < 0, in |A| (above 1, often 3); 0: off"""
+    """clip: maximum loss if A < 0, in |A| (above 1, often 3); 0: off"""
+    dppo_divergence: Literal["tv", "kl"] = "tv"
+    """dppo: divergence of the sampled token's probability. tv: total variation; kl: binary KL"""
+    dppo_bound: Positive[float] = 0.15
+    """dppo: maximum divergence of a token with a gradient (the paper: tv 0.15, kl 0.05)"""
     cispo_high: Positive[float] = 4.0
     """cispo: distance from 1 of the upper bound of a token's weight"""
+    cispo_mask: tuple[BelowOne, NotNegative[float]] | None = None
+    """cispo: the clip_low and clip_high beyond which tokens have no gradient; default: off"""
     sapo_tau_positive: Positive[float] = 1.0
     """sapo: temperature of the gate for positive advantages"""
     sapo_tau_negative: Positive[float] = 1.05
     """sapo: temperature of the gate for negative and zero advantages"""
-    vespo_k_positive: NotNegative[float] = 2.0
-    """vespo, advantages >= 0: decay of the weight as the completion's ratio goes below 1"""
-    vespo_lambda_positive: NotNegative[float] = 3.0
-    """vespo, advantages >= 0: decay of the weight as the completion's ratio goes above 1"""
-    vespo_k_negative: NotNegative[float] = 3.0
-    """vespo, advantages < 0: decay of the weight as the completion's ratio goes below 1"""
-    vespo_lambda_negative: NotNegative[float] = 2.0
-    """vespo, advantages < 0: decay of the weight as the completion's ratio goes above 1"""
     off_policy_threshold: Positive[float] | None = None
     """mask completions with A < 0 whose log-prob fell by more nats per token; default: off"""
     beta: NotNegative[float] = 0.0
@@ -269,25 +259,31 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, MovingArgs, OnlineArgs):
     kl_estimator: KLEstimator = "k3"
     unbiased_kl: bool = False
     """importance ratio, with its gradient, as a factor of the KL estimate (arXiv:2512.02556)"""
+    old_beta: NotNegative[float] = 0.0
+    """weight of the quadratic penalty (log pi - log pi_old)^2 / 2 on each token"""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """source of pi_old. trainer: a forward pass before the updates; engine: its log-probs"""
 
     def __post_init__(self) -> None:
-        require_effect(self, "loss", {name: flags for name, (_, flags) in LOSSES.items()})
+        require_effect(self, "loss", LOSSES)
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"--dual_clip {self.dual_clip} must be above 1, or 0 to turn it off")
-        if self.loss in ("gspo", "sequence_clip"):
-            for flag, fits in (("reduction", "sequence"), ("correction", "sequence or none")):
-                value = getattr(self, flag)
-                if value not in fits.split(" or "):
-                    reason = f"--loss {self.loss} treats completions as a whole"
-                    raise ValueError(f"--{flag} {value}: {reason}; use {fits}")
+        if self.advantage != "pass_at_k":
+            require_default(self, ("pass_k",), f"with --advantage {self.advantage}")
+        elif self.pass_k >= self.samples_per_prompt:
+            raise ValueError(f"--pass_k {self.pass_k} must be below --samples_per_prompt")
+        if self.old_logprobs == "engine":
+            why = "with --old_logprobs engine"
+            if self.correction != "none":
+                raise ValueError(f"--correction {self.correction}: use none {why}")
+            require_default(self, ("correction_filter", "correction_reject"), why)
         if not (self.beta or self.log_kl):
             require_default(self, ("kl_estimator", "kl_clamp", "unbiased_kl"), "with --beta 0")
 
     def cautions(self) -> Iterator[str]:
         """Yield warnings about flags with unexpected effects."""
         if self.beta and self.kl_estimator == "k1":
-            problem = "the expected gradient of this KL term is zero"
-            yield f"--kl_estimator k1: {problem}; it does not constrain the policy"
+            yield "--kl_estimator k1: the expected gradient is zero and constrains nothing"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
 
@@ -317,13 +313,11 @@ def main(args: Args) -> None:
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     entropy = EntropyCoefficient(args.entropy_coef, args.entropy_target, args.entropy_step)
-    run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, reference=reference,
-        entropy=entropy, show=SHOW, curves=CURVES,
-    )  # fmt: skip
+    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts,
+              reference=reference, entropy=entropy, show=SHOW, curves=CURVES)  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
-    needs_old = args.updates_per_rollout > 1 or args.correction_normalize
+    needs_old = args.updates_per_rollout > 1 and args.old_logprobs == "trainer"
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
@@ -342,15 +336,17 @@ def main(args: Args) -> None:
         total_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
         each_PKG = torch.stack([*named_rewards.values(), penalties_PG], dim=1)  # K rewards
         each_KBG = distributed.gather_rows(each_PKG, positions).transpose(0, 1)
-        weights_K = [*rewards.weights, 1.0]
-        advantages_BG = advantages(args.advantage, total_BG, each_KBG, weights_K)
+        tokens_BG = distributed.gather_rows(trained_counts(groups), positions)
+        advantages_BG = advantages(
+            args.advantage, total_BG, each_KBG, [*rewards.weights, 1.0], tokens_BG, args.pass_k
+        )
 
         # ---- 3. pack: completions move to the ranks that train on them; fixed log-probs ----
         minibatches = pack_minibatches(
             groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
         )
         checks_engine = run.checks_engine(step)
-        old = policy if checks_engine or needs_old else None  # None: the update computes them
+        old = policy if checks_engine or needs_old or args.correction_normalize else None
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
         if checks_engine:
@@ -359,7 +355,6 @@ def main(args: Args) -> None:
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
-            args.entropy_coef = entropy.value  # changes only with --entropy_target
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, sequences = count_trained(minibatch)  # of all ranks
                 c_mean = mean_weight(minibatch, args.correction_form)
@@ -369,23 +364,25 @@ def main(args: Args) -> None:
                     old_logprobs_T = mb.old_logprobs_T
                     if old_logprobs_T is None:  # on policy
                         old_logprobs_T = logprobs_T.detach()
+                    measure_mismatch(meter, old_logprobs_T, mb)
+                    if args.old_logprobs == "engine":
+                        old_logprobs_T = mb.rollout_logprobs_T
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, sequences, args, c_mean,
+                        tokens, sequences, args, c_mean, entropy.value,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
-                    measure_mismatch(meter, old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
         move_reference(reference, policy, step + 1, args)  # with --reference_sync
 
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
-        metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta, entropy_coef=args.entropy_coef)
+        metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta, entropy_coef=entropy.value)
         entropy.update(metrics.get("entropy", math.inf))  # no entropy without trained tokens
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)

@@ -39,10 +39,10 @@ BUGS = [
     Bug(
         "bug_3",
         "grpo.py",
-        "reduce(old_logprobs_T",
-        "reduce(logprobs_T.detach()",
+        "log_rho_T = logprobs_T - old_logprobs_T",
+        "log_rho_T = logprobs_T - logprobs_T.detach()",
         {
-            "tests/test_grpo_objective.py::test_losses_of_whole_completions_equal_naive_code": (
+            "tests/test_grpo.py::test_clip_fraction_counts_the_tokens_without_gradient": (
                 "look at the ratio"
             ),
         },

@@ -218,15 +218,15 @@ EXERCISES = [
     ),
     Exercise(
         "reductions",
-        "grpo:loss",
-        ("match args.reduction",),
+        "common.objectives.token_weights:token_weights",
+        ("match reduction",),
         "Reductions and length",
-        """Set w_T [T], the weight of each token in the loss; 0 where mask_T is False. `tokens` and
+        """Return the weight of each token in the loss, [T]; 0 where mask_T is False. `tokens` and
         `sequences` count the trained tokens and the completions of the global minibatch, of which
-        this is one pack of many. args.reduction: token: mean over tokens. sequence: mean over
+        this is one pack of many. reduction: token: mean over tokens. sequence: mean over
         completions of their token means. sequence_sum: mean over completions of their token sums.
-        constant: the same, divided by args.max_new_tokens. sequence_sum(x_T, mask_T,
-        sequence_ids_T) repeats the sum over each sequence on its tokens.""",
+        constant: the same, divided by max_new_tokens. sequence_sum(x_T, mask_T, sequence_ids_T)
+        repeats the sum over each sequence on its tokens.""",
         {
             "test_token_mean_is_one_mean_over_all_micro_batches": (
                 "token: a mean of the means of micro-batches"
@@ -247,7 +247,7 @@ EXERCISES = [
         (
             {"mask_T / tokens": "mask_T / mask_T.sum().clamp(min=1)"},
             {"mask_T, mask_T, sequence_ids_T": "mask_T | True, mask_T | True, sequence_ids_T"},
-            {"mask_T / sequences / args": "mask_T / args"},
+            {"mask_T / sequences / max_new_tokens": "mask_T / max_new_tokens"},
         ),
     ),
     Exercise(

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import grpo
+import gspo
 import kto
 import ppo
 import rm
@@ -69,10 +70,13 @@ CLIP = (
     dict(clip_high=[0.05, 0.1, 0.2, 0.28, 0.4, 0.6, 1.0]),
     dict(clip_low=[0.05, 0.1, 0.2, 0.3, 0.5], dual_clip=[0.0, 1.2, 1.5, 2.0, 2.5]),
 )
+DPPO = dict(dppo_bound=[0.02, 0.05, 0.1, 0.15, 0.3], dppo_divergence=["tv", "kl"])
 SIGNED: dict[str, tuple[Settings, Settings]] = {  # flags that are read for A = 1 and for A = -1
     "clip": CLIP,
     "gspo": CLIP,
     "sequence_clip": CLIP,
+    "gmpo": (dict(clip_high=[0.1, 0.2, 0.4, 0.8]), dict(clip_low=[0.1, 0.2, 0.4, 0.8])),
+    "dppo": (DPPO, DPPO),
     "reinforce": ({}, {}),
     "topr": ({}, {}),
     "cispo": (dict(cispo_high=[0.1, 0.28, 0.5, 1.0, 1.5, 4.0]),) * 2,
@@ -87,12 +91,19 @@ SIGNED: dict[str, tuple[Settings, Settings]] = {  # flags that are read for A = 
 }
 
 
-def policy_chart(name: str) -> dict:
-    rho_X, defaults = grid(0.03, 3, 100), vars(grpo.Args())
+def policy_chart(script: ModuleType, name: str) -> dict:
+    """Return the chart of a completion of one token."""
+    rho_X, defaults = grid(0.03, 3, 100), vars(script.Args(loss=name))
+    if name == "gspo":  # its own bounds are too close to 1 for the picture
+        defaults = defaults | dict(clip_low=0.2, clip_high=0.28)
 
     def f(A: float, logprobs_X: Tensor, **flags) -> Tensor:
-        args: Any = SimpleNamespace(**defaults | dict(loss=name) | flags)
-        return grpo.policy_loss(logprobs_X - OLD, torch.full_like(logprobs_X, A), logprobs_X, args)
+        args: Any = SimpleNamespace(**defaults | flags)
+        A_X, log_rho_X = torch.full_like(logprobs_X, A), logprobs_X - OLD
+        if script is gspo:
+            ids_X, mask_X = torch.arange(len(A_X)), torch.ones_like(A_X).bool()
+            log_rho_X = gspo.completion_ratio(log_rho_X, A_X, mask_X, ids_X, args)
+        return script.policy_loss(log_rho_X, A_X, logprobs_X, args)
 
     logprobs = {"log-prob": rho_X.log() + OLD}
     signs = zip((1.0, -1.0), SIGNED[name], strict=True)
@@ -215,5 +226,5 @@ def other_charts() -> list[dict]:
 
 def charts() -> list[dict]:
     """Return all charts, for site.js."""
-    policy = [policy_chart(name) for name in grpo.LOSSES]
+    policy = [policy_chart(script, name) for script in (grpo, gspo) for name in script.LOSSES]
     return [*policy, kl_chart(), *map(preference_chart, READS), divergence_chart(), *other_charts()]

@@ -29,7 +29,7 @@ FLAGS = {
     "curriculum": ("--save_every", 1),
     "new-advantage": ("--advantage", "median"),
     "new-loss": ("--loss", "spo"),
-    "second-kl": ("--old_beta", 0.1, "--minibatches", 2),
+    "positive-nll": ("--positive_nll", 0.1),
 }
 
 

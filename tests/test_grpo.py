@@ -26,6 +26,8 @@ from helpers import (
 )
 
 import grpo
+import gspo
+import reinforce
 from common.config.parse import parse
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
@@ -58,7 +60,6 @@ def samples(folder, step=None):
 
 # ---- the objective on samples with random log-probs: no model, no engine ----
 
-WHOLE = dict(reduction="sequence", correction="sequence")  # required by losses of whole completions
 LENGTHS = (5, 30, 1, 12, 20, 7)  # lengths of the completions; prompts have 3 tokens
 ADVANTAGES = torch.tensor([1.5, -0.7, 0.0, -2.0, 0.4, -1.1])
 
@@ -102,14 +103,15 @@ def outcome(**flags) -> float:
     ("flags", "one", "other"),
     [
         *(({}, dict(loss=a), dict(loss=b)) for a, b in
-          itertools.pairwise(("reinforce", "clip", "reinforce", "cispo", "sapo", "topr"))),
-        (WHOLE, dict(loss="gspo"), dict(loss="sequence_clip")),
+          itertools.pairwise(("reinforce", "clip", "reinforce", "cispo", "sapo", "dppo"))),
         *(({}, dict(reduction=a), dict(reduction=b)) for a, b in
           itertools.pairwise(("token", "sequence", "sequence_sum", "constant"))),
-        *((dict(loss=loss, **WHOLE), dict(dual_clip=0.0), dict(dual_clip=1.1))
-          for loss in ("clip", "gspo", "sequence_clip")),
-        *((dict(loss=loss, **WHOLE), {flag: 0.1}, {flag: 0.3})
-          for loss in ("clip", "gspo", "sequence_clip") for flag in ("clip_low", "clip_high")),
+        ({}, dict(dual_clip=0.0), dict(dual_clip=1.1)),
+        *(({}, {flag: 0.1}, {flag: 0.3}) for flag in ("clip_low", "clip_high")),
+        (dict(loss="dppo"), dict(dppo_divergence="tv"), dict(dppo_divergence="kl")),
+        (dict(loss="dppo"), dict(dppo_bound=0.1), dict(dppo_bound=0.3)),
+        (dict(loss="cispo"), dict(cispo_mask=None), dict(cispo_mask=(0.2, 0.2))),
+        ({}, dict(old_beta=0.0), dict(old_beta=0.1)),
         (dict(loss="cispo"), dict(cispo_high=1.0), dict(cispo_high=4.0)),
         (dict(loss="sapo"), dict(sapo_tau_positive=1.0), dict(sapo_tau_positive=2.0)),
         (dict(loss="sapo"), dict(sapo_tau_negative=1.0), dict(sapo_tau_negative=2.0)),
@@ -120,7 +122,7 @@ def test_flag_changes_the_loss(flags, one, other):
     assert outcome(**flags, **one) != pytest.approx(outcome(**flags, **other), rel=1e-6)
 
 
-def test_clip_fraction_counts_the_tokens_removed_by_bounds_and_dual_clip():
+def test_clip_fraction_counts_the_tokens_without_gradient():
     """The logged fraction is that of trained tokens without gradient."""
     mb, logprobs_T, old_logprobs_T = batch(drift=2.0)
     logprobs_T.requires_grad_()
@@ -145,8 +147,11 @@ PARTS = torch.stack([REWARDS / 2, REWARDS.flip(1), PENALTIES])
 NAMES = typing.get_args(typing.get_type_hints(grpo.Args)["advantage"])
 
 
+TOKENS = torch.tensor([[5, 1, 9, 2], [3, 8, 1, 4], [2, 2, 2, 2]])
+
+
 def advantages(name, rewards=REWARDS, parts=PARTS, weights=(1.0, 1.0, 1.0)):
-    return grpo.advantages(name, rewards, parts, weights)
+    return grpo.advantages(name, rewards, parts, weights, TOKENS, k=2)
 
 
 def test_advantage_estimators_differ_and_give_zero_for_equal_rewards():
@@ -184,15 +189,23 @@ def test_presets_have_a_finite_objective(name):
     assert advantages(grpo.Args.PRESETS[name]["advantage"]).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["dapo", "reinforce", "reinforce++", "reinforce++_baseline"])
-def test_preset_of_another_script_is_refused_by_name(name, capsys):
-    with pytest.raises(SystemExit) as exit:
-        parse(grpo.Args, ["--preset", name])
-    there = "dapo.py" if name == "dapo" else f"reinforce.py --preset {name}"
-    assert exit.value.code == 2
-    assert (
-        capsys.readouterr().err == f"error: --preset {name} is another script; run python {there}\n"
-    )
+@pytest.mark.parametrize(
+    ("flag", "script", "names"),
+    [
+        ("preset", "dapo.py", ["dapo"]),
+        ("preset", "reinforce.py", reinforce.Args.PRESETS),
+        ("preset", "gspo.py", gspo.Args.PRESETS),
+        ("loss", "gspo.py", gspo.LOSSES),
+    ],
+)
+def test_choice_of_another_script_is_refused_by_name(flag, script, names, capsys):
+    for name in names:
+        with pytest.raises(SystemExit) as exit:
+            parse(grpo.Args, [f"--{flag}", name])
+        command = script if script == "dapo.py" else f"{script} --{flag} {name}"
+        assert exit.value.code == 2
+        error = f"error: --{flag} {name} is another script; run python {command}\n"
+        assert capsys.readouterr().err == error
 
 
 # ---- whole runs: vLLM, default flags ----
@@ -283,14 +296,15 @@ def test_start_and_end_of_vllm_print_no_warnings(flags, small, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole_flags(flags, small, reward):
-    """Return flags with ratios of whole completions, rewards normalized separately over the batch,
-    KL to a moving reference, an adaptive entropy bonus and penalties."""
+    """Return flags with weights of whole completions, rewards normalized separately over the batch,
+    KL to a moving reference and to the old policy, an adaptive entropy bonus and penalties."""
     return (
         *flags, *small, "--reward", f"{reward}:digits", f"{reward}:first",
-        "--reward_weights", 1, 0.5, "--loss", "topr", "--reduction", "sequence",
+        "--reward_weights", 1, 0.5, "--loss", "cispo", "--cispo_mask", 0.2, 0.28,
+        "--reduction", "sequence", "--old_beta", 0.1,
         "--advantage", "gdpo", "--beta", 0.05, "--kl_estimator", "k2", "--entropy_coef", 0.01,
         "--reference_sync", 2, "--reference_rate", 0.5, "--entropy_target", 5.8385,
-        "--entropy_step", 0.004,
+        "--entropy_step", 0.02,
         "--correction", "sequence", "--missing_eos_penalty", 0.1, "--prompts_per_step", 12,
         "--minibatches", 3, "--samples_per_prompt", 3, "--max_steps", 6, "--save_every", 2,
         "--engine", "transformers",

@@ -134,6 +134,52 @@ def test_clipped_tokens_include_dual_clip_and_exclude_zero_advantage():
     assert is_clipped(log_ratio, advantages, 0.2, 9.0, 3.0).tolist() == [True] + [False] * 4
 
 
+@given(rows, st.sampled_from(["tv", "kl"]), st.sampled_from([0.001, 0.05, 0.15, 0.4]))
+def test_dppo_loss_equals_naive_code(rows, form, bound):
+    """arXiv:2602.04879: two outcomes, the token and any other one; the weight is at most 10."""
+
+    def naive(new, old, a):
+        p, q, ratio = math.exp(new), math.exp(old), min(math.exp(new - old), 10.0)
+        tv = abs(p - q)
+        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        far = (tv if form == "tv" else kl) > bound and (p - q) * a > 0
+        return (0.0, 0.0) if far else (-ratio * a * new, -ratio * a)
+
+    args = flags(loss="dppo", dppo_divergence=form, dppo_bound=bound)
+    check(lambda new, old, a: grpo.policy_loss(new - old, a, new, args), naive, rows)
+
+
+@pytest.mark.parametrize("form", ["tv", "kl"])
+def test_dppo_without_a_bound_is_the_unclipped_ratio_in_gradient(form):
+    """... up to a weight of 10."""
+    _, expected = total_loss(dict(loss="clip", clip_low=0.999, clip_high=1e9))
+    _, got = total_loss(dict(loss="dppo", dppo_divergence=form, dppo_bound=1e9))
+    assert flat(got) == pytest.approx(flat(expected), rel=1e-9)
+
+
+def test_dppo_bounds_probabilities_and_clip_bounds_ratios():
+    """A rare token may become ten times as likely; a likely one may not lose a fifth."""
+    new = torch.tensor([1e-3, 0.75]).double().log().requires_grad_()
+    old = torch.tensor([1e-4, 0.92]).double().log()
+    A = torch.tensor([1.0, -1.0]).double()
+    for loss, expected in (("clip", [True, False]), ("dppo", [False, True])):
+        stopped = grpo.is_stopped(new - old, A, new, flags(loss=loss))
+        value = grpo.policy_loss(new - old, A, new, flags(loss=loss)).sum()
+        (slopes,) = torch.autograd.grad(value, new)
+        assert stopped.tolist() == expected == (slopes == 0).tolist()
+
+
+@pytest.mark.parametrize("form", ["tv", "kl"])
+def test_dppo_of_certain_tokens_is_finite(form):
+    """In float32, 1 - pi is 0."""
+    new = torch.tensor([0.0, -20.0, 0.0, -1e-9], requires_grad=True)
+    log_rho = new - torch.tensor([0.0, 0.0, -20.0, 0.0])
+    args = flags(loss="dppo", dppo_divergence=form)
+    value = grpo.policy_loss(log_rho, torch.tensor([1.0, -1.0, 1.0, -1.0]), new, args)
+    (slopes,) = torch.autograd.grad(value.sum(), new)
+    assert slopes.tolist() == [-1.0, 0.0, 0.0, 1.0]
+
+
 @given(rows)
 def test_reinforce_loss_equals_naive_code(rows):
     args = flags(loss="reinforce")
@@ -151,6 +197,20 @@ def test_cispo_clips_weights_and_keeps_gradients(rows, high):
         return -weight * a * new, -weight * a
 
     args = flags(loss="cispo", cispo_high=high)
+    check(lambda new, old, a: grpo.policy_loss(new - old, a, new, args), naive, rows)
+
+
+@given(rows, st.sampled_from([(0.2, 0.28), (0.5, 3.0)]))
+def test_mask_of_cispo_has_the_bounds_of_clip_on_both_sides(rows, mask):
+    """arXiv:2506.13585 Eq. 6 and 7."""
+
+    def naive(new, old, a):
+        ratio = math.exp(new - old)
+        if (a > 0 and ratio > 1 + mask[1]) or (a < 0 and ratio < 1 - mask[0]):
+            return 0.0, 0.0
+        return -min(ratio, 3.0) * a * new, -min(ratio, 3.0) * a
+
+    args = flags(loss="cispo", cispo_high=2.0, cispo_mask=mask)
     check(lambda new, old, a: grpo.policy_loss(new - old, a, new, args), naive, rows)
 
 
@@ -176,70 +236,15 @@ def test_sapo_closes_its_gate_on_both_sides():
     assert slopes[0] < slopes[1] < 1 and slopes[4] < slopes[3] < 1
 
 
-@given(rows)
-def test_topr_imitates_positive_and_truncates_negative_completions(rows):
-    def naive(new, log_ratio, a):
-        weight = 1.0 if a >= 0 else min(1.0, math.exp(log_ratio))
-        return -weight * a * new, -weight * a
-
-    rows = [(new, new - old, a) for new, old, a in rows]
-    args = flags(loss="topr")
-    check(lambda new, log_ratio, a: grpo.policy_loss(log_ratio, a, new, args), naive, rows)
-
-
-def test_topr_weight_has_no_gradient():
-    logprobs = torch.tensor([-1.0, -2.0]).double().requires_grad_()
-    log_ratio, args = logprobs.sum().expand(2) - 1, flags(loss="topr")
-    grpo.policy_loss(log_ratio, torch.tensor([-1.0, 1.0]), logprobs, args).sum().backward()
-    assert logprobs.grad.tolist() == pytest.approx([math.exp(-4), -1.0])
-
-
-@given(rows, st.sampled_from([{}, dict(vespo_k_positive=0.7, vespo_lambda_negative=0.0)]))
-def test_vespo_loss_equals_naive_code(rows, changed):
-    def naive(new, log_ratio, a):
-        k, decay = (
-            (changed.get("vespo_k_positive", 2), 3)
-            if a >= 0
-            else (3, changed.get("vespo_lambda_negative", 2))
-        )
-        weight = math.exp(log_ratio) ** k * math.exp(decay * (1 - math.exp(log_ratio)))
-        return -weight * a * new, -weight * a
-
-    rows = [(new, new - old, a) for new, old, a in rows]
-    args = flags(loss="vespo", **changed)
-    check(lambda new, log_ratio, a: grpo.policy_loss(log_ratio, a, new, args), naive, rows)
-
-
-@pytest.mark.parametrize(("advantage", "peak"), [(1.0, 2 / 3), (-1.0, 3 / 2)])
-def test_vespo_weight_is_1_on_policy_largest_at_k_over_lambda_and_has_no_gradient(advantage, peak):
-    logprobs = (
-        torch.tensor([1e-3, peak - 0.01, peak, peak + 0.01, 1.0, 100.0])
-        .double()
-        .log()
-        .requires_grad_()
-    )
-    log_ratio, args = logprobs, flags(loss="vespo")  # the old log-probs are all 0
-    grpo.policy_loss(log_ratio, torch.full((6,), advantage), logprobs, args).sum().backward()
-    weights = (-advantage * logprobs.grad).tolist()
-    assert weights[4] == 1 and max(weights) == weights[2] and max(weights[0], weights[5]) < 1e-4
-
-
-def test_vespo_without_decay_does_not_overflow():
-    args = flags(loss="vespo", vespo_lambda_positive=0.0, vespo_lambda_negative=0.0)
-    assert grpo.policy_loss(
-        torch.tensor([1e4, 50.0]), torch.zeros(2), torch.ones(2), args
-    ).tolist() == [0, 0]
-
-
 # ---- the loss of packed completions ----
 
 LOSSES = {
     "clip": dict(loss="clip"),
     "dual_clip": dict(loss="clip", dual_clip=3.0),
-    **{
-        name: dict(loss=name)
-        for name in ("reinforce", "cispo", "sapo", "topr", "vespo", "gspo", "sequence_clip")
-    },
+    "cispo mask": dict(loss="cispo", cispo_mask=(0.2, 0.28)),
+    "dppo kl": dict(loss="dppo", dppo_divergence="kl", dppo_bound=0.05),
+    "old_beta": dict(loss="reinforce", old_beta=0.5),
+    **{name: dict(loss=name) for name in ("reinforce", "cispo", "sapo", "dppo")},
 }
 REDUCTIONS = ("token", "sequence", "sequence_sum", "constant")
 ADVANTAGES = (1.5, -0.7, 0.0, -2.0, 0.4, -1.1)
@@ -271,6 +276,10 @@ def total_loss(loss, reduction="sequence", drift=0.5, packs=ONE_PACK):
     """Return the loss of the global minibatch and its gradient with respect to every sequence's
     log-probs. `loss` is a name of the table, or flags."""
     args = flags(**(LOSSES[loss] if isinstance(loss, str) else loss), reduction=reduction)
+    return total_of(grpo.loss, args, drift, packs)
+
+
+def total_of(loss, args, drift, packs):
     new, old = make_logprobs(drift)
     tokens, sequences, total = sum(mask.sum() for mask in MASKS), torch.tensor(len(TRAINED)), 0.0
     for members in packs:
@@ -283,7 +292,7 @@ def total_loss(loss, reduction="sequence", drift=0.5, packs=ONE_PACK):
             torch.cat([*(x[n] for n in members), filler.to(x[0])]) for x in (new, old, MASKS)
         )
         ids_T = torch.arange(len(lengths)).repeat_interleave(lengths)
-        total += grpo.loss(
+        total += loss(
             logprobs_T, old_T, old_T, None, torch.zeros_like(old_T),
             advantages.repeat_interleave(lengths), mask_T, ids_T, tokens, sequences, args,
         )[0].sum()  # fmt: skip
@@ -328,51 +337,10 @@ def test_loss_and_gradient_do_not_depend_on_the_packing(loss, reduction):
     assert any(gradient != 0 for gradient in flat(one[1]))
 
 
-@pytest.mark.parametrize("loss", ["gspo", "sequence_clip"])
-def test_losses_of_whole_completions_equal_naive_code(loss):
-    """arXiv:2507.18071 Eq. 5, and RLOO's: one ratio per completion, the mean over completions."""
-    expected, slopes, outside = 0.0, [], []
-    for mask, new, old, a in zip(MASKS, *make_logprobs(0.05), ADVANTAGES, strict=True):
-        trained = [t for t in range(len(mask)) if mask[t]]
-        power = 1 / max(1, len(trained)) if loss == "gspo" else 1.0
-        ratio = math.exp(power * sum((new[t] - old[t]).item() for t in trained))
-        outside.append(bool(trained) and ((ratio > 1.003 and a > 0) or (ratio < 0.998 and a < 0)))
-        if trained:  # five completions have trained tokens
-            expected -= min(ratio * a, min(max(ratio, 0.998), 1.003) * a) / 5
-        slopes += [
-            -ratio * a * power / 5 if mask[t] and not outside[-1] else 0.0 for t in range(len(mask))
-        ]
-    total, gradients = total_loss(dict(loss=loss, clip_low=0.002, clip_high=0.003), drift=0.05)
-    assert 0 < sum(outside) < 5
-    assert total == pytest.approx(expected, rel=1e-6) and flat(gradients) == pytest.approx(
-        slopes, rel=1e-6
-    )
-
-
-def test_topr_weight_is_that_of_the_whole_completion():
-    expected = []
-    for mask, new, old, a in zip(MASKS, *make_logprobs(0.5), ADVANTAGES, strict=True):
-        trained = [t for t in range(len(mask)) if mask[t]]
-        weight = (
-            1.0 if a >= 0 else min(1.0, math.exp(sum((new[t] - old[t]).item() for t in trained)))
-        )
-        expected += [-weight * a / 5 if mask[t] else 0.0 for t in range(len(mask))]
-    assert flat(total_loss("topr", "sequence_sum")[1]) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("loss", ["clip", "dual_clip", "cispo", "sapo", "topr", "vespo", "gspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_has_the_gradient_of_reinforce_on_policy(loss):
-    """This includes gspo: the gradient of a mean log-prob on every token, averaged, is that of the
-    mean over tokens."""
     _, expected = total_loss("reinforce", drift=0.0)
     assert flat(total_loss(loss, drift=0.0)[1]) == pytest.approx(flat(expected), rel=1e-6)
-
-
-def test_sequence_clip_has_the_gradient_of_reinforce_with_sums_on_policy():
-    _, expected = total_loss("reinforce", "sequence_sum", drift=0.0)
-    assert flat(total_loss("sequence_clip", drift=0.0)[1]) == pytest.approx(
-        flat(expected), rel=1e-6
-    )
 
 
 def test_sapo_tends_to_the_unclipped_ratio_at_low_temperature():
@@ -382,20 +350,18 @@ def test_sapo_tends_to_the_unclipped_ratio_at_low_temperature():
     assert flat(got) == pytest.approx(flat(expected), rel=1e-3)
 
 
-def test_topr_of_positive_completions_equals_reinforce_off_policy():
-    good = [n for n, advantage in enumerate(ADVANTAGES) if advantage > 0]
-    (_, reinforce), (_, topr) = (total_loss(loss, drift=3.0) for loss in ("reinforce", "topr"))
-    assert [topr[n] for n in good] == [reinforce[n] for n in good] and topr != reinforce
-
-
-def test_clip_loss_with_one_ratio_per_completion_equals_sequence_clip():
-    new, old = (
-        [x[mask].sum() for x, mask in zip(xs, MASKS, strict=True)][:5] for xs in make_logprobs(0.05)
-    )
-    expected = grpo.policy_loss(
-        torch.stack(new) - torch.stack(old), torch.tensor(ADVANTAGES[:5]), None, flags()
-    ).mean()
-    assert total_loss("sequence_clip", drift=0.05)[0] == pytest.approx(expected.item(), rel=1e-6)
+def test_penalty_to_the_old_policy_is_quadratic():
+    """DRO (arXiv:2405.19107): -A log pi + old_beta / 2 (log pi - log pi_old)^2, summed over
+    tokens."""
+    expected, slopes = 0.0, []
+    for mask, new, old, a in zip(MASKS, *make_logprobs(0.5), ADVANTAGES, strict=True):
+        for trained, logprob, old_logprob in zip(mask, new.tolist(), old.tolist(), strict=True):
+            d = logprob - old_logprob
+            expected += trained * (-a * logprob + 0.3 / 2 * d * d) / 5
+            slopes.append(trained * (-a + 0.3 * d) / 5)
+    total, gradients = total_loss(dict(loss="reinforce", old_beta=0.3), "sequence_sum")
+    assert total == pytest.approx(expected.item(), rel=1e-6)
+    assert flat(gradients) == pytest.approx([float(slope) for slope in slopes], rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["clip", "sapo"])

@@ -15,11 +15,6 @@ Formulas = list[tuple[str, str]]
 SQUARE = "({0}) * ({0})"
 CLIP = "min(rho * A, clip(rho, 1 - clip_low, 1 + clip_high) * A)"
 RATIO = [("A", "advantage"), ("log_rho", "logprobs - old_logprobs"), ("rho", "exp(log_rho)")]
-# Ratio of a completion, for each --loss of grpo.py that has one.
-COMPLETION_RATIO = {
-    "gspo": "(sum_logprobs - sum_old_logprobs) / length",
-    **dict.fromkeys(("sequence_clip", "topr", "vespo"), "sum_logprobs - sum_old_logprobs"),
-}
 WEIGHT = {
     "token": "1 / tokens",
     "sequence": "1 / length / sequences",
@@ -56,11 +51,27 @@ def policy_loss(f: Mapping) -> Formulas:
             return [("policy_loss", f"-{CLIP}")]
         case "reinforce":
             return [("policy_loss", "-A * logprobs")]
+        case "cispo" if f.get("cispo_mask"):
+            low, high = f["cispo_mask"]
+            above = f"where(A > 0, where(rho > 1 + {high}, 0, 1), 1)"
+            below = f"where(A < 0, where(rho < 1 - {low}, 0, 1), 1)"
+            weight = ("weight", f"min(rho, 1 + cispo_high) * {above} * {below}")
+            return [weight, ("policy_loss", "weight * (-A * logprobs)")]
         case "cispo":
             return [("policy_loss", "min(rho, 1 + cispo_high) * (-A * logprobs)")]
+        case "dppo":
+            kl = "(1 - old) * log((1 - old) / (1 - pi)) - old * log_rho"
+            far = "max(pi - old, old - pi)" if f["dppo_divergence"] == "tv" else kl
+            moved = "where(log_rho * A > 0, where(distance > dppo_bound, 0, 1), 1)"
+            return [
+                ("pi", "exp(logprobs)"), ("old", "exp(logprobs - log_rho)"), ("distance", far),
+                ("weight", f"min(rho, 10) * {moved}"), ("policy_loss", "weight * (-A * logprobs)"),
+            ]  # fmt: skip
         case "sapo":
             tau = "where(A > 0, sapo_tau_positive, sapo_tau_negative)"
             return [("tau", tau), ("policy_loss", "-4 / tau * sigmoid(tau * (rho - 1)) * A")]
+        case "gmpo":
+            return [("policy_loss", "-rho * A")]
         case "topr":
             return [("policy_loss", "where(A < 0, min(rho, 1), 1) * (-A * logprobs)")]
         case "vespo":
@@ -101,12 +112,14 @@ def kl(f: Mapping) -> Formulas:
     if f["kl_clamp"]:
         estimate = f"clip({estimate}, -kl_clamp, kl_clamp)"
     if f.get("unbiased_kl"):
-        estimate = f"exp(logprobs - old_logprobs) * ({estimate})"
+        estimate = f"rho * ({estimate})"
     return [("d", "logprobs - ref_logprobs"), ("KL", estimate)]
 
 
 def entropy_bonus(f: Mapping) -> str:
-    """Return the term of the bonus. A trace has the coefficient of its step among its flags."""
+    """Return the term of the bonus. A trace lacks a coefficient that changes: `KeyError`."""
+    if f.get("entropy_target"):
+        raise KeyError("entropy_coef")
     return " - entropy_coef * entropy" if f["entropy_coef"] else ""
 
 
@@ -114,18 +127,28 @@ def entropy_bonus(f: Mapping) -> str:
 
 
 def grpo(f: Mapping) -> Formulas:
-    ratio = [
-        RATIO[0],
-        ("log_rho", COMPLETION_RATIO.get(f["loss"], "logprobs - old_logprobs")),
-        RATIO[2],
-    ]
+    old = "rollout_logprobs" if f["old_logprobs"] == "engine" else "old_logprobs"
+    ratio = [RATIO[0], ("log_rho", f"logprobs - {old}"), RATIO[2]]
     near, loss = [], "policy_loss * c"
     if f["off_policy_threshold"] is not None:
         gap = ("gap", "(sum_rollout_logprobs - sum_logprobs) / length")
         near = [gap, ("near", "where(A < 0, where(gap > off_policy_threshold, 0, 1), 1)")]
         loss += " * near"
-    loss += (" + beta * KL" if f["beta"] else "") + entropy_bonus(f)
+    loss += " + beta * KL" if f["beta"] else ""
+    loss += " + old_beta * log_rho * log_rho / 2" if f["old_beta"] else ""
+    loss += entropy_bonus(f)
     parts = [*ratio, *policy_loss(f), *importance(f), *near, *(kl(f) if f["beta"] else [])]
+    return [*parts, ("loss", loss), ("w", WEIGHT[f["reduction"]])]
+
+
+def gspo(f: Mapping) -> Formulas:
+    total = "sum_logprobs - sum_old_logprobs"
+    log_rho = f"({total}) / length" if f["loss"] == "gspo" else total
+    ratio = [RATIO[0], ("log_rho", log_rho), RATIO[2]]
+    if f["loss"] == "gmpo":  # clips every token before the sum, so that its ratio is recorded
+        ratio = [RATIO[0], ("rho", "ratio")]
+    loss = f"policy_loss * c{' + beta * KL' if f['beta'] else ''}{entropy_bonus(f)}"
+    parts = [*ratio, *policy_loss(f), *importance(f), *(kl(f) if f["beta"] else [])]
     return [*parts, ("loss", loss), ("w", WEIGHT[f["reduction"]])]
 
 
@@ -145,7 +168,13 @@ def dapo(f: Mapping) -> Formulas:
 def reinforce(f: Mapping) -> Formulas:
     in_loss = f["kl_in"] == "loss" and f["beta"]
     loss = f"policy_loss * c{' + beta * KL' if in_loss else ''}{entropy_bonus(f)}"
-    parts = [*RATIO, *policy_loss(f), *importance(f), *(kl(f) if in_loss else [])]
+    parts = [
+        ("A", "advantages"),
+        *RATIO[1:],
+        *policy_loss(f),
+        *importance(f),
+        *(kl(f) if in_loss else []),
+    ]
     return [*parts, ("loss", loss), ("w", WEIGHT[f["reduction"]])]
 
 
@@ -291,7 +320,7 @@ def preference(f: Mapping, weight: str) -> Formulas:
 
 
 SCRIPTS: dict[str, Callable[[Mapping], Formulas]] = dict(
-    grpo=grpo, dapo=dapo, reinforce=reinforce, ppo=ppo, distill=distill, sft=likelihood,
+    grpo=grpo, gspo=gspo, dapo=dapo, reinforce=reinforce, ppo=ppo, distill=distill, sft=likelihood,
     bok=likelihood, rloo=rloo, kto=kto, rm=reward_model,
     dpo=lambda f: preference(f, "1 / batch_size"),
     online_dpo=lambda f: preference(f, "2 / sequences"),

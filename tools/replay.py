@@ -1,8 +1,8 @@
 """Run a step of a run again, exactly or with changed flags (docs/replay.md).
 
-    python tools/replay.py runs/demo/grpo --step 120 python tools/replay.py runs/demo/grpo --step
-    120 --loss gspo --reduction sequence --correction sequence python tools/replay.py runs/demo/grpo
-    --steps 120:140 --lr 1e-4
+    python tools/replay.py runs/demo/grpo --step 132
+    python tools/replay.py runs/demo/grpo --step 132 --advantage group_ratio
+    python tools/replay.py runs/demo/grpo --steps 120:140 --lr 1e-4
 
 A replay starts from the newest checkpoint before the step, or from the start of the run, and
 repeats the steps between. It writes to `RUN/replay/`: metrics, traces and a log. Without changed

@@ -41,7 +41,8 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     PRESETS: ClassVar[dict[str, dict]] = {}
     """flags that each value of `--preset` sets"""
     MOVED: ClassVar[dict[str, dict[str, str]]] = {}
-    """values of a flag that are scripts of their own, with the command to run in place of each"""
+    """values of a flag that are scripts of their own, with the command to run in place of each,
+    where {} is the value"""
 
     # Values for scripts without these flags. An annotation would make flags of them.
     lora_rank = 0

@@ -115,7 +115,8 @@ def require_not_moved(args_class: type[BaseArgs], given_flags: dict[str, Any]) -
     for flag, commands in args_class.MOVED.items():
         for value in map(str, as_tuple(given_flags.get(flag)) or ()):
             if value in commands:
-                raise ValueError(f"--{flag} {value} is another script; run {commands[value]}")
+                command = commands[value].format(value)
+                raise ValueError(f"--{flag} {value} is another script; run {command}")
 
 
 def valid(args_class: type[ArgsT], values: dict[str, Any]) -> ArgsT:

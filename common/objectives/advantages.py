@@ -14,12 +14,15 @@ EPSILON = 1e-6  # added to standard deviations
 # ---- one number per completion ----
 
 
-def centre_groups(rewards_PG: Tensor) -> Tensor:
-    """Return A = r - mean_G r for each completion (Dr. GRPO, arXiv:2503.20783). Groups with equal
-    rewards, or a single reward, get exactly 0. Shape [P, G], float64."""
+def centre_groups(rewards_PG: Tensor, weights_PG: Tensor | None = None) -> Tensor:
+    """Return A = r - mean_G r for each completion (Dr. GRPO, arXiv:2503.20783); the mean may be
+    weighted. Groups with equal rewards, or a single reward, get exactly 0. Shape [P, G],
+    float64."""
     rewards_PG = rewards_PG.double()
     valid_PG = ~rewards_PG.isnan()
-    mean_P1 = rewards_PG.nansum(-1, keepdim=True) / valid_PG.sum(-1, keepdim=True).clamp(min=1)
+    weights_PG = valid_PG if weights_PG is None else weights_PG * valid_PG
+    total_P1 = (weights_PG * rewards_PG).nansum(-1, keepdim=True)
+    mean_P1 = total_P1 / weights_PG.sum(-1, keepdim=True).clamp(min=1)
     # The mean of equal rewards may be rounded, so the comparison is between the rewards.
     return torch.where(valid_PG & unequal(rewards_PG)[:, None], rewards_PG - mean_P1, 0.0)
 

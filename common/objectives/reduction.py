@@ -7,12 +7,6 @@ import torch
 from torch import Tensor
 
 
-def per_token(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
-    """Return `x_T` itself: the reduction for ratios of tokens, with the parameters of the other
-    reductions."""
-    return x_T
-
-
 def sequence_sum(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
     """Sum `x_T` over the trained tokens of each sequence, and repeat the sum on each of its tokens.
     Values on other tokens are ignored. [T], float64."""

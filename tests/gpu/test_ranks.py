@@ -27,6 +27,7 @@ SCRIPTS = (
     "kto",
     "rm",
     "grpo",
+    "gspo",
     "dapo",
     "reinforce",
     "rloo",

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from itertools import combinations
 
 import pytest
 import torch
@@ -110,6 +111,118 @@ def test_advantages_depend_only_on_the_own_group():
     both = group_advantages(torch.tensor([[1.0, 0.0], [100.0, 50.0], [1.0, 0.0]]))
     torch.testing.assert_close(both[:1], group_advantages(torch.tensor([[1.0, 0.0]])))
     torch.testing.assert_close(both[2], both[0])
+
+
+# ---- variants of a group ----
+
+GROUPS = ([1.0, 0.0, 0.0, 0.0, 1.0], [0.25, 3.0, 0.25, 0.0, 1.5], [0.0] * 5, [2.0] * 5)
+
+
+def of(name, rewards, **also):
+    rewards = double(rewards)
+    return grpo.advantages(name, rewards, rewards[None], [1.0], **also)
+
+
+def test_group_ratio_divides_by_the_mean():
+    """MaxRL (arXiv:2602.02710 Algorithm 1), also with an unknown reward."""
+    for group in (*GROUPS, [1.0, NAN, 0.0, 0.5, 0.5]):
+        mean = statistics.fmean(known(group))
+        (got,) = of("group_ratio", [group]).tolist()
+        expected = [0.0 if math.isnan(r) or not mean else (r - mean) / mean for r in group]
+        assert got == pytest.approx(expected, rel=1e-5)
+        by_mean = of("group_mean", [group])[0] / (mean + 1e-6)
+        assert got == pytest.approx(by_mean.tolist(), rel=1e-12)
+    assert (of("group_ratio", [GROUPS[2], GROUPS[3]]) == 0).all()
+
+
+def test_group_ratio_refuses_a_negative_reward():
+    with pytest.raises(ValueError, match="^--advantage group_ratio: a reward is negative; shift"):
+        of("group_ratio", [[0.0, -0.5]])
+
+
+def test_expected_group_ratio_is_the_gradient_of_the_truncated_log_likelihood():
+    """With one parameter, p = sigmoid(x), over all groups of four: the gradient of
+    sum_k (1 - (1 - p)^k) / k for k < 4, of which log p is the limit."""
+    x = double(-1.0).requires_grad_()
+    p = x.sigmoid()
+    total = 0.0
+    for bits in range(16):
+        group = [float(bits >> n & 1) for n in range(4)]
+        count = sum(group)
+        weight = (p**count * (1 - p) ** (4 - count)).detach()
+        logprobs = torch.stack([p.log() if r else (1 - p).log() for r in group])
+        total = total + weight * (of("group_ratio", [group])[0] * logprobs).mean()
+    exact = sum((1 - (1 - p) ** k) / k for k in range(1, 4))
+    slopes = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in (total, exact)]
+    torch.testing.assert_close(*slopes, rtol=1e-5, atol=0)
+
+
+def test_mean_by_length_is_the_mean_reward_of_a_token():
+    """OPO (arXiv:2505.23585)."""
+    lengths = double([3.0, 1.0, 8.0, 2.0, 6.0])
+    for group in GROUPS:
+        mean = sum(n * r for n, r in zip(lengths.tolist(), group, strict=True)) / 20
+        (got,) = of("group_mean_by_length", [group], tokens_BG=lengths[None]).tolist()
+        assert got == pytest.approx([r - mean for r in group], abs=1e-12)
+        equal = of("group_mean_by_length", [group], tokens_BG=torch.full((1, 5), 7))
+        torch.testing.assert_close(equal, of("group_mean", [group]))
+    got = of("group_mean_by_length", [[1.0, NAN, 0.0]], tokens_BG=torch.tensor([[1, 99, 3]]))
+    assert got.tolist() == [[0.75, 0.0, -0.25]]
+
+
+def naive_gain(group, k):
+    """Return k times the best of each and k - 1 others, less the best of k others, on average."""
+    found = []
+    for i, r in enumerate(group):
+        others = group[:i] + group[i + 1 :]
+        with_it = [max((r, *chosen)) for chosen in combinations(others, k - 1)]
+        without = [max(chosen) for chosen in combinations(others, k)]
+        found.append(k * (statistics.fmean(with_it) - statistics.fmean(without)))
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_pass_at_k_is_the_gain_of_the_best_of_k(k):
+    """PKPO (arXiv:2505.15201 Eq. 29), by all subsets."""
+    for group in GROUPS:
+        expected = pytest.approx(naive_gain(group, k), abs=1e-12)
+        assert of("pass_at_k", [group], k=k)[0].tolist() == expected
+    known_alone = of("pass_at_k", [[1.0, NAN, 0.25, 0.0, 0.5, NAN]], k=k)[0].tolist()
+    expected = naive_gain([1.0, 0.25, 0.0, 0.5], k) if k < 4 else [0.0] * 4
+    assert [known_alone[n] for n in (0, 2, 3, 4)] == pytest.approx(expected, abs=1e-12)
+    assert known_alone[1] == known_alone[5] == 0
+    assert (of("pass_at_k", GROUPS[2:], k=k) == 0).all()
+
+
+def test_pass_at_1_is_leave_one_out():
+    torch.testing.assert_close(of("pass_at_k", GROUPS, k=1), of("leave_one_out", GROUPS))
+
+
+def test_pass_at_k_of_binary_rewards_is_that_of_pass_at_k_training():
+    """arXiv:2508.10751 section 2.4 without its division by the standard deviation: a right
+    completion has 1 - pass@k, a wrong one less by C(wrong - 1, k - 1) / C(G - 1, k - 1). Both times
+    k G / (G - k), as the mean there includes the completion itself."""
+    group, k, wrong = [1.0, 0, 0, 0, 1, 0, 0, 0], 3, 6
+    missed = math.comb(wrong, k) / math.comb(8, k)
+    right = missed * k * 8 / (8 - k)
+    bad = (missed - math.comb(wrong - 1, k - 1) / math.comb(7, k - 1)) * k * 8 / (8 - k)
+    expected = pytest.approx([right if r else bad for r in group])
+    assert of("pass_at_k", [group], k=k)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_expected_gradient_of_pass_at_k_is_that_of_the_best_of_k(k):
+    """Exact, over all groups of four from three arms."""
+    logits, pays = double([0.3, -0.2, 0.1]).requires_grad_(), double([0.0, 0.5, 2.0])
+    logp = logits.log_softmax(-1)
+    total = 0.0
+    for arms in torch.cartesian_prod(*[torch.arange(3)] * 4):
+        A = of("pass_at_k", pays[arms][None].tolist(), k=k)[0]
+        total = total + logp[arms].sum().exp().detach() * (A * logp[arms]).mean()
+    sets = torch.cartesian_prod(*[torch.arange(3)] * k).reshape(-1, k)
+    best = (logp[sets].sum(-1).exp() * pays[sets].amax(-1)).sum()
+    slopes = [torch.autograd.grad(y, logits, retain_graph=True)[0] for y in (total, best)]
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
 
 
 # ---- the whole batch ----

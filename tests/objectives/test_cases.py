@@ -410,10 +410,11 @@ def test_kl_penalty_and_entropy_bonus_have_gradients():
         double([2.0]).requires_grad_(),
         torch.tensor(1),
     )
-    args = flags(loss="reinforce", beta=0.1, entropy_coef=0.5)
+    args = flags(loss="reinforce", beta=0.1)
     share_T, _ = grpo.loss(
         logprobs, logprobs.detach(), logprobs.detach(), logprobs.detach() - 1, entropy,
         double([0.0]), torch.tensor([True]), torch.tensor([0]), one, one, args,
+        entropy_coef=0.5,
     )  # fmt: skip
     by_logprob, by_entropy = torch.autograd.grad(share_T.sum(), (logprobs, entropy))
     assert by_logprob > 0 and by_entropy.item() == -0.5

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rewards.test_total import ROW, make
 
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.rewards.lengths import by_length
+from tests.rewards.test_total import ROW, make
 
 LONGEST = 20
 completion = st.tuples(st.sampled_from([0.0, 1.0, math.nan]), st.integers(1, LONGEST))

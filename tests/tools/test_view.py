@@ -26,6 +26,7 @@ import dapo
 import distill
 import dpo
 import grpo
+import gspo
 import kto
 import ppo
 import reinforce
@@ -122,11 +123,21 @@ FIXED = dict(rollout_logprobs=ROLLOUT, old_logprobs=OLD, ref_logprobs=REF, versi
 def grpo_lines(**changed) -> tuple[grpo.Args, list[dict]]:
     texts = changed.pop("texts", None)
     args = grpo.Args(beta=0.05, entropy_coef=0.01, max_new_tokens=16, **changed)
+    old_T = ROLLOUT if args.old_logprobs == "engine" else OLD
     share_T, logged = grpo.loss(
-        NEW, OLD, ROLLOUT, REF, ENTROPY, ADVANTAGES[IDS], MASK, IDS, TOKENS, SEQUENCES, args
-    )
+        NEW, old_T, ROLLOUT, REF, ENTROPY, ADVANTAGES[IDS], MASK, IDS, TOKENS, SEQUENCES, args,
+        entropy_coef=args.entropy_coef,
+    )  # fmt: skip
     streams = dict(logprobs=NEW, entropy=ENTROPY, logprobs_gradient=-share_T) | logged
     return args, lines(args, share_T, streams, FIXED, texts)
+
+
+def gspo_lines(**changed) -> tuple[gspo.Args, list[dict]]:
+    args = gspo.Args(beta=0.05, entropy_coef=0.01, max_new_tokens=16, **changed)
+    share_T, logged = gspo.loss(
+        NEW, OLD, ROLLOUT, REF, ENTROPY, ADVANTAGES[IDS], MASK, IDS, TOKENS, SEQUENCES, args
+    )
+    return token_case(args, share_T, logged)
 
 
 def token_case(args, share_T, logged: dict, **fixed) -> tuple[object, list[dict]]:
@@ -142,8 +153,10 @@ def dapo_case():
 
 def reinforce_case():
     args = reinforce.Args(preset="reinforce++_baseline", beta=0.03)
-    shared = ENTROPY, ADVANTAGES[IDS], MASK, IDS, TOKENS, SEQUENCES, args.beta
-    return token_case(args, *reinforce.loss(NEW, OLD, ROLLOUT, REF, *shared, args))
+    A_T = torch.linspace(-1, 1, 7).double().round(decimals=3)
+    shared = ENTROPY, A_T, MASK, IDS, TOKENS, SEQUENCES, args.beta
+    share_T, logged = reinforce.loss(NEW, OLD, ROLLOUT, REF, *shared, args)
+    return token_case(args, share_T, logged, advantages=A_T)
 
 
 def ppo_case():
@@ -211,13 +224,14 @@ def dpo_case(*names: str, **changed):
 def kto_case(**changed):
     args = kto.Args(desirable_weight=1.5, **changed)
     weights = [0.5, 0.25] if args.wpo else [1, 1]
-    ratio_N, baseline = torch.tensor([0.5, -0.25]).double(), torch.tensor(0.125).double()
+    ratio_N = torch.tensor([0.5, -0.25]).double()
+    baseline = torch.tensor(0.125 if args.loss == "kto" else 0.0).double()
     loss_N = kto.loss(ratio_N, torch.tensor([True, False]), baseline, args)
     rows = [
         {
             "share": weights[n] * loss_N[n] / args.batch_size, "log_ratio": ratio_N[n],
-            "kl": baseline, "rewards/accuracies": 1, "wpo/weight": weights[n],
-        } for n in range(2)
+            "rewards/accuracies": 1, "wpo/weight": weights[n],
+        } | ({"kl": baseline} if args.loss == "kto" else {}) for n in range(2)
     ]  # fmt: skip
     return row_case(args, {}, *rows)
 
@@ -246,7 +260,6 @@ def distill_case(**flags):
     return token_case(args, share_T, streams)
 
 
-WHOLE = dict(reduction="sequence", correction="sequence")
 CASES: dict[str, Callable] = {
     "clip": lambda: grpo_lines(),
     "dual clip": lambda: grpo_lines(dual_clip=1.1),
@@ -257,13 +270,17 @@ CASES: dict[str, Callable] = {
         correction="none", correction_reject="token_tv", correction_bound=0.1
     ),
     "off policy": lambda: grpo_lines(off_policy_threshold=0.05),
-    "gspo": lambda: grpo_lines(loss="gspo", **WHOLE),
-    "sequence_clip": lambda: grpo_lines(loss="sequence_clip", **WHOLE),
+    "gspo": lambda: gspo_lines(reduction="sequence_sum"),
+    "sequence_clip": lambda: gspo_lines(loss="sequence_clip", dual_clip=1.1),
+    "gmpo": lambda: gspo_lines(loss="gmpo"),
+    "topr": lambda: gspo_lines(loss="topr"),
+    "vespo": lambda: gspo_lines(loss="vespo"),
+    "dppo": lambda: grpo_lines(loss="dppo", old_logprobs="engine", correction="none"),
+    "dppo kl": lambda: grpo_lines(loss="dppo", dppo_divergence="kl", dppo_bound=0.01),
+    "cispo mask": lambda: grpo_lines(loss="cispo", cispo_mask=(0.3, 0.2), old_beta=0.2),
     "cispo": lambda: grpo_lines(loss="cispo", cispo_high=0.2, reduction="constant"),
     "reinforce loss": lambda: grpo_lines(loss="reinforce", reduction="sequence_sum"),
     "sapo": lambda: grpo_lines(loss="sapo"),
-    "topr": lambda: grpo_lines(loss="topr"),
-    "vespo": lambda: grpo_lines(loss="vespo"),
     "dapo": dapo_case,
     "reinforce": reinforce_case,
     "ppo": ppo_case,
@@ -275,6 +292,7 @@ CASES: dict[str, Callable] = {
     "distill": lambda: distill_case(divergence="forward_kl"),
     "distill sampled": lambda: distill_case(estimator="sampled", reward_coef=1.0),
     "kto wpo": lambda: kto_case(wpo=True),
+    "kto apo": lambda: kto_case(loss="apo_zero_unpaired"),
     "dpo sum": lambda: dpo_case("sigmoid", "nca_pair", loss_weights=(0.8, 0.2)),
     "dpo js": lambda: dpo_case("hinge", f_divergence="js"),
     "dpo forward_kl": lambda: dpo_case("sigmoid", f_divergence="forward_kl"),
@@ -374,7 +392,7 @@ def test_formula_is_shown_with_numbers_beside_the_recorded_share(run, tab):
     assert "equal to the digits of the trace" in text and "3 of 3 shares are equal" in text
     assert "= 1 / 24" in text
     marked = page.locator("#formula .source").first.locator(".marked").all_inner_texts()
-    assert marked[0].strip().startswith('case "clip" | "gspo"') and len(marked) == 9
+    assert marked[0].strip().startswith('case "clip":') and len(marked) == 7
 
 
 def test_wrong_share_is_called_different(tmp_path, tab):
@@ -453,8 +471,9 @@ def test_changed_copy_shows_the_recorded_share_and_its_source(tmp_path, tab, cha
 
 def test_advantage_of_a_token_takes_the_place_of_that_of_its_completion(tmp_path, tab):
     args, A_T = grpo.Args(), torch.linspace(-1, 1, 7).double().round(decimals=3)
+    old_T = ROLLOUT if args.old_logprobs == "engine" else OLD
     share_T, logged = grpo.loss(
-        NEW, OLD, ROLLOUT, None, ENTROPY, A_T, MASK, IDS, TOKENS, SEQUENCES, args
+        NEW, old_T, ROLLOUT, None, ENTROPY, A_T, MASK, IDS, TOKENS, SEQUENCES, args
     )
     page = tab(built(write(tmp_path / "run", *token_case(args, share_T, logged, advantages=A_T))))
     assert page.evaluate("view.audit().map((x) => [x.tokens, x.equal])") == [[3, 3]] * 2
@@ -566,7 +585,7 @@ def test_arrow_keys_and_enter_choose_a_group(tmp_path, tab):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_narrow_page_does_not_scroll_sideways(tmp_path, run, tab, scheme):
-    other = write(tmp_path / "other", *grpo_lines(loss="gspo", **WHOLE))
+    other = write(tmp_path / "other", *grpo_lines(loss="cispo"))
     page = tab(built(run, other), viewport=dict(width=360, height=700), color_scheme=scheme)
     page.evaluate("view.openLargest()")
     for name in ("trace", "data", "compare"):

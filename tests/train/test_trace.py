@@ -21,7 +21,10 @@ SCRIPTS = {
     "dpo": ("--sft_weight", 0.5),
     "kto": (),
     "rm": (),
-    "grpo": (*SAMPLING, "--beta", 0.1, "--entropy_coef", 0.01),
+    "grpo": (
+        *(*SAMPLING, "--beta", 0.1, "--entropy_coef", 0.01),
+        *("--old_logprobs", "engine", "--correction", "none"),
+    ),
     "dapo": (*SAMPLING, "--max_draws", 0),
     "reinforce": SAMPLING,
     "rloo": SAMPLING,
