@@ -3,9 +3,9 @@ to choose the prompts of a step (docs/grpo.md).
 
     OMP_NUM_THREADS=1 python bench/draw.py
 
-The prompts are questions of the built-in task: `--prompts` learnable ones, which need a carry and
-which the starting model solves sometimes; `--others` easy ones, which need no carry; and `--others`
-impossible ones, whose expected answer is no number. `grpo.py` draws prompts uniformly or by
+The prompts are questions of the built-in task: learnable ones, which need a carry and which the
+starting model solves sometimes; as many easy ones, which need no carry; and one less of impossible
+ones, whose expected answer is no number. `grpo.py` draws prompts uniformly or by
 difficulty; `dapo.py` draws them until a step has enough groups of unequal rewards. Every four
 steps, one greedy completion of each learnable prompt measures progress. A run ends at 0.9.
 
@@ -52,15 +52,14 @@ def needs_carry(row: dict) -> bool:
     return row["prompt"][1] != row["answer"][1]
 
 
-def write_data(folder: Path, learnable: int, others: int) -> None:
+def write_data(folder: Path, size: int) -> None:
     """Write the training rows, with their `kind`, and the learnable ones alone."""
     rows = {row["prompt"]: row for row in arithmetic_rows("train")}.values()
     easy = [row for row in rows if not needs_carry(row)]
     carry = [row for row in rows if needs_carry(row)]
-    kinds = dict(easy=easy[:others], learnable=carry[:learnable])
-    rest = easy[others:] + carry[learnable:]
-    rest = [row | dict(answer="none") for row in rest]
-    kinds["impossible"] = rest[:: len(rows) // others][:others]
+    kinds = dict(easy=easy[:size], learnable=carry[:size])
+    rest = (easy[size:] + carry[size:])[:: len(rows) // size]
+    kinds["impossible"] = [row | dict(answer="none") for row in rest]
     train = [row | dict(kind=kind) for kind, kind_rows in kinds.items() for row in kind_rows]
     random.Random(0).shuffle(train)
     for name, some in (("train", train), ("learnable", kinds["learnable"])):
@@ -119,14 +118,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/draw")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--others", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--prompts", type=int, default=64, help="of each kind")
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    write_data(options.folder, options.prompts, options.others)
+    write_data(options.folder, options.prompts)
     runs: dict[str, list] = {name: [] for name in options.variants}
     for seed, name in product(range(options.seeds), options.variants):
         folder = options.folder / f"{name.replace(' ', '_')}_{seed}"
@@ -136,7 +134,11 @@ def main() -> None:
     print("| | samples to 0.9 | CPU seconds to 0.9 | groups with unequal rewards |")
     print("| --- | --- | --- | --- |")
     for name, runs_of_name in runs.items():
-        samples, seconds = map(list, zip(*map(cost, runs_of_name), strict=True))
+        costs = [found for lines in runs_of_name if (found := cost(lines)) is not None]
+        if len(costs) < len(runs_of_name):
+            print(f"| `{name}` | not reached in {options.steps} steps | | |", flush=True)
+            continue
+        samples, seconds = map(list, zip(*costs, strict=True))
         unequal = [
             1 - fmean(line["frac_reward_zero_std"] for line in lines if "reward" in line)
             for lines in runs_of_name
