@@ -22,6 +22,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
 
     samples = True
     truncation = None  # `TruncationArgs` has flags for it
+    records_states = False  # whether completions need the states of their environment
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:

@@ -66,6 +66,9 @@ class Completion(Sample):
     """number of turns of the model; the tokens of an environment between them are not trained on"""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     """rewards of the environment, each with the index in `ids` of the turn's last token"""
+    states: list[str] = field(default_factory=list)
+    """state of the environment before each turn of the model, if recorded; none if the first turn
+    was truncated"""
     transcript: str = ""
     """all turns decoded, for logs; empty without an environment"""
     error: str = ""

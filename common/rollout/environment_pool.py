@@ -8,7 +8,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.rewards import processes
@@ -70,19 +70,37 @@ class RunningEnvironment:
     process: Process | BuiltIn
     prompt: list[Message]
     """messages that `reset` must return"""
+    records_states: bool = False
     turn: int = 0
     """number of its next question: 0 for the reset"""
     failed: bool = False
+    states: list[str] = field(default_factory=list)
+    """state before each turn of the model, if recorded"""
+    held: Answer | None = None
+    """answer that waits for the state after it"""
 
     def answers(self) -> list[Answer]:
         """Return what the environment has answered to its steps. An error is the last answer."""
         answers = []
-        for turn, result in self.process.answers():
+        for number, result in self.process.answers():
+            turn, of_state = divmod(number, 2)
+            if of_state and turn and self.held is None:
+                continue  # no turn follows
             error = result.error
             try:
-                if error is None and turn > 0:
+                if error is None and of_state:
+                    if not isinstance(result.value, str):
+                        raise TypeError(f"returned {result.value!r:.50}, not a text")
+                    self.states.append(result.value)
+                    answers += [self.held] if turn else []
+                    self.held = None
+                elif error is None and turn > 0:
                     messages, reward, done = result.value
-                    answers.append(Answer(messages, float(reward), bool(done)))
+                    answer = Answer(messages, float(reward), bool(done))
+                    if self.records_states and not answer.done:
+                        self.held = answer
+                    else:
+                        answers.append(answer)
                 elif error is None and result.value != self.prompt:
                     raise ValueError("not the same messages as at the start of the run")
             except Exception as problem:  # of values that a user's code returned
@@ -91,7 +109,7 @@ class RunningEnvironment:
                 self.failed = True
                 self.process.asked.clear()
                 self.process.close()
-                question = f"step {turn}" if turn else "reset"
+                question = "state after " * of_state + (f"step {turn}" if turn else "reset")
                 return [*answers, Answer([], 0.0, True, f"{question}: {error}")]
         return answers
 
@@ -103,10 +121,14 @@ class Environments:
     Every episode begins with `reset` and ends with `end`, also after an error. For one thread: see
     `ForkServer`."""
 
-    def __init__(self, name: str, timeout: float, start_timeout: float = processes.START_SECONDS):
-        """`timeout`: seconds of wall clock for a reset and for each step. Raises `ValueError` if
-        `name` is wrong."""
-        self.make = load_environment(name)
+    def __init__(
+        self, name: str, timeout: float, start_timeout: float = processes.START_SECONDS,
+        records_states: bool = False,
+    ):  # fmt: skip
+        """`timeout`: seconds of wall clock for a reset, a step or a state. `records_states`: of
+        each turn. Raises `ValueError` if `name` is wrong."""
+        self.make = load_environment(name, records_states)
+        self.records_states = records_states
         self.timeout = timeout
         self.start_timeout = start_timeout
         self.server = None
@@ -124,7 +146,7 @@ class Environments:
         """Begin an episode with an environment of its own. A reset that goes well has no answer."""
         assert number not in self.episodes
         process = Process(self.server, self.start_timeout) if self.server else BuiltIn(self.make)
-        self.episodes[number] = RunningEnvironment(process, row["_prompt"])
+        self.episodes[number] = RunningEnvironment(process, row["_prompt"], self.records_states)
         self._ask(number, "reset", row)
 
     def step(self, number: int, completion: str) -> None:
@@ -163,5 +185,7 @@ class Environments:
     def _ask(self, number: int, method: str, argument: object) -> None:
         episode = self.episodes[number]
         if not episode.failed:
-            episode.process.ask(episode.turn, method, (argument,), self.timeout)
+            episode.process.ask(2 * episode.turn, method, (argument,), self.timeout)
+            if self.records_states:
+                episode.process.ask(2 * episode.turn + 1, "state", (), self.timeout)
             episode.turn += 1

@@ -5,7 +5,9 @@ own:
 
     reset(example: dict) -> messages                   the prompt of a data row, the same every time
     step(completion: str) -> messages, reward, done    the answer to one turn of the model
+    state() -> str                                     optional: the situation before the next turn
 
+Turns of a prompt's episodes with equal states can be compared (docs/environments.md).
 Messages are `{"role": ..., "content": ...}`, as in a chat. `--reward environment` is the sum of the
 rewards of the turns. `common/rollout/multi_turn.py` plays the episodes. Each built-in environment
 has a task of the same name for `--dataset` (common/data/tasks.py)."""
@@ -27,9 +29,9 @@ class Environment(Protocol):
     def step(self, completion: str) -> tuple[list[Message], float, bool]: ...
 
 
-def load_environment(name: str) -> Callable[[], Environment]:
+def load_environment(name: str, with_state: bool = False) -> Callable[[], Environment]:
     """Return a built-in environment, or `path/to/file.py:Class`. Raises `ValueError` for anything
-    else."""
+    else, and `with_state` for a class without the method state."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if ":" not in name:
@@ -38,9 +40,11 @@ def load_environment(name: str) -> Callable[[], Environment]:
     from common.rewards.user_code import load_callable
 
     environment = load_callable("--environment", name)
-    methods = [getattr(environment, method, None) for method in ("reset", "step")]
+    names = ["reset", "step"] + ["state"] * with_state
+    methods = [getattr(environment, method, None) for method in names]
     if not isinstance(environment, type) or not all(map(callable, methods)):
-        raise ValueError(f"--environment {name}: not a class with the methods reset and step")
+        wanted = " and ".join(names)
+        raise ValueError(f"--environment {name}: not a class with the methods {wanted}")
     return environment
 
 
@@ -55,13 +59,18 @@ class Calculator:
     is the final answer.
 
     Columns: `prompt`, `answer`. Reward: 1 if the last number of the final answer is `answer`.
+    State: the values that it has told.
     """
 
     CALL = re.compile(r"<calc>([^<>]*)</calc>")
 
     def reset(self, example: dict) -> list[Message]:
         self.answer = to_number(str(example["answer"]))
+        self.told: set[str] = set()
         return asked(example)
+
+    def state(self) -> str:
+        return " ".join(sorted(self.told))
 
     def step(self, completion: str) -> tuple[list[Message], float, bool]:
         if "<calc>" in completion:
@@ -70,6 +79,8 @@ class Calculator:
             content = f"{expression}={value}"
             if value is None:
                 content = "error: <calc>numbers with + - * / ( )</calc>"
+            else:
+                self.told.add(content)
             return [dict(role="tool", content=content)], 0.0, False
         numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
         return [], float(bool(numbers) and to_number(numbers[-1]) == self.answer), True
@@ -78,12 +89,17 @@ class Calculator:
 class GuessNumber:
     """Secret number: answers each guess with higher or lower.
 
-    Columns: `prompt`, `number`. Reward: 1 for the right guess.
+    Columns: `prompt`, `number`. Reward: 1 for the right guess. State: the numbers that are left.
     """
 
     def reset(self, example: dict) -> list[Message]:
         self.number = int(example["number"])
+        self.low = 0
+        self.high = float("inf")
         return asked(example)
+
+    def state(self) -> str:
+        return f"{self.low} to {self.high}"
 
     def step(self, completion: str) -> tuple[list[Message], float, bool]:
         numbers = re.findall(r"\d+", completion)
@@ -92,7 +108,11 @@ class GuessNumber:
         guess = int(numbers[-1][:9])  # Python refuses to convert thousands of digits
         if guess == self.number:
             return [], 1.0, True
-        return [dict(role="user", content="higher" if guess < self.number else "lower")], 0.0, False
+        if guess < self.number:
+            self.low = max(self.low, guess + 1)
+            return [dict(role="user", content="higher")], 0.0, False
+        self.high = min(self.high, guess - 1)
+        return [dict(role="user", content="lower")], 0.0, False
 
 
 class SlidingPuzzle:
@@ -100,11 +120,15 @@ class SlidingPuzzle:
     the tiles are in order and the hole is last.
 
     Columns: `prompt`, `board` (nine digits, row by row, 0 is the hole). Reward: 1 for the solution.
+    State: the board.
     """
 
     def reset(self, example: dict) -> list[Message]:
         self.board = str(example["board"])
         return asked(example)
+
+    def state(self) -> str:
+        return self.board
 
     def step(self, completion: str) -> tuple[list[Message], float, bool]:
         words = re.findall("|".join(MOVES), completion.lower())

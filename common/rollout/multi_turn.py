@@ -7,11 +7,13 @@ with the model's first turn and ends with its last one; the environment's last a
 The next turn is requested as soon as the environment has answered."""
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable
 
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.data.messages import is_message
+from common.data.sample import Completion
 from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Request
 from common.rollout.environment_pool import Answer, Environments
@@ -19,10 +21,11 @@ from common.rollout.environments import Message, load_environment
 from common.rollout.episodes import Episode
 
 
-def prompt_maker_of_environment(name: str) -> Callable[[dict], list[Message]]:
-    """Return the function row -> prompt of an environment, the messages of its reset. It raises
+def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Message]]:
+    """Return the function row -> prompt of the environment, the messages of its reset. It raises
     `ValueError` naming the row that the environment cannot use."""
-    environment = load_environment(name)
+    name = args.environment
+    environment = load_environment(name, args.records_states)
 
     def first_messages(row: dict) -> list[Message]:
         place = f"{row['_source']}: --environment {name}"
@@ -40,6 +43,12 @@ def prompt_maker_of_environment(name: str) -> Callable[[dict], list[Message]]:
     return first_messages
 
 
+def on_turns(completion: Completion, values: list[float]) -> list[float]:
+    """Return, for each id of a completion, the number of the turn that has it or follows it."""
+    ends = [index for index, _ in completion.turn_rewards[: completion.turns - 1]]
+    return [values[bisect_left(ends, index)] for index in range(len(completion.ids))]
+
+
 class Turns:
     """Environments of episodes in flight, and the episodes that wait for one."""
 
@@ -47,7 +56,9 @@ class Turns:
         self.args = args
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, args)
-        self.environments = Environments(args.environment, args.environment_timeout)
+        self.environments = Environments(
+            args.environment, args.environment_timeout, records_states=args.records_states
+        )
         self.playing: dict[int, Episode] = {}  # episodes that wait for their environment, by number
 
     def end_turn(self, episode: Episode) -> None:
@@ -70,9 +81,10 @@ class Turns:
 
     def end_episode(self, episode: Episode) -> None:
         """End the environment of an episode and decode all its turns."""
-        if episode.number in self.environments.episodes:  # not if the first turn was truncated
-            self.environments.end(episode.number)
         completion = episode.completion
+        if episode.number in self.environments.episodes:  # not if the first turn was truncated
+            completion.states = self.environments.episodes[episode.number].states
+            self.environments.end(episode.number)
         completion.transcript = self.tokenizer.decode(completion.completion_ids)
 
     def _next_turn(self, episode: Episode, answer: Answer) -> Request | None:

@@ -133,7 +133,7 @@ def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[dict]] | Non
     if args.environment is not None:
         from common.rollout.multi_turn import prompt_maker_of_environment
 
-        return prompt_maker_of_environment(args.environment)
+        return prompt_maker_of_environment(args)
     if args.prompt_template is not None:
         from common.rollout.templates import template_maker
 

@@ -128,6 +128,35 @@ def test_pooled_environment_answers_like_a_built_in_one(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["guess_number", "guess.py:GuessNumber"])
+def test_states_are_those_before_each_turn(tmp_path, name):
+    """No state follows the last turn; an answer comes with the state after it."""
+    made = [inspect.getsource(thing) for thing in (environments.asked, environments.GuessNumber)]
+    (tmp_path / "guess.py").write_text("\n".join(["import re", "Message = dict", *made]))
+    name = f"{tmp_path / name}" if ".py" in name else name
+    played = Environments(name, PATIENCE, records_states=True)
+    played.reset(0, row(number=37))
+    for turn in ("20", "?", "60", "37"):
+        played.step(0, turn)
+        ((_, answer),) = played.answers(PATIENCE)
+        assert answer.done or len(played.episodes[0].states) == played.episodes[0].turn
+    assert answer == Answer([], 1.0, True)
+    expected = ["0 to inf", "21 to inf", "21 to inf", "21 to 59"]
+    assert played.episodes[0].states == expected
+    played.close()
+
+
+def test_state_that_is_no_text_is_an_error(tmp_path):
+    code = USER_FILE.replace("class Quiet", "Doer.state = lambda self: [self.said]\nclass Quiet")
+    (tmp_path / "doer.py").write_text(code)
+    doers = Environments(f"{tmp_path / 'doer.py'}:Doer", PATIENCE, records_states=True)
+    doers.reset(0, row())
+    doers.step(0, FINE)
+    error = "state after reset: TypeError: returned [0], not a text"
+    assert all_answers(doers)[0] == [Answer([], 0.0, True, error)]
+    doers.close()
+
+
 RAISE_OR_DIE = {
     "1 / 0": "ZeroDivisionError: division by zero",
     "sys.exit(5)": "SystemExit: 5",

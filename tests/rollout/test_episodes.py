@@ -50,6 +50,10 @@ class Counter:
         said = [result, {"role": "user", "content": "on"}]
         return said, 0.5 ** self.done, self.done == self.turns
 """
+STATE = """
+    def state(self):
+        return str(self.done)
+"""
 ROWS = [
     dict(prompt=f"{i}?", turns=turns, _source=f"rows:{i}") for i, turns in enumerate([1, 2, 3, 9])
 ]
@@ -387,7 +391,7 @@ def test_sliding_puzzle_is_solved_by_the_reversed_moves():
     ("chess", "unknown; there are calculator, guess_number, sliding_puzzle, path/to/file.py:Class"),
     ("{}/absent.py:A", "no file"),
     ("{}/file.py:Absent", "has no function Absent"),
-    ("{}/file.py:Half", "not a class with the methods reset and step"),
+    ("{}/file.py:Half", "not a class with the methods reset and step$"),
     ("{}/file.py:f", "not a class"),
 ])  # fmt: skip
 def test_bad_environment_names_are_refused(name, words, tmp_path):
@@ -396,6 +400,11 @@ def test_bad_environment_names_are_refused(name, words, tmp_path):
     )
     with pytest.raises(ValueError, match=words):
         load_environment(name.format(tmp_path))
+
+
+def test_environment_without_state_is_refused_where_states_are_compared(user_file):
+    with pytest.raises(ValueError, match="not a class with the methods reset and step and state$"):
+        load_environment(user_file, with_state=True)
 
 
 def test_bad_rows_are_refused_by_name(tmp_path, user_file):
@@ -487,6 +496,24 @@ def test_gradient_with_turn_rewards_does_not_depend_on_ranks(flags, main, tmp_pa
     assert_close_metrics(
         tmp_path / "1", tmp_path / "2", names, rel=1e-5, floor=0.1
     )  # the loss is 0 up to rounding
+
+
+@pytest.mark.slow
+def test_credit_of_turns_does_not_depend_on_ranks(flags, main, tmp_path):
+    """Two ranks train and a third samples: completions travel with the states of their turns."""
+    (tmp_path / "counter.py").write_text(USER_FILE + STATE)
+    flags = (
+        *flags, "--environment", f"{tmp_path / 'counter.py'}:Counter", "--turn_credit", "state",
+        "--advantage", "reinforce++_baseline", "--kl_in", "return", "--turn_coef", 2,
+    )  # fmt: skip
+    main("reinforce", *flags, "--output_dir", tmp_path / "1")
+    apart = ("--rollout_ranks", 1, "--max_staleness", 0, "--pack_tokens", 300)
+    run(3, "reinforce.py", *flags, *apart, "--output_dir", tmp_path / "2")
+    assert_close_metrics(tmp_path / "1", tmp_path / "2", NUMBERS, rel=1e-5, floor=1e-2)
+    one, other = ((tmp_path / name / "samples.jsonl").read_text().splitlines() for name in "12")
+    for line, same in zip(map(json.loads, one), map(json.loads, other), strict=True):
+        assert line.pop("advantage") == pytest.approx(same.pop("advantage"), abs=1e-5)
+        assert line == same
 
 
 TWICE = """
