@@ -5,45 +5,52 @@ r"""REINFORCE for language models (Williams 1992), REINFORCE++ (Hu et al. 2025, 
 
 The policy makes rewarded completions more likely. REINFORCE++ needs neither a group nor a value
 model: it compares the reward of a completion, from which the KL to the starting model is
-subtracted, with those of the whole batch:
+subtracted, with those of the whole batch. At a token, the KL counts from this token on:
 
-    R_i   = score_i - beta sum_t KL_t                                         rewards_PG in the loop
-    A_i   = (R_i - mean(R)) / std(R)             over all trained tokens of the step   advantages()
-    L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
+    R_t   = score_i - beta sum_{j >= t} KL_j                                            kl_to_come()
+    A_t   = (R_t - mean(R)) / std(R)       over all trained tokens of the step     with_advantages()
+    L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]     loss()
     rho_t = pi(y_t) / pi_old(y_t)                pi_old: the policy at the time of the rollout
 
 Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss.
 `--preset` has both and plain REINFORCE, -A log pi(y_t), as published; beta may follow the KL
 (`--kl_target`).
 
-Differences from the papers (docs/reinforce.md): the KL of the whole completion is subtracted from
-its reward, where REINFORCE++ subtracts at each token the KL that is still to come (the same mean,
-more variance), and truncated importance weights c_t = pi_old(y_t) / pi_engine(y_t) correct for the
-difference between engine and trainer.
+In episodes of several turns (`--environment`), `--turn_credit` adds to R_t, times turn_coef, the
+advantage of the turn: its discounted return minus the mean return of comparable turns of the group,
+such as those that began in the same state (GiGPO, Feng et al. 2025, arXiv:2505.10978).
+
+Difference from the papers (docs/reinforce.md): truncated importance weights
+c_t = pi_old(y_t) / pi_engine(y_t) correct for the difference between engine and trainer.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
 targets_T[t]."""
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain
+from itertools import accumulate, chain, count, repeat
+from statistics import mean
 from typing import ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import BelowOne, NotNegative, Positive
+from common.config.flags import BelowOne, Fraction, NotNegative, Positive
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, RewardArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
-from common.data.packing import count_trained, pack_minibatches, per_sample
+from common.data.packing import PackedBatch, count_trained, pack_minibatches, per_sample
+from common.data.sample import Group
 from common.evaluate.greedy import evaluate_prompts
+from common.metrics.moments import moments
 from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
-from common.objectives.advantages import centre_groups, whiten
+from common.objectives.advantages import EPSILON, centre_groups
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate
 from common.objectives.shaping import KLCoefficient, shape_rewards
@@ -61,38 +68,96 @@ from common.train.run_folder import prepare_output_dir
 # ---- the objective ----
 
 
-def advantages(name: str, rewards_BG: Tensor, tokens_BG: Tensor) -> Tensor:
-    """Return the advantage of every completion of all ranks, [B, G] float64. `tokens_BG`: number of
-    its trained tokens; the words of an environment are not trained. A completion without a reward
-    (NaN) counts in no statistic and gets 0, one without trained tokens counts in that of its group
-    alone; equal rewards get exactly 0."""
-    tokens_BG = torch.where(rewards_BG.isnan(), 0, tokens_BG)
+def less_baseline(name: str, rewards_BG: Tensor) -> Tensor:
+    """Return the reward of every completion of all ranks minus its baseline, [B, G] float64. A
+    missing reward (NaN) counts in no mean and gets 0; equal rewards get exactly 0."""
     match name:
-        case "reinforce++":
-            # (r - mean) / std over the trained tokens of the batch, r standing on each token
-            return whiten(rewards_BG.nan_to_num(nan=0.0), tokens_BG)
-        case "reinforce++_baseline":  # the same for r - mean of the group
-            return whiten(centre_groups(rewards_BG), tokens_BG)
+        case "reinforce++":  # r - mean of the batch
+            return centre_groups(rewards_BG.reshape(1, -1)).reshape(rewards_BG.shape)
+        case "reinforce++_baseline":  # r - mean of the group
+            return centre_groups(rewards_BG)
         case "leave_one_out":  # RLOO (arXiv:2402.14740 Eq. 7): r - mean of the others of the group
             size_B1 = (~rewards_BG.isnan()).sum(-1, keepdim=True)
             return centre_groups(rewards_BG) * size_B1 / (size_B1 - 1).clamp(min=1)
     raise ValueError(name)
 
 
+def kl_to_come(kl_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
+    """Return, at each token, the sum of the KL over the trained tokens of its completion from this
+    one on (arXiv:2501.03262 Eq. 8). Shape [T], float64."""
+    trained_T = torch.where(mask_T, kl_T, 0).double()
+    until_T = trained_T.cumsum(0)
+    ends_N = sequence_ids_T.bincount().cumsum(0) - 1
+    return until_T[ends_N][sequence_ids_T] - until_T + trained_T
+
+
+def turn_advantages(
+    group: Group, scores: list[float], turn_weight: float, args: "Args"
+) -> list[list[float]]:
+    """Return the advantage of each turn of each completion (arXiv:2505.10978 Eq. 5-7): its return
+    R_k = r_k + turn_discount R_{k+1} minus the mean return of the turns that it is compared with.
+    r_k is the environment's reward times `turn_weight`; the last turn has the rest of the score.
+    Equal returns, and completions without a score (NaN), get exactly 0."""
+    # All completions begin in one state; it is not recorded where the first turn was truncated.
+    start = next((completion.states[:1] for completion in group if completion.states), [""])
+    turns: list[list[tuple]] = []  # of each completion, as (key, return)
+    peers = defaultdict(list)  # returns of the turns that have a key in common
+    for completion, score in zip(group, scores, strict=True):
+        rewards = [turn_weight * r for _, r in completion.turn_rewards[: completion.turns - 1]]
+        rewards.append(score - sum(rewards))
+        returns = [*accumulate(reversed(rewards), lambda R, r: r + args.turn_discount * R)][::-1]
+        keys = dict(group=repeat(0), turn=count(), state=completion.states or start)
+        pairs = zip(keys[args.turn_credit], returns, strict=False)
+        turns.append([] if math.isnan(score) else [*pairs])
+        for key, value in turns[-1]:
+            peers[key].append(value)
+    baselines = {key: mean(values) for key, values in peers.items()}  # exact for equal values
+    return [
+        [value - baselines[key] for key, value in pairs] or [0.0] * completion.turns
+        for completion, pairs in zip(group, turns, strict=True)
+    ]
+
+
+def sampled_kl(mb: PackedBatch, args: "Args") -> Tensor:
+    """Return the estimated KL of the policy that sampled to the reference, [T]."""
+    return kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp)
+
+
+def token_advantages(mb: PackedBatch, less_BG: Tensor, beta: float, args: "Args") -> Tensor:
+    """Return the advantage of each token before it is whitened, [T] float64: that of its completion
+    plus turn_coef times that of its turn (`mb.advantages_T`) minus beta times the KL to come."""
+    A_T = mb.on_tokens(less_BG).double()
+    if mb.advantages_T is not None:
+        A_T = A_T + args.turn_coef * mb.advantages_T
+    if args.kl_in == "return" and mb.ref_logprobs_T is not None:
+        A_T = A_T - beta * kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
+    return A_T
+
+
+def with_advantages(
+    minibatches: list[list[PackedBatch]], rewards_BG: Tensor, beta: float, args: "Args"
+) -> list[list[PackedBatch]]:
+    """Return the micro-batches with `advantages_T`, whitened over the trained tokens of all ranks,
+    but for leave_one_out. The words of an environment count in no statistic, and neither do
+    completions without a reward (NaN); both get 0. Collective."""
+    less_BG = less_baseline(args.advantage, rewards_BG)
+    scored = []  # with the tokens that count
+    for mb in chain(*minibatches):
+        mask_T = mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan()
+        A_T = torch.where(mask_T, token_advantages(mb, less_BG, beta, args), 0)
+        scored.append(mb.with_streams(advantages_T=A_T, loss_mask_T=mask_T))
+    A = (mb.advantages_T for mb in scored)
+    if args.advantage != "leave_one_out":
+        centre, std = moments([scored], lambda mb: mb.advantages_T)
+        A = ((mb.advantages_T - centre) / (std + EPSILON) * mb.loss_mask_T for mb in scored)
+    return [[mb.with_streams(advantages_T=next(A).float()) for mb in mbs] for mbs in minibatches]
+
+
 def loss(
-    logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    rollout_logprobs_T: Tensor,
-    ref_logprobs_T: Tensor | None,
-    entropy_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    tokens: Tensor,
-    sequences: Tensor,
-    beta: float,
-    args: "Args",
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
+    ref_logprobs_T: Tensor | None, entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
+    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, beta: float, args: "Args",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
         L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
@@ -138,7 +203,7 @@ class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
         "reinforce": dict(loss="reinforce", reduction="sequence_sum", advantage="leave_one_out",
                           beta=0.0, minibatches=1, epochs_per_rollout=1),
         "reinforce++": dict(loss="clip", reduction="token", advantage="reinforce++", beta=0.01,
-                            kl_in="reward", kl_estimator="k1", clip_low=0.2, clip_high=0.2),
+                            kl_in="return", kl_estimator="k1", clip_low=0.2, clip_high=0.2),
         "reinforce++_baseline": dict(loss="clip", reduction="token",
                                      advantage="reinforce++_baseline", beta=0.01, kl_in="loss",
                                      kl_estimator="k2", clip_low=0.2, clip_high=0.2),
@@ -164,9 +229,17 @@ class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     beta: NotNegative[float] = 0.01
     """weight of the KL penalty to the starting model (--kl_in); 0: no penalty, and no reference
     model in memory"""
-    kl_in: Literal["loss", "reward"] = "reward"
+    kl_in: Literal["loss", "reward", "return"] = "return"
     """place of the KL penalty. loss: on each token of the loss; reward: summed over a completion,
-    in its reward"""
+    in its reward; return: summed from a token on, in the advantage of this token (REINFORCE++)"""
+    turn_credit: Literal["none", "group", "turn", "state"] = "none"
+    """with --environment: turns of a group whose returns are compared, to give each an advantage.
+    group: all; turn: those of the same number; state: those that begin in the same state, which
+    the environment's method `state` returns (GiGPO); none: off"""
+    turn_coef: Positive[float] = 1.0
+    """weight of the advantage of a turn beside that of its completion"""
+    turn_discount: Fraction = 0.95
+    """discount of rewards per turn, in the returns of turns"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
@@ -178,6 +251,16 @@ class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
             raise ValueError(f"{problem}; set --samples_per_prompt above 1")
         if not (self.beta or self.log_kl):
             require_default(self, ("kl_in", "kl_estimator", "kl_clamp"), "with --beta 0")
+        if self.turn_credit == "none":
+            require_default(self, ("turn_coef", "turn_discount"), "with --turn_credit none")
+        elif self.environment is None or self.max_turns == 1 or self.samples_per_prompt == 1:
+            need = "needs --environment, --max_turns and --samples_per_prompt above 1"
+            raise ValueError(f"--turn_credit {self.turn_credit} {need}")
+
+    @property
+    def records_states(self) -> bool:
+        """Whether completions need the states of their environment."""
+        return self.turn_credit == "state"
 
     def cautions(self) -> Iterator[str]:
         """Yield lines about flags whose effect may surprise."""
@@ -204,6 +287,7 @@ def main(args: Args) -> None:
     if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+    turn_weight = args.reward_scale * rewards.weight_of("environment")
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
@@ -220,8 +304,8 @@ def main(args: Args) -> None:
     )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
-    kl_in_reward = needs_reference and args.kl_in == "reward"
-    needs_old = kl_in_reward or args.updates_per_rollout > 1
+    measures_kl = needs_reference and args.kl_in != "loss"  # of the policy that sampled
+    needs_old = measures_kl or args.updates_per_rollout > 1
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
@@ -236,6 +320,17 @@ def main(args: Args) -> None:
         with meter.time("reward"):
             scores_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
+        shaped_PG = shape_rewards(
+            scores_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip
+        )
+        shaped_PG += truncation_penalties(groups, args.missing_eos_penalty)
+        if args.turn_credit != "none":
+            from common.rollout.multi_turn import on_turns
+
+            for group, scores in zip(groups, shaped_PG.tolist(), strict=True):
+                of_group = turn_advantages(group, scores, turn_weight, args)
+                for sample, of_turns in zip(group, of_group, strict=True):
+                    sample.streams["advantages"] = on_turns(sample, of_turns)
         minibatches = pack_minibatches(
             groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
         )
@@ -247,23 +342,15 @@ def main(args: Args) -> None:
             require_agreement(minibatches, step, args, device)
 
         # ---- 3. rewards and advantages; the statistics are those of all ranks ----
-        shaped_PG = shape_rewards(
-            scores_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip
-        )
-        penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
-        rewards_BG = distributed.gather_rows(shaped_PG + penalties_PG, positions)
-        if kl_in_reward:
-            kl = []  # of each micro-batch, [N]
+        rewards_BG = distributed.gather_rows(shaped_PG, positions)
+        if measures_kl:
             for mb in chain(*minibatches):
-                kl_T = kl_estimate(
-                    mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp
-                )
-                meter.masked_mean("kl", kl_T, mb.loss_mask_T)
-                kl.append(mb.sequence_sums(kl_T))
-            kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
-            rewards_BG = rewards_BG - beta.value * kl_BG
-        tokens_BG = distributed.gather_rows(trained_counts(groups), positions)
-        advantages_BG = advantages(args.advantage, rewards_BG, tokens_BG)
+                meter.masked_mean("kl", sampled_kl(mb, args), mb.loss_mask_T)
+            if args.kl_in == "reward":  # of the whole completion
+                kl = (mb.sequence_sums(sampled_kl(mb, args)) for mb in chain(*minibatches))
+                kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
+                rewards_BG = rewards_BG - beta.value * kl_BG
+        minibatches = with_advantages(minibatches, rewards_BG, beta.value, args)
 
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
@@ -278,8 +365,8 @@ def main(args: Args) -> None:
                         old_logprobs_T = logprobs_T.detach()
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
-                        entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, sequences, beta.value, args,
+                        entropy_T, mb.advantages_T, mb.loss_mask_T, mb.sequence_ids_T, tokens,
+                        sequences, beta.value, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
@@ -298,7 +385,9 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        advantages_PG = advantages_BG[positions]
+        of_tokens = (mb.sequence_sums(mb.advantages_T) for mb in chain(*minibatches))
+        advantages_BG = per_sample(chain(*minibatches), of_tokens, rewards_BG.shape)
+        advantages_PG = advantages_BG[positions] / trained_counts(groups).clamp(min=1)
         run.show_samples(step + 1, groups, positions, scores_PG, advantages_PG, named_rewards)
 
     run.end()

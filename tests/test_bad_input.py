@@ -124,6 +124,12 @@ FLAG_ERRORS = [
         "--loss reinforce --clip_low 0.1",
         "--clip_low 0.1 has no effect with --loss reinforce",
     ),
+    ("reinforce", "--turn_coef 2", "--turn_coef 2.0 has no effect with --turn_credit none"),
+    (
+        "reinforce",
+        "--turn_credit turn",
+        "--turn_credit turn needs --environment, --max_turns and --samples_per_prompt above 1",
+    ),
     ("reinforce", "--beta 0 --kl_in loss", "--kl_in loss has no effect with --beta 0"),
     ("reinforce", "--kl_target 0.1 --beta 0", "--kl_target 0.1 adapts --beta; set --beta above 0"),
     (

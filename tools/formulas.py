@@ -141,7 +141,13 @@ def dapo(f: Mapping) -> Formulas:
 def reinforce(f: Mapping) -> Formulas:
     in_loss = f["kl_in"] == "loss" and f["beta"]
     loss = f"policy_loss * c{' + beta * KL' if in_loss else ''}{entropy_bonus(f)}"
-    parts = [*RATIO, *policy_loss(f), *importance(f), *(kl(f) if in_loss else [])]
+    parts = [
+        ("A", "advantages"),
+        *RATIO[1:],
+        *policy_loss(f),
+        *importance(f),
+        *(kl(f) if in_loss else []),
+    ]
     return [*parts, ("loss", loss), ("w", WEIGHT[f["reduction"]])]
 
 

@@ -142,8 +142,10 @@ def dapo_case():
 
 def reinforce_case():
     args = reinforce.Args(preset="reinforce++_baseline", beta=0.03)
-    shared = ENTROPY, ADVANTAGES[IDS], MASK, IDS, TOKENS, SEQUENCES, args.beta
-    return token_case(args, *reinforce.loss(NEW, OLD, ROLLOUT, REF, *shared, args))
+    A_T = torch.linspace(-1, 1, 7).double().round(decimals=3)
+    shared = ENTROPY, A_T, MASK, IDS, TOKENS, SEQUENCES, args.beta
+    share_T, logged = reinforce.loss(NEW, OLD, ROLLOUT, REF, *shared, args)
+    return token_case(args, share_T, logged, advantages=A_T)
 
 
 def ppo_case():
