@@ -98,14 +98,14 @@ def loss(
     tensors [T] to log. `comparison`: student and teacher. Only the student's own completions have
     `rollout_logprobs_T`, of the engine, and `advantages_T`, reward_coef A_i."""
     if args.estimator == "full":
-        loss_T = comparison.divergence_T
+        full_T = comparison.divergence_T
         logged = {}
         if rollout_logprobs_T is not None:
             logged["sampling/kept_fraction"] = torch.ones_like(mask_T)
         elif args.sft_coef:
-            loss_T = loss_T - args.sft_coef * comparison.logprobs_T
+            full_T = full_T - args.sft_coef * comparison.logprobs_T
             logged["data/cross_entropy"] = -comparison.logprobs_T.detach()
-        return loss_T * mask_T / tokens, logged
+        return full_T * mask_T / tokens, logged
     A_T = args.teacher_coef * (comparison.teacher_logprobs_T - old_logprobs_T) + advantages_T
     c_T = importance_weights(
         old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean

@@ -126,7 +126,9 @@ def solved(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40, help="of distill.py")
+    parser.add_argument("--steps", type=int, default=120, help="of distill.py")
+    names = ["both", *DOMAINS, "bpe"]
+    parser.add_argument("--runs", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     write_data()
     both = FOLDER / "train_both.jsonl"
@@ -139,20 +141,23 @@ def main() -> None:
         print(f"teacher {domain}: {solved(name)}", flush=True)
     student = launch("student", "sft.py", *start, "--dataset", both, "--max_steps", 20) / "hf"
     print(f"student: {solved('student')}", flush=True)
-    bpe = write_bpe_model(FOLDER / "bpe")
-    flags = ("--model", bpe, "--dataset", FOLDER / "train_forward.jsonl", *SFT)
-    teachers["bpe"] = launch("teacher_bpe", "sft.py", *flags, "--max_steps", 150) / "hf"
-    print(f"teacher bpe: {solved('teacher_bpe')}", flush=True)
+    if "bpe" in args.runs:
+        bpe = write_bpe_model(FOLDER / "bpe")
+        flags = ("--model", bpe, "--dataset", FOLDER / "train_forward.jsonl", *SFT)
+        teachers["bpe"] = launch("teacher_bpe", "sft.py", *flags, "--max_steps", 150) / "hf"
+        print(f"teacher bpe: {solved('teacher_bpe')}", flush=True)
     named = [f"{domain}={teachers[domain]}" for domain in DOMAINS]
+    full = ("--dataset", both, "--divergence", "forward_kl")
     chosen = {
-        "both": ("--dataset", both, "--teacher", *named, "--teacher_column", "domain"),
-        "forward": ("--dataset", both, "--teacher", teachers["forward"]),
-        "backward": ("--dataset", both, "--teacher", teachers["backward"]),
-        "bpe": ("--dataset", FOLDER / "train_forward.jsonl", "--teacher", teachers["bpe"],
+        "both": (*full, "--teacher", *named, "--teacher_column", "domain"),
+        "forward": (*full, "--teacher", teachers["forward"]),
+        "backward": (*full, "--teacher", teachers["backward"]),
+        "bpe": ("--dataset", FOLDER / "train_forward.jsonl", "--teacher", teachers.get("bpe"),
                 "--estimator", "sampled"),
     }  # fmt: skip
     for seed in range(args.seeds):
-        for name, flags in chosen.items():
+        for name in args.runs:
+            flags = chosen[name]
             steps = ("--max_steps", args.steps, "--seed", seed)
             run = f"{name}_{seed}"
             launch(run, "distill.py", "--model", student, *flags, *SAMPLED, *steps)

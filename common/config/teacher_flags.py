@@ -62,5 +62,6 @@ class DivergenceArgs:
     @property
     def divergence_form(self) -> Divergence:
         """Function of the log-probs of student and teacher."""
-        settings = {name: getattr(self, name) for name in READS[self.divergence]}
-        return partial(DIVERGENCES[self.divergence], **settings)
+        settings = dict(jsd_beta=self.jsd_beta, skew=self.skew, head_mass=self.head_mass)
+        read = {name: settings[name] for name in READS[self.divergence]}
+        return partial(DIVERGENCES[self.divergence], **read)

@@ -91,8 +91,7 @@ def adaptive_kl(logp_CV: Tensor, logq_CV: Tensor, *, head_mass: float) -> tuple[
 
 ALL = (reverse_kl, forward_kl, jsd, skewed_kl, skewed_reverse_kl, adaptive_kl)
 DIVERGENCES = {divergence.__name__: divergence for divergence in ALL}
-# Keyword arguments of each divergence.
-READS = dict.fromkeys(DIVERGENCES, ()) | dict(
+READS = dict.fromkeys(DIVERGENCES, ()) | dict(  # keyword arguments
     jsd=("jsd_beta",),
     skewed_kl=("skew",),
     skewed_reverse_kl=("skew",),
