@@ -18,8 +18,7 @@ for the student's own. c_t = pi_old(y_t) / pi_engine(y_t), bounded. A row may ha
 Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin
 for each step; the sampling has no gradient (as in GKD); only `sampled` learns from a reward.
 
-Shapes: P prompts on this rank, G completions of each, T packed tokens of a micro-batch; x_T[t]
-describes targets_T[t]."""
+Shapes: P prompts on this rank, G completions of each, T packed tokens; x_T[t]: of targets_T[t]."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -192,8 +191,7 @@ class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
         """Return the flags for a step of the student's prompts alone."""
         if not self.own_prompts:
             return self
-        own = dict(prompts_per_step=self.own_prompts, on_policy_fraction=1.0, sft_coef=0.0)
-        return replace(self, **own)
+        return replace(self, prompts_per_step=self.own_prompts, on_policy_fraction=1, sft_coef=0)
 
     def check_launch(self, training_ranks: int) -> None:
         """Raise `ValueError` without a teacher, or for prompts that do not divide evenly."""
