@@ -4,9 +4,9 @@
 
 Two domains of the same sums: `247+9=` has the answer 256, `247+9~` has it backwards, 652. sft.py
 trains a teacher of each domain; a third one, of the first domain, has a byte-level BPE with a token
-for each pair of digits. The student is a character model after a few steps of sft.py on both
-domains. distill.py trains it with both teachers (`--teacher_column domain`), with either of them on
-all rows, and with the third one on the first domain (`--estimator sampled`).
+for each of 10 to 19. The student is a character model after a few steps of sft.py on both domains.
+distill.py trains it with both teachers (`--teacher_column domain`), with either of them on all
+rows, and with the third one on the first domain (`--estimator sampled`).
 
 One process, no vLLM. The program prints the greedy exact match of each model in each domain. Runs
 stay in runs/teachers; a finished run is not repeated."""
@@ -72,7 +72,7 @@ def write_bpe_model(folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [(a, b) for a in "0123456789" for b in "0123456789"]
+    merges = [("1", b) for b in "0123456789"]
     tokens = [*characters, *map("".join, merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -126,7 +126,7 @@ def solved(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120, help="of distill.py")
+    parser.add_argument("--steps", type=int, default=200, help="of distill.py")
     names = ["both", *DOMAINS, "bpe"]
     parser.add_argument("--runs", nargs="+", choices=names, default=names)
     args = parser.parse_args()

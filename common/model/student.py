@@ -107,7 +107,7 @@ def by_teacher(
         row = group[0].row
         name = next(iter(own)) if column is None else str(row.get(column))
         if name not in own:
-            problem = f"{name!r} is no name of --teacher ({', '.join(own)})"
+            problem = f"{row.get(column)!r} is no name of --teacher ({', '.join(own)})"
             raise ValueError(f"{row['_source']}: --teacher_column {column}: {problem}")
         own[name][position] = group
     return own
