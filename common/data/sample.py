@@ -70,6 +70,8 @@ class Completion(Sample):
     """all turns decoded, for logs; empty without an environment"""
     error: str = ""
     """error that the environment raised, if any"""
+    feedback: str = ""
+    """text about the completion that a reward returned"""
 
     def rewards_before_last_turn(self) -> list[float]:
         """Return, for each of `ids`, the environment's reward for the turn that ends there; 0 for

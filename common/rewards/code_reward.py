@@ -28,8 +28,19 @@ def passes(completion: str, row: dict, limits: Limits | None = None, unsafe: boo
 
     Raises `ValueError` naming the row if the tests are malformed or cannot run with any program.
     """
+    return float(failed_test(completion, row, limits, unsafe) is None)
+
+
+def failed_test(
+    completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False
+) -> Test | None:
+    """Return the first test of `row` that the program in `completion` fails; None if it passes all.
+    Raises as `passes` does."""
+    tests = sorted(parse_tests(row), key=lambda test: not isinstance(test, StdinTest))
     with closing(results(completion, row, limits, unsafe)) as verdicts:
-        return float(all(verdicts))
+        return next(
+            (test for test, passed in zip(tests, verdicts, strict=False) if not passed), None
+        )
 
 
 def fraction(

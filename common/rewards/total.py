@@ -136,6 +136,8 @@ class Rewards:
         for name in self.scorers:
             pairs = [read(result) for result in chain(*(group.results[name] for group in begun))]
             results[name] = [result for result, _ in pairs]
+            for sample, result in zip(chain(*groups), results[name], strict=True):
+                sample.feedback = result.feedback or sample.feedback
             for key in dict.fromkeys(chain(*(beside for _, beside in pairs))):
                 for _, beside in pairs:
                     if key in beside:
@@ -223,13 +225,17 @@ def _score(begun: list[BegunGroup], scorers: dict[str, Scorer]) -> None:
 def read(result: Result) -> tuple[Result, dict[str, float]]:
     """Return a result with a finite float or None as its value, and the numbers that were returned
     beside the reward as `(reward, {"name": number})`; with an error if anything of it is no finite
-    number."""
+    number. A text under the name `feedback` becomes that of the result."""
     reward = result.value
     beside: dict = {}
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], dict):
         reward, beside = reward
     try:
         reward = None if reward is None else _number(reward)
+        feedback = beside.get("feedback")
+        if isinstance(feedback, str):
+            result = result._replace(feedback=feedback)
+            beside = {key: number for key, number in beside.items() if key != "feedback"}
         numbers = {str(key): _number(number) for key, number in beside.items()}
     except Exception as error:  # of values that a user's code returned
         from common.rewards.worker import one_line
