@@ -37,30 +37,27 @@ from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
 from common.data.encode import Encoder
-from common.data.halves import divide
 from common.data.packing import count_trained, pack_minibatches
 from common.data.sample import Completion, Group
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.comparison import Comparison
-from common.model.ema import move_towards
 from common.model.fixed_streams import with_logprobs
 from common.model.head import Logits
 from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.own_teacher import OwnTeacher, load_own_teacher
 from common.model.policy import load_policy
-from common.model.student import OwnTeacher, Teacher
-from common.model.teacher import load_own_teacher
+from common.model.student import Teacher
 from common.objectives.advantages import centre_groups, group_std
 from common.objectives.divergence import DIVERGENCES, Divergence, jsd
 from common.objectives.importance import bounded_exp, importance_weights
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
-from common.rollout.hints import hint_of_row, hinted_prompt, require_hints
+from common.rollout.hints import divide, hint_of_row, hinted_prompt, require_hints
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts, prompt_columns
 from common.rollout.sampler import make_sampler, serve
-from common.rollout.templates import template_filler
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps
 from common.train.run import Run
@@ -72,7 +69,6 @@ CURVES = ("loss", "reward", "reverse_kl", "agreement", "hints/used", "eval/solve
 # Flags that only --policy_coef reads.
 POLICY_FLAGS = ("clip_low", "clip_high", "correction", "correction_mode", "correction_low",
                 "correction_high", "correction_filter", "missing_eos_penalty")  # fmt: skip
-# What is measured of student and teacher, by name.
 COMPARED = {"reverse_kl": "reverse_kl_T", "agreement": "agree_T",
             "teacher_entropy": "teacher_entropy_T", "teacher_mass": "teacher_mass_T"}  # fmt: skip
 
@@ -219,12 +215,11 @@ def hinted_pairs(
 ) -> list[list[Completion]]:  # fmt: skip
     """Return the pair of every completion. Completions without a hint are counted, as are hinted
     prompts that do not fit, which are dropped. `column`: the one with the prompt."""
-    fill = template_filler("--hint_template", args.hint_template)
     pairs = []
     for group, rewards_G in zip(groups, rewards_PG.tolist(), strict=True):
         hints = hints_of(group, rewards_G, args)
-        row = group[0].row
-        prompts = {x: hinted_prompt(encoder, row, column, fill, x) for x in {*hints} - {""}}
+        make = partial(hinted_prompt, encoder, group[0].row, column, args.hint_template)
+        prompts = {hint: make(hint) for hint in {*hints} - {""}}
         for sample, hint in zip(group, hints, strict=True):
             prompt = prompts.get(hint, [])
             size = len(prompt) + len(sample.completion_ids)
@@ -263,9 +258,8 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
-    average = teacher if args.teacher == "ema" else None
-    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, average=average,
-              show=SHOW, curves=CURVES)  # fmt: skip
+    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
+              curves=CURVES, average=teacher if args.teacher == "ema" else None)  # fmt: skip
     run.models += [teacher] if type(teacher) is Teacher else []  # counts in speed/tflops
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
@@ -289,7 +283,7 @@ def main(args: Args) -> None:
         # ---- 2. pack: each completion beside its copy after the hinted prompt, then apart ----
         pairs = hinted_pairs(groups, rewards_PG, column, encoder, context, meter, args)
         G = args.samples_per_prompt
-        places = [position * G + g for position in positions for g in range(G)]
+        places = [*chain(*(range(p * G, (p + 1) * G) for p in positions))]  # of the pairs
         packed = pack_minibatches(
             pairs, places, args.minibatches, args.pack_tokens, device, together=True
         )
@@ -333,6 +327,8 @@ def main(args: Args) -> None:
                     measure_mismatch(meter, old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 if args.teacher == "ema":
+                    from common.model.ema import move_towards
+
                     move_towards(teacher, policy, args.ema_rate)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks

@@ -16,7 +16,6 @@ from torch import nn
 import self_distill
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
-from common.data.halves import divide
 from common.data.packing import count_trained, pack_minibatches
 from common.data.sample import Completion
 from common.metrics.meter import Meter
@@ -24,12 +23,10 @@ from common.model.comparison import compare
 from common.model.ema import move_towards
 from common.model.head import Logits
 from common.model.hub import load_tokenizer
+from common.model.own_teacher import OwnTeacher, load_own_teacher
 from common.model.policy import load_policy
-from common.model.student import OwnTeacher
-from common.model.teacher import load_own_teacher
 from common.model.tiny import tiny_model
-from common.rollout.hints import hinted_prompt, require_hints
-from common.rollout.templates import template_filler
+from common.rollout.hints import divide, hinted_prompt, require_hints
 from self_distill import Args, advantages, aligned, divergence, hints_of, loss, pair
 
 SAME = (
@@ -82,18 +79,18 @@ def test_hint_is_feedback_or_a_column():
 def test_hint_enters_the_text_or_the_last_message_of_the_user():
     tokenizer = load_tokenizer(tiny_model())
     encoder = Encoder(tokenizer, Args())
-    fill = template_filler("--hint_template", "{hint};{level};{prompt}")
+    template = "{hint};{level};{prompt}"
     row = dict(_source="a:1", level=3, prompt="1+1=")
-    ids = hinted_prompt(encoder, row, "prompt", fill, "{2}")
+    ids = hinted_prompt(encoder, row, "prompt", template, "{2}")
     assert tokenizer.decode(ids) == "{2};3;1+1=" and row["prompt"] == "1+1="
     turns = [("user", "1+1="), ("assistant", "3"), ("user", "no"), ("assistant", "so")]
     row["prompt"] = [dict(role=role, content=text) for role, text in turns]
     changed = [*row["prompt"][:2], dict(role="user", content="2;3;no"), row["prompt"][3]]
     expected = encoder.prompt(row | dict(prompt=changed), ("prompt",))
-    assert hinted_prompt(encoder, row, "prompt", fill, "2") == expected
+    assert hinted_prompt(encoder, row, "prompt", template, "2") == expected
     with pytest.raises(ValueError, match="a:1: --hint needs a prompt with a message from the user"):
         system = dict(_source="a:1", level=3, prompt=[dict(role="system", content="x")])
-        hinted_prompt(encoder, system, "prompt", fill, "2")
+        hinted_prompt(encoder, system, "prompt", template, "2")
 
 
 # ---- pairs ----

@@ -42,9 +42,3 @@ class Teacher(Policy):
         logits = self._logits(mb)
         bias_V = None if logits.bias_V is None else logits.bias_V.clone()
         return logits._replace(head_VD=logits.head_VD.clone(), bias_V=bias_V)
-
-
-class OwnTeacher(Student, Teacher):
-    """Policy that learns from itself."""
-
-    forward_methods = Student.forward_methods + Teacher.forward_methods

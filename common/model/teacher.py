@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.config.groups import TrainArgs
 from common.data import durable
@@ -19,9 +19,8 @@ from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
 from common.model.comparison import TopK, most_likely
 from common.model.loading import load_config
-from common.model.packable import language_model_on_meta
-from common.model.policy import load, load_policy
-from common.model.student import OwnTeacher, Teacher
+from common.model.policy import load_policy
+from common.model.student import Teacher
 from common.parallel import distributed
 
 CHUNK = 512  # samples whose tokens share a file
@@ -52,20 +51,6 @@ def load_teacher(
     return StoredTeacher(
         Path(args.output_dir) / "teacher_logprobs", path, load, samples, vocabulary, args, device
     )
-
-
-def load_own_teacher(policy: OwnTeacher, args: TrainArgs, device: torch.device) -> nn.Module:
-    """Return the model of `--teacher` of self_distill.py: the policy, or a frozen copy, in float32
-    if it is to move. With adapters a copy is the policy with other adapters. Collective."""
-    if args.teacher == "live":
-        return policy
-    if args.lora_rank:
-        from common.model.lora import StartingModel
-
-        return StartingModel(policy)
-    dtype = torch.float32 if args.teacher == "ema" else policy.compute_dtype
-    hf = language_model_on_meta(policy.path, "--teacher", dtype)
-    return load(Teacher(hf, policy.path), "--teacher", args, device, trainable=False)
 
 
 def require_known(samples: Iterable[Sample], teacher: Teacher) -> None:

@@ -28,19 +28,19 @@ def passes(completion: str, row: dict, limits: Limits | None = None, unsafe: boo
 
     Raises `ValueError` naming the row if the tests are malformed or cannot run with any program.
     """
-    return float(failed_test(completion, row, limits, unsafe) is None)
+    reward, _ = verdict(completion, row, limits, unsafe)
+    return reward
 
 
-def failed_test(
+def verdict(
     completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False
-) -> Test | None:
-    """Return the first test of `row` that the program in `completion` fails; None if it passes all.
-    Raises as `passes` does."""
+) -> tuple[float, dict[str, str]]:
+    """Return the reward of `passes`, and the first test that fails as `feedback`. Raises as
+    `passes` does."""
     tests = sorted(parse_tests(row), key=lambda test: not isinstance(test, StdinTest))
     with closing(results(completion, row, limits, unsafe)) as verdicts:
-        return next(
-            (test for test, passed in zip(tests, verdicts, strict=False) if not passed), None
-        )
+        failed = next((t for t, passed in zip(tests, verdicts, strict=False) if not passed), None)
+    return float(failed is None), {} if failed is None else dict(feedback=f"it fails {failed}")
 
 
 def fraction(
@@ -188,4 +188,4 @@ def check_assert(program: Program, judge: Program, test: AssertTest, row: dict) 
     return verdict
 
 
-passes.check = fraction.check = parse_tests
+passes.check = verdict.check = fraction.check = parse_tests

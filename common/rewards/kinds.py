@@ -168,7 +168,6 @@ def _math_scorer(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
 
 
 def _code_scorer(name: str, function: Callable, args: SamplingArgs, thoughts: Thoughts) -> Scorer:
-    from common.rewards.code_reward import failed_test
     from common.sandbox import program
 
     problem = program.problem()
@@ -180,10 +179,6 @@ def _code_scorer(name: str, function: Callable, args: SamplingArgs, thoughts: Th
     def run(sample: Completion) -> Result:
         answer = thoughts.answer(sample)
         try:
-            if name == "code":
-                failed = failed_test(answer, sample.row, limits, args.unsafe_code_execution)
-                feedback = "" if failed is None else f"this test fails: {failed}"
-                return Result(float(failed is None), feedback=feedback)
             return Result(function(answer, sample.row, limits, args.unsafe_code_execution))
         except (ValueError, RuntimeError) as error:  # caused by bad tests or by the machine
             return Result(error=distributed.first_line(error))

@@ -225,18 +225,14 @@ def _score(begun: list[BegunGroup], scorers: dict[str, Scorer]) -> None:
 def read(result: Result) -> tuple[Result, dict[str, float]]:
     """Return a result with a finite float or None as its value, and the numbers that were returned
     beside the reward as `(reward, {"name": number})`; with an error if anything of it is no finite
-    number. A text under the name `feedback` becomes that of the result."""
+    number. `feedback` is no number, but a text."""
     reward = result.value
     beside: dict = {}
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], dict):
         reward, beside = reward
     try:
         reward = None if reward is None else _number(reward)
-        feedback = beside.get("feedback")
-        if isinstance(feedback, str):
-            result = result._replace(feedback=feedback)
-            beside = {key: number for key, number in beside.items() if key != "feedback"}
-        numbers = {str(key): _number(number) for key, number in beside.items()}
+        numbers = {str(k): _number(number) for k, number in beside.items() if k != "feedback"}
     except Exception as error:  # of values that a user's code returned
         from common.rewards.worker import one_line
 
@@ -248,7 +244,7 @@ def read(result: Result) -> tuple[Result, dict[str, float]]:
             return Result(error="its number 'mean' is of a name that is taken"), {}
         if not math.isfinite(number):
             return Result(error=f"its number {key!r} is {number}"), {}
-    return result._replace(value=reward), numbers
+    return result._replace(value=reward, feedback=str(beside.get("feedback", ""))), numbers
 
 
 def _number(value: object) -> float:

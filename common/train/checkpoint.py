@@ -39,9 +39,7 @@ class Checkpointer:
     """Saving and loading of model, optimizer and other objects with a `state_dict` (small, the same
     on every rank).
 
-    `value` is a second model with its optimizer, `average` a frozen one that moves
-    (common/model/ema.py).
-    """
+    `value` is a second model with its optimizer, `average` a frozen one that moves (ema.py)."""
 
     def __init__(
         self,
@@ -138,8 +136,7 @@ class Checkpointer:
         """Write the checkpoint after `step` steps, then delete all but the newest `--keep_last`.
         Collective.
 
-        An earlier checkpoint of the same step is replaced.
-        """
+        An earlier checkpoint of the same step is replaced."""
         import torch.distributed.checkpoint as dcp
 
         final = self.checkpoints / f"step_{step:06d}"

@@ -56,8 +56,7 @@ class Run:
         second model with its optimizer, `average` a frozen one that moves. `show`: metrics beside
         the progress bar; `curves`: metrics to draw. Collective.
 
-        Raises `ValueError` if all checkpoints are damaged.
-        """
+        Raises `ValueError` if all checkpoints are damaged."""
         self.args = args
         self.total_steps = total_steps
         self.meter = Meter()
@@ -228,8 +227,7 @@ class Run:
         """Log the metrics after `finished` steps, and export `best/` if `--keep_best` has improved.
         Collective.
 
-        Raises `ValueError` if the first evaluation lacks the metric of `--keep_best`.
-        """
+        Raises `ValueError` if the first evaluation lacks the metric of `--keep_best`."""
         if not metrics:
             return
         self.latest = metrics
