@@ -22,25 +22,18 @@ TOLERANCE = 1e-6  # of floats in stdout: absolute up to 1, then relative
 JUDGE = Path(child.__file__).with_name("judge.py").read_text(encoding="utf-8")
 
 
-def passes(completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False) -> float:
-    """Return 1 if the program in `completion` passes all tests of `row`, else 0. Stops at the first
-    that fails.
+def passes(
+    completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False
+) -> tuple[float, dict[str, str]]:
+    """Return 1 if the program in `completion` passes all tests of `row`, else 0 with the first test
+    that fails, at which it stops, as `feedback`.
 
     Raises `ValueError` naming the row if the tests are malformed or cannot run with any program.
     """
-    reward, _ = verdict(completion, row, limits, unsafe)
-    return reward
-
-
-def verdict(
-    completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False
-) -> tuple[float, dict[str, str]]:
-    """Return the reward of `passes`, and the first test that fails as `feedback`. Raises as
-    `passes` does."""
     tests = sorted(parse_tests(row), key=lambda test: not isinstance(test, StdinTest))
     with closing(results(completion, row, limits, unsafe)) as verdicts:
         failed = next((t for t, passed in zip(tests, verdicts, strict=False) if not passed), None)
-    return float(failed is None), {} if failed is None else dict(feedback=f"it fails {failed}")
+    return (1.0, {}) if failed is None else (0.0, dict(feedback=f"it fails {failed}"))
 
 
 def fraction(
@@ -188,4 +181,4 @@ def check_assert(program: Program, judge: Program, test: AssertTest, row: dict) 
     return verdict
 
 
-passes.check = verdict.check = fraction.check = parse_tests
+passes.check = fraction.check = parse_tests

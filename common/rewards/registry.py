@@ -17,7 +17,7 @@ OTHERS = dict(
     stated="choice:stated",
     ifeval="ifeval:ifeval",
     math="math_reward:math",
-    code="code_reward:verdict",
+    code="code_reward:passes",
     code_fraction="code_reward:fraction",
 )  # module and function
 BUILT_IN = (*REWARDS, *OTHERS)

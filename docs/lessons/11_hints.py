@@ -5,7 +5,7 @@
 sft.jsonl has each question twice: alone with the answer of the demonstrator, and behind a hint and
 `;`, with the hint as its completion. A hint is the right answer, with up to two checks: `132?132`.
 questions.jsonl and held_out.jsonl have two hints for each question: `short` without a check, `long`
-with two. plus.jsonl, minus.jsonl and held_out_minus.jsonl are parts of them.
+with two. plus.jsonl, held_out_plus.jsonl and held_out_minus.jsonl are the sums and differences.
 """
 
 import json
@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
     write(folder / "questions.jsonl", train)
     write(folder / "held_out.jsonl", held_out)
     write(folder / "plus.jsonl", [row for row in train if "+" in row["prompt"]])
-    write(folder / "minus.jsonl", [row for row in train if "-" in row["prompt"]])
+    write(folder / "held_out_plus.jsonl", [row for row in held_out if "+" in row["prompt"]])
     write(folder / "held_out_minus.jsonl", [row for row in held_out if "-" in row["prompt"]])
 
 
