@@ -128,15 +128,13 @@ class Args(CorrectionArgs, ClipArgs, OnlineArgs):
     """rewards of completions (docs/rewards.md lists all), for --hint sibling and feedback, and for
     --policy_coef; else measured alone"""
     lr: Positive[float] = 1e-5
-    share_prefix: Literal[0] = 0
-    """always 0: the two prompts of a completion differ"""
-    context_ranks: Literal[1] = 1
-    """always 1: a rank has both prompts of a completion"""
+    share_prefix: NotNegative[int] = 0
+    """must be 0: a completion is packed with its two prompts, which differ"""
     hint: str | None = None
     """hint in the teacher's prompt; required. a name: this column of the data; sibling: another
     completion of the group, a successful one; feedback: the text that a reward returns"""
-    hint_template: str = "{prompt}\n\nA hint:\n\n{hint}\n\nNow answer in your own words."
-    """text of the teacher's prompt, with {prompt}, {hint} and columns of the row"""
+    hint_template: str = r"{prompt}\n\nA hint:\n\n{hint}\n\nNow answer in your own words."
+    """text of the teacher's prompt, with {prompt}, {hint}, columns of the row; \\n: line break"""
     success_reward: float = 1.0
     """sibling: smallest reward of a successful completion"""
     teacher: Literal["live", "start", "ema"] = "ema"
@@ -160,6 +158,8 @@ class Args(CorrectionArgs, ClipArgs, OnlineArgs):
     """weight of the clipped policy loss, with advantages as in grpo.py; 0: the divergence alone"""
 
     def __post_init__(self) -> None:
+        why = "here: each completion is packed with its two prompts"
+        require_default(self, ("share_prefix", "context_ranks"), why)
         if self.divergence != "jsd":
             require_default(self, ("jsd_beta",), f"with --divergence {self.divergence}")
         if self.teacher != "ema":

@@ -310,8 +310,8 @@ FLAG_ERRORS = [
         "--hint sibling needs --samples_per_prompt above 1",
     ),
     ("self_distill", "--hint_template {prompt}", "--hint_template '{prompt}': {hint} is missing"),
-    ("self_distill", "--share_prefix 8", "--share_prefix 8"),
-    ("self_distill", "--context_ranks 2", "--context_ranks 2"),
+    ("self_distill", "--share_prefix 8", "--share_prefix 8 has no effect here"),
+    ("self_distill", "--context_ranks 2", "--context_ranks 2 has no effect"),
     ("self_distill", "--teacher base", "--teacher base"),
     (
         "bok",

@@ -30,7 +30,7 @@ def hinted_prompt(encoder: Encoder, row: dict, column: str, template: str, hint:
     text, or that of its last message from the user."""
     from common.rollout.templates import template_filler
 
-    fill = template_filler("--hint_template", template)
+    fill = template_filler("--hint_template", template.replace("\\n", "\n"))
     messages = messages_field(row, column)
     if messages is None:
         text = fill(row | dict(prompt=text_field(row, column), hint=hint))

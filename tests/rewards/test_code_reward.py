@@ -314,7 +314,7 @@ def test_first_failing_test_is_the_feedback():
     columns, right, wrong = FORMS["mixed"]
     assert code_reward.passes(right, columns, LIMITS) == (1, {})
     reward, beside = code_reward.passes(wrong, columns, LIMITS)
-    assert reward == 0 and "assert f(1) == 2" in beside["feedback"]
+    assert reward == 0 and "CallTest(function='f', args=[2]" in beside["feedback"]
     _, beside = code_reward.passes("print(1)", columns, LIMITS)
     assert beside["feedback"].startswith("it fails StdinTest(input='', output=''")
 
