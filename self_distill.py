@@ -31,7 +31,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import NotNegative, OpenFraction, Positive, Several
+from common.config.flags import NotNegative, OpenFraction, Positive, Real, Several
 from common.config.objectives import ClipArgs, CorrectionArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
@@ -135,7 +135,7 @@ class Args(CorrectionArgs, ClipArgs, OnlineArgs):
     completion of the group, a successful one; feedback: the text that a reward returns"""
     hint_template: str = r"{prompt}\n\nA hint:\n\n{hint}\n\nNow answer in your own words."
     """text of the teacher's prompt, with {prompt}, {hint}, columns of the row; \\n: line break"""
-    success_reward: float = 1.0
+    success_reward: Real = 1.0
     """sibling: smallest reward of a successful completion"""
     teacher: Literal["live", "start", "ema"] = "ema"
     """weights of the teacher. live: the policy's; start: those at the start of the run; ema: moving
