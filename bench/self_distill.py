@@ -2,7 +2,7 @@
 one.
 
     python bench/self_distill.py    # three seeds, after the first two commands of lesson 11
-    python bench/self_distill.py --seeds 1 --model PATH --dataset GSM8K    # a real model
+    python bench/self_distill.py --seeds 1 --model PATH --dataset FILE    # nine rows of GSM8K
 
 Each run has one rank. The seconds are CPU seconds of steps, so that other jobs on the machine do
 not change them. Runs stay in runs/self_distill; a finished run is not repeated."""
@@ -59,10 +59,10 @@ ARMS = {
     "plus: grpo": ("grpo.py", *ONLINE, *PLUS),
 }  # fmt: skip
 REAL = (
-    "self_distill.py", "--dataset", "GSM8K", "--reward", "gsm8k", "--hint", "answer",
-    "--teacher", "start", "--max_steps", "8", "--prompts_per_step", "4", "--samples_per_prompt",
-    "2", "--max_new_tokens", "96", "--lr", "1e-5", "--eval_every", "0", "--save_every", "100",
-    "--trace_every", "0", "--engine", "transformers", "--top_k", "50",
+    "self_distill.py", "--reward", "gsm8k", "--hint", "answer", "--max_steps", "8",
+    "--prompts_per_step", "8", "--samples_per_prompt", "1", "--max_new_tokens", "48", "--lr",
+    "2e-5", "--eval_every", "0", "--eval_size", "1", "--save_every", "100", "--trace_every", "0",
+    "--engine", "transformers", "--pack_tokens", "1024",
 )  # fmt: skip
 
 
@@ -105,13 +105,14 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--model", help="a real model, on --dataset")
-    parser.add_argument("--dataset", help="GSM8K, or a file in its form")
+    parser.add_argument("--model", help="a real model")
+    parser.add_argument("--dataset", help="its data, with question and answer")
     options = parser.parse_args()
     if options.model:
-        command = [options.dataset if word == "GSM8K" else word for word in REAL]
         for seed in range(options.seeds):
-            lines = launch("real", seed, (*command, "--model", options.model))
+            lines = launch(
+                "real", seed, (*REAL, "--model", options.model, "--dataset", options.dataset)
+            )
             for line in lines:
                 found = {key: round(line[key], 4) for key in ("loss", "reverse_kl", "agreement")}
                 print(line["step"], found | {"length": line["completions/mean_length"]})
