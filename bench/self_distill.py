@@ -2,7 +2,7 @@
 one.
 
     python bench/self_distill.py    # three seeds, after the first two commands of lesson 11
-    python bench/self_distill.py --seeds 1 --model PATH --dataset FILE    # nine rows of GSM8K
+    python bench/self_distill.py --seeds 1 --model PATH --dataset FILE    # three rows of GSM8K
 
 Each run has one rank. The seconds are CPU seconds of steps, so that other jobs on the machine do
 not change them. Runs stay in runs/self_distill; a finished run is not repeated."""
@@ -42,9 +42,9 @@ PLUS = ("--dataset", f"{DATA}/plus.jsonl", "--eval_dataset", f"{DATA}/held_out_p
         f"{DATA}/held_out_minus.jsonl")  # fmt: skip
 SFT = (
     "--model", "runs/course/11/base/hf", "--prompt_format", "plain", "--columns",
-    "completion=answer", "answer=completion", "--max_steps", "40", "--batch_size", "64", "--lr",
+    "completion=chosen", "chosen=completion", "--max_steps", "40", "--batch_size", "64", "--lr",
     "4e-4", "--lr_schedule", "linear", "--warmup_steps", "0", "--eval_every", "10",
-    "--eval_generate", "250", "--eval_new_tokens", "14", "--save_every", "40", "--trace_every", "0",
+    "--eval_generate", "499", "--eval_new_tokens", "14", "--save_every", "40", "--trace_every", "0",
 )  # fmt: skip
 HINT = ("--hint_template", "{hint};{prompt}", "--hint")
 ARMS = {
@@ -59,8 +59,8 @@ ARMS = {
     "plus: grpo": ("grpo.py", *ONLINE, *PLUS),
 }  # fmt: skip
 REAL = (
-    "self_distill.py", "--reward", "gsm8k", "--hint", "answer", "--max_steps", "8",
-    "--prompts_per_step", "8", "--samples_per_prompt", "1", "--max_new_tokens", "48", "--lr",
+    "self_distill.py", "--reward", "gsm8k", "--hint", "answer", "--max_steps", "6",
+    "--prompts_per_step", "2", "--samples_per_prompt", "1", "--max_new_tokens", "32", "--lr",
     "2e-5", "--eval_every", "0", "--eval_size", "1", "--save_every", "100", "--trace_every", "0",
     "--engine", "transformers", "--pack_tokens", "1024",
 )  # fmt: skip
@@ -88,6 +88,7 @@ def report(name: str, seed: int, lines: list[dict]) -> None:
     scores = []
     for line in lines:
         found = [x for key, x in line.items() if key.startswith("eval/solved")]
+        found = found[1:] or found  # of each held-out set, if there are several
         if found:
             values = " ".join(f"{x:.3f}" for x in found)
             scores.append(f"{line['step']}: {values} ({seconds[line['step']]:.1f} s)")
