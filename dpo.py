@@ -320,7 +320,7 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, pairs)
     run = Run(
         args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES,
-        reference=reference,
+        moving=reference if args.reference_sync else None,
     )  # fmt: skip
     run.message(*describe_data(args, pairs, eval_pairs, counts, eval_counts))
     for sample in pairs[0]:

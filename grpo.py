@@ -174,9 +174,8 @@ def loss(
         "sampling/weight": c_T,
         "sampling/kept_fraction": c_T > 0,
     }
-    if args.off_policy_threshold is not None:  # mask if A < 0 and the policy has moved far away
+    if (threshold := args.off_policy_threshold) is not None:  # mask if A < 0 and pi is far away
         drift_T = rollout_logprobs_T - logprobs_T
-        threshold = args.off_policy_threshold
         loss_T *= off_policy_mask(drift_T, advantages_T, mask_T, sequence_ids_T, threshold)
     if ref_logprobs_T is not None:
         kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
@@ -313,8 +312,9 @@ def main(args: Args) -> None:
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     entropy = EntropyCoefficient(args.entropy_coef, args.entropy_target, args.entropy_step)
-    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts,
-              reference=reference, entropy=entropy, show=SHOW, curves=CURVES)  # fmt: skip
+    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, entropy=entropy,
+              moving=reference if args.reference_sync else None,
+              show=SHOW, curves=CURVES)  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
     needs_old = args.updates_per_rollout > 1 and args.old_logprobs == "trainer"

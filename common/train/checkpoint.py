@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from common.config.groups import TrainArgs
@@ -39,20 +40,19 @@ class Checkpointer:
     """Saving and loading of model, optimizer and other objects with a `state_dict` (small, the same
     on every rank).
 
-    `value` is a second model with its optimizer, `reference` the one of --reference_sync.
-    """
+    `value` is a second model with its optimizer, `moving` a frozen one that moves (ema.py)."""
 
     def __init__(
         self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None,
-        reference: PackedModel | None = None, **stateful,
+        moving: nn.Module | None = None, **stateful,
     ):  # fmt: skip
         self.args = args
         self.folder = Path(args.output_dir)
         self.checkpoints = self.folder / "checkpoints"
         self.model = model
         self.stateful = stateful
+        self.moving = moving
         self.trained = {"": (model, optimizer)}
-        self.moved = {"reference": reference} if args.reference_sync else {}
         if value is not None:
             self.trained["value_"] = value
         self.files: dict[str, bytes] = {}
@@ -100,25 +100,27 @@ class Checkpointer:
         return state["step"]
 
     def _tensors(self) -> dict[str, dict]:
-        """Return the state of the moved weights, and of the trained ones with their optimizers.
+        """Return the state of the moving weights, and of the trained ones with their optimizers.
         Frozen weights are read from `--model`."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-        tensors = {name: model.state_dict() for name, model in self.moved.items()}
+        tensors = {}
         options = StateDictOptions(ignore_frozen_params=True)
         for prefix, (model, optimizer) in self.trained.items():
             weights, moments = get_state_dict(model, optimizer, options=options)
             tensors[f"{prefix}model"] = weights
             tensors[f"{prefix}optimizer"] = moments
+        if self.moving is not None:
+            tensors["moving"] = {n: x.detach() for n, x in self.moving.named_parameters()}
         return tensors
 
     @property
     def size(self) -> int:
-        """Return the bytes of a checkpoint, nearly: those of the moved and the trained weights, and
-        of two moments of each of the latter."""
+        """Return the bytes of a checkpoint, nearly: those of the moving and the trained weights,
+        and of two moments of each of the latter."""
         trained = chain(*(model.parameters() for model, _ in self.trained.values()))
-        moved = chain(*(model.parameters() for model in self.moved.values()))
-        return sum(3 * p.nbytes for p in trained if p.requires_grad) + sum(p.nbytes for p in moved)
+        moving = self.moving.parameters() if self.moving is not None else ()
+        return sum(3 * p.nbytes for p in trained if p.requires_grad) + sum(p.nbytes for p in moving)
 
     def free_space(self) -> int:
         """Return the free bytes of the disk with the checkpoints. Collective."""
@@ -129,8 +131,7 @@ class Checkpointer:
         """Write the checkpoint after `step` steps, then delete all but the newest `--keep_last`.
         Collective.
 
-        An earlier checkpoint of the same step is replaced.
-        """
+        An earlier checkpoint of the same step is replaced."""
         import torch.distributed.checkpoint as dcp
 
         final = self.checkpoints / f"step_{step:06d}"

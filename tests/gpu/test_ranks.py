@@ -35,6 +35,7 @@ SCRIPTS = (
     "online_dpo",
     "bok",
     "distill",
+    "self_distill",
 )
 
 
