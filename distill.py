@@ -354,8 +354,9 @@ def main(args: Args) -> None:
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
                 packs = {name: sampled[name][m] + written[name][m] for name in teachers}
                 tokens, _ = count_trained([*chain(*packs.values())])  # of all ranks
-                own = [*chain(*(minibatches[m] for minibatches in sampled.values()))]
-                c_mean = mean_weight(own, args.correction_form)
+                c_mean = mean_weight(
+                    [*chain(*(x[m] for x in sampled.values()))], args.correction_form
+                )
                 total_loss = torch.zeros((), device=device)
                 for teacher, mb in [(teachers[name], mb) for name in packs for mb in packs[name]]:
                     comparison = policy.distill(
