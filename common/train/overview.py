@@ -9,14 +9,8 @@ from typing import NoReturn, Protocol
 from common.config.groups import TrainArgs
 from common.parallel import distributed
 
-# Of scripts that sample from the policy they train.
-SHOW = (
-    "reward",
-    "kl",
-    "eval/solved",
-    "completions/mean_length",
-    "time/step",
-)  # beside the progress bar
+# Of scripts that sample from the policy they train. SHOW: beside the progress bar.
+SHOW = ("reward", "kl", "eval/solved", "completions/mean_length", "time/step")
 CURVES = (
     "reward", "rewards/*/mean", "eval/solved", "kl", "entropy", "completions/mean_length",
     "grad_norm", "sampling/sampling_logp_difference/max",
