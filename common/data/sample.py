@@ -23,11 +23,9 @@ class Sample:
     weights: list[float] | None = None
     """weight of each token in a sum over the sequence"""
     stored_at: int | None = None
-    """index of the first trained token of this sample in the stored log-probs
-    (common/model/teacher.py)"""
+    """place of its first trained token in the stored log-probs (common/model/teacher.py)"""
     context_turns: int = 0
-    """turns of the model that are not trained, because the chat template shows them in another form
-    than the sampled one"""
+    """turns of the model that are not trained: the chat template shows them in another form"""
     streams: dict[str, list[float]] = field(default_factory=dict)
     """further per-token lists by name, from a script of your own: `streams["x"]` is `x_T` of a
     micro-batch"""
@@ -60,8 +58,7 @@ class Completion(Sample):
     """`stop` (an EOS or a stop string was sampled) or `length` (truncated by max_new_tokens or
     max_turns)"""
     text: str = ""
-    """decoded completion, or its last turn if there are several; for rewards and logs; never
-    tokenised again"""
+    """decoded completion, or its last turn of several: for rewards and logs, not tokenised again"""
     turns: int = 1
     """number of turns of the model; the tokens of an environment between them are not trained on"""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -70,6 +67,8 @@ class Completion(Sample):
     """all turns decoded, for logs; empty without an environment"""
     error: str = ""
     """error that the environment raised, if any"""
+    feedback: str = ""
+    """text about the completion that a reward returned"""
 
     def rewards_before_last_turn(self) -> list[float]:
         """Return, for each of `ids`, the environment's reward for the turn that ends there; 0 for

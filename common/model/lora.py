@@ -8,6 +8,7 @@ Shapes: R rank, I inputs and O outputs of a layer.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.config.training import LoRAArgs
+from common.data.packing import PackedBatch
 from common.model.loading import fill, whole
 from common.parallel import distributed
 
@@ -150,31 +152,34 @@ def fill_adapters(hf: nn.Module, stored: dict[str, Tensor], seed: int) -> None:
 
 class StartingModel(nn.Module):
     """Frozen model that a policy with adapters started from: the policy itself, with its adapters
-    of that time."""
+    of that time, which are the parameters of this model, under the names of the policy's."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
         self.policy = (policy,)  # not a submodule
-        self.start = [x.clone() for x in self._local()]
+        self.start = {name: x.detach().clone() for name, x in trained_parameters(policy).items()}
 
-    def _local(self) -> list[Tensor]:
-        return [
-            parameter.detach().to_local()
-            for parameter in trained_parameters(self.policy[0]).values()
-        ]
+    def named_parameters(self, *_, **__) -> Iterator[tuple[str, Tensor]]:
+        yield from self.start.items()
+
+    def forward(self, *args, **kwargs):
+        return self._run(self.policy[0], *args, **kwargs)
+
+    def teach(self, mb: PackedBatch):
+        return self._run(self.policy[0].teach, mb)
 
     @torch.no_grad()
-    def forward(self, *args, **kwargs):
-        current = [x.clone() for x in self._local()]
+    def _run(self, function: Callable, *args, **kwargs):
+        current = {name: x.clone() for name, x in trained_parameters(self.policy[0]).items()}
         self._set(self.start)
         try:
-            return self.policy[0](*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             self._set(current)
 
-    def _set(self, values: list[Tensor]) -> None:
-        for x, value in zip(self._local(), values, strict=True):
-            x.copy_(value)
+    def _set(self, values: dict[str, Tensor]) -> None:
+        for name, parameter in trained_parameters(self.policy[0]).items():
+            parameter.copy_(values[name])
 
     def reshard(self) -> None:
         self.policy[0].reshard()

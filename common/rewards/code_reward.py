@@ -22,14 +22,18 @@ TOLERANCE = 1e-6  # of floats in stdout: absolute up to 1, then relative
 JUDGE = Path(child.__file__).with_name("judge.py").read_text(encoding="utf-8")
 
 
-def passes(completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False) -> float:
-    """Return 1 if the program in `completion` passes all tests of `row`, else 0. Stops at the first
-    that fails.
+def passes(
+    completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False
+) -> tuple[float, dict[str, str]]:
+    """Return 1 if the program in `completion` passes all tests of `row`, else 0 with the first test
+    that fails, at which it stops, as `feedback`.
 
     Raises `ValueError` naming the row if the tests are malformed or cannot run with any program.
     """
+    tests = sorted(parse_tests(row), key=lambda test: not isinstance(test, StdinTest))
     with closing(results(completion, row, limits, unsafe)) as verdicts:
-        return float(all(verdicts))
+        failed = next((t for t, passed in zip(tests, verdicts, strict=False) if not passed), None)
+    return (1.0, {}) if failed is None else (0.0, dict(feedback=f"it fails {failed}"))
 
 
 def fraction(

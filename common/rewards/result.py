@@ -9,3 +9,4 @@ class Result(NamedTuple):
     value: Any = None
     error: str | None = None
     timed_out: bool = False
+    feedback: str = ""  # text about the completion

@@ -136,6 +136,8 @@ class Rewards:
         for name in self.scorers:
             pairs = [read(result) for result in chain(*(group.results[name] for group in begun))]
             results[name] = [result for result, _ in pairs]
+            for sample, result in zip(chain(*groups), results[name], strict=True):
+                sample.feedback = result.feedback or sample.feedback
             for key in dict.fromkeys(chain(*(beside for _, beside in pairs))):
                 for _, beside in pairs:
                     if key in beside:
@@ -223,14 +225,14 @@ def _score(begun: list[BegunGroup], scorers: dict[str, Scorer]) -> None:
 def read(result: Result) -> tuple[Result, dict[str, float]]:
     """Return a result with a finite float or None as its value, and the numbers that were returned
     beside the reward as `(reward, {"name": number})`; with an error if anything of it is no finite
-    number."""
+    number. `feedback` is no number, but a text."""
     reward = result.value
     beside: dict = {}
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], dict):
         reward, beside = reward
     try:
         reward = None if reward is None else _number(reward)
-        numbers = {str(key): _number(number) for key, number in beside.items()}
+        numbers = {str(k): _number(number) for k, number in beside.items() if k != "feedback"}
     except Exception as error:  # of values that a user's code returned
         from common.rewards.worker import one_line
 
@@ -242,7 +244,7 @@ def read(result: Result) -> tuple[Result, dict[str, float]]:
             return Result(error="its number 'mean' is of a name that is taken"), {}
         if not math.isfinite(number):
             return Result(error=f"its number {key!r} is {number}"), {}
-    return result._replace(value=reward), numbers
+    return result._replace(value=reward, feedback=str(beside.get("feedback", ""))), numbers
 
 
 def _number(value: object) -> float:

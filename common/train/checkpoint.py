@@ -39,8 +39,7 @@ class Checkpointer:
     """Saving and loading of model, optimizer and other objects with a `state_dict` (small, the same
     on every rank).
 
-    `value` is a second model with its optimizer.
-    """
+    `value` is a second model with its optimizer, `average` a frozen one that moves (ema.py)."""
 
     def __init__(
         self,
@@ -49,6 +48,7 @@ class Checkpointer:
         optimizer: Optimizer,
         tokenizer,
         value=None,
+        average=None,
         **stateful,
     ):
         self.args = args
@@ -56,6 +56,7 @@ class Checkpointer:
         self.checkpoints = self.folder / "checkpoints"
         self.model = model
         self.stateful = stateful
+        self.average = average
         self.trained = {"": (model, optimizer)}
         if value is not None:
             self.trained["value_"] = value
@@ -114,6 +115,8 @@ class Checkpointer:
             weights, moments = get_state_dict(model, optimizer, options=options)
             tensors[f"{prefix}model"] = weights
             tensors[f"{prefix}optimizer"] = moments
+        if self.average is not None:
+            tensors["average"] = {n: x.detach() for n, x in self.average.named_parameters()}
         return tensors
 
     @property
@@ -133,8 +136,7 @@ class Checkpointer:
         """Write the checkpoint after `step` steps, then delete all but the newest `--keep_last`.
         Collective.
 
-        An earlier checkpoint of the same step is replaced.
-        """
+        An earlier checkpoint of the same step is replaced."""
         import torch.distributed.checkpoint as dcp
 
         final = self.checkpoints / f"step_{step:06d}"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.config.groups import BUILT_IN_MODELS, TrainArgs
@@ -46,17 +46,17 @@ class Run:
         show: Sequence[str],
         curves: Sequence[str],
         value: tuple[PackedModel, Optimizer] | None = None,
+        average: nn.Module | None = None,
         order=None,
         rollouts=None,
         **stateful,
     ):
         """Load the newest intact checkpoint into the model, the optimizer, `order` or `rollouts`,
         which have the data cursor, and all of `stateful`: objects with a `state_dict`. `value` is a
-        second model with its optimizer. `show`: metrics beside the progress bar; `curves`: metrics
-        to draw. Collective.
+        second model with its optimizer, `average` a frozen one that moves. `show`: metrics beside
+        the progress bar; `curves`: metrics to draw. Collective.
 
-        Raises `ValueError` if all checkpoints are damaged.
-        """
+        Raises `ValueError` if all checkpoints are damaged."""
         self.args = args
         self.total_steps = total_steps
         self.meter = Meter()
@@ -73,7 +73,7 @@ class Run:
         stateful |= dict(order=order) if order is not None else {}
         stateful |= dict(rollouts=rollouts) if rollouts is not None else {}
         self.checkpointer = Checkpointer(
-            args, model, optimizer, tokenizer, value=value, totals=self, **stateful
+            args, model, optimizer, tokenizer, value=value, average=average, totals=self, **stateful
         )
         self.first_step = self.checkpointer.load_latest()
         self.finished = self.first_step
@@ -227,8 +227,7 @@ class Run:
         """Log the metrics after `finished` steps, and export `best/` if `--keep_best` has improved.
         Collective.
 
-        Raises `ValueError` if the first evaluation lacks the metric of `--keep_best`.
-        """
+        Raises `ValueError` if the first evaluation lacks the metric of `--keep_best`."""
         if not metrics:
             return
         self.latest = metrics

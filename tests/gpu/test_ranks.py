@@ -34,6 +34,7 @@ SCRIPTS = (
     "online_dpo",
     "bok",
     "distill",
+    "self_distill",
 )
 
 

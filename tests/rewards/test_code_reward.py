@@ -6,7 +6,7 @@ import pytest
 from helpers import PATIENCE, Clock
 
 from common.rewards import code_reward
-from common.rewards.code_reward import fraction, passes, same, same_output
+from common.rewards.code_reward import fraction, same, same_output
 from common.rewards.program_text import extract_program
 from common.rewards.test_cases import parse_tests
 from common.sandbox import process, program
@@ -27,6 +27,11 @@ def fenced(code: str) -> str:
 
 def row(**columns) -> dict:
     return dict(_source="train.jsonl:7", **columns)
+
+
+def passes(*arguments) -> float:
+    reward, _ = code_reward.passes(*arguments)
+    return reward
 
 
 # ---- every form: (columns, a program that passes, one that does not) ----
@@ -302,6 +307,16 @@ def test_right_program_passes_and_wrong_program_fails(form):
 @pytest.mark.parametrize("program", ["", "no ( program"])
 def test_missing_program_gets_zero(form, program):
     assert passes(program, FORMS[form][0], LIMITS) == 0
+
+
+def test_first_failing_test_is_the_feedback():
+    """Tests of stdin run first."""
+    columns, right, wrong = FORMS["mixed"]
+    assert code_reward.passes(right, columns, LIMITS) == (1, {})
+    reward, beside = code_reward.passes(wrong, columns, LIMITS)
+    assert reward == 0 and "CallTest(function='f', args=[2]" in beside["feedback"]
+    _, beside = code_reward.passes("print(1)", columns, LIMITS)
+    assert beside["feedback"].startswith("it fails StdinTest(input='', output=''")
 
 
 def test_fraction_counts_passed_tests():

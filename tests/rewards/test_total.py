@@ -221,6 +221,17 @@ def test_metrics_of_a_reward_are_means_over_the_completions_that_have_them(tmp_p
         make(names)(groups(["mean"]), meter)
 
 
+def test_feedback_of_a_reward_is_a_text_of_the_completion(tmp_path):
+    source = """
+def f(completion, row):
+    return 0.5, dict(words=1, feedback="too short") if completion == "a" else {}
+"""
+    made = groups(["a", "b"])
+    total, _, numbers = make((f"{user_file(tmp_path, source)}:f",))(made, Meter())
+    assert total.tolist() == [[0.5, 0.5]] and list(numbers) == ["f/words"]
+    assert [sample.feedback for sample in made[0]] == ["too short", ""]
+
+
 def test_metric_of_one_rank_is_equal_on_all_ranks(tmp_path, monkeypatch):
     """The mean equals that of one rank for any division, also if a rank lacks the metric or has no
     groups."""

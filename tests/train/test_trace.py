@@ -33,6 +33,7 @@ SCRIPTS = {
     ),  # a minibatch has any number of pairs, and the metric is their mean
     "bok": SAMPLING,
     "distill": (*SAMPLING, "--teacher", "tiny", "--on_policy_fraction", 0.5),
+    "self_distill": (*SAMPLING, "--hint", "answer", "--policy_coef", 0.5),
 }
 REWARD = "def digits(completion, row): return sum(map(str.isdigit, completion)) / 5"
 

@@ -1,0 +1,64 @@
+"""Prompts with a hint for a teacher, and packs of completions after both prompts."""
+
+from common.data.encode import Encoder
+from common.data.messages import messages_field, text_field
+from common.data.packing import PackedBatch
+
+SAMPLED = ("sibling", "feedback")  # hints that are no column
+
+
+def require_hints(hint: str | None, rows: list[dict]) -> None:
+    """Raise `ValueError` without `--hint`, or if it is a column without any value."""
+    if hint is None:
+        raise ValueError("--hint: there is none; name a column, sibling or feedback")
+    if hint not in SAMPLED and not any(hint_of_row(row, hint) for row in rows):
+        columns = ", ".join(column for column in rows[0] if not column.startswith("_"))
+        problem = f"no row has this column; the dataset has {columns}"
+        raise ValueError(f"--hint {hint}: {problem}")
+
+
+def hint_of_row(row: dict, column: str) -> str:
+    """Return the text of a column; of messages, their contents; "" without a value."""
+    messages = messages_field(row, column)
+    if messages is not None:
+        return "\n\n".join(message["content"] for message in messages)
+    return "" if row.get(column) is None else str(row[column])
+
+
+def hinted_prompt(encoder: Encoder, row: dict, column: str, template: str, hint: str) -> list[int]:
+    """Return the ids of a row's prompt in `column` with a hint. The filled `--hint_template` is its
+    text, or that of its last message from the user."""
+    from common.rollout.templates import template_filler
+
+    fill = template_filler("--hint_template", template.replace("\\n", "\n"))
+    messages = messages_field(row, column)
+    if messages is None:
+        text = fill(row | dict(prompt=text_field(row, column), hint=hint))
+        return encoder.prompt(row | {column: text}, (column,))
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    if not users:
+        raise ValueError(f"{row['_source']}: --hint needs a prompt with a message from the user")
+    asked = messages[users[-1]]
+    messages[users[-1]] = asked | dict(content=fill(row | dict(prompt=asked["content"], hint=hint)))
+    return encoder.prompt(row | {column: messages}, (column,))
+
+
+def divide(mb: PackedBatch) -> tuple[PackedBatch, PackedBatch]:
+    """Return the first and the second samples of a micro-batch of pairs, packed `together`, as two
+    micro-batches in the same order. An index is that of the pair. Padding is in both."""
+    if not mb.num_samples:
+        return mb, mb
+    assert mb.compact is None, "pairs with a shared prefix"
+    return _every_second(mb, 0), _every_second(mb, 1)
+
+
+def _every_second(mb: PackedBatch, start: int) -> PackedBatch:
+    here_T = mb.sequence_ids_T % 2 == start
+    half = PackedBatch(
+        mb.input_ids_T[here_T], mb.targets_T[here_T], mb.position_ids_T[here_T],
+        mb.lengths[start::2], loss_mask_T=mb.loss_mask_T[here_T],
+        index_N=mb.index_N[start::2] // 2, datasets=mb.datasets[start::2],
+    )  # fmt: skip
+    half.sent = {index // 2: sample for index, sample in mb.sent.items() if index % 2 == start}
+    streams_T = {name: x_T[here_T] for name, x_T in vars(mb).items() if name not in vars(half)}
+    return half.with_streams(**streams_T)

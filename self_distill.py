@@ -1,0 +1,350 @@
+r"""Self-distillation: a model with a hint in its prompt teaches itself to do without (SDFT,
+arXiv:2601.19897; OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802; all of 2026).
+
+    torchrun --nproc_per_node 8 self_distill.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k \
+        --reward gsm8k --hint sibling
+
+The student pi samples completions y of a prompt x. The teacher q scores the same tokens after a
+prompt with a hint. On each token the student is pulled to the teacher's distribution:
+
+    L     = mean_t D(pi, q) + policy_coef mean_t L_t                    D: --divergence       loss()
+    L_t   = -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i)
+    A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                      advantages()
+    rho_t = pi(y_t) / pi_old(y_t)
+    q     = pi, pi at its start, or q <- (1 - ema_rate) q + ema_rate pi: --teacher    move_towards()
+
+The hint is a column of the data (a demonstration: SDFT; the solution: OPSD), a successful
+completion of the group, or the text that a reward returns (SDPO). Completions without a hint have
+no divergence. Differences from the papers (docs/self_distill.md): means over the global minibatch;
+no importance weights of the divergence; one kind of hint; the top k tokens are the teacher's.
+
+Shapes: P prompts on this rank, B on all ranks, G completions of each, T packed tokens of a
+micro-batch, S tokens of the same completions after hinted prompts, D hidden size; x_T[t] describes
+targets_T[t]."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import ClassVar, Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from common.config.flags import NotNegative, OpenFraction, Positive, Real, Several
+from common.config.objectives import ClipArgs, CorrectionArgs
+from common.config.online import TINY_ONLINE, OnlineArgs
+from common.config.parse import parse
+from common.config.rules import require_default
+from common.data.encode import Encoder
+from common.data.packing import count_trained, pack_minibatches
+from common.data.sample import Completion, Group
+from common.evaluate.greedy import evaluate_prompts
+from common.metrics.meter import Meter
+from common.model.comparison import Comparison
+from common.model.fixed_streams import with_logprobs
+from common.model.head import Logits
+from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.own_teacher import OwnTeacher, load_own_teacher
+from common.model.policy import load_policy
+from common.model.student import Teacher
+from common.objectives.advantages import centre_groups, group_std
+from common.objectives.divergence import DIVERGENCES, Divergence, jsd
+from common.objectives.importance import bounded_exp, importance_weights
+from common.parallel import distributed
+from common.rewards.total import Rewards
+from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.hints import divide, hint_of_row, hinted_prompt, require_hints
+from common.rollout.measure import measure_groups, truncation_penalties
+from common.rollout.prompts import load_prompts, prompt_columns
+from common.rollout.sampler import make_sampler, serve
+from common.train.optim import adamw, optimizer_step
+from common.train.overview import describe_rollouts, dry_run, num_steps
+from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
+
+SHOW = ("loss", "reward", "reverse_kl", "hints/used", "eval/solved", "time/step")
+CURVES = ("loss", "reward", "reverse_kl", "agreement", "hints/used", "eval/solved", "entropy",
+          "teacher_entropy", "completions/mean_length", "grad_norm")  # fmt: skip
+# Flags that only --policy_coef reads.
+POLICY_FLAGS = ("clip_low", "clip_high", "correction", "correction_mode", "correction_low",
+                "correction_high", "correction_filter", "missing_eos_penalty")  # fmt: skip
+COMPARED = {"reverse_kl": "reverse_kl_T", "agreement": "agree_T",
+            "teacher_entropy": "teacher_entropy_T", "teacher_mass": "teacher_mass_T"}  # fmt: skip
+
+# ---- the objective ----
+
+
+def divergence(args: "Args") -> Divergence:
+    """Return the divergence of `--divergence`, a function of the log-probs of student and
+    teacher."""
+    if args.divergence == "jsd":
+        return partial(jsd, jsd_beta=args.jsd_beta)
+    return DIVERGENCES[args.divergence]
+
+
+def advantages(rewards_PG: Tensor) -> Tensor:
+    """Return the advantage A_i of every completion, [P, G] float64: 0 without a reward (NaN) or
+    where all are equal."""
+    return centre_groups(rewards_PG) / (group_std(rewards_PG) + 1e-6)
+
+
+def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
+    """Return the teacher's logits in the places of the student's tokens. The two masks have the
+    same tokens, in the same order, among those of the teacher and of the student. Other tokens have
+    equal logits."""
+    hidden_TD = teacher.hidden_TD.new_zeros(len(hinted_T), teacher.hidden_TD.shape[1])
+    hidden_TD[hinted_T] = teacher.hidden_TD[hinted_S]
+    return teacher._replace(hidden_TD=hidden_TD)
+
+
+def loss(
+    comparison: Comparison, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
+    advantages_T: Tensor, mask_T: Tensor, hinted_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor,
+    hinted_tokens: Tensor, args: "Args",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return each token's share of L, and tensors [T] to log. `comparison`: student and teacher;
+    `mask_T`: trained tokens; `hinted_T`: those with a divergence. The global minibatch has `tokens`
+    and `hinted_tokens` of them."""
+    share_T = comparison.divergence_T * hinted_T / hinted_tokens
+    if not args.policy_coef:
+        return share_T, {}
+    c_T = importance_weights(
+        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
+    )
+    rho_T = bounded_exp(comparison.logprobs_T - old_logprobs_T)
+    clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
+    policy_T = -torch.min(rho_T * advantages_T, clipped_T * advantages_T) * c_T
+    logged = {"ratio": rho_T.detach(), "sampling/weight": c_T, "policy_loss": policy_T.detach()}
+    return share_T + args.policy_coef * policy_T * mask_T / tokens, logged
+
+
+@dataclass
+class Args(CorrectionArgs, ClipArgs, OnlineArgs):
+    TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(reward="exact_match", hint="sibling")
+    teacher_logprobs = "live"  # no flag: predicted memory has a comparison
+    samples_per_prompt: Positive[int] = 8
+    reward: Several[str] = ()
+    """rewards of completions (docs/rewards.md lists all), for --hint sibling and feedback, and for
+    --policy_coef; else measured alone"""
+    lr: Positive[float] = 1e-5
+    share_prefix: NotNegative[int] = 0
+    """must be 0: a completion is packed with its two prompts, which differ"""
+    hint: str | None = None
+    """hint in the teacher's prompt; required. a name: this column of the data; sibling: another
+    completion of the group, a successful one; feedback: the text that a reward returns"""
+    hint_template: str = r"{prompt}\n\nA hint:\n\n{hint}\n\nNow answer in your own words."
+    """text of the teacher's prompt, with {prompt}, {hint}, columns of the row; \\n: line break"""
+    success_reward: Real = 1.0
+    """sibling: smallest reward of a successful completion"""
+    teacher: Literal["live", "start", "ema"] = "ema"
+    """weights of the teacher. live: the policy's; start: those at the start of the run; ema: moving
+    average of the policy's"""
+    ema_rate: OpenFraction = 0.05
+    """ema: weight of the policy in the average after an optimizer step; near 0: like start, near 1:
+    like live"""
+    divergence: Literal[tuple(DIVERGENCES)] = "reverse_kl"
+    """divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl: KL(q || pi);
+    jsd: to a mixture"""
+    jsd_beta: OpenFraction = 0.5
+    """jsd: weight of the teacher in the mixture; near 0: like forward_kl, near 1: like
+    reverse_kl"""
+    top_k: NotNegative[int] = 0
+    """number of the teacher's most likely tokens to compare, the others as one token: a lower
+    bound; 0: all tokens"""
+    skip_first: NotNegative[int] = 0
+    """tokens at the start of a completion without a divergence"""
+    policy_coef: NotNegative[float] = 0.0
+    """weight of the clipped policy loss, with advantages as in grpo.py; 0: the divergence alone"""
+
+    def __post_init__(self) -> None:
+        why = "here: each completion is packed with its two prompts"
+        require_default(self, ("share_prefix", "context_ranks"), why)
+        if self.divergence != "jsd":
+            require_default(self, ("jsd_beta",), f"with --divergence {self.divergence}")
+        if self.teacher != "ema":
+            require_default(self, ("ema_rate",), f"with --teacher {self.teacher}")
+        if self.hint != "sibling":
+            require_default(self, ("success_reward",), f"with --hint {self.hint}")
+        if not self.policy_coef:
+            require_default(self, POLICY_FLAGS, "with --policy_coef 0")
+        flag = f"--policy_coef {self.policy_coef:g}" if self.policy_coef else f"--hint {self.hint}"
+        if not self.reward and (self.policy_coef or self.hint in ("sibling", "feedback")):
+            raise ValueError(f"{flag} needs --reward")
+        if self.samples_per_prompt == 1 and (self.policy_coef or self.hint == "sibling"):
+            raise ValueError(f"{flag} needs --samples_per_prompt above 1")
+        if "{hint}" not in self.hint_template:
+            raise ValueError(f"--hint_template {self.hint_template!r}: {{hint}} is missing")
+
+
+# ---- hints, and completions after hinted prompts ----
+
+
+def hints_of(group: Group, rewards_G: list[float], args: Args) -> list[str]:
+    """Return the hint of each completion of a prompt; "" where there is none. The hint `sibling` is
+    the next successful completion, never the completion itself."""
+    if args.hint == "feedback":
+        return [sample.feedback for sample in group]
+    if args.hint != "sibling":
+        return [hint_of_row(group[0].row, args.hint)] * len(group)
+    texts = [s.text * (r >= args.success_reward) for s, r in zip(group, rewards_G, strict=True)]
+    others = [texts[g + 1 :] + texts[:g] for g in range(len(group))]
+    return [next(filter(None, each), "") for each in others]
+
+
+def pair(sample: Completion, prompt: list[int], skip_first: int) -> list[Completion]:
+    """Return a completion, and its copy after the hinted `prompt`. `weights` are 1 on tokens with a
+    divergence, else 0. Without hinted prompt, [], the copy is a stub of two tokens."""
+    start = sample.prompt_length
+    kept = slice(start, None) if prompt else slice(start - 1, start + 1)
+    hinted = [i >= start + skip_first and bool(prompt) for i in range(len(sample.ids))]
+    weights = [float(x and y) for x, y in zip(hinted, sample.loss_mask, strict=True)]
+    own = replace(sample, weights=weights)
+    n = len(prompt)
+    copy = replace(
+        own, ids=prompt + own.ids[kept], loss_mask=[False] * n + own.loss_mask[kept],
+        prompt_length=n, weights=[0.0] * n + weights[kept], versions=[-1] * n + own.versions[kept],
+        rollout_logprobs=[0.0] * n + own.rollout_logprobs[kept],
+    )  # fmt: skip
+    return [own, copy]
+
+
+def hinted_pairs(
+    groups: list[Group], rewards_PG: Tensor, column: str, encoder: Encoder, context: int,
+    meter: Meter, args: Args,
+) -> list[list[Completion]]:  # fmt: skip
+    """Return the pair of every completion. Completions without a hint are counted, as are hinted
+    prompts that do not fit, which are dropped. `column`: the one with the prompt."""
+    pairs = []
+    for group, rewards_G in zip(groups, rewards_PG.tolist(), strict=True):
+        hints = hints_of(group, rewards_G, args)
+        make = partial(hinted_prompt, encoder, group[0].row, column, args.hint_template)
+        prompts = {hint: make(hint) for hint in {*hints} - {""}}
+        for sample, hint in zip(group, hints, strict=True):
+            prompt = prompts.get(hint, [])
+            size = len(prompt) + len(sample.completion_ids)
+            fits = size <= context and size - 1 + sample.num_targets <= args.pack_tokens
+            meter.mean("hints/used", bool(prompt) and fits)
+            meter.mean("hints/too_long", bool(prompt) and not fits)
+            pairs.append(pair(sample, prompt if fits else [], args.skip_first))
+    return pairs
+
+
+def main(args: Args) -> None:
+    # ---- setup: one process per GPU, the same Args on each ----
+    device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks, args.nccl_timeout)
+    if distributed.is_rollout_rank():
+        return serve(args, device)  # generates until training ends
+    prepare_output_dir(args)
+
+    # ---- data: prompts as token ids, and the rewards of their completions ----
+    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
+    tokenizer = load_tokenizer(path, args)
+    context = context_length(path, args)
+    prompts, held_out = load_prompts(args, tokenizer, context)
+    encoder = Encoder(tokenizer, args)
+    (column,) = prompt_columns(args, prompts.rows)
+    require_hints(args.hint, prompts.rows)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    if args.dry_run:  # ends the process
+        frozen = [] if args.teacher == "live" else [path]
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+
+    # ---- models: FSDP2 shards ----
+    policy = load_policy(path, args, device, kind=OwnTeacher)  # trained
+    teacher = load_own_teacher(policy, args, device)  # the policy, or frozen
+    optimizer = adamw(policy, args)
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # here or on rollout ranks
+
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    total_steps = num_steps(args, prompts)
+    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
+              curves=CURVES, average=teacher if args.teacher == "ema" else None)  # fmt: skip
+    run.models += [teacher] if type(teacher) is Teacher else []  # counts in speed/tflops
+    run.message(*describe_rollouts(args, prompts, held_out, rollouts))
+    meter = run.meter
+    reward_prompts = held_out if args.reward else []  # prompts whose completions have a reward
+    if run.first_step == 0:
+        run.log(0, evaluate_prompts(rollouts, 0, reward_prompts, rewards))
+
+    for step in run.steps():  # saves checkpoints between steps
+        # ---- 1. rollout: G completions of each of P prompts; rewards and advantages ----
+        groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
+        if groups is None:  # a stop was requested
+            break
+        positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
+        with meter.time("reward"):
+            rewards_PG, named_rewards, _ = rewards(groups, meter)
+        measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
+        penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
+        advantages_PG = advantages(rewards_PG + penalties_PG)
+        advantages_BG = distributed.gather_rows(advantages_PG, positions)
+
+        # ---- 2. pack: each completion beside its copy after the hinted prompt, then apart ----
+        pairs = hinted_pairs(groups, rewards_PG, column, encoder, context, meter, args)
+        G = args.samples_per_prompt
+        places = [*chain(*(range(p * G, (p + 1) * G) for p in positions))]  # of the pairs
+        packed = pack_minibatches(
+            pairs, places, args.minibatches, args.pack_tokens, device, together=True
+        )
+        halves = [[divide(mb) for mb in mbs] for mbs in packed]
+        minibatches = [[own for own, _ in mbs] for mbs in halves]
+        copies = [[copy for _, copy in mbs] for mbs in halves]
+        checks_engine = run.checks_engine(step)
+        with meter.time("logprobs"):  # None: those of the update serve as old ones
+            old = policy if checks_engine or args.updates_per_rollout > 1 else None
+            minibatches = with_logprobs(minibatches, args.temperature, old=old)
+        if checks_engine:
+            require_agreement(minibatches, step, args, device)
+
+        # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
+        with meter.time("train"):
+            lr = run.learning_rate(step)
+            for m in [*range(args.minibatches)] * args.epochs_per_rollout:
+                tokens, _ = count_trained(minibatches[m])  # of all ranks
+                hinted_tokens = distributed.all_sum(sum(mb.weights_T.sum() for mb in copies[m]))
+                total_loss = torch.zeros((), device=device)
+                for mb, copy in zip(minibatches[m], copies[m], strict=True):
+                    hinted_T = mb.weights_T > 0
+                    logits = aligned(teacher.teach(copy), copy.weights_T > 0, hinted_T)
+                    comparison = policy.distill(
+                        mb, logits, divergence(args), args.top_k, args.temperature
+                    )
+                    old_logprobs_T = mb.old_logprobs_T
+                    if old_logprobs_T is None:  # on policy
+                        old_logprobs_T = comparison.logprobs_T.detach()
+                    share_T, logged = loss(
+                        comparison, old_logprobs_T, mb.rollout_logprobs_T,
+                        mb.on_tokens(advantages_BG), mb.loss_mask_T, hinted_T, mb.sequence_ids_T,
+                        tokens, hinted_tokens.clamp(min=1), args,
+                    )  # fmt: skip
+                    # FSDP averages gradients over ranks; undo that.
+                    (share_T.sum() * world_size).backward()
+                    total_loss += share_T.detach().sum()
+                    meter.tokens(mb, logged | {"entropy": comparison.entropy_T}, share_T)
+                    for name, stream in COMPARED.items():
+                        meter.masked_mean(name, getattr(comparison, stream), hinted_T)
+                    measure_mismatch(meter, old_logprobs_T, mb)
+                grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
+                if args.teacher == "ema":
+                    from common.model.ema import move_towards
+
+                    move_towards(teacher, policy, args.ema_rate)
+                meter.mean("grad_norm", grad_norm)
+                meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
+
+        # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
+        metrics = run.reduce(chain(*groups), lr=lr)
+        if run.evaluates(step + 1):
+            metrics |= evaluate_prompts(rollouts, step + 1, reward_prompts, rewards)
+        run.log(step + 1, metrics)
+        run.show_samples(step + 1, groups, positions, rewards_PG, advantages_PG, named_rewards)
+
+    run.end()
+    rollouts.close()
+    distributed.cleanup()
+
+
+if __name__ == "__main__":
+    main(parse(Args))
+    distributed.end_process()

@@ -1,0 +1,409 @@
+"""self_distill.py: hints and the pairs of completions, the teacher's log-probs, gradients beside
+naive code, a moving teacher, and a gradient independent of ranks with exact resume."""
+
+import copy
+import json
+import math
+
+import helpers
+import pytest
+import torch
+from helpers import assert_close_metrics, assert_same_weights, metrics, run
+from model.test_policy import whole
+from test_grpo import REWARD, samples
+from torch import nn
+
+import self_distill
+from common.config.groups import TrainArgs
+from common.data.encode import Encoder
+from common.data.packing import count_trained, pack_minibatches
+from common.data.sample import Completion
+from common.metrics.meter import Meter
+from common.model.comparison import compare
+from common.model.ema import move_towards
+from common.model.head import Logits
+from common.model.hub import load_tokenizer
+from common.model.own_teacher import OwnTeacher, load_own_teacher
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
+from common.rollout.hints import divide, hinted_prompt, require_hints
+from self_distill import Args, advantages, aligned, divergence, hints_of, loss, pair
+
+SAME = (
+    "loss", "grad_norm", "reverse_kl", "agreement", "entropy", "teacher_entropy", "hints/used",
+    "hints/too_long", "policy_loss", "completions/mean_length", "num_tokens", "reward",
+)  # fmt: skip
+
+
+def completion(prompt: list[int], ids: list[int], **fields) -> Completion:
+    size = len(prompt) + len(ids)
+    mask = [False] * len(prompt) + [True] * len(ids)
+    numbers = [0.0] * len(prompt) + [-0.5 - 0.1 * i for i in range(len(ids))]
+    versions = [-1] * len(prompt) + [0] * len(ids)
+    sample = Completion(prompt + ids, mask, len(prompt), dict(_source="a:1"), **fields)
+    sample.rollout_logprobs, sample.versions = numbers[:size], versions
+    return sample
+
+
+# ---- hints ----
+
+
+def group(*texts: str, feedback: str = "") -> list[Completion]:
+    return [completion([1], [2], text=text, feedback=feedback + text) for text in texts]
+
+
+def test_hint_is_the_next_successful_completion_and_never_the_completion_itself():
+    args = Args(hint="sibling", reward=("gsm8k",), success_reward=0.5)
+    nan = math.nan
+    assert hints_of(group(*"abcd"), [1.0, 0.0, 1.0, nan], args) == ["c", "c", "a", "a"]
+    assert hints_of(group(*"abc"), [0.0, 0.5, 0.4], args) == ["b", "", "b"]
+    assert hints_of(group(*"ab"), [nan, 0.0], args) == ["", ""]
+
+
+def test_hint_is_feedback_or_a_column():
+    both = group("a", "b", feedback="wrong: ")
+    args = Args(hint="feedback", reward=("gsm8k",))
+    assert hints_of(both, [0.0, 1.0], args) == ["wrong: a", "wrong: b"]
+    both[0].row |= dict(solution=12, shown=[dict(role="assistant", content="x")])
+    for column, text in (("solution", "12"), ("shown", "x"), ("absent", "")):
+        assert hints_of(both, [0.0, 1.0], Args(hint=column)) == [text] * 2
+    rows = [dict(prompt="x", solution=None, _source="a:1"), dict(prompt="y", solution="1")]
+    require_hints("solution", rows)
+    require_hints("feedback", rows)
+    with pytest.raises(ValueError, match="^--hint x: no row has this column; the dataset has prom"):
+        require_hints("x", rows)
+    with pytest.raises(ValueError, match="^--hint: there is none; name a column, sibling or"):
+        require_hints(None, rows)
+
+
+def test_hint_enters_the_text_or_the_last_message_of_the_user():
+    tokenizer = load_tokenizer(tiny_model())
+    encoder = Encoder(tokenizer, Args())
+    template = "{hint};{level};{prompt}"
+    row = dict(_source="a:1", level=3, prompt="1+1=")
+    ids = hinted_prompt(encoder, row, "prompt", template, "{2}")
+    assert tokenizer.decode(ids) == "{2};3;1+1=" and row["prompt"] == "1+1="
+    turns = [("user", "1+1="), ("assistant", "3"), ("user", "no"), ("assistant", "so")]
+    row["prompt"] = [dict(role=role, content=text) for role, text in turns]
+    changed = [*row["prompt"][:2], dict(role="user", content="2;3;no"), row["prompt"][3]]
+    expected = encoder.prompt(row | dict(prompt=changed), ("prompt",))
+    assert hinted_prompt(encoder, row, "prompt", template, "2") == expected
+    with pytest.raises(ValueError, match="a:1: --hint needs a prompt with a message from the user"):
+        system = dict(_source="a:1", level=3, prompt=[dict(role="system", content="x")])
+        hinted_prompt(encoder, system, "prompt", template, "2")
+
+
+# ---- pairs ----
+
+
+def test_pair_has_the_completion_after_both_prompts():
+    """The tokens of an environment, 12 here, are not trained."""
+    sample = completion([1, 2, 3], [10, 11, 12, 13])
+    sample.loss_mask[5] = False
+    own, hinted = pair(sample, [7, 8], skip_first=1)
+    assert own.ids is sample.ids and own.weights == [0, 0, 0, 0, 1, 0, 1]
+    assert hinted.ids == [7, 8, 10, 11, 12, 13] and hinted.weights == [0, 0, 0, 1, 0, 1]
+    assert hinted.loss_mask == [False, False, True, True, False, True]
+    assert hinted.rollout_logprobs[2:] == sample.rollout_logprobs[3:]
+    own, stub = pair(sample, [], skip_first=0)
+    assert not any(own.weights + stub.weights) and own.loss_mask == sample.loss_mask
+    assert stub.ids == [3, 10] and len(stub.rollout_logprobs) == len(stub.versions) == 2
+
+
+def test_hinted_prompt_that_does_not_fit_is_dropped_and_counted(device):
+    tokenizer = load_tokenizer(tiny_model())
+    args = Args(hint="answer", hint_template="{hint}{prompt}", pack_tokens=20, max_new_tokens=4)
+    groups = []
+    for hint in ("1" * 10, "1" * 11, None):
+        sample = completion(tokenizer("1+1=")["input_ids"], [5, 6])
+        sample.row = dict(prompt="1+1=", answer=hint, _source="a:1")
+        groups.append([sample])
+    encoder, meter = Encoder(tokenizer, args), Meter()
+    rewards_PG = torch.zeros(3, 1)
+    pairs = self_distill.hinted_pairs(groups, rewards_PG, "prompt", encoder, 99, meter, args)
+    assert [any(own.weights) for own, _ in pairs] == [True, False, False]
+    assert sum(sample.num_targets for sample in pairs[0]) == args.pack_tokens
+    assert meter.reduce() == pytest.approx({"hints/used": 1 / 3, "hints/too_long": 1 / 3})
+    pairs = self_distill.hinted_pairs(groups, rewards_PG, "prompt", encoder, 15, Meter(), args)
+    assert not any(any(own.weights) for own, _ in pairs)
+
+
+# ---- the objective ----
+
+
+def packed(device, skip_first: int = 0):
+    """Return completions with their hinted prompts, [] for one without, and their micro-batches."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(5, 90, (n,), generator=generator).tolist()
+
+    hinted = [draw(9), [], draw(4), draw(12)]
+    made = [completion(draw(n), draw(k)) for n, k in ((3, 5), (4, 2), (6, 1), (2, 7))]
+    made[3].loss_mask[4:6] = [False] * 2
+    pairs = [pair(s, prompt, skip_first) for s, prompt in zip(made, hinted, strict=True)]
+    (mbs,) = pack_minibatches(pairs, range(4), 1, 40, device, together=True)
+    assert len(mbs) > 1
+    return made, hinted, [divide(mb) for mb in mbs]
+
+
+@pytest.fixture(scope="module")
+def policy(small, device) -> OwnTeacher:
+    return load_policy(str(small[1]), TrainArgs(dtype="float32"), device, kind=OwnTeacher)
+
+
+@pytest.fixture
+def hf(policy):
+    """Return the model of transformers with the policy's present weights."""
+    plain = copy.deepcopy(policy.hf.config)
+    model = type(policy.hf)._from_config(plain, attn_implementation="sdpa")
+    model.load_state_dict({n: whole(x.detach()) for n, x in policy.hf.state_dict().items()})
+    return model
+
+
+def test_teacher_logprobs_equal_a_plain_forward_of_the_hinted_sequence(device, policy, hf):
+    made, hinted, halves = packed(device)
+    seen = 0
+    for own, copies in halves:
+        teacher = aligned(policy.teach(copies), copies.weights_T > 0, own.weights_T > 0)
+        out = policy.distill(own, teacher)
+        for n, index in enumerate(own.index_N.tolist()):
+            sample, prompt = made[index], hinted[index]
+            here = (own.sequence_ids_T == n) & (own.weights_T > 0)
+            if not prompt:
+                assert not here.any()
+                continue
+            ids = torch.tensor([prompt + sample.completion_ids])
+            logp = hf(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            trained = torch.tensor(sample.loss_mask[sample.prompt_length :])
+            taken = logp.gather(1, ids[0, len(prompt) :, None])[trained, 0]
+            torch.testing.assert_close(out.teacher_logprobs_T[here], taken, rtol=1e-4, atol=1e-5)
+            seen += 1
+    assert seen == 3
+    policy.reshard()
+
+
+def naive_divergence(name: str, logp, logq):
+    p, q = logp.exp(), logq.exp()
+    if name == "reverse_kl":
+        return (p * (logp - logq)).sum()
+    if name == "forward_kl":
+        return (q * (logq - logp)).sum()
+    m = 0.3 * q + 0.7 * p
+    return 0.3 * (q * (logq - m.log())).sum() + 0.7 * (p * (logp - m.log())).sum()
+
+
+NAIVE = [
+    dict(divergence="reverse_kl"),
+    dict(divergence="forward_kl", policy_coef=0.5),
+    dict(divergence="jsd", jsd_beta=0.3, policy_coef=2.0, correction_high=1.2, clip_low=0.1),
+]
+
+
+@pytest.mark.parametrize("flags", NAIVE, ids=lambda flags: flags["divergence"])
+@pytest.mark.parametrize("skip_first", [0, 2])
+def test_value_and_gradient_equal_naive_code(device, flags, skip_first):
+    """In float64, over two micro-batches; the naive code goes through the samples' own lists."""
+    args = Args(hint="sibling", reward=("gsm8k",), **flags)
+    made, hinted, halves = packed(device, skip_first)
+    generator = torch.Generator().manual_seed(1)
+    D, V = 6, 90
+    head = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    states = {
+        i: torch.randn(len(s.ids), D, generator=generator).double() for i, s in enumerate(made)
+    }
+    taught = {
+        i: torch.randn(len(h) + len(s.ids) - s.prompt_length, D, generator=generator).double()
+        for i, (s, h) in enumerate(zip(made, hinted, strict=True))
+    }
+    A = torch.tensor([1.5, -0.7, 0.3, -2.0]).double()
+    drift = {i: 0.3 * torch.randn(len(s.ids), generator=generator) for i, s in enumerate(made)}
+    old = {i: torch.tensor(s.rollout_logprobs).double() + drift[i] for i, s in enumerate(made)}
+
+    def run_ours(head, states):
+        tokens, _ = count_trained([own for own, _ in halves])
+        hinted_tokens = sum(own.weights_T.sum() for own, _ in halves)
+        total = 0.0
+        for own, copies in halves:
+            index = own.index_N.tolist()
+            hidden = torch.cat([states[i][:-1] for i in index])
+            stubs = torch.zeros(1, D).double()
+            others = torch.cat([taught[i][:-1] if hinted[i] else stubs for i in index])
+            hinted_T = own.weights_T > 0
+            teacher = aligned(Logits(others, head.detach()), copies.weights_T > 0, hinted_T)
+            out = compare(Logits(hidden, head), teacher, own.targets_T, 1.0, divergence(args))
+            old_T = torch.cat([old[i][1:] for i in index])
+            share_T, _ = loss(
+                out, old_T, own.rollout_logprobs_T.double(), own.on_tokens(A).double(),
+                own.loss_mask_T, hinted_T, own.sequence_ids_T, tokens, hinted_tokens, args,
+            )  # fmt: skip
+            total = total + share_T.sum()
+        return total
+
+    def run_naive(head, states):
+        kl, pg, hinted_tokens, tokens = 0.0, 0.0, 0, 0
+        for i, (sample, prompt) in enumerate(zip(made, hinted, strict=True)):
+            start = sample.prompt_length
+            for k, target in enumerate(sample.completion_ids):
+                if not sample.loss_mask[start + k]:
+                    continue
+                logp = (states[i][start + k - 1] @ head.T).log_softmax(-1)
+                tokens += 1
+                was = old[i][start + k]
+                c = (was - sample.rollout_logprobs[start + k]).exp().clamp(0, args.correction_high)
+                rho = (logp[target] - was).exp()
+                bounded = rho.clamp(1 - args.clip_low, 1 + args.clip_high)
+                pg = pg - c * torch.min(rho * A[i], bounded * A[i])
+                if prompt and k >= skip_first:
+                    logq = (taught[i][len(prompt) + k - 1] @ head.detach().T).log_softmax(-1)
+                    kl = kl + naive_divergence(args.divergence, logp, logq)
+                    hinted_tokens += 1
+        return kl / hinted_tokens + args.policy_coef * pg / tokens
+
+    found = []
+    for function in (run_ours, run_naive):
+        leaves = [head.clone().requires_grad_()]
+        own_states = {i: x.clone().requires_grad_() for i, x in states.items()}
+        value = function(leaves[0], own_states)
+        found.append([value, *torch.autograd.grad(value, leaves + list(own_states.values()))])
+    for ours, naive in zip(*found, strict=True):
+        torch.testing.assert_close(ours, naive, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["live", "start"])
+def test_gradient_of_the_weights_equals_that_of_plain_forwards(device, policy, hf, kind):
+    """The no-grad forward of a live teacher changes nothing in the backward pass."""
+    args = Args(hint="sibling", reward=("gsm8k",), dtype="float32", teacher=kind)
+    made, hinted, halves = packed(device)
+    teacher = load_own_teacher(policy, args, device)
+    count = sum(own.weights_T.sum() for own, _ in halves)
+    for own, copies in halves:
+        logits = aligned(teacher.teach(copies), copies.weights_T > 0, own.weights_T > 0)
+        out = policy.distill(own, logits, divergence(args))
+        (out.divergence_T * own.weights_T / count).sum().backward()
+    frozen = copy.deepcopy(hf)
+    for sample, prompt in zip(made, hinted, strict=True):
+        if not prompt:
+            continue
+        trained = torch.tensor(sample.loss_mask[sample.prompt_length :])
+        logp = hf(torch.tensor([sample.ids])).logits[0].log_softmax(-1)
+        logp = logp[sample.prompt_length - 1 : -1][trained]
+        with torch.no_grad():
+            logq = frozen(torch.tensor([prompt + sample.completion_ids])).logits[0].log_softmax(-1)
+        logq = logq[len(prompt) - 1 : -1][trained]
+        ((logp.exp() * (logp - logq)).sum() / count).backward()
+    expected = dict(hf.named_parameters())
+    for name, parameter in policy.hf.named_parameters():
+        gradient = whole(parameter.grad)
+        torch.testing.assert_close(gradient, expected[name].grad, rtol=1e-3, atol=1e-5)
+        parameter.grad = None
+
+
+def test_advantages_are_rewards_normalized_per_prompt():
+    rewards = torch.tensor([[1.0, 3.0, 5.0], [2.0, 2.0, 2.0], [0.0, math.nan, 1.0]]).double()
+    half = 0.5 / 0.5**0.5
+    expected = [-1, 0, 1, 0, 0, 0, -half, 0, half]
+    assert advantages(rewards).flatten().tolist() == pytest.approx(expected, abs=1e-5)
+
+
+# ---- the moving teacher ----
+
+
+def test_average_moves_towards_the_policy_by_the_rate():
+    frozen, policy = nn.Linear(2, 2), nn.Linear(2, 2)
+    policy.bias.requires_grad_(False)  # not trained
+    start = {name: x.detach().clone() for name, x in frozen.named_parameters()}
+    move_towards(frozen, policy, 0.25)
+    torch.testing.assert_close(frozen.weight, 0.75 * start["weight"] + 0.25 * policy.weight)
+    assert torch.equal(frozen.bias, start["bias"])
+    for _ in range(60):
+        move_towards(frozen, policy, 0.5)
+    torch.testing.assert_close(frozen.weight, policy.weight)
+
+
+def test_teacher_with_adapters_is_the_policy_with_other_adapters(device, small):
+    flags = dict(dtype="float32", lora_rank=2, hint="sibling", reward=("gsm8k",), ema_rate=0.25)
+    args = Args(**flags)
+    policy = load_policy(str(small[1]), args, device, kind=OwnTeacher)
+    teacher = load_own_teacher(policy, args, device)
+    (_, mb), *_ = packed(device)[2]
+    first = policy.teach(mb).hidden_TD
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    moved = policy.teach(mb).hidden_TD
+    assert not torch.allclose(first, moved)
+    assert torch.equal(teacher.teach(mb).hidden_TD, first)
+    assert torch.equal(policy.teach(mb).hidden_TD, moved)
+    move_towards(teacher, policy, 1.0)
+    torch.testing.assert_close(teacher.teach(mb).hidden_TD, moved)
+
+
+# ---- whole runs ----
+
+
+@pytest.fixture(scope="module")
+def flags(small, tmp_path_factory):
+    reward = tmp_path_factory.mktemp("reward") / "reward.py"
+    reward.write_text(REWARD)
+    return (
+        *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--save_every", 2,
+        "--prompts_per_step", 4, "--samples_per_prompt", 4, "--minibatches", 2,
+        "--epochs_per_rollout", 2, "--temperature", 0.8, "--max_new_tokens", 12, "--lr", 1e-3,
+        "--warmup_steps", 0, "--eval_every", 0, "--log_every", 1, "--max_logprob_difference", 1e-4,
+        "--engine", "transformers",
+    )  # fmt: skip
+
+
+OWN = (
+    "--hint", "sibling", "--success_reward", 0.1, "--hint_template", "{hint};{prompt}",
+    "--ema_rate", 0.3, "--policy_coef", 0.5, "--skip_first", 1, "--pack_tokens", 160,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_ranks(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run(2, "self_distill.py", *flags, *OWN, "--output_dir", folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_gradient_does_not_depend_on_ranks_or_packing(main, two_ranks, flags, tmp_path):
+    main("self_distill", *flags, *OWN, "--pack_tokens", 1000, "--output_dir", tmp_path)
+    assert samples(two_ranks, 1) == samples(tmp_path, 1)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=0.1)
+    assert all(0 < line["hints/used"] < 1 for line in metrics(tmp_path))
+
+
+@pytest.mark.slow
+def test_killed_run_with_a_moving_teacher_resumes_bitwise(two_ranks, flags, tmp_path):
+    flags = (*flags, *OWN, "--save_every", 1, "--output_dir", tmp_path)
+    helpers.run_and_kill(
+        2, "self_distill.py", *flags, folder=tmp_path, after_step=2, at="shutil.rmtree"
+    )
+    assert not (tmp_path / "hf").exists(), "killed too late"
+    assert "resuming from" in run(2, "self_distill.py", *flags).stdout
+    assert_same_weights(two_ranks, tmp_path)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
+
+
+@pytest.mark.slow
+def test_policy_loss_without_any_hint_equals_grpo(main, flags, tmp_path):
+    flags = (*flags, "--max_steps", 1, "--missing_eos_penalty", 0.5)
+    main("grpo", *flags, "--clip_high", 0.2, "--output_dir", tmp_path / "grpo")
+    own = ("--hint", "sibling", "--success_reward", 99, "--policy_coef", 1, "--teacher", "live")
+    main("self_distill", *flags, *own, "--output_dir", tmp_path / "own")
+    names = ("loss", "grad_norm", "reward", "entropy")
+    assert_close_metrics(tmp_path / "grpo", tmp_path / "own", names, rel=1e-5, floor=0.1)
+    (line,) = metrics(tmp_path / "own")
+    assert line["hints/used"] == 0 and "reverse_kl" not in line
+
+
+def test_default_run_without_a_hint_column_is_refused(main, small, tmp_path):
+    rows = tmp_path / "a.jsonl"
+    rows.write_text(json.dumps(dict(prompt="1+1=", answer="2")) + "\n")
+    flags = (*small, "--dataset", rows, "--eval_every", 0, "--output_dir", tmp_path / "run")
+    with pytest.raises(ValueError, match="^--hint solution: no row has this column"):
+        main("self_distill", *flags, "--reward", "exact_match", "--hint", "solution")
