@@ -26,7 +26,9 @@ from common.config.help import texts
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, SHOWN = ROOT / "docs/flags.md", yaml.safe_load((ROOT / "bench/flags_shown.yaml").read_text())
-SCRIPTS = "sft dpo kto rm grpo dapo reinforce rloo ppo online_dpo bok distill eval".split()
+SCRIPTS = (
+    "sft dpo kto rm grpo dapo reinforce rloo ppo online_dpo bok distill self_distill eval".split()
+)
 GROUPS = [
     cls
     for module in (training, sampling, truncation_flags, objectives, preference_flags)
