@@ -298,10 +298,9 @@ def main(args: Args) -> None:
         rollouts = make_sampler(policy, prompts, args.sampler_args(), tokenizer, rewards)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
-    # The first of the cursors counts the epochs.
-    cursors = dict(rollouts=rollouts, order=order) if num_sampled else dict(order=order)
     total_steps = num_steps(args, prompts)
-    run = Run(args, policy, optimizer, tokenizer, total_steps, **cursors, show=SHOW, curves=CURVES)
+    run = Run(args, policy, optimizer, tokenizer, total_steps, order=order,
+              rollouts=rollouts if num_sampled else None, show=SHOW, curves=CURVES)  # fmt: skip
     run.models += teachers.values()  # counts in speed/tflops
     share = f"the student completes {num_sampled} of {args.prompts_per_step} prompts of a step"
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), share)
@@ -354,9 +353,8 @@ def main(args: Args) -> None:
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
                 packs = {name: sampled[name][m] + written[name][m] for name in teachers}
                 tokens, _ = count_trained([*chain(*packs.values())])  # of all ranks
-                c_mean = mean_weight(
-                    [*chain(*(x[m] for x in sampled.values()))], args.correction_form
-                )
+                own = [*chain(*(minibatches[m] for minibatches in sampled.values()))]
+                c_mean = mean_weight(own, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for teacher, mb in [(teachers[name], mb) for name in packs for mb in packs[name]]:
                     comparison = policy.distill(
