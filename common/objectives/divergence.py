@@ -54,7 +54,7 @@ def mixture(log_a_CV: Tensor, log_b_CV: Tensor, share: float) -> Tensor:
 
 
 def skewed_kl(logp_CV: Tensor, logq_CV: Tensor, *, skew: float) -> tuple[Tensor, Tensor]:
-    """Return KL(q || m) with m = a q + (1 - a) pi, a = `skew` (arXiv:2402.03898 Eq. 4), and
+    """Return KL(q || m) with m = a q + (1 - a) pi, a = `skew` (arXiv:2402.03898), and
     (1 - a) (pi sum_j w_j - w) with w = q pi / m. As a goes to 0 it approaches forward_kl."""
     logm_CV = mixture(logq_CV, logp_CV, skew)
     value_C = torch.linalg.vecdot(logq_CV.exp(), logq_CV - logm_CV)
