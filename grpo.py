@@ -1,5 +1,4 @@
-r"""GRPO and its family: reinforcement learning with verifiable rewards (Shao et al. 2024,
-arXiv:2402.03300).
+r"""GRPO: reinforcement learning with verifiable rewards (Shao et al. 2024, arXiv:2402.03300).
 
     torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k \
         --reward gsm8k --preset dr_grpo
@@ -9,7 +8,7 @@ The policy samples G completions of every prompt. Each is compared with the othe
     A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                      advantages()
     L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i)
                      + beta KL_t ]                                                            loss()
-    rho_t = pi(y_t) / pi_old(y_t)                      pi_old: the policy at the time of the rollout
+    rho_t = pi(y_t) / pi_old(y_t)                              pi_old: the policy before the updates
 
 `--loss`, `--reduction` and `--advantage` select a variant, `--preset` that of a paper. gspo.py has
 the losses with the ratio of a completion. Differences from the paper, without a preset: mean over
@@ -58,7 +57,7 @@ from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-LOSSES = {  # flags of each --loss that not all others read
+LOSSES = {  # flags that only some losses read
     "clip": ("clip_low", "clip_high", "dual_clip"),
     "dppo": ("dppo_divergence", "dppo_bound"),
     "cispo": ("cispo_high", "cispo_mask"),
@@ -76,7 +75,7 @@ def advantages(
 ) -> Tensor:  # fmt: skip
     """Return the advantage of every completion of all ranks, [B, G] float64, from its total reward;
     gdpo: from its K rewards; group_mean_by_length: also from its number of tokens. Statistics
-    ignore missing rewards (NaN), which get 0. A group of equal rewards gets exactly 0."""
+    ignore missing rewards (NaN), which get 0. A group of equal rewards gets 0."""
     centred_BG = centre_groups(rewards_BG)  # r - mean of its group
     valid_BG = ~rewards_BG.isnan()
     match name:
@@ -109,7 +108,7 @@ def advantages(
 
 
 def is_stopped(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args") -> Tensor:
-    """Return which tokens have no policy gradient: they moved too far in the direction of A."""
+    """Return which tokens have no policy gradient: ratio or divergence is beyond a bound."""
     match args.loss:
         case "clip":
             return is_clipped(log_rho_T, A_T, args.clip_low, args.clip_high, args.dual_clip)
@@ -157,12 +156,11 @@ def loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
-        L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
+        L = sum_t w_t (c_t policy_loss_t + beta KL_t + old_beta log^2 rho_t / 2 - entropy_coef H_t)
 
     The shares of all micro-batches and ranks add up to a mean over the *global* minibatch, which
-    has `tokens` trained tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded,
-    over `c_mean`, without gradient. KL_t estimates KL(pi || pi_ref). `mask_T`: trained tokens;
-    `sequence_ids_T`: number of each token's completion."""
+    has `tokens` trained tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded, over
+    `c_mean`, without gradient. `mask_T`: trained; `sequence_ids_T`: number of the completion."""
     log_rho_T = logprobs_T - old_logprobs_T
     c_T = importance_weights(
         old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
@@ -252,7 +250,7 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, MovingArgs, OnlineArgs):
     sapo_tau_negative: Positive[float] = 1.05
     """sapo: temperature of the gate for negative and zero advantages"""
     off_policy_threshold: Positive[float] | None = None
-    """mask completions with A < 0 whose log-prob fell by more nats per token; default: off"""
+    """mask completions with A < 0 whose log-prob fell by more than this per token; default: off"""
     beta: NotNegative[float] = 0.0
     """weight of the KL penalty to the starting model in the loss; 0: no reference model"""
     kl_estimator: KLEstimator = "k3"
@@ -281,10 +279,12 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, MovingArgs, OnlineArgs):
 
     def cautions(self) -> Iterator[str]:
         """Yield warnings about flags with unexpected effects."""
-        if self.beta and self.kl_estimator == "k1":
+        if self.beta and self.kl_estimator == "k1" and not self.unbiased_kl:
             yield "--kl_estimator k1: the expected gradient is zero and constrains nothing"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
+        if self.old_beta and self.updates_per_rollout == 1 and self.old_logprobs == "trainer":
+            yield "--old_beta: without effect, because a rollout has one update"
 
 
 def main(args: Args) -> None:
@@ -337,9 +337,8 @@ def main(args: Args) -> None:
         each_PKG = torch.stack([*named_rewards.values(), penalties_PG], dim=1)  # K rewards
         each_KBG = distributed.gather_rows(each_PKG, positions).transpose(0, 1)
         tokens_BG = distributed.gather_rows(trained_counts(groups), positions)
-        advantages_BG = advantages(
-            args.advantage, total_BG, each_KBG, [*rewards.weights, 1.0], tokens_BG, args.pass_k
-        )
+        w_K = [*rewards.weights, args.missing_eos_penalty]
+        advantages_BG = advantages(args.advantage, total_BG, each_KBG, w_K, tokens_BG, args.pass_k)
 
         # ---- 3. pack: completions move to the ranks that train on them; fixed log-probs ----
         minibatches = pack_minibatches(

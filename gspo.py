@@ -11,7 +11,7 @@ an older policy:
     A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                      advantages()
     L     = mean_i [ -c_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i) ]          loss()
     s_i   = rho_i^(1/n_i)                      the geometric mean of the ratios of its n_i tokens
-    rho_i = pi(y_i) / pi_old(y_i)                      pi_old: the policy at the time of the rollout
+    rho_i = pi(y_i) / pi_old(y_i)                              pi_old: the policy before the updates
 
 `--loss` and `--preset` select another loss of this family (docs/gspo.md); grpo.py has the losses
 with the ratio of a token. Difference from the paper: truncated weights c_i = pi_old(y_i) /
@@ -54,7 +54,7 @@ from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-LOSSES = {  # flags of each --loss that not all others read
+LOSSES = {  # flags that only some losses read
     "gspo": ("clip_low", "clip_high", "dual_clip"),
     "sequence_clip": ("clip_low", "clip_high", "dual_clip"),
     "gmpo": ("clip_low", "clip_high"),
@@ -89,7 +89,7 @@ def clip_tokens(log_rho_T: Tensor, A_T: Tensor, low: float, high: float) -> Tens
     return torch.where(A_T < 0, log_rho_T.clamp(min=-low), log_rho_T.clamp(max=high))
 
 
-def completion_ratio(
+def completion_log_ratio(
     log_rho_T: Tensor, A_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, args: "Args"
 ) -> Tensor:
     """Return the log-ratio of each token's completion from those of its tokens. [T]."""
@@ -103,7 +103,7 @@ def completion_ratio(
 
 
 def policy_loss(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args") -> Tensor:
-    """Return the policy loss of each token. log_rho: `completion_ratio`; A: advantage."""
+    """Return the policy loss of each token. log_rho: `completion_log_ratio`; A: advantage."""
     rho_T = bounded_exp(log_rho_T)
     match args.loss:
         case "gspo" | "sequence_clip":
@@ -131,8 +131,8 @@ def policy_loss(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args"
 
 
 def is_stopped(token_log_rho_T: Tensor, log_rho_T: Tensor, A_T: Tensor, args: "Args") -> Tensor:
-    """Return which tokens have no policy gradient, because they or their completion have moved too
-    far from pi_old in the direction of their advantage. Bool [T]."""
+    """Return which tokens have no policy gradient, because the ratio of the token or of its
+    completion is beyond a bound. Bool [T]."""
     match args.loss:
         case "gspo" | "sequence_clip":
             return is_clipped(log_rho_T, A_T, args.clip_low, args.clip_high, args.dual_clip)
@@ -158,7 +158,7 @@ def loss(
     number of each token's completion."""
     token_log_rho_T = logprobs_T - old_logprobs_T
     A_T = advantages_T
-    log_rho_T = completion_ratio(token_log_rho_T, A_T, mask_T, sequence_ids_T, args)
+    log_rho_T = completion_log_ratio(token_log_rho_T, A_T, mask_T, sequence_ids_T, args)
     c_T = importance_weights(
         old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
     )
@@ -217,13 +217,13 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     dual_clip: NotNegative[float] = 0.0
     """gspo, sequence_clip: maximum loss if A < 0, in |A| (above 1, often 3); 0: off"""
     vespo_k_positive: NotNegative[float] = 2.0
-    """vespo, advantages >= 0: decay of the weight as the completion's ratio goes below 1"""
+    """vespo, advantages >= 0: exponent of the ratio; the weight is largest at k / lambda"""
     vespo_lambda_positive: NotNegative[float] = 3.0
-    """vespo, advantages >= 0: decay of the weight as the completion's ratio goes above 1"""
+    """vespo, advantages >= 0: rate of the decay of the weight above k / lambda"""
     vespo_k_negative: NotNegative[float] = 3.0
-    """vespo, advantages < 0: decay of the weight as the completion's ratio goes below 1"""
+    """vespo, advantages < 0: exponent of the ratio; the weight is largest at k / lambda"""
     vespo_lambda_negative: NotNegative[float] = 2.0
-    """vespo, advantages < 0: decay of the weight as the completion's ratio goes above 1"""
+    """vespo, advantages < 0: rate of the decay of the weight above k / lambda"""
     beta: NotNegative[float] = 0.0
     """weight of the KL penalty to the starting model in the loss; 0: no reference model"""
     kl_estimator: Literal["k2", "k3"] = "k3"
@@ -242,6 +242,9 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
         if self.loss in ("sequence_clip", "gmpo") and self.reduction != "sequence":
             problem = f"--loss {self.loss} has no version times the length; use sequence"
             raise ValueError(f"--reduction {self.reduction}: {problem}")
+        if (self.correction_reject or "").startswith("token_"):
+            flag = f"--correction_reject {self.correction_reject}"
+            raise ValueError(f"{flag}: a completion has one weight; use seq_mean or seq_max")
         if not (self.beta or self.log_kl):
             require_default(self, ("kl_estimator", "kl_clamp"), "with --beta 0")
 

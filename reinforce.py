@@ -10,7 +10,7 @@ subtracted, with those of the whole batch. At a token, the KL counts from this t
     R_t   = score_i - beta sum_{j >= t} KL_j                                            kl_to_come()
     A_t   = (R_t - mean(R)) / std(R)       over all trained tokens of the step     with_advantages()
     L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]     loss()
-    rho_t = pi(y_t) / pi_old(y_t)                pi_old: the policy at the time of the rollout
+    rho_t = pi(y_t) / pi_old(y_t)                        pi_old: the policy before the updates
 
 Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss.
 `--preset` has both and plain REINFORCE, -A log pi(y_t), as published; beta may follow the KL
@@ -190,7 +190,7 @@ def loss(
         kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
         loss_T = loss_T + beta * kl_T
         logged["kl"] = kl_T
-    if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
+    if args.entropy_coef:  # skipped at 0: the backward pass of the entropy reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
     w_T = mask_T / (tokens if args.reduction == "token" else sequences)
     return loss_T * w_T, logged

@@ -50,7 +50,7 @@ from common.model.own_teacher import OwnTeacher, load_own_teacher
 from common.model.policy import load_policy
 from common.model.student import Teacher
 from common.objectives.advantages import centre_groups, group_std
-from common.objectives.importance import bounded_exp, importance_weights
+from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
@@ -104,10 +104,19 @@ def loss(
     c_T = importance_weights(
         old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
     )
-    rho_T = bounded_exp(comparison.logprobs_T - old_logprobs_T)
+    log_rho_T = comparison.logprobs_T - old_logprobs_T
+    rho_T = bounded_exp(log_rho_T)
     clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
     policy_T = -torch.min(rho_T * advantages_T, clipped_T * advantages_T) * c_T
-    logged = {"ratio": rho_T.detach(), "sampling/weight": c_T, "policy_loss": policy_T.detach()}
+    logged = {
+        "ratio": rho_T.detach(),
+        "clip_ratio/region_mean": is_clipped(
+            log_rho_T.detach(), advantages_T, args.clip_low, args.clip_high
+        ),
+        "sampling/weight": c_T,
+        "sampling/kept_fraction": c_T > 0,
+        "policy_loss": policy_T.detach(),
+    }
     return share_T + args.policy_coef * policy_T * mask_T / tokens, logged
 
 
@@ -221,7 +230,7 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
     tokenizer = load_tokenizer(path, args)
-    context = context_length(path, args)
+    context = min(context_length(path, args), args.pack_tokens)  # room for the stub of `pair`
     prompts, held_out = load_prompts(args, tokenizer, context)
     encoder = Encoder(tokenizer, args)
     (column,) = prompt_columns(args, prompts.rows)

@@ -102,7 +102,7 @@ def policy_chart(script: ModuleType, name: str) -> dict:
         A_X, log_rho_X = torch.full_like(logprobs_X, A), logprobs_X - OLD
         if script is gspo:
             ids_X, mask_X = torch.arange(len(A_X)), torch.ones_like(A_X).bool()
-            log_rho_X = gspo.completion_ratio(log_rho_X, A_X, mask_X, ids_X, args)
+            log_rho_X = gspo.completion_log_ratio(log_rho_X, A_X, mask_X, ids_X, args)
         return script.policy_loss(log_rho_X, A_X, logprobs_X, args)
 
     logprobs = {"log-prob": rho_X.log() + OLD}

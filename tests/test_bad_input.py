@@ -298,7 +298,7 @@ FLAG_ERRORS = [
     (
         "distill",
         "--reward --draw difficulty",
-        "--draw difficulty has no effect without --reward or with --on_policy_fraction 0",
+        "--draw difficulty needs --reward",
     ),
     ("distill", "--reward_coef 1", "--reward_coef 1.0 has no effect with --estimator full"),
     ("distill", "--teacher_coef 2", "--teacher_coef 2.0 has no effect with --estimator full"),

@@ -197,7 +197,7 @@ def test_gmpo_of_one_token_is_clip_in_log_space(rows):
         leaf = new.clone().requires_grad_()
         log_rho = leaf - old
         if loss == "gmpo":
-            ratio = gspo.completion_ratio(log_rho, A, mask, ids, args)
+            ratio = gspo.completion_log_ratio(log_rho, A, mask, ids, args)
             value = gspo.policy_loss(ratio, A, leaf, args)
         else:
             value = grpo.policy_loss(log_rho, A, leaf, clip)
@@ -210,7 +210,7 @@ def test_completions_of_one_token_have_the_loss_of_clip(loss):
     new, old = torch.tensor([-0.5, -2.0, -1.0]).double(), torch.tensor([-1.0, -1.0, -1.1]).double()
     A, mask, ids = torch.tensor([1.0, -2.0, 0.5]).double(), torch.ones(3).bool(), torch.arange(3)
     args = flags(loss=loss, clip_low=0.2, clip_high=0.3)
-    ratio = gspo.completion_ratio(new - old, A, mask, ids, args)
+    ratio = gspo.completion_log_ratio(new - old, A, mask, ids, args)
     got = gspo.policy_loss(ratio, A, new, args)
     expected = grpo.policy_loss(new - old, A, new, grpo_flags(clip_low=0.2, clip_high=0.3))
     torch.testing.assert_close(got, expected)
@@ -258,7 +258,7 @@ def test_extreme_ratios_do_not_overflow(loss, advantage, log_ratio):
     A, mask, ids = torch.tensor([advantage]), torch.tensor([True]), torch.tensor([0])
     args = flags(**dict(loss=loss) | LOSSES[loss])
     log_rho = logprobs - (logprobs.detach() - log_ratio)
-    ratio = gspo.completion_ratio(log_rho, A, mask, ids, args)
+    ratio = gspo.completion_log_ratio(log_rho, A, mask, ids, args)
     value = gspo.policy_loss(ratio, A, logprobs, args)
     (slope,) = torch.autograd.grad(value.sum(), logprobs)
     assert value.isfinite().all() and slope.isfinite().all()

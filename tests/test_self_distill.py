@@ -70,7 +70,9 @@ def test_hint_is_feedback_or_a_column():
     rows = [dict(prompt="x", solution=None, _source="a:1"), dict(prompt="y", solution="1")]
     require_hints("solution", rows)
     require_hints("feedback", rows)
-    with pytest.raises(ValueError, match="^--hint x: no row has this column; the dataset has prom"):
+    with pytest.raises(
+        ValueError, match="^--hint x: no row has a value in this column; the dataset has prom"
+    ):
         require_hints("x", rows)
     with pytest.raises(ValueError, match="^--hint: there is none; name a column, sibling or"):
         require_hints(None, rows)
@@ -405,5 +407,5 @@ def test_default_run_without_a_hint_column_is_refused(main, small, tmp_path):
     rows = tmp_path / "a.jsonl"
     rows.write_text(json.dumps(dict(prompt="1+1=", answer="2")) + "\n")
     flags = (*small, "--dataset", rows, "--eval_every", 0, "--output_dir", tmp_path / "run")
-    with pytest.raises(ValueError, match="^--hint solution: no row has this column"):
+    with pytest.raises(ValueError, match="^--hint solution: no row has a value in this column"):
         main("self_distill", *flags, "--reward", "exact_match", "--hint", "solution")

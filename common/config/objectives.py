@@ -142,7 +142,7 @@ class RewardArgs:
     """target of the KL in nats, to which beta is adapted (per completion in rloo.py and ppo.py, per
     token in reinforce.py); 0: constant beta"""
     kl_horizon: Positive[int] = 10_000
-    """with --kl_target: number of completions in which beta grows or shrinks by at most a fifth
+    """with --kl_target: number of completions in which beta changes by a factor of at most exp(0.2)
     (arXiv:1909.08593)"""
     reward_scale: Positive[float] = 1.0
     """factor on the rewards"""

@@ -53,6 +53,8 @@ class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
             self.batch_invariant and self.rollout_ranks
         ):  # NCCL may hang: vLLM sets its protocol on rollout ranks only
             raise ValueError("--batch_invariant true needs --rollout_ranks 0")
+        if self.draw == "difficulty" and not self.reward:
+            raise ValueError("--draw difficulty needs --reward")
         if self.draw == "difficulty" and any(weights_of(self.dataset).values()):
             raise ValueError("--draw difficulty: --dataset must have no weights")
         return self

@@ -99,6 +99,7 @@ class ForeignTeacher(Teacher):
         readings = [self._reading(sample) for sample in samples]
         reasons = [reading for reading in readings if isinstance(reading, str)]
         meter.mean("unaligned", len(reasons), len(samples))
+        reasons = [*chain(*distributed.gather_objects(reasons))]  # of all ranks
         if reasons and not self.has_reported:
             distributed.say(f"--teacher {self.path}: a completion is left out: {reasons[0]}")
             self.has_reported = True

@@ -101,7 +101,7 @@ def off_policy_mask(
     sequence_ids_T: Tensor,
     threshold: float,
 ) -> Tensor:
-    """Mask completions with a negative advantage whose mean `log_ratio_T`, log(pi_engine / pi),
-    over trained tokens exceeds `threshold` (DeepSeek-V3.2, arXiv:2512.02556 Eq. 9). Bool [T], False
-    on masked tokens; without gradient."""
+    """Return which tokens to keep: not those of completions with a negative advantage whose mean
+    `log_ratio_T`, log(pi_engine / pi), over trained tokens exceeds `threshold` (DeepSeek-V3.2,
+    arXiv:2512.02556 Eq. 9). Bool [T], without gradient."""
     return ~((advantages_T < 0) & (sequence_mean(log_ratio_T, mask_T, sequence_ids_T) > threshold))

@@ -13,7 +13,7 @@ def require_hints(hint: str | None, rows: list[dict]) -> None:
         raise ValueError("--hint: there is none; name a column, sibling or feedback")
     if hint not in SAMPLED and not any(hint_of_row(row, hint) for row in rows):
         columns = ", ".join(column for column in rows[0] if not column.startswith("_"))
-        problem = f"no row has this column; the dataset has {columns}"
+        problem = f"no row has a value in this column; the dataset has {columns}"
         raise ValueError(f"--hint {hint}: {problem}")
 
 
