@@ -85,7 +85,7 @@ def advantages(
             return centred_BG
         case "group_ratio":  # MaxRL (arXiv:2602.02710): (r - mean) / mean, for rewards >= 0
             if (rewards_BG < 0).any():
-                raise ValueError("--advantage group_ratio: a reward is negative; shift rewards")
+                raise ValueError("--advantage group_ratio: a reward (or a penalty) is negative")
             return (centred_BG / (rewards_BG - centred_BG + 1e-6)).nan_to_num()
         case "group_mean_by_length":  # OPO (arXiv:2505.23585): the mean is weighted by length
             return centre_groups(rewards_BG, tokens_BG)

@@ -54,7 +54,13 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
-from common.rollout.hints import divide, hint_of_row, hinted_prompt, require_hints
+from common.rollout.hints import (
+    divide,
+    hint_of_row,
+    hinted_prompt,
+    require_hints,
+    say_if_unused,
+)
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts, prompt_columns
 from common.rollout.sampler import make_sampler, serve
@@ -137,7 +143,7 @@ class Args(DivergenceArgs, CorrectionArgs, ClipArgs, OnlineArgs):
     hint_template: str = r"{prompt}\n\nA hint:\n\n{hint}\n\nNow answer in your own words."
     """text of the teacher's prompt, with {prompt}, {hint}, columns of the row; \\n: line break"""
     success_reward: Real = 1.0
-    """sibling: smallest reward of a successful completion"""
+    """sibling: smallest first reward of a successful completion"""
     teacher: Literal["live", "start", "ema"] = "ema"
     """weights of the teacher. live: the policy's; start: those at the start of the run; ema: moving
     average of the policy's"""
@@ -214,9 +220,9 @@ def hinted_pairs(
             prompt = prompts.get(hint, [])
             size = len(prompt) + len(sample.completion_ids)
             fits = size <= context and size - 1 + sample.num_targets <= args.pack_tokens
-            meter.mean("hints/used", bool(prompt) and fits)
-            meter.mean("hints/too_long", bool(prompt) and not fits)
             pairs.append(pair(sample, prompt if fits else [], args.skip_first))
+            meter.mean("hints/used", any(pairs[-1][0].weights))
+            meter.mean("hints/too_long", bool(prompt) and not fits)
     return pairs
 
 
@@ -234,7 +240,7 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, context)
     encoder = Encoder(tokenizer, args)
     (column,) = prompt_columns(args, prompts.rows)
-    require_hints(args.hint, prompts.rows)
+    require_hints(args.hint, args.hint_template, prompts.rows)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
         frozen = [] if args.teacher == "live" else [path]
@@ -271,7 +277,9 @@ def main(args: Args) -> None:
         advantages_BG = distributed.gather_rows(advantages_PG, positions)
 
         # ---- 2. pack: each completion beside its copy after the hinted prompt, then apart ----
-        pairs = hinted_pairs(groups, rewards_PG, column, encoder, context, meter, args)
+        first_PG = rewards.first(named_rewards) if args.reward else rewards_PG
+        pairs = hinted_pairs(groups, first_PG, column, encoder, context, meter, args)
+        say_if_unused(pairs, step)
         G = args.samples_per_prompt
         places = [*chain(*(range(p * G, (p + 1) * G) for p in positions))]  # of the pairs
         packed = pack_minibatches(

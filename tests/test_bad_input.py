@@ -260,12 +260,12 @@ FLAG_ERRORS = [
         "--head_mass 0.3 has no effect with --divergence skewed_kl",
     ),
     ("distill", "--sft_coef 0.5", "--sft_coef 0.5 has no effect with --on_policy_fraction 1"),
-    ("distill", "--teacher a b", "--teacher a b: several need --teacher_column and"),
+    ("distill", "--teacher a b", "--teacher a b: several need --teacher_column"),
     (
         "distill",
         "--teacher a b --teacher_column x --teacher_logprobs stored --on_policy_fraction 0 --top_k "
         "2",
-        "--teacher a b: several need --teacher_column and --teacher_logprobs live",
+        "--teacher a b: several need --teacher_logprobs live",
     ),
     (
         "distill",

@@ -67,15 +67,18 @@ def test_hint_is_feedback_or_a_column():
     both[0].row |= dict(solution=12, shown=[dict(role="assistant", content="x")])
     for column, text in (("solution", "12"), ("shown", "x"), ("absent", "")):
         assert hints_of(both, [0.0, 1.0], Args(hint=column)) == [text] * 2
-    rows = [dict(prompt="x", solution=None, _source="a:1"), dict(prompt="y", solution="1")]
-    require_hints("solution", rows)
-    require_hints("feedback", rows)
+    rows = [
+        dict(prompt="x", solution=None, _source="a:1"),
+        dict(prompt="y", solution="1", _source="a:2"),
+    ]
+    require_hints("solution", "{prompt} {hint}", rows)
+    require_hints("feedback", "{prompt} {hint}", rows)
     with pytest.raises(
         ValueError, match="^--hint x: no row has a value in this column; the dataset has prom"
     ):
-        require_hints("x", rows)
+        require_hints("x", "{prompt} {hint}", rows)
     with pytest.raises(ValueError, match="^--hint: there is none; name a column, sibling or"):
-        require_hints(None, rows)
+        require_hints(None, "{prompt} {hint}", rows)
 
 
 def test_hint_enters_the_text_or_the_last_message_of_the_user():
@@ -409,3 +412,10 @@ def test_default_run_without_a_hint_column_is_refused(main, small, tmp_path):
     flags = (*small, "--dataset", rows, "--eval_every", 0, "--output_dir", tmp_path / "run")
     with pytest.raises(ValueError, match="^--hint solution: no row has a value in this column"):
         main("self_distill", *flags, "--reward", "exact_match", "--hint", "solution")
+
+
+def test_template_is_tried_on_every_row_at_the_start():
+    rows = [dict(_source="a:1", prompt="p", x="1"), dict(_source="a:2", prompt="p")]
+    require_hints("x", "{prompt} {hint}", rows)
+    with pytest.raises(ValueError, match="^a:2: --hint_template: no column x"):
+        require_hints("x", "{hint} {x}", rows)

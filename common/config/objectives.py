@@ -57,8 +57,10 @@ class CorrectionArgs:
             flags = [f"correction_{name}" for name in unused]
             require_default(self, flags, "with --correction none")
         if (self.correction_reject is None) != (self.correction_bound is None):
-            pair = f"{self.correction_reject} --correction_bound {self.correction_bound}"
-            raise ValueError(f"--correction_reject {pair}: set both or none")
+            raise ValueError("--correction_reject and --correction_bound: set both or none")
+        if self.correction_reject == "veto" and self.correction_bound >= 1:
+            bound = f"--correction_bound {self.correction_bound:g}"
+            raise ValueError(f"{bound}: a veto needs a bound below 1; ratios are near 1")
         return self
 
     @property

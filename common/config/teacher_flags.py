@@ -30,8 +30,8 @@ class TeacherArgs:
         if len(self.teacher) < 2:
             require_default(self, ("teacher_column",), "without several --teacher")
         elif self.teacher_column is None or self.teacher_logprobs == "stored":
-            needs = "--teacher_column and --teacher_logprobs live"
-            raise ValueError(f"--teacher {' '.join(self.teacher)}: several need {needs}")
+            need = "--teacher_logprobs live" if self.teacher_column else "--teacher_column"
+            raise ValueError(f"--teacher {' '.join(self.teacher)}: several need {need}")
         return self
 
 

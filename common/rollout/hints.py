@@ -1,20 +1,43 @@
 """Prompts with a hint for a teacher, and packs of completions after both prompts."""
 
+from collections.abc import Callable
+
 from common.data.encode import Encoder
 from common.data.messages import messages_field, text_field
 from common.data.packing import PackedBatch
+from common.data.sample import Completion
+from common.parallel import distributed
 
 SAMPLED = ("sibling", "feedback")  # hints that are no column
 
 
-def require_hints(hint: str | None, rows: list[dict]) -> None:
-    """Raise `ValueError` without `--hint`, or if it is a column without any value."""
+def require_hints(hint: str | None, template: str, rows: list[dict]) -> None:
+    """Raise `ValueError` without `--hint`, if it is a column without any value, or for a row that
+    `--hint_template` cannot use."""
     if hint is None:
         raise ValueError("--hint: there is none; name a column, sibling or feedback")
     if hint not in SAMPLED and not any(hint_of_row(row, hint) for row in rows):
         columns = ", ".join(column for column in rows[0] if not column.startswith("_"))
         problem = f"no row has a value in this column; the dataset has {columns}"
         raise ValueError(f"--hint {hint}: {problem}")
+    fill = hint_filler(template)
+    for row in rows:
+        fill(row | dict(prompt="", hint=""))
+
+
+def say_if_unused(pairs: list[list[Completion]], step: int) -> None:
+    """Print a line if no completion of any rank has a divergence in the first step. Collective."""
+    is_used = any(any(own.weights) for own, _ in pairs)
+    if step == 0 and not any(distributed.gather_objects(is_used)):
+        flags = "--hint, --success_reward, --skip_first, --pack_tokens"
+        distributed.say(f"no completion of the first rollout has a divergence; see {flags}")
+
+
+def hint_filler(template: str) -> Callable[[dict], str]:
+    """Return the function that fills `--hint_template` with a row, its prompt and a hint."""
+    from common.rollout.templates import template_filler
+
+    return template_filler("--hint_template", template.replace("\\n", "\n"))
 
 
 def hint_of_row(row: dict, column: str) -> str:
@@ -28,9 +51,7 @@ def hint_of_row(row: dict, column: str) -> str:
 def hinted_prompt(encoder: Encoder, row: dict, column: str, template: str, hint: str) -> list[int]:
     """Return the ids of a row's prompt in `column` with a hint. The filled `--hint_template` is its
     text, or that of its last message from the user."""
-    from common.rollout.templates import template_filler
-
-    fill = template_filler("--hint_template", template.replace("\\n", "\n"))
+    fill = hint_filler(template)
     messages = messages_field(row, column)
     if messages is None:
         text = fill(row | dict(prompt=text_field(row, column), hint=hint))

@@ -65,7 +65,7 @@ def with_pass_rates(rows: list[dict], file: str, bounds: tuple[float, float] | N
                 raise ValueError(f"two lines of {line['source']}")
             counts[line["source"]] = sum(solved), len(solved) - sum(solved)
     except (OSError, ValueError, KeyError) as error:
-        problem = f"no completions.jsonl of eval.py: {distributed.first_line(error)}"
+        problem = f"no completions.jsonl of eval.py ({distributed.first_line(error)})"
         raise ValueError(f"{flag}: {problem}") from error
     if missing := [row["_source"] for row in rows if row["_source"] not in counts]:
         what = f"{len(missing)} of {len(rows)} training rows are not in it, such as {missing[0]}"

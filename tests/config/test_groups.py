@@ -285,11 +285,11 @@ PERMUTED = [dataclass(type("Args", bases, {})) for bases in permutations(Args.__
         ),
         (
             dict(correction_reject="seq_mean_k3"),
-            "--correction_reject seq_mean_k3 --correction_bound None: set both or none",
+            "--correction_reject and --correction_bound: set both or none",
         ),
         (
             dict(correction_bound=0.1),
-            "--correction_reject None --correction_bound 0.1: set both or none",
+            "--correction_reject and --correction_bound: set both or none",
         ),
         (
             dict(correction_reject="veto", correction_bound=0),

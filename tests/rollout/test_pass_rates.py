@@ -80,14 +80,14 @@ def test_file_that_does_not_match_is_refused(device, tmp_path):
         return text.removeprefix(f"--pass_rates {file}: ")
 
     file = tmp_path / "completions.jsonl"
-    prefix = "no completions.jsonl of eval.py: "
+    prefix = "no completions.jsonl of eval.py ("
     assert refused(tmp_path / "none.jsonl").startswith(f"{prefix}[Errno 2] No such file")
     file.write_text('{"prompt": "1?"}\n')
     assert refused(file).startswith(prefix)
     written(file, {1: [1.0]}, source=3)
     assert refused(file).startswith(prefix)
     written(file, {1: [1.0], 2: [1.0]}, source="rows.jsonl:1")
-    assert refused(file) == f"{prefix}two lines of rows.jsonl:1"
+    assert refused(file) == f"{prefix}two lines of rows.jsonl:1)"
     written(file, {1: [1.0], 3: [0.0]})
     missing = "2 of 4 training rows are not in it, such as rows.jsonl:2"
     assert refused(file) == f"{missing}; run eval.py on this --dataset and --dataset_split"
