@@ -47,9 +47,10 @@ def rows(models: Path) -> Iterator[str]:
         ).groups()
         args_class = importlib.import_module(script).Args
         args = args_class(**read_yaml(args_class, str(file)), dry_run=f"{ranks}x{gigabytes}GB")
-        teacher, beta = getattr(args, "teacher", None), script != "dpo" and getattr(args, "beta", 0)
-        path, frozen = str(folders[args.model]), [str(folders[args.model])] if beta else []
-        frozen += [str(folders[teacher])] if teacher else []
+        path = str(folders[args.model])
+        beta = script != "dpo" and getattr(args, "beta", 0)
+        frozen = [path] if beta else []
+        frozen += [str(folders[teacher]) for teacher in getattr(args, "teacher", ())]
         args.reward = tuple(
             f"model:{folders[r]}" if r in folders else r for r in getattr(args, "reward", ())
         )

@@ -29,8 +29,8 @@ def row(**columns) -> dict:
     return dict(_source="train.jsonl:7", **columns)
 
 
-def passes(*arguments) -> float:
-    reward, _ = code_reward.passes(*arguments)
+def passes(*arguments, **limits) -> float:
+    reward, _ = code_reward.passes(*arguments, **limits)
     return reward
 
 

@@ -18,6 +18,7 @@ from common.model.score import score
 from common.parallel.distributed import RunError
 from common.rewards.processes import Pool
 from common.rewards.registry import BUILT_IN, load_reward
+from common.rewards.result import Result
 from common.rewards.total import Rewards
 from common.train.checkpoint import export_hf
 from tests.rewards.pools import StillClock
@@ -184,7 +185,7 @@ async def f(completions, row):
     monkeypatch.setattr(Pool, "map", lambda *arguments: results.extend(map(*arguments)) or results)
     total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), Meter())
     assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all()
-    assert results[1] == (None, "no answer within 2.1 s", True)
+    assert results[1] == Result(error="no answer within 2.1 s", timed_out=True)
 
 
 def test_async_group_function_returns_rewards(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from helpers import PATIENCE
 
 from common.rewards import worker
+from common.rewards.result import Result
 from common.rewards.worker import limit_memory, load, one_line
 from tests.rewards.pools import DO, USER_FILE, WAIT, errors, opened, watched
 
@@ -108,7 +109,7 @@ def test_exception_of_a_function_is_reported_on_one_line():
         ]  # fmt: skip
         for error, text in zip(errors(results), texts, strict=False):
             assert error.startswith(text) and "\n" not in error
-        assert results[-1] == (3, None, False) and not any(r.timed_out for r in results)
+        assert results[-1] == Result(3) and not any(r.timed_out for r in results)
         assert len({r.value for r in pool.map([("pid",)] * 3)}) == 1 and len(pool.processes) == 1
 
 
