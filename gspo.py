@@ -206,6 +206,7 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     advantage: Literal["group", "group_mean", "leave_one_out"] = "group"
     """advantage by reward r. group: (r - mean) / std of its group; group_mean: r - mean;
     leave_one_out: r - mean of the others"""
+    weights_completions = True
     correction: Literal["none", "sequence"] = "sequence"
     """importance weights of sampled completions. sequence: trainer / engine probability; none: no
     weights"""
@@ -242,9 +243,6 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
         if self.loss in ("sequence_clip", "gmpo") and self.reduction != "sequence":
             problem = f"--loss {self.loss} has no version times the length; use sequence"
             raise ValueError(f"--reduction {self.reduction}: {problem}")
-        if (self.correction_reject or "").startswith("token_"):
-            flag = f"--correction_reject {self.correction_reject}"
-            raise ValueError(f"{flag}: a completion has one weight; use seq_mean or seq_max")
         if not (self.beta or self.log_kl):
             require_default(self, ("kl_estimator", "kl_clamp"), "with --beta 0")
 

@@ -94,14 +94,10 @@ class Args(LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     clip_high: NotNegative[float] = 0.2
     """upper clip bound of a completion's importance ratio: 1 + clip_high"""
     beta: NotNegative[float] = 0.05
+    weights_completions = True
     correction: Literal["none", "sequence"] = "sequence"
     """importance weights of sampled completions. sequence: trainer / engine probability; none: no
     weights"""
-
-    def __post_init__(self) -> None:
-        if (self.correction_reject or "").startswith("token_"):
-            flag = f"--correction_reject {self.correction_reject}"
-            raise ValueError(f"{flag}: a completion has one weight; use seq_mean or seq_max")
 
 
 def main(args: Args) -> None:

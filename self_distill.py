@@ -22,6 +22,7 @@ Shapes: P prompts on this rank, B on all ranks, G completions of each, T packed 
 micro-batch, S tokens of the same completions after hinted prompts, D hidden size; x_T[t] describes
 targets_T[t]."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
@@ -56,9 +57,9 @@ from common.rewards.total import Rewards
 from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.hints import (
     divide,
+    hint_filler,
     hint_of_row,
     hinted_prompt,
-    require_hints,
     say_if_unused,
 )
 from common.rollout.measure import measure_groups, truncation_penalties
@@ -206,16 +207,15 @@ def pair(sample: Completion, prompt: list[int], skip_first: int) -> list[Complet
 
 
 def hinted_pairs(
-    groups: list[Group], rewards_PG: Tensor, column: str, encoder: Encoder, context: int,
-    meter: Meter, args: Args,
+    groups: list[Group], rewards_PG: Tensor, make_prompt: Callable[[dict, str], list[int]],
+    context: int, meter: Meter, args: Args,
 ) -> list[list[Completion]]:  # fmt: skip
     """Return the pair of every completion. Completions without a hint are counted, as are hinted
-    prompts that do not fit, which are dropped. `column`: the one with the prompt."""
+    prompts that do not fit, which are dropped. `make_prompt`: (row, hint) -> hinted prompt."""
     pairs = []
     for group, rewards_G in zip(groups, rewards_PG.tolist(), strict=True):
         hints = hints_of(group, rewards_G, args)
-        make = partial(hinted_prompt, encoder, group[0].row, column, args.hint_template)
-        prompts = {hint: make(hint) for hint in {*hints} - {""}}
+        prompts = {hint: make_prompt(group[0].row, hint) for hint in {*hints} - {""}}
         for sample, hint in zip(group, hints, strict=True):
             prompt = prompts.get(hint, [])
             size = len(prompt) + len(sample.completion_ids)
@@ -238,9 +238,9 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     context = min(context_length(path, args), args.pack_tokens)  # room for the stub of `pair`
     prompts, held_out = load_prompts(args, tokenizer, context)
-    encoder = Encoder(tokenizer, args)
     (column,) = prompt_columns(args, prompts.rows)
-    require_hints(args.hint, args.hint_template, prompts.rows)
+    fill = hint_filler(args.hint, args.hint_template, prompts.rows)
+    make_prompt = partial(hinted_prompt, Encoder(tokenizer, args), column, fill)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
         frozen = [] if args.teacher == "live" else [path]
@@ -278,7 +278,7 @@ def main(args: Args) -> None:
 
         # ---- 2. pack: each completion beside its copy after the hinted prompt, then apart ----
         first_PG = rewards.first(named_rewards) if args.reward else rewards_PG
-        pairs = hinted_pairs(groups, first_PG, column, encoder, context, meter, args)
+        pairs = hinted_pairs(groups, first_PG, make_prompt, context, meter, args)
         say_if_unused(pairs, step)
         G = args.samples_per_prompt
         places = [*chain(*(range(p * G, (p + 1) * G) for p in positions))]  # of the pairs

@@ -4,6 +4,7 @@ naive code, a moving teacher, and a gradient independent of ranks with exact res
 import copy
 import json
 import math
+from functools import partial
 
 import helpers
 import pytest
@@ -26,7 +27,7 @@ from common.model.hub import load_tokenizer
 from common.model.own_teacher import OwnTeacher, load_own_teacher
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.rollout.hints import divide, hinted_prompt, require_hints
+from common.rollout.hints import divide, hint_filler, hinted_prompt
 from self_distill import Args, advantages, aligned, hints_of, loss, pair
 
 SAME = (
@@ -71,31 +72,31 @@ def test_hint_is_feedback_or_a_column():
         dict(prompt="x", solution=None, _source="a:1"),
         dict(prompt="y", solution="1", _source="a:2"),
     ]
-    require_hints("solution", "{prompt} {hint}", rows)
-    require_hints("feedback", "{prompt} {hint}", rows)
+    hint_filler("solution", "{prompt} {hint}", rows)
+    hint_filler("feedback", "{prompt} {hint}", rows)
     with pytest.raises(
         ValueError, match="^--hint x: no row has a value in this column; the dataset has prom"
     ):
-        require_hints("x", "{prompt} {hint}", rows)
+        hint_filler("x", "{prompt} {hint}", rows)
     with pytest.raises(ValueError, match="^--hint: there is none; name a column, sibling or"):
-        require_hints(None, "{prompt} {hint}", rows)
+        hint_filler(None, "{prompt} {hint}", rows)
 
 
 def test_hint_enters_the_text_or_the_last_message_of_the_user():
     tokenizer = load_tokenizer(tiny_model())
     encoder = Encoder(tokenizer, Args())
-    template = "{hint};{level};{prompt}"
     row = dict(_source="a:1", level=3, prompt="1+1=")
-    ids = hinted_prompt(encoder, row, "prompt", template, "{2}")
+    fill = hint_filler("feedback", "{hint};{level};{prompt}", [row])
+    ids = hinted_prompt(encoder, "prompt", fill, row, "{2}")
     assert tokenizer.decode(ids) == "{2};3;1+1=" and row["prompt"] == "1+1="
     turns = [("user", "1+1="), ("assistant", "3"), ("user", "no"), ("assistant", "so")]
     row["prompt"] = [dict(role=role, content=text) for role, text in turns]
     changed = [*row["prompt"][:2], dict(role="user", content="2;3;no"), row["prompt"][3]]
     expected = encoder.prompt(row | dict(prompt=changed), ("prompt",))
-    assert hinted_prompt(encoder, row, "prompt", template, "2") == expected
+    assert hinted_prompt(encoder, "prompt", fill, row, "2") == expected
     with pytest.raises(ValueError, match="a:1: --hint needs a prompt with a message from the user"):
         system = dict(_source="a:1", level=3, prompt=[dict(role="system", content="x")])
-        hinted_prompt(encoder, system, "prompt", template, "2")
+        hinted_prompt(encoder, "prompt", fill, system, "2")
 
 
 # ---- pairs ----
@@ -123,13 +124,16 @@ def test_hinted_prompt_that_does_not_fit_is_dropped_and_counted(device):
         sample = completion(tokenizer("1+1=")["input_ids"], [5, 6])
         sample.row = dict(prompt="1+1=", answer=hint, _source="a:1")
         groups.append([sample])
-    encoder, meter = Encoder(tokenizer, args), Meter()
+    meter = Meter()
     rewards_PG = torch.zeros(3, 1)
-    pairs = self_distill.hinted_pairs(groups, rewards_PG, "prompt", encoder, 99, meter, args)
+    rows = [group[0].row for group in groups]
+    fill = hint_filler(args.hint, args.hint_template, rows)
+    make_prompt = partial(hinted_prompt, Encoder(tokenizer, args), "prompt", fill)
+    pairs = self_distill.hinted_pairs(groups, rewards_PG, make_prompt, 99, meter, args)
     assert [any(own.weights) for own, _ in pairs] == [True, False, False]
     assert sum(sample.num_targets for sample in pairs[0]) == args.pack_tokens
     assert meter.reduce() == pytest.approx({"hints/used": 1 / 3, "hints/too_long": 1 / 3})
-    pairs = self_distill.hinted_pairs(groups, rewards_PG, "prompt", encoder, 15, Meter(), args)
+    pairs = self_distill.hinted_pairs(groups, rewards_PG, make_prompt, 15, Meter(), args)
     assert not any(any(own.weights) for own, _ in pairs)
 
 
@@ -416,6 +420,6 @@ def test_default_run_without_a_hint_column_is_refused(main, small, tmp_path):
 
 def test_template_is_tried_on_every_row_at_the_start():
     rows = [dict(_source="a:1", prompt="p", x="1"), dict(_source="a:2", prompt="p")]
-    require_hints("x", "{prompt} {hint}", rows)
+    hint_filler("x", "{prompt} {hint}", rows)
     with pytest.raises(ValueError, match="^a:2: --hint_template: no column x"):
-        require_hints("x", "{hint} {x}", rows)
+        hint_filler("x", "{hint} {x}", rows)

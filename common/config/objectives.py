@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class CorrectionArgs:
     """Importance weights for samples of the engine"""
 
+    weights_completions = False  # whether a completion always has one weight
     correction: Literal["none", "token", "sequence"] = "token"
     """importance weights: trainer probability / engine probability of the sampled tokens. token:
     one weight per token; sequence: one per completion; none: off"""
@@ -58,6 +59,9 @@ class CorrectionArgs:
             require_default(self, flags, "with --correction none")
         if (self.correction_reject is None) != (self.correction_bound is None):
             raise ValueError("--correction_reject and --correction_bound: set both or none")
+        if self.weights_completions and (self.correction_reject or "").startswith("token_"):
+            flag = f"--correction_reject {self.correction_reject}"
+            raise ValueError(f"{flag}: a completion has one weight; use seq_mean or seq_max")
         if self.correction_reject == "veto" and self.correction_bound >= 1:
             bound = f"--correction_bound {self.correction_bound:g}"
             raise ValueError(f"{bound}: a veto needs a bound below 1; ratios are near 1")

@@ -96,7 +96,7 @@ class ForeignTeacher(Teacher):
         """Return the completions with the streams of `Spans`. One that has no spans is masked, and
         counted in the metric `unaligned`. Collective."""
         samples = [*chain(*groups)]
-        readings = [self._reading(sample) for sample in samples]
+        readings = [*chain(*map(self._readings, groups))]
         reasons = [reading for reading in readings if isinstance(reading, str)]
         meter.mean("unaligned", len(reasons), len(samples))
         reasons = [*chain(*distributed.gather_objects(reasons))]  # of all ranks
@@ -114,8 +114,16 @@ class ForeignTeacher(Teacher):
         """Return the log-probs of the spans for a student's `distill`."""
         return Spans(mb.span_starts_T, mb.teacher_shares_T)
 
-    def _reading(self, sample: Completion) -> Reading | str:
-        """Return the completion in the teacher's tokens, or why it has no spans."""
+    def _readings(self, group: Group) -> list[Reading | str]:
+        """Return the reading of each completion of a prompt."""
+        if not group:
+            return []
+        prompt = self.encoder.prompt(group[0].row, (self.column,))
+        return [self._reading(sample, prompt) for sample in group]
+
+    def _reading(self, sample: Completion, prompt: list[int]) -> Reading | str:
+        """Return the completion in the teacher's tokens after the `prompt` in these, or why it has
+        no spans."""
         ids = sample.completion_ids
         has_end = ids[-1] in self.student_ends
         pieces = [self.student_bytes.get(i) for i in (ids[:-1] if has_end else ids)]
@@ -132,7 +140,6 @@ class ForeignTeacher(Teacher):
         own_pieces = [self.bytes_of.get(i) for i in own_ids]
         if None in own_pieces or b"".join(own_pieces) != text.encode():
             return "the tokens of the teacher have another text"
-        prompt = self.encoder.prompt(sample.row, (self.column,))
         own = prompt + own_ids + end_ids
         if len(own) > self.longest:
             return f"it has {len(own)} tokens, more than the context of {self.longest}"

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from common.config.groups import TrainArgs
-from common.model.packable import language_model_on_meta
-from common.model.policy import load
+from common.model.policy import load_policy
 from common.model.student import Student, Teacher
 
 
@@ -24,6 +23,7 @@ def load_own_teacher(policy: OwnTeacher, args: TrainArgs, device: torch.device) 
         from common.model.lora import StartingModel
 
         return StartingModel(policy)
-    dtype = torch.float32 if args.teacher == "ema" else policy.compute_dtype
-    hf = language_model_on_meta(policy.path, "--teacher", dtype)
-    return load(Teacher(hf, policy.path), "--teacher", args, device, trainable=False)
+    moves = args.teacher == "ema"
+    return load_policy(
+        policy.path, args, device, trainable=False, flag="--teacher", kind=Teacher, moves=moves
+    )

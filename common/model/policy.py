@@ -140,28 +140,27 @@ def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
-def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch.dtype:
-    """Return the dtype of the shards: float32 for weights that are trained or that follow these
-    (`--reference_sync`). Frozen weights, also under adapters, have the compute dtype: FSDP casts to
-    it before every forward, so that the numbers are the same in fewer bytes."""
-    changes = (trainable or args.reference_sync > 0) and not args.lora_rank
-    return torch.float32 if changes else compute_dtype(args, device)
+def master_dtype(args: BaseArgs, device: torch.device, changes: bool) -> torch.dtype:
+    """Return the dtype of the shards: float32 for weights that change. Frozen weights, also under
+    adapters, have the compute dtype: FSDP casts to it before every forward, so that the numbers are
+    the same in fewer bytes."""
+    return torch.float32 if changes and not args.lora_rank else compute_dtype(args, device)
 
 
 def load_policy(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model",
-    kind: type[Policy] = Policy,
+    kind: type[Policy] = Policy, moves: bool = False,
 ) -> Policy:  # fmt: skip
     """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype`
     compute, float32 reduction. With `--lora_rank` only adapters are trained (lora.py).
 
     The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives
-    a frozen reference in the compute dtype. Dropout is off: the log-probs of a sample must not
-    depend on when they are computed. On device meta the model is neither sharded nor filled. `flag`
-    stands in errors; `kind` is the class of the result. Raises `ValueError` for a model that would
-    not be computed exactly, or that does not fit."""
+    a frozen reference in the compute dtype, or in float32 if it `moves` (ema.py). Dropout is off:
+    the log-probs of a sample must not depend on when they are computed. On device meta the model is
+    neither sharded nor filled. `flag` stands in errors; `kind` is the class of the result. Raises
+    `ValueError` for a model that would not be computed exactly, or that does not fit."""
     label = f"{flag} {path}"
-    hf = language_model_on_meta(path, label, master_dtype(args, device, trainable))
+    hf = language_model_on_meta(path, label, master_dtype(args, device, trainable or moves))
     return load(kind(hf, path), label, args, device, trainable)
 
 
@@ -174,7 +173,8 @@ def load_reference(
     if path is not None:
         return load_policy(path, args, device, trainable=False, flag="--reference_model")
     if not args.lora_rank:
-        return load_policy(policy.path, args, device, trainable=False)
+        moves = args.reference_sync > 0
+        return load_policy(policy.path, args, device, trainable=False, moves=moves)
     from common.model.lora import StartingModel
 
     return StartingModel(policy)

@@ -129,18 +129,20 @@ def load_teachers(
     by_teacher([[Sample([], [], row=row)] for row in rows], folders, args.teacher_column)
     teachers = {}
     for name, path in folders.items():
-        own_tokenizer = load_tokenizer(path, flag="--teacher")
         if args.teacher_logprobs == "stored":
             from common.model.teacher import StoredTeacher
 
             folder = Path(args.output_dir) / "teacher_logprobs"
             shared = shared_vocabulary(policy.path, path)
             teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, device)
-        elif own_tokenizer.get_vocab() == tokenizer.get_vocab():
-            teachers[name] = load(path)
-        else:
-            from common.model.foreign_teacher import ForeignTeacher
+            continue
+        if args.estimator == "sampled":  # else `find_teachers` has required the same tokens
+            own_tokenizer = load_tokenizer(path, flag="--teacher")
+            if own_tokenizer.get_vocab() != tokenizer.get_vocab():
+                from common.model.foreign_teacher import ForeignTeacher
 
-            teachers[name] = load(path, ForeignTeacher)
-            teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
+                teachers[name] = load(path, ForeignTeacher)
+                teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
+                continue
+        teachers[name] = load(path)
     return teachers

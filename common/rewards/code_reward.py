@@ -30,9 +30,8 @@ def passes(
 
     Raises `ValueError` naming the row if the tests are malformed or cannot run with any program.
     """
-    tests = sorted(parse_tests(row), key=lambda test: not isinstance(test, StdinTest))
     with closing(results(completion, row, limits, unsafe)) as verdicts:
-        failed = next((t for t, passed in zip(tests, verdicts, strict=False) if not passed), None)
+        failed = next((test for test, passed in verdicts if not passed), None)
     return (1.0, {}) if failed is None else (0.0, dict(feedback=f"it fails {failed}"))
 
 
@@ -41,14 +40,14 @@ def fraction(
 ) -> float:
     """Return the fraction of the tests of `row` that the program in `completion` passes. Raises as
     `passes` does."""
-    verdicts = list(results(completion, row, limits, unsafe))
+    verdicts = [passed for _, passed in results(completion, row, limits, unsafe)]
     return sum(verdicts) / len(verdicts)
 
 
 def results(
     completion: str, row: dict, limits: Limits | None, unsafe: bool
-) -> Generator[bool, None, None]:
-    """Yield whether each test passes: tests of stdin first, then the others, which share one
+) -> Generator[tuple[Test, bool], None, None]:
+    """Yield each test and whether it passes: tests of stdin first, then the others, which share one
     process. All share the program's time, and fail once it is used up."""
     limits = limits or Limits()
     tests = parse_tests(row)
@@ -58,21 +57,21 @@ def results(
         if not isinstance(test, StdinTest):
             calls.append(test)
         elif limits.seconds <= 0:
-            yield False
+            yield test, False
         else:
             outcome = run_program(source, test.input, with_room(limits, [test]), unsafe)
             limits = replace(limits, seconds=limits.seconds - outcome.seconds)
-            yield outcome.status == "ok" and same_output(outcome.stdout, test.output)
+            yield test, outcome.status == "ok" and same_output(outcome.stdout, test.output)
     if limits.seconds > 0:
         yield from call_results(source, calls, row, limits, unsafe)
     else:
-        yield from (False for _ in calls)
+        yield from ((test, False) for test in calls)
 
 
 def call_results(
     source: str, tests: list[CallTest | AssertTest], row: dict, limits: Limits, unsafe: bool
-) -> Iterator[bool]:
-    """Yield whether each test passes in one process that runs `source`."""
+) -> Iterator[tuple[Test, bool]]:
+    """Yield each test and whether it passes in one process that runs `source`."""
     if not tests:
         return
     with ExitStack() as stack:
@@ -82,16 +81,16 @@ def call_results(
         try:
             program = stack.enter_context(Program(source, with_room(limits, tests), unsafe))
         except ProgramError:  # the source does not run
-            yield from (False for _ in tests)
+            yield from ((test, False) for test in tests)
             return
         if judge:
             judge.child.deadline = program.child.deadline
             judge.child.beside = program.child
         for test in tests:
             if isinstance(test, CallTest):
-                yield check_call(program, test)
+                yield test, check_call(program, test)
             else:
-                yield check_assert(program, judge, test, row)
+                yield test, check_assert(program, judge, test, row)
 
 
 def start_judge(stack: ExitStack, limits: Limits, unsafe: bool) -> Program:

@@ -11,18 +11,22 @@ from common.parallel import distributed
 SAMPLED = ("sibling", "feedback")  # hints that are no column
 
 
-def require_hints(hint: str | None, template: str, rows: list[dict]) -> None:
-    """Raise `ValueError` without `--hint`, if it is a column without any value, or for a row that
-    `--hint_template` cannot use."""
+def hint_filler(hint: str | None, template: str, rows: list[dict]) -> Callable[[dict], str]:
+    """Return the function that fills `--hint_template` with a row, its prompt and a hint. Raises
+    `ValueError` without `--hint`, if it is a column without any value, or for one of `rows` that
+    the template cannot use."""
+    from common.rollout.templates import template_filler
+
     if hint is None:
         raise ValueError("--hint: there is none; name a column, sibling or feedback")
     if hint not in SAMPLED and not any(hint_of_row(row, hint) for row in rows):
         columns = ", ".join(column for column in rows[0] if not column.startswith("_"))
         problem = f"no row has a value in this column; the dataset has {columns}"
         raise ValueError(f"--hint {hint}: {problem}")
-    fill = hint_filler(template)
+    fill = template_filler("--hint_template", template.replace("\\n", "\n"))
     for row in rows:
         fill(row | dict(prompt="", hint=""))
+    return fill
 
 
 def say_if_unused(pairs: list[list[Completion]], step: int) -> None:
@@ -33,13 +37,6 @@ def say_if_unused(pairs: list[list[Completion]], step: int) -> None:
         distributed.say(f"no completion of the first rollout has a divergence; see {flags}")
 
 
-def hint_filler(template: str) -> Callable[[dict], str]:
-    """Return the function that fills `--hint_template` with a row, its prompt and a hint."""
-    from common.rollout.templates import template_filler
-
-    return template_filler("--hint_template", template.replace("\\n", "\n"))
-
-
 def hint_of_row(row: dict, column: str) -> str:
     """Return the text of a column; of messages, their contents; "" without a value."""
     messages = messages_field(row, column)
@@ -48,10 +45,11 @@ def hint_of_row(row: dict, column: str) -> str:
     return "" if row.get(column) is None else str(row[column])
 
 
-def hinted_prompt(encoder: Encoder, row: dict, column: str, template: str, hint: str) -> list[int]:
-    """Return the ids of a row's prompt in `column` with a hint. The filled `--hint_template` is its
-    text, or that of its last message from the user."""
-    fill = hint_filler(template)
+def hinted_prompt(
+    encoder: Encoder, column: str, fill: Callable[[dict], str], row: dict, hint: str
+) -> list[int]:
+    """Return the ids of a row's prompt in `column` with a hint. The template that `fill` fills is
+    its text, or that of its last message from the user."""
     messages = messages_field(row, column)
     if messages is None:
         text = fill(row | dict(prompt=text_field(row, column), hint=hint))

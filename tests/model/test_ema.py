@@ -5,7 +5,7 @@ import torch
 
 from common.config.parse import parse
 from common.model.ema import move_towards
-from common.model.policy import load_policy
+from common.model.policy import load_policy, load_reference
 from common.model.tiny import tiny_model
 
 
@@ -21,7 +21,7 @@ def models(device):
     flags = "--reference_sync 1 --reference_logprobs online --dtype bfloat16".split()
     args = parse(dpo.Args, flags)
     policy = load_policy(tiny_model(), args, device)
-    frozen = load_policy(tiny_model(), args, device, trainable=False)
+    frozen = load_reference(policy, args, device)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.02).add_(1e-3)
