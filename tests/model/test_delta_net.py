@@ -174,8 +174,9 @@ def test_other_recurrences_are_refused(tmp_path, device):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_next"], indirect=True)
 def test_compiled_blocks_have_the_same_numbers(path, device):
-    """Forward and backward, of packs of other lengths too."""
+    """Forward and backward, of packs of other lengths too. A delta net and experts."""
     plain = load_policy(path, SHORT, device)
     with torch.compiler.set_stance("force_eager"):
         policy = load_policy(path, replace(SHORT, compile=True), device)

@@ -74,7 +74,7 @@ def test_turn_ends_at_the_token_that_completes_a_string(name):
     lie between, or tokens come several at a time."""
     tokenizer, rng, silent_ids = TOKENIZERS[name](), random.Random(0), {0}
     ends = []
-    for _ in range(300):
+    for _ in range(100):
         turn: list[int] = []
         for _ in range(rng.randrange(12)):
             ids = tokenizer(rng.choice(SEEN), add_special_tokens=False)["input_ids"]
@@ -92,7 +92,7 @@ def test_turn_ends_at_the_token_that_completes_a_string(name):
         expected = naive_end(tokenizer, turn, strings, silent_ids)
         assert (end and end - start) == expected
         ends.append(expected)
-    assert 30 < sum(end is not None for end in ends) < 280
+    assert 10 < sum(end is not None for end in ends) < 95
 
 
 def test_text_ends_before_the_string():
