@@ -152,7 +152,7 @@ def sample_offline(
         [math.nan if c["reward"] is None else c["reward"] for c in line["completions"]]
         for line in lines
     ]
-    groups = samples_to_train_on(lines, prompts, tokenizer, episodes=args.environment is not None)
+    groups = samples_to_train_on(lines, prompts, tokenizer, episodes=args.has_turns)
     return groups, torch.tensor(scores, dtype=torch.float64)
 
 

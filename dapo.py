@@ -274,7 +274,7 @@ def masked(group: Group, rewards_G: Tensor, args: Args) -> Group:
         return is_dropped or (args.mask_truncated and sample.finish_reason == "length")
 
     return [
-        replace(sample, loss_mask=[False] * len(sample.loss_mask))
+        replace(sample, loss_mask=[False] * len(sample.loss_mask), branches=[])
         if is_masked(sample, reward)
         else sample
         for sample, reward in zip(group, rewards_G.tolist(), strict=True)

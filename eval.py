@@ -19,7 +19,6 @@ import json
 import math
 import re
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,7 @@ from common.config.parse import parse
 from common.config.truncation_flags import TruncationArgs
 from common.data import durable
 from common.data.encode import Encoder
-from common.data.packing import pack_minibatches, positions_of_share, sent_values
 from common.data.rows import rows_of_split
-from common.data.sample import Group
 from common.evaluate import checkpoint_curve
 from common.evaluate.estimators import (
     final_answer,
@@ -44,12 +41,13 @@ from common.evaluate.estimators import (
     pass_at_k,
     wins,
 )
+from common.evaluate.judged import scores_of_outputs
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.policy import Policy, load_policy
-from common.model.score import require_context
+from common.model.likelihood import log_likelihoods
+from common.model.policy import load_policy
 from common.parallel import distributed
 from common.parallel.console import visible
-from common.rewards.reward_model import RewardModel
+from common.rewards.models import load_model, path_of
 from common.rewards.total import Rewards
 from common.rollout import completions_file
 from common.rollout.engine import Engine
@@ -90,8 +88,8 @@ class Args(TruncationArgs, SamplingArgs):
     against: MayChange[str | None] = None
     """opponent for a win rate: another model, or a .jsonl file of its completions"""
     reward_model: MayChange[str | None] = None
-    """reward model whose mean score is reported and which judges the win rate; default judge:
-    `reward`"""
+    """reward model whose mean score is reported and which judges the win rate, or a chat model as
+    judge:PATH or, of pairs, rank:PATH; default judge: `reward`"""
     perplexity_model: MayChange[str | None] = None
     """language model under which the perplexity of the completions is reported"""
     bootstrap_samples: MayChange[Positive[int]] = 1000
@@ -155,22 +153,6 @@ def measure(args: Args, lines: list[dict]) -> dict:
     out["mean_length"] = mean_of(lambda c: sum(c["sampled"]), everything)
     out["mean_turns"] = mean_of(lambda c: c["turns"], everything)
     return out
-
-
-@torch.no_grad()
-def log_likelihoods(
-    model: Policy, groups: list[Group], pack_tokens: int, share_prefix: int, device: torch.device
-) -> list[tuple[float, int]]:
-    """Return the model's log-prob of each completion, in nats, and its number of tokens.
-    Collective.
-
-    Raises `ValueError` for a sequence that is longer than the model's context."""
-    samples = list(chain(*groups))
-    require_context(model, max((len(sample.ids) for sample in samples), default=0))
-    positions = positions_of_share(len(groups))
-    (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, device, share_prefix)
-    logps = sent_values(packs, (mb.sequence_sums(model(mb, temperature=1.0)[0]) for mb in packs))
-    return [(logp, sum(s.loss_mask)) for logp, s in zip(logps, samples, strict=True)]
 
 
 def shown_ks(args: Args, overall: dict) -> list[int]:
@@ -249,13 +231,13 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     rewards = Rewards(args, prompts.rows, tokenizer, device)
     folders = {}
     files = {}
-    episodes = args.environment is not None
-    named = dict(against=args.against, completions=args.completions, reward_model=args.reward_model)
-    named["perplexity_model"] = args.perplexity_model
+    has_turn_rewards = args.environment is not None
+    named = dict(against=args.against, completions=args.completions)
+    named |= dict(reward_model=path_of(args.reward_model), perplexity_model=args.perplexity_model)
     for flag, name in ((flag, name) for flag, name in named.items() if name is not None):
         if flag == "completions" or (flag == "against" and name.endswith(".jsonl")):
             read = completions_file.read_completions(
-                f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes
+                f"--{flag}", Path(name), prompts, tokenizer, episodes=has_turn_rewards
             )
             files["model" if flag == "completions" else flag] = read
         else:
@@ -287,13 +269,13 @@ def answers(
             samples_per_prompt=args.samples_per_prompt,
             temperature=args.temperature,
         )
-        generate = partial(
-            completions_file.greedy_and_sampled, Episodes(engine, args, task.tokenizer), **counts
-        )
+        episodes = Episodes(engine, args, task.tokenizer)
+        generate = partial(completions_file.greedy_and_sampled, episodes, **counts)
         lines = completions_file.sample_completions(
             file, lines, task.prompts, generate, task.rewards, batch_size=args.prompts_per_batch,
             seed=args.seed, greedy=args.greedy,
         )  # fmt: skip
+        episodes.close()
         engine.sleep()  # frees memory for the judges
     return lines, engine
 
@@ -322,11 +304,11 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
     results = dict(model=model, dataset=" ".join(args.dataset), overall=overall, domains=domains)
     judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in outputs]
     if "reward_model" in folders:
-        judge = RewardModel(
-            "--reward_model", folders["reward_model"], args, task.prompts.rows, task.tokenizer,
+        judge = load_model(
+            "--reward_model", args.reward_model, args, task.prompts.rows, task.tokenizer,
             task.device,
         )  # fmt: skip
-        judged = [score_lines(lines, judge.scores) for lines in outputs]
+        judged = scores_of_outputs(judge, outputs, score_lines)
         for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
             results[name] = interval(
                 [sum(group) for group in scores], [len(group) for group in scores]

@@ -323,8 +323,8 @@ def main(args: Args) -> None:
         )
         scores_PG = shaped_PG + truncation_penalties(groups, args.missing_eos_penalty)
         scores_BG = distributed.gather_rows(scores_PG, positions)
-        if args.environment is not None:
-            for sample in chain(*groups):
+        if args.has_turns:
+            for sample in chain(*(sample.sequences for sample in chain(*groups))):
                 sample.streams["turn_rewards"] = sample.rewards_before_last_turn()
         minibatches = pack_minibatches(
             groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix

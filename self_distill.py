@@ -130,6 +130,7 @@ def loss(
 @dataclass
 class Args(DivergenceArgs, CorrectionArgs, ClipArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(reward="exact_match", hint="sibling")
+    packs_branches = False  # no flag: pairs have two sequences
     teacher_logprobs = "live"  # no flag: predicted memory has a comparison
     samples_per_prompt: Positive[int] = 8
     reward: Several[str] = ()

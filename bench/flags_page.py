@@ -52,7 +52,7 @@ GROUPS = [
 # Pages that explain a flag, the first one first, where no heading has the flag and more than three
 # scripts have it.
 PAGES = (
-    "sft lora corrections grpo multinode scaling recipes rewards environments data memory "
+    "sft lora corrections grpo multinode scaling recipes rewards environments agents data memory "
     "asynchronous trace "
     "troubleshooting"
 )
@@ -61,10 +61,13 @@ EXPLAINED = {
     "temperature": "grpo.md#details",
     "engine": "grpo.md#details",
     "compile": "gpu.md",
+    "judge_prompt": "judges.md#the-question",
 }
 EXPLAINED |= dict.fromkeys(
     ("environment", "environment_timeout", "max_turns", "max_new_tokens"), "environments.md"
 )
+EXPLAINED |= dict.fromkeys(("agent", "agent_timeout"), "agents.md")
+EXPLAINED |= dict.fromkeys(("tools", "tool_parser", "max_tool_output"), "tools.md")
 EXPLAINED |= dict.fromkeys(("top_p", "top_k", "min_p"), "eval.md#sampling-as-a-model-card-asks")
 NAMES = {str: "text", int: "integer", float: "number", bool: "true, false"}
 WORDS = {"None": "", "True": "true", "False": "false"}

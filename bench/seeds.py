@@ -7,6 +7,8 @@ online scripts.
     python bench/seeds.py ppo           # configs/demo_ppo.yaml
     python bench/seeds.py lora          # configs/demo_grpo.yaml with adapters
     python bench/seeds.py calculator    # configs/calculator_sft.yaml, then calculator_grpo.yaml
+    python bench/seeds.py tool_python   # configs/tool_python_sft.yaml, then tool_python_grpo.yaml;
+                                        # the seeds have one start
     torchrun --nproc_per_node 2 rm.py --config configs/demo_rm.yaml      # a reward model
     python bench/seeds.py reward_model    # online_dpo.py, bok.py, ppo.py; two with little or no KL
 
@@ -63,6 +65,13 @@ def launch(folder: Path, script: str, *flags: str, root: Path = ROOT) -> float:
         )  # fmt: skip
         kept.write_text(f"{time.time() - start:.1f}")
     return float(kept.read_text())
+
+
+def imitate(task: str, seed: int, *flags: str) -> tuple[Path, float]:
+    """Run configs/<task>_sft.yaml. Return its folder and its seconds."""
+    folder = ROOT / "runs/seeds" / f"{task}_sft.py_{seed}"
+    config = f"configs/{task}_sft.yaml"
+    return folder, launch(folder, "sft.py", "--config", config, "--seed", str(seed), *flags)
 
 
 def draw_both_scores(runs: dict[str, list[Path]], picture: Path) -> None:
@@ -146,7 +155,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "what", choices=["presets", "rloo", "ppo", "lora", "reward_model", "calculator"]
+        "what",
+        choices=["presets", "rloo", "ppo", "lora", "reward_model", "calculator", "tool_python"],
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="default: docs/<what>_seeds.png")
@@ -169,6 +179,7 @@ def main() -> None:
             )
         },
         "calculator": {"grpo.py": ("grpo.py", "--config", "configs/calculator_grpo.yaml")},
+        "tool_python": {"grpo.py": ("grpo.py", "--config", "configs/tool_python_grpo.yaml")},
         "reward_model": {
             "online_dpo.py": ("online_dpo.py", "--config", "configs/demo_online_dpo.yaml"),
             "bok.py": ("bok.py", "--config", "configs/demo_bok.yaml"),
@@ -191,10 +202,11 @@ def main() -> None:
             folder = ROOT / "runs/seeds" / f"{options.what}_{name.replace(' ', '_')}_{seed}"
             seconds = 0.0
             if options.what == "calculator":
-                start = folder.with_name(f"calculator_sft.py_{seed}")
-                seconds = launch(
-                    start, "sft.py", "--config", "configs/calculator_sft.yaml", "--seed", str(seed)
-                )
+                start, seconds = imitate("calculator", seed)
+                command = (*command, "--model", str(start / "hf"))
+            if options.what == "tool_python":  # one start for all seeds
+                copying, _ = imitate("calculator", 0)
+                start, seconds = imitate("tool_python", 0, "--model", str(copying / "hf"))
                 command = (*command, "--model", str(start / "hf"))
             seconds += launch(folder, *command, "--seed", str(seed))
             lines = read_metrics(folder / "metrics.jsonl")

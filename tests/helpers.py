@@ -335,3 +335,17 @@ def assert_resumes_exactly(
         for run in (folder, again)
     ]
     assert same[0] == same[1] and [line["step"] for line in same[1]] == list(range(1, finished + 1))
+
+
+@contextlib.contextmanager
+def short_turns(engine):
+    """Return a model of which any lower-case letter ends a turn; the untrained model hardly ever
+    ends one."""
+    eos_ids = engine.eos_ids
+    engine.eos_ids = eos_ids + [
+        engine.tokenizer.convert_tokens_to_ids(c) for c in "abcdefghijklmnopqrstuvwxyz"
+    ]
+    try:
+        yield
+    finally:
+        engine.eos_ids = eos_ids

@@ -14,6 +14,7 @@ LAYERS = [
     "data",
     "model metrics",
     "rewards",
+    "tool_use",
     "rollout",
     "evaluate",
     "train",
@@ -52,7 +53,7 @@ def package(name: str) -> str:
 
 # Modules of common/ that a script loads before it reads its flags, and their lines.
 BUDGETS = dict(sft=(46, 7850), dpo=(51, 8450), kto=(50, 8400), rm=(48, 8000), demo=(3, 500))
-SAMPLING_BUDGET = (71, 11150)
+SAMPLING_BUDGET = (71, 11500)
 
 
 def imported_at_the_top(path: Path) -> set[str]:

@@ -43,7 +43,7 @@ from common.model.loading import (
 )
 from common.parallel import distributed
 from common.parallel.console import print_any_text, visible
-from common.rollout.environments import load_environment
+from common.rollout.environments import ENVIRONMENTS, load_environment
 from tools.options import Options
 
 TURNS = 8  # of the model in an episode, as the default of --max_turns
@@ -247,7 +247,7 @@ def read_options() -> argparse.Namespace:
         help="sampling temperature, 0: greedy; default: 0.7",
     )
     add("--max_new_tokens", type=int, default=512, help="maximum tokens of an answer; default: 512")
-    add("--environment", help="calculator, guess_number, sliding_puzzle or file.py:Class")
+    add("--environment", help=f"{', '.join(ENVIRONMENTS)} or file.py:Class")
     add(
         "--row",
         type=json.loads,

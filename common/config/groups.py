@@ -59,6 +59,8 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     streaming = False
     planned = None
     environment = None
+    tools = ()
+    agent = None
     stop_token_ids = ()
     reward = ()
     adapter = None
@@ -84,7 +86,7 @@ class TrainArgs(LoRAArgs, CheckpointArgs, OptimArgs, HeldOutArgs, BaseArgs):
 
     @property
     def reward_models(self) -> list[str]:
-        """Names of the reward models in `--reward`."""
+        """Reward models and judges in `--reward`, with their kinds: `model:PATH`."""
         return []
 
 

@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from common.config.flags import STRICT
 from common.config.groups import BaseArgs, TrainArgs
+from common.config.rules import require_default
 from common.config.sampling import CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
 from common.config.specs import weights_of
 from common.config.training import PrefixArgs
@@ -15,6 +16,12 @@ from common.config.training import PrefixArgs
 # Defaults for the built-in models and task, as in groups.py.
 TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, prompts_per_step=16,
                    samples_per_prompt=16, max_new_tokens=5, prompt_format="plain")  # fmt: skip
+
+MODEL_KINDS = ("model:", "judge:", "rank:")  # of rewards that are models
+# Flags that agents do not support: they need the prompt before the episode, completions
+# without branches, or rounds that begin nothing.
+BRANCHLESS = ("partial_rollouts", "overlong_prompts", "system_prompt", "trace_every",
+              "completions", "against", "reward_model", "perplexity_model", "offline")  # fmt: skip
 
 
 @dataclass(config=STRICT)
@@ -24,19 +31,52 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     samples = True
     truncation = None  # `TruncationArgs` has flags for it
     records_states = False  # whether completions need the states of their environment
+    packs_branches = True  # whether the script can train on the branches of an agent's episode
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
-        if ("environment" in self.reward) != (self.environment is not None):
+        if self.agent is not None:
+            self._check_agent()
+        elif ("environment" in self.reward) != (self.environment is not None):
             raise ValueError(
                 "--environment and --reward environment need each other; give both or neither"
             )
+        if self.tools or self.agent is not None:
+            flag = "tools" if self.tools else "agent"
+            if self.prompt_format == "plain":
+                raise ValueError(f"--{flag} needs a chat template; set --prompt_format chat")
+            self.prompt_format = "chat"
         if self.max_new_tokens is None:
             self.max_new_tokens = min(256, max(1, self.pack_capacity // 2))
         if self.max_new_tokens >= self.pack_capacity:
             flag = f"--max_new_tokens {self.max_new_tokens}"
             raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; raise it")
         return self
+
+    @model_validator(mode="after")
+    def _check_judges(self) -> Self:
+        named = (*self.reward, getattr(self, "reward_model", None) or "")  # the latter of eval.py
+        if any(name.startswith(("judge:", "rank:")) for name in named):
+            from common.config.judge_flags import check_judges
+
+            check_judges(self, named)
+        else:
+            flags = ("rubric", "judge_prompt", "judge_scale")
+            require_default(self, flags, "without --reward judge:PATH or rank:PATH")
+        return self
+
+    def _check_agent(self) -> None:
+        if self.environment is not None or self.tools:
+            raise ValueError("--agent excludes --environment and --tools; give one of them")
+        if not self.packs_branches:
+            raise ValueError("--agent: this script cannot train on the branches of an episode")
+        names = [name for name in BRANCHLESS if hasattr(self, name)]
+        require_default(self, names, "with --agent, which does not support it")
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a completion is an episode, which may have several turns of the model."""
+        return self.environment is not None or self.agent is not None or bool(self.tools)
 
 
 @dataclass(config=STRICT)
@@ -66,9 +106,8 @@ class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
 
     @property
     def reward_models(self) -> list[str]:
-        """Names of the reward models in `--reward`."""
-        models = [name for name in self.reward if name.startswith("model:")]
-        return [name.removeprefix("model:") for name in models]
+        """Reward models and judges in `--reward`, with their kinds: `model:PATH`."""
+        return [name for name in self.reward if name.startswith(MODEL_KINDS)]
 
     @property
     def updates_per_rollout(self) -> int:

@@ -42,13 +42,32 @@ class CompletionArgs:
     """with --stop: keep the stop string in the text that rewards and environments read"""
     environment: str | None = None
     """environment that answers the model between its turns: calculator, guess_number,
-    sliding_puzzle, or a user-defined one as path/to/file.py:Class; needs `--reward environment`"""
+    sliding_puzzle, frozen_lake, sokoban, or a user-defined one as path/to/file.py:Class; needs
+    `--reward environment`"""
+    agent: str | None = None
+    """async function that plays an episode through an endpoint for chat completions, as
+    path/to/file.py:function (docs/agents.md)"""
+    agent_timeout: MayChange[Positive[float]] = 300.0
+    """time limit in seconds for an agent's episode; one that exceeds it has no reward"""
+    tools: Several[str] = ()
+    """tools that the model may call between its turns: path/to/file.py (its functions with a
+    docstring), path/to/file.py:name (a function, or a class whose methods are tools), python,
+    calculator, search:FILE.jsonl, mcp:COMMAND, a server of the Model Context Protocol
+    (docs/tools.md)"""
+    mcp_shared: bool = False
+    """with --tools mcp:COMMAND: one server for all episodes of a rank; false: one per episode"""
+    tool_parser: str | None = None
+    """with --tools or --agent: reader of the calls in a completion: hermes, openai,
+    response_template, or the name of a tool parser of vLLM; default: the one that fits the chat
+    template"""
+    max_tool_output: Positive[int] = 4000
+    """with --tools: maximum length of a result, in characters; a longer one is cut, with a note"""
     max_turns: Positive[int] = 8
-    """with --environment: maximum turns of the model per completion; max_new_tokens bounds all of
-    them together"""
+    """maximum turns of the model per completion with --environment or --tools, whose tokens
+    max_new_tokens bounds together; maximum requests of an episode with --agent"""
     environment_timeout: MayChange[Positive[float]] = 10.0
-    """time limit in seconds for one answer of a user-defined environment; an episode that exceeds
-    it has no reward"""
+    """time limit in seconds for one answer of a user-defined environment, or one call of a tool. An
+    episode whose environment exceeds it has no reward; a call that exceeds it returns an error"""
 
     @model_validator(mode="after")
     def _check_shots(self) -> Self:
@@ -60,12 +79,29 @@ class CompletionArgs:
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
-        if self.environment is None:
-            require_default(self, ("max_turns", "environment_timeout"), "without --environment")
-        else:
-            require_default(
-                self, ("prompt_template",), "with --environment, which writes the prompts"
-            )
+        if self.environment is None and self.agent is None and not self.tools:
+            require_default(self, ("max_turns",), "without --environment, --tools or --agent")
+        if self.environment is None and not self.tools:
+            why = "without --environment or --tools"
+            require_default(self, ("environment_timeout",), why)
+        if self.agent is None:
+            require_default(self, ("agent_timeout",), "without --agent")
+        for flag in ("environment", "agent"):
+            if getattr(self, flag) is not None:
+                why = f"with --{flag}, which writes the prompts"
+                require_default(self, ("prompt_template",), why)
+        return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        if not self.tools:
+            require_default(self, ("max_tool_output",), "without --tools")
+            if self.agent is None:
+                require_default(self, ("tool_parser",), "without --tools or --agent")
+        elif self.environment is not None:
+            raise ValueError("--tools and --environment exclude each other; give one of them")
+        if not any(spec.startswith("mcp:") for spec in self.tools):
+            require_default(self, ("mcp_shared",), "without --tools mcp:COMMAND")
         return self
 
     @model_validator(mode="after")
@@ -84,10 +120,19 @@ class ScoringArgs:
 
     reward: Several[str] = ("exact_match",)
     """rewards, added up: exact_match, gsm8k, math, ... (docs/rewards.md lists all); user-defined
-    ones as path/to/file.py:function; reward models as model:PATH; by_row: for each row, the
-    function in its column `reward`"""
+    ones as path/to/file.py:function; reward models as model:PATH; chat models as judges of one
+    completion as judge:PATH, or of pairs as rank:PATH; by_row: for each row, the function in its
+    column `reward`"""
     reward_weights: Several[Real] = ()
     """weight of each reward; default: all 1"""
+    rubric: Several[str] = ()
+    """criteria of judges, for rows without a column `rubric`; rank:PATH default: overall quality"""
+    judge_prompt: str | None = None
+    """question of judges, a text or a file, with {criterion}, {prompt}, {completion} or
+    {transcript} (rank:PATH: {first} and {second}) or columns in braces; default: docs/judges.md"""
+    judge_scale: Annotated[int, Field(ge=2)] | None = None
+    """judge:PATH: scores from 1 to this number instead of yes or no; the reward is their mean,
+    mapped to 0 to 1"""
     thoughts: Literal["cut", "keep"] = "cut"
     """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: only
     the text behind the last thought is an answer, and an unfinished thought has none; keep: they

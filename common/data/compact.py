@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from common.data.packing import PackedBatch, Tokens
+from common.data.packing import Tokens
 from common.data.transfer import Placed
 
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or (
@@ -82,21 +82,21 @@ def rows_of_sequences(lengths: list[int], shared: list[int]) -> list[Tensor]:
 
 
 def compact_tokens(
-    table_IC: Tensor, samples: list[Placed], mb: PackedBatch, streams: list[str],
+    table_IC: Tensor, samples: list[Placed], own: list[Placed], streams: list[str],
     group: dist.ProcessGroup | None,
 ) -> CompactTokens:  # fmt: skip
-    """Return the tokens that this rank computes of `samples`, which are those of its micro-batch
-    or, in a context group, of the micro-batches of all its ranks. `table_IC` has the columns id,
-    loss mask and `streams` (packing.py)."""
+    """Return the tokens that this rank computes of `samples`, which are those of its micro-batch,
+    `own`, or, in a context group, of the micro-batches of all its ranks. `table_IC` has the columns
+    id, loss mask and `streams` (packing.py)."""
     device = table_IC.device
     R = 1 if group is None else dist.get_world_size(group)
     lengths = [sample.num_targets - sample.shared for sample in samples]
     shared = [sample.shared for sample in samples]
     first_rows = [sample.first_row + sample.shared for sample in samples]
     in_stream = rows_of_sequences(lengths, shared)
-    rows = {s.index: rows for s, rows in zip(samples, in_stream, strict=True)}
+    rows = {s.first_row: rows for s, rows in zip(samples, in_stream, strict=True)}
     # A padding token takes any result.
-    rows_T = torch.cat([rows[i] for i in mb.index_N.tolist()] or [torch.zeros(1).long()])
+    rows_T = torch.cat([rows[s.first_row] for s in own] or [torch.zeros(1).long()])
 
     part = math.ceil(max(1, sum(lengths)) / R)  # tokens of each rank of the context group
     padding = part * R - sum(lengths)

@@ -4,11 +4,11 @@ import re
 from dataclasses import replace
 
 from common.config.groups import BaseArgs
-from common.data.chat import ChatTemplate
+from common.data.chat import ASKED, SAID, ChatTemplate
 from common.data.messages import messages_field, text_field
 from common.data.pieces import pieces_of
 from common.data.sample import Sample
-from common.data.turns import Rendering, conversation_of, prompt_of
+from common.data.turns import Rendering, conversation_of, prompt_of, require_shown
 from common.parallel import distributed
 
 
@@ -59,11 +59,31 @@ class Encoder:
         `last_token`."""
         if self.chat.end is None:
             raise ValueError("the chat template does not show the text of the model's turns")
-        end = self.chat.end.token
+        row = dict(_source="the messages between two turns")
+        messages = self._read_messages(row, self.chat.normal(messages))
         text = self.chat.reply(messages)
+        require_shown(self.chat, row, [ASKED, SAID, *messages], f"{ASKED}{SAID}{text}")
+        end = self.chat.end
+        return self._behind(end.token, end.last, text, last_token)
+
+    def reply_to_calls(
+        self, row: dict, calls: list[dict], results: list[dict], last_token: int | None = None
+    ) -> list[int]:
+        """Return the ids of the `results` of tool calls, like `reply`. A turn with calls may end
+        with another token. `--special_text` applies to the results."""
+        from common.data.calls import after_calls
+
+        results = self._read_messages(row, results)
+        end, text = after_calls(self.chat, row, calls, results)
+        return self._behind(end, end, text, last_token)
+
+    def _behind(self, end: str, last: str, text: str, last_token: int | None) -> list[int]:
+        """Return the ids of `text` behind the token `end` of a turn; with those of `last` if the
+        turn ends with another token."""
+        row = dict(_source="the messages between two turns")
         if last_token not in (None, self.tokenizer.convert_tokens_to_ids(end)):
-            return pieces_of(self.tokenizer, self.chat.end.last + text, [])[0]
-        _, ids = pieces_of(self.tokenizer, end + text, [len(end)])
+            return self._pieces(row, last + text, [])[0]
+        _, ids = self._pieces(row, end + text, [len(end)])
         return ids
 
     # ---- samples ----

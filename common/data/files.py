@@ -18,7 +18,10 @@ from pathlib import Path
 from common.data import durable
 from common.parallel import distributed
 
-BUILT_IN = ("arithmetic", "splits", "chains", "calculator", "guess_number", "sliding_puzzle")
+BUILT_IN = (
+    "arithmetic", "splits", "chains", "calculator", "products", "guess_number", "sliding_puzzle",
+    "frozen_lake", "sokoban",
+)  # fmt: skip
 # Kinds of files: one JSON object per line, one JSON value, tables of text with their separators,
 # tables with types.
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

@@ -189,7 +189,8 @@ def pack_minibatches(
 
     Prefixes of at least `share_prefix` tokens that samples of a group have in common are computed
     once (docs/prefix.md; 0: never). With `together` the samples of a group are neighbours in one
-    micro-batch; otherwise a group may be divided among micro-batches and ranks. Collective."""
+    micro-batch; otherwise a group may be divided among micro-batches and ranks. The branches of a
+    completion are sequences with its index. Collective."""
     sizes = {position: len(group) for position, group in zip(positions, groups, strict=True)}
     sizes = dict(sorted(distributed.gather_dict(sizes).items()))
     first_index = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
@@ -198,7 +199,7 @@ def pack_minibatches(
     for start, end in pairwise(cuts):
         chosen = set(islice(sizes, start, end))
         packables = [
-            [Packable(index, sample) for index, sample in enumerate(group, first_index[position])]
+            _packables(group, first_index[position])
             for position, group in zip(positions, groups, strict=True)
             if position in chosen and group
         ]
@@ -227,11 +228,11 @@ def per_sample(
     micro_batches: Iterable[PackedBatch], values: Iterable[Tensor], shape: tuple[int, ...]
 ) -> Tensor:
     """Return the numbers of all packed samples of all ranks by their index, the inverse of
-    `PackedBatch.select`. `values` has [N] for each micro-batch; `shape` is [B, G] for groups.
-    Float64, on the host. Collective."""
+    `PackedBatch.select`; those of the branches of a completion add up. `values` has [N] for each
+    micro-batch; `shape` is [B, G] for groups. Float64, on the host. Collective."""
     out = torch.zeros(math.prod(shape), dtype=torch.float64)
     for mb, values_N in zip(micro_batches, values, strict=True):
-        out[mb.index_N] = values_N.detach().double().cpu()
+        out.index_add_(0, mb.index_N, values_N.detach().double().cpu())
     return distributed.all_sum(out).reshape(shape)
 
 
@@ -252,6 +253,13 @@ class Packable(NamedTuple):
 
     index: int
     sample: Sample
+
+
+def _packables(group: list[Sample], first_index: int) -> list[Packable]:
+    packables = []
+    for index, sample in enumerate(group, first_index):
+        packables += [Packable(index, sequence) for sequence in sample.sequences]
+    return packables
 
 
 def _pack(
@@ -279,13 +287,14 @@ def _pack(
     for row in rows:
         keys = row[distributed.rank() // R]
         trained = keys[distributed.rank() % R :: R]  # the ranks of a context group divide them
-        mb = _micro_batch(table_IC, [*chain(*(placed[key] for key in trained))], streams)
+        own = [*chain(*(placed[key] for key in trained))]
+        mb = _micro_batch(table_IC, own, streams)
         mb.sent = sent
         if R > 1 or any(any(parts[key].shared) for key in keys):
             from common.data.compact import compact_tokens
 
             computed = [*chain(*(placed[key] for key in keys))]
-            mb.compact = compact_tokens(table_IC, computed, mb, streams, context_group())
+            mb.compact = compact_tokens(table_IC, computed, own, streams, context_group())
         packs.append(mb)
     return packs
 

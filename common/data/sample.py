@@ -31,6 +31,16 @@ class Sample:
     micro-batch"""
 
     @property
+    def sequences(self) -> "list[Sample]":
+        """The sequences that are packed under the index of this sample."""
+        return [self]
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the completion, or of its longest branch."""
+        return max(len(sequence.completion_ids) for sequence in self.sequences)
+
+    @property
     def prompt_ids(self) -> list[int]:
         return self.ids[: self.prompt_length]
 
@@ -70,15 +80,35 @@ class Completion(Sample):
     """all turns decoded, for logs; empty without an environment"""
     error: str = ""
     """error that the environment raised, if any"""
+    tool_counts: dict[str, int] | None = None
+    """with `--tools`: number of calls, and of those with each problem (tool_use/toolbox.py)"""
     feedback: str = ""
     """text about the completion that a reward returned"""
+    branches: "list[Completion]" = field(default_factory=list)
+    """further conversations of an agent's episode (docs/agents.md), which share its reward"""
+    requests: int | None = None
+    """requests of the agent in the episode, if there is one"""
+
+    @property
+    def sequences(self) -> "list[Completion]":
+        return [self, *self.branches]
+
+    def append_reply(self, ids: list[int]) -> None:
+        """Append tokens that were not sampled, and begin the turn of the model after them."""
+        self.ids += ids
+        self.loss_mask += [False] * len(ids)
+        self.rollout_logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+        self.turns += 1
+        self.finish_reason = ""
 
     def rewards_before_last_turn(self) -> list[float]:
         """Return, for each of `ids`, the environment's reward for the turn that ends there; 0 for
         the last turn."""
         rewards = [0.0] * len(self.ids)
-        for index, reward in self.turn_rewards[: self.turns - 1]:
+        for index, reward in self.turn_rewards:
             rewards[index] = reward
+        rewards[-1] = 0.0
         return rewards
 
     @property

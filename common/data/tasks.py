@@ -3,8 +3,8 @@ every start.
 
 `arithmetic` is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that
 SFT, preference learning and RL each have something to learn. `splits` has many right answers to a
-question, and the answers of `chains` have many lengths. The others need an environment
-(common/rollout/environments.py)."""
+question, and the answers of `chains` have many lengths. `products` is for `--tools python`; the
+others need an environment (common/rollout/environments.py)."""
 
 import random
 import string
@@ -191,6 +191,49 @@ def calculator_rows(split: str) -> list[dict]:
     return _rows(split, dict(test=500, train=12_000), row)
 
 
+PYTHON_TOOL = dict(  # the schema of `--tools python`
+    type="function",
+    function=dict(
+        name="python",
+        description="Run a Python program. Variables and functions stay for later calls.",
+        parameters=dict(
+            type="object",
+            properties=dict(
+                code=dict(
+                    type="string",
+                    description="the program; what it prints and the value of its last expression"
+                    " are returned",
+                )
+            ),
+            required=["code"],
+        ),
+    ),
+)
+
+
+def products_rows(split: str) -> list[dict]:
+    """Return the products of `calculator` for `--tools python`: the demonstrator calls the tool one
+    time in three, with tool calls in the format of the chat template."""
+
+    def row(rng: random.Random) -> dict:
+        a = rng.randint(100, 999)
+        b = rng.randint(12, 99)
+        prompt = [dict(role="user", content=f"{a}*{b}?")]
+        turns = [dict(role="assistant", content=f"{a}*{b}~{float(f'{a * b:.1e}'):.0f}")]
+        if rng.random() < 1 / 3:
+            function = dict(name="python", arguments=dict(code=f"{a}*{b}"))
+            call = dict(type="function", id="call00000", function=function)
+            turns = [
+                dict(role="assistant", content="", tool_calls=[call]),
+                dict(role="tool", name="python", tool_call_id="call00000", content=str(a * b)),
+                dict(role="assistant", content=f"{a}*{b}={a * b}"),
+            ]
+        messages = prompt + turns
+        return dict(prompt=prompt, answer=str(a * b), messages=messages, tools=[PYTHON_TOOL])
+
+    return _rows(split, dict(test=500, train=12_000), row)
+
+
 def guess_number_rows(split: str) -> list[dict]:
     """Return numbers from 1 to 50. The demonstrator roughly halves the remaining interval."""
 
@@ -217,6 +260,7 @@ def guess_number_rows(split: str) -> list[dict]:
 
 SOLVED_BOARD = "123456780"
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # of the hole
+OPPOSITE = dict(up="down", down="up", left="right", right="left")
 
 
 def move_hole(board: str, direction: str) -> str | None:
@@ -238,27 +282,43 @@ def draw_board(board: str) -> str:
 def sliding_puzzle_rows(split: str) -> list[dict]:
     """Return boards of one to four moves from the solution. The demonstrator takes the moves
     back."""
-    back = dict(up="down", down="up", left="right", right="left")
 
     def row(rng: random.Random) -> dict:
         board = SOLVED_BOARD
         moves: list[str] = []
         count = rng.randint(1, 4)
         while len(moves) < count:
-            direction = rng.choice(list(back))
+            direction = rng.choice(list(OPPOSITE))
             moved = move_hole(board, direction)
-            if moved is not None and (not moves or direction != back[moves[-1]]):
+            if moved is not None and (not moves or direction != OPPOSITE[moves[-1]]):
                 board = moved
                 moves.append(direction)
         start = board
         messages = [dict(role="user", content=draw_board(start))]
         for direction in reversed(moves):
-            board = move_hole(board, back[direction])
-            messages.append(dict(role="assistant", content=back[direction]))
+            board = move_hole(board, OPPOSITE[direction])
+            messages.append(dict(role="assistant", content=OPPOSITE[direction]))
             messages.append(dict(role="user", content=draw_board(board)))
         return dict(prompt=messages[:1], board=start, messages=messages[:-1])
 
     return _rows(split, dict(test=200, train=4_000), row)
+
+
+# ---- worlds of squares (grids.py) ----
+
+
+def frozen_lake_rows(split: str) -> list[dict]:
+    """Return lakes of four by four squares, a quarter of them holes, with a path to the goal."""
+    from common.data.grids import lake_row
+
+    return _rows(split, dict(test=200, train=4_000), lake_row)
+
+
+def sokoban_rows(split: str) -> list[dict]:
+    """Return rooms of four by four squares with one or two boxes, and a solution."""
+    from common.data.grids import level_row
+
+    return _rows(split, dict(test=200, train=1_000), level_row)
 
 
 TASKS = dict(
@@ -266,6 +326,9 @@ TASKS = dict(
     splits=splits_rows,
     chains=chains_rows,
     calculator=calculator_rows,
+    products=products_rows,
     guess_number=guess_number_rows,
     sliding_puzzle=sliding_puzzle_rows,
+    frozen_lake=frozen_lake_rows,
+    sokoban=sokoban_rows,
 )

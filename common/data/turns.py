@@ -41,7 +41,7 @@ def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> Rendering:
     messages = chat.normal(messages)
     begun = messages.pop() if is_answer(messages) else None
     text = chat.render(row, messages, add_generation_prompt=True)
-    _require_shown(chat, row, messages, text)
+    require_shown(chat, row, messages, text)
     turns = []
     places = _model_turns(messages)
     if places:
@@ -71,7 +71,7 @@ def conversation_of(
     if max(places, default=-1) < first_trained:
         raise ValueError(f"{row['_source']}: no message with the role assistant to train on")
     whole = chat.render(row, messages)
-    _require_shown(chat, row, messages, whole)
+    require_shown(chat, row, messages, whole)
     text = _as_sampled(chat, row, whole, messages)
     shared = _shared(whole, text)
     turns: list[Turn] = []
@@ -190,7 +190,7 @@ def _shared(a: str, b: str) -> int:
 # ---- messages that the template leaves out ----
 
 
-def _require_shown(chat: ChatTemplate, row: dict, messages: list[dict], text: str) -> None:
+def require_shown(chat: ChatTemplate, row: dict, messages: list[dict], text: str) -> None:
     """Raise `ValueError` if the template leaves out a message or a tool call. Conversations of one
     structure are shown alike, so each structure is probed once, with a mark in place of each
     content and of each call's name."""

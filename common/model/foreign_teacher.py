@@ -82,8 +82,8 @@ class ForeignTeacher(Teacher):
             student_path, student_tokenizer, args.prompt_format, args.stop_token_ids
         )
         with named_errors(f"--teacher {self.path}", ValueError):
-            if args.environment is not None:
-                raise ValueError("another tokenizer than --model's cannot read an --environment")
+            if args.has_turns:
+                raise ValueError("another tokenizer than --model's cannot read several turns")
             self.bytes_of = bytes_of_tokens(tokenizer)
             self.encoder = Encoder(tokenizer, args)
             self.column = "_prompt"

@@ -156,14 +156,17 @@ def eos_token_ids(
     path: str, tokenizer, prompt_format: str = "auto", stop_token_ids: Sequence[int] = ()
 ) -> list[int]:
     """Return all tokens that end a completion: the EOS of generation config (chat models often have
-    two), config and tokenizer, `--stop_token_ids` and, unless `--prompt_format plain`, the token
-    that ends a turn in the chat template. For base models with a template the two often differ."""
+    two), config and tokenizer, `--stop_token_ids` and, unless `--prompt_format plain`, the tokens
+    that end a turn in the chat template, without and with tool calls. For base models with a
+    template they often differ from the EOS."""
     ids = {tokenizer.eos_token_id, *stop_token_ids}
     for name in ("generation_config.json", "config.json"):
         eos = _fields(path, name).get("eos_token_id")
         ids.update(eos if isinstance(eos, list) else [eos])
-    if prompt_format != "plain":
-        ids.add(_template_end(tokenizer))
+    if prompt_format != "plain" and tokenizer.chat_template is not None:
+        from common.data.calls import end_of_calls_token
+
+        ids |= {_template_end(tokenizer), end_of_calls_token(tokenizer)}
     return sorted(ids - {None})
 
 

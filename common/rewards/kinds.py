@@ -8,8 +8,6 @@ from itertools import chain
 from multiprocessing.pool import ThreadPool
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.parallel import distributed
@@ -79,23 +77,6 @@ def make_scorer(name: str, rows: list[dict], args: SamplingArgs, thoughts: Thoug
     return _for_each_sample(
         lambda sample: Result(function(thoughts.read_by(function, sample), sample.row))
     )
-
-
-def make_model_scorer(
-    name: str, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device
-) -> Scorer | None:
-    """Return the scorer of a reward model `model:PATH`; None in a dry run, which loads no model.
-    Collective. Raises as `RewardModel` does."""
-    from common.model.hub import resolve_model
-
-    dry_run = bool(getattr(args, "dry_run", False))  # eval.py has no dry run
-    path = resolve_model(name.removeprefix("model:"), "--reward", not dry_run)
-    if dry_run:
-        return None
-    from common.rewards.reward_model import RewardModel
-
-    model = RewardModel("--reward", path, args, rows, tokenizer, device)
-    return Scorer(model, is_collective=True)
 
 
 def _for_each_sample(result_of: Callable[[Completion], Result]) -> Scorer:

@@ -37,11 +37,15 @@ class ForkServer:
     forks end at `close`, when the parent ends in any way, and on Linux when the thread that started
     the server ends."""
 
-    def __init__(self, target: str, *, shared: bool, memory_gib: float = 4.0, grace: float = 0.0):
+    def __init__(
+        self, target: str, *, shared: bool, memory_gib: float = 4.0, grace: float = 0.0,
+        argument: object = None,
+    ):  # fmt: skip
         """`target`: `module:name` or `path/to/file.py:name`. `shared`: load the target once, before
         the forks; then a fork takes milliseconds, but all forks share the files that the target has
         opened. `memory_gib`: limit of what a fork allocates after loading the target (Linux).
-        `grace`: seconds for a fork to clean up after its connection has closed."""
+        `grace`: seconds for a fork to clean up after its connection has closed. `argument`: plain
+        value; if given, the target is `target(argument)`."""
         file, _, name = target.rpartition(":")
         is_file = file.endswith(".py")
         self.target = f"{os.path.abspath(file)}:{name}" if is_file else target
@@ -50,6 +54,7 @@ class ForkServer:
         self.shared = shared
         self.memory_gib = memory_gib
         self.grace = grace
+        self.argument = argument
         self.process: subprocess.Popen | None = None
 
     def fork(self, connection: socket.socket) -> None:
@@ -91,6 +96,7 @@ class ForkServer:
             shared=self.shared,
             memory_gib=self.memory_gib,
             grace=self.grace,
+            argument=self.argument,
         )
         # -P: without the script's folder on sys.path
         command = [sys.executable, "-P", "-u", worker.__file__, json.dumps(setup)]

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.config.online import SamplingArgs
+from common.config.online import MODEL_KINDS, SamplingArgs
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
 
@@ -54,24 +54,27 @@ def intention(name: str) -> str:
     if dot and Path(f"{file}.py").is_file():
         return f"did you mean {file}.py:{function}?"
     if Path(name, "config.json").is_file():
-        return f"did you mean model:{name}?"
+        return f"did you mean model:{name}, judge:{name} or rank:{name}?"
     forms = ("by_row", "environment", *BY_LENGTH, "path/to/file.py:function", "model:PATH")
+    forms += ("judge:PATH", "rank:PATH")
     return f"there are {', '.join((*BUILT_IN, *forms))}"
 
 
 def short_names(rewards: Sequence[str]) -> dict[str, str]:
-    """Return the name of each of `--reward` in metrics: a function's own name; `model` for a model,
-    or, for several, `model/` and the shortest ends of their paths that differ."""
+    """Return the name of each of `--reward` in metrics: a function's own name; `model`, `judge` or
+    `rank` for a model or, for several, the kind and the shortest ends of their paths that
+    differ."""
     names = {name: name.rpartition(":")[2] for name in rewards}
-    models = [name for name in rewards if name.startswith("model:")]
-    if len(set(models)) == 1:
-        return names | {models[0]: "model"}
-    paths = {name: Path(name.removeprefix("model:")).parts for name in models}
-    for length in range(1, 1 + max(map(len, paths.values()), default=0)):
-        ends = {name: f"model/{'/'.join(path[-length:])}" for name, path in paths.items()}
-        if len(set(ends.values())) == len(ends):
-            break
-    return names | (ends if models else {})
+    for kind in MODEL_KINDS:
+        models = [name for name in rewards if name.startswith(kind)]
+        paths = {name: Path(name.removeprefix(kind)).parts for name in models}
+        ends = dict.fromkeys(paths, kind[:-1])
+        for length in range(1, 1 + max(map(len, paths.values()), default=0)):
+            if len(set(ends.values())) == len(ends):
+                break
+            ends = {name: f"{kind[:-1]}/{'/'.join(path[-length:])}" for name, path in paths.items()}
+        names |= ends
+    return names
 
 
 def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:
@@ -115,10 +118,15 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
     functions = {
         name: load_reward(name)
         for name in args.reward
-        if name not in ("by_row", "environment", *BY_LENGTH) and not name.startswith("model:")
+        if name not in ("by_row", "environment", *BY_LENGTH) and not name.startswith(MODEL_KINDS)
     }
+    asks = any(name.startswith(("judge:", "rank:")) for name in args.reward)
 
     def check(row: dict) -> None:
+        if asks:
+            from common.rewards.judges import criteria_of
+
+            criteria_of(row, args)
         for name, function in functions.items():
             require_usable_row(name, function, row)
         if "by_row" in args.reward:

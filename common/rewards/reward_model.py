@@ -45,15 +45,15 @@ class RewardModel:
         )
         # A completion that ends at a stop string has the string in its tokens, and no EOS. Its text
         # has neither; episodes have no text.
-        self.reads_stopped_text = bool(args.stop) and args.environment is None
+        self.reads_stopped_text = bool(args.stop) and not args.has_turns
         self.ends = eos_token_ids(path, self.tokenizer)
         if self.reads_stopped_text or not self.reads_policy_ids:
             self._prepare_text(rows, policy_tokenizer)
         self.model = load_scalar_model(path, args, device, trainable=False, flag=flag)
 
     def _prepare_text(self, rows: list[dict], policy_tokenizer) -> None:
-        if self.args.environment is not None:
-            problem = "another tokenizer than --model's, but --environment has no text for it"
+        if self.args.has_turns:
+            problem = "another tokenizer than --model's cannot read completions of several turns"
             raise ValueError(f"{self.flag}: {problem}")
         self.column = "_prompt"
         if "_prompt" not in rows[0]:
@@ -79,15 +79,6 @@ class RewardModel:
             Result(next(numbers)) if isinstance(ids, list) else Result(error=ids)
             for ids in chain(*ids_or_errors)
         ]
-
-    def scores(self, groups: list[Group]) -> list[float]:
-        """Return the number of each sample. Collective. Raises `ValueError` naming the row of one
-        that has none."""
-        results = self(groups)
-        for sample, result in zip(chain(*groups), results, strict=True):
-            if result.error:
-                raise ValueError(f"{sample.row['_source']}: {result.error}")
-        return [result.value for result in results]
 
     def _ids_or_error(self, sample: Completion) -> list[int] | str:
         try:

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.config.online import SamplingArgs
+from common.config.online import MODEL_KINDS, SamplingArgs
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
-from common.rewards.kinds import Scorer, make_model_scorer, make_scorer, make_scorers_by_row
+from common.rewards.kinds import Scorer, make_scorer, make_scorers_by_row
 from common.rewards.registry import BY_LENGTH, short_names
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
@@ -79,7 +79,9 @@ class Rewards:
         for name, weight in zip(args.reward, reward_weights, strict=True):
             if name == "by_row":
                 added = make_scorers_by_row(rows, args, self.thoughts)
-            elif name.startswith("model:"):
+            elif name.startswith(MODEL_KINDS):
+                from common.rewards.models import make_model_scorer
+
                 scorer = make_model_scorer(name, args, rows, tokenizer, device)
                 added = {short[name]: scorer} if scorer else {}
             else:
@@ -140,6 +142,8 @@ class Rewards:
         for name in self.scorers:
             pairs = [read(result) for result in chain(*(group.results[name] for group in begun))]
             results[name] = [result for result, _ in pairs]
+            if "environment" not in self.scorers:  # which reports the errors of agents
+                results[name] = _with_errors(results[name], [*chain(*groups)])
             for sample, result in zip(chain(*groups), results[name], strict=True):
                 sample.feedback = result.feedback or sample.feedback
             for key in dict.fromkeys(chain(*(beside for _, beside in pairs))):
@@ -159,7 +163,7 @@ class Rewards:
         for name in by_name.keys() & set(BY_LENGTH):
             from common.rewards.lengths import by_length
 
-            lengths = [len(sample.completion_ids) for sample in chain(*groups)]
+            lengths = [sample.longest for sample in chain(*groups)]
             lengths_PG = torch.tensor(lengths).reshape(shape)
             first_PG = self.first(by_name)
             by_name[name][:] = by_length(name, first_PG, lengths_PG, self.args.max_new_tokens)
@@ -232,6 +236,12 @@ def _score(begun: list[BegunGroup], scorers: dict[str, Scorer]) -> None:
         results = iter(scorer.score(groups))
         for group in begun:
             group.results[name] = [next(results) for _ in group.samples]
+
+
+def _with_errors(results: list[Result], samples: list[Completion]) -> list[Result]:
+    """Return the results of one reward, with the error of each episode that failed."""
+    pairs = zip(results, samples, strict=True)
+    return [Result(error=sample.error) if sample.error else result for result, sample in pairs]
 
 
 def read(result: Result) -> tuple[Result, dict[str, float]]:

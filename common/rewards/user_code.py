@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cache
 from modulefinder import ModuleFinder
 from pathlib import Path
+from types import ModuleType
 
 from common.parallel import distributed, signals
 from common.rewards.worker import load_file
@@ -21,10 +22,22 @@ def load_callable(flag: str, spec: str) -> Callable:
     """Return the function or class that `spec` names. Its file may import the files beside it.
     Raises `ValueError` with `flag` and the problem."""
     path, _, name = spec.rpartition(":")
+    module = load_user_file(flag, spec, path, name)
+    if not callable(getattr(module, name, None)):
+        callables = [key for key, value in vars(module).items() if callable(value)]
+        near = difflib.get_close_matches(name, callables, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{flag} {spec}: {path} has no function {name}{hint}")
+    return getattr(module, name)
+
+
+def load_user_file(flag: str, spec: str, path: str, name: str = "") -> ModuleType:
+    """Return the module of the file `path` of `spec`, from which `name` is read. Raises
+    `ValueError` with `flag` and the problem."""
     if not Path(path).is_file():
         candidates = (f"{path}.py", f"{path.replace('.', '/')}.py")
         files = [file for file in candidates if Path(file).is_file()]
-        hint = f"; did you mean {files[0]}:{name}?" if files else ""
+        hint = f"; did you mean {files[0]}{name and f':{name}'}?" if files else ""
         raise ValueError(f"{flag} {spec}: no file {path}{hint}")
     if not path.endswith(".py"):  # worker processes go by that too
         raise ValueError(f"{flag} {spec}: {path} is not a Python file")
@@ -34,16 +47,30 @@ def load_callable(flag: str, spec: str) -> Callable:
             warn_of_taken_names(f"{flag} {spec}", path)
             if folder not in sys.path:
                 sys.path.append(folder)
-            module = load_file(path)
+            return load_file(path)
     except BaseException as error:  # a user's file may raise anything
         problem = f"{type(error).__name__}: {distributed.first_line(error)}"
         raise ValueError(f"{flag} {spec}: {path} fails to import: {problem}") from error
-    if not callable(getattr(module, name, None)):
-        callables = [key for key, value in vars(module).items() if callable(value)]
-        near = difflib.get_close_matches(name, callables, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{flag} {spec}: {path} has no function {name}{hint}")
-    return getattr(module, name)
+
+
+def load_agent(spec: str) -> Callable:
+    """Return the function of `--agent`. Raises `ValueError` if it is no agent, or if a package of
+    the endpoint is missing."""
+    missing = [name for name in ("uvicorn", "starlette") if not importlib.util.find_spec(name)]
+    if missing:
+        problem = f"needs {' and '.join(missing)}; pip install {' '.join(missing)}"
+        raise ValueError(f"--agent {spec}: {problem}")
+    if ":" not in spec:
+        raise ValueError(f"--agent {spec}: name the function: path/to/file.py:function")
+    function = load_callable("--agent", spec)
+    form = "write it as async def name(row, base_url, api_key)"
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"--agent {spec}: not an async function; {form}")
+    try:
+        inspect.signature(function).bind({}, "", "")
+    except TypeError as error:
+        raise ValueError(f"--agent {spec}: {error}; {form}") from error
+    return function
 
 
 @cache

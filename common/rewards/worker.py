@@ -1,7 +1,6 @@
 """Child side of processes.py: a server that forks itself, and its forks, which answer questions.
 
-It runs as a script, by its path, and imports only the standard library. All other imports come from
-the target."""
+It runs as a script and imports only the standard library; other imports come from the target."""
 
 import asyncio
 import importlib
@@ -31,22 +30,23 @@ class Server:
     """Forks a worker for each connection that the parent sends, and relays the output of the
     workers.
 
-    It keeps a copy of each connection, on which it reports the death of a worker. If the parent
-    closes its end of a connection, the server kills the worker after `grace` seconds. It adopts and
-    kills all processes of a dead worker."""
+    It reports the death of a worker on a copy of its connection. When the parent closes its end, it
+    kills the worker after `grace` seconds. It adopts and kills all processes of a dead worker."""
 
     def __init__(
-        self, control: int, parent: int, target: str, shared: bool, memory_gib: float, grace: float
-    ):
+        self, control: int, parent: int, target: str, shared: bool, memory_gib: float, grace: float,
+        argument: object = None,
+    ):  # fmt: skip
         end_with(parent, signal.SIGKILL)  # SIGKILL, because the target may hang while it loads
         self.control = socket.socket(fileno=control)
         self.control.set_inheritable(False)
         self.target = target
         self.memory_gib = memory_gib
         self.grace = grace
+        self.argument = json.dumps(argument)
         if shared:
             with suppress(BaseException):  # each worker loads it again and reports the error
-                load(target)
+                load(target, self.argument)
         # process id -> connection; None: it is closed, or the user's file started the process
         self.workers: dict[int, socket.socket | None] = dict.fromkeys(children())
         self.output, self.printer = os.pipe()
@@ -100,7 +100,7 @@ class Server:
             if "numpy.random" in sys.modules:  # reseeded, as Python does with its own generator
                 sys.modules["numpy.random"].seed()
             with suppress(OSError):  # the parent, or the user's code, has closed the connection
-                Worker(connection).run(self.target, self.memory_gib)
+                Worker(connection).run(self.target, self.argument, self.memory_gib)
             os._exit(os.EX_PROTOCOL)  # which is reported if the parent has not closed it
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
@@ -144,8 +144,7 @@ class Server:
             self.loop.stop()
 
     def relay(self) -> None:
-        """Copy output of the workers to stderr, `OUTPUT` bytes in all, with visible control
-        characters: of models."""
+        """Copy output of workers to stderr, `OUTPUT` bytes in all, control characters visibly."""
         data = os.read(self.output, 1 << 16)
         shown = data[: self.printable]
         self.printable = max(0, self.printable - len(data))
@@ -194,7 +193,7 @@ class Worker:
     parent closes it.
 
     If the target is a function, `method` is None. If it is a class, the worker makes one object and
-    calls its `method`."""
+    calls its `method`, at the end also `close`, if it has that."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -206,9 +205,9 @@ class Worker:
         self.loop = asyncio.new_event_loop()  # a single one: clients in the user's file are bound
         asyncio.set_event_loop(self.loop)
 
-    def run(self, target: str, memory_gib: float) -> None:
+    def run(self, target: str, argument: str, memory_gib: float) -> None:
         try:
-            self.target = load(target)
+            self.target = load(target, argument)
             self.file = target.rpartition(":")[0]
             self.kept = children()
             limit_memory(memory_gib)
@@ -220,6 +219,8 @@ class Worker:
             return self.loop.run_until_complete(self.answer_concurrently())
         while received := self.receive():
             self.answer(*received)
+        if hasattr(self.object, "close"):
+            self.object.close()
 
     def answer(self, number: int, payload: bytes) -> None:
         try:
@@ -251,8 +252,7 @@ class Worker:
         self.send(number, *result)
 
     def located(self, error: BaseException) -> str:
-        """Return `one_line` of an error, with the line of the user's file in which it was
-        raised."""
+        """Return `one_line` of an error, with the line of the user's file that raised it."""
         trace = walk_tb(error.__traceback__)
         lines = [line for frame, line in trace if frame.f_code.co_filename == self.file]
         return f"{one_line(error)} (line {lines[-1]})" if lines else one_line(error)
@@ -302,15 +302,15 @@ def end_with(parent: int, number: signal.Signals) -> None:
 
 
 @cache
-def load(target: str):
+def load(target: str, argument: str = "null"):
     """Load the function or class `module:name` or `path/to/file.py:name`, once, and call its
-    `prepare`."""
+    `prepare`. `argument`: JSON; if it is not null, the target is what the function makes of it."""
     path, _, name = target.rpartition(":")
     module = load_file(path) if path.endswith(".py") else importlib.import_module(path)
     function = getattr(module, name)
     if hasattr(function, "prepare"):
         function.prepare()
-    return function
+    return function if argument == "null" else function(json.loads(argument))
 
 
 @cache

@@ -100,6 +100,7 @@ class Engine:
         device: torch.device,
         trained: bool,
     ):
+        self.path = path
         self.args = args
         self.eos_ids = eos_ids
         self.tokenizer = tokenizer

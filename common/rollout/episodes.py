@@ -1,5 +1,5 @@
-"""Episodes in flight: completions of prompts, of one turn each or, with `--environment`, of several
-turns (multi_turn.py).
+"""Episodes in flight: completions of prompts, of one turn each or, with `--environment` or
+`--tools`, of several turns (multi_turn.py, tool_turns.py).
 
 Episodes do not wait for each other: an engine advances all of them, and a prompt is complete when
 its last episode has ended."""
@@ -43,7 +43,7 @@ class Episode:
 
 
 class Episodes:
-    """Episodes in flight: an engine, and with `--environment` an environment for each episode.
+    """Episodes in flight: an engine, and for each episode an environment or tools, if there are.
 
     An episode has at most `--max_turns` turns and `--max_new_tokens` tokens, those of the
     environment included; if a limit truncates it, its finish_reason is `length`. Every turn has a
@@ -53,7 +53,18 @@ class Episodes:
         self.engine = engine
         self.args = args
         self.turns = None
-        if args.environment is not None:
+        if args.agent is not None:
+            from common.rewards.user_code import load_agent
+
+            load_agent(args.agent)
+            from common.rollout.agents import Agents
+
+            self.turns = Agents(args, engine)
+        elif args.tools:
+            from common.rollout.tool_turns import ToolTurns
+
+            self.turns = ToolTurns(args, tokenizer)
+        elif args.has_turns:
             from common.rollout.multi_turn import Turns
 
             self.turns = Turns(args, tokenizer)
@@ -73,6 +84,9 @@ class Episodes:
         for i in range(prompt.samples):
             self.count += 1
             episode = Episode(prompt, i, self.count, empty_completion(prompt.ids))
+            if self.args.agent is not None:  # which writes the prompt
+                self.turns.begin(episode)
+                continue
             first_turn = episode.turn(self.args.max_new_tokens, prompt.seed * SEED_SPACING + i)
             self._submit(episode, first_turn)
 
@@ -84,7 +98,9 @@ class Episodes:
         if self.sampling or self.engine.group is not None:
             for request in self.engine.advance():
                 episode = self.sampling.pop(request)
-                if self.turns is None or episode.completion.finish_reason == "length":
+                if self.args.agent is not None:
+                    self.turns.answer(episode, request)
+                elif self.turns is None or episode.completion.finish_reason == "length":
                     ended.append(episode)
                 else:
                     self.turns.end_turn(episode)
@@ -118,7 +134,7 @@ class Episodes:
 
     def close(self) -> None:
         if self.turns is not None:
-            self.turns.environments.close()
+            self.turns.close()
 
     def _submit(self, episode: Episode, request: Request) -> None:
         self.sampling[request] = episode
@@ -132,12 +148,12 @@ class Episodes:
         """Add episodes that have ended to their groups, and return the complete ones."""
         complete = []
         for episode in ended:
-            completion = episode.completion
-            completion.row = episode.prompt.row
             if self.turns is not None:
                 self.turns.end_episode(episode)
+            for sequence in episode.completion.sequences:
+                sequence.row = episode.prompt.row
             number = episode.prompt.number
-            self.groups[number][episode.index] = completion
+            self.groups[number][episode.index] = episode.completion
             if None not in self.groups[number]:
                 complete.append((number, self.groups.pop(number)))
         return complete

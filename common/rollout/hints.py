@@ -15,7 +15,7 @@ def hint_filler(hint: str | None, template: str, rows: list[dict]) -> Callable[[
     """Return the function that fills `--hint_template` with a row, its prompt and a hint. Raises
     `ValueError` without `--hint`, if it is a column without any value, or for one of `rows` that
     the template cannot use."""
-    from common.rollout.templates import template_filler
+    from common.rewards.filler import template_filler
 
     if hint is None:
         raise ValueError("--hint: there is none; name a column, sibling or feedback")

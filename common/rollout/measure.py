@@ -18,13 +18,18 @@ from common.parallel import distributed
 
 def lengths(groups: list[Group]) -> Tensor:
     """Return the number of tokens of each completion, including those of an environment, [P, G]
-    int64."""
-    return _table(groups, lambda sample: len(sample.completion_ids), torch.int64)
+    int64; of branches the longest counts."""
+    return _table(groups, lambda sample: sample.longest, torch.int64)
 
 
 def trained_counts(groups: list[Group]) -> Tensor:
     """Return the number of trained tokens of each completion, [P, G] int64."""
-    return _table(groups, lambda sample: sum(sample.loss_mask), torch.int64)
+    return _table(groups, trained_count, torch.int64)
+
+
+def trained_count(sample: Completion) -> int:
+    """Return the number of trained tokens of a completion and its branches."""
+    return sum(sum(sequence.loss_mask) for sequence in sample.sequences)
 
 
 def truncated(groups: list[Group]) -> Tensor:
@@ -72,10 +77,17 @@ def measure_groups(
     for name, named_PG in named_rewards.items():
         meter.mean(f"rewards/{name}/mean", named_PG.nansum(), (~named_PG.isnan()).sum())
     for sample in chain(*groups):
-        meter.mean("completions/mean_length", len(sample.completion_ids))
+        length = sum(len(sequence.completion_ids) for sequence in sample.sequences)
+        meter.mean("completions/mean_length", length)
         meter.mean("completions/clipped_ratio", sample.finish_reason == "length")
         if sample.transcript:
-            meter.mean("completions/mean_turns", sample.turns)
+            turns = sum(sequence.turns for sequence in sample.sequences)
+            meter.mean("completions/mean_turns", turns)
+        if sample.requests is not None:
+            meter.mean("agent/requests", sample.requests)
+            meter.mean("agent/branches", len(sample.sequences))
+        for name, count in (sample.tool_counts or {}).items():
+            meter.mean(f"tools/{name}", count)
 
 
 def warnings(groups: list[list[tuple[float, str]]], has_rewards: bool = True) -> list[str]:

@@ -79,6 +79,9 @@ class Turns:
             for episode, (_, answer) in zip(episodes, answers, strict=True)
         ]
 
+    def close(self) -> None:
+        self.environments.close()
+
     def end_episode(self, episode: Episode) -> None:
         """End the environment of an episode and decode all its turns."""
         completion = episode.completion
@@ -103,17 +106,19 @@ class Turns:
             problem = f"{type(error).__name__}: {distributed.first_line(error)}"
             completion.error = f"step {completion.turns}: {problem}"
             return None
-        length = len(completion.completion_ids) + len(reply)
-        room = self.args.max_new_tokens - length
-        if completion.turns == self.args.max_turns or room <= 0:
-            completion.finish_reason = "length"
-            return None
-        seed = distributed.fold_seed(episode.prompt.seed, episode.index)
-        seed = distributed.fold_seed(seed, completion.turns)
-        completion.ids += reply
-        completion.loss_mask += [False] * len(reply)
-        completion.rollout_logprobs += [0.0] * len(reply)
-        completion.versions += [-1] * len(reply)
-        completion.turns += 1
-        completion.finish_reason = ""
-        return episode.turn(room, seed * SEED_SPACING)
+        return next_request(episode, reply, self.args)
+
+
+def next_request(episode: Episode, reply: list[int], args: SamplingArgs) -> Request | None:
+    """Append the reply to the last turn of an episode. Return the request for the next turn, or
+    None if a limit truncates the episode."""
+    completion = episode.completion
+    length = len(completion.completion_ids) + len(reply)
+    room = args.max_new_tokens - length
+    if completion.turns == args.max_turns or room <= 0:
+        completion.finish_reason = "length"
+        return None
+    seed = distributed.fold_seed(episode.prompt.seed, episode.index)
+    seed = distributed.fold_seed(seed, completion.turns)
+    completion.append_reply(reply)
+    return episode.turn(room, seed * SEED_SPACING)

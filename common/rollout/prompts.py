@@ -67,6 +67,9 @@ def load_prompts(args: OnlineArgs, tokenizer, context: int) -> tuple[Prompts, Pr
 
 def show_first(prompts: Prompts, tokenizer) -> None:
     """Print the first prompt as the model reads it, on rank 0."""
+    if not prompts.ids[0]:
+        distributed.say("the agent writes the prompts; their lengths are not known in advance")
+        return
     text = tokenizer.decode(prompts.ids[0])
     if len(text) > 2000:
         text = f"{text[:1000]} ... {text[-1000:]}"
@@ -76,7 +79,12 @@ def show_first(prompts: Prompts, tokenizer) -> None:
 def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
     """Return the columns that prompts are made from: those of `PROMPT_COLUMNS` that the data has
     or, with `--prompt_template` or `--environment`, a column `_prompt`. Raises `ValueError` for
-    columns that the data lacks."""
+    columns that the data lacks. Without columns (`--agent`) prompts are empty."""
+    if args.agent is not None:
+        from common.rewards.user_code import load_agent
+
+        load_agent(args.agent)
+        return ()
     if args.environment is not None or args.prompt_template is not None:
         return ("_prompt",)
     return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS, args.on_bad_row)
@@ -96,15 +104,22 @@ def encode_prompts(
             f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt"
         )
     make_prompt = prompt_maker(args)
+    select_tools = None
+    if args.tools:
+        from common.tool_use.schemas import tool_selector
+
+        select_tools = tool_selector(args, encoder.tokenizer)
     check = row_check(args) if args.on_bad_row == "skip" else None
 
     def encode(row: dict) -> list[int]:
         if make_prompt is not None:
             row["_prompt"] = make_prompt(row)
+        if select_tools is not None:
+            row["tools"] = select_tools(row)
         if check is not None:
             check(row)
-        ids = encoder.prompt(row, columns)
-        if not ids:
+        ids = encoder.prompt(row, columns) if columns else []
+        if columns and not ids:
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
         return ids
 

@@ -12,6 +12,7 @@ the weights and go on."""
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 from common.config.online import OnlineArgs
 from common.data.order import Order
@@ -83,7 +84,7 @@ class RemoteSampler(Sampler):
         if self.sent_version != step:
             self._send_weights(step, meter)
         self.rows |= {request.number: request.row for request in self._share(requests)}
-        if not self.args.environment:
+        if not self.args.has_turns:
             requests = [replace(request, row={}) for request in requests]
         for leader in self.leaders:
             ranks = range(leader, leader + self.args.tensor_parallel_size)
@@ -110,8 +111,8 @@ class RemoteSampler(Sampler):
         if isinstance(message, CompleteGroups):
             for number, group in message.groups.items():
                 row = self.rows.pop(number)
-                for completion in group:
-                    completion.row = row
+                for sequence in chain(*(completion.sequences for completion in group)):
+                    sequence.row = row
                 self.rewards.begin([group], number)  # groups with smaller numbers first
         self.mail.inbox.put(message)
 

@@ -23,6 +23,7 @@ from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.engine import make_engine
 from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.measure import trained_count
 from common.rollout.prompt_queue import PromptQueue
 from common.rollout.prompts import Prompts
 from common.rollout.weights import whole_weights
@@ -175,7 +176,7 @@ class Sampler:
         chosen = self.queue.choose(self.groups)
         groups = [self.groups.pop(number) for number in chosen]
         self.queue.take(chain(*distributed.gather_objects(chosen)))
-        meter.sum("sampled", sum(sum(completion.loss_mask) for completion in chain(*groups)))
+        meter.sum("sampled", sum(map(trained_count, chain(*groups))))
         if self.args.rollout_ranks or self.args.oversample > 1:
             measure_staleness(meter, groups, step)
         if distributed.stop_requested():
@@ -230,7 +231,7 @@ class LocalSampler(Sampler):
 
 def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
     """Log the age in steps of the weights that sampled the completions of step `step`."""
-    for completion in chain(*groups):
+    for completion in chain(*(sample.sequences for sample in chain(*groups))):
         ages = [step - version for version in completion.versions if version >= 0]
         spread = max(ages) - min(ages)
         meter.mean("sampling/staleness/mean", sum(ages), len(ages))

@@ -1,14 +1,12 @@
-"""`--prompt_template`: prompts from the columns of a row, with solved examples (few-shot) and
-lettered options."""
+"""`--prompt_template`: prompts from the columns of a row, with solved examples (few-shot)."""
 
-import string
 from collections import defaultdict
 from collections.abc import Callable
 
 from common.config.online import SamplingArgs
 from common.config.specs import weights_of
 from common.data.rows import rows_of_split
-from common.parallel import distributed
+from common.rewards.filler import template_filler
 
 
 def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
@@ -19,34 +17,6 @@ def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
         return lambda row: fill(dict(shots="") | row)
     examples = examples_maker(args)
     return lambda row: fill(row | dict(shots=examples(row)))
-
-
-def template_filler(flag: str, template: str) -> Callable[[dict], str]:
-    """Return the function that replaces columns in braces by a row's values. The columns may also
-    be `lettered_options` and `right_letter`, of a row with options. Raises `ValueError` if braces
-    do not match or are empty."""
-    try:
-        fields = {field for _, field, _, _ in string.Formatter().parse(template)}
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from error
-    if "" in fields:
-        raise ValueError(f"{flag}: {{}} names no column")
-
-    def fill(row: dict) -> str:
-        place = f"{row['_source']}: {flag}"
-        if fields & {"lettered_options", "right_letter"}:
-            from common.rewards.choice import option_columns
-
-            row = row | option_columns(row)
-        values = {column: value for column, value in row.items() if value is not None}
-        try:
-            return template.format_map(values)
-        except KeyError as error:
-            raise ValueError(f"{place}: no column {error.args[0]}") from error
-        except (ValueError, IndexError, AttributeError, TypeError) as error:
-            raise ValueError(f"{place}: {distributed.first_line(error)}") from error
-
-    return fill
 
 
 def examples_maker(args: SamplingArgs) -> Callable[[dict], str]:

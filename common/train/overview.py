@@ -105,7 +105,7 @@ def dry_run(
     if rewards is not None:
         lines.append(f"{data}, {held_out} held out")
         prompts = [prompt for (prompt,) in groups[:10]]
-        has_environment = args.environment is not None
+        has_environment = args.has_turns
         lines += plan.rewards_of_rows(tokenizer, prompts, rewards, has_environment)
     if path is not None:
         lines += plan.describe_model(path)

@@ -45,8 +45,10 @@ def shapes(
             folder = resolve_model(name, weights=False)
             models.append(load_policy(folder, args, META, trainable=False))
     for name in args.reward_models:
-        folder = resolve_model(name, "--reward", weights=False)
-        models.append(load_scalar_model(folder, args, META, trainable=False, flag="--reward"))
+        kind, _, path = name.partition(":")
+        load = load_scalar_model if kind == "model" else load_policy
+        folder = resolve_model(path, "--reward", weights=False)
+        models.append(load(folder, args, META, trainable=False, flag="--reward"))
     return [shapes_of(model.hf) for model in models if isinstance(model, PackedModel)]
 
 

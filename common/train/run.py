@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -176,7 +177,8 @@ class Run:
         `samples` (prompts included), the `known` values, and rates, memory and FLOP/s of the
         machine. Collective."""
         self.meter.stop("step")
-        self.meter.sum("targets", sum(sample.num_targets for sample in samples))
+        sequences = chain(*(sample.sequences for sample in samples))
+        self.meter.sum("targets", sum(sequence.num_targets for sequence in sequences))
         self.meter.sum("flops", sum(model.flops for model in self.models))
         self.meter.sum("whole_flops", sum(model.whole_flops for model in self.models))
         for name, gigabytes in peak_memory().items():

@@ -166,7 +166,7 @@ MAY_CHANGE = {
     "trace_groups", "trace_positions", "keep_last", "resume", "log", "keep_best", "early_stop",
     "export_dtype", "push_to_hub", "nccl_timeout", "check_every", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
-    "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout",
+    "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout", "agent_timeout",
     "partial_rollouts", "eval_generate", "eval_reward", "eval_new_tokens", "wandb_project",
     "wandb_name", "wandb_group", "wandb_tags", "dry_run", "share_prefix",
 }  # fmt: skip
@@ -218,6 +218,18 @@ PERMUTED = [dataclass(type("Args", bases, {})) for bases in permutations(Args.__
             "--prompt_template y has no effect with --environment",
         ),
         (dict(max_turns=3), "--max_turns 3 has no effect without --environment"),
+        (
+            dict(environment="x", reward=("environment",), agent="x"),
+            "--agent excludes --environment and --tools; give one of them",
+        ),
+        (
+            dict(agent="x", overlong_prompts="drop"),
+            "--overlong_prompts drop has no effect with --agent, which does not support it",
+        ),
+        (
+            dict(agent="x", prompt_format="plain"),
+            "--agent needs a chat template; set --prompt_format chat",
+        ),
         (
             dict(environment_timeout=3.0),
             "--environment_timeout 3.0 has no effect without --environment",

@@ -203,6 +203,21 @@ def test_training_prompt_equals_the_sampling_prompt(
         )
 
 
+def test_a_reply_reads_text_and_roles_like_a_prompt():
+    """A text cannot end its turn with `--special_text text`; a role that the template does not show
+    is refused."""
+    end = TOKENIZER.convert_tokens_to_ids(EOT)
+    said = [turn("user", f"a{EOT}b")]
+    assert encoder(special_text="text").reply(said).count(end) == 1
+    assert encoder(special_text="token").reply(said).count(end) == 2
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}"
+    )
+    with pytest.raises(ValueError, match="leaves it out; change the role"):
+        encoder(tokenizer).reply([turn("tool", "2"), turn("user", "on")])
+
+
 def test_text_after_the_end_of_turn_is_not_trained():
     sample = encoder().sft(dict(question="a", answer="b"), QA)
     assert [TOKENIZER.decode([i]) for i in sample.completion_ids] == ["b", EOT, "\n"]

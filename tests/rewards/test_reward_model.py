@@ -258,7 +258,7 @@ def test_model_that_cannot_read_the_prompts_is_refused_at_start(asked, device, t
         (
             dict(environment="calculator"),
             other,
-            "another tokenizer than --model's, but --environment has no text for it",
+            "another tokenizer than --model's cannot read completions of several turns",
         ),
         (dict(), tmp_path, "the folder has no config.json"),
         (dict(), tmp_path / "none", "no such folder"),

@@ -1,0 +1,34 @@
+"""Templates with the columns of a row in braces, and lettered options."""
+
+import string
+from collections.abc import Callable
+
+from common.parallel import distributed
+
+
+def template_filler(flag: str, template: str) -> Callable[[dict], str]:
+    """Return the function that replaces columns in braces by a row's values. The columns may also
+    be `lettered_options` and `right_letter`, of a row with options. Raises `ValueError` if braces
+    do not match or are empty."""
+    try:
+        fields = {field for _, field, _, _ in string.Formatter().parse(template)}
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+    if "" in fields:
+        raise ValueError(f"{flag}: {{}} names no column")
+
+    def fill(row: dict) -> str:
+        place = f"{row['_source']}: {flag}"
+        if fields & {"lettered_options", "right_letter"}:
+            from common.rewards.choice import option_columns
+
+            row = row | option_columns(row)
+        values = {column: value for column, value in row.items() if value is not None}
+        try:
+            return template.format_map(values)
+        except KeyError as error:
+            raise ValueError(f"{place}: no column {error.args[0]}") from error
+        except (ValueError, IndexError, AttributeError, TypeError) as error:
+            raise ValueError(f"{place}: {distributed.first_line(error)}") from error
+
+    return fill

@@ -1,0 +1,317 @@
+"""Judges, `--reward judge:PATH` and `rank:PATH`: a frozen chat model reads a question about
+completions. The log-probs of its possible answers give the reward; nothing is sampled."""
+
+import copy
+import math
+from collections.abc import Iterator
+from itertools import chain, permutations
+from typing import Annotated, Required
+
+import torch
+from pydantic import (
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
+from typing_extensions import TypedDict  # before Python 3.12 pydantic needs this one
+
+from common.config.flags import as_tuple
+from common.config.online import SamplingArgs
+from common.data.encode import Encoder
+from common.data.messages import opened_thought
+from common.data.rows import PROMPT_COLUMNS, require_columns
+from common.data.sample import Completion, Group, Sample
+from common.model.hub import load_tokenizer
+from common.model.likelihood import log_likelihoods
+from common.model.policy import load_policy
+from common.model.score import require_context
+from common.parallel import distributed
+from common.rewards.filler import template_filler
+from common.rewards.result import Result
+from common.rewards.thoughts import Thoughts
+
+ABOUT_ONE = "Prompt:\n{prompt}\n\nAnswer:\n{completion}\n\nCriterion: {criterion}\n\n"
+YES_OR_NO = "Does the answer meet the criterion? Reply with one word: yes or no."
+SCORE = "How well does the answer meet the criterion? Reply with a whole number from 1 to {scale}."
+ABOUT_TWO = "Prompt:\n{prompt}\n\nAnswer A:\n{first}\n\nAnswer B:\n{second}\n\n"
+WHICH = "Criterion: {criterion}\n\nWhich answer is better? Reply with one letter: A or B."
+BEST = ("overall quality", 1.0)  # criterion of pairs without a rubric
+OFF = ("enable_thinking", "thinking")  # variables by which chat templates switch thoughts off
+GROUPS_AT_ONCE = 16  # of a rank, with their questions in memory
+
+# ---- rubrics ----
+
+
+@with_config(extra="forbid")
+class Criterion(TypedDict, total=False):
+    criterion: Required[Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]]
+    weight: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] | None
+
+
+OneOrText = Annotated[
+    Criterion, BeforeValidator(lambda x: dict(criterion=x) if isinstance(x, str) else x)
+]
+RUBRIC = TypeAdapter(Annotated[list[OneOrText], Field(min_length=1), BeforeValidator(as_tuple)])
+
+
+def criteria_of(row: dict, args: SamplingArgs) -> list[tuple[str, float]]:
+    """Return the criteria of a row and their weights: those of its column `rubric`, else those of
+    `--rubric`. Raises `ValueError` naming the row for a malformed rubric."""
+    if row.get("rubric") is None:
+        return [(text, 1.0) for text in args.rubric]
+    label = f"{row.get('_source')}: column rubric"
+    try:
+        rubric = RUBRIC.validate_python(row["rubric"])
+    except ValidationError as error:
+        problem = error.errors()[0]
+        places = [f"criterion {x + 1}" if isinstance(x, int) else x for x in problem["loc"]]
+        raise ValueError(": ".join([label, *places, problem["msg"]])) from error
+    criteria = [(one["criterion"], one.get("weight")) for one in rubric]
+    criteria = [(text, 1.0 if weight is None else weight) for text, weight in criteria]
+    if not any(weight for _, weight in criteria):
+        raise ValueError(f"{label}: all weights are 0; give a criterion a positive weight")
+    return criteria
+
+
+# ---- judges ----
+
+
+class Judge:
+    """A frozen chat model, sharded over the ranks, that is asked about completions. Call it with
+    groups of samples; it is collective."""
+
+    def __init__(
+        self, flag: str, kind: str, path: str, args: SamplingArgs, rows: list[dict],
+        policy_tokenizer, device: torch.device | None,
+    ):  # fmt: skip
+        """Check the question about each row, and load the model unless `device` is None. `kind`:
+        `judge` asks about each completion, `rank` about pairs of a group. Raises `ValueError`
+        naming the flag or the row."""
+        self.label = f"{flag} {kind}:{path}"
+        self.args = args
+        self.device = device
+        self.ranks = kind == "rank"
+        scale = args.judge_scale or 0
+        if self.ranks:
+            template = ABOUT_TWO + WHICH
+            answers = [("A",), ("B",)]
+            self.values = [1.0, 0.0]
+        elif scale:
+            template = ABOUT_ONE + SCORE
+            answers = [(str(score),) for score in range(1, scale + 1)]
+            self.values = [number / (scale - 1) for number in range(scale)]
+        else:
+            template = ABOUT_ONE + YES_OR_NO
+            answers = [("yes", "Yes"), ("no", "No")]
+            self.values = [1.0, 0.0]
+        self._prepare_questions(args.judge_prompt or template, rows, policy_tokenizer)
+        self._prepare_answers(answers, load_tokenizer(path, flag=flag))
+        if device is not None:
+            self.model = load_policy(path, args, device, trainable=False, flag=flag)
+
+    def _prepare_questions(self, template: str, rows: list[dict], policy_tokenizer) -> None:
+        needed = ("{first}", "{second}") if self.ranks else ("{completion}", "{transcript}")
+        found = [name in template for name in needed]
+        if not (all(found) if self.ranks else any(found)):
+            names = (" and " if self.ranks else " or ").join(needed)
+            raise ValueError(f"--judge_prompt has no {names}; {self.label} needs it")
+        self.fill = template_filler("--judge_prompt", template)
+        self.reads_criteria = "{criterion}" in template
+        self.reads_prompt = "{prompt}" in template
+        self.column = "_prompt"
+        if self.reads_prompt and "_prompt" not in rows[0]:
+            self.column = require_columns("--dataset", rows, PROMPT_COLUMNS)[0]
+        self.policy_encoder = Encoder(policy_tokenizer, self.args)
+        self.thoughts = Thoughts(policy_tokenizer, cut=self.args.thoughts == "cut")
+        for row in rows:
+            nothing = Completion([], [], row=row)
+            self._question(self._criteria(row)[0][0], nothing, nothing)
+
+    def _prepare_answers(self, answers: list[tuple[str, ...]], tokenizer) -> None:
+        """Keep the tokens of each spelling of each answer, as the model samples them."""
+        if tokenizer.chat_template is None:
+            raise ValueError(f"{self.label}: its tokenizer has no chat template; name a chat model")
+        args = copy.copy(self.args)
+        vars(args).update(prompt_format="chat", system_prompt=None, special_text="text")
+        vars(args).update(template_kwargs=())
+        reads = Encoder(tokenizer, args).chat.reads
+        vars(args).update(template_kwargs=tuple(f"{name}=false" for name in OFF if name in reads))
+        self.encoder = Encoder(tokenizer, args)
+        chat = self.encoder.chat
+        if opened_thought(chat.header) or chat.end is None:
+            problem = "opens a thought" if chat.end else "does not show the text of an answer"
+            advice = "name a model that answers at once"
+            raise ValueError(f"{self.label}: its chat template {problem}; {advice}")
+        end = tokenizer(chat.end.last, add_special_tokens=False)["input_ids"]
+        self.answers: list[list[list[int]]] = []
+        for spellings in answers:
+            self.answers.append([])
+            for text in spellings:
+                row = dict(prompt=asked("?"), completion=text, _source=self.label)
+                ids = self.encoder.completion(row, "prompt", "completion").completion_ids
+                if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
+                    self.answers[-1].append(ids[: len(ids) - len(end)])
+        written = list(chain(*self.answers))
+        if not all(self.answers) or len(set(map(tuple, written))) < len(written):
+            names = ", ".join(text for text, *_ in answers)
+            raise ValueError(f"{self.label}: its tokenizer does not distinguish {names}")
+        if any(b[: len(a)] == a for a, b in permutations(written, 2)):
+            # 1 begins 10: the end of the turn tells them apart
+            self.answers = [[ids + end for ids in spellings] for spellings in self.answers]
+        self.room = max(map(len, written)) + len(end)
+
+    def __call__(self, groups: list[Group]) -> list[Result]:
+        """Return a result for each sample. `judge`: the weighted mean over its criteria. `rank`:
+        its mean probability to win against another one of its group, none for a group of one.
+        Beside it is the probability `mass` that the model gives to the answers."""
+        if not self.ranks:
+            return self._ask([[(sample,) for sample in group] for group in groups])
+        return self.duels(groups, [[*permutations(range(len(group)), 2)] for group in groups])
+
+    def duels(self, groups: list[Group], orders: list[list[tuple[int, int]]]) -> list[Result]:
+        """Return the results of samples from questions about pairs, by their indices in the group.
+        `orders` has each pair in both orders, whose mean has no bias to the first place.
+        Collective."""
+        pairs = [
+            [(group[one], group[other]) for one, other in of_group]
+            for group, of_group in zip(groups, orders, strict=True)
+        ]
+        answers = iter(self._ask(pairs))
+        results = []
+        for group, of_group in zip(groups, orders, strict=True):
+            by_order = {order: next(answers) for order in of_group}
+            results += [_mean_of_duels(by_order, index) for index in range(len(group))]
+        return results
+
+    # ---- questions ----
+
+    def _ask(self, items: list[list[tuple[Completion, ...]]]) -> list[Result]:
+        """Return the results of questions about one completion or two, in groups that share
+        prefixes. Collective; a rank may have no groups."""
+        results = []
+        for start in range(0, int(distributed.all_max(len(items))), GROUPS_AT_ONCE):
+            groups = items[start : start + GROUPS_AT_ONCE]
+            prompts = [[self._prompts_or_error(samples) for samples in group] for group in groups]
+            # Equal questions are asked once, so that equal completions have equal rewards, bit for
+            # bit: log-probs depend a little on the place in a pack.
+            distinct = [
+                dict.fromkeys(chain(*(found for found in group if isinstance(found, list))))
+                for group in prompts
+            ]
+            sent = [list(chain(*map(self._with_answers, group))) for group in distinct]
+            settings = (self.args.pack_tokens, self.args.share_prefix, self.device)
+            logps = iter(log_likelihoods(self.model, sent, *settings))
+            for of_group, found_of_group, group in zip(groups, prompts, distinct, strict=True):
+                numbers = {ids: self._expectation(logps) for ids in group}
+                pairs = zip(of_group, found_of_group, strict=True)
+                results += [self._result(one[0].row, found, numbers) for one, found in pairs]
+        return results
+
+    def _prompts_or_error(self, samples: tuple[Completion, ...]) -> list[tuple[int, ...]] | str:
+        """Return the prompt of the judge for each criterion, or why there is none: it is too long,
+        or has a character that its tokenizer cannot read."""
+        prompts = []
+        try:
+            for criterion, _ in self._criteria(samples[0].row):
+                text = self._question(criterion, samples[0], samples[-1])
+                row = dict(prompt=asked(text), _source=self.label)
+                prompts.append(tuple(self.encoder.prompt(row, ("prompt",))))
+                length = len(prompts[-1]) + self.room
+                require_context(self.model, length)
+                if length > self.args.pack_capacity:
+                    problem = f"a question of {length} tokens is longer than"
+                    raise ValueError(f"{self.label}: {problem} {self.args.pack_flags}")
+        except ValueError as error:
+            return distributed.first_line(error)
+        return prompts
+
+    def _criteria(self, row: dict) -> list[tuple[str, float]]:
+        """Return the criteria of a row, at least one. Raises `ValueError` for a row without, and
+        for a rubric that the question has no place for."""
+        criteria = criteria_of(row, self.args)
+        if self.reads_criteria and (criteria or self.ranks):
+            return criteria or [BEST]
+        if self.reads_criteria:
+            raise ValueError(f"{row['_source']}: no rubric; add a column rubric, or set --rubric")
+        if criteria:
+            problem = "--judge_prompt has no {criterion} for the rubric"
+            raise ValueError(f"{row['_source']}: {problem}")
+        return [("", 1.0)]
+
+    def _question(self, criterion: str, first: Completion, second: Completion) -> str:
+        prompt = ""
+        if self.reads_prompt:
+            prompt = self.policy_encoder.as_asked(first.row, self.column)
+        if isinstance(prompt, list) and len(prompt) == 1:
+            prompt = prompt[0]["content"]
+        elif isinstance(prompt, list):
+            prompt = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+        answers = [self.thoughts.answer(sample) for sample in (first, second)]
+        values = dict(first=answers[0], second=answers[1], completion=answers[0])
+        values |= dict(transcript=self._transcript(first), prompt=prompt)
+        values |= dict(criterion=criterion, scale=self.args.judge_scale)
+        return self.fill(first.row | values)
+
+    def _transcript(self, sample: Completion) -> str:
+        """Return all turns of a sample; those of stored completions are not decoded yet."""
+        if sample.transcript or sample.turns == 1:
+            return sample.transcript or sample.text
+        return self.policy_encoder.tokenizer.decode(sample.completion_ids)
+
+    # ---- answers ----
+
+    def _with_answers(self, prompt: tuple[int, ...]) -> Iterator[Sample]:
+        """Yield a prompt with each answer."""
+        for answer in chain(*self.answers):
+            mask = [False] * len(prompt) + [True] * len(answer)
+            yield Sample([*prompt, *answer], mask, len(prompt))
+
+    def _result(
+        self, row: dict, prompts: list[tuple[int, ...]] | str,
+        numbers: dict[tuple[int, ...], tuple[float, float]],
+    ) -> Result:  # fmt: skip
+        """Return the mean of the `numbers` of the prompts over the criteria."""
+        if isinstance(prompts, str):
+            return Result(error=prompts)
+        weights = [weight for _, weight in self._criteria(row)]
+        value, mass = (
+            math.fsum(w * x for w, x in zip(weights, column, strict=True)) / math.fsum(weights)
+            for column in zip(*(numbers[prompt] for prompt in prompts), strict=True)
+        )
+        return Result((value, dict(mass=mass)))
+
+    def _expectation(self, logps: Iterator[tuple[float, int]]) -> tuple[float, float]:
+        """Return the expectation of a question's values, sum_a p_a v_a / sum_a p_a, and sum_a p_a.
+        p_a is the sum over the spellings of answer a."""
+        logps_of = [[next(logps)[0] for _ in spellings] for spellings in self.answers]
+        largest = max(chain(*logps_of))
+        probs = [math.fsum(math.exp(logp - largest) for logp in one) for one in logps_of]
+        total = math.fsum(probs)
+        value = math.fsum(p * v for p, v in zip(probs, self.values, strict=True)) / total
+        return value, total * math.exp(largest)
+
+
+def asked(text: str) -> list[dict]:
+    return [dict(role="user", content=text)]
+
+
+def _mean_of_duels(by_order: dict[tuple[int, int], Result], index: int) -> Result:
+    """Return the mean result of a sample's duels, each in both orders."""
+    duels = []
+    error = None
+    for (one, other), ahead in by_order.items():
+        behind = by_order[other, one]
+        if one == index and not (ahead.error or behind.error):
+            win, of_win = ahead.value
+            loss, of_loss = behind.value
+            mass = (of_win["mass"] + of_loss["mass"]) / 2
+            duels.append(((win + (1 - loss)) / 2, (win + loss) / 2 - 0.5, mass))
+        elif one == index:
+            error = error or ahead.error or behind.error
+    if not duels:
+        return Result(error=error)
+    win, bias, mass = (math.fsum(numbers) / len(duels) for numbers in zip(*duels, strict=True))
+    return Result((win, dict(position_bias=bias, mass=mass)))

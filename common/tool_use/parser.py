@@ -1,0 +1,288 @@
+"""The calls in a turn of the model, in the format of its chat template.
+
+`hermes` and `openai` are read here, every other format by a tool parser of vLLM. The parser is
+tried at the start of a run on a call that the chat template writes. A turn in which a call begins
+but none can be read is malformed: it is not an answer."""
+
+import difflib
+import importlib.util
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from common.config.online import SamplingArgs
+from common.data.calls import PROBE, PROBED_RESULT, after_calls
+from common.data.chat import ASKED, CALL, SAID, ChatTemplate
+from common.parallel import distributed
+from common.rewards.thoughts import answer_of, marks_of, template_text
+
+# How chat templates begin a call -> name of the parser; the first that matches is the default.
+FORMATS = (
+    (r"<tool_call>\s*\{", "hermes"),
+    (r"<tool_call>\s*<function=", "qwen3_coder"),
+    (r"<tool_call>\s*\w+\s*<arg_key>", "glm45"),
+    (r"to=functions\.", "openai"),
+    (r"\[TOOL_CALLS\]", "mistral"),
+    (r"<\|tool_call_start\|>\[", "lfm2"),
+    (r"<\|tool_calls_section_begin\|>", "kimi_k2"),
+    (r"<｜tool▁calls▁begin｜>.*```json", "deepseek_v3"),
+    (r"<｜tool▁calls▁begin｜>", "deepseek_v31"),
+    (r"<\|tool_call>call:", "gemma4"),
+    (r"<start_function_call>", "functiongemma"),
+    (r"<\|tool_call\|>\s*\[", "granite"),
+    (r"<\|START_ACTION\|>", "cohere_command3"),
+    (r"<seed:tool_call>", "seed_oss"),
+    (r"<minimax:tool_call>", "minimax_m2"),
+    (r"<tool_calls>\s*\[", "hunyuan_a13b"),
+    (r"<\w+:function_calls>", "muse_glimmer"),
+    (r"functools\s*\[", "phi4_mini_json"),
+    (r"<\|tool_call\|>\s*functools|<\|tool_call\|>", "phi4_mini_json"),
+    (r"\[\w+\(", "pythonic"),
+    (r"\{\s*\"name\"", "llama3_json"),
+)
+
+
+# a call with arguments of two types, which the start of a run writes and reads
+TRIED = CALL | dict(function=CALL["function"] | dict(arguments=dict(x=1, s="a b")))
+
+
+class Call(NamedTuple):
+    """A call as the model wrote it."""
+
+    name: str
+    arguments: object
+    """an object, unless the model wrote something else"""
+    id: str | None = None
+    """id, if the model wrote one"""
+
+
+class Turn(NamedTuple):
+    """A turn of the model: text without calls is its answer."""
+
+    content: str
+    calls: list[Call]
+    problem: str = ""
+    """why the calls cannot be read; empty if they can, or if there are none"""
+
+
+# Returns the text in front of the calls, and the calls. Raises `ValueError` with the problem.
+Reader = Callable[[str, list[dict], str], tuple[str, list[Call]]]
+
+
+class Parser:
+    """Parser of the turns of one model."""
+
+    def __init__(self, read: Reader, tokenizer, cuts_thoughts: bool = True):
+        self.read = read
+        self.cuts_thoughts = cuts_thoughts
+        self.start, self.end = marks_of(template_text(tokenizer))  # of thoughts
+        self.marker = ""
+        """text with which a call begins; empty if it is no mark, but could begin any text"""
+
+    def parse(self, text: str, tools: list[dict], prompt: str = "") -> Turn:
+        """Return the calls in a turn of the model, behind its thoughts. `text`: the turn without
+        the token that ends it; `tools`: schemas, for the types of arguments; `prompt`: the text
+        before the turn, or its end, which may open a thought."""
+        answer = text
+        if self.cuts_thoughts:
+            inside = re.search(rf"(?:{self.start})\s*\Z", prompt) is not None
+            answer = answer_of(text, inside, self.start, self.end)
+        try:
+            content, calls = self.read(answer, tools, prompt)
+        except ValueError as error:
+            return Turn(answer, [], str(error))
+        if not calls and self.marker and self.marker in answer:
+            return Turn(answer, [], "no call can be read")
+        return Turn(content, calls)
+
+
+def make_parser(tokenizer, args: SamplingArgs) -> Parser:
+    """Return the parser of `--tool_parser` for the tokenizer's chat template. Raises `ValueError`
+    if it is unknown, or does not read a call that the template writes."""
+    chat = ChatTemplate(tokenizer, args.template_kwargs)
+    if "tools" not in chat.reads:
+        example = "configs/templates/chatml_tools.jinja"
+        advice = f"set --chat_template to one that does, such as {example}"
+        raise ValueError(f"--tools: the chat template does not read tools; {advice}")
+    prompt, text = written_calls(chat, PROBE, [TRIED])
+    name = args.tool_parser or default_parser(tokenizer, text)
+    parser = Parser(make_reader(name, tokenizer), tokenizer, cuts_thoughts=name != "openai")
+    turn = parser.parse(text, PROBE["tools"], prompt)
+    function = TRIED["function"]
+    found = [(call.name, call.arguments) for call in turn.calls]
+    if found != [(function["name"], function["arguments"])]:
+        problem = turn.problem or (f"it reads {found}" if found else "it reads no call")
+        raise ValueError(
+            f"--tool_parser {name}: does not read the calls of this chat template, {problem} in"
+            f" {text!r:.200}; name another parser, or set another --chat_template"
+        )
+    before, _, _ = text.partition(function["name"])
+    parser.marker = marker_of(chat.markup.sub("", before, count=1))
+    return parser
+
+
+def written_calls(chat: ChatTemplate, row: dict, calls: list[dict]) -> tuple[str, str]:
+    """Return a prompt and the turn that the chat template writes after it for `calls`, without the
+    token that ends it. The prompt is empty if the template opens a thought in it that it leaves out
+    of the turn. Raises `ValueError` if no token ends a turn with calls."""
+    prompt = chat.render(row, [ASKED], add_generation_prompt=True)
+    results = [PROBED_RESULT | dict(tool_call_id=call["id"]) for call in calls]
+    try:
+        token, behind = after_calls(chat, row, calls, results)
+    except ValueError as error:
+        raise ValueError(f"--tools: {error}; set another --chat_template") from error
+    turn = SAID | dict(content="", tool_calls=calls)
+    text = chat.render(row, [ASKED, turn, *results], add_generation_prompt=True)
+    text = text.removesuffix(behind).removesuffix(token)
+    if text.startswith(prompt):
+        return prompt, text[len(prompt) :]
+    shared = os.path.commonprefix([text, prompt])
+    if shared.rfind("<") > shared.rfind(">"):  # within a tag
+        shared = shared[: shared.rfind("<")]
+    return "", text[len(shared) :]
+
+
+def default_parser(tokenizer, text: str) -> str:
+    """Return the name of the parser for a call as the template writes it."""
+    for pattern, name in FORMATS:
+        if re.search(pattern, text, re.DOTALL):
+            return name
+    if getattr(tokenizer, "response_template", None):
+        return "response_template"
+    raise ValueError(f"--tools: no parser is known for the call {text!r:.200}; set --tool_parser")
+
+
+def marker_of(text: str) -> str:
+    """Return the mark at the start of a call: a tag, or the text in front of the name."""
+    tag = re.match(r"\s*(<[^<>\s]+>|\[[A-Z_]+\])", text)
+    if tag:
+        return tag[1]
+    return text.strip() if len(text.strip()) > 4 else ""
+
+
+# ---- readers ----
+
+
+def make_reader(name: str, tokenizer) -> Reader:
+    """Return the reader of `--tool_parser`. Raises `ValueError` for an unknown name."""
+    if name in OURS:
+        return OURS[name]
+    flag = f"--tool_parser {name}"
+    if name == "response_template":
+        if not getattr(tokenizer, "response_template", None):
+            raise ValueError(f"{flag}: the tokenizer has no response_template")
+        return template_reader(tokenizer)
+    if importlib.util.find_spec("vllm") is None:
+        ours = ", ".join([*OURS, "response_template"])
+        raise ValueError(f"{flag}: this parser needs vllm; without it there are {ours}")
+    from vllm.tool_parsers import ToolParserManager
+
+    names = [*OURS, "response_template", *ToolParserManager.list_registered()]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+        raise ValueError(f"{flag}: unknown; {hint}")
+    return vllm_reader(name, tokenizer)
+
+
+def read_hermes(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    content, *bodies = text.split("<tool_call>")
+    calls = [call_of(body.partition("</tool_call>")[0]) for body in bodies]
+    return content, calls
+
+
+def call_of(text: str) -> Call:
+    """Return the call of a JSON object. Raises `ValueError` for another text."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the call is not JSON: {distributed.first_line(error)}") from error
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError('the call is not an object with "name" and "arguments"')
+    return Call(call["name"], call.get("arguments", {}))
+
+
+HARMONY_CALL = re.compile(
+    r"to=functions\.([\w.-]+)[^<]*(?:<\|channel\|>\w+[^<]*)?(?:<\|constrain\|>\w+\s*)?"
+    r"<\|message\|>(.*)",
+    re.DOTALL,
+)
+
+
+def read_harmony(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
+    """Read the call of gpt-oss, the last message of its turn, whose recipient is a function. Other
+    messages of the turn are thoughts."""
+    message = text.rpartition("<|start|>")[2]
+    match = HARMONY_CALL.search(message)
+    if match is None:
+        return text, []
+    try:
+        arguments = json.loads(match[2].partition("<|")[0])
+    except (ValueError, RecursionError) as error:
+        problem = distributed.first_line(error)
+        raise ValueError(f"the arguments are not JSON: {problem}") from error
+    return "", [Call(match[1], arguments)]
+
+
+OURS: dict[str, Reader] = dict(hermes=read_hermes, openai=read_harmony)
+
+
+def vllm_reader(name: str, tokenizer) -> Reader:
+    """Return a reader that calls a tool parser of vLLM."""
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionRequest,
+        ChatCompletionToolsParam,
+    )
+    from vllm.tool_parsers import ToolParserManager
+
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # malformed calls are usual
+    make = ToolParserManager.get_tool_parser(name)
+
+    @lru_cache(64)  # some take 0.4 s to make
+    def parser_and_request(tools: str) -> tuple:
+        params = [ChatCompletionToolsParam(**tool) for tool in json.loads(tools)]
+        request = ChatCompletionRequest(model="", messages=[], tools=params)
+        return make(tokenizer, params), request
+
+    def read(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
+        try:
+            parser, request = parser_and_request(json.dumps(tools))
+            found = parser.extract_tool_calls(text, request)
+        except Exception as error:  # vLLM's parsers may raise anything on text of a model
+            raise ValueError(f"no call can be read: {distributed.first_line(error)}") from error
+        calls = []
+        for call in found.tool_calls:
+            arguments = arguments_of(call.function.arguments)
+            calls.append(Call(call.function.name, arguments, call.id if call.id in text else None))
+        return found.content or "", calls
+
+    return read
+
+
+def arguments_of(text: str) -> object:
+    """Return arguments that are JSON. Raises `ValueError` for another text."""
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        problem = distributed.first_line(error)
+        raise ValueError(f"the arguments are not JSON: {problem}") from error
+
+
+def template_reader(tokenizer) -> Reader:
+    """Return a reader that calls the tokenizer's own `parse_response`."""
+
+    def read(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
+        try:
+            message = tokenizer.parse_response(text, prefix=prompt, tools=tools)
+        except Exception as error:  # a response_template may raise anything on text of a model
+            raise ValueError(f"no call can be read: {distributed.first_line(error)}") from error
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        named = [Call(call["name"], call.get("arguments", {})) for call in calls]
+        return message.get("content") or "", named
+
+    return read
