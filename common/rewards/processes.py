@@ -57,11 +57,12 @@ class ForkServer:
         self.argument = argument
         self.process: subprocess.Popen | None = None
 
-    def fork(self, connection: socket.socket) -> None:
-        """Start a fork with this connection. Blocks only if hundreds of forks wait for the target
-        to load."""
+    def fork(self, connection: socket.socket, seconds: float) -> None:
+        """Start a fork with this connection. Blocks, at most `seconds`, only if many forks wait for
+        the target to load."""
         if self.process is None or self.process.poll() is not None:
             self._start()
+        self.control.settimeout(seconds)
         # OSError: the server has died or hangs; the connection just ends
         with connection, suppress(OSError):
             socket.send_fds(self.control, [b"+"], [connection.fileno()])
@@ -87,7 +88,6 @@ class ForkServer:
     def _start(self) -> None:
         self.close(hangs=True)
         self.control, child_end = socket.socketpair()
-        self.control.settimeout(START_SECONDS)
         setup = dict(
             path=[*sys.path, *self.folders],
             control=child_end.fileno(),
@@ -125,7 +125,7 @@ class Process:
         self.deadline = time.monotonic() + start_seconds  # of the start, then of the first question
         self.is_async: bool | None = None  # None until the target is loaded
         self.end: Result | None = None  # reason why no more answers come
-        server.fork(child_end)
+        server.fork(child_end, start_seconds)
 
     def ask(self, number: int, method: str | None, arguments: tuple, seconds: float) -> None:
         """Send a question: `target(*arguments)`, or the `method` of an object of the target, within

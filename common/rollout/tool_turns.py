@@ -54,6 +54,7 @@ class ToolTurns:
         self.server = ForkServer(target, shared=True, grace=GRACE, argument=settings_of(args))
         allow_files()
         self.playing: dict[int, Episode] = {}  # episodes whose last turn has ended, by number
+        self.failed_starts = 0  # since a process last loaded the tools
         self.running: dict[int, Calls] = {}  # calls of the episodes in flight, by number
 
     def end_turn(self, episode: Episode) -> None:
@@ -125,8 +126,15 @@ class ToolTurns:
             return
         process = running.process
         answers = process.answers()
-        if process.end and process.is_async is None:
-            raise distributed.RunError(f"--tools: {process.end.error}")
+        if process.is_async is not None:
+            self.failed_starts = 0
+        elif process.end:  # at first again: it may have been killed from outside
+            self.failed_starts += 1
+            if self.failed_starts == 3:
+                raise distributed.RunError(f"--tools: {process.end.error}")
+            running.process = None
+            self._ask(running, row)
+            return
         for number, result in answers:
             if result.error is not None and (number != BEGIN or process.end):
                 problem = "timed_out" if result.timed_out else "raised"

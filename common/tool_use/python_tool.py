@@ -6,7 +6,6 @@ import time
 from common.sandbox import program
 from common.sandbox.process import Limits, ProgramError
 
-TIME = 0.8  # of --environment_timeout; then the other tools of the episode keep their state
 LIFE = 24 * 3600.0  # seconds of an interpreter
 # Runs in the interpreter: returns what a program prints and the value of its last expression.
 SOURCE = """

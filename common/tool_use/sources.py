@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from common.rewards.worker import load_file
 
+TIME = 0.8  # of --environment_timeout; then the other tools of the episode keep their state
 HOOKS = ("reset", "close")  # optional methods of a class: at the start and the end of an episode
 BUILT_IN = "python, calculator, search:FILE.jsonl, mcp:COMMAND"
 
@@ -99,7 +100,7 @@ def load_source(spec: str, flags: Any) -> Source:
 
         return Functions(label, dict(calculator=calculator))
     if spec == "python":
-        from common.tool_use.python_tool import TIME, Interpreter, require_confinement
+        from common.tool_use.python_tool import Interpreter, require_confinement
 
         require_confinement(flags.unsafe_code_execution)
         seconds = TIME * flags.environment_timeout
@@ -115,7 +116,7 @@ def load_source(spec: str, flags: Any) -> Source:
             from common.tool_use.mcp_tools import mcp_source
         except ModuleNotFoundError as error:
             raise ValueError(f"{label}: {error}; pip install mcp") from error
-        return mcp_source(spec, flags.environment_timeout, flags.mcp_shared)
+        return mcp_source(spec, TIME * flags.environment_timeout, flags.mcp_shared)
     if spec.endswith(".py"):
         return Functions(label, functions_of(load_file(spec)))
     if ":" not in spec:

@@ -224,7 +224,10 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
 def _code(args: BaseArgs) -> dict[str, list[int]]:
     """Return the fingerprints of the script and of the user's rewards, environment, tools and
     agent."""
-    words = " ".join(args.tools).replace("mcp:", "").split()
+    words = []
+    for tool in args.tools:
+        command = tool.removeprefix("mcp:")
+        words += [tool] if command == tool else command.replace("'", "").split()
     tools = [f"{word}:" if word.endswith(".py") else word for word in words]
     specs = [*args.reward, args.environment or "", args.agent or "", *tools]
     files = [Path(spec.rpartition(":")[0]).expanduser() for spec in specs]
