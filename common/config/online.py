@@ -17,7 +17,8 @@ from common.config.training import PrefixArgs
 TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, prompts_per_step=16,
                    samples_per_prompt=16, max_new_tokens=5, prompt_format="plain")  # fmt: skip
 
-MODEL_KINDS = ("model:", "judge:", "rank:")  # of rewards that are models
+JUDGE_KINDS = ("judge:", "rank:")  # of rewards that ask a chat model
+MODEL_KINDS = ("model:", *JUDGE_KINDS)  # of rewards that are models
 # Flags that agents do not support: they need the prompt before the episode, completions
 # without branches, or rounds that begin nothing.
 BRANCHLESS = ("partial_rollouts", "overlong_prompts", "system_prompt", "trace_every",
@@ -56,7 +57,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     @model_validator(mode="after")
     def _check_judges(self) -> Self:
         named = (*self.reward, getattr(self, "reward_model", None) or "")  # the latter of eval.py
-        if any(name.startswith(("judge:", "rank:")) for name in named):
+        if any(name.startswith(JUDGE_KINDS) for name in named):
             from common.config.judge_flags import check_judges
 
             check_judges(self, named)

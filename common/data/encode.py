@@ -62,7 +62,8 @@ class Encoder:
         row = dict(_source="the messages between two turns")
         messages = self._read_messages(row, self.chat.normal(messages))
         text = self.chat.reply(messages)
-        require_shown(self.chat, row, [ASKED, SAID, *messages], f"{ASKED}{SAID}{text}")
+        shown = ASKED["content"] + SAID["content"] + text
+        require_shown(self.chat, row, [ASKED, SAID, *messages], shown)
         end = self.chat.end
         return self._behind(end.token, end.last, text, last_token)
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.config.online import MODEL_KINDS, SamplingArgs
+from common.config.online import JUDGE_KINDS, MODEL_KINDS, SamplingArgs
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
 
@@ -120,7 +120,7 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
         for name in args.reward
         if name not in ("by_row", "environment", *BY_LENGTH) and not name.startswith(MODEL_KINDS)
     }
-    asks = any(name.startswith(("judge:", "rank:")) for name in args.reward)
+    asks = any(name.startswith(JUDGE_KINDS) for name in args.reward)
 
     def check(row: dict) -> None:
         if asks:

@@ -37,7 +37,7 @@ from common.rollout.agent_requests import (
     tools_of,
     written,
 )
-from common.rollout.engine import SEED_SPACING, SLOTS, Engine, Request, empty_completion
+from common.rollout.engine import SLOTS, Engine, Request, empty_completion
 from common.rollout.environment_pool import GRACE, allow_files
 from common.rollout.episodes import Episode
 from common.tool_use.parser import Parser, make_parser
@@ -172,8 +172,7 @@ class Agents:
         for call in turn.calls:
             agent.calls += 1
             name = call.id or f"call{agent.calls:05}"  # as long as the ids of Mistral
-            function_name = call.name.encode("utf-8", "replace").decode()
-            function = dict(name=function_name, arguments=call.arguments)
+            function = dict(name=call.name, arguments=call.arguments)
             calls.append(dict(id=name, type="function", function=function))
         return message | dict(content=turn.content, tool_calls=calls), "tool_calls"
 
@@ -254,10 +253,7 @@ class Agents:
         except Exception as error:  # the request comes from the user's code
             raise Refusal(one_line(error)) from error
         prompt = agent.episode.prompt
-        seed = prompt.seed * SEED_SPACING + agent.episode.index
-        if number > 0:
-            seed = distributed.fold_seed(prompt.seed, agent.episode.index)
-            seed = distributed.fold_seed(seed, number) * SEED_SPACING
+        seed = agent.episode.seed(number)
         room = self.args.max_new_tokens - len(completion.completion_ids)
         request = Request(completion, min(room, limit), seed, prompt.temperature, prompt.number)
         branch.history = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
+from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
 
 
@@ -36,10 +37,18 @@ class Episode:
     """among all episodes"""
     completion: Completion
 
-    def turn(self, max_tokens: int, seed: int) -> Request:
+    def turn(self, max_tokens: int) -> Request:
         """Return the request for the next turn."""
         prompt = self.prompt
+        seed = self.seed(self.completion.turns - 1)
         return Request(self.completion, max_tokens, seed, prompt.temperature, prompt.number)
+
+    def seed(self, number: int) -> int:
+        """Return the seed of a turn, numbered from 0."""
+        if number == 0:
+            return self.prompt.seed * SEED_SPACING + self.index
+        seed = distributed.fold_seed(self.prompt.seed, self.index)
+        return distributed.fold_seed(seed, number) * SEED_SPACING
 
 
 class Episodes:
@@ -87,8 +96,7 @@ class Episodes:
             if self.args.agent is not None:  # which writes the prompt
                 self.turns.begin(episode)
                 continue
-            first_turn = episode.turn(self.args.max_new_tokens, prompt.seed * SEED_SPACING + i)
-            self._submit(episode, first_turn)
+            self._submit(episode, episode.turn(self.args.max_new_tokens))
 
     def advance(self) -> list[tuple[int, Group]]:
         """Run a round of the engine, process the answers of environments and return `(number,

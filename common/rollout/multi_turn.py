@@ -15,7 +15,7 @@ from common.data.encode import Encoder
 from common.data.messages import is_message
 from common.data.sample import Completion
 from common.parallel import distributed
-from common.rollout.engine import SEED_SPACING, Request
+from common.rollout.engine import Request
 from common.rollout.environment_pool import Answer, Environments
 from common.rollout.environments import Message, load_environment
 from common.rollout.episodes import Episode
@@ -118,7 +118,5 @@ def next_request(episode: Episode, reply: list[int], args: SamplingArgs) -> Requ
     if completion.turns == args.max_turns or room <= 0:
         completion.finish_reason = "length"
         return None
-    seed = distributed.fold_seed(episode.prompt.seed, episode.index)
-    seed = distributed.fold_seed(seed, completion.turns)
     completion.append_reply(reply)
-    return episode.turn(room, seed * SEED_SPACING)
+    return episode.turn(room)

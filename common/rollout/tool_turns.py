@@ -182,10 +182,9 @@ def reply_ids(
     made = []
     results = []
     for number, (call, text) in enumerate(zip(calls, texts, strict=True)):
-        name = call.name.encode("utf-8", "replace").decode()
-        call_id = call.id or f"call{number:05}"  # as long as the ids of Mistral
-        function = dict(name=name, arguments=dict(x=1))
-        made.append(dict(type="function", id=call_id, function=function))
-        results.append(dict(role="tool", name=name, tool_call_id=call_id, content=text))
+        name = call.id or f"call{number:05}"  # as long as the ids of Mistral
+        function = dict(name=call.name, arguments=dict(x=1))
+        made.append(dict(type="function", id=name, function=function))
+        results.append(dict(role="tool", name=call.name, tool_call_id=name, content=text))
     row = dict(_source="the results of tools", tools=row["tools"])
     return encoder.reply_to_calls(row, made, results, last_token)

@@ -97,7 +97,10 @@ class Parser:
             return Turn(answer, [], str(error))
         if not calls and self.marker and self.marker in answer:
             return Turn(answer, [], "no call can be read")
-        return Turn(content, calls)
+        # JSON may contain half a surrogate pair, which has no UTF-8
+        names = [call.name.encode("utf-8", "replace").decode() for call in calls]
+        named = [call._replace(name=name) for call, name in zip(calls, names, strict=True)]
+        return Turn(content, named)
 
 
 def make_parser(tokenizer, args: SamplingArgs) -> Parser:

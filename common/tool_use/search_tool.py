@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from functools import cache
 from pathlib import Path
 
 COLUMNS = ("text", "contents", "content")  # of the text of a row
@@ -66,3 +67,9 @@ class SearchIndex:
             raise ValueError(f"{label} has no column {', '.join(COLUMNS[:-1])} or {COLUMNS[-1]}")
         title = row.get("title")
         return f"{title}\n{text}" if isinstance(title, str) else text
+
+
+@cache
+def search_index(label: str, file: str) -> SearchIndex:
+    """Return the index of a file, which is checked once. Raises as `SearchIndex` does."""
+    return SearchIndex(label, file)

@@ -107,9 +107,9 @@ def load_source(spec: str, flags: Any) -> Source:
         make = partial(Interpreter, seconds, flags.unsafe_code_execution)
         return Functions(label, dict(python=Interpreter.python), make)
     if spec.startswith("search:") or spec == "search":
-        from common.tool_use.search_tool import SearchIndex
+        from common.tool_use.search_tool import SearchIndex, search_index
 
-        index = SearchIndex(label, spec.removeprefix("search").removeprefix(":"))
+        index = search_index(label, spec.removeprefix("search").removeprefix(":"))
         return Functions(label, dict(search=SearchIndex.search), index, index.build)
     if spec.startswith("mcp:"):
         try:

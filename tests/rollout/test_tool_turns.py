@@ -7,6 +7,7 @@ import pytest
 from conftest import talkative
 from field.families import CHATML, IM_END, ours
 from helpers import ROOT, assert_close_metrics, metrics, run
+from tool_use import episodes
 from tool_use.episodes import make_args
 
 from common.data.encode import Encoder
@@ -15,50 +16,27 @@ from common.rollout.engine import Request
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import encode_prompts, prompt_columns
 
-FILE = '''
+FILE = f"""
 import os
 import time
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: first number
-        b: second number
-    """
-    return a + b
 
 
 def score(completion, row):
     return len(completion) % 5
 
-
-class Shelf:
-    def reset(self, row):
-        self.items = [row["first"]]
-
-    def put(self, item: str) -> list:
-        """Put an item on the shelf.
-
-        Args:
-            item: its name
-        """
-        self.items.append(item)
-        return self.items
-
+{episodes.FILE}
     def sleep(self) -> None:
-        """Sleep."""
+        '''Sleep.'''
         time.sleep(60)
 
     def die(self) -> None:
-        """Die."""
+        '''Die.'''
         os._exit(3)
 
     def leave(self) -> None:
-        """Raise SystemExit."""
+        '''Raise SystemExit.'''
         raise SystemExit
-'''
+"""
 
 
 class Script:

@@ -9,6 +9,43 @@ from common.data.sample import Sample
 from common.rollout.tool_turns import reply_ids
 from common.tool_use.parser import Parser, make_parser, written_calls
 
+# a file with tools
+FILE = '''
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: first number
+        b: second number
+    """
+    return a + b
+
+
+def helper(x):
+    return x
+
+
+def _private():
+    """Not a tool."""
+
+
+class Shelf:
+    def reset(self, row):
+        self.items = [row["first"]]
+
+    def put(self, item: str) -> list:
+        """Put an item on the shelf.
+
+        Args:
+            item: its name
+        """
+        self.items.append(item)
+        return self.items
+
+    def close(self):
+        pass
+'''
+
 
 def make_args(**flags: object) -> SamplingArgs:
     """Return flags with tools, whose files need not exist."""
