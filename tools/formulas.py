@@ -7,6 +7,7 @@ place of names. An expression may use numeric flags, earlier names and values of
 completion, their number `length`, values of the row, `advantage`, and `tokens` and `sequences` of
 the update. Other characters in names of the trace become `_`."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -37,6 +38,26 @@ def formulas(script: str, flags: Mapping) -> dict[str, Formulas]:
         name: of if of[-1][0] == "share" else [*of, ("share", "loss * w")]
         for name, of in found.items()
     }
+
+
+FUNCTIONS = dict(
+    exp=lambda x: math.exp(min(x, 60)), expm1=lambda x: math.expm1(min(x, 60)), log=math.log,
+    min=min, max=max, clip=lambda x, low, high: min(max(x, low), high),
+    where=lambda condition, a, b: a if condition else b, sigmoid=lambda x: 1 / (1 + math.exp(-x)),
+    logsigmoid=lambda x: -math.log1p(math.exp(-abs(x))) + min(x, 0.0),
+)  # fmt: skip
+
+
+def evaluate(lines: Formulas, names: Mapping) -> dict:
+    """Return `names` with the values of formulas, NaN where one is not defined. Raises `NameError`
+    or `TypeError` if a name is absent or None, `SyntaxError` if it is a word of Python."""
+    values = dict(names)
+    for name, text in lines:
+        try:
+            values[name] = eval(text, dict(FUNCTIONS, __builtins__={}), values)
+        except (ArithmeticError, ValueError):
+            values[name] = math.nan
+    return values
 
 
 # ---- parts ----

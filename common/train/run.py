@@ -302,14 +302,15 @@ class Run:
         if not distributed.is_main():
             return []
         folder = self.args.output_dir
-        lines = []
         changed = self.logger.summary()
-        if changed:
-            lines.append(f"after {self.finished} steps: {changed}")
+        lines = [f"after {self.finished} steps: {changed}"] if changed else []
         names = ("curves.png", "samples.jsonl")
         files = [f"{folder}/{name}" for name in names if Path(folder, name).is_file()]
         if files:
             lines.append(f"look at {' and '.join(files)}")
+        from tools.doctor import first_line
+
+        lines.append(f"doctor: {first_line(folder)}")
         if self.args.generates:
             python = os.path.relpath(sys.executable)
             if python.startswith(".."):

@@ -1,0 +1,287 @@
+"""Each rule of tools/doctor.py names a run beyond its threshold, and is silent about one just below
+it; damaged and missing files give one line."""
+
+import ast
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import ROOT, call_main
+
+from bench import doctor as bench
+from common.train.trace_file import write
+from tools import doctor
+from tools.fragments import replace
+
+EOS = "<|eos|>"
+
+
+def run(
+    folder: Path, script: str = "grpo", flags: dict | None = None, metrics: dict | None = None,
+    samples: list[dict] | None = None, groups: list[list[dict]] | None = None,
+) -> Path:  # fmt: skip
+    """Write the folder of a run: `metrics` by step from 1 on, a trace if there are groups."""
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = {"loss": [0.5], **(metrics or {})}
+    longest = max(map(len, columns.values()))
+    lines = [
+        dict(step=t + 1) | {name: values[t] for name, values in columns.items() if t < len(values)}
+        for t in range(longest)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "args.yaml").write_text(yaml.safe_dump(flags or {}))
+    (folder / "code.json").write_text(json.dumps({f"/somewhere/{script}.py": "mark"}))
+    if samples:
+        lines = [json.dumps(sample) + "\n" for sample in samples]
+        (folder / "samples.jsonl").write_text("".join(lines))
+    if groups:
+        header = dict(schema=1, script=script, step=1, flags={}, tokens=[8.0], sequences=[2.0])
+        numbered = enumerate(groups)
+        traced = [dict(group=i, prompt="12+30=", completions=group) for i, group in numbered]
+        write(folder / "trace" / "step_000001.jsonl.gz", [header, *traced])
+    return folder
+
+
+def steps(before: float, after: float, count: int = 30) -> list[float]:
+    """Return values of which the first and the last third are constant."""
+    third = count // 3
+    return [before] * third + [(before + after) / 2] * (count - 2 * third) + [after] * third
+
+
+def row(text: str = "12+30=|42", start: int = 6, end: str = EOS, **more) -> dict:
+    """Return a row of data, one token per character and the end; tokens from `start` on are
+    trained."""
+    tokens = [*text.replace("|", ""), *([end] if end else [])]
+    mask = [1] * (len(tokens) - start)
+    return dict(start=start, ids=[*range(len(tokens))], tokens=tokens, mask=mask, fixed={},
+                updates=[]) | more  # fmt: skip
+
+
+def group(rewards: list[float], advantages: list[float], reasons: str = "", **more) -> list[dict]:
+    """Return completions with these rewards, advantages and first letters of finish reasons."""
+    ends = [dict(s="stop", l="length")[x] for x in reasons or "s" * len(rewards)]
+    return [
+        row(reward=r, advantage=A, finish_reason=end, **copy.deepcopy(more))
+        for r, A, end in zip(rewards, advantages, ends, strict=True)
+    ]
+
+
+def updated(**streams: list[float]) -> dict:
+    """Return what a completion has in update 0 beside its three trained tokens."""
+    return dict(updates=[dict(update=0) | streams])
+
+
+def sample(reward: float, text: str, prompt: str = "p", reason: str = "stop") -> dict:
+    return dict(step=1, prompt=prompt, completion=text, reward=reward, advantage=0.0,
+                finish_reason=reason, version=0)  # fmt: skip
+
+
+def lengths(rewards: list[float]) -> list[dict]:
+    """Return samples of 20 prompts, four of each, with 1, 2, 3 and 4 characters."""
+    return [sample(r, "x" * (i + 1), f"p{p}") for p in range(20) for i, r in enumerate(rewards)]
+
+
+CLIP = dict(loss="clip", clip_low=0.2, clip_high=0.2, dual_clip=0.0, reduction="token",
+            old_logprobs="trainer", off_policy_threshold=None, beta=0.0, old_beta=0.0,
+            entropy_coef=0.0, correction="none", correction_mode="truncate",
+            correction_filter=None)  # fmt: skip
+KL = dict(beta=0.1, kl_estimator="k3", kl_clamp=0.0)
+OLD = dict(old_logprobs=[-1.0] * 3, rollout_logprobs=[-1.0] * 3, ref_logprobs=[-1.5] * 3)
+K3 = math.expm1(-0.5) + 0.5
+
+
+def shares(x: float) -> list[list[dict]]:
+    """Return a group whose tokens have a share x times that of the formula, -A / tokens."""
+    parts = [dict(logprobs=[-1.0] * 3, share=[x * -A / 8] * 3) for A in (1.0, -1.0)]
+    return [
+        group([1.0], [A], fixed=OLD, **updated(**part))
+        for A, part in zip((1.0, -1.0), parts, strict=True)
+    ]
+
+
+def clipped(gradient: float) -> list[list[dict]]:
+    streams = {"clip_ratio/region_mean": [1, 1, 0], "logprobs_gradient": [gradient, gradient, 1.0]}
+    return [group([1.0, 0.0], [1.0, -1.0], fixed=OLD, **updated(**streams))]
+
+
+def pairs(count: int, wrong: int) -> list[list[dict]]:
+    """Return pairs of which `wrong` have the higher advantage for the lower reward."""
+    return [group([1.0, 0.0], [-1.0, 1.0] if i < wrong else [1.0, -1.0]) for i in range(count)]
+
+
+def cuts(wrong: int) -> list[list[dict]]:
+    return [group([0.0, 0.0], [-1.0, 1.0] if i < wrong else [1.0, -1.0], "sl") for i in range(4)]
+
+
+def signs(positive: int) -> list[list[dict]]:
+    return [group([1.0, 0.0], [1.0, 0.0 if i < positive else -1.0]) for i in range(10)]
+
+
+TWICE = row() | dict(tokens=["<|turn|>", "<|turn|>", *"30=42", "<|end|>", "\n"])
+ONCE = row() | dict(tokens=["<|turn|>", "u", *"30=42", "<|end|>", "<|end|>"])
+REWARD = dict(reward=steps(0.5, 0.5))
+CHOSEN = {"logps/rejected": [-20.0] * 30, "rewards/rejected": [-0.1] * 30}
+CASES = {  # rule: beyond the threshold, just below it
+    "prompt_trained": (dict(script="sft", groups=[[row(start=5)], [row()]]),
+                       dict(script="sft", groups=[[row(start=5)], [row()], [row()]])),
+    "no_end": (dict(script="sft", groups=[[row(end="")], [row()]]),
+               dict(script="sft", groups=[[row(end="")], [row()], [row()]])),
+    "special_twice": tuple(dict(script="sft", groups=[[x], [ONCE]]) for x in (TWICE, ONCE)),
+    "advantage_sign": (dict(groups=pairs(20, 19)), dict(groups=pairs(20, 18))),
+    "penalty_sign": (dict(flags=dict(missing_eos_penalty=1.0), groups=cuts(3)),
+                     dict(flags=dict(missing_eos_penalty=1.0), groups=cuts(2))),
+    "no_baseline": (dict(groups=signs(9)), dict(groups=signs(8))),
+    "first_ratio": (
+        dict(groups=[group([1.0], [1.0], **updated(ratio=[1.006] * 3))]),
+        dict(groups=[group([1.0], [1.0], **updated(ratio=[1.004] * 3))]),
+    ),
+    "clipped_gradient": (dict(flags=CLIP, groups=clipped(1e-3)),
+                         dict(flags=CLIP, groups=clipped(1e-7))),
+    "kl_differs": tuple(
+        dict(flags=CLIP | KL,
+             groups=[group([1.0], [1.0], fixed=OLD, **updated(logprobs=[-1.0] * 3, kl=[x] * 3))])
+        for x in (K3 * 1.02, K3 * 1.005)
+    ),
+    "share_differs": (dict(flags=CLIP, groups=shares(1.02)),
+                      dict(flags=CLIP, groups=shares(1.005))),
+    "not_finite": (dict(metrics=dict(loss=[0.5, math.nan])), dict(metrics=dict(loss=[0.5]))),
+    "truncated": (dict(metrics={"completions/clipped_ratio": [0.51]}),
+                  dict(metrics={"completions/clipped_ratio": [0.5]})),
+    "never_pays": (dict(metrics=dict(reward=[0.0] * 3, reward_std=[0.0] * 3)),
+                   dict(metrics=dict(reward=[0.0] * 2 + [0.1], reward_std=[0.0] * 2 + [0.1]))),
+    "reward_falls": (dict(metrics=dict(reward=steps(0.5, 0.24))),
+                     dict(metrics=dict(reward=steps(0.5, 0.26)))),
+    "equal_rewards": (dict(metrics=dict(frac_reward_zero_std=[0.9] * 3)),
+                      dict(metrics=dict(frac_reward_zero_std=[0.89] * 3))),
+    "engine_differs": (dict(metrics={"sampling/sampling_logp_difference/mean": [0.01, 0.021]}),
+                       dict(metrics={"sampling/sampling_logp_difference/mean": [0.01, 0.019]})),
+    "rate_high": (dict(metrics=dict(loss=steps(0.1, 0.1), grad_norm=steps(1.0, 21.0))),
+                  dict(metrics=dict(loss=steps(0.1, 0.1), grad_norm=steps(1.0, 19.0)))),
+    "rate_low": tuple(
+        dict(script="sft", metrics=dict(loss=steps(5.0, x), grad_norm=steps(1.0, 1.1)))
+        for x in (4.96, 4.94)
+    ),
+    "falls_unsolved": tuple(
+        dict(metrics={"mean_token_accuracy": steps(0.1, x), "eval/solved": [0.0, 0.02]})
+        for x in (0.91, 0.89)
+    ),
+    "scores_equal": tuple(
+        dict(script="rm", metrics={"rewards/margins": steps(0, x), "rewards/std": steps(1, 1)})
+        for x in (0.04, 0.06)
+    ),
+    "displaced": tuple(
+        dict(script="dpo", flags=dict(beta=0.1),
+             metrics=CHOSEN | {"rewards/chosen": [x / 10] * 30, "logps/chosen": [-30 + x] * 30})
+        for x in (-6.1, -5.9)
+    ),
+    "value_lags": (dict(script="ppo", metrics=dict(explained_variance=steps(-3, -0.21))),
+                   dict(script="ppo", metrics=dict(explained_variance=steps(-3, -0.19)))),
+    "entropy_collapse": (dict(metrics=REWARD | dict(entropy=steps(1.0, 0.09))),
+                         dict(metrics=REWARD | dict(entropy=steps(1.0, 0.11)))),
+    "length_drift": (dict(metrics=REWARD | {"completions/mean_length": steps(10, 15.1)}),
+                     dict(metrics=REWARD | {"completions/mean_length": steps(10, 14.9)})),
+    "likes_length": (dict(samples=lengths([0, 0, 1, 1])), dict(samples=lengths([0, 1, 0, 1]))),
+    "clipped_often": (dict(metrics={"clip_ratio/region_mean": [0.31] * 3}),
+                      dict(metrics={"clip_ratio/region_mean": [0.29] * 3})),
+    "stale": tuple(
+        dict(metrics={"sampling/staleness/mean": [x], "sampling/kept_fraction": [1.0]})
+        for x in (4.1, 3.9)
+    ),
+}  # fmt: skip
+RULES = {rule.__name__: rule for rule in doctor.RULES}
+
+
+def test_every_rule_is_tested():
+    assert RULES.keys() == CASES.keys() | {"judge_differs"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule_names_what_is_beyond_its_threshold(name, tmp_path):
+    beyond, below = (run(tmp_path / str(i), **case) for i, case in enumerate(CASES[name]))
+    report = doctor.examine(beyond)
+    assert name in [finding.rule for finding in report.findings]
+    assert RULES[name](doctor.read_case(below)) is None
+
+
+def test_rewards_are_compared_with_the_scores_of_their_model(tmp_path, monkeypatch):
+    model = tmp_path / "rm"
+    model.mkdir()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).write_text("x")
+    traced = [row(reward=i, advantage=0.0, finish_reason="stop", model=i) for i in range(8)]
+    for i, completion in enumerate(traced):
+        completion["ids"] = [*completion["ids"][:-1], i]
+    folder = run(tmp_path / "run", flags=dict(reward=[f"model:{model}"]), groups=[traced])
+    (folder / "hf").mkdir()
+    (folder / "hf" / "tokenizer.json").write_text("x")
+    case = doctor.read_case(folder)
+    monkeypatch.setattr(doctor, "scores", lambda _, of: [2.0 * ids[-1] for ids in of])
+    assert doctor.judge_differs(case) is None
+    monkeypatch.setattr(doctor, "scores", lambda _, of: [float(ids[-1] % 2) for ids in of])
+    assert "correlation" in doctor.judge_differs(case).text
+
+
+def test_healthy_run_gives_one_line_that_says_what_is_unchecked(tmp_path):
+    (line,) = doctor.examine(run(tmp_path, metrics=dict(reward=[0.1, 0.2]))).lines()
+    assert line.startswith("nothing found: ") and "no traces" in line and "too few steps" in line
+
+
+def test_finding_has_numbers_step_examples_and_remedy(tmp_path):
+    samples = [sample(0.0, "1" * i, reason="length") for i in range(5)]
+    metrics = {"completions/clipped_ratio": [0.2, 0.8]}
+    folder = run(tmp_path, flags=dict(max_new_tokens=4), metrics=metrics, samples=samples)
+    first, *lines = doctor.examine(folder).lines()
+    assert first == "truncated, step 2: 80% of the completions reach --max_new_tokens 4"
+    assert lines[:3] == ["    'p -> 11'", "    'p -> 111'", "    'p -> 1111'"]
+    assert "`--max_new_tokens`" in lines[3]
+
+
+def test_unfinished_lines_of_a_running_run_are_left_out(tmp_path):
+    folder = run(tmp_path, samples=[sample(0.0, "a")])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"step": 2, "lo')
+    assert len(doctor.read_case(folder).samples) == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "args.yaml", "samples.jsonl", "trace"])
+def test_damaged_or_missing_file_gives_one_line(name, tmp_path, monkeypatch, capsys):
+    folder = run(tmp_path, samples=[sample(0.0, "a")], groups=pairs(1, 0))
+    path = folder / "trace" / "step_000001.jsonl.gz" if name == "trace" else folder / name
+    path.write_bytes(b"{damaged\n")
+    for _ in range(2 if name in ("metrics.jsonl", "args.yaml") else 1):
+        _, error = call_main(doctor.main, ["doctor", folder], 2, monkeypatch, capsys)
+        assert error.count("\n") == 1 and str(path) in error
+        path.unlink(missing_ok=True)
+
+
+def test_rule_that_cannot_read_a_run_is_named_and_the_others_apply(tmp_path):
+    metrics = {"completions/clipped_ratio": [0.8]}
+    report = doctor.examine(run(tmp_path, flags=dict(reward=3), metrics=metrics))
+    assert [finding.rule for finding in report.findings] == ["truncated"]
+    assert "judge_differs: TypeError" in report.lines()[-1]
+
+
+def test_page_has_the_rows_of_the_rules():
+    text = doctor.PAGE.read_text()
+    assert doctor.page(text) == text
+    assert all(all(doctor.row_of(rule)) for rule in doctor.RULES)
+
+
+def test_bench_has_twenty_bugs_whose_code_stands_in_one_place():
+    assert len(bench.NAMES) == len({bug.name for bug in [*bench.BUGS, *bench.OWN]}) == 20
+    assert set(bench.NAMES.values()) <= RULES.keys()
+    for bug in (bug for bug in bench.OWN if bug.file):
+        text = replace(bug.before, bug.after, (ROOT / bug.file).read_text(), bug.name)
+        compile(text, bug.file, "exec")
+
+
+def test_rules_are_short():
+    for name in ("doctor", "doctor_rules"):
+        tree = ast.parse((ROOT / "tools" / f"{name}.py").read_text())
+        rules = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name in RULES]
+        lines = {x.name: x.end_lineno - x.body[0].end_lineno for x in rules}
+        assert {name: n for name, n in lines.items() if n > 15} == {}

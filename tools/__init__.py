@@ -1,0 +1,1 @@
+"""Tools for runs, models and the project."""
