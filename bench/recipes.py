@@ -1,5 +1,5 @@
-"""Print the table of docs/recipes.md: predicted memory and sizes of steps of recipes for Qwen3, by
-arithmetic alone.
+"""Print the table of docs/recipes.md, predicted memory and sizes of steps of recipes for Qwen3, and
+that of docs/planning.md, capacity and time, by arithmetic alone.
 
 python bench/recipes.py
 """
@@ -16,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.memory_plan import CONFIGS
 from common.config.flag_files import read_yaml
 from common.config.online import OnlineArgs
+from common.data.sample import Completion
 from common.train import plan
+from common.train.launch_plan import describe, make_launch
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = {  # GB of a GPU, and the case
@@ -33,34 +35,74 @@ RECIPES = {  # GB of a GPU, and the case
 SIZES = {"Qwen/Qwen3-1.7B": "1.7B", "Qwen/Qwen3-8B": "8B", "model:runs/qwen3_rm/hf": "1.7B"}
 
 
-def rows(models: Path) -> Iterator[str]:
-    """Yield a row of the table for each recipe. Configs of the models are written to the folder
-    `models`."""
+# Recipes of docs/planning.md: GPUs, and assumed tokens of a prompt or of a side of a pair.
+PLANS = {
+    "qwen3_8b_grpo_lora": ("8xH100", 200),
+    "qwen3_8b_grpo": ("8xH100", 200),
+    "qwen3_grpo_24gb": ("1x4090", 150),
+    "qwen3_8b_dpo": ("8xH100", 500),
+    "qwen3_code_grpo": ("8xA100", 150),
+}
+HELD_OUT = 256  # rows, as --eval_size
+LABELS = ("cache of an engine", "serves better, and fits", "time of a step", "time of the run")
+
+
+def folders_of(models: Path) -> dict[str, Path]:
+    """Write configs of the models to `models`, and return their folders."""
     folders = {name: models / f"{size}_{name[:5]}" for name, size in SIZES.items()}
     for name, folder in folders.items():
         CONFIGS[SIZES[name]].save_pretrained(folder)
         (folder / "tokenizer_config.json").write_text("{}")
+    return folders
+
+
+def launch_command(recipe: str) -> tuple[str, str, str]:
+    """Return the command in a recipe, its number of ranks and its script."""
+    text = (ROOT / f"configs/{recipe}.yaml").read_text()
+    return re.search(r"(torchrun --nproc_per_node (\d+) (\w+)\.py .*)", text).groups()
+
+
+def load(recipe: str, gpus: str, folders: dict[str, Path]):
+    """Return the flags of a recipe, the path of its policy, frozen policies, and all shapes."""
+    script = launch_command(recipe)[2]
+    args_class = importlib.import_module(script).Args
+    args = args_class(**read_yaml(args_class, str(ROOT / f"configs/{recipe}.yaml")), dry_run=gpus)
+    path = str(folders[args.model])
+    frozen = [path] if script != "dpo" and getattr(args, "beta", 0) else []
+    frozen += [str(folders[teacher]) for teacher in getattr(args, "teacher", ())]
+    args.reward = tuple(
+        f"model:{folders[r]}" if r in folders else r for r in getattr(args, "reward", ())
+    )
+    paths = (None, frozen, path) if script == "rm" else (path, frozen, None)
+    return args, path, frozen, plan.shapes(args, *paths)
+
+
+def rows(models: Path) -> Iterator[str]:
+    """Yield a row of the table of docs/recipes.md for each recipe. Configs of the models are
+    written to the folder `models`."""
+    folders = folders_of(models)
     for recipe, (gigabytes, case) in RECIPES.items():
-        file = ROOT / f"configs/{recipe}.yaml"
-        command, ranks, script = re.search(
-            r"(torchrun --nproc_per_node (\d+) (\w+)\.py .*)", file.read_text()
-        ).groups()
-        args_class = importlib.import_module(script).Args
-        args = args_class(**read_yaml(args_class, str(file)), dry_run=f"{ranks}x{gigabytes}GB")
-        path = str(folders[args.model])
-        beta = script != "dpo" and getattr(args, "beta", 0)
-        frozen = [path] if beta else []
-        frozen += [str(folders[teacher]) for teacher in getattr(args, "teacher", ())]
-        args.reward = tuple(
-            f"model:{folders[r]}" if r in folders else r for r in getattr(args, "reward", ())
-        )
-        shapes = plan.shapes(
-            args, *((None, frozen, path) if script == "rm" else (path, frozen, None))
-        )
+        command, ranks, _ = launch_command(recipe)
+        args, *_, shapes = load(recipe, f"{ranks}x{gigabytes}GB", folders)
         problem, line = plan.predicted(args, shapes)
         assert problem is None, problem
         memory = re.search(r"[0-9.]+ GiB of [0-9.]+", line)[0]
         yield f"| {case} | `{command}` | {ranks} | {memory} | {step(args)} |"
+
+
+def plans(models: Path) -> Iterator[str]:
+    """Yield a row of the table of docs/planning.md for each recipe, with the lines of its dry
+    run."""
+    folders = folders_of(models)
+    for recipe, (gpus, length) in PLANS.items():
+        args, path, frozen, shapes = load(recipe, gpus, folders)
+        sample = Completion([0] * length, [False] * length, length)
+        group = [sample] * (1 if args.samples else 2)
+        launch, _ = make_launch(args, shapes, path, frozen, [group], HELD_OUT, (0.0, 0.0))
+        lines = dict(line.split(": ", 1) for line in describe(launch, args.max_steps or 100))
+        cells = [lines.get(label, "") for label in LABELS]
+        cells[3] = cells[3].split("; without")[0].replace(" (one before the first step)", "")
+        yield f"| {recipe} | `{gpus}` | {' | '.join(cells)} |"
 
 
 def step(args) -> str:
@@ -80,4 +122,4 @@ def step(args) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(*rows(Path(folder)), sep="\n")
+        print(*rows(Path(folder)), "", *plans(Path(folder)), sep="\n")

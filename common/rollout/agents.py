@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.config.online import SamplingArgs
+from common.config.sampling import SLOTS
 from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import context_length
@@ -37,7 +38,7 @@ from common.rollout.agent_requests import (
     tools_of,
     written,
 )
-from common.rollout.engine import SLOTS, Engine, Request, empty_completion
+from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.environment_pool import GRACE, allow_files
 from common.rollout.episodes import Episode
 from common.tool_use.parser import Parser, make_parser

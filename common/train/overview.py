@@ -97,23 +97,29 @@ def dry_run(
     `value_path`: see `plan.shapes`; `counts`: dropped rows by reason. Collective. Raises
     `ValueError` if the run does not fit, or a model is not supported, and `RunError` if rewards
     cannot be computed."""
-    from common.train import plan
+    from common.train import launch_plan, plan
 
     models = plan.shapes(args, path, frozen, value_path)
     groups = plan.first_samples(args, data)
     lines = [f"{count} rows {reason}" for reason, count in (counts or {}).items()]
+    seconds = (0.0, 0.0)
     if rewards is not None:
         lines.append(f"{data}, {held_out} held out")
         prompts = [prompt for (prompt,) in groups[:10]]
         has_environment = args.has_turns
-        lines += plan.rewards_of_rows(tokenizer, prompts, rewards, has_environment)
+        reward_lines, seconds = plan.rewards_of_rows(tokenizer, prompts, rewards, has_environment)
+        lines += reward_lines
     if path is not None:
-        lines += plan.describe_model(path)
+        lines += plan.describe_model(path, args.vision)
     steps = num_steps(args, data)
     problem, memory = plan.predicted(args, models)
     lines += plan.schedule(args, groups, steps, len(held_out))
     lines += repetitions(args, data)
     lines += [plan.disk(args, models, steps), memory]
+    inputs = (path, frozen, groups, len(held_out), seconds)
+    launch, rates = launch_plan.make_launch(args, models, *inputs)
+    lines += [*launch_plan.describe(launch, steps), rates]
+    problem = problem or launch_plan.problem(launch, path)
     lines.append("dry run: no weights were loaded, nothing was written")
     if distributed.is_main():
         if rewards is None:  # else the first prompt is already shown

@@ -3,6 +3,7 @@ and the memory and the disk that it needs."""
 
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -49,19 +50,23 @@ def shapes(
         load = load_scalar_model if kind == "model" else load_policy
         folder = resolve_model(path, "--reward", weights=False)
         models.append(load(folder, args, META, trainable=False, flag="--reward"))
-    return [shapes_of(model.hf) for model in models if isinstance(model, PackedModel)]
+    policies = (model for model in models if isinstance(model, PackedModel))
+    return [shapes_of(model.hf, model.tower) for model in policies]
 
 
-def describe_model(path: str) -> list[str]:
+def describe_model(path: str, vision: str | None) -> list[str]:
     """Return lines about the class of a policy and what it leaves alone or computes slowly, none
-    for most models."""
+    for most models. `vision`: the flag."""
     config = load_config(path)
     text = load_text_config(path)
     name = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
     lines = []
     if has_other_parts(config):
         whole = ", ".join(config.architectures or [config.model_type])
-        lines.append(f"{name}, the language model of {whole}: all other weights stay as they are")
+        others = "all other weights stay as they are"
+        if vision is not None:
+            others = f"its vision tower is {'trained' if vision == 'train' else 'frozen'}"
+        lines.append(f"{name}, the language model of {whole}: {others}")
     delta_nets = num_delta_nets(text)
     if delta_nets:
         from common.model.delta_net import has_kernels
@@ -100,9 +105,10 @@ def preview_all(samples: Sequence[Sample], tokenizer) -> None:
 
 def rewards_of_rows(
     tokenizer, prompts: list[Completion], rewards: Callable, has_environment: bool
-) -> Iterator[str]:
-    """Yield a line for each reward except those of models: its mean over the rows' own answers, and
-    over empty completions. Collective."""
+) -> tuple[list[str], tuple[float, float]]:
+    """Return a line for each reward except those of models: its mean over the rows' own answers,
+    and over empty completions; and bounds of the seconds of a completion: without the start of
+    processes, in a second pass, and with it. Collective."""
     column = None
     if not has_environment:
         row = prompts[0].row
@@ -115,13 +121,21 @@ def rewards_of_rows(
         # without the prompt, which may open a thought
         answer = Completion(ids, [], row=prompt.row, text=text)
         groups.append([answer, Completion(prompt.ids, [], prompt.prompt_length, prompt.row)])
-    for name, values_P2 in rewards(groups, Meter()).by_name.items():
+    began = time.perf_counter()
+    by_name = rewards(groups, Meter()).by_name
+    started = time.perf_counter()
+    rewards(groups, Meter())
+    seconds = (time.perf_counter() - started, started - began)
+    lines = []
+    for name, values_P2 in by_name.items():
         answer_mean, empty_mean = (f"{mean:.3g}" for mean in values_P2.nanmean(0).tolist())
         answered = f"{answer_mean} for column {column}, " if column else ""
         start = f"reward {name}, mean of {len(groups)} rows:"
-        yield f"{start} {answered}{empty_mean} for empty completions"
+        lines.append(f"{start} {answered}{empty_mean} for empty completions")
         if column and torch.equal(*values_P2.unbind(1)):
-            yield f"warning: reward {name}: column {column} scores no better than empty completions"
+            problem = f"column {column} scores no better than empty completions"
+            lines.append(f"warning: reward {name}: {problem}")
+    return lines, (min(seconds) / 2 / len(groups), max(seconds) / 2 / len(groups))
 
 
 def launch(args: TrainArgs) -> tuple[int, torch.device, int]:
@@ -129,7 +143,7 @@ def launch(args: TrainArgs) -> tuple[int, torch.device, int]:
     of this launch. The bytes of a CPU are 0."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if args.planned:
-        ranks, size = args.planned
+        ranks, size, *_ = args.planned
         return ranks, torch.device("cuda"), size
     return distributed.world_size(), device, capacity_of(device) or 0
 

@@ -105,7 +105,9 @@ def test_run_saves_at_save_every_and_at_the_end_and_exports(parts, tmp_path, cap
         "step_000005",
     ]  # --keep_last
     assert exported(tmp_path / "hf") == TOTAL
-    assert (tmp_path / "curves.png").is_file() and f"done: {tmp_path}/hf" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert (tmp_path / "curves.png").is_file() and f"done: {tmp_path}/hf" in printed
+    assert "doctor: nothing found: " in printed
 
 
 def test_state_has_step_data_and_totals(parts, tmp_path):

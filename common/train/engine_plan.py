@@ -1,0 +1,102 @@
+"""Capacity of inference engines, for `--dry_run`: weights, the cache of keys and values, and the
+completions that run at a time (docs/planning.md)."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
+
+from common.config.groups import TrainArgs, check_ranks
+from common.config.sampling import SLOTS
+from common.model.flops import attention_shape, num_delta_nets
+from common.model.memory import Shapes
+
+
+@dataclass(frozen=True)
+class Room:
+    """The room in an engine, and its completions."""
+
+    engines: int
+    ranks: int  # GPUs of an engine
+    memory: float  # bytes on each GPU
+    weights: float
+    per_completion: float  # bytes that a completion of `length` tokens takes in the cache
+    length: int  # tokens of a prompt and of the longest completion
+    completions: float  # of a step, per engine
+
+    @property
+    def cache(self) -> float:
+        """Bytes for keys and values on each GPU."""
+        return max(0.0, self.memory - self.weights)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cache holds in completions of full length."""
+        return int(self.cache / self.per_completion * self.length)
+
+    @property
+    def at_a_time(self) -> int:
+        """Completions of full length that run at a time."""
+        return min(SLOTS, int(self.cache / self.per_completion))
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the cache limits the completions that run at a time."""
+        return self.at_a_time < min(SLOTS, self.completions)
+
+
+def bytes_in_cache(config, tokens: int, size: int, ranks: int) -> float:
+    """Return the bytes of a completion in the cache of each of the `ranks` GPUs of an engine, for
+    numbers of `size` bytes. A layer keeps keys and values of all tokens, or of those in its sliding
+    window. A gated delta net keeps its state, in float32, whatever the length."""
+    heads, width = attention_shape(config)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    per_token = 2 * max(1, key_heads // ranks) * width * size
+    window = getattr(config, "sliding_window", None) or tokens
+    layers = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    windowed = kinds.count("sliding_attention")
+    delta_nets = num_delta_nets(config)
+    state = 0.0
+    if delta_nets:
+        from common.model.delta_net import state_size
+
+        state = 4 * delta_nets * state_size(config) / ranks
+    kept = windowed * min(tokens, window) + (layers - windowed - delta_nets) * tokens
+    return per_token * kept + state
+
+
+def make_room(
+    m: Shapes, config, args: TrainArgs, ranks: int, size: int, capacity: float, prompt: int
+) -> Room:
+    """Return the room in the engines on `ranks` GPUs with `capacity` bytes each, for weights with
+    numbers of `size` bytes and prompts of `prompt` tokens. A capacity of 0 is a CPU."""
+    share = args.gpu_memory_utilization or (0.9 if args.rollout_ranks else 0.4)
+    together = args.tensor_parallel_size
+    engines = (args.rollout_ranks or ranks) // together
+    length = prompt + args.max_new_tokens
+    weights = size * m.weights / together
+    return Room(
+        engines=engines,
+        ranks=together,
+        memory=share * capacity or weights + 2**30,  # vLLM's cache on a CPU
+        weights=weights,
+        per_completion=bytes_in_cache(config, length, size, together),
+        length=length,
+        completions=args.prompts_per_step * args.samples_per_prompt / engines,
+    )
+
+
+def with_rollout_ranks(
+    room: Room, args: TrainArgs, ranks: int, capacity: float
+) -> Iterator[tuple[TrainArgs, Room]]:
+    """Yield flags with each `--rollout_ranks` that the others allow, and the room."""
+    completions = room.completions * room.engines
+    for count in range(room.ranks, 0 if args.batch_invariant else ranks, room.ranks):
+        others = copy(args)
+        others.rollout_ranks = count
+        with suppress(ValueError):
+            check_ranks(others, ranks)
+            engines = count // room.ranks
+            each = completions / engines
+            yield others, replace(room, engines=engines, memory=0.9 * capacity, completions=each)

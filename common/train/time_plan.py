@@ -1,0 +1,217 @@
+"""Time of the phases of a step, for `--dry_run`, from the operations and bytes of a rank and the
+rates of its device (docs/planning.md). Times are in seconds, rates per second."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from timeit import Timer
+
+import torch
+
+from common.config.gpu_kinds import Gpu
+from common.config.groups import TrainArgs
+from common.model.memory import Plan, Shapes
+from common.train.engine_plan import Room
+
+# What one H100 has reached with a model of 1.7B (docs/gpu.md), as shares of its published rates.
+TRAINING = 228e12 / 989e12  # FLOP of a micro-batch of 8,192 tokens, activations kept
+RECOMPUTING = 189e12 / 989e12  # the same, recomputed; only the first computation counts
+READING = 0.52  # bytes read in decoding, if prompts are computed as fast as a micro-batch
+UPDATING = 0.48  # bytes of clipping and AdamW, at 40 per weight
+LOADING = 17e9  # bytes of new weights of an engine; no share
+LINK = 0.6  # assumed: bytes between ranks
+HOST_LINK = 32e9  # assumed: bytes between host and GPU
+# Assumed: other models, kinds and numbers of GPUs against the measurement, lower and upper bound.
+SPREAD = (0.7, 1.3)
+LENGTHS = (0.5, 1.0)  # assumed: mean length of completions, as a share of the maximum
+
+# One core of a CPU with `tiny` (docs/planning.md), in shares of the FLOP measured in the dry run
+# and in multiples of the time of a small operation.
+CPU_TRAINING = 0.56
+OVERHEADS = dict(layer=600, collective=1800, loaded=5000, round=2800, token=80)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a rank and, on a CPU, seconds of overheads."""
+
+    training: float  # FLOP
+    recomputing: float
+    reading: float  # bytes
+    updating: float
+    loading: float
+    link: float
+    layer: float = 0.0  # of a layer in a forward, and twice in a backward
+    collective: float = 0.0  # of a layer in the same, and in the weight sync
+    loaded: float = 0.0  # of a layer in the weight sync
+    round: float = 0.0  # of a round of the engine
+    token: float = 0.0  # of a sampled token
+
+
+def rates_of_gpu(gpu: Gpu) -> Rates:
+    return Rates(
+        training=TRAINING * gpu.flops,
+        recomputing=RECOMPUTING * gpu.flops,
+        reading=READING * gpu.bandwidth,
+        updating=UPDATING * gpu.bandwidth,
+        loading=LOADING,
+        link=LINK * gpu.link,
+    )
+
+
+def rates_of_cpu(m: Shapes, tokens: int) -> tuple[Rates, str]:
+    """Return the rates of this process, and the measured ones as text: FLOP of a float32 product in
+    the model's MLP for so many tokens, and small operations of torch."""
+    a = torch.randn(min(tokens, 1024), m.hidden)
+    b = torch.randn(m.hidden, m.inner)
+    x = torch.zeros(64)
+    seconds = []
+    for timer in (Timer(lambda: a @ b), Timer(lambda: x + x)):
+        count = max(1, timer.autorange()[0] // 20)  # of 0.2 s or more
+        seconds.append(min(timer.repeat(20, count)) / count)
+    product, small = seconds
+    flops = 2 * a.numel() * m.inner / product
+    training = CPU_TRAINING * flops
+    overheads = {name: count * small for name, count in OVERHEADS.items()}
+    rates = Rates(training, 0.75 * training, 10e9, 5e9, 5e9, 2e9, **overheads)
+    return rates, f"{flops / 1e9:.0f} GFLOP/s, {1e6 * small:.2f} us per small operation"
+
+
+# ---- parts of a step ----
+
+
+def flops_per_token(m: Shapes, length: float) -> float:
+    """Return the operations of one forward per token of sequences of this length, as
+    `forward_flops` counts them."""
+    is_tied = m.root < 1.5 * m.head
+    weights = m.weights if is_tied else m.weights - m.head  # without an embedding
+    if m.experts:  # only those of a token
+        in_block = m.hidden * (2 * m.queries + 2 * m.keys + 3 * m.inner)
+        weights = m.layers * in_block + m.head
+    return 2.0 * weights + 2.0 * m.queries * (length + 1) * (m.layers - m.delta_nets)
+
+
+def pass_seconds(
+    m: Shapes, tokens: float, length: float, plan: Plan, rates: Rates, minibatches: int = 1,
+    trains: bool = False,
+) -> float:  # fmt: skip
+    """Return the time of a forward over `tokens` tokens of a rank in sequences of this length or,
+    if it `trains`, of forward and backward. Computation overlaps with traffic: of weights, and of
+    gradients."""
+    micro_batches = minibatches * math.ceil(tokens / minibatches / plan.pack_tokens)
+    times = 1
+    traffic = plan.bytes * m.weights
+    if trains:
+        times = 3 if m.trained > m.weights / 2 else 2  # adapters: without gradients of the others
+        traffic = 2 * traffic + 4 * m.trained
+    rate = rates.recomputing if trains and plan.recompute else rates.training
+    compute = times * tokens * flops_per_token(m, length) / rate
+    traffic *= micro_batches * (plan.ranks - 1) / plan.ranks / rates.link
+    overhead = rates.layer + (rates.collective if plan.ranks > 1 else 0.0)
+    return max(compute, traffic) + micro_batches * m.layers * overhead * (3 if trains else 1)
+
+
+def update_seconds(m: Shapes, plan: Plan, rates: Rates) -> float:
+    """Return the time of clipping and AdamW."""
+    shard = m.trained / plan.ranks
+    moved = 0 if plan.offload == "none" else 16 * shard / (LINK * HOST_LINK)
+    return 40 * shard / rates.updating + moved
+
+
+def sync_seconds(m: Shapes, plan: Plan, rates: Rates) -> float:
+    """Return the time in which every engine gets all weights."""
+    size = plan.bytes * m.weights
+    gathers = 0.0
+    if plan.ranks > 1:
+        gathers = size / rates.link + m.layers * rates.collective
+    return size / rates.loading + gathers + m.layers * rates.loaded
+
+
+def sampling_seconds(
+    m: Shapes, room: Room, count: float, prompts: float, prompt: float, mean: float, longest: float,
+    rates: Rates,
+) -> float:  # fmt: skip
+    """Return the time in which an engine samples `count` completions of `prompts` prompts, which
+    have `prompt` tokens each. Completions have `mean` tokens on average, and one has `longest`. A
+    round samples a token of each running completion: it reads weights and cache, or computes,
+    whichever takes longer."""
+
+    def round_of(running: float, context: float) -> float:
+        # the weights that are read: of a mixture of experts, those of the running tokens
+        unused = (1 - min(1.0, flops_per_token(m, 0) / 2 / m.weights)) ** running
+        cached = running * room.per_completion * context / room.length
+        read = ((1 - unused) * room.weights + cached) / rates.reading
+        compute = running * flops_per_token(m, context) / room.ranks / rates.training
+        return max(read, compute) + rates.round + running * rates.token
+
+    running = max(1.0, min(count, room.at_a_time))
+    prefill = prompts * prompt * flops_per_token(m, prompt) / room.ranks / rates.training
+    rounds = max(count / running, 1.0) * mean
+    tail = (longest - mean) * round_of(1.0, prompt + longest)
+    return prefill + rounds * round_of(running, prompt + mean / 2) + tail
+
+
+# ---- a step ----
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run on its GPUs or CPU cores. Its times have two bounds: 0, the lower one, and 1."""
+
+    args: TrainArgs
+    ranks: int
+    capacity: float  # bytes of each GPU; 0: a CPU
+    plan: Plan  # of a training rank
+    models: Sequence[Shapes]
+    trained: Sequence[Shapes]
+    scorers: Sequence[Shapes]  # models that score the sequences before the update
+    prompt: float  # mean tokens of a prompt, or of a sequence without sampling
+    sequences: int  # of a step
+    held_out: int  # prompts, or sequences
+    room: Room | None  # in an engine, if there is one and it is vLLM
+    rates: Rates
+    reward: tuple[float, float]  # bounds of the time of a completion's rewards
+
+    def sampling(self, bound: int, count: float, prompts: float, longest: int) -> float:
+        room = self.room
+        share = LENGTHS[bound]
+        shares = (count / room.engines, prompts / room.engines)
+        lengths = (self.prompt, share * longest, longest)
+        return sampling_seconds(self.trained[0], room, *shares, *lengths, self.rates)
+
+    def phases(self, bound: int) -> dict[str, float]:
+        """Return a bound of the time of each phase of a step, and of an evaluation."""
+        args = self.args
+        policy = self.trained[0]
+        trainers = self.ranks - args.rollout_ranks
+        setting = (self.plan, self.rates, args.minibatches)
+        length = self.prompt + (LENGTHS[bound] * args.max_new_tokens if args.samples else 0)
+        tokens = self.sequences * length / trainers
+        epochs = getattr(args, "epochs_per_rollout", 1)
+        update = sum(pass_seconds(m, tokens, length, *setting, trains=True) for m in self.trained)
+        update += args.minibatches * sum(update_seconds(m, *setting[:2]) for m in self.trained)
+        phases = {
+            "log-probs": sum(pass_seconds(m, tokens, length, *setting) for m in self.scorers),
+            "update": epochs * update,
+        }
+        if args.samples and self.room is not None:
+            phases["sync"] = sync_seconds(policy, *setting[:2])
+            new = args.max_new_tokens
+            phases["rollout"] = self.sampling(bound, self.sequences, args.rows_per_step, new)
+            evaluation = self.sampling(bound, self.held_out, self.held_out, new)
+            phases["evaluation"] = evaluation + phases["sync"]
+        elif not args.samples:
+            held_out = self.held_out * length / trainers
+            phases["evaluation"] = pass_seconds(policy, held_out, length, *setting)
+        phases = {name: SPREAD[bound] * seconds for name, seconds in phases.items()}
+        return phases | dict(rewards=self.reward[bound] * self.sequences / trainers)
+
+    def step(self, bound: int) -> float:
+        """Return a bound of the time of a step. Rewards are computed during the rollout; rollout
+        ranks sample while the others train."""
+        phases = self.phases(bound)
+        training = phases["log-probs"] + phases["update"]
+        rollout = max(phases.get("rollout", 0.0), phases["rewards"])
+        is_concurrent = self.args.rollout_ranks > 0 and self.args.max_staleness > 0
+        parts = max(training, rollout) if is_concurrent else training + rollout
+        return parts + phases.get("sync", 0.0)
