@@ -37,6 +37,7 @@ from torch.nn.functional import logsigmoid
 from common.config.flags import Fraction, NotNegative, Positive, PositiveFraction
 from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
+from common.config.image_flags import ImageArgs
 from common.config.parse import parse
 from common.config.preference_flags import PreferenceArgs
 from common.config.rules import require_default
@@ -96,7 +97,7 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @dataclass
-class Args(PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
+class Args(ImageArgs, PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
     MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, sft_weight=1.0)
     model: str = "tiny-sft"

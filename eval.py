@@ -27,6 +27,7 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import MayChange, NotNegative, Positive, Several
+from common.config.image_flags import ImageArgs
 from common.config.online import SamplingArgs
 from common.config.parse import parse
 from common.config.truncation_flags import TruncationArgs
@@ -60,7 +61,7 @@ OTHER_FILES = "against_*.jsonl"
 
 
 @dataclass
-class Args(TruncationArgs, SamplingArgs):
+class Args(ImageArgs, TruncationArgs, SamplingArgs):
     model: str = "tiny-sft"
     """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints,
     which are evaluated one by one and drawn as a curve; tiny, tiny-sft: built-in models"""

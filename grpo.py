@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
+from common.config.image_flags import ImageArgs
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, MovingArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
@@ -192,7 +193,7 @@ def loss(
 
 
 @dataclass
-class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, MovingArgs, OnlineArgs):
+class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, MovingArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "grpo": PPO | dict(reduction="sequence", advantage="group", beta=0.04),
         "dr_grpo": PPO | dict(reduction="constant", advantage="group_mean"),

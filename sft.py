@@ -26,6 +26,7 @@ from torch import Tensor
 from common.config.flags import NotNegative, Positive
 from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
+from common.config.image_flags import ImageArgs
 from common.config.parse import parse
 from common.config.training import StreamArgs
 from common.data.encode import Encoder
@@ -67,7 +68,7 @@ def loss(name: str, logprobs_T: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(GenerateArgs, StreamArgs, TrainArgs):
+class Args(ImageArgs, GenerateArgs, StreamArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = (
         TINY_TRAINING | TINY_GENERATE | dict(max_steps=300, eval_every=50)
     )

@@ -7,6 +7,7 @@ online scripts.
     python bench/seeds.py ppo           # configs/demo_ppo.yaml
     python bench/seeds.py lora          # configs/demo_grpo.yaml with adapters
     python bench/seeds.py calculator    # configs/calculator_sft.yaml, then calculator_grpo.yaml
+    python bench/seeds.py squares       # configs/squares_sft.yaml, then squares_grpo.yaml
     python bench/seeds.py tool_python   # configs/tool_python_sft.yaml, then tool_python_grpo.yaml;
                                         # the seeds have one start
     torchrun --nproc_per_node 2 rm.py --config configs/demo_rm.yaml      # a reward model
@@ -156,8 +157,11 @@ def main() -> None:
     )
     parser.add_argument(
         "what",
-        choices=["presets", "rloo", "ppo", "lora", "reward_model", "calculator", "tool_python"],
-    )
+        choices=[
+            "presets", "rloo", "ppo", "lora", "reward_model", "calculator", "squares",
+            "tool_python",
+        ],
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="default: docs/<what>_seeds.png")
     options = parser.parse_args()
@@ -179,6 +183,7 @@ def main() -> None:
             )
         },
         "calculator": {"grpo.py": ("grpo.py", "--config", "configs/calculator_grpo.yaml")},
+        "squares": {"grpo.py": ("grpo.py", "--config", "configs/squares_grpo.yaml")},
         "tool_python": {"grpo.py": ("grpo.py", "--config", "configs/tool_python_grpo.yaml")},
         "reward_model": {
             "online_dpo.py": ("online_dpo.py", "--config", "configs/demo_online_dpo.yaml"),
@@ -201,8 +206,8 @@ def main() -> None:
         for seed in range(options.seeds):
             folder = ROOT / "runs/seeds" / f"{options.what}_{name.replace(' ', '_')}_{seed}"
             seconds = 0.0
-            if options.what == "calculator":
-                start, seconds = imitate("calculator", seed)
+            if options.what in ("calculator", "squares"):
+                start, seconds = imitate(options.what, seed)
                 command = (*command, "--model", str(start / "hf"))
             if options.what == "tool_python":  # one start for all seeds
                 copying, _ = imitate("calculator", 0)

@@ -11,6 +11,7 @@ from helpers import ROOT
 LAYERS = [
     "objectives parallel sandbox",
     "config",
+    "images",
     "data",
     "model metrics",
     "rewards",
@@ -52,8 +53,8 @@ def package(name: str) -> str:
 
 
 # Modules of common/ that a script loads before it reads its flags, and their lines.
-BUDGETS = dict(sft=(46, 7850), dpo=(51, 8450), kto=(50, 8400), rm=(48, 8000), demo=(3, 500))
-SAMPLING_BUDGET = (71, 11500)
+BUDGETS = dict(sft=(47, 8050), dpo=(52, 8650), kto=(50, 8500), rm=(48, 8100), demo=(3, 500))
+SAMPLING_BUDGET = (71, 11750)
 
 
 def imported_at_the_top(path: Path) -> set[str]:

@@ -5,9 +5,10 @@
     python tools/chat.py --model runs/grpo/hf
 
 Each line of the input is a turn of a conversation. Without a chat template the model continues each
-line by itself. /reset starts over, /system TEXT also sets the system prompt, /quit or Ctrl-D ends,
-Ctrl-C stops an answer. With --environment each line is the prompt of an episode, in which the
-environment answers the model. docs/after.md"""
+line by itself. /reset starts over, /system TEXT also sets the system prompt, /image FILE attaches
+an image to the next line, /image lists the images, /quit or Ctrl-D ends, Ctrl-C stops an answer.
+With --environment each line is the prompt of an episode, in which the environment answers the
+model. docs/after.md"""
 
 import argparse
 import contextlib
@@ -32,6 +33,7 @@ from common.config.parse import one_line
 from common.config.training import LoRAArgs
 from common.data import durable
 from common.data.encode import Encoder
+from common.data.messages import has_images
 from common.data.tasks import TASKS
 from common.model import adapter_files, lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
@@ -46,6 +48,7 @@ from common.parallel.console import print_any_text, visible
 from common.rollout.environments import ENVIRONMENTS, load_environment
 from tools.options import Options
 
+COMMANDS = "the commands are /reset, /system TEXT, /image FILE and /quit"
 TURNS = 8  # of the model in an episode, as the default of --max_turns
 
 
@@ -83,6 +86,13 @@ def merge_adapter(hf: nn.Module, folder: str, model: str) -> None:
             layer.bias,
         )
         hf.set_submodule(name, plain)
+
+
+def chat_images():
+    """Return the module for images, which is loaded if there is one."""
+    from tools import chat_images
+
+    return chat_images
 
 
 class Printer(TextStreamer):
@@ -126,10 +136,14 @@ class Speaker:
             system_prompt=options.system_prompt or None,
             template_kwargs=tuple(options.template_kwargs),
         )
+        self.flag, self.path = flag, path
+        self.whole: nn.Module | None = None  # model of images and text, once there is an image
         self.tokenizer, config = load_tokenizer(path, flag=flag), load_config(path)
-        self.encoder = Encoder(
-            self.tokenizer, BaseArgs(prompt_format=options.prompt_format, **kwargs)
-        )
+        kwargs |= dict(prompt_format=options.prompt_format)
+        args = BaseArgs(**kwargs)
+        if has_other_parts(config):
+            args = chat_images().ChatArgs(max_pixels=options.max_pixels, **kwargs)
+        self.encoder = Encoder(self.tokenizer, args)
         self.ends = eos_token_ids(path, self.tokenizer, options.prompt_format)
         self.context = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
         is_text = not has_other_parts(config)
@@ -157,7 +171,10 @@ class Speaker:
     def answer(self, row: dict) -> tuple[str, bool]:
         """Print the answer to the column `prompt`, text or messages. Return it and whether Ctrl-C
         stopped it."""
-        prompt = self.encoder.prompt(row | dict(_source="the conversation"), ("prompt",))
+        row = row | dict(_source="the conversation")
+        if has_images(row):
+            row = chat_images().as_row(row)
+        prompt = self.encoder.prompt(row, ("prompt",))
         if (room := self.context - len(prompt)) < 1:
             problem = (
                 f"{len(prompt)} tokens do not fit in the context of {self.name}, {self.context}"
@@ -169,31 +186,48 @@ class Speaker:
             if temperature
             else dict(do_sample=False)
         )
+        model, ends, images = self.hf, self.ends, {}
+        if has_images(row):
+            if self.whole is None:
+                self.whole = chat_images().whole_model(self.hf, self.path, self.flag)
+            model, reader = self.whole, self.reader()
+            images = chat_images().inputs_of(row, prompt, reader, self.hf.device)
+            ends = [*ends, *reader.placeholder_ids]  # as in training: they have no image
         ids, printer = (
             torch.tensor([prompt], device=self.hf.device),
-            Printer(self.tokenizer, self.ends),
+            Printer(self.tokenizer, ends),
         )
         sampling |= dict(
             max_new_tokens=limit,
-            eos_token_id=self.ends,
-            pad_token_id=self.ends[0],
+            eos_token_id=ends,
+            pad_token_id=ends[0],
             streamer=printer,
         )
         try:
-            out = self.hf.generate(ids, attention_mask=torch.ones_like(ids), **sampling)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **sampling, **images)
         except KeyboardInterrupt:
             printer.end()
             note("stopped")
             return printer.text, True
-        if out.shape[1] == len(prompt) + limit and out[0, -1] not in self.ends:
+        if out.shape[1] == len(prompt) + limit and out[0, -1] not in ends:
             note(
                 f"cut off after {limit} tokens" + (": the context is full" if limit == room else "")
             )
         return printer.text, False
 
-    def read(self, line: str, row: dict) -> None:
-        """Obey a command, play an episode, or answer a line: within the conversation if there is a
-        chat template."""
+    def reader(self):
+        """Return the reader of images. Raises `ValueError` for a model without one."""
+        from common.images.reader import reader
+
+        try:
+            return reader(self.path, self.options.max_pixels)
+        except ValueError as error:
+            named = str(error).replace(f"--model {self.path}", f"{self.flag} {self.name}")
+            raise ValueError(named) from error
+
+    def read(self, line: str, row: dict, images: list[str]) -> None:
+        """Obey a command, play an episode, or answer a line with attached `images`: within the
+        conversation if there is a chat template."""
         if (command := line.strip()) == "/reset" or command.startswith("/system "):
             self.messages = []
             self.encoder.system_prompt = command[8:] or self.encoder.system_prompt
@@ -202,8 +236,10 @@ class Speaker:
             print(visible(f"{self.name}:"), flush=True)
         if self.options.environment:
             return self.play(row)
-        messages = [*self.messages, dict(role="user", content=line)]
-        text, _ = self.answer(dict(prompt=messages if self.encoder.chat else line))
+        content = chat_images().in_message(line, images) if images else line
+        messages = [*self.messages, dict(role="user", content=content)]
+        alone = dict(prompt=line, images=images)  # without a chat template
+        text, _ = self.answer(dict(prompt=messages) if self.encoder.chat else alone)
         self.messages = [*messages, dict(role="assistant", content=text)]
 
     def play(self, row: dict) -> None:
@@ -266,13 +302,36 @@ def read_options() -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="variables for the chat template",
     )
+    add("--max_pixels", type=int, help="maximum pixels of an image; give that of the training")
     add("--seed", type=int, default=0, help="seed of the answers, the same for both models")
     options = parser.parse_args()
     if not 0 <= options.temperature < math.inf or options.max_new_tokens < 1:
         parser.error("--temperature must be finite and at least 0, --max_new_tokens at least 1")
     if options.row is not None and not (isinstance(options.row, dict) and options.environment):
         parser.error("--row must be a JSON object, and needs --environment")
+    if options.max_pixels is not None and options.max_pixels < 1:
+        parser.error(f"--max_pixels {options.max_pixels}: must be greater than 0")
     return options
+
+
+def attach(command: str, speakers: list[Speaker], attached: dict[str, str]) -> None:
+    """Obey `/image`: add a file to `attached`, which has the copies by name, or list the images."""
+    name = command[len("/image") :].strip()
+    if name and speakers[0].options.environment:
+        note("/image: the prompts of an environment have no images")
+    elif name:
+        try:
+            for speaker in speakers:
+                speaker.reader()
+            attached[name] = chat_images().attach(name)
+        except ValueError as error:
+            note(distributed.first_line(error))
+            return
+        note(f"{name}: attached to the next line, {len(attached)} in all")
+    else:
+        sent = len(chat_images().images_in(speakers[0].messages))
+        names = ", ".join(attached) or "none"
+        note(f"attached to the next line: {names}; in the conversation so far: {sent}")
 
 
 def load(options: argparse.Namespace) -> list[Speaker]:
@@ -296,28 +355,36 @@ def main() -> None:
     rows = TASKS.get(options.environment, lambda _: [{}])("test")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
+    attached: dict[str, str] = {}
     for number in itertools.count():
         line = input(
             "> " if sys.stdin.isatty() else ""
         )  # spaces at the end belong to a plain prompt
         if (command := line.strip()) == "/quit":
             break
+        if command.split()[:1] == ["/image"]:
+            attach(command, speakers, attached)
+            continue
         if (
             re.fullmatch(r"/[a-z]+", command.split(" ")[0])
             and command != "/reset"
             and command[:8] != "/system "
         ):
-            note("the commands are /reset, /system TEXT and /quit")
+            note(COMMANDS)
             continue
         row = (options.row or rows[number % len(rows)]) | (dict(prompt=line) if command else {})
+        answered = bool(command)
         for speaker in speakers if command or (options.environment and "prompt" in row) else ():
             torch.manual_seed(distributed.fold_seed(options.seed, number))
             try:
-                speaker.read(line, row)
+                speaker.read(line, row, [*attached.values()])
             except (
                 Exception
             ) as error:  # of the template, the environment or the memory: the chat goes on
                 note(f"{type(error).__name__}: {distributed.first_line(error)}")
+                answered = False
+        if answered:
+            attached = {}
 
 
 if __name__ == "__main__":

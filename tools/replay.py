@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -99,7 +100,7 @@ class ReplayRun(Run):
                 (a * b).sum().item()
                 for a, b in ((x, exact[name]), (x, x), (exact[name], exact[name]))
             ]
-            (block, *_) = re.findall(r"layers\.\d+|\w+(?=\.weight$|\.bias$)", name)
+            block = block_of(name)
             before = sums.get(block, [0.0] * 3)
             sums[block] = [a + b for a, b in zip(before, products, strict=True)]
         rows = distributed.all_sum(torch.tensor(list(sums.values()), dtype=torch.float64))
@@ -114,6 +115,12 @@ class ReplayRun(Run):
             Path(self.args.output_dir, "gradients.json").write_text(
                 json.dumps(dict(cosine=cosine, norm=norm))
             )
+
+
+def block_of(name: str) -> str:
+    """Return the part of a model that a parameter belongs to, such as `layers.0`."""
+    found = re.findall(r"(?:layers|blocks)\.\d+|\w+(?=\.weight$|\.bias$)|\w+$", name)
+    return f"tower.{found[0]}" if name.startswith("tower.") else found[0]
 
 
 def load_script(path: str) -> ModuleType:
@@ -206,6 +213,22 @@ def obstacles(flags: dict) -> Iterator[str]:
         )
 
 
+def changed_images(run: Path) -> Iterator[str]:
+    """Yield the reason against an exact replay if images in the traces of a run are not as the run
+    read them."""
+    changed = set()
+    for path in (run / "trace").glob("step_*.jsonl.gz"):
+        completions = chain.from_iterable(x["completions"] for x in trace_file.read(path)[1:])
+        for image in chain.from_iterable(c.get("images", ()) for c in completions):
+            from common.images.image_files import digest
+
+            file = Path(image["file"])
+            if not file.is_file() or digest(file.read_bytes()) != image["digest"]:
+                changed.add(image["file"])
+    if changed:
+        yield f"images are missing or have changed since: {len(changed)}, such as {min(changed)}"
+
+
 # ---- the comparison ----
 
 
@@ -293,7 +316,7 @@ def replay(run: Path, first: int, last: int, changes: dict[str, str]) -> None:
         f"{Path(script).name}, {ranks} ranks: starts from {where},{between} replays step {first}",
         flush=True,
     )
-    for reason in obstacles(flags):
+    for reason in chain(obstacles(flags), changed_images(run)):
         print(f"may not be exact: {reason}")
     exact, until = run / "replay" / f"step_{first:06}", first if changes else last
     launch(ranks, exact, script, prepare(run, exact, start, flags), first, until)

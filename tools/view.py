@@ -21,6 +21,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,19 @@ def clean(x: Any) -> Any:
 
 @lru_cache(maxsize=100_000)
 def read_header(path: Path, changed: int) -> dict:
-    """Check a trace and return its header. `changed`: time of its last change, so that a new file
-    is read again."""
+    """Check a trace and return its header, with the files of its images by digest. `changed`: time
+    of its last change, so that a new file is read again."""
     try:
         lines = trace_file.read(path)
         header, groups = lines[0], lines[1:]
         if not all("completions" in group and "prompt" in group for group in groups):
             raise KeyError("completions")
+        completions = chain.from_iterable(group["completions"] for group in groups)
+        images = chain.from_iterable(c.get("images", ()) for c in completions)
         return {
             name: header[name]
             for name in ("script", "step", "loss", "traced", "tokens", "sequences")
-        }
+        } | dict(images={image["digest"]: image["file"] for image in images})
     except ValueError as error:
         if "schema" in str(error):
             raise
@@ -234,13 +237,24 @@ def collect(folders: list[Path], embed: bool) -> dict:
             raise ValueError(
                 f"{run.folder / 'metrics.jsonl'}: no finished step; wait for the first one"
             )
+    images = {}
+    found = [run_data(run, embed, images) for run in runs]
     return clean(
         dict(
-            runs=[run_data(run, embed) for run in runs],
+            runs=found,
             groups=group_data(runs),
             main=main_metrics(runs),
+            pictures=pictures_of(images) if embed else {},
         )
     )
+
+
+def pictures_of(images: dict[str, str]) -> dict[str, dict]:
+    if not images:
+        return {}
+    from tools import pictures  # loads PIL
+
+    return pictures.pictures_of(images)
 
 
 def script_of(run: Run, traces: list[dict]) -> str:
@@ -249,11 +263,13 @@ def script_of(run: Run, traces: list[dict]) -> str:
     return next(iter([header["script"] for header in traces] + names), "")
 
 
-def run_data(run: Run, embed: bool) -> dict:
+def run_data(run: Run, embed: bool, images: dict[str, str]) -> dict:
+    """Return the data of a run, and add the files of its images to `images`."""
     traces = traces_of(run.folder)
     script = script_of(run, traces)
     for header in traces:
         path = header.pop("path")
+        images |= header.pop("images")
         if embed:
             header["gzip"] = base64.b64encode(path.read_bytes()).decode()
     metrics = {name: [list(of), list(of.values())] for name, of in run.metrics.items()}
@@ -318,8 +334,8 @@ def page(data: dict) -> str:
     ]
     policy = (
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
-        f"connect-src {repr('self') if data['live'] else repr('none')}; base-uri 'none'; "
-        "form-action 'none'"
+        f"connect-src {repr('self') if data['live'] else repr('none')}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )
     parts = dict(policy=policy, style=style, script=script, data=as_json(data))
     before, *after = source("page.html").split("{{")
@@ -341,14 +357,15 @@ def serve(folders: list[Path], port: int, ready: Callable[[ThreadingHTTPServer],
                     self.answer(200, "text/html", page(live_data()).encode())
                 elif self.path == "/data":
                     self.answer(200, "application/json", as_json(live_data()).encode())
-                elif self.path.startswith("/trace/"):
-                    run, step = map(int, self.path.split("/")[2:])
-                    path = next(
-                        header["path"]
-                        for header in traces_of(folders[run])
-                        if header["step"] == step
-                    )
-                    self.answer(200, "application/gzip", path.read_bytes())
+                elif self.path.startswith(("/trace/", "/pictures/")):
+                    kind, run, step = self.path.split("/")[1:]
+                    traces = traces_of(folders[int(run)])
+                    header = next(header for header in traces if header["step"] == int(step))
+                    if kind == "trace":
+                        self.answer(200, "application/gzip", header["path"].read_bytes())
+                    else:
+                        text = as_json(pictures_of(header["images"]))
+                        self.answer(200, "application/json", text.encode())
                 else:
                     self.answer(404, "text/plain", b"not found")
             except (ValueError, LookupError, StopIteration, OSError) as error:

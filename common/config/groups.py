@@ -27,7 +27,7 @@ from common.config.training import (
 )
 
 # Defaults for the built-in models and task, which need other values than real ones (parse.py).
-BUILT_IN_MODELS = ("tiny", "tiny-sft")
+BUILT_IN_MODELS = ("tiny", "tiny-sft", "tiny-images")
 TINY_TRAINING = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20, prompt_format="plain")
 TINY_GENERATE = dict(eval_generate=256, eval_new_tokens=5)
 
@@ -65,6 +65,9 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     reward = ()
     adapter = None
     push_to_hub = None
+    takes_images = False
+    vision = None
+    max_pixels = None
     trains = False  # no flag: whether the script trains a model
     samples = False  # no flag: whether it samples completions
     generates = True  # no flag: whether its model generates text

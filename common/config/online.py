@@ -66,6 +66,11 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
             require_default(self, flags, "without --reward judge:PATH or rank:PATH")
         return self
 
+    @property
+    def reward_models(self) -> list[str]:
+        """Reward models and judges in `--reward`, with their kinds: `model:PATH`."""
+        return [name for name in self.reward if name.startswith(MODEL_KINDS)]
+
     def _check_agent(self) -> None:
         if self.environment is not None or self.tools:
             raise ValueError("--agent excludes --environment and --tools; give one of them")
@@ -104,11 +109,6 @@ class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
     def live_rollout_ranks(self) -> int:
         """Number of ranks of this launch that only generate: none in a dry run."""
         return 0 if self.dry_run else self.rollout_ranks
-
-    @property
-    def reward_models(self) -> list[str]:
-        """Reward models and judges in `--reward`, with their kinds: `model:PATH`."""
-        return [name for name in self.reward if name.startswith(MODEL_KINDS)]
 
     @property
     def updates_per_rollout(self) -> int:

@@ -125,7 +125,7 @@ def valid(args_class: type[ArgsT], values: dict[str, Any]) -> ArgsT:
     args = args_class(**values)
     ranks = distributed.world_size()
     if args.planned:
-        ranks, _ = args.planned
+        ranks, *_ = args.planned
     check_ranks(args, ranks)
     return args
 

@@ -1,6 +1,5 @@
 """Groups of flags for models, data and training."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,7 +27,8 @@ class ModelArgs:
 
     model: str = "tiny"
     """Hugging Face id or folder of the starting model; tiny: a built-in Qwen3 with 1M random
-    parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic"""
+    parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic;
+    tiny-images: a built-in Idefics3 of images and text with 1M random parameters"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """data type of forward and backward passes; master weights, gradient reduction and the loss are
     always float32. auto: bfloat16 on CUDA, float32 elsewhere"""
@@ -83,8 +83,8 @@ class DataArgs:
     dataset: Several[str] = ("arithmetic",)
     """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .arrow, .csv,
     .tsv), glob ('data/*.jsonl'), folder of files, or built-in task (arithmetic, splits, chains,
-    calculator, products, guess_number, sliding_puzzle, frozen_lake, sokoban). Several data sets are
-    joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
+    calculator, products, guess_number, sliding_puzzle, frozen_lake, sokoban, squares). Several data
+    sets are joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
     dataset_split: str = "train"
     """split to train on; a file without splits is the split train"""
     dataset_config: str | None = None
@@ -241,8 +241,8 @@ class CheckpointArgs:
     """positions in the step, from 0, of groups (or rows) to trace in addition"""
     dry_run: MayChange[bool | str] = False
     """check flags, all data and the rewards of ten rows, print the first batch, the predicted
-    memory and the plan, and end without loading weights or writing files. 8x80GB: plan for 8 GPUs
-    of 80 GB, on any machine"""
+    memory and time and the plan, and end without loading weights or writing files. 8x80GB: plan for
+    8 GPUs of 80 GB, on any machine; 8xH100, 8xA100, 8xH200, 8xL40S, 8x4090: for GPUs of a kind"""
     log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
     """destinations of metrics in addition to metrics.jsonl: wandb (also with WANDB_MODE=offline),
     tensorboard"""
@@ -276,18 +276,19 @@ class CheckpointArgs:
             )
         self.dry_run = dict(true=True, false=False).get(str(self.dry_run).lower(), self.dry_run)
         if isinstance(self.dry_run, str) and not self.planned:
-            raise ValueError(
-                f"--dry_run {self.dry_run}: expected GPUs and the memory of each, such as 8x80GB"
-            )
+            problem = "expected GPUs with their memory, such as 8x80GB, or their kind"
+            kinds = "8xH100, 8xA100, 8xH200, 8xL40S or 8x4090"
+            raise ValueError(f"--dry_run {self.dry_run}: {problem}: {kinds}")
         return self
 
     @property
-    def planned(self) -> tuple[int, int] | None:
-        """Number of GPUs and the bytes of each in `--dry_run 8x80GB`."""
-        match = re.fullmatch(
-            r"([1-9]\d{0,5})x([1-9]\d{0,5})(GB)?", str(self.dry_run), re.IGNORECASE
-        )
-        return (int(match[1]), int(match[2]) * 10**9) if match else None
+    def planned(self) -> tuple[int, int, str] | None:
+        """Number of GPUs in `--dry_run 8x80GB` or `8xH100`, the bytes of each, and their kind."""
+        if not isinstance(self.dry_run, str):
+            return None
+        from common.config.gpu_kinds import planned_gpus
+
+        return planned_gpus(self.dry_run)
 
 
 @dataclass(config=STRICT)

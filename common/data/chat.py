@@ -15,7 +15,7 @@ from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from common.config.specs import pairs_of
-from common.data.messages import THOUGHT_KEYS, opened_thought, with_thought
+from common.data.messages import THOUGHT_KEYS, in_one_part, opened_thought, with_thought
 from common.parallel import distributed
 
 # texts of a probe turn: templates may trim a turn or depend on earlier ones
@@ -97,9 +97,15 @@ class ChatTemplate:
             example = "configs/templates/chatml_tools.jinja"
             advice = f"set --chat_template to one that does, such as {example}"
             raise ValueError(f"{label}: column tools: the chat template does not read it; {advice}")
+        messages = [self._as_read(message) for message in messages]
+        if row.get("images"):
+            from common.images.image_files import in_parts
+
+            messages = [in_parts(message) for message in messages]
+            label = f"{label} has images"
         return rendered(
             self.tokenizer,
-            [self._as_read(message) for message in messages],
+            messages,
             f"{label}: the",
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -111,7 +117,7 @@ class ChatTemplate:
         key = self._thought_key(message)
         if key is not None:
             message = {key if k == "reasoning_content" else k: v for k, v in message.items()}
-        return _in_parts(message) if self.in_parts else message
+        return in_one_part(message) if self.in_parts else message
 
     def _thought_key(self, message: dict) -> str | None:
         """Return the key under which the template reads the thought of a message; None if it reads
@@ -185,7 +191,7 @@ class ChatTemplate:
             problem = distributed.first_line(error) or type(error).__name__
             problem += f" (line {error.lineno})" if hasattr(error, "lineno") else ""
             refusal = ValueError(f"{label}: the chat template does not render: {problem}")
-        parts = [_in_parts(ASKED), _in_parts(SAID)]
+        parts = [in_one_part(ASKED), in_one_part(SAID)]
         with contextlib.suppress(*_ERRORS):
             if MARK in self.tokenizer.apply_chat_template(parts, tokenize=False):
                 return True
@@ -257,12 +263,6 @@ class ChatTemplate:
                 return TurnEnd(token, tail + token, tail + token, earlier[:end], appended=True)
         token = self.tokenizer.eos_token or ""
         return TurnEnd(token, tail + token, tail + token, None, appended=True)
-
-
-def _in_parts(message: dict) -> dict:
-    """Return a message whose content is a list of one part, the form of templates for images and
-    text."""
-    return message | dict(content=[dict(type="text", text=message["content"])])
 
 
 def _names_read(tokenizer) -> set[str]:

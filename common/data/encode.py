@@ -1,11 +1,13 @@
 """Rows -> token ids with loss masks. The columns of a row determine its use, as in TRL."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from common.config.groups import BaseArgs
 from common.data.chat import ASKED, SAID, ChatTemplate
-from common.data.messages import messages_field, text_field
+from common.data.messages import has_images, messages_field, text_field
 from common.data.pieces import pieces_of
 from common.data.sample import Sample
 from common.data.turns import Rendering, conversation_of, prompt_of, require_shown
@@ -34,12 +36,17 @@ class Encoder:
         self.special_tokens = sorted(tokens, key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
         self.has_reported = False
+        self.args = args
+        self.images = None  # ImageEncoder, if a row has images
 
     # ---- prompts ----
 
     def prompt(self, row: dict, columns: tuple[str, ...]) -> list[int]:
         """Return the prompt ids of an RL row, up to the start of the reply. A turn of the model at
-        the end of the prompt is continued."""
+        the end of the prompt is continued. Without columns there is no prompt."""
+        self.take_images(row, columns)
+        if not columns:
+            return []
         messages = self._prompt_messages(row, columns[0])
         if messages is not None:
             return self._chat_sample(
@@ -92,6 +99,7 @@ class Encoder:
     def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
         """Encode a supervised row. The completion or every assistant turn is trained, with its EOS;
         with `train_on_all` everything."""
+        self.take_images(row, columns)
         if columns == ("messages",):
             sample = self._conversation(row)
         elif columns == ("text",):
@@ -101,12 +109,13 @@ class Encoder:
             sample = Sample(ids, [True] * len(ids), row=row)
         else:
             sample = self._prompt_completion(row, *columns)
-        return replace(sample, loss_mask=[True] * len(sample.ids)) if train_on_all else sample
+        return replace(sample, loss_mask=_all_but_images(sample)) if train_on_all else sample
 
     def completion(self, row: dict, prompt: str, completion: str) -> Sample:
         """Encode a prompt and a completion up to the last trained token, for objectives that score
         completions. Raises `ValueError` for a completion without text, or one with a turn that is
         not trained."""
+        self.take_images(row, (prompt, completion))
         label = f"{row['_source']}: column {completion}"
         if _is_empty(row, completion):
             raise ValueError(f"{label} is empty")
@@ -241,6 +250,8 @@ class Encoder:
     ) -> list[list[int]]:
         """Return the ids of the pieces of a text. Raises `ValueError` for a token that the model
         lacks."""
+        if row.get("images"):
+            text, cuts = self._image_encoder(row).expand(row, text, cuts, not adds_bos)
         try:
             if self.special_text == "text":
                 from common.data.literals import pieces_with_literals
@@ -259,7 +270,36 @@ class Encoder:
                 token = self.tokenizer.convert_ids_to_tokens(largest)
                 problem = f"the model has no embedding for the token {token!r}; take it out"
                 raise ValueError(f"{row['_source']}: {problem}")
+        if row.get("images"):
+            row["_images"] = self._image_encoder(row).spans(row, [*chain(*pieces)])
+        elif self.images is not None:
+            self._image_encoder(row).require_no_placeholder(row, [*chain(*pieces)])
         return pieces
+
+    # ---- images ----
+
+    def take_images(self, row: dict, columns: Sequence[str]) -> None:
+        """Store the images of a row as files, and put marks in those of its `columns` that are
+        prompts, see images/image_files.py. Changes the row; does nothing the next time. Raises
+        `ValueError` for a run without support for images, and for videos and sounds."""
+        for name in ("video", "videos", "audio", "audios"):
+            if row.get(name):
+                advice = f"only text and images are supported; --columns _{name}={name} ignores it"
+                raise ValueError(f"{row['_source']}: column {name}: {advice}")
+        if has_images(row, columns):
+            self._image_encoder(row)
+            if "_images" not in row:
+                from common.images.image_files import take_images
+
+                take_images(row, columns)
+        row.pop("_folder", None)
+
+    def _image_encoder(self, row: dict):
+        if self.images is None:
+            from common.images.encoder import ImageEncoder
+
+            self.images = ImageEncoder(self.tokenizer, self.args, row["_source"])
+        return self.images
 
 
 def _require_no_chat_flags(args: BaseArgs) -> None:
@@ -288,6 +328,14 @@ def _is_empty(row: dict, column: str) -> bool:
             return True
         text = None if messages[-1].get("tool_calls") else messages[-1]["content"]
     return isinstance(text, str) and not text.strip()
+
+
+def _all_but_images(sample: Sample) -> list[bool]:
+    """Return a loss mask that leaves only the placeholders of images out."""
+    mask = [True] * len(sample.ids)
+    for span in sample.images:
+        mask[span.start : span.end] = [False] * (span.end - span.start)
+    return mask
 
 
 def truncate(sample: Sample, length: int) -> Sample:

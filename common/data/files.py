@@ -20,7 +20,7 @@ from common.parallel import distributed
 
 BUILT_IN = (
     "arithmetic", "splits", "chains", "calculator", "products", "guess_number", "sliding_puzzle",
-    "frozen_lake", "sokoban",
+    "frozen_lake", "sokoban", "squares",
 )  # fmt: skip
 # Kinds of files: one JSON object per line, one JSON value, tables of text with their separators,
 # tables with types.
@@ -87,6 +87,16 @@ class Shard:
     read: Callable[[BadRows], Iterator[dict]]
     files: tuple[Path, ...] = ()
     """files that determine the rows"""
+    folder: str | None = None
+    """folder of the paths in the rows"""
+
+    def rows(self, bad: BadRows) -> Iterator[dict]:
+        """Yield the rows, with `_folder` and without columns of the data with names of ours."""
+        own = {} if self.folder is None else dict(_folder=self.folder)
+        for row in self.read(bad):
+            for name in ("_dataset", "_folder", "_images"):
+                row.pop(name, None)
+            yield row | own
 
 
 def open_shards(
@@ -119,7 +129,8 @@ def open_shards(
         if not file.is_file():
             raise ValueError(f"{label}: {file} is a broken link or no regular file; delete it")
     return [
-        Shard(partial(_file_rows, f"{flag} {file}", file, streaming), (file,)) for file in files
+        Shard(partial(_file_rows, f"{flag} {file}", file, streaming), (file,), str(file.parent))
+        for file in files
     ] or None
 
 
@@ -167,12 +178,16 @@ def _file_rows(label: str, path: Path, streaming: bool, bad: BadRows) -> Iterato
     if not kind:
         raise ValueError(f"{label}: expected a {KINDS} file")
     if kind in (*LINES, *WHOLE):
-        return _json_rows(label, path, kind in WHOLE, bad)
-    from common.data import tables
+        rows = _json_rows(label, path, kind in WHOLE, bad)
+    elif kind in SEPARATORS:
+        from common.data import tables
 
-    if kind in SEPARATORS:
-        return tables.csv_rows(label, path, SEPARATORS[kind], bad)
-    return tables.file_rows(label, path, kind, streaming, bad)
+        rows = tables.csv_rows(label, path, SEPARATORS[kind], bad)
+    else:
+        from common.data import tables
+
+        rows = tables.file_rows(label, path, kind, streaming, bad)
+    return rows
 
 
 def _json_rows(label: str, path: Path, is_whole: bool, bad: BadRows) -> Iterator[dict]:

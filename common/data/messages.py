@@ -1,6 +1,7 @@
 """Columns of a row: text and conversations, checked and in one form."""
 
 import re
+from collections.abc import Sequence
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # a thought beside the content
 
@@ -43,6 +44,22 @@ def messages_field(row: dict, column: str) -> list[dict] | None:
     return [_message(label, number, message) for number, message in enumerate(value, 1)]
 
 
+def has_images(row: dict, columns: Sequence[str] | None = None) -> bool:
+    """Return whether a row has images, in columns of their own or as parts of the messages in
+    `columns`, by default in any."""
+    if row.get("images") or row.get("image"):
+        return True
+    values = row.values() if columns is None else map(row.get, columns)
+    return any(isinstance(value, list) and any(map(_has_image, value)) for value in values)
+
+
+def _has_image(message: object) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return False
+    return any(isinstance(p, dict) and p.get("type") in ("image", "image_url") for p in content)
+
+
 def _message(label: str, number: int, value: object) -> dict:
     turn = f"{label}: turn {number}"
     value = value if isinstance(value, dict) else {}
@@ -78,8 +95,14 @@ def _message(label: str, number: int, value: object) -> dict:
 def _text_of_part(turn: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f"{turn} has a part of type {kind}; only text is supported")
+        raise ValueError(f"{turn} has a part of type {kind}; only text and images are supported")
     return part["text"]
+
+
+def in_one_part(message: dict) -> dict:
+    """Return a message whose content is a list of one part, the form of templates for images and
+    text."""
+    return message | dict(content=[dict(type="text", text=message["content"])])
 
 
 def texts_of(message: dict) -> list[str]:

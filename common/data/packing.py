@@ -47,9 +47,8 @@ class Tokens:
 
     context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
     keys: Any = None  # compact.Keys of shared prefixes; None: each sequence has all its tokens
-    stored_at_T: Tensor | None = (
-        None  # int64: place of each target in stored log-probs (teacher.py)
-    )
+    images: Any = None  # PackedImages (common/images/packed.py)
+    stored_at_T: Tensor | None = None  # int64: places of targets in stored log-probs (teacher.py)
 
     def __init__(
         self, ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int]
@@ -273,7 +272,8 @@ def _pack(
     samples = [each.sample for each in chain(*groups)]
     datasets = [sample.row.get("_dataset") for sample in samples]
     names = [*streams_of(samples[0])] if samples else []
-    outlines = distributed.gather_objects(Outline(shapes, indices, datasets, names))
+    images = [sample.images for sample in samples]
+    outlines = distributed.gather_objects(Outline(shapes, indices, datasets, images, names))
     streams = sorted(set().union(*(outline.streams for outline in outlines)))
 
     R = context_group_size()
@@ -288,6 +288,7 @@ def _pack(
         keys = row[distributed.rank() // R]
         trained = keys[distributed.rank() % R :: R]  # the ranks of a context group divide them
         own = [*chain(*(placed[key] for key in trained))]
+        computed = own
         mb = _micro_batch(table_IC, own, streams)
         mb.sent = sent
         if R > 1 or any(any(parts[key].shared) for key in keys):
@@ -295,6 +296,11 @@ def _pack(
 
             computed = [*chain(*(placed[key] for key in keys))]
             mb.compact = compact_tokens(table_IC, computed, own, streams, context_group())
+        if any(sequence.images for sequence in computed):
+            from common.images.packed import PackedImages
+
+            before = packs[-1].model_tokens.images if packs else None
+            mb.model_tokens.images = PackedImages(computed, before)
         packs.append(mb)
     return packs
 
@@ -308,13 +314,15 @@ def shape_of(samples: list[Sample], share_prefix: int) -> GroupShape:
         pairs = zip(before.ids, sample.ids, strict=False)
         equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(before.ids))
         prefix = min(equal - 1, lengths[n] - 1)
-        shared[n] = prefix if prefix + 1 >= share_prefix else 0
-    return GroupShape(lengths, shared)
+        has_equal_images = before.images == sample.images
+        shared[n] = prefix if prefix + 1 >= share_prefix and has_equal_images else 0
+    patches = [sum(image.patches for image in sample.images) for sample in samples]
+    return GroupShape(lengths, shared, patches)
 
 
 def _micro_batch(table_IC: Tensor, samples: list[Placed], streams: list[str]) -> PackedBatch:
-    """Shift the rows of the samples: a model reads all ids except the last, and predicts all except
-    the first."""
+    """Shift the rows of the samples: a model reads all ids but the last and predicts all but the
+    first."""
     index_N = torch.tensor([sample.index for sample in samples], dtype=torch.int64)
     datasets = [sample.dataset for sample in samples]
     padding = Placed(len(table_IC) - 2, 1, 0, -1, None)

@@ -16,6 +16,7 @@ def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[S
     """Encode [chosen, rejected] of a preference row. The prompt has its own column or is the start
     of both. Message lists that do not start with an assistant turn contain the prompt, even if the
     row has a column `prompt`."""
+    encoder.take_images(row, columns)
     chosen = messages_field(row, "chosen")
     rejected = messages_field(row, "rejected")
     if "prompt" not in columns:

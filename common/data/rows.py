@@ -33,7 +33,7 @@ ALIASES = dict(  # usual names of columns
     messages=("conversations", "conversation"),
     completion=("answer", "response", "output", "solution", "target"),
 )
-OUR_COLUMNS = ("_source", "_dataset")
+OUR_COLUMNS = ("_source", "_dataset", "_folder", "_images")
 EVAL_SIZE = 256  # default of --eval_size; of training rows at most a tenth is set aside
 
 
@@ -45,9 +45,6 @@ def encode_each(
     bad = BadRows(on_bad_row)
     for row in rows:
         try:
-            for column in ("images", "image"):
-                if row.get(column):
-                    raise ValueError(f"{row['_source']}: column {column}: only text is supported")
             value = encode(row)
         except (ValueError, RecursionError) as error:
             if isinstance(error, RecursionError):
@@ -111,9 +108,7 @@ def load_rows(
     if shards is None:
         return None
     bad = BadRows(on_bad_row)
-    rows = list(chain.from_iterable(shard.read(bad) for shard in shards))
-    for row in rows:
-        row.pop("_dataset", None)  # ours, see `_with_dataset`
+    rows = list(chain.from_iterable(shard.rows(bad) for shard in shards))
     bad.report()
     label = f"{flag} {dataset}"
     if not rows:
@@ -154,12 +149,12 @@ def rename_columns(data: str, rows: list[dict], columns: Sequence[str]) -> list[
     old_names = pairs_of("columns", columns)
     if not old_names:
         return rows
-    names = dict.fromkeys(name for name in chain.from_iterable(rows) if name != "_source")
+    names = dict.fromkeys(name for name in chain.from_iterable(rows) if name not in OUR_COLUMNS)
     for new, old in old_names.items():
         if old not in names:
             problem = f"no column {old}; {data} has {', '.join(names)}"
             raise ValueError(f"--columns {new}={old}: {problem}")
-        if new == "_source" or (new in names and new not in old_names.values()):
+        if new in OUR_COLUMNS or (new in names and new not in old_names.values()):
             raise ValueError(f"--columns {new}={old}: {data} has a column {new} already")
     renamed = []
     for row in rows:

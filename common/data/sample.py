@@ -31,6 +31,23 @@ class Sample:
     micro-batch"""
 
     @property
+    def images(self) -> list:
+        """The images of the prompt, as ImageSpan (common/images/reader.py)."""
+        if not self.row.get("_images"):
+            return []
+        from common.images.reader import ImageSpan
+
+        return [ImageSpan(*span) for span in self.row["_images"]]
+
+    def decoded(self, tokenizer, ids: list[int]) -> str:
+        """Decode some of `ids` for people, with one mark for the placeholders of an image."""
+        if not self.images:
+            return tokenizer.decode(ids)
+        from common.images.shown import decoded
+
+        return decoded(tokenizer, self.ids, self.images, ids)
+
+    @property
     def sequences(self) -> "list[Sample]":
         """The sequences that are packed under the index of this sample."""
         return [self]

@@ -9,6 +9,7 @@ those rows."""
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -41,7 +42,7 @@ def load_stream(
 ) -> list[tuple["StreamedSamples | Samples", Counter]]:
     """Return a stream of training samples, whose counts are empty, and held-out samples in memory,
     see `load_samples`. Collective."""
-    encoder = Encoder(tokenizer, args)
+    encoder = Encoder(tokenizer, copy(args))  # every rank sets --vision below, not only rank 0
 
     def encode(rows: list[dict], columns: Columns):
         return encode_rows(rows, columns, encoder, args)
@@ -54,7 +55,12 @@ def load_stream(
         held_out = in_memory(*encode(rows, columns), rows)
         require_held_out_samples(held_out)
     training = StreamedSamples(encode, choices, args)
-    training[0]  # reports bad data before the model is loaded
+    first = training[0]  # reports bad data before the model is loaded
+    for sample in (first, *held_out.samples[:]):
+        if sample.images:
+            from common.images.encoder import use_images
+
+            use_images(args, sample.row["_source"])
     return [(training, Counter()), held_out[:2]]
 
 
@@ -91,6 +97,10 @@ class StreamedSamples:
             self.batch = [sample for sample, _ in drawn]
             _, self.position = drawn[-1]
         self.batch, self.position = _from_rank_0((self.batch, self.position))
+        for sample in self.batch if self.args.vision is None else ():
+            if sample.images:
+                problem = "the row has images, the first row of the stream has none"
+                raise ValueError(f"{sample.row['_source']}: {problem}; set --vision frozen")
         return range(count)
 
     def __getitem__(self, i: int) -> Sample:
@@ -121,7 +131,8 @@ class StreamedSamples:
                 kept += len(samples)
                 for sample in samples:
                     # the other columns would go to all ranks
-                    sample.row = dict(_source=row["_source"])
+                    names = {"_source", "_images"} & sample.row.keys()
+                    sample.row = {name: sample.row[name] for name in names}
                     yield sample, position
             for reason, count in counts.items():
                 print(f"{count} training rows of pass {epoch + 1} {reason}", flush=True)
@@ -154,7 +165,7 @@ class StreamedSamples:
         order = list(range(len(self.shards)))
         random.Random(distributed.fold_seed(self.args.seed, epoch)).shuffle(order)
         for shard in range(first_shard, len(order)):
-            rows = enumerate(self.shards[order[shard]].read(bad), 1)
+            rows = enumerate(self.shards[order[shard]].rows(bad), 1)
             for number, row in islice(rows, skipped, None):
                 yield row, (epoch, shard, number)
             skipped = 0

@@ -144,7 +144,9 @@ def _rows(label: str, name: str, table, bad: BadRows) -> Iterator[dict]:
     from pyarrow import ArrowException
 
     try:
-        rows = table.to_list() if isinstance(table, datasets.Dataset) else table
+        is_whole = isinstance(table, datasets.Dataset)
+        # images as bytes in both, not as pictures
+        rows = table.to_list() if is_whole else table.decode(False)
         yield from number_rows(name, rows)
     except (OSError, datasets.exceptions.DatasetsError, ArrowException) as error:
         raise _unreadable(label, error) from error

@@ -3,8 +3,8 @@ every start.
 
 `arithmetic` is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that
 SFT, preference learning and RL each have something to learn. `splits` has many right answers to a
-question, and the answers of `chains` have many lengths. `products` is for `--tools python`; the
-others need an environment (common/rollout/environments.py)."""
+question, and the answers of `chains` have many lengths. `products` is for `--tools python`, and
+`squares` for models of images; the others need an environment (common/rollout/environments.py)."""
 
 import random
 import string
@@ -321,6 +321,16 @@ def sokoban_rows(split: str) -> list[dict]:
     return _rows(split, dict(test=200, train=1_000), level_row)
 
 
+# ---- pictures (pictures.py) ----
+
+
+def squares_rows(split: str) -> list[dict]:
+    """Return pictures of one to nine squares, to be counted."""
+    from common.data import pictures
+
+    return pictures.squares_rows(split)
+
+
 TASKS = dict(
     arithmetic=arithmetic_rows,
     splits=splits_rows,
@@ -331,4 +341,5 @@ TASKS = dict(
     sliding_puzzle=sliding_puzzle_rows,
     frozen_lake=frozen_lake_rows,
     sokoban=sokoban_rows,
+    squares=squares_rows,
 )

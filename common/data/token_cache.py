@@ -55,6 +55,8 @@ FLAGS = (
     "system_prompt",
     "template_kwargs",
     "special_text",
+    "takes_images",
+    "max_pixels",
 )
 
 
@@ -70,6 +72,7 @@ def load_tokenised(
     `load_samples`. Collective."""
     known = {name: getattr(args, name) for name in (*FLAGS, *flags)}
     known["eval_every"] = min(args.eval_every, 1)
+    known["vision"] = "frozen"  # no matter for the ids; `use_images` sets it below
     task = (encode_rows, choices, kept, tokenizer, SimpleNamespace(**known))
     digest = _digest(*task) if is_first_on_machine() else None
     digests = set(distributed.gather_objects(digest)) - {None}
@@ -80,6 +83,10 @@ def load_tokenised(
     if is_first_on_machine() and _damage(folder):
         _write(folder, *task)
     distributed.barrier()
+    if source := _source_with_images(folder):
+        from common.images.encoder import use_images
+
+        use_images(args, source)
     return _read(folder)
 
 
@@ -148,12 +155,11 @@ def _read(folder: Path) -> list[Part]:
 def _read_part(files: list[Path]) -> tuple[Part, list[str]]:
     """Return the samples in Arrow files, and the errors of the bad rows."""
     import numpy as np
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     if not files:
         return in_memory([], Counter(), []), []
-    table = pa.concat_tables(pa.ipc.open_stream(pa.memory_map(str(f))).read_all() for f in files)
+    table = _table(files)
     # indices of the rows with samples
     numbers = np.flatnonzero(pc.list_value_length(table["samples"]))
     datasets = table["dataset"].combine_chunks().dictionary_encode()
@@ -164,6 +170,20 @@ def _read_part(files: list[Path]) -> tuple[Part, list[str]]:
     counts = Counter(pc.list_flatten(table["reasons"]).to_pylist())
     errors = pc.list_flatten(table["errors"]).to_pylist()
     return Part(Samples(sample_rows, item), counts, rows), errors
+
+
+def _table(files: list[Path]):
+    import pyarrow as pa
+
+    return pa.concat_tables(pa.ipc.open_stream(pa.memory_map(str(f))).read_all() for f in files)
+
+
+def _source_with_images(folder: Path) -> str | None:
+    """Return the source of a row with images, None or an empty text without one."""
+    import pyarrow.compute as pc
+
+    files = sorted(folder.glob("*.arrow"))
+    return pc.max(_table(files)["image_source"]).as_py() if files else None
 
 
 def _item(samples, is_group, numbers: Sequence[int], i: int) -> Item:
@@ -201,23 +221,34 @@ def _digest(
         choices,
         kept,
         sorted(vars(args).items()),
+        sorted({str(file.resolve().parent) for file in data_files(args)}),  # of images by path
     ]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as threads:
         tokenizer.save_pretrained(folder)
         files = data_files(args)
         files += sorted(file for file in Path(folder).rglob("*") if file.is_file())
+        files += _image_files(Path(tokenizer.name_or_path))
         names = [file.name for file in files]
         inputs += zip(names, threads.map(_content, files), strict=True)
     return hashlib.blake2b(repr(inputs).encode(), digest_size=16).hexdigest()
 
 
+def _image_files(model: Path) -> list[Path]:
+    """Return the files of a model that determine the placeholders of an image, if it reads any."""
+    names = ("config.json", "preprocessor_config.json", "processor_config.json")
+    files = [model / name for name in names if (model / name).is_file()]
+    return files if len(files) > 1 else []
+
+
 def _modules(encode_rows: Callable) -> list[Path]:
-    """Return the modules of data/, and those of common/ that define what the function names."""
+    """Return the modules of data/ and images/, and those of common/ that define what the function
+    names."""
     words = set(re.findall(r"\w+", inspect.getsource(encode_rows)))
     named = [value for name, value in encode_rows.__globals__.items() if name in words]
     modules = {getattr(value, "__module__", None) or "" for value in named}
     files = {Path(sys.modules[name].__file__) for name in modules if name.startswith("common.")}
-    return sorted(files | set(Path(__file__).parent.glob("*.py")))
+    data = Path(__file__).parent
+    return sorted(files | {*data.glob("*.py"), *data.with_name("images").glob("*.py")})
 
 
 def _content(file: Path) -> str:

@@ -51,6 +51,7 @@ TOKENISED = Features(
     samples=List(SAMPLE),
     is_group=Value("bool"),
     dataset=Value("string"),
+    image_source=Value("string"),  # of a row with images; else empty
     reasons=List(Value("string")),
     errors=List(Value("string")),
 )
@@ -154,12 +155,12 @@ def _encode_batch(
 
 
 def _encode_row(row: dict, encode: Callable, kept: Sequence[str]) -> dict:
-    """Convert a data row to a row of `TOKENISED`. Its samples keep `_source`, `_dataset` and the
-    columns `kept`."""
+    """Convert a data row to a row of `TOKENISED`. Its samples keep `_source`, `_dataset`, the
+    places of images and the columns `kept`."""
     with collect_bad_rows() as reports:
         items, counts = encode([row])
     is_group = bool(items) and isinstance(items[0], list)
-    names = ("_source", "_dataset", *kept)
+    names = ("_source", "_dataset", "_images", *kept)
     samples = []
     for sample in items[0] if is_group else items:
         fields = {name: getattr(sample, name) for name in SAMPLE}
@@ -170,6 +171,7 @@ def _encode_row(row: dict, encode: Callable, kept: Sequence[str]) -> dict:
         samples=samples,
         is_group=is_group,
         dataset=row.get("_dataset", ""),
+        image_source=row["_source"] if row.get("images") else "",
         reasons=list(counts.elements()),
         errors=list(chain(*reports)),
     )

@@ -27,6 +27,7 @@ class Outline(NamedTuple):
     shapes: list[GroupShape]
     indices: list[int]  # of the samples, in the order of the shapes
     datasets: list[str | None]  # of each sample
+    images: list[list]  # of each sample
     streams: list[str]
 
 
@@ -38,6 +39,7 @@ class Placed(NamedTuple):
     shared: int  # first targets that are those of the sample before it
     index: int
     dataset: str | None
+    images: list = []  # ImageSpan, those of a shared prefix too
 
 
 def streams_of(sample: Sample) -> dict[str, list[float]]:
@@ -107,7 +109,7 @@ def placed_samples(
     outlines: list[Outline], groups: dict[Key, GroupShape], first_rows: dict[Key, int]
 ) -> dict[Key, list[Placed]]:
     """Return the samples of each group that this rank has."""
-    samples = [zip(o.indices, o.datasets, strict=True) for o in outlines]
+    samples = [zip(o.indices, o.datasets, o.images, strict=True) for o in outlines]
     placed = {}
     for key, group in groups.items():
         described = list(islice(samples[key[0]], len(group.lengths)))
@@ -115,7 +117,7 @@ def placed_samples(
         if row is None:  # of another rank
             continue
         placed[key] = []
-        for length, prefix, (index, dataset) in zip(*group, described, strict=True):
-            placed[key].append(Placed(row, length, prefix, index, dataset))
+        for length, prefix, about in zip(group.lengths, group.shared, described, strict=True):
+            placed[key].append(Placed(row, length, prefix, *about))
             row += length + 1
     return placed

@@ -65,4 +65,7 @@ def sampling_args(args: TrainArgs) -> TrainArgs:
     evaluation = dict(
         reward=args.eval_reward, max_new_tokens=args.eval_new_tokens, overlong_prompts="drop"
     )
-    return OnlineArgs(**shared | evaluation)
+    online = OnlineArgs(**shared | evaluation)
+    online.vision = args.vision  # not a flag of every script that samples
+    online.max_pixels = args.max_pixels
+    return online

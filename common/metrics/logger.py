@@ -168,8 +168,8 @@ class RunLogger:
         if self.wandb is not None:
             import wandb
 
-            columns = list(lines[0]) if lines else []
-            rows_of_step = [list(line.values()) for line in lines]
+            columns = list(dict.fromkeys(chain(*lines)))  # only some have images
+            rows_of_step = [[line.get(name) for name in columns] for line in lines]
             self.wandb.log(dict(samples=wandb.Table(columns=columns, data=rows_of_step)), step=step)
         from rich.table import Table
 
@@ -222,6 +222,8 @@ def _line(step: int, sample: Completion, reward: float, advantage: float) -> dic
         finish_reason=sample.finish_reason,
         version=sample.version,
     )
+    if sample.images:
+        line["images"] = [image.file for image in sample.images]
     if "advantages" in sample.streams:
         line["advantages"] = sample.streams["advantages"][sample.prompt_length :]
     return line
@@ -236,7 +238,7 @@ def preview(sample: Sample, tokenizer, console) -> None:
     position = 0
     for trained, tokens in groupby(sample.loss_mask):
         length = len(list(tokens))
-        piece = visible(tokenizer.decode(sample.ids[position : position + length]))
+        piece = visible(sample.decoded(tokenizer, sample.ids[position : position + length]))
         position += length
         plain = f"⟦{piece}⟧" if trained and not console.is_terminal else piece
         text.append(plain, style="bold green" if trained else "dim")
@@ -244,9 +246,14 @@ def preview(sample: Sample, tokenizer, console) -> None:
 
 
 def asked(row: dict) -> str | None:
-    """Return the text of a prompt, or of its last message."""
+    """Return the text of a prompt, or of its last message, with `<image>` for each image."""
     prompt = row.get("_prompt") or row.get("prompt") or row.get("question")
-    return prompt[-1]["content"] if isinstance(prompt, list) else prompt
+    text = prompt[-1]["content"] if isinstance(prompt, list) else prompt
+    if not row.get("images"):
+        return text
+    from common.images.shown import with_placeholders
+
+    return with_placeholders(text)
 
 
 def _brief(text: str, limit: int = 160):

@@ -149,7 +149,7 @@ def plan_of(model: nn.Module, args: TrainArgs) -> Plan:
 def require_memory(model: nn.Module, label: str, args: TrainArgs) -> None:
     """Raise `ValueError` if a model does not fit on a GPU beside the loaded ones. Call it before
     the weights are read."""
-    _loaded[model] = shapes_of(model.hf)  # includes adapters of a value model
+    _loaded[model] = shapes_of(model.hf, model.tower)  # includes adapters of a value model
     problem = refusal(loaded_shapes(), plan_of(model, args), capacity_of(model.device))
     if problem:
         raise ValueError(f"{label}: {problem}")

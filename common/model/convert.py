@@ -101,8 +101,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     names_under_adapters = FileNames(**adapted["names"]) if adapted.get("names") else None
     files_under_adapters = text_part.names_in(adapted["base"]) if adapted else {}
 
-    def read(name: str) -> Tensor:
-        key = f"model.hf.{name}"
+    def read(key: str) -> Tensor:
         tensor = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
         with warnings.catch_warnings():  # about reading in a single process
             warnings.simplefilter("ignore", UserWarning)
@@ -113,7 +112,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     dtypes = json.loads((folder / WEIGHTS).read_text())  # of buffers; None: that of the config
     for name in dtypes:
         if f"model.hf.{name}" in stored:
-            by_hub_name = dict(hub_weights(config.model_type, name, read(name), names))
+            by_hub_name = dict(
+                hub_weights(config.model_type, name, read(f"model.hf.{name}"), names)
+            )
         else:  # a frozen weight, which was used in the compute dtype
             dtype = getattr(torch, adapted["dtype"])
             by_hub_name = {}
@@ -129,15 +130,20 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             from common.model.lora import merge
 
             ((key, weight),) = by_hub_name.items()
-            a_RI = read(f"{layer}.lora_A").to(weight.dtype)
-            b_OR = read(f"{layer}.lora_B").to(weight.dtype)
+            a_RI = read(f"model.hf.{layer}.lora_A").to(weight.dtype)
+            b_OR = read(f"model.hf.{layer}.lora_B").to(weight.dtype)
             by_hub_name[key] = merge(weight, a_RI, b_OR, adapted["scale"])
         for key, weight in by_hub_name.items():
             # A file has no views.
             dtype = getattr(torch, dtypes[name]) if dtypes[name] else config.dtype
             weights[key] = weight.to(dtype or torch.float32, copy=True)
     if names is not None:
-        weights |= dict(text_part.read_weights(base["path"], names.passengers))
+        passengers = dict(text_part.read_weights(base["path"], names.passengers))
+        for name in passengers:  # those of a trained vision tower are in the checkpoint (tower.py)
+            key = f"model.tower.parts.{name.removeprefix('model.')}"
+            if key in stored:
+                passengers[name] = read(key).to(config.dtype or torch.float32)
+        weights |= passengers
     return weights
 
 

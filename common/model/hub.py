@@ -29,6 +29,10 @@ def resolve_model(
         from common.model.rope import scaled_folder
 
         return scaled_folder(resolve_model(model, flag, weights), rope)
+    if model == "tiny-images":
+        from common.model.tiny_images import tiny_images
+
+        return tiny_images()
     if model in BUILT_IN_MODELS:
         from common.model.tiny import tiny_model
 

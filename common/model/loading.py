@@ -97,10 +97,10 @@ def hub_weights(
 
 
 def load_weights(
-    hf: nn.Module, path: str, label: str, device: torch.device, names=None
+    hf: nn.Module, path: str, label: str, device: torch.device, names=None, tower=None
 ) -> Tensor | None:
     """Fill the sharded parameters of a meta model from safetensors: each rank reads its own slices.
-    `names`: see `load_file_names`.
+    `names`: see `load_file_names`; `tower`: of tower.py, is filled too.
 
     Returns the scalar head for the caller to fill, if the checkpoint has none. Raises `ValueError`
     if names or shapes of the checkpoint are not those of the model."""
@@ -110,6 +110,9 @@ def load_weights(
     with one_line_errors(label):
         metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
     stored = {name: list(meta.size) for name, meta in metadata.items()}
+    if tower is not None:
+        for name in tower.load(stored, label, device):
+            del stored[name]
     if "score.weight" in stored and not hasattr(hf, "score"):
         raise ValueError(f"{label}: a reward model (it has score.weight), not a language model")
     # Every rank checks all names and shapes before it takes memory, and reads its own shards.
@@ -120,7 +123,7 @@ def load_weights(
         expected = names.replace_packed(expected)
     _require_shapes(hf, expected, stored, label, names)
     hf.to_empty(device=device)
-    _rebuild_buffers(hf, label)
+    rebuild_buffers(hf, label)
     wanted = _by_stored_name(hf, _weights_to_read(hf, stored), stored, names)
     if names is not None:
         wanted = {name: x for name, x in wanted.items() if name not in names.packed}
@@ -175,7 +178,7 @@ def _require_shapes(
 
 
 @torch.no_grad()
-def _rebuild_buffers(hf: nn.Module, label: str) -> None:
+def rebuild_buffers(hf: nn.Module, label: str) -> None:
     """Compute the buffers that no checkpoint has, such as rotary frequencies: their modules do it.
     A remaining NaN shows a failure."""
     # The mark keeps parameters of such a module (Gemma's embedding) from random initialisation.

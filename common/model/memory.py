@@ -6,7 +6,7 @@ Shapes: T packed tokens, D hidden size, V vocabulary. Bytes, on each of R ranks.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -41,6 +41,7 @@ class Shapes:
     capped: bool = False
     delta_nets: int = 0  # layers that are gated delta nets, not attention
     delta_numbers: int = 0  # float32 numbers that one of them keeps per token
+    tower_numbers: int = 0  # numbers that a vision tower keeps per placeholder of an image
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,19 @@ class Plan:
     on_cuda: bool = True
 
 
-def shapes_of(hf: nn.Module) -> Shapes:
-    """Return the shapes of a Hugging Face model, on meta or sharded."""
+def shapes_of(hf: nn.Module, tower=None) -> Shapes:
+    """Return the shapes of a Hugging Face model and its vision tower, on meta or sharded."""
+    if tower is not None:
+        shapes = shapes_of(hf)
+        trained = tower.weights if tower.is_trained else 0
+        return replace(
+            shapes,
+            weights=shapes.weights + tower.weights,
+            trained=shapes.trained + trained,
+            root=shapes.root + tower.weights,
+            root_trained=shapes.root_trained + trained,
+            tower_numbers=tower.kept_numbers(),
+        )
     config = hf.config.get_text_config()
     blocks = hf.base_model.layers
     weights = _count(hf)
@@ -144,6 +156,7 @@ def training_peak(m: Shapes, plan: Plan) -> Bytes:
     if plan.recompute:
         saved = m.layers * between_blocks
     saved += (_norm(plan) + plan.bytes) * m.hidden * plan.pack_tokens  # the last norm and the head
+    saved += plan.bytes * m.tower_numbers * plan.pack_tokens  # a pack full of placeholders
     head_trained = m.head if m.root_trained else 0
     at_head = {
         "gathered weights": plan.bytes * (m.root + m.block),

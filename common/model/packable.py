@@ -15,11 +15,20 @@ from common.model.logprobs import TokenStats
 from common.parallel import distributed
 
 
-def language_model_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
-    """Return the causal language model of a folder: see `build_on_meta`."""
+def language_model_on_meta(
+    path: str, label: str, dtype: torch.dtype, with_images: bool = False
+) -> nn.Module:
+    """Return the causal language model of a folder, which takes images `with_images`: see
+    `build_on_meta`."""
     from transformers import AutoModelForCausalLM
 
-    return build_on_meta(AutoModelForCausalLM, packable_config(path, label), label, dtype)
+    auto_class = AutoModelForCausalLM
+    config = load_text_config(path)  # resolve_model has checked that it can be read
+    if with_images:
+        from common.model.tower import language_model
+
+        auto_class, config = language_model(path)
+    return build_on_meta(auto_class, packable_config(config, label), label, dtype)
 
 
 def classifier_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
@@ -30,7 +39,7 @@ def classifier_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
         AutoModelForSequenceClassification,
     )
 
-    config = packable_config(path, label)
+    config = packable_config(load_text_config(path), label)
     config.num_labels = 1
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(f"{label}: transformers has no sequence classifier of {config.model_type}")
@@ -42,15 +51,14 @@ def classifier_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
     return hf
 
 
-def packable_config(path: str, label: str):
-    """Return the model's configuration without dropout. Raises `ValueError` if its rotary
+def packable_config(config, label: str):
+    """Return the configuration of a model without dropout. Raises `ValueError` if its rotary
     embeddings mix sequences."""
     from transformers import AttentionInterface
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
-    config = load_text_config(path)  # resolve_model has checked that it can be read
     rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each type of layer
     for fields in (rope, *rope.values()):
         kind = fields.get("rope_type") if isinstance(fields, dict) else None
@@ -133,6 +141,10 @@ def check_packing(model: nn.Module, label: str) -> None:
         raise ValueError(f"{label}: its weights give numbers that are not finite")
     if not (x_T - y_T).abs().max() < 1e-4:
         raise ValueError(f"{label}: {model_type} does not keep packed sequences apart")
+    if getattr(model, "tower", None) is not None:
+        from common.model.tower import check_images
+
+        check_images(model, label, first, second)
     if logits_TV is None:
         return
     expected_T = logits_TV.log_softmax(-1).gather(-1, alone.targets_T[:, None])[:, 0]

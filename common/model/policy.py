@@ -15,7 +15,7 @@ from common.data.packing import PackedBatch, Tokens
 from common.model.attention import packed_inputs
 from common.model.flops import capacity_of, forward_flops, matrix_weights
 from common.model.head import Logits, logits_of
-from common.model.loading import EXPERTS, draw_head, load_file_names, load_weights
+from common.model.loading import draw_head, load_file_names, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
 from common.model.packable import (
     check_packing,
@@ -24,7 +24,7 @@ from common.model.packable import (
     language_model_on_meta,
     require_context_ranks,
 )
-from common.parallel.context import context_group_size, setup_context_groups
+from common.parallel.context import setup_context_groups
 from common.parallel.mesh import shard_mesh
 
 Output = tuple[Tensor, ...] | Tensor  # statistics of each token
@@ -34,9 +34,9 @@ Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
 class PackedModel(nn.Module):
     """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
-    `flops` counts the operations of its forwards and backwards, `whole_flops` those that they would
-    take without shared prefixes; `expert_balance_N` is that of the last computed sequences, if
-    watched. `watch` gets the outputs that have a graph, for the trace."""
+    `flops` counts the operations of its forwards and backwards, `whole_flops` those without shared
+    prefixes; `expert_balance_N` is that of the last computed sequences, if watched. `watch` gets
+    the outputs that have a graph, for the trace."""
 
     watch: Callable[[PackedBatch, Output], None] | None = None
     forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
@@ -45,6 +45,7 @@ class PackedModel(nn.Module):
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
         self.hf = hf
+        self.tower: nn.Module | None = None  # tower.py, with `--vision`
         self.path = path
         self.matrix_weights = matrix_weights(hf)
         self.flops = 0.0
@@ -55,18 +56,15 @@ class PackedModel(nn.Module):
         tokens = mb.model_tokens
         self.flops += self._flops(tokens)
         self.whole_flops += self._flops(mb)
-        output = self.hf.base_model(**packed_inputs(tokens))
-        router_logits = getattr(output, "router_logits", None)
-        if router_logits:  # --router_aux_loss_coef
-            from common.model.expert_balance import expert_balance
+        inputs = (
+            self.tower.inputs(self.hf, tokens) if self.tower is not None else packed_inputs(tokens)
+        )
+        output = self.hf.base_model(**inputs)
+        if getattr(output, "router_logits", None):  # --router_aux_loss_coef
+            from common.model.expert_balance import balance_of_samples
 
-            if mb.compact is not None:
-                what = "the balance of experts counts how every token is routed"
-                raise ValueError(f"{what}; needs --share_prefix 0")
-            lengths_N = tokens.cu_seqlens_N1.diff()
             top_k = self.hf.config.num_experts_per_tok
-            balance_N = expert_balance(router_logits, lengths_N, top_k)
-            self.expert_balance_N = balance_N[: mb.num_samples]
+            self.expert_balance_N = balance_of_samples(mb, output.router_logits, top_k)
         return output.last_hidden_state[0]
 
     @property
@@ -92,10 +90,9 @@ class PackedModel(nn.Module):
     def watch_experts(self, flag: str) -> None:
         """Keep `expert_balance_N` from now on. Raises `ValueError` naming `flag` for a model
         without experts."""
-        if self.hf.config.model_type not in EXPERTS:
-            raise ValueError(f"{flag}: {self.hf.config.model_type} is no mixture of experts")
-        if context_group_size() > 1:
-            raise ValueError(f"{flag} needs whole sequences on each rank; drop --context_ranks")
+        from common.model.expert_balance import require_experts
+
+        require_experts(self.hf.config, flag)
         self.hf.config.output_router_logits = True
 
 
@@ -152,16 +149,22 @@ def load_policy(
     kind: type[Policy] = Policy, moves: bool = False,
 ) -> Policy:  # fmt: skip
     """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype`
-    compute, float32 reduction. With `--lora_rank` only adapters are trained (lora.py).
+    compute, float32 reduction. With `--lora_rank` only adapters are trained (lora.py), with
+    `--vision` the model reads images (tower.py).
 
     The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives
-    a frozen reference in the compute dtype, or in float32 if it `moves` (ema.py). Dropout is off:
-    the log-probs of a sample must not depend on when they are computed. On device meta the model is
-    neither sharded nor filled. `flag` stands in errors; `kind` is the class of the result. Raises
-    `ValueError` for a model that would not be computed exactly, or that does not fit."""
+    a frozen reference in the compute dtype, or in float32 if it `moves` (ema.py). Dropout is off.
+    On device meta the model is neither sharded nor filled. `flag` stands in errors; `kind` is the
+    class of the result. Raises `ValueError` for a model that is not exact or does not fit."""
     label = f"{flag} {path}"
-    hf = language_model_on_meta(path, label, master_dtype(args, device, trainable or moves))
-    return load(kind(hf, path), label, args, device, trainable)
+    dtype = master_dtype(args, device, trainable or moves)
+    hf = language_model_on_meta(path, label, dtype, with_images=args.vision is not None)
+    model = kind(hf, path)
+    if args.vision is not None:
+        from common.model.tower import Tower
+
+        model.tower = Tower(path, args, dtype, trainable)
+    return load(model, label, args, device, trainable)
 
 
 def load_reference(
@@ -227,9 +230,7 @@ def prepare(
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(getattr(hf.base_model, "layers", None), nn.ModuleList):
-        raise ValueError(
-            f"{label}: {hf.config.model_type} does not keep its transformer blocks in `layers`"
-        )
+        raise ValueError(f"{label}: {hf.config.model_type} does not keep its blocks in `layers`")
     if args.context_ranks > 1:
         require_context_ranks(hf, args.context_ranks, label)
     if not (trainable and args.lora_rank):
@@ -260,11 +261,11 @@ def shard_and_read(
         from common.model.capacity import require_memory
 
         require_memory(model, label, args)
-    model.file_names = load_file_names(model.hf, model.path)
     home = home_of(args, device)
-    new_head = load_weights(model.hf, model.path, label, home, model.file_names)
+    names = model.file_names = load_file_names(model.hf, model.path)
+    new_head = load_weights(model.hf, model.path, label, home, names, model.tower)
     # Only parameters may stay on the host: FSDP gathers them on the device.
-    for module in model.hf.modules():
+    for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     if new_head is not None:
@@ -302,8 +303,8 @@ def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> No
 def recomputes(args: TrainArgs, device: torch.device) -> bool:
     """Return whether blocks are recomputed in the backward: `--activation_checkpointing`. The
     default is true on CUDA, until `keep_activations_that_fit` (capacity.py) turns it off."""
-    by_default = device.type == "cuda"
-    return by_default if args.activation_checkpointing is None else args.activation_checkpointing
+    given = args.activation_checkpointing
+    return device.type == "cuda" if given is None else given
 
 
 def offloads_all(args: BaseArgs) -> bool:

@@ -154,7 +154,7 @@ def _reference_logps(
 def digest_of(
     samples: Iterable[Sample], model_path: str, weights: list[str], *settings: object
 ) -> str:
-    """Return a digest of everything that decides the log-probs of samples: the tokens, the model
+    """Return a digest of all that decides the log-probs of samples: tokens, images, the model
     (its path, and names, sizes and times of the files in the folders `weights`) and `settings`."""
     stats = []
     for folder in weights:
@@ -163,5 +163,6 @@ def digest_of(
             stats.append((file.name, status.st_size, status.st_mtime_ns))
     hashed = hashlib.blake2b(repr((model_path, stats, *settings)).encode())
     for sample in samples:
-        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
+        images = [image.digest for image in sample.images]
+        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights, images)).encode())
     return hashed.hexdigest()

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict  # before Python 3.12 pydantic needs thi
 
 from common.config.online import SamplingArgs
 from common.data import durable
-from common.data.sample import Completion, Group
+from common.data.sample import Completion, Group, Sample
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
 from common.model.loading import load_config
@@ -72,6 +72,7 @@ class StoredLine(TypedDict, total=False):
     `completions`."""
 
     source: str
+    images: dict[str, str]  # digest of each file
     prompt_ids: list[int]
     completion: Stored
     completions: Annotated[list[Stored], Field(min_length=1)]
@@ -99,6 +100,8 @@ def make_lines(
     lines = {}
     for j, (i, group) in enumerate(zip(own, groups, strict=True)):
         lines[i] = dict(source=prompts.rows[i]["_source"])
+        if group[0].images:
+            lines[i]["images"] = {span.file: span.digest for span in group[0].images}
         if to_train_on:
             lines[i]["prompt_ids"] = prompts.ids[i]
         lines[i]["completions"] = [
@@ -183,7 +186,7 @@ def load_engine(
     eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
     if engine is None:
         return make_engine(path, args, eos_ids, tokenizer, device, trained=False)
-    engine.eos_ids = eos_ids
+    engine.end_at(eos_ids)
     model = load_policy(path, args, device, trainable=False, flag=flag)
     engine.wake()
     engine.load_weights(whole_weights(model, engine.dtype))
@@ -195,6 +198,8 @@ def require_same_architecture(path: str, other: str) -> None:
     that in `path`."""
     # As transformers reads them: an export has its fields in two forms.
     fields, others = (load_config(folder).to_dict() for folder in (path, other))
+    for config in (fields, others):
+        config.get("text_config", {}).pop("dtype", None)
     differing = {name for name in fields | others if fields.get(name) != others.get(name)}
     if differing - {"dtype", "transformers_version", "architectures", "_name_or_path"}:
         what = f"--against {other}: another architecture than --model"
@@ -315,6 +320,9 @@ def _parse_line(text: str, i: int, prompts: Prompts) -> dict:
         raise ValueError(f"`source` is {line.get('source')}, but this row of the data is {source}")
     if line.get("prompt_ids", prompts.ids[i]) != prompts.ids[i]:
         raise ValueError("`prompt_ids` are not the prompt of this row of the data")
+    images = {span.file: span.digest for span in Sample([], [], row=prompts.rows[i]).images}
+    if [*line.get("images", {}).values()] not in ([], [*images.values()]):
+        raise ValueError("`images` are not those of this row: a file has changed since")
     if "completion" not in line and "completions" not in line:
         raise ValueError("expected `completion` or a list `completions`")
     return dict(completions=[line.pop("completion")]) | line if "completion" in line else line

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.config.online import SamplingArgs
+from common.config.sampling import SLOTS
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
@@ -33,9 +34,6 @@ from common.parallel import distributed, signals
 
 # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
 SEED_SPACING = 1 << 16
-# requests that run at the same time: their float32 logits, 156 MB of 151,936 tokens, exist several
-# times
-SLOTS = 256
 
 
 @dataclass(eq=False)
@@ -102,13 +100,14 @@ class Engine:
     ):
         self.path = path
         self.args = args
-        self.eos_ids = eos_ids
+        self.reader = None  # of images, with `--vision`
+        if args.vision is not None:
+            from common.images.reader import reader
+
+            self.reader = reader(path, args.max_pixels)
         self.tokenizer = tokenizer
+        self.end_at(eos_ids)
         self.device = device
-        ends = {*eos_ids, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-        self.silent_ids = ends & tokenizer.added_tokens_decoder.keys()
-        """tokens that are no text: those that end a turn, BOS and padding; a character that ends a
-        turn is text"""
         self.dtype = compute_dtype(args, device)
         self.trained = trained
         self.beside_trainer = trained and not distributed.is_rollout_rank()
@@ -136,6 +135,18 @@ class Engine:
             if trained:
                 self.sleep()
         signals.install_signal_handlers()  # vLLM's imports may have replaced them
+
+    def end_at(self, eos_ids: list[int]) -> None:
+        """Set the tokens that end completions."""
+        self.eos_ids = [*eos_ids]
+        if self.reader is not None:  # a placeholder that is sampled has no image
+            self.eos_ids += self.reader.placeholder_ids
+        tokenizer = self.tokenizer
+        of_tokenizer = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        ends = {*self.eos_ids, *of_tokenizer}
+        self.silent_ids = ends & tokenizer.added_tokens_decoder.keys()
+        """tokens that are no text: those that end a turn, BOS and padding; a character that ends a
+        turn is text"""
 
     # ---- requests ----
 

@@ -51,6 +51,11 @@ class Episode:
         return distributed.fold_seed(seed, number) * SEED_SPACING
 
 
+def row_for_engine(row: dict) -> dict:
+    """Return what an engine reads of the row of a prompt: the places of its images."""
+    return {name: row[name] for name in ("_images",) if name in row}
+
+
 class Episodes:
     """Episodes in flight: an engine, and for each episode an environment or tools, if there are.
 
@@ -92,7 +97,9 @@ class Episodes:
         self.groups[prompt.number] = [None] * prompt.samples
         for i in range(prompt.samples):
             self.count += 1
-            episode = Episode(prompt, i, self.count, empty_completion(prompt.ids))
+            completion = empty_completion(prompt.ids)
+            completion.row = row_for_engine(prompt.row)
+            episode = Episode(prompt, i, self.count, completion)
             if self.args.agent is not None:  # which writes the prompt
                 self.turns.begin(episode)
                 continue

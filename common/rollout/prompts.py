@@ -14,6 +14,7 @@ from common.data.rows import (
     require_held_out,
     train_and_eval_rows,
 )
+from common.data.sample import Sample
 from common.parallel import distributed
 from common.rewards.registry import row_check
 
@@ -70,7 +71,8 @@ def show_first(prompts: Prompts, tokenizer) -> None:
     if not prompts.ids[0]:
         distributed.say("the agent writes the prompts; their lengths are not known in advance")
         return
-    text = tokenizer.decode(prompts.ids[0])
+    ids, row = prompts[0]
+    text = Sample(ids, [], row=row).decoded(tokenizer, ids)
     if len(text) > 2000:
         text = f"{text[:1000]} ... {text[-1000:]}"
     distributed.say(f"the first prompt:\n{text}")
@@ -118,7 +120,7 @@ def encode_prompts(
             row["tools"] = select_tools(row)
         if check is not None:
             check(row)
-        ids = encoder.prompt(row, columns) if columns else []
+        ids = encoder.prompt(row, columns)
         if columns and not ids:
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
         return ids

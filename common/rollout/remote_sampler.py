@@ -20,7 +20,7 @@ from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
 from common.parallel import distributed, signals
 from common.rewards.total import Rewards
-from common.rollout.episodes import PromptRequest
+from common.rollout.episodes import PromptRequest, row_for_engine
 from common.rollout.mail import (
     CompleteGroups,
     Mail,
@@ -85,7 +85,7 @@ class RemoteSampler(Sampler):
             self._send_weights(step, meter)
         self.rows |= {request.number: request.row for request in self._share(requests)}
         if not self.args.has_turns:
-            requests = [replace(request, row={}) for request in requests]
+            requests = [replace(each, row=row_for_engine(each.row)) for each in requests]
         for leader in self.leaders:
             ranks = range(leader, leader + self.args.tensor_parallel_size)
             engine_requests = [request for request in requests if generating_rank(request) in ranks]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.model.loading import load_options
+from common.model.loading import load_file_names, load_options
 from common.rollout.engine import Engine, Request
 
 BATCH = 64  # requests that `generate` samples together
@@ -16,11 +16,20 @@ class TransformersEngine(Engine):
     one round."""
 
     def _start(self, path: str) -> None:
-        from transformers import AutoModelForCausalLM, GenerationConfig
-
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=self.dtype, trust_remote_code=False, **load_options(path)
+        from transformers import (
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            GenerationConfig,
         )
+
+        options = dict(dtype=self.dtype, trust_remote_code=False)
+        if self.reader is None:
+            model = AutoModelForCausalLM.from_pretrained(path, **options, **load_options(path))
+        else:
+            from common.model.text_part import meta_model
+
+            self.file_names = load_file_names(meta_model(path), path)
+            model = AutoModelForImageTextToText.from_pretrained(path, **options)
         for parameter in model.parameters():  # experts that were in MXFP4 are bfloat16
             parameter.data = parameter.data.to(self.dtype)
         self.replica = model.to(self.device).eval()
@@ -60,6 +69,7 @@ class TransformersEngine(Engine):
             repetition_penalty=None,
             logits_processor=[sampler],
             stopping_criteria=self._stopping_criteria(requests, longest),
+            **self._images(requests, padded),
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         for i, tokens in enumerate(out[:, longest:].tolist()):
@@ -68,6 +78,19 @@ class TransformersEngine(Engine):
             length = ends[0] + 1 if ends else limits[i]
             reason = "stop" if ends else "length"
             self.append_output(requests[i], tokens[:length], logprobs[i][:length], reason)
+
+    def _images(self, requests: list[Request], padded: list[list[int]]) -> dict[str, Tensor]:
+        """Return the arguments of `generate` for the images of requests, if they have any."""
+        pixels = []
+        for request in requests:
+            spans = request.completion.images
+            pixels += [self.reader.recent_pixels(span.file, span.digest) for span in spans]
+        if not pixels:
+            return {}
+        arguments = self.reader.arguments(pixels)
+        if "image_grid_thw" in arguments:  # for positions of three dimensions
+            arguments["mm_token_type_ids"] = (torch.tensor(padded) == self.reader.image_id).int()
+        return {name: x.to(self.device) for name, x in arguments.items()}
 
     def _stopping_criteria(self, requests: list[Request], longest: int) -> list:
         """Return what ends each request at a stop string; `append_output` cuts what follows."""
@@ -86,6 +109,10 @@ class TransformersEngine(Engine):
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         replica_weights = self.replica.state_dict()
+        if self.reader is not None:
+            from common.rollout.image_features import weights_in_files
+
+            weights = weights_in_files(weights, self.replica.config.model_type, self.file_names)
         with torch.no_grad():
             for name, whole in weights:
                 replica_weights[name].copy_(whole)

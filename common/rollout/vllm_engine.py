@@ -11,12 +11,20 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
+from common.config.sampling import SLOTS
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
 from common.model.hub import context_length
-from common.model.loading import OWN_HEADS, hub_weights, is_plain, load_config, load_text_config
+from common.model.loading import (
+    OWN_HEADS,
+    hub_weights,
+    is_plain,
+    load_config,
+    load_file_names,
+    load_text_config,
+)
 from common.parallel import distributed
-from common.rollout.engine import SLOTS, Engine, Request
+from common.rollout.engine import Engine, Request
 
 
 def lost_asleep(worker) -> list[str]:
@@ -96,6 +104,11 @@ class VLLMEngine(Engine):
         stored = load_config(path)
         is_part = stored.model_type not in OWN_HEADS and not is_plain(stored)
         self.model_type = config.model_type
+        self.file_names = None
+        if self.reader is not None:
+            from common.model.text_part import meta_model
+
+            self.file_names = load_file_names(meta_model(path), path)
         self.has_delta_nets = num_delta_nets(config) > 0
         if self.model_type == "gpt_oss" and self.args.tensor_parallel_size > 1:
             raise ValueError("--tensor_parallel_size above 1 is not supported for gpt_oss")
@@ -105,7 +118,12 @@ class VLLMEngine(Engine):
 
             try:
                 options = self._options(context_length(path, self.args))
-                if is_part:
+                if self.reader is not None:
+                    from common.rollout.image_features import OPTIONS, register_model
+
+                    register_model(stored.architectures[0])
+                    options |= OPTIONS
+                elif is_part:
                     options |= text_alone(config, options.get("hf_overrides", {}))
                 self.llm = LLM(model=path, **options)
             except (ValueError, AssertionError, NotImplementedError) as error:
@@ -131,7 +149,7 @@ class VLLMEngine(Engine):
         if size > 1:
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
-        if is_part and not self.trained:
+        if is_part and not self.trained and self.reader is None:
             from common.model.text_part import text_weights
 
             self._load((name, x.to(self.dtype)) for name, x in text_weights(path))
@@ -222,6 +240,10 @@ class VLLMEngine(Engine):
         piece.sampling_params = copy(piece.sampling_params)
         piece.sampling_params.seed = request.piece_seed
         piece.sampling_params.max_tokens = request.num_missing
+        if request.completion.images:
+            from common.rollout.image_features import features_of
+
+            piece.mm_features = features_of(request.completion, self.reader)
         self.client.add_request(piece)
 
     def _sample(self) -> None:
@@ -271,15 +293,25 @@ class VLLMEngine(Engine):
         else:
             options = dict(weights_iterator=self._hub_weights(weights), is_checkpoint_format=True)
             self.llm.collective_rpc("reload_weights", kwargs=options)
+        if self.reader is not None:
+            from common.rollout.image_features import zero_deepstack
+
+            self.llm.collective_rpc(zero_deepstack)
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])
-        # Cached prefixes come from the old weights.
+        # Cached prefixes and images come from the old weights.
+        self.client.reset_encoder_cache()
         assert self.llm.reset_prefix_cache(), (
             "vLLM kept its prefix cache: requests were still running"
         )
 
     def _hub_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights in the form of a hub checkpoint."""
+        if self.reader is not None:
+            from common.rollout.image_features import weights_in_files
+
+            yield from weights_in_files(weights, self.model_type, self.file_names)
+            return
         for name, whole in weights:
             if self.has_head or name != "lm_head.weight":
                 yield from hub_weights(self.model_type, name, whole)

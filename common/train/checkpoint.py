@@ -232,10 +232,17 @@ def hf_files(
         # padding.
         ends = eos_token_ids(path, tokenizer, prompt_format)
         changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
+    files = tokenizer_files(path, tokenizer, prompt_format)
+    for name in files if model.tower is not None else ():
+        if name in ("preprocessor_config.json", "processor_config.json"):
+            fields = json.loads(files[name])
+            if name == "preprocessor_config.json" or "image_processor" in fields:
+                fields = model.tower.reader.limited(fields)
+                files[name] = (json.dumps(fields, indent=2) + "\n").encode()
     return {
         "config.json": config_file(path, dtype, changes, text_alone),
         "generation_config.json": generation_file(path, tokenizer, prompt_format, stops),
-    } | tokenizer_files(path, tokenizer, prompt_format)
+    } | files
 
 
 def write_files(files: dict[str, bytes], folder: Path) -> None:
@@ -275,11 +282,17 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
             for hub_name, weight in hub_weights(model.hf.config.model_type, name, tensor, names):
                 kind = getattr(torch, kept_dtype) if kept_dtype else dtype
                 weights[hub_name] = weight.to("cpu", kind, copy=True)
+    trained_tower = model.tower is not None and model.tower.is_trained
+    for name, tensor in model.tower.weights_in_files() if trained_tower else ():
+        tensor = whole(tensor)
+        if distributed.is_main():
+            weights[name] = tensor.to("cpu", dtype, copy=True)
     if distributed.is_main():
         if names is not None:
             from common.model.text_part import read_weights
 
-            weights |= dict(read_weights(model.path, names.passengers))
+            others = set(names.passengers) - weights.keys()
+            weights |= dict(read_weights(model.path, sorted(others)))
         checkpoint_files.write_safetensors(weights, work)
         durable.replace_folder(work, folder)
     distributed.barrier()

@@ -272,7 +272,7 @@ class Trace:
         self, position: int, chosen: list[str], group: list[Traced], numbers: dict[Place, dict]
     ) -> dict:
         first = group[0].sample
-        text = asked(first.row) or self.tokenizer.decode(first.prompt_ids)
+        text = asked(first.row) or first.decoded(self.tokenizer, first.prompt_ids)
         completions = [self._completion(traced, numbers) for traced in group]
         return dict(group=position, chosen=chosen, prompt=text, completions=completions)
 
@@ -283,6 +283,8 @@ class Trace:
         known = {name: rounded(x) for name, x in traced.known.items()}
         if isinstance(sample, Completion):
             known |= dict(finish_reason=sample.finish_reason, version=sample.version)
+        if sample.images:
+            known["images"] = [image._asdict() for image in sample.images]
         fixed = {}
         updates = defaultdict(dict)
         for place, share in traced.shares.items():

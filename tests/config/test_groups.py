@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from common.config import (
     generation_flags,
     groups,
+    image_flags,
     objectives,
     online,
     preference_flags,
@@ -46,6 +47,7 @@ SHARED = (
     training,
     sampling,
     generation_flags,
+    image_flags,
     truncation_flags,
     objectives,
     preference_flags,

@@ -82,8 +82,8 @@ def test_null_fields_are_dropped_and_arguments_become_objects():
     ("message", "words"),
     [
         (
-            turn("user", [dict(type="image", image="x")]),
-            "turn 1 has a part of type image; only text is supported",
+            turn("user", [dict(type="video", video="x")]),
+            "turn 1 has a part of type video; only text and images are supported",
         ),
         (turn("user", ["x"]), "turn 1 has a part of type str"),
         (turn("user", [dict(type="text")]), "turn 1 has a part of type text"),

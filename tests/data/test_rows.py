@@ -32,7 +32,7 @@ PAIR = ("prompt", "completion")
 
 def load(path, split: str = "train") -> list[dict] | None:
     rows = load_rows("--dataset", str(path), split)
-    return rows and [{k: v for k, v in row.items() if k != "_source"} for row in rows]
+    return rows and [{k: v for k, v in row.items() if k[0] != "_"} for row in rows]
 
 
 ROWS = [dict(prompt="a\u2028b", completion="c\x85d"), dict(prompt="\u00e9", completion="\n")]
@@ -245,7 +245,8 @@ def test_columns_are_renamed_in_every_split(tmp_path, eval_split):
     args = TrainArgs(dataset=str(tmp_path), columns=names, eval_split=eval_split, eval_size=2)
     for rows in train_and_eval_rows(args):
         assert all(
-            sorted(row) == ["_source", "completion", "prompt", "x"] and row["completion"] == "b"
+            sorted(row) == ["_folder", "_source", "completion", "prompt", "x"]
+            and row["completion"] == "b"
             for row in rows
         )
 

@@ -518,13 +518,30 @@ def test_stacked_experts_stay_stacked(lora, sums, tmp_path):
 # ---- rows and flags ----
 
 
+PNG = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAQAAAAECAIAAAAmkwkpAAAAFElEQVR4nGPk5ORkgAEmBiSA"
+    "mwMABkoAI8grnVEAAAAASUVORK5CYII="
+)
+
+
 def test_rows_with_images_are_refused(gemma, main, tmp_path):
-    content = [dict(type="image", image="x.png"), dict(type="text", text="What is this?")]
+    content = [dict(type="image", image=PNG), dict(type="text", text="What is this?")]
     turns = [dict(role="user", content=content), dict(role="assistant", content="A cat.")]
     (tmp_path / "rows.jsonl").write_text((json.dumps(dict(messages=turns)) + "\n") * 4)
     flags = ("--model", gemma, "--dataset", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "x")
-    with pytest.raises(ValueError, match="turn 1 has a part of type image; only text is supported"):
+    with pytest.raises(ValueError, match="gemma3 reads no images here"):
         main("sft", *flags)
+    with pytest.raises(ValueError, match="the row has images; only sft.py, dpo.py, grpo.py and"):
+        main(
+            "reinforce",
+            *flags,
+            "--max_new_tokens",
+            16,
+            "--reward",
+            "length",
+            "--columns",
+            "prompt=messages",
+        )
 
 
 def test_dry_run_needs_no_weights(gemma, main, sums, tmp_path, capsys):

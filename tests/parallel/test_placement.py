@@ -50,6 +50,17 @@ def test_number_of_rows_is_minimal():
     )
 
 
+def test_ranks_get_as_many_patches_of_images():
+    """Without their patches the four sequences cost the same, and two with images might meet."""
+    shapes = {
+        (0, i): GroupShape([50], [0], [patches]) for i, patches in enumerate((900, 900, 0, 0))
+    }
+    (row,) = assign(shapes, 2, 100)
+    assert [sum(shapes[key].patches[0] for key in keys) for keys in row] == [900, 900]
+    shared = GroupShape([50, 50], [0, 40], [900, 900])  # the prefix has the image
+    assert shared.cost < GroupShape([50, 50], [0, 0], [900, 900]).cost - 100
+
+
 def test_oversized_group_is_refused_and_names_the_flag():
     with pytest.raises(
         ValueError, match="^--pack_tokens 10: a sequence has 12 tokens; raise --pack_tokens or"

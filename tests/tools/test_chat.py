@@ -96,7 +96,7 @@ def test_conversation_is_that_of_plain_transformers_until_it_is_reset(chat):
     second = greedy(tiny_model(), rendered("one", first, "two", system="S"), 6)
     alone = [greedy(tiny_model(), rendered("two", system=system), 6) for system in "ST"]
     assert shown == "".join(f"{text}\n" for text in (first, second, *alone))
-    assert notes.count("the commands are /reset, /system TEXT and /quit") == 1
+    assert notes.count("the commands are /reset, /system TEXT, /image FILE and /quit") == 1
 
 
 def test_spaces_at_the_end_of_a_line_belong_to_a_plain_prompt(chat):

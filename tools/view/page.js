@@ -220,6 +220,10 @@ async function read(of, r, header) {
   const bytes = header.gzip ? decoded(header.gzip) : await (await fetch(`trace/${r}/${header.step}`)).arrayBuffer();
   const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   const groups = text.trimEnd().split("\n").slice(1).map((line) => JSON.parse(line));
+  const images = groups.flatMap((group) => group.completions.flatMap((c) => c.images ?? []));
+  const pictures = !images.length ? {} : header.gzip ? data.pictures
+    : await (await fetch(`pictures/${r}/${header.step}`)).json();
+  for (const image of images) Object.assign(image, pictures[image.digest]);
   const [steps, betas] = of.metrics.beta ?? [[], []];
   const trace = { ...header, flags: of.flags, groups, beta: betas[steps.indexOf(header.step)] };
   Object.assign(trace, formulasOf(of, trace));
@@ -385,11 +389,37 @@ function legend(place, name, { paint, marks }, ...notes) {
   $(place).replaceChildren(el("span", null, name), el("span", { class: "scale" }, ...swatches), ...notes);
 }
 
-/** Return the tokens of a completion from the id `from`; `values`: the coloured quantity, from `start`. */
+/** Return the images of a completion, side by side; a line for one that cannot be shown. A click enlarges an image. */
+function picturesOf({ images = [] }) {
+  return images.length ? el("div", { class: "pictures" }, ...images.map(({ file, url, problem }, i) => {
+    if (!url) return el("p", { class: "facts" }, `image ${i + 1}, ${file}: ${problem}`);
+    const button = el("button", { title: file, onclick: () => button.classList.toggle("large") },
+      el("img", { src: url, alt: `image ${i + 1}, ${file}` }));
+    return button;
+  })) : null;
+}
+
+/** Return what stands for the tokens of an image: how many there are. */
+function imageText({ ids, images }, image) {
+  const placeholders = ids.slice(image.start, image.end).filter((id) => id === ids[image.start]).length;
+  const others = image.end - image.start - placeholders;
+  const which = images.length > 1 ? `image ${images.indexOf(image) + 1}: ` : "";
+  return `${which}${placeholders} image tokens${others ? ` and ${others} others` : ""}`;
+}
+
+/** Return the tokens of a completion from the id `from`; `values`: the coloured quantity, from `start`. The tokens of
+ * an image are folded into one. */
 function tokensOf(completion, { from, values, scale, clipped, differs, row, column }) {
   const line = el("div", { class: "tokens" });
   for (let i = from; i < completion.tokens.length; i++) {
     const t = i - completion.start;
+    const image = completion.images?.find(({ start, end }) => i >= start && i < end);
+    if (image) {
+      const node = el("span", { class: "token image", tabindex: -1, title: image.file }, imageText(completion, image));
+      i = image.end - 1;
+      line.append(Object.assign(node, { at: { row, column, t, last: i - completion.start, image } }));
+      continue;
+    }
     const trained = completion.mask[t] === 1;
     const classes = ["token", trained ? "" : "untrained", clipped?.[t] ? "clipped" : "", differs?.(i) ? "differs" : ""];
     const text = completion.tokens[i].replace(/\n/g, "⏎\n") || "∅";
@@ -407,15 +437,21 @@ function focusToken(row, column, t) {
   const completion = items?.[row]?.[column];
   if (!completion) return;
   const from = place === "data-rows" ? -completion.start : 0;
-  const token = Math.min(completion.mask.length - 1, Math.max(from, t));
-  const node = $(place).fill(row).querySelectorAll(".tokens")[column]?.children[token - from];
+  const wanted = Math.min(completion.mask.length - 1, Math.max(from, t));
+  const nodes = $(place).fill(row).querySelectorAll(".tokens")[column]?.children ?? [];
+  const node = [...nodes].findLast((x) => x.at.t <= wanted);
   if (!node) return;
+  const { t: token, image } = node.at;
   document.querySelector(".token[aria-current]")?.removeAttribute("aria-current");
   node.setAttribute("aria-current", "true");
   state.at = { row, column, t: token };
   if (document.activeElement !== node) node.focus({ preventScroll: true });
   node.scrollIntoView({ block: "nearest" });
   const i = completion.start + token;
+  if (image) {
+    $("status").textContent = `${imageText(completion, image)} · tokens ${token} to ${node.at.last} · ${image.file}`;
+    return;
+  }
   const facts = [`token ${token} ${JSON.stringify(completion.tokens[i])} (id ${completion.ids[i]})`];
   const update = completion.updates[updateIndex(completion)];
   if (token < 0 || !completion.mask[token]) facts.push("not trained");
@@ -429,8 +465,8 @@ function focusToken(row, column, t) {
 function moveFocus(event) {
   const node = event.target.closest?.(".token");
   if (!node) return;
-  const { row, column, t } = node.at;
-  const moves = { ArrowLeft: [row, t - 1], ArrowRight: [row, t + 1], ArrowUp: [row - 1, t], ArrowDown: [row + 1, t],
+  const { row, column, t, last = t } = node.at;
+  const moves = { ArrowLeft: [row, t - 1], ArrowRight: [row, last + 1], ArrowUp: [row - 1, t], ArrowDown: [row + 1, t],
     Home: [row, -1e9], End: [row, 1e9] };
   if (event.key === "Enter") openFormula();
   else if (moves[event.key]) focusToken(moves[event.key][0], column, moves[event.key][1]);
@@ -443,7 +479,7 @@ function moveFocus(event) {
 const updateIndex = (completion) => completion.updates.findIndex((x) => String(x.update) === $("update").value);
 
 function factsOf(completion, index) {
-  const skip = ["start", "ids", "tokens", "mask", "fixed", "updates"];
+  const skip = ["start", "ids", "tokens", "mask", "fixed", "updates", "images"];
   const facts = Object.entries(completion).filter(([name]) => !skip.includes(name));
   const length = completion.ids.length - completion.start;
   const { row = {} } = completion.updates[updateIndex(completion)] ?? {};
@@ -455,7 +491,7 @@ function factsOf(completion, index) {
 function showTrace() {
   const { group, trace } = shown;
   $("formula").hidden = true;
-  if (!group) return ["prompt", "legend", "rows"].forEach((id) => $(id).replaceChildren());
+  if (!group) return ["prompt", "legend", "pictures", "rows"].forEach((id) => $(id).replaceChildren());
   const at = (c) => c.updates[updateIndex(c)] ?? null;
   const updates = [...new Set(group.completions.flatMap((c) => c.updates.map((x) => x.update)))].sort((a, b) => a - b);
   options($("update"), updates.map((x) => [x, String(x)]), $("update").value);
@@ -467,6 +503,7 @@ function showTrace() {
   const scale = scaleOf(name, sample.flatMap((c) => (known(c)[name] ?? []).filter((_, t) => c.mask[t])));
   const kept = group.completions.map((c, i) => i).filter((i) => matches(group.completions[i]));
   $("prompt").textContent = group.prompt;
+  $("pictures").replaceChildren(picturesOf(group.completions[0]) ?? "");
   const hatched = el("span", null, el("i", { class: "swatch clipped" }), "clipped");
   legend("legend", name, scale, hatched, el("span", { class: "token untrained" }, "not trained"),
     el("span", null, `${kept.length} of ${group.completions.length} completions, step ${trace.step}`));
@@ -534,9 +571,9 @@ function showData() {
   $("data-note").textContent = `${rows.length} rows, ${tokens} tokens, ${trained} trained`;
   shown.rows = { place: "data-rows", items: rows.map(({ c }) => [c]) };
   const scale = { paint: (node) => { node.style.backgroundColor = "rgb(var(--blue) / 0.16)"; } };
-  lazy($("data-rows"), rows, ({ group, c, i }, row) => el("div", { class: "row" },
+  lazy($("data-rows"), rows, ({ group, c, i }, row) => el("div", { class: "row beside" }, picturesOf(c), el("div", null,
     factsOf(c, group.completions.length > 1 ? `${group.group}.${i}` : group.group),
-    tokensOf(c, { from: 0, values: c.mask, scale, row, column: 0 })), 90);
+    tokensOf(c, { from: 0, values: c.mask, scale, row, column: 0 }))), 90);
   $("data-rows").fill(0)?.querySelector(".token")?.setAttribute("tabindex", 0);
 }
 
@@ -578,7 +615,7 @@ async function showCompare() {
   shown.rows = { place: "pairs", items: pairs.map((x) => x.both),
     status: (row, column, t) => [`difference of ${name} ${number(pairs[row].values[t])}`] };
   lazy($("pairs"), pairs, ({ prompt, place, both, values, end }, row) => el("div", { class: "row" },
-    place.endsWith(".0") ? el("div", null, prompt) : "",
+    place.endsWith(".0") ? el("div", null, picturesOf(both[0]), prompt) : "",
     el("div", { class: "side" }, ...both.map((c, column) => el("div", null, factsOf(c, `${names[column]} ${place}`),
       tokensOf(c, { from: c.start, values, scale, row, column, differs: (i) => i >= end }))))), 90);
   $("pairs").fill(0)?.querySelector(".token")?.setAttribute("tabindex", 0);

@@ -1,0 +1,209 @@
+"""Tiny random models of images and text with our character tokenizer, one of each family, and
+pictures."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from PIL import Image
+
+from common.model.tiny import CHARACTERS, EOS, PAD
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|end_of_turn|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+)
+TURNS = ("<|turn|>", "<|end_of_turn|>")
+TILES = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
+TEXT = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    max_position_embeddings=1024,
+    bos_token_id=None,
+    tie_word_embeddings=True,
+)
+MEAN = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+
+def tokenizer(special: list[str], image: str):
+    from tokenizers import AddedToken, Tokenizer, decoders
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = [*CHARACTERS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(
+        BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=[], byte_fallback=True)
+    )
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokens = [PAD, EOS, *TURNS, *special]
+    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token=PAD,
+        eos_token=EOS,
+        extra_special_tokens=tokens[2:],
+        chat_template=TEMPLATE.replace("IMAGE", image),
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save(folder: Path, made, model_class, config, processor: dict) -> Path:
+    from transformers import GenerationConfig
+
+    ends = [made.convert_tokens_to_ids(t) for t in (EOS, TURNS[1])]
+    text = config.get_text_config()
+    for each in (config, text):
+        each.eos_token_id = ends
+        each.pad_token_id = made.pad_token_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config)
+        for parameter in model.parameters():  # larger than usual, so that images matter
+            if parameter.ndim > 1:
+                parameter.data *= 4
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=made.pad_token_id)
+    model.save_pretrained(folder)
+    made.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor | MEAN))
+    return folder
+
+
+def idefics3(folder: Path, name: str = "Idefics3") -> Path:
+    config_class = getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    special = ["<fake_token_around_image>", "<image>", "<global-img>", *TILES]
+    made = tokenizer(special, "<image>")
+    config = config_class(
+        image_token_id=made.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=made.pad_token_id,
+        tie_word_embeddings=True,
+        vision_config=dict(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=32,
+            patch_size=8,
+        ),
+        text_config=TEXT | dict(model_type="llama", vocab_size=len(made)),
+        dtype="float32",
+    )
+    processor = dict(
+        image_processor_type=f"{name}ImageProcessor",
+        size=dict(longest_edge=64),
+        max_image_size=dict(longest_edge=32),
+        resample=1,
+    )
+    return save(folder, made, model_class, config, processor)
+
+
+def smolvlm(folder: Path) -> Path:
+    return idefics3(folder, "SmolVLM")
+
+
+def _qwen(folder: Path, model_class, config_class, vision: dict, text: dict) -> Path:
+    special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    made = tokenizer(special, "<|vision_start|><|image_pad|><|vision_end|>")
+    start, end, image, video = made.convert_tokens_to_ids(special)
+    config = config_class(
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=True,
+        vision_config=vision
+        | dict(
+            hidden_size=32,
+            intermediate_size=64,
+            depth=2,
+            num_heads=2,
+            patch_size=8,
+            spatial_merge_size=2,
+            temporal_patch_size=2,
+            out_hidden_size=64,
+            num_position_embeddings=64,
+        ),
+        text_config=TEXT | dict(vocab_size=len(made)) | text,
+        dtype="float32",
+    )
+    processor = dict(
+        image_processor_type="Qwen2VLImageProcessor",
+        size=dict(shortest_edge=256, longest_edge=4096),
+        patch_size=8,
+        temporal_patch_size=2,
+        merge_size=2,
+    )
+    return save(folder, made, model_class, config, processor)
+
+
+def qwen3_vl(folder: Path) -> Path:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    rope = dict(
+        rope_type="default", rope_theta=1e4, mrope_section=[6, 5, 5], mrope_interleaved=True
+    )
+    return _qwen(
+        folder,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig,
+        dict(deepstack_visual_indexes=[0, 1]),
+        dict(rope_parameters=rope),
+    )
+
+
+def qwen3_5(folder: Path) -> Path:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    rope = dict(
+        rope_type="default",
+        rope_theta=1e4,
+        mrope_section=[2, 1, 1],
+        mrope_interleaved=True,
+        partial_rotary_factor=0.25,
+    )
+    text = dict(
+        rope_parameters=rope,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    )
+    return _qwen(folder, Qwen3_5ForConditionalGeneration, Qwen3_5Config, {}, text)
+
+
+FAMILIES = dict(idefics3=idefics3, smolvlm=smolvlm, qwen3_vl=qwen3_vl, qwen3_5=qwen3_5)
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    """Return a picture of noise."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def dataset(folder: Path) -> Path:
+    """Write rows with no, one and two pictures of several sizes."""
+    sizes = [(60, 40), (40, 64), (90, 30), (16, 16), (70, 70)]
+    rows = []
+    for i, size in enumerate(sizes):
+        picture(*size, i).save(folder / f"{i}.png")
+        files = [f"{i}.png", f"{(i + 1) % len(sizes)}.png"][: 1 + i % 2]
+        ask = [dict(role="user", content=f"What is number {i}?")]
+        say = [dict(role="assistant", content=f"It is {7 * i}.")]
+        rows.append(dict(images=files, prompt=ask, completion=say))
+    ask = [dict(role="user", content="Which number?")]
+    rows.append(dict(prompt=ask, completion=[dict(role="assistant", content="None.")]))
+    file = folder / "pictures.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
