@@ -187,7 +187,8 @@ class Idefics3Reader(Reader):
         pixels = self.process(blank(width, height))
         vision = self.config.vision_config
         patches = (vision.image_size // vision.patch_size) ** 2 * len(pixels["pixel_values"])
-        return Layout(*pixels["grid"].tolist(), patches // self.patches_per_placeholder, patches)
+        rows, columns = pixels["grid"].tolist()
+        return Layout(rows, columns, patches // self.patches_per_placeholder, patches)
 
     def text(self, layout: Layout, tokenizer) -> str:
         count = layout.rows * layout.columns + 1

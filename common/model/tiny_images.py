@@ -100,8 +100,9 @@ def build_image_model(tokenizer):
         vision_config=vision,
         text_config=text | ends,
         dtype="float32",
-        **ends,
+        pad_token_id=tokenizer.pad_token_id,
     )
+    config.eos_token_id = end_ids
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Idefics3ForConditionalGeneration(config)
