@@ -75,7 +75,5 @@ def whole_model(hf: nn.Module, path: str, flag: str) -> nn.Module:
 def inputs_of(row: dict, ids: list[int], reader: Reader, device: torch.device) -> dict:
     """Return the arguments of the whole model's `generate` for the images of a prompt."""
     pixels = [reader.pixels(image.file, image.digest) for image in Sample(ids, [], row=row).images]
-    arguments = reader.arguments(pixels)
-    if "image_grid_thw" in arguments:  # for positions of three dimensions
-        arguments["mm_token_type_ids"] = (torch.tensor([ids]) == reader.image_id).int()
+    arguments = reader.generation_arguments(pixels, torch.tensor([ids]))
     return {name: x.to(device) for name, x in arguments.items()}

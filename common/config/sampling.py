@@ -11,6 +11,9 @@ from common.config.rules import require_default
 # Requests that an engine runs at the same time: their float32 logits, 156 MB of 151,936 tokens,
 # exist several times.
 SLOTS = 256
+# Share of a GPU's memory for an engine, by default, on ranks that also train and on others.
+BESIDE_TRAINER = 0.4
+ALONE = 0.9
 
 
 @dataclass(config=STRICT)

@@ -251,7 +251,7 @@ class Encoder:
         """Return the ids of the pieces of a text. Raises `ValueError` for a token that the model
         lacks."""
         if row.get("images"):
-            text, cuts = self._image_encoder(row).expand(row, text, cuts, not adds_bos)
+            text, cuts = self.images.expand(row, text, cuts, not adds_bos)
         try:
             if self.special_text == "text":
                 from common.data.literals import pieces_with_literals
@@ -271,9 +271,9 @@ class Encoder:
                 problem = f"the model has no embedding for the token {token!r}; take it out"
                 raise ValueError(f"{row['_source']}: {problem}")
         if row.get("images"):
-            row["_images"] = self._image_encoder(row).spans(row, [*chain(*pieces)])
+            row["_images"] = self.images.spans(row, [*chain(*pieces)])
         elif self.images is not None:
-            self._image_encoder(row).require_no_placeholder(row, [*chain(*pieces)])
+            self.images.require_no_placeholder(row, [*chain(*pieces)])
         return pieces
 
     # ---- images ----
@@ -287,19 +287,15 @@ class Encoder:
                 advice = f"only text and images are supported; --columns _{name}={name} ignores it"
                 raise ValueError(f"{row['_source']}: column {name}: {advice}")
         if has_images(row, columns):
-            self._image_encoder(row)
+            if self.images is None:
+                from common.images.encoder import ImageEncoder
+
+                self.images = ImageEncoder(self.tokenizer, self.args, row["_source"])
             if "_images" not in row:
                 from common.images.image_files import take_images
 
                 take_images(row, columns)
         row.pop("_folder", None)
-
-    def _image_encoder(self, row: dict):
-        if self.images is None:
-            from common.images.encoder import ImageEncoder
-
-            self.images = ImageEncoder(self.tokenizer, self.args, row["_source"])
-        return self.images
 
 
 def _require_no_chat_flags(args: BaseArgs) -> None:

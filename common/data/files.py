@@ -178,16 +178,12 @@ def _file_rows(label: str, path: Path, streaming: bool, bad: BadRows) -> Iterato
     if not kind:
         raise ValueError(f"{label}: expected a {KINDS} file")
     if kind in (*LINES, *WHOLE):
-        rows = _json_rows(label, path, kind in WHOLE, bad)
-    elif kind in SEPARATORS:
-        from common.data import tables
+        return _json_rows(label, path, kind in WHOLE, bad)
+    from common.data import tables
 
-        rows = tables.csv_rows(label, path, SEPARATORS[kind], bad)
-    else:
-        from common.data import tables
-
-        rows = tables.file_rows(label, path, kind, streaming, bad)
-    return rows
+    if kind in SEPARATORS:
+        return tables.csv_rows(label, path, SEPARATORS[kind], bad)
+    return tables.file_rows(label, path, kind, streaming, bad)
 
 
 def _json_rows(label: str, path: Path, is_whole: bool, bad: BadRows) -> Iterator[dict]:

@@ -212,6 +212,7 @@ def _digest(
     import transformers
 
     script, _, _ = Path(inspect.getsourcefile(encode_rows)).read_text().partition("\ndef main(")
+    files = data_files(args)
     inputs = [
         tokenizers.__version__,
         transformers.__version__,
@@ -221,11 +222,10 @@ def _digest(
         choices,
         kept,
         sorted(vars(args).items()),
-        sorted({str(file.resolve().parent) for file in data_files(args)}),  # of images by path
+        sorted({str(file.resolve().parent) for file in files}),  # of images by path
     ]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as threads:
         tokenizer.save_pretrained(folder)
-        files = data_files(args)
         files += sorted(file for file in Path(folder).rglob("*") if file.is_file())
         files += _image_files(Path(tokenizer.name_or_path))
         names = [file.name for file in files]

@@ -46,7 +46,6 @@ class ImageEncoder:
         except ValueError as error:
             raise ValueError(f"{error}; {source} has images") from error
         self.token = tokenizer.convert_ids_to_tokens(self.reader.image_id)
-
         self.shown = lru_cache(maxsize=1024)(self._shown)  # by file
 
     def _shown(self, file: str) -> tuple[str, ImageSpan]:

@@ -77,16 +77,12 @@ class Reader:
         ids = (self.image_id, getattr(self.config, "video_token_id", None))
         return [i for i in ids if i is not None]
 
-    def limited(self, fields: dict) -> dict:
-        """Return the content of a file of an image processor with `--max_pixels`."""
-        if self.max_pixels is None:
-            return fields
-        if "image_processor" in fields:
-            return fields | dict(image_processor=self.limited(fields["image_processor"]))
-        kept = {name: x for name, x in fields.items() if name not in ("min_pixels", "max_pixels")}
+    @property
+    def size(self) -> dict[str, int]:
+        """The processor's limits, as in its file."""
         edges = ("shortest_edge", "longest_edge")
         size = {name: self.processor.size.get(name) for name in edges}
-        return kept | dict(size={name: edge for name, edge in size.items() if edge})
+        return {name: edge for name, edge in size.items() if edge}
 
     def pixels(self, file: str, expected: str) -> Pixels:
         """Decode an image whose content has the digest `expected`. Raises `ValueError` if it
@@ -150,6 +146,10 @@ class Reader:
         """Return the arguments of transformers' models for images, in the order of their
         placeholders."""
         raise NotImplementedError
+
+    def generation_arguments(self, pixels: list[Pixels], ids: Tensor) -> Pixels:
+        """Return the arguments of transformers' `generate` for the images of prompts `ids`."""
+        return self.arguments(pixels)
 
     def features(self, tower, pixels: list[Pixels]) -> Features:
         """Run transformers' vision tower."""
@@ -246,6 +246,10 @@ class QwenReader(Reader):
     def arguments(self, pixels: list[Pixels]) -> Pixels:
         names = ("pixel_values", "image_grid_thw")
         return {name: torch.cat([each[name] for each in pixels]) for name in names}
+
+    def generation_arguments(self, pixels: list[Pixels], ids: Tensor) -> Pixels:
+        """For positions of three dimensions, the tokens of images are named."""
+        return self.arguments(pixels) | dict(mm_token_type_ids=(ids == self.image_id).int())
 
     def features(self, tower, pixels: list[Pixels]) -> Features:
         found = tower.get_image_features(**self.arguments(pixels), return_dict=True)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from common.config.groups import TrainArgs
+from common.config.sampling import BESIDE_TRAINER
 from common.model.flops import capacity_of
 from common.model.memory import Plan, Shapes, on_the_host, predict, shapes_of
 
@@ -121,7 +122,7 @@ def _with_engine(plan: Plan, models: Sequence[Shapes], args, capacity: float) ->
         return replace(
             plan, engine=engine, engine_ranks=args.tensor_parallel_size, engine_stays=True
         )
-    engine = capacity * (args.gpu_memory_utilization or 0.4)
+    engine = capacity * (args.gpu_memory_utilization or BESIDE_TRAINER)
     return replace(plan, engine=engine, engine_ranks=args.tensor_parallel_size)
 
 

@@ -28,7 +28,7 @@ from common.model.checkpoint_files import (
 )
 from common.model.experts import hub_name
 from common.model.loading import hub_weights, load_text_config
-from common.model.text_part import FileNames
+from common.model.text_part import TOWER, TOWER_IN_FILES, FileNames
 from common.parallel import distributed
 
 
@@ -138,12 +138,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             dtype = getattr(torch, dtypes[name]) if dtypes[name] else config.dtype
             weights[key] = weight.to(dtype or torch.float32, copy=True)
     if names is not None:
-        passengers = dict(text_part.read_weights(base["path"], names.passengers))
-        for name in passengers:  # those of a trained vision tower are in the checkpoint (tower.py)
-            key = f"model.tower.parts.{name.removeprefix('model.')}"
+        for name in names.passengers:  # a trained vision tower is in the checkpoint (tower.py)
+            key = f"model.{TOWER}{name.removeprefix(TOWER_IN_FILES)}"
             if key in stored:
-                passengers[name] = read(key).to(config.dtype or torch.float32)
-        weights |= passengers
+                weights[name] = read(key).to(config.dtype or torch.float32)
+        others = set(names.passengers) - weights.keys()
+        weights |= dict(text_part.read_weights(base["path"], sorted(others)))
     return weights
 
 

@@ -127,12 +127,12 @@ def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes
         changes["chat_template"] = None if TEMPLATE in files else template
         if TEMPLATE in files:
             files[TEMPLATE] = template.encode()
-    _change(files, TOKENIZER_CONFIG, changes)
+    change(files, TOKENIZER_CONFIG, changes)
     ends = eos_token_ids(path, tokenizer, prompt_format)
     for end in set(ends) - set(eos_token_ids(path, tokenizer, "plain")):
         eos = dict(eos_token=tokenizer.convert_ids_to_tokens(end))
-        _change(files, TOKENIZER_CONFIG, eos)
-        _change(files, SPECIAL_TOKENS, eos)
+        change(files, TOKENIZER_CONFIG, eos)
+        change(files, SPECIAL_TOKENS, eos)
     return files
 
 
@@ -148,16 +148,21 @@ def _tokenizer_names_of_transformers_4(config: dict) -> dict[str, object]:
     return changes
 
 
-def _change(files: dict[str, bytes], name: str, changes: dict[str, object]) -> None:
+def change(files: dict[str, bytes], name: str, changes: dict[str, object]) -> None:
     """Change fields of a JSON file, or remove those that become None. A file without a change keeps
     its bytes."""
     if name not in files:
         return
     before = json.loads(files[name])
-    removed = {key for key, value in changes.items() if value is None}
-    after = {key: value for key, value in (before | changes).items() if key not in removed}
+    after = changed(before, changes)
     if after != before:
         files[name] = _json(after)
+
+
+def changed(fields: dict, changes: dict[str, object]) -> dict:
+    """Return the fields with the changes, without those that become None."""
+    removed = {key for key, value in changes.items() if value is None}
+    return {key: value for key, value in (fields | changes).items() if key not in removed}
 
 
 def _json(value: dict) -> bytes:

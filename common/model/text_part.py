@@ -19,6 +19,9 @@ from common.model.loading import has_other_parts, hub_weights, load_config, load
 # another type. Rotary embeddings of images have three positions, which are equal for text.
 SAME_ON_TEXT = dict(qwen3_vl_text="qwen3", qwen2_5_vl_text="qwen2", qwen2_vl_text="qwen2")
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
+# Prefix of the vision tower's weights in a policy (tower.py) and in files.
+TOWER = "tower.parts."
+TOWER_IN_FILES = "model."
 
 
 def text_config(config):
@@ -36,7 +39,12 @@ def text_config(config):
         rope = fields["rope_parameters"].items()
         fields["rope_parameters"] = {name: x for name, x in rope if name not in OF_IMAGES}
         text = AutoConfig.for_model(SAME_ON_TEXT[text.model_type], **fields)
-    # In the text's config it may be missing. Some models, such as CLIP, have no head.
+    return with_fields_of_whole(text, config)
+
+
+def with_fields_of_whole(text, config):
+    """Return the config of a language model with what only that of the whole model may have."""
+    # Some models, such as CLIP, have no head.
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     text.dtype = config.dtype or text.dtype
     return text

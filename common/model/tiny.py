@@ -123,7 +123,7 @@ def build_tokenizer():
 def build_model():
     """Return a Qwen3 with 4 layers of width 128. head_dim 32 is the minimum of vLLM's CPU
     attention."""
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = build_tokenizer()
     end_ids = [tokenizer.convert_tokens_to_ids(t) for t in (EOS, END_OF_TURN)]
@@ -142,10 +142,17 @@ def build_model():
         bos_token_id=None,
         dtype="float32",
     )
+    return random_model(Qwen3ForCausalLM, config, end_ids, tokenizer.pad_token_id)
+
+
+def random_model(model_class, config, end_ids: list[int], pad_id: int):
+    """Return a model with random weights, the same everywhere."""
+    from transformers import GenerationConfig
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
+        model = model_class(config)
     model.generation_config = GenerationConfig(
-        eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, prompt_format="auto"
+        eos_token_id=end_ids, pad_token_id=pad_id, prompt_format="auto"
     )
     return model

@@ -8,8 +8,6 @@ with one square or none."""
 import json
 from pathlib import Path
 
-import torch
-
 from common.model.tiny import (
     CHAT_TEMPLATE,
     CONTEXT,
@@ -17,6 +15,7 @@ from common.model.tiny import (
     EOS,
     build_tokenizer,
     cached_folder,
+    random_model,
     save,
 )
 
@@ -66,7 +65,7 @@ def build_image_tokenizer():
 def build_image_model(tokenizer):
     """Return a vision tower with 2 layers of width 64 and a language model with 4 of width 128.
     Initial weights are larger than usual, with which a small model learns to count sooner."""
-    from transformers import GenerationConfig, Idefics3Config, Idefics3ForConditionalGeneration
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     image_id, *end_ids = tokenizer.convert_tokens_to_ids([IMAGE, EOS, END_OF_TURN])
     ends = dict(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id)
@@ -103,8 +102,4 @@ def build_image_model(tokenizer):
         pad_token_id=tokenizer.pad_token_id,
     )
     config.eos_token_id = end_ids
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Idefics3ForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(**ends, prompt_format="auto")
-    return model
+    return random_model(Idefics3ForConditionalGeneration, config, end_ids, tokenizer.pad_token_id)

@@ -7,6 +7,8 @@ root. Without `--vision` it is neither built nor loaded (text_part.py).
 Shapes: T packed tokens, D hidden size."""
 
 import io
+import json
+from collections.abc import Iterator
 
 import torch
 from PIL import Image
@@ -20,9 +22,10 @@ from common.images.image_files import digest, stored
 from common.images.packed import to_device
 from common.images.reader import ImageSpan, reader
 from common.model.attention import packed_inputs
+from common.model.export_files import change, changed
 from common.model.loading import load_config, one_line_errors, rebuild_buffers
+from common.model.text_part import TOWER, TOWER_IN_FILES, FileNames, with_fields_of_whole
 
-IN_FILES = "model."  # prefix of the tower's weights in files: the name of transformers' base model
 LANGUAGE_MODELS = ("language_model", "text_model")  # its names in transformers' base models
 
 
@@ -67,7 +70,7 @@ class Tower(nn.Module):
 
     def weights_in_files(self) -> list[tuple[str, Tensor]]:
         """Return the sharded weights by their names in files."""
-        return [(IN_FILES + name, weight) for name, weight in self.parts.state_dict().items()]
+        return [(TOWER_IN_FILES + name, weight) for name, weight in self.parts.state_dict().items()]
 
     def load(self, stored: dict[str, list[int]], label: str, device: torch.device) -> list[str]:
         """Fill the sharded weights: each rank reads its own slices. Return their names in files.
@@ -153,6 +156,28 @@ def noise(seed: int) -> bytes:
     return content.getvalue()
 
 
+def limit_images(files: dict[str, bytes], size: dict[str, int]) -> None:
+    """Set the size of the image processor, which has a file or a part of one."""
+    changes: dict[str, object] = dict(size=size, min_pixels=None, max_pixels=None)
+    change(files, "preprocessor_config.json", changes)
+    whole = "processor_config.json"
+    part = json.loads(files.get(whole, b"{}")).get("image_processor")
+    if part is not None:
+        change(files, whole, dict(image_processor=changed(part, changes)))
+
+
+def weights_in_files(
+    weights: Iterator[tuple[str, Tensor]], names: FileNames
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a policy with a tower by their names in files. `names`: those of the
+    language model."""
+    for name, weight in weights:
+        if name.startswith(TOWER):
+            yield TOWER_IN_FILES + name.removeprefix(TOWER), weight
+        else:
+            yield names.of(name), weight
+
+
 def language_model(path: str):
     """Return the class and the config of the language model in a model of images and text, with
     rotary embeddings for images. The class is that of transformers' `AutoModelForCausalLM`, or ours
@@ -160,9 +185,7 @@ def language_model(path: str):
     from transformers import AutoModelForCausalLM
 
     config = load_config(path)
-    text = config.get_text_config()
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
-    text.dtype = config.dtype or text.dtype
+    text = with_fields_of_whole(config.get_text_config(), config)
     if text.model_type == "qwen3_vl_text":
         from common.model.qwen3_vl import Qwen3VLForCausalLM
 

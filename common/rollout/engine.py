@@ -100,11 +100,13 @@ class Engine:
     ):
         self.path = path
         self.args = args
-        self.reader = None  # of images, with `--vision`
+        self.reader = None  # of images, with `--vision`: the engine has the whole model
         if args.vision is not None:
             from common.images.reader import reader
+            from common.model.text_part import file_names, meta_model
 
             self.reader = reader(path, args.max_pixels)
+            self.file_names = file_names(meta_model(path), path)
         self.tokenizer = tokenizer
         self.end_at(eos_ids)
         self.device = device
@@ -188,6 +190,10 @@ class Engine:
         """Load all policy weights by name. Call before sampling; requests in flight continue under
         the new weights. Collective with tensor parallelism."""
         self.interrupt()
+        if self.reader is not None:
+            from common.model.tower import weights_in_files
+
+            weights = weights_in_files(weights, self.file_names)
         self._load(weights)
         self.version = version
 

@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from common.data.sample import Completion
 from common.images.reader import Pixels, Reader
-from common.model.loading import hub_weights
-from common.model.tower import IN_FILES
 
 OPTIONS = dict(
     skip_tokenizer_init=False,  # vLLM's processors refuse to be without one
@@ -100,15 +97,3 @@ def _item(pixels: Pixels):
     fields |= dict(num_patches=whole, image_grid_thw=whole)
     data = pixels | dict(num_patches=count)
     return MultiModalKwargsItems.from_hf_inputs(data, fields)["image"][0]
-
-
-def weights_in_files(
-    weights: Iterator[tuple[str, Tensor]], model_type: str, names
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a policy with a vision tower by their names in files. `names`: see
-    `load_file_names`."""
-    for name, weight in weights:
-        if name.startswith("tower.parts."):
-            yield IN_FILES + name.removeprefix("tower.parts."), weight
-        else:
-            yield from hub_weights(model_type, name, weight, names)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.model.loading import load_file_names, load_options
+from common.model.loading import load_options
 from common.rollout.engine import Engine, Request
 
 BATCH = 64  # requests that `generate` samples together
@@ -26,9 +26,6 @@ class TransformersEngine(Engine):
         if self.reader is None:
             model = AutoModelForCausalLM.from_pretrained(path, **options, **load_options(path))
         else:
-            from common.model.text_part import meta_model
-
-            self.file_names = load_file_names(meta_model(path), path)
             model = AutoModelForImageTextToText.from_pretrained(path, **options)
         for parameter in model.parameters():  # experts that were in MXFP4 are bfloat16
             parameter.data = parameter.data.to(self.dtype)
@@ -87,9 +84,7 @@ class TransformersEngine(Engine):
             pixels += [self.reader.recent_pixels(span.file, span.digest) for span in spans]
         if not pixels:
             return {}
-        arguments = self.reader.arguments(pixels)
-        if "image_grid_thw" in arguments:  # for positions of three dimensions
-            arguments["mm_token_type_ids"] = (torch.tensor(padded) == self.reader.image_id).int()
+        arguments = self.reader.generation_arguments(pixels, torch.tensor(padded))
         return {name: x.to(self.device) for name, x in arguments.items()}
 
     def _stopping_criteria(self, requests: list[Request], longest: int) -> list:
@@ -109,10 +104,6 @@ class TransformersEngine(Engine):
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         replica_weights = self.replica.state_dict()
-        if self.reader is not None:
-            from common.rollout.image_features import weights_in_files
-
-            weights = weights_in_files(weights, self.replica.config.model_type, self.file_names)
         with torch.no_grad():
             for name, whole in weights:
                 replica_weights[name].copy_(whole)

@@ -11,18 +11,11 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
-from common.config.sampling import SLOTS
+from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
 from common.model.hub import context_length
-from common.model.loading import (
-    OWN_HEADS,
-    hub_weights,
-    is_plain,
-    load_config,
-    load_file_names,
-    load_text_config,
-)
+from common.model.loading import OWN_HEADS, hub_weights, is_plain, load_config, load_text_config
 from common.parallel import distributed
 from common.rollout.engine import Engine, Request
 
@@ -104,11 +97,6 @@ class VLLMEngine(Engine):
         stored = load_config(path)
         is_part = stored.model_type not in OWN_HEADS and not is_plain(stored)
         self.model_type = config.model_type
-        self.file_names = None
-        if self.reader is not None:
-            from common.model.text_part import meta_model
-
-            self.file_names = load_file_names(meta_model(path), path)
         self.has_delta_nets = num_delta_nets(config) > 0
         if self.model_type == "gpt_oss" and self.args.tensor_parallel_size > 1:
             raise ValueError("--tensor_parallel_size above 1 is not supported for gpt_oss")
@@ -174,7 +162,8 @@ class VLLMEngine(Engine):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
     def _options(self, max_model_len: int) -> dict:
-        memory = self.args.gpu_memory_utilization or (0.4 if self.beside_trainer else 0.9)
+        default = BESIDE_TRAINER if self.beside_trainer else ALONE
+        memory = self.args.gpu_memory_utilization or default
         options = dict(
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=self.args.tensor_parallel_size,
@@ -297,21 +286,16 @@ class VLLMEngine(Engine):
             from common.rollout.image_features import zero_deepstack
 
             self.llm.collective_rpc(zero_deepstack)
+            self.client.reset_encoder_cache()  # its images come from the old weights
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])
-        # Cached prefixes and images come from the old weights.
-        self.client.reset_encoder_cache()
+        # Cached prefixes come from the old weights.
         assert self.llm.reset_prefix_cache(), (
             "vLLM kept its prefix cache: requests were still running"
         )
 
     def _hub_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights in the form of a hub checkpoint."""
-        if self.reader is not None:
-            from common.rollout.image_features import weights_in_files
-
-            yield from weights_in_files(weights, self.model_type, self.file_names)
-            return
         for name, whole in weights:
             if self.has_head or name != "lm_head.weight":
                 yield from hub_weights(self.model_type, name, whole)

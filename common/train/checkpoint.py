@@ -233,12 +233,10 @@ def hf_files(
         ends = eos_token_ids(path, tokenizer, prompt_format)
         changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     files = tokenizer_files(path, tokenizer, prompt_format)
-    for name in files if model.tower is not None else ():
-        if name in ("preprocessor_config.json", "processor_config.json"):
-            fields = json.loads(files[name])
-            if name == "preprocessor_config.json" or "image_processor" in fields:
-                fields = model.tower.reader.limited(fields)
-                files[name] = (json.dumps(fields, indent=2) + "\n").encode()
+    if model.tower is not None and model.tower.reader.max_pixels is not None:
+        from common.model.tower import limit_images
+
+        limit_images(files, model.tower.reader.size)
     return {
         "config.json": config_file(path, dtype, changes, text_alone),
         "generation_config.json": generation_file(path, tokenizer, prompt_format, stops),

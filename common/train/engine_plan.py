@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from common.config.groups import TrainArgs, check_ranks
-from common.config.sampling import SLOTS
+from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.model.flops import attention_shape, num_delta_nets
 from common.model.memory import Shapes
 
@@ -71,7 +71,7 @@ def make_room(
 ) -> Room:
     """Return the room in the engines on `ranks` GPUs with `capacity` bytes each, for weights with
     numbers of `size` bytes and prompts of `prompt` tokens. A capacity of 0 is a CPU."""
-    share = args.gpu_memory_utilization or (0.9 if args.rollout_ranks else 0.4)
+    share = args.gpu_memory_utilization or (ALONE if args.rollout_ranks else BESIDE_TRAINER)
     together = args.tensor_parallel_size
     engines = (args.rollout_ranks or ranks) // together
     length = prompt + args.max_new_tokens
@@ -99,4 +99,4 @@ def with_rollout_ranks(
             check_ranks(others, ranks)
             engines = count // room.ranks
             each = completions / engines
-            yield others, replace(room, engines=engines, memory=0.9 * capacity, completions=each)
+            yield others, replace(room, engines=engines, memory=ALONE * capacity, completions=each)

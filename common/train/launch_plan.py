@@ -36,7 +36,6 @@ def make_launch(
     ranks, device, size = plan.launch(args)
     dtype = compute_dtype(args, device)
     trainers = ranks - args.rollout_ranks
-    inputs = (args.shard_ranks or trainers, device, dtype, size)
     prompt = sum(len(sample.ids) for sample in chain(*groups)) / len(groups) / len(groups[0])
     each = args.samples_per_prompt if args.samples else len(groups[0])
     trained = [m for m in models if m.trained]
@@ -66,7 +65,7 @@ def make_launch(
         rates, measured = time_plan.rates_of_cpu(models[0], int(count * prompt / trainers))
         source = f"this CPU: {measured}, measured; overheads of docs/planning.md"
     launch = Launch(
-        args, ranks, size, capacity.make_plan(models, args, *inputs), models, trained, scorers,
+        args, ranks, size, plan.training_plan(args, models), models, trained, scorers,
         prompt, count, held_out * (1 if args.samples else each), room, rates, reward,
     )  # fmt: skip
     if args.samples:

@@ -148,12 +148,18 @@ def launch(args: TrainArgs) -> tuple[int, torch.device, int]:
     return distributed.world_size(), device, capacity_of(device) or 0
 
 
+def training_plan(args: TrainArgs, models: Sequence[Shapes]) -> capacity.Plan:
+    """Return the plan of a training rank."""
+    ranks, device, size = launch(args)
+    ranks = args.shard_ranks or ranks - args.rollout_ranks
+    return capacity.make_plan(models, args, ranks, device, compute_dtype(args, device), size)
+
+
 def predicted(args: TrainArgs, models: Sequence[Shapes]) -> tuple[str | None, str]:
     """Return the reason why the run does not fit, if so, and a line with the predicted memory of a
     training rank."""
-    ranks, device, size = launch(args)
-    ranks = args.shard_ranks or ranks - args.rollout_ranks
-    plan = capacity.make_plan(models, args, ranks, device, compute_dtype(args, device), size)
+    *_, size = launch(args)
+    plan = training_plan(args, models)
     line = f"memory per training rank: {capacity.describe(models, plan, size)}"
     if not size:
         return None, f"{line}, without the engine; --dry_run 8x80GB plans for 8 GPUs of 80 GB"

@@ -8,7 +8,7 @@ import torch
 import transformers
 from PIL import Image
 
-from common.model.tiny import CHARACTERS, EOS, PAD
+from common.model.tiny import END_OF_TURN, EOS, build_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' }}"
@@ -17,7 +17,6 @@ TEMPLATE = (
     "{{ '<|end_of_turn|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
 )
-TURNS = ("<|turn|>", "<|end_of_turn|>")
 TILES = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 TEXT = dict(
     hidden_size=64,
@@ -34,32 +33,17 @@ MEAN = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
 def tokenizer(special: list[str], image: str):
-    from tokenizers import AddedToken, Tokenizer, decoders
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = [*CHARACTERS, *(f"<0x{byte:02X}>" for byte in range(256))]
-    made = Tokenizer(
-        BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=[], byte_fallback=True)
-    )
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokens = [PAD, EOS, *TURNS, *special]
-    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token=PAD,
-        eos_token=EOS,
-        extra_special_tokens=tokens[2:],
-        chat_template=TEMPLATE.replace("IMAGE", image),
-        model_max_length=1024,
-        clean_up_tokenization_spaces=False,
-    )
+    made = build_tokenizer()
+    made.add_special_tokens(dict(extra_special_tokens=special), replace_extra_special_tokens=False)
+    made.chat_template = TEMPLATE.replace("IMAGE", image)
+    made.model_max_length = 1024
+    return made
 
 
 def save(folder: Path, made, model_class, config, processor: dict) -> Path:
     from transformers import GenerationConfig
 
-    ends = [made.convert_tokens_to_ids(t) for t in (EOS, TURNS[1])]
+    ends = [made.convert_tokens_to_ids(t) for t in (EOS, END_OF_TURN)]
     text = config.get_text_config()
     for each in (config, text):
         each.eos_token_id = ends
