@@ -260,7 +260,8 @@ refused.
   sequences of 8 tokens it predicts a third. Prefixes are not shared, and
   `--context_ranks` is refused. On a CPU vLLM computes them in bfloat16 only, so `--engine auto`
   samples with transformers there. The column vLLM was measured with torch code in place of its CPU
-  kernel (bench/delta_vllm.py); the CUDA kernels have not run yet.
+  kernel (bench/delta_vllm.py). On Hopper GPUs flash-linear-attention needs Triton 3.7.1 or later
+  for training; its kernels have not run here ([gpu.md](gpu.md#runs-so-far)).
 - **Soft-capped attention** (Gemma 2) and **sinks** (gpt-oss) have no kernel here. The scores of a
   sequence are stored in full, on CUDA too, so memory grows with the square of the longest sequence.
 - **gpt-oss** in MXFP4 is read as bfloat16 and exported so. vLLM's reload skips its experts and

@@ -8,6 +8,7 @@ do what transformers' do if there is no `pack` among the arguments.
 Shapes: T tokens of a pack, C channels of the convolution, H heads."""
 
 import importlib.util
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from transformers.utils import logging
 CHUNK = 64  # tokens that transformers' recurrence computes at a time; it pads to a multiple
 CONVOLUTION = "causal_conv1d_fn"
 RECURRENCE = "torch_chunk_gated_delta_rule"
+ONE_TOKEN = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")  # in generation
 
 
 def state_size(config) -> int:
@@ -52,10 +54,13 @@ def keep_sequences_apart(hf: nn.Module) -> None:
     # It warns of missing kernels on every rank; the dry run says so once (train/plan.py).
     logging.get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     module = sys.modules[type(hf).__module__]
-    for name, packed in ((CONVOLUTION, packed_convolution), (RECURRENCE, packed_recurrence)):
-        function = getattr(module, name)
-        if not hasattr(function, "of_transformers"):
-            setattr(module, name, packed(function))
+    if hasattr(getattr(module, RECURRENCE), "of_transformers"):
+        return  # an earlier model has replaced them
+    if not torch.cuda.is_available():  # kernels that are installed would be called all the same
+        for name in (CONVOLUTION, RECURRENCE, *ONE_TOKEN):
+            setattr(module, name, inspect.unwrap(getattr(module, name)))
+    setattr(module, CONVOLUTION, packed_convolution(getattr(module, CONVOLUTION)))
+    setattr(module, RECURRENCE, packed_recurrence(getattr(module, RECURRENCE)))
 
 
 def packed_convolution(convolution: Callable) -> Callable:
@@ -84,7 +89,7 @@ def packed_recurrence(recurrence: Callable) -> Callable:
     flash-linear-attention, if it is installed, knows the offsets of sequences (`cu_seqlens`).
     Transformers' own code takes sequences with as many chunks as a batch, padded at their ends,
     where no other token reads."""
-    knows_offsets = has_kernels()
+    knows_offsets = torch.cuda.is_available() and has_kernels()
 
     @torch._disable_dynamo
     def of_pack(*streams: Tensor, g: Tensor, beta: Tensor, pack=None, **kwargs):

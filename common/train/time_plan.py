@@ -13,10 +13,12 @@ from common.config.groups import TrainArgs
 from common.model.memory import Plan, Shapes
 from common.train.engine_plan import Room
 
-# What one H100 has reached with a model of 1.7B (docs/gpu.md), as shares of its published rates.
-TRAINING = 228e12 / 989e12  # FLOP of a micro-batch of 8,192 tokens, activations kept
-RECOMPUTING = 189e12 / 989e12  # the same, recomputed; only the first computation counts
-READING = 0.52  # bytes read in decoding, if prompts are computed as fast as a micro-batch
+# What one H200 (training) and one H100 (the rest) have reached with a model of 1.7B (docs/gpu.md),
+# as shares of their published rates.
+TRAINING = 271e12 / 989e12  # FLOP of a micro-batch of 8,192 tokens, activations kept
+COMPILED = 378e12 / 989e12  # the same with --compile
+RECOMPUTING = 0.75  # of these, if activations are recomputed; only the first computation counts
+READING = 0.47  # bytes read in decoding, if prompts are computed as fast as a micro-batch
 UPDATING = 0.48  # bytes of clipping and AdamW, at 40 per weight
 LOADING = 17e9  # bytes of new weights of an engine; no share
 LINK = 0.6  # assumed: bytes between ranks
@@ -35,8 +37,8 @@ OVERHEADS = dict(layer=600, collective=1800, loaded=5000, round=2800, token=80)
 class Rates:
     """Rates of a rank and, on a CPU, seconds of overheads."""
 
-    training: float  # FLOP
-    recomputing: float
+    training: float  # FLOP, activations kept
+    prompts: float  # FLOP of an engine
     reading: float  # bytes
     updating: float
     loading: float
@@ -48,10 +50,10 @@ class Rates:
     token: float = 0.0  # of a sampled token
 
 
-def rates_of_gpu(gpu: Gpu) -> Rates:
+def rates_of_gpu(gpu: Gpu, compiles: bool) -> Rates:
     return Rates(
-        training=TRAINING * gpu.flops,
-        recomputing=RECOMPUTING * gpu.flops,
+        training=(COMPILED if compiles else TRAINING) * gpu.flops,
+        prompts=TRAINING * gpu.flops,
         reading=READING * gpu.bandwidth,
         updating=UPDATING * gpu.bandwidth,
         loading=LOADING,
@@ -73,7 +75,7 @@ def rates_of_cpu(m: Shapes, tokens: int) -> tuple[Rates, str]:
     flops = 2 * a.numel() * m.inner / product
     training = CPU_TRAINING * flops
     overheads = {name: count * small for name, count in OVERHEADS.items()}
-    rates = Rates(training, 0.75 * training, 10e9, 5e9, 5e9, 2e9, **overheads)
+    rates = Rates(training, training, 10e9, 5e9, 5e9, 2e9, **overheads)
     return rates, f"{flops / 1e9:.0f} GFLOP/s, {1e6 * small:.2f} us per small operation"
 
 
@@ -104,7 +106,7 @@ def pass_seconds(
     if trains:
         times = 3 if m.trained > m.weights / 2 else 2  # adapters: without gradients of the others
         traffic = 2 * traffic + 4 * m.trained
-    rate = rates.recomputing if trains and plan.recompute else rates.training
+    rate = rates.training * (RECOMPUTING if trains and plan.recompute else 1.0)
     compute = times * tokens * flops_per_token(m, length) / rate
     traffic *= micro_batches * (plan.ranks - 1) / plan.ranks / rates.link
     overhead = rates.layer + (rates.collective if plan.ranks > 1 else 0.0)
@@ -141,11 +143,11 @@ def sampling_seconds(
         unused = (1 - min(1.0, flops_per_token(m, 0) / 2 / m.weights)) ** running
         cached = running * room.per_completion * context / room.length
         read = ((1 - unused) * room.weights + cached) / rates.reading
-        compute = running * flops_per_token(m, context) / room.ranks / rates.training
+        compute = running * flops_per_token(m, context) / room.ranks / rates.prompts
         return max(read, compute) + rates.round + running * rates.token
 
     running = max(1.0, min(count, room.at_a_time))
-    prefill = prompts * prompt * flops_per_token(m, prompt) / room.ranks / rates.training
+    prefill = prompts * prompt * flops_per_token(m, prompt) / room.ranks / rates.prompts
     rounds = max(count / running, 1.0) * mean
     tail = (longest - mean) * round_of(1.0, prompt + longest)
     return prefill + rounds * round_of(running, prompt + mean / 2) + tail

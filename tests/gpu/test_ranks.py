@@ -66,6 +66,14 @@ def test_gradient_with_adapters_or_offload_is_equal_on_one_and_two_ranks(script,
     compare(script, "float32", tmp_path, *flags)
 
 
+@pytest.mark.parametrize("script", ["sft", "grpo"])
+def test_images_train_alike_on_one_and_two_ranks(script, tmp_path):
+    """Loss and gradient norm, the trained vision tower included. CPU twin:
+    test_runs.test_ranks_without_pictures_change_nothing."""
+    squares = ("--model", "tiny-images", "--dataset", "squares", "--prompt_format", "plain")
+    compare(script, "float32", tmp_path, *squares, "--vision", "train")
+
+
 def compare(script: str, dtype: str, folder: Path, *flags: object) -> None:
     """Check that a script has the same loss and gradient norm on one and two ranks. In bfloat16,
     where the engine's samples may differ after the first update, only at the first step."""

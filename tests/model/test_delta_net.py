@@ -1,6 +1,8 @@
 """Gated delta nets in packs: their convolutions and states begin anew at every sequence.
 test_coverage.py compares their numbers with transformers' on padded rows."""
 
+import functools
+import inspect
 import sys
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.models import ARCHITECTURES, ARGS, DELTA, SIZES
 from common.data.packing import pack
 from common.data.sample import Sample
-from common.model.delta_net import CONVOLUTION, RECURRENCE, keep_sequences_apart
+from common.model.delta_net import CONVOLUTION, ONE_TOKEN, RECURRENCE, keep_sequences_apart
 from common.model.flops import forward_flops
 from common.model.memory import Plan, kept_by_delta_net, shapes_of
 from common.model.policy import load_policy
@@ -107,6 +109,29 @@ def test_sequence_of_one_token_keeps_its_neighbours_apart(path, device):
             ends.append(policy(mb)[0][begin : begin + 8])
         policy.reshard()
     torch.testing.assert_close(ends[0], ends[1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels may be called here")
+def test_installed_kernels_are_not_called_on_a_cpu(path, device, monkeypatch):
+    """Transformers calls the kernels of an installed package on every device."""
+    policy = load_policy(path, SHORT, device)
+    module = sys.modules[type(policy.hf).__module__]
+    for name in (CONVOLUTION, RECURRENCE, *ONE_TOKEN):
+        function = getattr(module, name)
+        torch_code = inspect.unwrap(getattr(function, "of_transformers", function))
+
+        @functools.wraps(torch_code)
+        def kernel(*_, **__):
+            raise RuntimeError("no CUDA device")
+
+        monkeypatch.setattr(module, name, kernel)
+    policy = load_policy(path, SHORT, device)
+    (mb,) = pack(samples(), 1000, device)
+    assert policy(mb).logprobs_T.isfinite().all()
+    policy.unshard()
+    policy.hf.set_attn_implementation("eager")
+    ids = policy.hf.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, eos_token_id=None)
+    assert ids.shape == (1, 6)
 
 
 def test_transformers_own_model_is_unchanged(path, device):

@@ -11,13 +11,14 @@ from helpers import ROOT
 import dpo
 import grpo
 from bench.memory_plan import CONFIGS
-from common.config.gpu_kinds import GPUS, kind_of
+from common.config.gpu_kinds import kind_of
 from common.data.sample import Completion
 from common.model.memory import Plan
 from common.train import launch_plan, plan
 from common.train.engine_plan import Room, bytes_in_cache
 from common.train.launch_plan import describe, make_launch, problem, span
 from common.train.time_plan import (
+    Rates,
     pass_seconds,
     rates_of_cpu,
     rates_of_gpu,
@@ -145,29 +146,36 @@ def test_processes_are_compared_with_the_cores(models, monkeypatch):
 
 
 def test_rates_reproduce_the_measurements(models):
-    """The shares of an H100's rates give the times in docs/gpu.md."""
+    """The shares of the published rates give the times in docs/gpu.md, each with its GPU."""
     page = (ROOT / "docs/gpu.md").read_text()
 
-    def measured(part: str) -> float:
+    def measured(part: str) -> tuple[str, float]:
         (row,) = re.findall(rf"^\| {re.escape(part)} \|.*$", page, re.MULTILINE)
-        return float(row.split("|")[4]) / 1e3
+        cells = [cell.strip() for cell in row.split("|")]
+        return cells[9], float(cells[4]) / 1e3
 
     (m,) = models["1.7B"][1]
-    rates = rates_of_gpu(GPUS[0])
     kept = Plan(1, 8192, recompute=False)
-    recomputed = replace(kept, recompute=True)
     cache = bytes_in_cache(CONFIGS["1.7B"], 768, 2, 1)
     room = Room(1, 1, 32e9, 2 * m.weights, cache, 768, 256)
-    times = {
-        "micro-batch": pass_seconds(m, 8192, 1024, kept, rates, trains=True),
-        "micro-batch, activation checkpointing": pass_seconds(
-            m, 8192, 1024, recomputed, rates, trains=True
+
+    def micro_batch(recompute: bool, rates: Rates) -> float:
+        return pass_seconds(m, 8192, 1024, replace(kept, recompute=recompute), rates, trains=True)
+
+    phases = {
+        "micro-batch": lambda rates, _: micro_batch(False, rates),
+        "micro-batch, compiled": lambda _, compiled: micro_batch(False, compiled),
+        "micro-batch, activation checkpointing": lambda rates, _: micro_batch(True, rates),
+        "clip and AdamW": lambda rates, _: update_seconds(m, kept, rates),
+        "vLLM: sync": lambda rates, _: sync_seconds(m, kept, rates),
+        "vLLM: generate": lambda rates, _: sampling_seconds(
+            m, room, 256, 256, 512, 256, 256, rates
         ),
-        "clip and AdamW": update_seconds(m, kept, rates),
-        "vLLM: sync": sync_seconds(m, kept, rates),
-        "vLLM: generate": sampling_seconds(m, room, 256, 256, 512, 256, 256, rates),
     }
-    assert times == {part: pytest.approx(measured(part), rel=0.02) for part in times}
+    for part, phase in phases.items():
+        name, seconds = measured(part)
+        rates = (rates_of_gpu(kind_of(name, 0), compiles) for compiles in (False, True))
+        assert phase(*rates) == pytest.approx(seconds, rel=0.02), part
 
 
 def test_time_follows_the_rates_and_the_ranks(models):
