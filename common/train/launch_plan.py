@@ -56,11 +56,14 @@ def make_launch(
     if device.type == "cuda":
         name = args.planned[2] if args.planned else torch.cuda.get_device_name()
         gpu = kind_of(name, size)
-        rates = time_plan.rates_of_gpu(gpu, args.compile)
+        measured = time_plan.measured_rates(gpu)
+        rates = time_plan.rates_of_gpu(gpu, args.compile, measured)
         assumed = "" if gpu.name in name else ", assumed by its memory (such as --dry_run 8xA100)"
         published = f"{gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s published"
         shares = "shares of them measured on one GPU with 1.7B (docs/planning.md)"
         source = f"{gpu.name}{assumed}: {published}; {shares}"
+        if measured:
+            source += f"; {time_plan.TABLE} has {' and '.join(map(repr, measured))}"
     else:
         rates, measured = time_plan.rates_of_cpu(models[0], int(count * prompt / trainers))
         source = f"this CPU: {measured}, measured; overheads of docs/planning.md"

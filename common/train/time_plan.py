@@ -4,6 +4,7 @@ rates of its device (docs/planning.md). Times are in seconds, rates per second."
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from timeit import Timer
 
 import torch
@@ -21,6 +22,15 @@ RECOMPUTING = 0.75  # of these, if activations are recomputed; only the first co
 READING = 0.47  # bytes read in decoding, if prompts are computed as fast as a micro-batch
 UPDATING = 0.48  # bytes of clipping and AdamW, at 40 per weight
 LOADING = 17e9  # bytes of new weights of an engine; no share
+# The parts of bench/gpu.py that these come from: size, and FLOP or bytes.
+PARTS = {
+    "micro-batch": ("1721M, 8192 tokens", 87.4e12),
+    "micro-batch, compiled": ("1721M, 8192 tokens", 87.4e12),
+    "vLLM: generate": ("256 prompts of 512, 256 new tokens", 8.31e12),
+    "clip and AdamW": ("1721M", 68.8e9),
+    "vLLM: sync": ("", 3.44e9),
+}
+TABLE = Path("runs/gpu.md")  # of bench/gpu.py
 LINK = 0.6  # assumed: bytes between ranks
 HOST_LINK = 32e9  # assumed: bytes between host and GPU
 # Assumed: other models, kinds and numbers of GPUs against the measurement, lower and upper bound.
@@ -50,13 +60,36 @@ class Rates:
     token: float = 0.0  # of a sampled token
 
 
-def rates_of_gpu(gpu: Gpu, compiles: bool) -> Rates:
+def measured_rates(gpu: Gpu) -> dict[str, float]:
+    """Return the rates of the parts in bench/gpu.py's table, if it has run on this kind of GPU with
+    its own sizes."""
+    heading, *lines = TABLE.read_text().splitlines() if TABLE.is_file() else [""]
+    if gpu.name not in heading.upper():
+        return {}
+    rates = {}
+    for line in lines:
+        for part, (size, work) in PARTS.items():
+            if line.startswith(f"| {part} | {size} |"):
+                milliseconds = float(line.split("|")[4])
+                rates[part] = 1e3 * work / milliseconds
+    return rates
+
+
+def rates_of_gpu(gpu: Gpu, compiles: bool, measured: dict[str, float]) -> Rates:
+    """Return the `measured` rates of a GPU; without them, shares of the published ones."""
+    rates = {
+        "micro-batch": TRAINING * gpu.flops,
+        "micro-batch, compiled": COMPILED * gpu.flops,
+        "vLLM: generate": READING * gpu.bandwidth,
+        "clip and AdamW": UPDATING * gpu.bandwidth,
+        "vLLM: sync": LOADING,
+    } | measured
     return Rates(
-        training=(COMPILED if compiles else TRAINING) * gpu.flops,
-        prompts=TRAINING * gpu.flops,
-        reading=READING * gpu.bandwidth,
-        updating=UPDATING * gpu.bandwidth,
-        loading=LOADING,
+        training=rates["micro-batch, compiled" if compiles else "micro-batch"],
+        prompts=rates["micro-batch"],
+        reading=rates["vLLM: generate"],
+        updating=rates["clip and AdamW"],
+        loading=rates["vLLM: sync"],
         link=LINK * gpu.link,
     )
 

@@ -14,7 +14,7 @@ from bench.memory_plan import CONFIGS
 from common.config.gpu_kinds import kind_of
 from common.data.sample import Completion
 from common.model.memory import Plan
-from common.train import launch_plan, plan
+from common.train import launch_plan, plan, time_plan
 from common.train.engine_plan import Room, bytes_in_cache
 from common.train.launch_plan import describe, make_launch, problem, span
 from common.train.time_plan import (
@@ -145,15 +145,16 @@ def test_processes_are_compared_with_the_cores(models, monkeypatch):
 # ---- time ----
 
 
+def documented(part: str) -> tuple[str, float]:
+    """Return the GPU and the seconds of a part in docs/gpu.md."""
+    page = (ROOT / "docs/gpu.md").read_text()
+    (row,) = re.findall(rf"^\| {re.escape(part)} \|.*$", page, re.MULTILINE)
+    cells = [cell.strip() for cell in row.split("|")]
+    return cells[9], float(cells[4]) / 1e3
+
+
 def test_rates_reproduce_the_measurements(models):
     """The shares of the published rates give the times in docs/gpu.md, each with its GPU."""
-    page = (ROOT / "docs/gpu.md").read_text()
-
-    def measured(part: str) -> tuple[str, float]:
-        (row,) = re.findall(rf"^\| {re.escape(part)} \|.*$", page, re.MULTILINE)
-        cells = [cell.strip() for cell in row.split("|")]
-        return cells[9], float(cells[4]) / 1e3
-
     (m,) = models["1.7B"][1]
     kept = Plan(1, 8192, recompute=False)
     cache = bytes_in_cache(CONFIGS["1.7B"], 768, 2, 1)
@@ -173,9 +174,33 @@ def test_rates_reproduce_the_measurements(models):
         ),
     }
     for part, phase in phases.items():
-        name, seconds = measured(part)
-        rates = (rates_of_gpu(kind_of(name, 0), compiles) for compiles in (False, True))
+        name, seconds = documented(part)
+        rates = (rates_of_gpu(kind_of(name, 0), compiles, {}) for compiles in (False, True))
         assert phase(*rates) == pytest.approx(seconds, rel=0.02), part
+
+
+def test_a_table_of_bench_gpu_replaces_the_shares(tmp_path, monkeypatch):
+    """Half the times of docs/gpu.md give twice the rates. A table of another GPU or of other sizes
+    is not read."""
+    rows = []
+    shares = {}
+    for part, (size, _) in time_plan.PARTS.items():
+        name, seconds = documented(part)
+        rows.append(f"| {part} | {size} | bfloat16 | {500 * seconds} |  |  |  |  |")
+        shares[part] = rates_of_gpu(kind_of(name, 0), part.endswith("compiled"), {})
+    monkeypatch.setattr(time_plan, "TABLE", tmp_path / "gpu.md")
+    time_plan.TABLE.write_text("\n".join(["NVIDIA H200, torch 2.13.0", "", *rows]))
+    twice = time_plan.measured_rates(kind_of("H200", 0))
+    fields = dict(
+        zip(twice, ("training", "training", "reading", "updating", "loading"), strict=True)
+    )
+    for part, field in fields.items():
+        assert twice[part] == pytest.approx(2 * getattr(shares[part], field), rel=0.02), part
+        rates = rates_of_gpu(kind_of("H200", 0), part.endswith("compiled"), twice)
+        assert getattr(rates, field) == twice[part]
+    assert time_plan.measured_rates(kind_of("A100", 0)) == {}
+    time_plan.TABLE.write_text("NVIDIA H200\n\n" + rows[0].replace("8192", "512"))
+    assert time_plan.measured_rates(kind_of("H200", 0)) == {}
 
 
 def test_time_follows_the_rates_and_the_ranks(models):
