@@ -130,7 +130,7 @@ def equal_rewards(case: Case) -> Seen | None:
     samples until enough groups differ."""
     if case.flag("samples_per_prompt") == 1:
         raise Unchecked(NOT_HERE)
-    equal = case.late("frac_reward_zero_std", 3)
+    equal = case.late("frac_reward_zero_std", 6)
     text = f"in {equal:.0%} of the groups all rewards are equal, so that their advantages are 0"
     return Seen(text, case.last, case.texts()) if equal >= 0.9 else None
 
