@@ -295,17 +295,19 @@ def not_finite(case: Case) -> Seen | None:
 def rate_high(case: Case) -> Seen | None:
     """Find a learning rate that is too high.
 
-    Threshold: `loss` at the end above 1.2 times its lowest 5-step mean (scripts whose loss should
-    fall), or `grad_norm` above 20 times its start (healthy runs of
-    bench/doctor.py stay below 2 times).
+    Threshold: `loss` at the end above 1.2 times its lowest 5-step mean, or a 5-step mean above 1.5
+    times the first (scripts whose loss should fall); or `grad_norm` above 20 times its start
+    (healthy runs of bench/doctor.py stay below 2 times).
     Remedy: a lower `--lr`, `--warmup_steps`, `--minibatches 1`, a positive `--beta`, a lower
     `--max_grad_norm`."""
     before, after = case.early("grad_norm"), case.late("grad_norm")
     losses = [*case.curve("loss").values()]
-    best = min(fmean(losses[i : i + 5]) for i in range(len(losses) - 4))
-    last = case.late("loss")
-    if case.script in LIKELIHOOD and last > 1.2 * best + 0.05:
-        return Seen(f"loss was {best:.3g} and is {last:.3g} at the end", case.last)
+    means = [fmean(losses[i : i + 5]) for i in range(len(losses) - 4)]
+    first, last = losses[0], case.late("loss")
+    if case.script in LIKELIHOOD and last > 1.2 * min(means) + 0.05:
+        return Seen(f"loss was {min(means):.3g} and is {last:.3g} at the end", case.last)
+    if case.script in LIKELIHOOD and max(means) > 1.5 * first + 0.05:
+        return Seen(f"loss was {first:.3g} and rose to {max(means):.3g}", case.last)
     text = f"grad_norm was {before:.3g} at the start and is {after:.3g} at the end"
     return Seen(text, case.last) if after > 20 * before else None
 

@@ -154,8 +154,8 @@ CASES = {  # rule: beyond the threshold, just below it
                    dict(metrics=dict(reward=[0.0] * 2 + [0.1], reward_std=[0.0] * 2 + [0.1]))),
     "reward_falls": (dict(metrics=dict(reward=steps(0.5, 0.24))),
                      dict(metrics=dict(reward=steps(0.5, 0.26)))),
-    "equal_rewards": (dict(metrics=dict(frac_reward_zero_std=[0.9] * 3)),
-                      dict(metrics=dict(frac_reward_zero_std=[0.89] * 3))),
+    "equal_rewards": (dict(metrics=dict(frac_reward_zero_std=[0.9] * 6)),
+                      dict(metrics=dict(frac_reward_zero_std=[0.89] * 6))),
     "engine_differs": (dict(metrics={"sampling/sampling_logp_difference/mean": [0.01, 0.021]}),
                        dict(metrics={"sampling/sampling_logp_difference/mean": [0.01, 0.019]})),
     "rate_high": (dict(metrics=dict(loss=steps(0.1, 0.1), grad_norm=steps(1.0, 21.0))),
@@ -204,6 +204,13 @@ def test_rule_names_what_is_beyond_its_threshold(name, tmp_path):
     report = doctor.examine(beyond)
     assert name in [finding.rule for finding in report.findings]
     assert RULES[name](doctor.read_case(below)) is None
+
+
+def test_a_loss_that_rose_and_fell_again_is_named(tmp_path):
+    for peak, found in ((7.6, True), (7.5, False)):
+        metrics = dict(loss=[5.0] * 5 + [peak] * 5 + [2.0] * 20, grad_norm=[1.0] * 30)
+        case = doctor.read_case(run(tmp_path / str(peak), "sft", metrics=metrics))
+        assert (RULES["rate_high"](case) is not None) == found
 
 
 def test_rewards_are_compared_with_the_scores_of_their_model(tmp_path, monkeypatch):
