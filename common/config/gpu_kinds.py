@@ -26,7 +26,7 @@ GPUS = (
 
 def kind_of(name: str, size: float) -> Gpu:
     """Return the kind of GPU with so many bytes and a name in CUDA, which may have no kind."""
-    named = [gpu for gpu in GPUS if gpu.name in name.upper()]
+    named = [gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b", name.upper())]
     return min(named or GPUS, key=lambda gpu: abs(gpu.size - size))
 
 

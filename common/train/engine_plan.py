@@ -92,6 +92,7 @@ def with_rollout_ranks(
 ) -> Iterator[tuple[TrainArgs, Room]]:
     """Yield flags with each `--rollout_ranks` that the others allow, and the room."""
     completions = room.completions * room.engines
+    memory = (args.gpu_memory_utilization or ALONE) * capacity
     for count in range(room.ranks, 0 if args.batch_invariant else ranks, room.ranks):
         others = copy(args)
         others.rollout_ranks = count
@@ -99,4 +100,4 @@ def with_rollout_ranks(
             check_ranks(others, ranks)
             engines = count // room.ranks
             each = completions / engines
-            yield others, replace(room, engines=engines, memory=ALONE * capacity, completions=each)
+            yield others, replace(room, engines=engines, memory=memory, completions=each)

@@ -58,7 +58,8 @@ def make_launch(
         gpu = kind_of(name, size)
         measured = time_plan.measured_rates(gpu)
         rates = time_plan.rates_of_gpu(gpu, args.compile, measured)
-        assumed = "" if gpu.name in name else ", assumed by its memory (such as --dry_run 8xA100)"
+        is_known = gpu.name in name and abs(size / gpu.size - 1) < 0.15
+        assumed = "" if is_known else ", assumed by its memory (such as --dry_run 8xA100)"
         published = f"{gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s published"
         shares = "shares of them measured on one GPU with 1.7B (docs/planning.md)"
         source = f"{gpu.name}{assumed}: {published}; {shares}"
@@ -96,7 +97,7 @@ def describe(launch: Launch, steps: int) -> Iterator[str]:
     """Yield lines about the capacity and the time of a run of so many steps."""
     args = launch.args
     if args.samples:
-        yield from describe_cores(args, launch.ranks)
+        yield from describe_cores(args, launch.ranks - args.rollout_ranks)
         if launch.room is None:
             yield "engine transformers: its memory and the time of rollouts are not predicted"
         elif launch.capacity:
@@ -129,8 +130,8 @@ def span(low: float, high: float) -> str:
 
 
 def describe_cores(args: TrainArgs, ranks: int) -> Iterator[str]:
-    """Yield lines about the processes of rewards and episodes on a machine, with at most 8 ranks,
-    and the cores of this one."""
+    """Yield lines about the processes of rewards and episodes on a machine, with at most 8 of the
+    ranks that train, and the cores of this one."""
     here = f"this machine has {os.cpu_count()} cores"
     users = [name for name in args.reward if ":" in name and not name.startswith(MODEL_KINDS)]
     rewards = [*users, *(name for name in args.reward if name in IN_PROCESSES)]
@@ -165,7 +166,8 @@ def describe_room(launch: Launch, room: Room) -> Iterator[str]:
 def remedies(launch: Launch, room: Room) -> Iterator[str]:
     """Yield flags with which more completions run at a time: the lowest
     `--gpu_memory_utilization` beside the trainer with which the cache is no limit, or the highest;
-    and the `--rollout_ranks` with the fastest step."""
+    and the `--rollout_ranks` with the fastest step. Slower ones only if the launch does not fit."""
+    fits = capacity.fits(launch.models, launch.plan, launch.capacity)
     larger = []
     timed = []
     for share in (step / 20 for step in range(1, 20)) if not launch.args.rollout_ranks else ():
@@ -177,7 +179,7 @@ def remedies(launch: Launch, room: Room) -> Iterator[str]:
                 break
     inputs = (room, launch.args, launch.ranks, launch.capacity)
     for args, more in engine_plan.with_rollout_ranks(*inputs):
-        shards = min(launch.plan.ranks, launch.ranks - args.rollout_ranks)
+        shards = args.shard_ranks or launch.ranks - args.rollout_ranks
         setting = replace(launch.plan, ranks=shards, engine=0.0)
         if capacity.fits(launch.models, setting, launch.capacity):
             other = replace(launch, args=args, room=more, plan=setting)
@@ -185,6 +187,6 @@ def remedies(launch: Launch, room: Room) -> Iterator[str]:
     timed.sort(key=lambda pair: pair[1].step(1))
     for flag, other in (*larger[-1:], *timed[:1]):
         ratio = other.step(1) / launch.step(1)
-        if ratio < 1:
+        if ratio < 1 or not fits:
             each = f"{other.room.at_a_time} at a time on each engine (of {other.room.engines})"
             yield f"{flag}: {each}, {ratio:.0%} of the time of a step"

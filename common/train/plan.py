@@ -198,8 +198,9 @@ def schedule(
     micro_batches = f"micro-batches of {args.pack_tokens} tokens: {most}{packs}"
     ranks = f"{training_ranks} training ranks{others}"
     yield f"optimizer step on each of {ranks}: {share:g} sequences, {micro_batches}"
-    evaluations = math.ceil(steps / args.eval_every) if args.eval_every else 0
-    yield f"run: {steps} steps, {evaluations} evaluations of {held_out} rows"
+    evaluations = math.ceil(steps / args.eval_every) + args.samples if args.eval_every else 0
+    plural = "s" * (evaluations != 1)
+    yield f"run: {steps} steps, {evaluations} evaluation{plural} of {held_out} rows"
 
 
 def disk(args: TrainArgs, models: Sequence[Shapes], steps: int) -> str:

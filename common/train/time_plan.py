@@ -18,7 +18,6 @@ from common.train.engine_plan import Room
 # as shares of their published rates.
 TRAINING = 271e12 / 989e12  # FLOP of a micro-batch of 8,192 tokens, activations kept
 COMPILED = 378e12 / 989e12  # the same with --compile
-RECOMPUTING = 0.75  # of these, if activations are recomputed; only the first computation counts
 READING = 0.47  # bytes read in decoding, if prompts are computed as fast as a micro-batch
 UPDATING = 0.48  # bytes of clipping and AdamW, at 40 per weight
 LOADING = 17e9  # bytes of new weights of an engine; no share
@@ -139,8 +138,8 @@ def pass_seconds(
     if trains:
         times = 3 if m.trained > m.weights / 2 else 2  # adapters: without gradients of the others
         traffic = 2 * traffic + 4 * m.trained
-    rate = rates.training * (RECOMPUTING if trains and plan.recompute else 1.0)
-    compute = times * tokens * flops_per_token(m, length) / rate
+    recomputed = 1 if trains and plan.recompute else 0
+    compute = (times + recomputed) * tokens * flops_per_token(m, length) / rates.training
     traffic *= micro_batches * (plan.ranks - 1) / plan.ranks / rates.link
     overhead = rates.layer + (rates.collective if plan.ranks > 1 else 0.0)
     return max(compute, traffic) + micro_batches * m.layers * overhead * (3 if trains else 1)

@@ -112,6 +112,23 @@ def test_proposed_flags_fit_and_serve_better(models):
         assert f"{after.room.at_a_time} at a time on each engine (of {after.room.engines})" in line
 
 
+def test_proposed_rollout_ranks_keep_the_given_memory(models):
+    """Their engines have --gpu_memory_utilization of the run, not the default of rollout ranks."""
+    flags = dict(gpu_memory_utilization=0.5, max_new_tokens=16_300)
+    launch, path, lines = launch_of(models, "8x80GB", **flags)
+    (line,) = [line for line in lines if line.startswith("serves better, and fits: ")]
+    for proposal in re.findall(r"--rollout_ranks (\d+): (\d+) at a time", line):
+        after, *_ = launch_of(models, "8x80GB", rollout_ranks=int(proposal[0]), **flags)
+        assert after.room.at_a_time == int(proposal[1])
+
+
+def test_fewer_rollout_ranks_may_fit(models):
+    """With 6 of 8 the two others cannot hold the model; with fewer they can."""
+    launch, path, lines = launch_of(models, "8x80GB", max_new_tokens=16_300, rollout_ranks=6)
+    assert plan.predicted(launch.args, launch.models)[0] is not None
+    assert any("serves better, and fits: --rollout_ranks" in line for line in lines)
+
+
 def test_the_lowest_sufficient_memory_is_proposed(models):
     """64 completions of 2,084 tokens with 147,456 bytes each, and the weights, need 0.451 of the
     GPU."""
@@ -210,8 +227,8 @@ def test_time_follows_the_rates_and_the_ranks(models):
 
     low, high = steps("8xH100")
     assert 0 < low < high
-    assert steps("8xH200") < (low, high) < steps("8xA100")
-    assert steps("16xH100") < (low, high)
+    for faster, slower in (("8xH200", "8xH100"), ("8xH100", "8xA100"), ("16xH100", "8xH100")):
+        assert all(a < b for a, b in zip(steps(faster), steps(slower), strict=True))
     launch, *_ = launch_of(models, "8xH100", max_new_tokens=4000, rollout_ranks=4)
     phases = launch.phases(1)
     together = max(phases["rollout"], phases["update"]) + phases["sync"]
@@ -281,6 +298,7 @@ def test_kinds_of_gpus():
     assert grpo.Args(dry_run="2x4090").planned == (2, 24 * 10**9, "4090")
     assert grpo.Args(dry_run="8x40gb").planned == (8, 40 * 10**9, "")
     assert kind_of("NVIDIA A100-SXM4-80GB", 85e9).name == "A100"
+    assert kind_of("NVIDIA GH200 480GB", 102e9).name == "H100"  # the nearest memory
     assert kind_of("", 141e9).name == "H200"
 
 
