@@ -159,9 +159,10 @@ class RunLogger:
         for position, group, rewards_G, advantages_G in zip(positions, *columns, strict=True):
             samples = zip(group, rewards_G, advantages_G, strict=True)
             lines_at[position] = [_line(step, *sample) for sample in samples]
-        lines_at = distributed.gather_dict(lines_at)
+        ranks = distributed.gather_on_main(lines_at)
         if not self.active:
             return
+        lines_at = dict(chain.from_iterable(lines.items() for lines in ranks))
         lines = [*chain(*(lines_at[position] for position in sorted(lines_at)))]
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -95,7 +95,7 @@ def store_reference_logps(
         digest = digest_of(chain.from_iterable(groups), path, folders, args.dtype)
         stored = _read(file, digest, sum(sizes)) if file.is_file() else {}
     # Nodes may have copies: use that of rank 0.
-    digest, stored = distributed.gather_objects((digest, stored))[0]
+    digest, stored = distributed.from_main((digest, stored))
     if stored.get("digest") != digest:
         count = sum(map(len, datasets))
         used = getattr(args, "batch_size", 1) * (args.max_steps or math.inf)

@@ -274,7 +274,7 @@ def read_completions(
     environment. Collective: rank 0 reads, and raises `ValueError` naming the line that is not
     valid."""
     if not distributed.is_main():
-        return distributed.gather_objects(None)[0]
+        return distributed.from_main(None)
     try:
         text = path.read_text(encoding="utf-8") if not own or path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -303,7 +303,7 @@ def read_completions(
         except ValueError as error:
             advice = "; delete the file to sample again" if own else ""
             raise ValueError(f"{flag} {path}, line {i + 1}: {error}{advice}") from error
-    return distributed.gather_objects(records)[0]
+    return distributed.from_main(records)
 
 
 def _parse_line(text: str, i: int, prompts: Prompts) -> dict:
