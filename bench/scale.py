@@ -102,9 +102,6 @@ def timed(function: Callable, *args) -> tuple:
     return function(*args), time.perf_counter() - start
 
 
-# ---- packing of a step, on rank 0 ----
-
-
 def pack_on_rank_0(load: Lengths, ranks: int, traced: bool) -> SimpleNamespace:
     """Pack as rank 0; `traced`: measure Python's memory, which slows everything."""
     groups = load.groups()
@@ -157,9 +154,6 @@ def print_packing() -> None:
                   100 * sum(len(found.parts[key].lengths) for key in moved) / count,
                   found.sent / 1e6, found.gathered / 1e6, found.unpickled, found.placed,
                   found.packed, memory / 1e6)  # fmt: skip
-
-
-# ---- objects that ranks gather ----
 
 
 def save_plans() -> list:
@@ -215,9 +209,6 @@ def print_gathers() -> None:
         print(f"rank 0 plans a checkpoint of {ranks:,} ranks: {seconds:.1f} s")
 
 
-# ---- prompts of all ranks ----
-
-
 def print_queue() -> None:
     from common.data.order import RowOrder
     from common.rollout.prompt_queue import PromptQueue
@@ -232,9 +223,6 @@ def print_queue() -> None:
         state = len(repr(queue.state_dict()))
         in_flight = len(queue.in_flight)
         print_row(oversample, ranks, in_flight, 1000 * drawn, 1000 * chosen, state / 1e3)
-
-
-# ---- schedules of rollout ranks ----
 
 
 def print_schedules() -> None:

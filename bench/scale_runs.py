@@ -77,7 +77,7 @@ def count(script: str) -> None:
         collective = getattr(dist, name)
 
         def call(*args, **kwargs):
-            x = args[place]
+            x = [*args, *kwargs.values()][place]
             calls[name] += 1
             sent[name] += x.nbytes if isinstance(x, torch.Tensor) else len(pickle.dumps(x))
             return collective(*args, **kwargs)
@@ -87,8 +87,9 @@ def count(script: str) -> None:
     def counted_steps(run: Run):
         for step in steps(run):
             calls.clear()
+            sent.clear()
             yield step
-            each = ", ".join(f"{n} {name} ({sent.pop(name):,} bytes)" for name, n in calls.items())
+            each = ", ".join(f"{n} {name} ({sent[name]:,} bytes)" for name, n in calls.items())
             files = len(os.listdir("/proc/self/fd"))
             distributed.say(f"step {step + 1}, rank 0: {each}; {files} open files")
 
