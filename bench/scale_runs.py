@@ -1,9 +1,10 @@
 """Measurements of docs/scaling.md with real data and real ranks.
 
     OMP_NUM_THREADS=1 python bench/scale_runs.py rows    memory of a rank for its rows
+    torchrun --nproc_per_node 2 bench/scale_runs.py gather           milliseconds of a gather
     torchrun --nproc_per_node 2 bench/scale_runs.py grpo.py FLAGS    collectives of a step
 
-The second command runs a script. For each step, rank 0 prints its collectives with the bytes that
+The third command runs a script. For each step, rank 0 prints its collectives with the bytes that
 it sends, and its number of open files (connections are files)."""
 
 import os
@@ -12,9 +13,11 @@ import random
 import runpy
 import sys
 import tempfile
+import time
 from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,7 +31,8 @@ from common.parallel import distributed
 
 
 def measure_rows(file: Path, results) -> None:
-    """Put the megabytes of grpo.py's prompts and of their order on a queue."""
+    """Put the megabytes of grpo.py's prompts, of their order, and the seconds of reading on a
+    queue."""
     import grpo
     from bench.data import private_gb
     from common.data.order import RowOrder
@@ -38,16 +42,20 @@ def measure_rows(file: Path, results) -> None:
     args = grpo.Args(dataset=(str(file),), reward=("exact_match",))
     tokenizer = load_tokenizer(resolve_model("tiny"))
     before, _ = private_gb()
+    start = time.perf_counter()
     prompts, _ = load_prompts(args, tokenizer, 4096)
+    seconds = time.perf_counter() - start
     loaded, _ = private_gb()
     order = RowOrder(len(prompts), 0)
     ordered, _ = private_gb()
     assert order.num_rows == len(prompts)
-    results.put((1000 * (loaded - before), 1000 * (ordered - loaded)))
+    results.put((1000 * (loaded - before), 1000 * (ordered - loaded), seconds))
 
 
 def print_rows() -> None:
-    print("| rows | file, MB | prompts of a rank, MB | order of the rows, MB |\n|---|---|---|---|")
+    print(
+        "| rows | file, MB | prompts of a rank, MB | order, MB | seconds |\n|---|---|---|---|---|"
+    )
     letters = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz     ", k=1_000_300))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.jsonl")
@@ -58,13 +66,26 @@ def print_rows() -> None:
             results = get_context("fork").Queue()
             child = get_context("fork").Process(target=measure_rows, args=(file, results))
             child.start()
-            prompts, order = results.get(timeout=3600)
+            prompts, order, seconds = results.get(timeout=3600)
             child.join()
             size = file.stat().st_size / 1e6
-            print(f"| {rows:,} | {size:.0f} | {prompts:.0f} | {order:.0f} |", flush=True)
+            print(
+                f"| {rows:,} | {size:.0f} | {prompts:.0f} | {order:.0f} | {seconds:.0f} |",
+                flush=True,
+            )
 
 
 # ---- collectives of a step ----
+
+
+def print_gather() -> None:
+    from bench.scale import LOADS, timed
+
+    _, rank, ranks = distributed.setup(0)
+    outline = LOADS[1].outline(rank)
+    seconds = [timed(distributed.gather_objects, outline)[1] for _ in range(50)]
+    distributed.say(f"{ranks} ranks: {1000 * median(seconds):.2f} ms")
+    distributed.cleanup()
 
 
 def count(script: str) -> None:
@@ -103,6 +124,8 @@ def count(script: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["rows"]:
         print_rows()
+    elif sys.argv[1:] == ["gather"]:
+        print_gather()
     elif len(sys.argv) > 2:
         sys.argv[:] = sys.argv[1:]
         count(sys.argv[0])

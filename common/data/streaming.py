@@ -25,6 +25,7 @@ from common.data.rows import (
 )
 from common.data.sample import Sample
 from common.parallel import distributed
+from common.parallel.main_rank import from_main
 
 # epoch, shard by its place in the epoch, and number of rows of the shard before
 Place = tuple[int, int, int]
@@ -91,7 +92,7 @@ class StreamedSamples:
             drawn = list(islice(self.samples, count))
             self.batch = [sample for sample, _ in drawn]
             _, self.position = drawn[-1]
-        self.batch, self.position = distributed.from_main((self.batch, self.position))
+        self.batch, self.position = from_main((self.batch, self.position))
         for sample in self.batch if self.args.vision is None else ():
             if sample.images:
                 problem = "the row has images, the first row of the stream has none"
@@ -105,7 +106,7 @@ class StreamedSamples:
             return self.batch[i]
         ahead = [next(self.samples)] if distributed.is_main() else []
         self.samples = chain(ahead, self.samples)
-        (sample,) = distributed.from_main([sample for sample, _ in ahead])
+        (sample,) = from_main([sample for sample, _ in ahead])
         return sample
 
     def _samples(self, place: Place, drawn: int) -> Iterator[tuple[Sample, Position]]:

@@ -52,7 +52,9 @@ class StoredTeacher:
         settings = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK)
         _claim(folder, digest_of(samples, path, [path], *settings))
         is_missing = [not file.is_file() for file in files]
-        missing = [i for i, missed in enumerate(distributed.from_main(is_missing)) if missed]
+        missing = [
+            i for i, missed in enumerate(distributed.gather_objects(is_missing)[0]) if missed
+        ]
         if missing:
             count = sum(len(chunks[i]) for i in missing)
             distributed.say(f"{path} scores {count} completions, into {folder}")

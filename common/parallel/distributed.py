@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from common.parallel.failures import PROJECT as PROJECT  # for modules that impo
 from common.parallel.failures import RunError as RunError
 from common.parallel.failures import explain, first_line
 
-T = TypeVar("T")
 DAY = timedelta(days=1)
 
 # Set by setup(). The store of the whole launch also decides which rank failed first. `_launch_rank`
@@ -204,30 +203,10 @@ def gather_objects(value: object) -> list:
     return values
 
 
-def gather_on_main(value: object) -> list:
-    """Return the `value` of every rank, in rank order, on rank 0, and an empty list on the others:
-    for objects that are too large to be on every rank. It pickles. Collective."""
-    if world_size() == 1:
-        return [value]
-    values = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(value, values, 0)
-    return values or []
-
-
-def from_main(value: T) -> T:
-    """Return the `value` of rank 0 on every rank. It pickles. Collective."""
-    box = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
-
-
 def gather_dict(values: dict) -> dict:
     """Return the union of the dicts of all ranks, whose keys differ, on every rank."""
-    union = {}
-    for values_of_rank in gather_objects(values):
-        union |= values_of_rank
-    return union
+    items = (of_rank.items() for of_rank in gather_objects(values))
+    return dict(chain.from_iterable(items))
 
 
 def share_of(items: Sequence) -> Sequence:

@@ -83,27 +83,24 @@ def place(
     `together`, and the rows that `assign` makes of them.
 
     Large parts compute few prefixes, small parts can be divided evenly. The cheapest of several
-    sizes is taken, for the groups of the first `TRIED` ranks: their lengths are like all others."""
+    sizes is taken, for the groups of the first `TRIED` ranks."""
     if together:
         whole = by_key(ranks)
         return whole, assign(whole, num_bins, max_tokens)
 
-    def in_parts(
-        ranks: list[list[GroupShape]], num_bins: int, limit: int
-    ) -> tuple[dict[Key, GroupShape], Rows]:
+    def in_parts(ranks: list[list[GroupShape]], num_bins: int, limit: int):
         parts = by_key([[*chain(*(group.parts(limit) for group in rank))] for rank in ranks])
         return parts, assign(parts, num_bins, max_tokens)
 
-    limit = 0
     groups = list(chain.from_iterable(ranks))
+    limits = {0}
     if any(any(group.shared) for group in groups):
         even = min(max_tokens, sum(group.size for group in groups) // num_bins + 1)
-        limits = sorted({max_tokens, even, even // 2, even // 4, even // 8, 0}, reverse=True)
-        tried = ranks[:TRIED]
-        tried_bins = math.ceil(num_bins * len(tried) / len(ranks))
-        costs = {limit: cost(*in_parts(tried, tried_bins, limit)) for limit in limits}
-        limit = min(limits, key=costs.__getitem__)
-    return in_parts(ranks, num_bins, limit)
+        limits |= {max_tokens, even, even // 2, even // 4, even // 8}
+    tried = ranks[:TRIED]
+    bins = math.ceil(num_bins * len(tried) / len(ranks))
+    costs = {limit: cost(*in_parts(tried, bins, limit)) for limit in sorted(limits, reverse=True)}
+    return in_parts(ranks, num_bins, min(costs, key=costs.__getitem__))
 
 
 def by_key(ranks: list[list[GroupShape]]) -> dict[Key, GroupShape]:

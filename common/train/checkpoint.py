@@ -67,7 +67,7 @@ class Checkpointer:
         A damaged checkpoint is reported, renamed to `step_N.corrupt` and replaced by the previous
         one. Raises `ValueError` if all checkpoints are damaged."""
         names = [path.name for path in checkpoints_in(self.checkpoints)]
-        names = distributed.from_main(names)
+        names = distributed.gather_objects(names)[0]
         for name in names:
             path = self.checkpoints / name
             problem = checkpoint_files.damage(path, dist.get_rank(), dist.get_world_size())
@@ -125,7 +125,7 @@ class Checkpointer:
     def free_space(self) -> int:
         """Return the free bytes of the disk with the checkpoints. Collective."""
         free = shutil.disk_usage(self.folder).free if distributed.is_main() else 0
-        return distributed.from_main(free)
+        return distributed.gather_objects(free)[0]
 
     def save(self, step: int) -> None:
         """Write the checkpoint after `step` steps, then delete all but the newest `--keep_last`.

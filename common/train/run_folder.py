@@ -67,7 +67,7 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
                 mark.mkdir()
         except OSError as error:
             problem = f"--output_dir {folder}: {distributed.first_line(error)}"
-    problem, name = distributed.from_main((problem, mark.name))
+    problem, name = distributed.gather_objects((problem, mark.name))[0]
     if problem:
         raise ValueError(problem)
     mark = mark.with_name(name)
