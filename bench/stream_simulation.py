@@ -363,11 +363,15 @@ def simulate(way: Way, load: Load, machine: Machine, steps: int, skipped: int) -
     return (lockstep if way.lockstep else stream)(way, load, machine, steps, skipped)
 
 
-def table(ranks: int, machine: Machine, options: argparse.Namespace) -> None:
-    def load() -> Load:
-        rng = random.Random(0)  # every way has the same lengths
-        return Load(ranks, ranks, 8 * ranks, lambda: long_tailed(rng))
+def load_of(ranks: int) -> Load:
+    """Return the work of `ranks` rollout ranks; every way has the same lengths."""
+    rng = random.Random(0)
+    return Load(ranks, ranks, 8 * ranks, lambda: long_tailed(rng))
 
+
+def with_training(machine: Machine, train: float, hand_over: float) -> tuple[Machine, float]:
+    """Return the machine with seconds of training and of a weight transfer, as multiples of those
+    of a rank's share of a batch; and these seconds."""
     share = []
     for _ in range(20):  # seconds of a rank's own share of a batch, in lockstep
         rank, rng = Rank(machine), random.Random(len(share))
@@ -376,11 +380,14 @@ def table(ranks: int, machine: Machine, options: argparse.Namespace) -> None:
         while rank.running:
             rank.end_one()
         share.append(rank.now)
-    machine = replace(
-        machine, train=options.train * fmean(share), hand_over=options.hand_over * fmean(share)
-    )
+    mean = fmean(share)
+    return replace(machine, train=train * mean, hand_over=hand_over * mean), mean
+
+
+def table(ranks: int, machine: Machine, options: argparse.Namespace) -> None:
+    machine, share = with_training(machine, options.train, options.hand_over)
     print(
-        f"\n{ranks} rollout ranks; a share of a batch takes {fmean(share):.1f} s, "
+        f"\n{ranks} rollout ranks; a share of a batch takes {share:.1f} s, "
         f"training {machine.train:.1f} s"
     )
     print(
@@ -388,7 +395,9 @@ def table(ranks: int, machine: Machine, options: argparse.Namespace) -> None:
         "S = 0 | the same S | sampling | running | trainers wait | ahead |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    results = [simulate(way, load(), machine, options.steps, options.steps // 4) for way in WAYS]
+    results = [
+        simulate(way, load_of(ranks), machine, options.steps, options.steps // 4) for way in WAYS
+    ]
     of_lockstep = {
         way.staleness: result.step
         for way, result in zip(WAYS, results, strict=True)

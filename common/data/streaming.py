@@ -11,10 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import chain, islice
-from typing import TypeVar
-
-import torch
-import torch.distributed as dist
 
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
@@ -29,8 +25,8 @@ from common.data.rows import (
 )
 from common.data.sample import Sample
 from common.parallel import distributed
+from common.parallel.main_rank import from_main
 
-T = TypeVar("T")
 # epoch, shard by its place in the epoch, and number of rows of the shard before
 Place = tuple[int, int, int]
 # position of a run: the place of the shuffle buffer, and the number of rows drawn from it
@@ -96,7 +92,7 @@ class StreamedSamples:
             drawn = list(islice(self.samples, count))
             self.batch = [sample for sample, _ in drawn]
             _, self.position = drawn[-1]
-        self.batch, self.position = _from_rank_0((self.batch, self.position))
+        self.batch, self.position = from_main((self.batch, self.position))
         for sample in self.batch if self.args.vision is None else ():
             if sample.images:
                 problem = "the row has images, the first row of the stream has none"
@@ -110,7 +106,7 @@ class StreamedSamples:
             return self.batch[i]
         ahead = [next(self.samples)] if distributed.is_main() else []
         self.samples = chain(ahead, self.samples)
-        (sample,) = _from_rank_0([sample for sample, _ in ahead])
+        (sample,) = from_main([sample for sample, _ in ahead])
         return sample
 
     def _samples(self, place: Place, drawn: int) -> Iterator[tuple[Sample, Position]]:
@@ -198,12 +194,3 @@ def _training_shards(dataset: str, args: TrainArgs) -> list[Shard]:
     if shards is None:
         raise ValueError(f"{flag} has no split {split!r}: see --dataset_split")
     return shards
-
-
-def _from_rank_0(value: T) -> T:
-    """Return the value of rank 0 on every rank. Collective."""
-    if distributed.world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]

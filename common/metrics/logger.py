@@ -159,10 +159,12 @@ class RunLogger:
         for position, group, rewards_G, advantages_G in zip(positions, *columns, strict=True):
             samples = zip(group, rewards_G, advantages_G, strict=True)
             lines_at[position] = [_line(step, *sample) for sample in samples]
-        lines_at = distributed.gather_dict(lines_at)
+        from common.parallel.main_rank import gather_on_main
+
+        items = chain.from_iterable(of_rank.items() for of_rank in gather_on_main(lines_at))
         if not self.active:
             return
-        lines = [*chain(*(lines_at[position] for position in sorted(lines_at)))]
+        lines = [*chain(*(of_group for _, of_group in sorted(items)))]
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         if self.wandb is not None:

@@ -205,10 +205,8 @@ def gather_objects(value: object) -> list:
 
 def gather_dict(values: dict) -> dict:
     """Return the union of the dicts of all ranks, whose keys differ, on every rank."""
-    union = {}
-    for values_of_rank in gather_objects(values):
-        union |= values_of_rank
-    return union
+    items = (of_rank.items() for of_rank in gather_objects(values))
+    return dict(chain.from_iterable(items))
 
 
 def share_of(items: Sequence) -> Sequence:

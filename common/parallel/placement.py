@@ -23,6 +23,7 @@ MICRO_BATCH = 256  # fixed cost of a micro-batch, in tokens
 # A sequence has a copy of the keys and values of a shared prefix. A block keeps at least eight
 # times as many bytes for a token as its key and value take.
 KEY_COPY = 1 / 8
+TRIED = 64  # with more ranks, trying all sizes for all groups would take seconds of a step
 # Cost of a patch of an image: weights of the vision tower / weights of the language model, which
 # also has a backward. 0.24 for Qwen3-VL-2B, 0.7 for SmolVLM-256M; a third of it if frozen.
 PATCH = 0.2
@@ -82,21 +83,24 @@ def place(
     `together`, and the rows that `assign` makes of them.
 
     Large parts compute few prefixes, small parts can be divided evenly. The cheapest of several
-    sizes is taken."""
+    sizes is taken, for the groups of the first `TRIED` ranks."""
     if together:
         whole = by_key(ranks)
         return whole, assign(whole, num_bins, max_tokens)
+
+    def in_parts(ranks: list[list[GroupShape]], num_bins: int, limit: int):
+        parts = by_key([[*chain(*(group.parts(limit) for group in rank))] for rank in ranks])
+        return parts, assign(parts, num_bins, max_tokens)
+
     groups = list(chain.from_iterable(ranks))
     limits = {0}
     if any(any(group.shared) for group in groups):
         even = min(max_tokens, sum(group.size for group in groups) // num_bins + 1)
         limits |= {max_tokens, even, even // 2, even // 4, even // 8}
-    placements = []
-    for limit in sorted(limits, reverse=True):
-        divided = [sum((group.parts(limit) for group in rank), []) for rank in ranks]
-        parts = by_key(divided)
-        placements.append((parts, assign(parts, num_bins, max_tokens)))
-    return min(placements, key=lambda placement: cost(*placement))
+    tried = ranks[:TRIED]
+    bins = math.ceil(num_bins * len(tried) / len(ranks))
+    costs = {limit: cost(*in_parts(tried, bins, limit)) for limit in sorted(limits, reverse=True)}
+    return in_parts(ranks, num_bins, min(costs, key=costs.__getitem__))
 
 
 def by_key(ranks: list[list[GroupShape]]) -> dict[Key, GroupShape]:

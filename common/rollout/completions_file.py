@@ -32,6 +32,7 @@ from common.model.hub import eos_token_ids
 from common.model.loading import load_config
 from common.model.policy import load_policy
 from common.parallel import distributed
+from common.parallel.main_rank import from_main
 from common.rewards.total import Rewards
 from common.rollout.engine import Engine, make_engine
 from common.rollout.episodes import Episodes, PromptRequest
@@ -274,14 +275,12 @@ def read_completions(
     environment. Collective: rank 0 reads, and raises `ValueError` naming the line that is not
     valid."""
     if not distributed.is_main():
-        return distributed.gather_objects(None)[0]
+        return from_main(None)
     try:
         text = path.read_text(encoding="utf-8") if not own or path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {path}: {distributed.first_line(error)}") from error
-    lines = text.split("\n")
-    if own:
-        lines.pop()  # a kill may have truncated it
+    lines = text.split("\n")[: -1 if own else None]  # a kill may have truncated the last one
     lines = [line for line in lines if line.strip()]
     if not own and len(lines) != len(prompts):
         raise ValueError(f"{flag} {path}: {len(lines)} lines for {len(prompts)} rows of data")
@@ -303,7 +302,7 @@ def read_completions(
         except ValueError as error:
             advice = "; delete the file to sample again" if own else ""
             raise ValueError(f"{flag} {path}, line {i + 1}: {error}{advice}") from error
-    return distributed.gather_objects(records)[0]
+    return from_main(records)
 
 
 def _parse_line(text: str, i: int, prompts: Prompts) -> dict:

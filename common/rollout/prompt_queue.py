@@ -10,7 +10,7 @@ trained on exactly once, and over a run no length is favoured."""
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, dropwhile, islice
+from itertools import chain, count, dropwhile
 
 from common.config.online import OnlineArgs
 from common.data.order import Order
@@ -54,6 +54,8 @@ class PromptQueue:
         self.pending: deque[PromptBatch] = deque()
         self.in_flight: dict[int, int] = {}  # prompt -> the step in which its sampling began
         self.used: set[int] = set()  # prompts of `pending` that a step has taken
+        # prompts of this rank that the step may take, oldest first
+        self.candidates: list[int] = []
         self.step = -1  # the current step
         self.taken: list[int] = []  # prompts that the current step has taken
         self.size = self.prompts_per_step  # number of prompts to take next, on all ranks
@@ -76,28 +78,36 @@ class PromptQueue:
         self.size += -self.size % self.lanes
         ahead = min(self.ahead, max(0, total_steps - step - 1) * self.prompts_per_step)
         per_lane = (self.size + ahead) // self.lanes
+        room = [per_lane] * self.lanes
+        for number in self.in_flight:
+            room[number % self.lanes] -= 1
+        lacking = sum(max(0, prompts) for prompts in room)
         drawn: list[int] = []
-        for lane in range(self.lanes):
-            in_flight = sum(number % self.lanes == lane for number in self.in_flight)
-            unbegun = (number for number in self._unbegun() if number % self.lanes == lane)
-            drawn += islice(unbegun, max(0, per_lane - in_flight))
-        drawn.sort()
+        unbegun = self._unbegun()
+        while len(drawn) < lacking:
+            number = next(unbegun)
+            lane = number % self.lanes
+            if room[lane] > 0:
+                room[lane] -= 1
+                drawn.append(number)
         self.in_flight |= dict.fromkeys(drawn, step)
+        oldest_first = sorted(self.in_flight)
+        if not self.oversamples:
+            oldest_first = oldest_first[: self.size]
+        self.candidates = [number for number in oldest_first if self.is_here(number)]
         return drawn
 
     def choose(self, complete: Container[int]) -> list[int] | None:
         """Return this rank's prompts to train on, oldest first, or None while too few are
         `complete` or a remaining one would exceed `max_staleness`."""
-        candidates = self._candidates_here()
-        needed = self._needed(candidates)
-        complete_here = [number for number in candidates if number in complete]
-        chosen = complete_here[:needed]
-        if len(complete_here) == len(candidates):
+        complete_here = [number for number in self.candidates if number in complete]
+        chosen = complete_here[: self._needed]
+        if len(complete_here) == len(self.candidates):
             return chosen
-        if len(chosen) < needed:
+        if len(chosen) < self._needed:
             return None
         per_step = self.prompts_per_step // self.ranks
-        remaining = [number for number in candidates if number not in chosen]
+        remaining = [number for number in self.candidates if number not in chosen]
         for i, number in enumerate(remaining):
             step_of_use = self.step + 1 + i // per_step
             if step_of_use - self.in_flight[number] > self.max_staleness:
@@ -107,9 +117,8 @@ class PromptQueue:
     def fraction_complete(self, complete: Container[int]) -> float:
         """Return the number of complete prompts of this rank, divided by the number that the step
         needs."""
-        candidates = self._candidates_here()
-        needed = self._needed(candidates)
-        return sum(number in complete for number in candidates) / needed if needed else 1.0
+        count = sum(number in complete for number in self.candidates)
+        return count / self._needed if self._needed else 1.0
 
     def take(self, chosen: Iterable[int]) -> None:
         """Mark the prompts that all ranks have chosen as trained on."""
@@ -161,18 +170,10 @@ class PromptQueue:
                 if number not in self.in_flight and number not in self.used:
                     yield number
 
-    def _candidates(self) -> list[int]:
-        """Return the prompts of all ranks that the step may take, oldest first."""
-        oldest_first = sorted(self.in_flight)
-        return oldest_first if self.oversamples else oldest_first[: self.size]
-
-    def _candidates_here(self) -> list[int]:
-        """Return the prompts of this rank that the step may take, oldest first."""
-        return [number for number in self._candidates() if self.is_here(number)]
-
-    def _needed(self, candidates: list[int]) -> int:
-        """Return how many of this rank's candidates the step takes."""
-        return self.size // self.ranks if self.oversamples else len(candidates)
+    @property
+    def _needed(self) -> int:
+        """Number of this rank's candidates that the step takes."""
+        return self.size // self.ranks if self.oversamples else len(self.candidates)
 
     # ---- resume ----
 

@@ -86,10 +86,17 @@ class RemoteSampler(Sampler):
         self.rows |= {request.number: request.row for request in self._share(requests)}
         if not self.args.has_turns:
             requests = [replace(each, row=row_for_engine(each.row)) for each in requests]
-        for leader in self.leaders:
-            ranks = range(leader, leader + self.args.tensor_parallel_size)
-            engine_requests = [request for request in requests if generating_rank(request) in ranks]
+        for leader, engine_requests in self._by_leader(requests).items():
             self._send(leader, NewPrompts(engine_requests))
+
+    def _by_leader(self, requests: list[PromptRequest]) -> dict[int, list[PromptRequest]]:
+        """Return the requests of each engine."""
+        divided: dict[int, list[PromptRequest]] = {leader: [] for leader in self.leaders}
+        first = distributed.rollout_ranks.start
+        for request in requests:
+            engine = (generating_rank(request) - first) // self.args.tensor_parallel_size
+            divided[self.leaders[engine]].append(request)
+        return divided
 
     def _send_weights(self, step: int, meter: Meter) -> None:
         for leader in self.leaders:

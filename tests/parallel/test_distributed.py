@@ -14,6 +14,7 @@ from helpers import ROOT, ended, run, start
 
 from bench.fault_cases.shim import shim
 from common.parallel import distributed, signals
+from common.parallel.main_rank import from_main, gather_on_main
 
 RANK = f"""
 import sys
@@ -22,6 +23,7 @@ import os, signal
 from pathlib import Path
 import torch
 from common.parallel import distributed
+from common.parallel.main_rank import from_main, gather_on_main
 from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_groups
@@ -37,6 +39,8 @@ seen = dict(
     max=distributed.all_max(torch.tensor([rank, -rank])).tolist(),
     objects=distributed.gather_objects(dict(rank=rank)),
     dict=distributed.gather_dict({{rank: "x" * rank}}),
+    of_main=from_main(dict(rank=rank)),
+    on_main=distributed.gather_objects(gather_on_main("x" * rank)),
     world=(size, distributed.world_size()), same=torch.rand(1).item(),
     packs=len(pack([Sample([1, 2, 3], [True] * 3)] * (5 * rank), 4, device)),
     before=distributed.stop_requested(),
@@ -70,6 +74,7 @@ def test_two_ranks_agree_on_reductions_stops_and_errors(tmp_path):
     assert seen["mine"] == 0.5  # a sum does not overwrite its argument
     assert (seen["sum"], seen["whole"], seen["max"], seen["world"]) == (2.0, 3, [1, 0], (2, 2))
     assert seen["objects"] == [dict(rank=0), dict(rank=1)] and seen["dict"] == {0: "", 1: "x"}
+    assert seen["of_main"] == dict(rank=0) and seen["on_main"] == [["", "x"], []]
     assert seen["packs"] == 2  # one rank owns five samples, both together compute four at a time
     no_folder, not_shared = seen[
         "problems"
@@ -94,6 +99,7 @@ def test_reduction_on_one_rank_is_the_identity(device):
         and not distributed.all_sum(value).requires_grad
     )
     assert distributed.gather_objects("x") == ["x"] and distributed.gather_dict({1: 2}) == {1: 2}
+    assert gather_on_main("x") == ["x"] and from_main("x") == "x"
 
 
 def test_folded_seed_depends_on_every_part_and_their_order():

@@ -157,6 +157,21 @@ def test_oversampling_takes_equally_many_prompts_from_each_rank():
     assert len(set(taken)) == len(taken) == 6 * 10 and max(taken) < 70
 
 
+def test_draw_for_many_ranks_visits_each_prompt_once(monkeypatch):
+    """A visit for each rank would take seconds in every step of 1,024 ranks."""
+    visits, unbegun = [], PromptQueue._unbegun
+
+    def counted(queue):
+        for number in unbegun(queue):
+            visits.append(number)
+            yield number
+
+    monkeypatch.setattr(PromptQueue, "_unbegun", counted)
+    args = Args(prompts_per_step=128, oversample=1.5, max_staleness=1)
+    drawn = PromptQueue(RowOrder(ROWS, 0), args, rank=3, ranks=64, prefetch_steps=0).draw(0, 9)
+    assert visits == drawn == [*range(192)]
+
+
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_prompt_is_taken_before_it_exceeds_the_staleness(staleness):
     run, begun, ages = Simulation(oversample=1.5, max_staleness=staleness), {}, []

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections import Counter
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -24,6 +25,9 @@ from test_grpo import REWARD
 import rloo
 from common.config.groups import flags_of
 from common.model.hub import load_tokenizer
+from common.parallel import distributed
+from common.rollout.episodes import PromptRequest
+from common.rollout.remote_sampler import RemoteSampler
 from common.train.run_folder import prepare_output_dir
 from tests.rewards.test_reward_model import by_transformers, save_classifier
 
@@ -61,6 +65,17 @@ def colocated(flags, tmp_path_factory):
 
 def lines(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_each_engine_gets_the_prompts_that_its_ranks_complete(monkeypatch):
+    """Three engines of two ranks each; ranks 5 to 10 of the launch."""
+    monkeypatch.setattr(distributed, "rollout_ranks", range(5, 11))
+    args = SimpleNamespace(tensor_parallel_size=2)
+    sampler = SimpleNamespace(leaders=distributed.rollout_ranks[::2], args=args)
+    requests = [PromptRequest(number, [], {}, 0, 1, 1.0) for number in (-1, 0, 1, 6, 7)]
+    divided = RemoteSampler._by_leader(sampler, requests)
+    numbers = {leader: [each.number for each in its] for leader, its in divided.items()}
+    assert numbers == {5: [0, 1, 6, 7], 7: [], 9: [-1]}
 
 
 def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signal(
