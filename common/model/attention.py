@@ -3,7 +3,7 @@
 Shapes: T computed tokens, K keys: more than T if prefixes are shared, because each sequence has a
 copy of the keys of its prefix."""
 
-from itertools import groupby
+from itertools import accumulate, groupby, islice
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,10 @@ from torch import Tensor
 from common.data.packing import Tokens
 from common.parallel.context import exchange
 
-# queries from which padding them by the prefix's length is faster than a mask in SDPA (on a CPU)
-LONG = 512
+# SDPA on a CPU computes 512 keys at a time, with those that are later than its queries. In calls of
+# so many queries it gets fewer such keys. Above LONG keys the share of these is small.
+CPU_QUERIES = 128
+LONG = 1024
 VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # whether varlen_attn accepts fewer key heads
 
 
@@ -119,8 +121,8 @@ def attention_by_length(
     query: Tensor, key: Tensor, value: Tensor, pack: Tokens, scaling: float,
     sliding_window: int | None, softcap: float | None, sinks_H: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute `packed_attention` with one call for all neighbours with as many queries and keys:
-    [1, T, heads, head_dim]."""
+    """Compute `packed_attention` with the same calls for all neighbours with as many queries and
+    keys: [1, T, heads, head_dim]."""
     # Equal lengths are mostly neighbours. One split: the gradient of a slice would be as large as
     # the pack.
     lengths = zip(pack.lengths, (pack.keys or pack).lengths, strict=True)
@@ -134,23 +136,39 @@ def attention_by_length(
     for (num_queries, num_keys, count), *slices in zip(runs, queries, keys, values, strict=True):
         # [heads, count * length, head_dim] -> [count, heads, length, head_dim]
         q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in slices)
-        mask = None
         before = num_keys - num_queries
-        windowed = sliding_window is not None and num_keys > sliding_window
-        if 0 < before < num_queries >= LONG and not windowed:  # more rows cost less than a mask
-            q = F.pad(q, (0, 0, before, 0))
-        elif before or windowed:
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(before)
-            if sliding_window is not None:
-                mask = mask.triu(before + 1 - sliding_window)
-        if softcap is None and sinks_H is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        divides = q.is_cpu and (before or num_keys <= LONG)
+        blocks = q.split(CPU_QUERIES if divides else num_queries, dim=2)
+        ends = accumulate((block.shape[2] for block in blocks), initial=before)
+        out = [
+            causal_attention(
+                block, k[:, :, :end], v[:, :, :end], scaling, sliding_window, softcap, sinks_H
             )
-        else:
-            from common.model.full_attention import full_attention
-
-            out = full_attention(q, k, v, mask, scaling, softcap, sinks_H)
+            for block, end in zip(blocks, islice(ends, 1, None), strict=True)
+        ]
         # [count * num_queries, heads, head_dim]
-        outputs.append(out[:, :, -num_queries:].transpose(1, 2).flatten(0, 1))
+        outputs.append(torch.cat(out, dim=2).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None,
+    softcap: float | None, sinks_H: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute attention for sequences of one length, [count, heads, length, head_dim]. The last
+    query is aligned with the last key."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    before = num_keys - num_queries
+    mask = None
+    windowed = sliding_window is not None and num_keys > sliding_window
+    if before or windowed:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(before)
+        if sliding_window is not None:
+            mask = mask.triu(before + 1 - sliding_window)
+    if softcap is None and sinks_H is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+    from common.model.full_attention import full_attention
+
+    return full_attention(query, key, value, mask, scaling, softcap, sinks_H)
