@@ -3,7 +3,7 @@
 Shapes: T computed tokens, K keys: more than T if prefixes are shared, because each sequence has a
 copy of the keys of its prefix."""
 
-from itertools import accumulate, groupby, islice
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -138,14 +138,12 @@ def attention_by_length(
         q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in slices)
         before = num_keys - num_queries
         divides = q.is_cpu and (before or num_keys <= LONG)
-        blocks = q.split(CPU_QUERIES if divides else num_queries, dim=2)
-        ends = accumulate((block.shape[2] for block in blocks), initial=before)
-        out = [
-            causal_attention(
-                block, k[:, :, :end], v[:, :, :end], scaling, sliding_window, softcap, sinks_H
-            )
-            for block, end in zip(blocks, islice(ends, 1, None), strict=True)
-        ]
+        out = []
+        end = before
+        for block in q.split(CPU_QUERIES if divides else num_queries, dim=2):
+            end += block.shape[2]
+            variants = (sliding_window, softcap, sinks_H)
+            out.append(causal_attention(block, k[:, :, :end], v[:, :, :end], scaling, *variants))
         # [count * num_queries, heads, head_dim]
         outputs.append(torch.cat(out, dim=2).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
@@ -160,8 +158,7 @@ def causal_attention(
     num_queries, num_keys = query.shape[2], key.shape[2]
     before = num_keys - num_queries
     mask = None
-    windowed = sliding_window is not None and num_keys > sliding_window
-    if before or windowed:
+    if before or (sliding_window is not None and num_keys > sliding_window):
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(before)
         if sliding_window is not None:
             mask = mask.triu(before + 1 - sliding_window)
