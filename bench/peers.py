@@ -15,7 +15,7 @@ in the mean, cut from the joined rows; every length is drawn from half to one an
 The tokens of every step are counted on both sides and must be equal, for grpo to 0.1%. Every run is
 a separate launch, and the launches take turns:
 - ours, 2 ranks: `torchrun --nproc_per_node 2 sft.py ...`, one thread each; ours, 2 threads: one
-  rank;
+  rank, `--pack_tokens 4096`;
 - TRL, whole batch: one process, 2 threads, `per_device_train_batch_size` 16, padded to its longest
   row;
 - TRL, 2 ranks: torchrun (DDP), one thread each, micro-batches of `MICRO` rows: less padding, the
@@ -277,6 +277,8 @@ def run(script: str, side: str, folder: Path, flags) -> list[dict]:
     first."""
     ranks, ours = sides(flags)[side], side.startswith("ours")
     command = our_command(script, folder, flags)
+    if ranks == 1 and not flags.gpu:
+        command.append("--pack_tokens=4096")  # the memory of larger packs does not stay mapped
     environment = dict(os.environ, OMP_NUM_THREADS=str(CORES // ranks), HF_HUB_OFFLINE="1")
     if not flags.gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
