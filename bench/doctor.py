@@ -166,6 +166,7 @@ def bugs_table(folder: Path, names: list[str], seeds: range) -> None:
 
 def healthy_table(folder: Path) -> None:
     alarms = []
+    once(ROOT, folder, "model", BASES["model"])  # the teacher of distill.py
     print("| healthy run | runs | findings |\n|---|---|---|")
     for name, words in HEALTHY.items():
         runs = []
@@ -190,6 +191,8 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3, help="runs of each bug; default: 3")
     options = parser.parse_args()
+    if unknown := set(options.names) - {*NAMES, "healthy"}:
+        parser.error(f"no bug is named {', '.join(sorted(unknown))}")
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     bugs_table(folder, options.names, range(options.seeds))

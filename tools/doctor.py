@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from safetensors import SafetensorError
+
 from common.parallel.console import print_any_text, visible
 from common.train import trace_file
 from tools import doctor_rules
@@ -32,6 +34,7 @@ from tools.options import Options
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"
 MARKERS = ("<!-- rules: python tools/doctor.py --page -->", "<!-- end of rules -->")
+TOKENS = 32  # of a completion that are recomputed, and up to twice as many
 TRACES = 6  # traces that are read: the first, the last, and others between
 SAMPLE_BYTES = 20_000_000  # end of samples.jsonl that is read
 LARGEST_MODEL = 500_000_000  # bytes of a reward model that is loaded to score again
@@ -113,7 +116,7 @@ def read_traces(folder: Path) -> list[list[dict]]:
 
 # ---- rules about the texts of a trace ----
 
-SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")  # text of a special token
+SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]|\[\|\w+\|\]")  # text of a special token
 
 
 def mask_of(completion: dict) -> list[int]:
@@ -122,8 +125,8 @@ def mask_of(completion: dict) -> list[int]:
 
 
 def in_rows(case: Case, is_wrong: Callable[[dict, dict], bool | None], what: str) -> Seen | None:
-    """Return what is seen if `is_wrong` is true of half of the traced rows for which it is not
-    None. It gets a group and a completion."""
+    """Return a finding if `is_wrong` is true of half of the traced rows for which it is not None.
+    It gets a group and a completion."""
     rows = [(header["step"], c, is_wrong(group, c)) for header, group, c in case.traced()]
     rows = [row for row in rows if row[2] is not None]
     if not rows:
@@ -143,6 +146,8 @@ def prompt_trained(case: Case) -> Seen | None:
 
     Threshold: a trained token inside the text of the prompt, in half of the traced rows (exact).
     Remedy: the mask in common/data/encode.py, the trace in `tools/view.py`."""
+    if case.flag("train_on", "") == "all":
+        raise Unchecked(NOT_HERE)
 
     def is_trained(group: dict, c: dict) -> bool | None:
         prompt = group.get("prompt") or ""
@@ -164,9 +169,11 @@ def no_end(case: Case) -> Seen | None:
     than `--max_length` (exact).
     Remedy: the end token in common/data/encode.py, `--chat_template`, `eos_token` of the
     tokenizer. A model that trains on such rows does not end its completions."""
+    limits = [header["flags"].get("max_length") for header, *_ in case.traces]
+    longest = next(filter(None, limits), math.inf)
 
     def lacks_end(group: dict, c: dict) -> bool | None:
-        is_cut = len(c["ids"]) >= case.flag("max_length", math.inf)
+        is_cut = len(c["ids"]) >= longest
         if "finish_reason" in c or c["start"] < 2 or is_cut or not any(c["mask"]):
             return None
         last = max(i for i, on in enumerate(mask_of(c)) if on)
@@ -195,8 +202,8 @@ def special_twice(case: Case) -> Seen | None:
 
 
 def reversed_pairs(case: Case, of: Callable, least: int, limit: float, what: str) -> Seen | None:
-    """Return what is seen if more than `limit` of the pairs of a prompt, those for which `of` is
-    true and whose advantages differ, have the lower advantage first."""
+    """Return a finding if more than `limit` of the pairs of a prompt, those for which `of` is true
+    and whose advantages differ, have the lower advantage first."""
     both = chain(*(product(group, group) for group in case.groups()))
     pairs = [(a, b) for a, b in both if of(a, b) and a["advantage"] != b["advantage"]]
     if len(pairs) < least:
@@ -228,9 +235,10 @@ def penalty_sign(case: Case) -> Seen | None:
     """Find a penalty of truncated answers that is added.
 
     Threshold: with `--missing_eos_penalty`, the truncated one of two completions with equal reward
-    has the higher advantage in over half of at least 4 pairs of a prompt (exact).
+    has the higher advantage in over half of at least 4 pairs of a prompt (exact; not for ppo.py,
+    which subtracts a value).
     Remedy: `truncation_penalties` in common/rollout/measure.py."""
-    if not case.flag("missing_eos_penalty"):
+    if not case.flag("missing_eos_penalty") or case.script == "ppo":
         raise Unchecked(NOT_HERE)
 
     def ended_and_cut(a: dict, b: dict) -> bool:
@@ -263,9 +271,9 @@ def no_baseline(case: Case) -> Seen | None:
 
 
 def tokens_of(case: Case, stream: str) -> Iterator[tuple[int, dict, float]]:
-    """Yield, for trained tokens of the traces that have a stream: the step; the names of
-    tools/formulas.py with the value of the stream as `recorded`; its largest size in the
-    completion."""
+    """Yield, for trained tokens of the traces that have a stream, in long completions for `TOKENS`
+    or more of them, evenly spaced: the step; the names of tools/formulas.py with the value of the
+    stream as `recorded`; its largest size in the completion."""
     flags = {name: x for name, x in case.flags.items() if isinstance(x, int | float)}
     for header, _, c in case.traced():
         for update in (u for u in c["updates"] if stream in u):
@@ -278,7 +286,8 @@ def tokens_of(case: Case, stream: str) -> Iterator[tuple[int, dict, float]]:
             beta = case.metrics.get("beta", {}).get(header["step"], flags.get("beta"))
             of_all = flags | counts | names | sums | dict(beta=beta)
             largest = max(abs(x or 0.0) for x in update[stream])
-            for t in (t for t in trained if update[stream][t] is not None):
+            here = [t for t in trained if update[stream][t] is not None]
+            for t in here[:: max(1, len(here) // TOKENS)]:
                 of_token = {n: x[t] for n, x in streams.items() if n != "share"}
                 of_token |= dict(recorded=update[stream][t], token=c["tokens"][c["start"] + t])
                 if "advantages" in of_token:  # in place of that of the completion
@@ -287,7 +296,7 @@ def tokens_of(case: Case, stream: str) -> Iterator[tuple[int, dict, float]]:
 
 
 def off_formula(case: Case, stream: str, lines: list[tuple[str, str]], name: str) -> Seen | None:
-    """Return what is seen if recorded values differ from those by formula in 2% of the tokens."""
+    """Return a finding if recorded values differ from those by formula in 2% of the tokens."""
     wrong, count = [], 0
     for step, names, largest in tokens_of(case, stream):
         try:
@@ -308,7 +317,8 @@ def off_formula(case: Case, stream: str, lines: list[tuple[str, str]], name: str
 
 
 def checked_flags(case: Case) -> dict:
-    """Return the flags. Raises `Unchecked` if one that becomes a part of a formula is no number."""
+    """Return the flags. Raises `Unchecked` if a list that a formula quotes has an item that is no
+    number."""
     lists = [case.flag(x, ()) for x in ("cispo_mask", "correction_filter", "loss_weights")]
     if not all(isinstance(x, int | float) for x in chain(*lists)):
         raise Unchecked("a flag is no number")
@@ -356,7 +366,8 @@ def kl_differs(case: Case) -> Seen | None:
     Threshold: over 2% of the traced tokens differ by 1% from the estimate of `--kl_estimator`
     (exact; float32 has 1e-6).
     Remedy: `kl_estimate` in common/objectives/kl.py: the sign of its log-ratio."""
-    if not case.flag("beta") or case.script not in ("grpo", "gspo", "reinforce"):
+    of_engine = case.flag("unbiased_kl") and case.flag("old_logprobs", "") == "engine"
+    if not case.flag("beta") or of_engine or case.script not in ("grpo", "gspo", "reinforce"):
         raise Unchecked(NOT_HERE)
     ratio = [("rho", "exp(logprobs - old_logprobs)")]
     return off_formula(case, "kl", [*ratio, *kl(checked_flags(case))], "KL")
@@ -389,7 +400,10 @@ def judge_differs(case: Case) -> Seen | None:
     pairs = [*scored.items()][:: max(1, len(scored) // 64)]
     if len(pairs) < 8:
         raise Unchecked("too few completions that differ")
-    again = scores(folder, [ids for ids, _ in pairs])
+    try:
+        again = scores(folder, [ids for ids, _ in pairs])
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise Unchecked("the reward model cannot be read") from error
     columns = [(x, y) for (_, x), y in zip(pairs, again, strict=True)]
     r = correlation(centred(columns))
     examples = tuple(f"reward {x:.3g}, scored again {y:.3g}" for x, y in columns[:3])
@@ -409,7 +423,7 @@ def reward_model(case: Case) -> tuple[str, Path]:
     of_policy = (Path(case.folder, "hf"), Path(case.flag("model", "")))
     files = [folder / "tokenizer.json" for folder in (paths[0], *of_policy)]
     texts = [file.read_bytes() for file in files if file.is_file()]
-    if len(texts) < 2 or texts[0] != texts[1]:
+    if not files[0].is_file() or len(texts) < 2 or texts[0] != texts[1]:
         raise Unchecked("the reward model has another tokenizer")
     return "model", paths[0]
 

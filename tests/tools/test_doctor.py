@@ -122,7 +122,7 @@ def signs(positive: int) -> list[list[dict]]:
 
 TWICE = row() | dict(tokens=["<|turn|>", "<|turn|>", *"30=42", "<|end|>", "\n"])
 ONCE = row() | dict(tokens=["<|turn|>", "u", *"30=42", "<|end|>", "<|end|>"])
-REWARD = dict(reward=steps(0.5, 0.5))
+REWARD = dict(reward=steps(0.5, 0.49))
 CHOSEN = {"logps/rejected": [-20.0] * 30, "rewards/rejected": [-0.1] * 30}
 CASES = {  # rule: beyond the threshold, just below it
     "prompt_trained": (dict(script="sft", groups=[[row(start=5)], [row()]]),
@@ -147,7 +147,6 @@ CASES = {  # rule: beyond the threshold, just below it
     ),
     "share_differs": (dict(flags=CLIP, groups=shares(1.02)),
                       dict(flags=CLIP, groups=shares(1.005))),
-    "not_finite": (dict(metrics=dict(loss=[0.5, math.nan])), dict(metrics=dict(loss=[0.5]))),
     "truncated": (dict(metrics={"completions/clipped_ratio": [0.51]}),
                   dict(metrics={"completions/clipped_ratio": [0.5]})),
     "never_pays": (dict(metrics=dict(reward=[0.0] * 3, reward_std=[0.0] * 3)),
@@ -156,8 +155,8 @@ CASES = {  # rule: beyond the threshold, just below it
                      dict(metrics=dict(reward=steps(0.5, 0.26)))),
     "equal_rewards": (dict(metrics=dict(frac_reward_zero_std=[0.9] * 6)),
                       dict(metrics=dict(frac_reward_zero_std=[0.89] * 6))),
-    "engine_differs": (dict(metrics={"sampling/sampling_logp_difference/mean": [0.01, 0.021]}),
-                       dict(metrics={"sampling/sampling_logp_difference/mean": [0.01, 0.019]})),
+    "engine_differs": (dict(metrics={"sampling/sampling_logp_difference/mean": [0.01, 0.051]}),
+                       dict(metrics={"sampling/sampling_logp_difference/mean": [0.01, 0.049]})),
     "rate_high": (dict(metrics=dict(loss=steps(0.1, 0.1), grad_norm=steps(1.0, 21.0))),
                   dict(metrics=dict(loss=steps(0.1, 0.1), grad_norm=steps(1.0, 19.0)))),
     "rate_low": tuple(
