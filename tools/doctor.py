@@ -400,11 +400,10 @@ def judge_differs(case: Case) -> Seen | None:
     pairs = [*scored.items()][:: max(1, len(scored) // 64)]
     if len(pairs) < 8:
         raise Unchecked("too few completions that differ")
-    try:
-        again = scores(folder, [ids for ids, _ in pairs])
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise Unchecked("the reward model cannot be read") from error
+    again = scores(folder, [ids for ids, _ in pairs])
     columns = [(x, y) for (_, x), y in zip(pairs, again, strict=True)]
+    if any(len(set(side)) == 1 for side in zip(*columns, strict=True)):
+        raise Unchecked("equal scores")
     r = correlation(centred(columns))
     examples = tuple(f"reward {x:.3g}, scored again {y:.3g}" for x, y in columns[:3])
     text = f"correlation of rewards and scores by {folder} is {r:.2f}"
@@ -429,15 +428,19 @@ def reward_model(case: Case) -> tuple[str, Path]:
 
 
 def scores(folder: Path, sequences: list[tuple[int, ...]]) -> list[float]:
-    """Return the outputs of a sequence classifier, on the CPU."""
+    """Return the outputs of a sequence classifier, on the CPU. Raises `Unchecked` if it cannot be
+    read."""
     import torch
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    with torch.no_grad():
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-        return [model(torch.tensor([ids])).logits.item() for ids in sequences]
+    try:
+        with torch.no_grad():
+            model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+            return [model(torch.tensor([ids])).logits.item() for ids in sequences]
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise Unchecked("the reward model cannot be read") from error
 
 
 RULES = (

@@ -62,7 +62,9 @@ class Case:
         return fmean(values[-max(1, len(values) // 3) :])
 
     def falls(self, name: str) -> bool:
-        return self.late(name) < self.early(name)
+        """Return whether the end is below the start by more than 5% of it."""
+        before = self.early(name)
+        return self.late(name) < before - 0.05 * abs(before)
 
     @property
     def last(self) -> int:
@@ -132,8 +134,8 @@ def equal_rewards(case: Case) -> Seen | None:
 
     Threshold: `frac_reward_zero_std` at the end at least 0.9 (the warning of
     common/rollout/measure.py).
-    Remedy: easier or harder prompts, more `--samples_per_prompt`, `--temperature`; instead of
-    `grpo.py`, `dapo.py`, which samples until enough groups differ."""
+    Remedy: easier or harder prompts, more `--samples_per_prompt`, `--temperature`; a script
+    that samples until enough groups differ."""
     if case.flag("samples_per_prompt") == 1 or case.script not in OF_GROUPS:
         raise Unchecked(NOT_HERE)
     equal = case.late("frac_reward_zero_std", 6)
@@ -159,7 +161,7 @@ def length_drift(case: Case) -> Seen | None:
     """Find a length that changes while the reward falls.
 
     Threshold: `completions/mean_length` at the end beyond 1.5 times or below half of that at the
-    start, `reward` below its start (length bias of the loss, arXiv:2503.20783).
+    start, `reward` below 95% of its start (length bias of the loss, arXiv:2503.20783).
     Remedy: `--missing_eos_penalty`, in `dapo.py` `--overlong_buffer`, in `grpo.py` another
     `--reduction`."""
     before = case.early("completions/mean_length")
@@ -217,19 +219,24 @@ def correlation(pairs: list[tuple[float, float]]) -> float:
 def engine_differs(case: Case) -> Seen | None:
     """Find an engine whose log-probs differ from the trainer's.
 
-    Threshold: `sampling/sampling_logp_difference/mean` above 0.05 in a step (a tenth of the default
-    of `--max_logprob_difference` in bfloat16), without rollout ranks, oversampling and
-    `--old_logprobs engine`.
+    Threshold: `sampling/sampling_logp_difference/mean` in a step above a tenth of
+    `--max_logprob_difference` or, if that is off, of its default, without rollout ranks,
+    oversampling and `--old_logprobs engine` (common/rollout/agreement.py).
     Remedy: `--dtype float32`: if the difference stays, the engine reads the weights differently
-    ([models.md](models.md)); else it is rounding."""
+    ([models.md](models.md)); else it is rounding: raise
+    `--max_logprob_difference`."""
     if case.flag("rollout_ranks") or case.flag("oversample", 1) > 1:
         raise Unchecked("old weights sampled a part")
     if case.flag("old_logprobs", "") == "engine":  # then of updated weights too
         raise Unchecked(NOT_HERE)
+    of_dtype = dict(float32=1e-3, auto=0.5 if "memory/device_peak_gb" in case.metrics else 1e-3)
+    default = of_dtype.get(case.flag("dtype", ""), 0.5)
+    limit = case.flag("max_logprob_difference", default)
+    limit = (default if limit >= 1e9 else limit) / 10  # 1e9: off
     gaps = case.curve("sampling/sampling_logp_difference/mean", 1)
     step = max(gaps, key=lambda s: gaps[s])
     text = f"engine and trainer differ by {gaps[step]:.3g} nats per token"
-    return Seen(text, step) if gaps[step] > 0.05 else None
+    return Seen(text, step) if gaps[step] > limit else None
 
 
 def stale(case: Case) -> Seen | None:
@@ -251,7 +258,7 @@ def clipped_often(case: Case) -> Seen | None:
     tokens without gradient; clipping is meant for few, arXiv:1707.06347).
     Remedy: a lower `--lr`, `--minibatches 1`, fewer `--epochs_per_rollout`, a lower
     `--max_grad_norm`."""
-    if case.script == "gspo":  # its bounds are for whole completions
+    if case.script in ("gspo", "rloo"):  # their bounds are for whole completions
         raise Unchecked(NOT_HERE)
     clipped = case.late("clip_ratio/region_mean", 3)
     text = f"{clipped:.0%} of the tokens are clipped and have no gradient"
@@ -261,7 +268,7 @@ def clipped_often(case: Case) -> Seen | None:
 def entropy_collapse(case: Case) -> Seen | None:
     """Find an entropy that collapses while the reward falls.
 
-    Threshold: `entropy` at the end below a tenth of its start, `reward` below its start
+    Threshold: `entropy` at the end below a tenth of its start, `reward` below 95% of its start
     (arXiv:2505.22617: reward is traded for entropy).
     Remedy: a lower `--lr`, a positive `--beta`, `--entropy_coef`, a higher `--clip_high`."""
     before = case.early("entropy")
@@ -295,7 +302,8 @@ def rate_high(case: Case) -> Seen | None:
     above 20 times its start (healthy runs of bench/doctor.py: 1, 1 and 2 times).
     Remedy: a lower `--lr`, `--warmup_steps`, a lower `--max_grad_norm`; with samples also
     `--minibatches 1` and a positive `--beta`."""
-    before, after = case.early("grad_norm"), case.late("grad_norm")
+    norms = [x for x in case.curve("grad_norm").values() if x > 0] or [0.0]
+    before, after = fmean(norms[: max(1, len(norms) // 3)]), case.late("grad_norm")
     losses = [*case.curve("loss").values()]
     width = max(5, len(losses) // 10)
     means = [fmean(losses[i : i + width]) for i in range(len(losses) - width + 1)]

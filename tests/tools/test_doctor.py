@@ -5,6 +5,7 @@ import ast
 import copy
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,7 @@ def signs(positive: int) -> list[list[dict]]:
 
 TWICE = row() | dict(tokens=["<|turn|>", "<|turn|>", *"30=42", "<|end|>", "\n"])
 ONCE = row() | dict(tokens=["<|turn|>", "u", *"30=42", "<|end|>", "<|end|>"])
-REWARD = dict(reward=steps(0.5, 0.49))
+REWARD = dict(reward=steps(0.5, 0.47))
 CHOSEN = {"logps/rejected": [-20.0] * 30, "rewards/rejected": [-0.1] * 30}
 CASES = {  # rule: beyond the threshold, just below it
     "prompt_trained": (dict(script="sft", groups=[[row(start=5)], [row()]]),
@@ -291,3 +292,176 @@ def test_rules_are_short():
         rules = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name in RULES]
         lines = {x.name: x.end_lineno - x.body[0].end_lineno for x in rules}
         assert {name: n for name, n in lines.items() if n > 15} == {}
+
+
+# ---- healthy runs that look like a fault ----
+
+FELL = {"rewards/chosen": [-0.61] * 30, "logps/chosen": [-36.1] * 30,
+        "logps/rejected": [-20.0] * 30, "rewards/rejected": [-0.1] * 30}  # fmt: skip
+EQUAL = dict(metrics=dict(frac_reward_zero_std=[1.0] * 6))
+CUT = {"clip_ratio/region_mean": [0.9] * 3}
+GAP = {"sampling/sampling_logp_difference/mean": [0.06]}
+
+
+def apply(rule: str, folder, **case):
+    return RULES[rule](doctor.read_case(run(folder, **case)))
+
+
+UNCHECKED = [
+    ("prompt_trained", dict(script="sft", flags=dict(train_on="all"), groups=[[row(start=5)]])),
+    ("penalty_sign", dict(script="ppo", flags=dict(missing_eos_penalty=1.0), groups=cuts(4))),
+    ("displaced", dict(script="dpo", flags=dict(beta=0.1, loss=["cpo"]), metrics=FELL)),
+    ("displaced", dict(script="online_dpo", flags=dict(beta=0.1, loss=["cpo"]), metrics=FELL)),
+    ("displaced", dict(script="dpo", flags=dict(beta=0.1, loss=["simpo"]), metrics=FELL)),
+    ("equal_rewards", dict(script="self_distill", **EQUAL)),
+    ("equal_rewards", dict(script="distill", **EQUAL)),
+    ("equal_rewards", dict(script="ppo", **EQUAL)),
+    ("equal_rewards", dict(script="reinforce", **EQUAL)),
+    ("clipped_often", dict(script="gspo", metrics=CUT)),
+    ("clipped_often", dict(script="rloo", metrics=CUT)),
+    ("engine_differs", dict(flags=dict(old_logprobs="engine"), metrics=GAP)),
+]
+
+
+@pytest.mark.parametrize("rule,case", UNCHECKED)
+def test_rule_is_unchecked_where_it_cannot_be_right(rule, case, tmp_path):
+    with pytest.raises(doctor.Unchecked, match=doctor.NOT_HERE):
+        apply(rule, tmp_path, **case)
+
+
+def test_dpo_that_displaces_is_named_by_the_same_numbers(tmp_path):
+    assert apply("displaced", tmp_path, script="dpo", flags=dict(beta=0.1), metrics=FELL)
+
+
+@pytest.mark.parametrize("end", ["[|endofturn|]", "</s>", "<|im_end|>", "<turn|>", "[/INST]",
+                                 "<｜end▁of▁sentence｜>", "<end_of_utterance>"])  # fmt: skip
+def test_end_tokens_of_the_families_are_end_tokens(end, tmp_path):
+    assert apply("no_end", tmp_path, script="sft", groups=[[row(end=end)]]) is None
+
+
+def test_rows_at_the_fitted_length_need_no_end(tmp_path, monkeypatch):
+    folder = run(tmp_path, "sft", dict(max_length=None), groups=[[row(end="")]])
+    case = doctor.read_case(folder)
+    assert RULES["no_end"](case)
+    case.traces[0][0]["flags"]["max_length"] = len(row(end="")["ids"])
+    with pytest.raises(doctor.Unchecked):
+        RULES["no_end"](case)
+
+
+def noisy(seed: int, count: int, loss) -> list[float]:
+    rng = random.Random(seed)
+    return [loss(t / count) + rng.gauss(0, 0.15) for t in range(count)]
+
+
+@pytest.mark.parametrize("count", [30, 60, 300, 2000])
+def test_noise_is_no_high_learning_rate(count, tmp_path):
+    alarms = 0
+    for seed in range(20):
+        losses = noisy(seed, count, lambda x: 1.2 - 0.2 * x)
+        metrics = dict(loss=losses, grad_norm=[1.0] * count)
+        alarms += (
+            apply("rate_high", tmp_path / str(seed), script="sft", metrics=metrics) is not None
+        )
+    assert alarms == 0
+
+
+@pytest.mark.parametrize("zeros", [30, 29])
+def test_zero_gradients_at_first_are_no_high_learning_rate(zeros, tmp_path):
+    norms = [0.0] * zeros + [1.0] * (90 - zeros)
+    assert apply("rate_high", tmp_path, metrics=dict(loss=[0.0] * 90, grad_norm=norms)) is None
+
+
+def test_loss_that_falls_within_the_first_steps_is_no_low_learning_rate(tmp_path):
+    losses = [max(1.0, 1.25 - 0.0025 * t) for t in range(3000)]
+    metrics = dict(loss=losses, grad_norm=[1.0] * 3000)
+    assert apply("rate_low", tmp_path, script="sft", metrics=metrics) is None
+
+
+def test_kl_near_zero_is_a_low_learning_rate(tmp_path):
+    for kl, found in ((9e-6, True), (1.1e-5, False)):
+        seen = apply("rate_low", tmp_path / str(kl), metrics=dict(kl=[kl] * 30))
+        assert (seen is not None) == found
+
+
+@pytest.mark.parametrize("end,found", [(4.9, True), (5.1, False)])
+def test_length_that_shrinks_while_the_reward_falls_is_named(end, found, tmp_path):
+    metrics = dict(reward=steps(0.5, 0.4)) | {"completions/mean_length": steps(10, end)}
+    assert (apply("length_drift", tmp_path, metrics=metrics) is not None) == found
+
+
+@pytest.mark.parametrize("reward", [steps(1.0, 1.0), steps(0.98, 0.978)], ids=["solved", "noise"])
+def test_solved_run_may_lose_entropy(reward, tmp_path):
+    metrics = dict(reward=reward, entropy=steps(1.0, 0.01))
+    assert apply("entropy_collapse", tmp_path, metrics=metrics) is None
+
+
+@pytest.mark.parametrize("limit,gap", [(None, 0.05), (1e9, 0.05), (1.0, 0.1)])
+def test_gap_to_the_engine_is_compared_with_the_limit_of_the_run(limit, gap, tmp_path):
+    for factor in (0.9, 1.1):
+        metrics = {"sampling/sampling_logp_difference/mean": [factor * gap]}
+        flags = dict(dtype="bfloat16", max_logprob_difference=limit)
+        seen = apply("engine_differs", tmp_path / str(factor), flags=flags, metrics=metrics)
+        assert (seen is not None) == (factor > 1)
+
+
+def test_few_kept_tokens_are_stale_only_if_some_are_old(tmp_path):
+    for age, found in ((0.1, True), (0.0, False)):
+        metrics = {"sampling/staleness/mean": [age], "sampling/kept_fraction": [0.4]}
+        assert (apply("stale", tmp_path / str(age), metrics=metrics) is not None) == found
+
+
+def judged(tmp_path, tokenizer: bool = True):
+    model = tmp_path / "rm"
+    model.mkdir()
+    (model / "model.safetensors").write_text("damaged")
+    if tokenizer:
+        (model / "tokenizer.json").write_text("x")
+    traced = [row(reward=i, advantage=0.0, finish_reason="stop", model=i) for i in range(8)]
+    for i, completion in enumerate(traced):
+        completion["ids"] = [*completion["ids"][:-1], i]
+    folder = run(
+        tmp_path / "run", flags=dict(reward=[f"model:{model}"], model="m"), groups=[traced]
+    )
+    (folder / "hf").mkdir()
+    (folder / "hf" / "tokenizer.json").write_text("x")
+    return doctor.read_case(folder)
+
+
+def test_damaged_reward_model_is_unchecked(tmp_path):
+    from transformers import AutoConfig
+
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    names = ["LlamaForSequenceClassification"]
+    config = AutoConfig.for_model("llama", vocab_size=32, architectures=names, **sizes)
+    config.save_pretrained(tmp_path / "c")
+    case = judged(tmp_path)
+    (tmp_path / "rm" / "config.json").write_text((tmp_path / "c" / "config.json").read_text())
+    with pytest.raises(doctor.Unchecked, match="cannot be read"):
+        doctor.judge_differs(case)
+
+
+def test_reward_model_without_tokenizer_is_unchecked(tmp_path):
+    with pytest.raises(doctor.Unchecked):
+        doctor.judge_differs(judged(tmp_path, tokenizer=False))
+
+
+def test_equal_scores_are_unchecked(tmp_path, monkeypatch):
+    case = judged(tmp_path)
+    monkeypatch.setattr(doctor, "scores", lambda _, of: [0.5] * len(of))
+    with pytest.raises(doctor.Unchecked):
+        doctor.judge_differs(case)
+
+
+def test_long_trace_is_thinned(tmp_path):
+    long = row(text="12+30=|" + "4" * 5000)
+    long |= dict(reward=1.0, advantage=1.0, finish_reason="stop", fixed={})
+    long |= updated(ratio=[1.0] * len(long["mask"]))
+    case = doctor.read_case(run(tmp_path, groups=[[long]]))
+    assert 20 <= len([*doctor.tokens_of(case, "ratio")]) <= 2000
+    assert RULES["first_ratio"](case) is None
+
+
+def test_remedy_does_not_send_dapo_to_itself(tmp_path):
+    report = doctor.examine(run(tmp_path, "dapo", dict(lr=1.0, samples_per_prompt=8), **EQUAL))
+    (finding,) = [x for x in report.findings if x.rule == "equal_rewards"]
+    assert "dapo.py" not in finding.remedy
