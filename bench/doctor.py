@@ -6,7 +6,6 @@ The twelve bugs are those of bench/planted.py, eight more are here; each has a r
 one without. Then come healthy runs of all scripts, in which the doctor must find nothing. A
 finished run is not repeated. The rules get the folder alone, and no name of a bug."""
 
-import argparse
 import shutil
 import sys
 from collections import Counter
@@ -18,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import planted  # noqa: E402
-from bench.planted import BASES, BUGS, MATCH, MODEL, Bug, launch, plant  # noqa: E402
+from bench.planted import BASES, BUGS, MATCH, MODEL, Bug, folder_parser, launch, plant  # noqa: E402
 from tools.doctor import examine  # noqa: E402
 
 SAMPLE = "--engine transformers --eval_every 0"
@@ -179,12 +178,7 @@ def healthy_table(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "folder", type=Path, help="folder for all runs; finished ones are not repeated"
-    )
+    parser = folder_parser(__doc__)
     parser.add_argument(
         "names", nargs="*", default=[*NAMES, "healthy"],
         help=f"bugs to plant, and healthy for the healthy runs; default: all of {', '.join(NAMES)}",

@@ -229,13 +229,19 @@ def launch(where: Path, folder: Path, name: str, words: str) -> list[Completion]
     return [completion for group in groups for completion in group["completions"]]
 
 
-def main() -> None:
+def folder_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the folder for all runs."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "folder", type=Path, help="folder for all runs; finished ones are not repeated"
     )
+    return parser
+
+
+def main() -> None:
+    parser = folder_parser(__doc__)
     parser.add_argument(
         "names",
         nargs="*",

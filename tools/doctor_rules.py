@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from common.objectives.preference import PER_TOKEN, REFERENCE_FREE
+from common.config.sampling import LOGPROB_DIFFERENCE
 
 LEAST = 10  # steps below which a mean says nothing
 NOT_HERE = "do not apply"
@@ -223,14 +223,14 @@ def engine_differs(case: Case) -> Seen | None:
     `--max_logprob_difference` or, if that is off, of its default, without rollout ranks,
     oversampling and `--old_logprobs engine` (common/rollout/agreement.py).
     Remedy: `--dtype float32`: if the difference stays, the engine reads the weights differently
-    ([models.md](models.md)); else it is rounding: raise
-    `--max_logprob_difference`."""
+    ([models.md](models.md)); else it is rounding: raise `--max_logprob_difference`."""
     if case.flag("rollout_ranks") or case.flag("oversample", 1) > 1:
         raise Unchecked("old weights sampled a part")
     if case.flag("old_logprobs", "") == "engine":  # then of updated weights too
         raise Unchecked(NOT_HERE)
-    of_dtype = dict(float32=1e-3, auto=0.5 if "memory/device_peak_gb" in case.metrics else 1e-3)
-    default = of_dtype.get(case.flag("dtype", ""), 0.5)
+    auto = "bfloat16" if "memory/device_peak_gb" in case.metrics else "float32"
+    dtype = case.flag("dtype", "bfloat16")
+    default = LOGPROB_DIFFERENCE[auto if dtype == "auto" else dtype]
     limit = case.flag("max_logprob_difference", default)
     limit = (default if limit >= 1e9 else limit) / 10  # 1e9: off
     gaps = case.curve("sampling/sampling_logp_difference/mean", 1)
@@ -356,6 +356,8 @@ def displaced(case: Case) -> Seen | None:
     and 20%, that of the rejected below too, for losses of summed log-ratios (likelihood
     displacement, arXiv:2410.08847).
     Remedy: `--sft_weight`, a higher `--beta`, a lower `--lr`, a loss such as `apo_zero`."""
+    from common.objectives.preference import PER_TOKEN, REFERENCE_FREE
+
     loss = next(iter(case.flag("loss", ())), "sigmoid")
     if case.script not in ("dpo", "online_dpo") or loss in REFERENCE_FREE | PER_TOKEN:
         raise Unchecked(NOT_HERE)

@@ -13,6 +13,10 @@ class Gpu(NamedTuple):
     bandwidth: float  # bytes per second of its memory
     link: float  # bytes per second in one direction: NVLink, or 16 lanes of PCIe 4
 
+    def is_named(self, text: str) -> bool:
+        """Return whether a text, such as a name in CUDA, has the name of this kind as a word."""
+        return re.search(rf"\b{self.name}\b", text.upper()) is not None
+
 
 # An unnamed GPU is of the first kind with the nearest memory.
 GPUS = (
@@ -26,7 +30,7 @@ GPUS = (
 
 def kind_of(name: str, size: float) -> Gpu:
     """Return the kind of GPU with so many bytes and a name in CUDA, which may have no kind."""
-    named = [gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b", name.upper())]
+    named = [gpu for gpu in GPUS if gpu.is_named(name)]
     return min(named or GPUS, key=lambda gpu: abs(gpu.size - size))
 
 

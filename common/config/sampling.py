@@ -14,6 +14,8 @@ SLOTS = 256
 # Share of a GPU's memory for an engine, by default, on ranks that also train and on others.
 BESIDE_TRAINER = 0.4
 ALONE = 0.9
+# Default of --max_logprob_difference by compute dtype.
+LOGPROB_DIFFERENCE = dict(float32=1e-3, bfloat16=0.5)
 
 
 @dataclass(config=STRICT)

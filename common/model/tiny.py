@@ -120,26 +120,30 @@ def build_tokenizer():
     )
 
 
+LANGUAGE_MODEL = dict(
+    hidden_size=128,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,  # the minimum of vLLM's CPU attention
+    max_position_embeddings=CONTEXT,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+)
+
+
 def build_model():
-    """Return a Qwen3 with 4 layers of width 128. head_dim 32 is the minimum of vLLM's CPU
-    attention."""
+    """Return a Qwen3 with 4 layers of width 128."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = build_tokenizer()
     end_ids = [tokenizer.convert_tokens_to_ids(t) for t in (EOS, END_OF_TURN)]
     config = Qwen3Config(
+        **LANGUAGE_MODEL,
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=end_ids,
-        bos_token_id=None,
         dtype="float32",
     )
     return random_model(Qwen3ForCausalLM, config, end_ids, tokenizer.pad_token_id)

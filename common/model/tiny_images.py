@@ -10,9 +10,9 @@ from pathlib import Path
 
 from common.model.tiny import (
     CHAT_TEMPLATE,
-    CONTEXT,
     END_OF_TURN,
     EOS,
+    LANGUAGE_MODEL,
     build_tokenizer,
     cached_folder,
     random_model,
@@ -78,19 +78,8 @@ def build_image_model(tokenizer):
         patch_size=4,
         initializer_range=0.06,
     )
-    text = dict(
-        model_type="llama",
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.06,
-        bos_token_id=None,
-        tie_word_embeddings=True,
+    text = LANGUAGE_MODEL | dict(
+        model_type="llama", vocab_size=len(tokenizer), initializer_range=0.06
     )
     config = Idefics3Config(
         image_token_id=image_id,

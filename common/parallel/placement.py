@@ -92,15 +92,15 @@ def place(
         parts = by_key([[*chain(*(group.parts(limit) for group in rank))] for rank in ranks])
         return parts, assign(parts, num_bins, max_tokens)
 
+    limit = 0
     groups = list(chain.from_iterable(ranks))
-    limits = {0}
     if any(any(group.shared) for group in groups):
         even = min(max_tokens, sum(group.size for group in groups) // num_bins + 1)
-        limits |= {max_tokens, even, even // 2, even // 4, even // 8}
-    tried = ranks[:TRIED]
-    bins = math.ceil(num_bins * len(tried) / len(ranks))
-    costs = {limit: cost(*in_parts(tried, bins, limit)) for limit in sorted(limits, reverse=True)}
-    return in_parts(ranks, num_bins, min(costs, key=costs.__getitem__))
+        limits = {max_tokens, even, even // 2, even // 4, even // 8, 0}
+        tried = ranks[:TRIED]
+        bins = math.ceil(num_bins * len(tried) / len(ranks))
+        limit = min(sorted(limits, reverse=True), key=lambda x: cost(*in_parts(tried, bins, x)))
+    return in_parts(ranks, num_bins, limit)
 
 
 def by_key(ranks: list[list[GroupShape]]) -> dict[Key, GroupShape]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.config.online import OnlineArgs
+from common.config.sampling import LOGPROB_DIFFERENCE
 from common.data.packing import Minibatches, PackedBatch, pack_minibatches, positions_of_share
 from common.data.sample import Group
 from common.metrics.meter import Meter
@@ -29,9 +30,8 @@ def require_agreement(
     passes: in bfloat16 the largest difference of many tokens is large, but the mean and the 99.9th
     percentile are small. Raises `RunError` if the 99.9th percentile is above
     `--max_logprob_difference`, or the mean above a tenth of it."""
-    limit = args.max_logprob_difference or (
-        1e-3 if compute_dtype(args, device) == torch.float32 else 0.5
-    )
+    dtype = str(compute_dtype(args, device)).removeprefix("torch.")
+    limit = args.max_logprob_difference or LOGPROB_DIFFERENCE[dtype]
     on_rank = [torch.zeros(0)]
     for mb in chain(*minibatches):
         if mb.num_samples:

@@ -1,7 +1,6 @@
 """Capacity and time of a launch, as lines of `--dry_run` (docs/planning.md)."""
 
 import importlib.util
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -58,7 +57,7 @@ def make_launch(
         gpu = kind_of(name, size)
         measured = time_plan.measured_rates(gpu)
         rates = time_plan.rates_of_gpu(gpu, args.compile, measured)
-        is_known = gpu.name in name and abs(size / gpu.size - 1) < 0.15
+        is_known = gpu.is_named(name) and abs(size / gpu.size - 1) < 0.15
         assumed = "" if is_known else ", assumed by its memory (such as --dry_run 8xA100)"
         published = f"{gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s published"
         shares = "shares of them measured on one GPU with 1.7B (docs/planning.md)"
@@ -112,7 +111,7 @@ def describe(launch: Launch, steps: int) -> Iterator[str]:
     yield f"assumed: {spread}{lengths if args.samples else ''}"
     if without:
         return
-    count = math.ceil(steps / args.eval_every) + args.samples if args.eval_every else 0
+    count = plan.evaluations(args, steps)
     evaluation = [x["evaluation"] for x in phases]
     run = [steps * bounds[i] + count * evaluation[i] for i in (0, 1)]
     first = " (one before the first step)" if args.samples else ""

@@ -166,6 +166,11 @@ def predicted(args: TrainArgs, models: Sequence[Shapes]) -> tuple[str | None, st
     return capacity.refusal(models, plan, size), line
 
 
+def evaluations(args: TrainArgs, steps: int) -> int:
+    """Return the number of evaluations of a run; a script that samples has one before step 1."""
+    return math.ceil(steps / args.eval_every) + args.samples if args.eval_every else 0
+
+
 def schedule(
     args: TrainArgs, groups: list[list[Sample]], steps: int, held_out: int
 ) -> Iterator[str]:
@@ -198,9 +203,8 @@ def schedule(
     micro_batches = f"micro-batches of {args.pack_tokens} tokens: {most}{packs}"
     ranks = f"{training_ranks} training ranks{others}"
     yield f"optimizer step on each of {ranks}: {share:g} sequences, {micro_batches}"
-    evaluations = math.ceil(steps / args.eval_every) + args.samples if args.eval_every else 0
-    plural = "s" * (evaluations != 1)
-    yield f"run: {steps} steps, {evaluations} evaluation{plural} of {held_out} rows"
+    count = evaluations(args, steps)
+    yield f"run: {steps} steps, {count} evaluation{'s' * (count != 1)} of {held_out} rows"
 
 
 def disk(args: TrainArgs, models: Sequence[Shapes], steps: int) -> str:

@@ -63,7 +63,7 @@ def measured_rates(gpu: Gpu) -> dict[str, float]:
     """Return the rates of the parts in bench/gpu.py's table, if it has run on this kind of GPU with
     its own sizes."""
     heading, *lines = TABLE.read_text().splitlines() if TABLE.is_file() else [""]
-    if gpu.name not in heading.upper():
+    if not gpu.is_named(heading):
         return {}
     rates = {}
     for line in lines:
@@ -137,9 +137,9 @@ def pass_seconds(
     traffic = plan.bytes * m.weights
     if trains:
         times = 3 if m.trained > m.weights / 2 else 2  # adapters: without gradients of the others
+        times += plan.recompute  # a second forward
         traffic = 2 * traffic + 4 * m.trained
-    recomputed = 1 if trains and plan.recompute else 0
-    compute = (times + recomputed) * tokens * flops_per_token(m, length) / rates.training
+    compute = times * tokens * flops_per_token(m, length) / rates.training
     traffic *= micro_batches * (plan.ranks - 1) / plan.ranks / rates.link
     overhead = rates.layer + (rates.collective if plan.ranks > 1 else 0.0)
     return max(compute, traffic) + micro_batches * m.layers * overhead * (3 if trains else 1)

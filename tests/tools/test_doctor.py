@@ -213,18 +213,25 @@ def test_a_loss_that_rose_and_fell_again_is_named(tmp_path):
         assert (RULES["rate_high"](case) is not None) == found
 
 
-def test_rewards_are_compared_with_the_scores_of_their_model(tmp_path, monkeypatch):
+def judged(tmp_path, tokenizer: bool = True):
     model = tmp_path / "rm"
     model.mkdir()
-    for name in ("model.safetensors", "tokenizer.json"):
-        (model / name).write_text("x")
+    (model / "model.safetensors").write_text("damaged")
+    if tokenizer:
+        (model / "tokenizer.json").write_text("x")
     traced = [row(reward=i, advantage=0.0, finish_reason="stop", model=i) for i in range(8)]
     for i, completion in enumerate(traced):
         completion["ids"] = [*completion["ids"][:-1], i]
-    folder = run(tmp_path / "run", flags=dict(reward=[f"model:{model}"]), groups=[traced])
+    folder = run(
+        tmp_path / "run", flags=dict(reward=[f"model:{model}"], model="m"), groups=[traced]
+    )
     (folder / "hf").mkdir()
     (folder / "hf" / "tokenizer.json").write_text("x")
-    case = doctor.read_case(folder)
+    return doctor.read_case(folder)
+
+
+def test_rewards_are_compared_with_the_scores_of_their_model(tmp_path, monkeypatch):
+    case = judged(tmp_path)
     monkeypatch.setattr(doctor, "scores", lambda _, of: [2.0 * ids[-1] for ids in of])
     assert doctor.judge_differs(case) is None
     monkeypatch.setattr(doctor, "scores", lambda _, of: [float(ids[-1] % 2) for ids in of])
@@ -408,23 +415,6 @@ def test_few_kept_tokens_are_stale_only_if_some_are_old(tmp_path):
     for age, found in ((0.1, True), (0.0, False)):
         metrics = {"sampling/staleness/mean": [age], "sampling/kept_fraction": [0.4]}
         assert (apply("stale", tmp_path / str(age), metrics=metrics) is not None) == found
-
-
-def judged(tmp_path, tokenizer: bool = True):
-    model = tmp_path / "rm"
-    model.mkdir()
-    (model / "model.safetensors").write_text("damaged")
-    if tokenizer:
-        (model / "tokenizer.json").write_text("x")
-    traced = [row(reward=i, advantage=0.0, finish_reason="stop", model=i) for i in range(8)]
-    for i, completion in enumerate(traced):
-        completion["ids"] = [*completion["ids"][:-1], i]
-    folder = run(
-        tmp_path / "run", flags=dict(reward=[f"model:{model}"], model="m"), groups=[traced]
-    )
-    (folder / "hf").mkdir()
-    (folder / "hf" / "tokenizer.json").write_text("x")
-    return doctor.read_case(folder)
 
 
 def test_damaged_reward_model_is_unchecked(tmp_path):
