@@ -209,6 +209,7 @@ FLAG_ERRORS = [
     ),
     ("dpo", "--ld_alpha 1.5", "--ld_alpha 1.5 must be less than or equal to 1"),
     ("dpo", "--loss simpo --ld_alpha 0.5", "--ld_alpha 0.5 needs losses of summed log-ratios"),
+    ("dpo", "--loss aot_unpaired --wpo true", "--wpo weights pairs, which --loss aot"),
     ("dpo", "--max_length 4098", "--max_length 4098: two sequences must fit in --pack_tokens 8192"),
     (
         "dpo",

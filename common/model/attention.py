@@ -12,8 +12,10 @@ from torch import Tensor
 from common.data.packing import Tokens
 from common.parallel.context import exchange
 
-# queries from which padding them by the prefix's length is faster than a mask in SDPA (on a CPU)
-LONG = 512
+# SDPA on a CPU computes 512 keys at a time, with those that are later than its queries. In calls of
+# so many queries it gets fewer such keys. Above LONG keys the share of these is small.
+CPU_QUERIES = 128
+LONG = 1024
 VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # whether varlen_attn accepts fewer key heads
 
 
@@ -62,9 +64,8 @@ def packed_attention(
     if query.is_cuda and query.dtype != torch.float32 and is_plain:
         out = varlen_attention(query, key, value, scaling, sliding_window, kwargs)
     else:
-        pack = kwargs["pack"]
-        variants = (sliding_window, softcap, sinks_H)
-        out = attention_by_length(query, key, value, pack, scaling, *variants)
+        variant = (scaling, sliding_window, softcap, sinks_H)
+        out = attention_by_length(query, key, value, kwargs["pack"], variant)
     return out, None
 
 
@@ -116,41 +117,47 @@ class GatherKeys(torch.autograd.Function):
 # imports when called.
 @torch._disable_dynamo
 def attention_by_length(
-    query: Tensor, key: Tensor, value: Tensor, pack: Tokens, scaling: float,
-    sliding_window: int | None, softcap: float | None, sinks_H: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Compute `packed_attention` with one call for all neighbours with as many queries and keys:
-    [1, T, heads, head_dim]."""
-    # Equal lengths are mostly neighbours. One split: the gradient of a slice would be as large as
-    # the pack.
+    query: Tensor, key: Tensor, value: Tensor, pack: Tokens, variant: tuple
+) -> Tensor:
+    """Compute `packed_attention`, all neighbours with as many queries and keys together: [1, T,
+    heads, head_dim]. `variant`: the other arguments of `causal_attention`."""
     lengths = zip(pack.lengths, (pack.keys or pack).lengths, strict=True)
     runs = [(*pair, len(list(run))) for pair, run in groupby(lengths)]
-    query_rows = [num_queries * count for num_queries, _, count in runs]
     key_rows = [num_keys * count for _, num_keys, count in runs]
-    queries = query.squeeze(0).split(query_rows, dim=1)
+    # One split: the gradient of a slice would be as large as the pack.
+    queries = query.squeeze(0).split([length * count for length, _, count in runs], dim=1)
     keys = key.squeeze(0).split(key_rows, dim=1)
     values = value.squeeze(0).split(key_rows, dim=1)
     outputs = []
     for (num_queries, num_keys, count), *slices in zip(runs, queries, keys, values, strict=True):
         # [heads, count * length, head_dim] -> [count, heads, length, head_dim]
         q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in slices)
-        mask = None
-        before = num_keys - num_queries
-        windowed = sliding_window is not None and num_keys > sliding_window
-        if 0 < before < num_queries >= LONG and not windowed:  # more rows cost less than a mask
-            q = F.pad(q, (0, 0, before, 0))
-        elif before or windowed:
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(before)
-            if sliding_window is not None:
-                mask = mask.triu(before + 1 - sliding_window)
-        if softcap is None and sinks_H is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-            )
-        else:
-            from common.model.full_attention import full_attention
-
-            out = full_attention(q, k, v, mask, scaling, softcap, sinks_H)
+        end = num_keys - num_queries
+        divides = q.is_cpu and (end or num_keys <= LONG)
+        out = []
+        for block in q.split(CPU_QUERIES if divides else num_queries, dim=2):
+            end += block.shape[2]
+            out.append(causal_attention(block, k[:, :, :end], v[:, :, :end], *variant))
         # [count * num_queries, heads, head_dim]
-        outputs.append(out[:, :, -num_queries:].transpose(1, 2).flatten(0, 1))
+        outputs.append(torch.cat(out, dim=2).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None,
+    softcap: float | None, sinks_H: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute attention in sequences of one length. The last query is aligned with the last key."""
+    before = key.shape[2] - query.shape[2]
+    window = sliding_window or key.shape[2]
+    mask = None
+    if before or key.shape[2] > window:
+        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+        mask = mask.tril(before).triu(before + 1 - window)
+    if softcap is None and sinks_H is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+    from common.model.full_attention import full_attention
+
+    return full_attention(query, key, value, mask, scaling, softcap, sinks_H)

@@ -219,10 +219,6 @@ MUTATIONS = {
     "the mask is aligned at the first key": lambda patch: patch.setattr(
         attention.torch.Tensor, "tril", lambda x, before=0, tril=torch.Tensor.tril: tril(x)
     ),
-    "long suffixes are aligned at the first key": lambda patch: (
-        patch.setattr(attention, "LONG", 2),
-        patch.setattr(attention.F, "pad", lambda x, _: x),
-    ),
     "keys of a prefix have the gradient of one sequence": lambda patch: patch.setattr(
         attention, "GatherKeys", CountsOnce
     ),
@@ -261,11 +257,16 @@ def test_mutation_is_detected(mutation, monkeypatch):
     assert error(results(model, packs_of(groups, 1)), expected) > 1e-2
 
 
-def test_long_suffixes_have_rows_for_the_prefix(monkeypatch):
-    model, groups = build("qwen3", torch.float64), GROUPS["several"]
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("share_prefix", [0, 1])
+def test_blocks_of_queries_attend_to_what_whole_sequences_do(name, share_prefix, monkeypatch):
+    model, groups = build(name, torch.float64), GROUPS["several"]
+    monkeypatch.setattr(attention, "CPU_QUERIES", 10**6)
     expected = results(model, packs_of(groups, 0))
-    monkeypatch.setattr(attention, "LONG", 2)
-    assert error(results(model, packs_of(groups, 1)), expected) < 1e-12
+    monkeypatch.setattr(attention, "CPU_QUERIES", 3)
+    assert error(results(model, packs_of(groups, share_prefix)), expected) < 1e-6
+    monkeypatch.setattr(attention, "LONG", 0)  # only sequences behind a prefix are divided
+    assert error(results(model, packs_of(groups, share_prefix)), expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
