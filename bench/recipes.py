@@ -8,7 +8,9 @@ import importlib
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -18,7 +20,7 @@ from common.config.flag_files import read_yaml
 from common.config.online import OnlineArgs
 from common.data.sample import Completion
 from common.train import plan
-from common.train.launch_plan import describe, make_launch
+from common.train.launch_plan import Setting, describe_all
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = {  # GB of a GPU, and the case
@@ -35,7 +37,8 @@ RECIPES = {  # GB of a GPU, and the case
 SIZES = {"Qwen/Qwen3-1.7B": "1.7B", "Qwen/Qwen3-8B": "8B", "model:runs/qwen3_rm/hf": "1.7B"}
 
 
-# Recipes of docs/planning.md: GPUs, and assumed tokens of a prompt or of a side of a pair.
+# Recipes of docs/planning.md: GPUs, and assumed tokens of a prompt or of a side of a pair, with its
+# prompt.
 PLANS = {
     "qwen3_8b_grpo_lora": ("8xH100", 200),
     "qwen3_8b_grpo": ("8xH100", 200),
@@ -43,8 +46,10 @@ PLANS = {
     "qwen3_8b_dpo": ("8xH100", 500),
     "qwen3_code_grpo": ("8xA100", 150),
 }
+PROMPT = 200  # tokens of a pair
 HELD_OUT = 256  # rows, as --eval_size
-LABELS = ("cache of an engine", "serves better, and fits", "time of a step", "time of the run")
+ROWS = 10_000  # for training
+LABELS = ("cache of an engine", "time of a step", "time of the run", "faster")
 
 
 def folders_of(models: Path) -> dict[str, Path]:
@@ -84,24 +89,39 @@ def rows(models: Path) -> Iterator[str]:
     for recipe, (gigabytes, case) in RECIPES.items():
         command, ranks, _ = launch_command(recipe)
         args, *_, shapes = load(recipe, f"{ranks}x{gigabytes}GB", folders)
-        problem, line = plan.predicted(args, shapes)
-        assert problem is None, problem
+        line = plan.describe_memory(args, shapes)
         memory = re.search(r"[0-9.]+ GiB of [0-9.]+", line)[0]
         yield f"| {case} | `{command}` | {ranks} | {memory} | {step(args)} |"
 
 
+def plan_of(recipe: str, folders: dict[str, Path]) -> list[str]:
+    """Return the lines of a recipe's dry run about memory, capacity and time."""
+    gpus, length = PLANS[recipe]
+    args, path, frozen, shapes = load(recipe, gpus, folders)
+    group = [Completion([0] * length, [False] * length, length)]
+    if not args.samples:  # the sides of a pair share their prompt
+        group.append(Completion([0] * PROMPT + [1] * (length - PROMPT), [], PROMPT))
+    setting = Setting(shapes, path, frozen, [group], ROWS, HELD_OUT, (0.0, 0.0))
+    lines, problem = describe_all(args, setting, args.max_steps or 100)
+    assert problem is None, problem
+    return [plan.describe_memory(args, shapes), *lines]
+
+
+def example(models: Path) -> list[str]:
+    """Return the block at the top of docs/planning.md."""
+    lines = plan_of("qwen3_8b_grpo", folders_of(models))
+    indent = dict(initial_indent=" " * 4, subsequent_indent=" " * 8)
+    return [*chain.from_iterable(textwrap.wrap(line, 128, **indent) for line in lines)]
+
+
 def plans(models: Path) -> Iterator[str]:
-    """Yield a row of the table of docs/planning.md for each recipe, with the lines of its dry
-    run."""
+    """Yield a row of the table of docs/planning.md for each recipe."""
     folders = folders_of(models)
-    for recipe, (gpus, length) in PLANS.items():
-        args, path, frozen, shapes = load(recipe, gpus, folders)
-        sample = Completion([0] * length, [False] * length, length)
-        group = [sample] * (1 if args.samples else 2)
-        launch, _ = make_launch(args, shapes, path, frozen, [group], HELD_OUT, (0.0, 0.0))
-        lines = dict(line.split(": ", 1) for line in describe(launch, args.max_steps or 100))
-        cells = [lines.get(label, "") for label in LABELS]
-        cells[3] = cells[3].split("; without")[0].replace(" (one before the first step)", "")
+    for recipe, (gpus, _) in PLANS.items():
+        lines = [line.split(": ", 1) for line in plan_of(recipe, folders)]
+        first = dict(reversed(lines))
+        cells = [first.get(label, "") for label in LABELS]
+        cells[2] = cells[2].split("; without")[0].replace(", one before the first step", "")
         yield f"| {recipe} | `{gpus}` | {' | '.join(cells)} |"
 
 
@@ -122,4 +142,5 @@ def step(args) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(*rows(Path(folder)), "", *plans(Path(folder)), sep="\n")
+        path = Path(folder)
+        print(*rows(path), "", *example(path), "", *plans(path), sep="\n")

@@ -70,13 +70,9 @@ def packed_attention(
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    sliding_window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None,
     offsets: dict,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `packed_attention` with FlashAttention's varlen kernel: [1, T, heads, head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
 

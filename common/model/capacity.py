@@ -1,10 +1,10 @@
 """Whether a run fits on its GPUs: the memory that memory.py predicts beside the memory that they
-have, and flags to change if it does not fit."""
+have."""
 
 import gc
 import importlib.util
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from common.config.groups import TrainArgs
 from common.config.sampling import BESIDE_TRAINER
 from common.model.flops import capacity_of
 from common.model.memory import Plan, Shapes, on_the_host, predict, shapes_of
+from common.parallel import distributed
 
 GIB = 2**30
 # of a GPU's memory: NCCL's buffers, CUDA graphs and the allocator's pools are not predicted
@@ -35,52 +36,16 @@ def fits(models: Sequence[Shapes], plan: Plan, capacity: float) -> bool:
     return sum(predict(models, plan).values()) <= USABLE * capacity
 
 
-def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[str]:
-    """Yield changes of flags, each of which alone is sufficient."""
-
-    def first(flag: str, field: str, values: Sequence) -> list[str]:
-        """Return the flag with the first value that helps, if there is one."""
-        helps = (v for v in values if fits(models, replace(plan, **{field: v}), capacity))
-        return [flag.format(value) for value in helps][:1]
-
-    if not plan.recompute:
-        yield from first("--activation_checkpointing true", "recompute", [True])
-    sizes = [2**n for n in range(15, 9, -1) if 2**n < plan.pack_tokens]
-    yield from first("--pack_tokens {}", "pack_tokens", sizes)
-    more = {"none": ["optimizer", "all"], "optimizer": ["all"], "all": []}[plan.offload]
-    yield from first("--offload {}", "offload", more)
-    if all(m.trained in (0, m.weights) for m in models):
-        if fits([_with_adapters(m) for m in models], plan, capacity):
-            yield "--lora_rank 16"
-    if plan.engine:
-        yield from first(
-            "--rollout_ranks above 0 or a lower --gpu_memory_utilization", "engine", [0.0]
-        )
-    yield from first("{} GPUs", "ranks", [plan.ranks * 2**n for n in range(1, 11)])
-
-
-def _with_adapters(m: Shapes) -> Shapes:
-    """Return the shapes with adapters, about a hundredth of the weights, as the trained weights."""
-    return replace(
-        m, trained=m.trained // 100, block_trained=m.block_trained // 100, root_trained=0
-    )
-
-
 def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None:
-    """Return the reason why a run cannot fit in the `USABLE` part of a GPU, with remedies; None if
-    it may fit."""
+    """Return the reason why a run cannot fit in the `USABLE` part of a GPU; None if it may fit."""
     if not fits(models, plan, capacity):
-        helps = " or ".join(remedies(models, plan, capacity)) or "no single flag"
         needs = describe(models, plan, capacity)
-        return f"needs {needs} on each GPU, of which {USABLE:.0%} are usable; {helps} would do"
+        return f"needs {needs} on each GPU, of which {USABLE:.0%} are usable"
     policies = [m.weights for m in models if m.head and m.trained]
     copy = plan.bytes * max(policies, default=0) / plan.engine_ranks
     if plan.engine and copy > plan.engine:
-        return (
-            f"{copy / GIB:.1f} GiB of weights do not fit in the engine's"
-            f" {plan.engine / GIB:.1f} GiB per GPU; raise --gpu_memory_utilization,"
-            " --tensor_parallel_size or --rollout_ranks"
-        )
+        sizes = f"{copy / GIB:.1f} GiB of weights do not fit in the engine's"
+        return f"{sizes} {plan.engine / GIB:.1f} GiB per GPU"
     return None
 
 
@@ -151,9 +116,11 @@ def require_memory(model: nn.Module, label: str, args: TrainArgs) -> None:
     """Raise `ValueError` if a model does not fit on a GPU beside the loaded ones. Call it before
     the weights are read."""
     _loaded[model] = shapes_of(model.hf, model.tower)  # includes adapters of a value model
-    problem = refusal(loaded_shapes(), plan_of(model, args), capacity_of(model.device))
+    capacity = capacity_of(model.device)
+    problem = refusal(loaded_shapes(), plan_of(model, args), capacity)
     if problem:
-        raise ValueError(f"{label}: {problem}")
+        gpus = f"{distributed.world_size() + args.rollout_ranks}x{capacity / 1e9:.0f}GB"
+        raise ValueError(f"{label}: {problem}; --dry_run {gpus} lists flags with which it fits")
 
 
 def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> str:

@@ -1,12 +1,9 @@
 """Capacity of inference engines, for `--dry_run`: weights, the cache of keys and values, and the
 completions that run at a time (docs/planning.md)."""
 
-from collections.abc import Iterator
-from contextlib import suppress
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from common.config.groups import TrainArgs, check_ranks
+from common.config.groups import TrainArgs
 from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.model.flops import attention_shape, num_delta_nets
 from common.model.memory import Shapes
@@ -37,7 +34,11 @@ class Room:
     @property
     def at_a_time(self) -> int:
         """Completions of full length that run at a time."""
-        return min(SLOTS, int(self.cache / self.per_completion))
+        return self.running(self.length)
+
+    def running(self, length: float) -> int:
+        """Return the completions that run at a time, if each has `length` tokens."""
+        return min(SLOTS, int(self.tokens / length))
 
     @property
     def is_tight(self) -> bool:
@@ -85,19 +86,3 @@ def make_room(
         length=length,
         completions=args.prompts_per_step * args.samples_per_prompt / engines,
     )
-
-
-def with_rollout_ranks(
-    room: Room, args: TrainArgs, ranks: int, capacity: float
-) -> Iterator[tuple[TrainArgs, Room]]:
-    """Yield flags with each `--rollout_ranks` that the others allow, and the room."""
-    completions = room.completions * room.engines
-    memory = (args.gpu_memory_utilization or ALONE) * capacity
-    for count in range(room.ranks, 0 if args.batch_invariant else ranks, room.ranks):
-        others = copy(args)
-        others.rollout_ranks = count
-        with suppress(ValueError):
-            check_ranks(others, ranks)
-            engines = count // room.ranks
-            each = completions / engines
-            yield others, replace(room, engines=engines, memory=memory, completions=each)

@@ -3,189 +3,284 @@
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 
 from common.config.gpu_kinds import kind_of
 from common.config.groups import TrainArgs
 from common.config.online import MODEL_KINDS
+from common.data.packing import shape_of
 from common.data.sample import Sample
 from common.model import capacity
 from common.model.capacity import GIB
-from common.model.hub import context_length
 from common.model.loading import load_text_config
-from common.model.memory import Shapes
+from common.model.memory import Shapes, predict
 from common.model.policy import compute_dtype
-from common.train import engine_plan, plan, time_plan
-from common.train.engine_plan import Room
+from common.objectives.preference import REFERENCE_FREE
+from common.train import plan, time_plan
+from common.train.engine_plan import Room, bytes_in_cache, make_room
 from common.train.time_plan import LENGTHS, SPREAD, Launch
 
 IN_PROCESSES = ("math", "code", "code_fraction", "by_row")  # rewards, beside those of users
-PHASES = ("rollout", "rewards", "log-probs", "update", "sync")
 
 
-def make_launch(
-    args: TrainArgs, models: Sequence[Shapes], path: str | None, frozen: Sequence[str],
-    groups: Sequence[Sequence[Sample]], held_out: int, reward: tuple[float, float],
-) -> tuple[Launch, str]:  # fmt: skip
-    """Return the launch of `models` from `plan.shapes`, with `path` and `frozen` as there, whose
-    steps are like the first one, `groups`; and a line that names the sources of its rates."""
+@dataclass(frozen=True)
+class Setting:
+    """Run without its flags and its GPUs."""
+
+    models: Sequence[Shapes]  # from `plan.shapes`
+    path: str | None  # of the policy
+    frozen: Sequence[str]  # paths of frozen policies
+    groups: Sequence[Sequence[Sample]]  # of the first step, like those of all steps
+    rows: int  # for training
+    held_out: int  # rows
+    reward: tuple[float, float]  # bounds of the seconds of a completion's rewards
+
+    @cached_property
+    def config(self) -> Any:
+        """The policy's configuration."""
+        return load_text_config(self.path)
+
+
+def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
+    """Return the launch of a run, and a line that names the sources of its rates."""
     ranks, device, size = plan.launch(args)
     dtype = compute_dtype(args, device)
-    trainers = ranks - args.rollout_ranks
-    prompt = sum(len(sample.ids) for sample in chain(*groups)) / len(groups) / len(groups[0])
-    each = args.samples_per_prompt if args.samples else len(groups[0])
-    trained = [m for m in models if m.trained]
-    scorers = [*trained[1:], *(m for m in models if not m.trained)]
-    if args.lora_rank:  # the policy without adapters takes no memory, but time
-        scorers += [models[0]] * list(frozen).count(path)
-    updates = args.minibatches * getattr(args, "epochs_per_rollout", 1)
-    reads_engine = getattr(args, "old_logprobs", "trainer") == "engine"
-    if args.samples and not reads_engine and (updates > 1 or len(trained) > 1):
-        scorers.append(models[0])
+    models = setting.models
+    groups = setting.groups
+    training_plan = plan.training_plan(args, models)
+    sequences = len(groups) * len(groups[0])
+    prompt = sum(len(sample.ids) for sample in chain(*groups)) / sequences
+    if args.samples:
+        each = args.samples_per_prompt
+        is_shared = 0 < args.share_prefix <= prompt
+        shared = prompt * (1 - 1 / each) if is_shared else 0.0
+    else:
+        each = len(groups[0])
+        saved = (shape_of(group, args.share_prefix).shared for group in groups)
+        shared = sum(chain(*saved)) / sequences
     room = None
     no_vllm = not args.planned and importlib.util.find_spec("vllm") is None
     if args.samples and args.engine != "transformers" and not no_vllm:
-        config = load_text_config(path)
         sizes = (ranks, dtype.itemsize, size, round(prompt))
-        room = engine_plan.make_room(models[0], config, args, *sizes)
+        room = make_room(models[0], setting.config, args, *sizes)
     count = args.rows_per_step * each
     if device.type == "cuda":
-        name = args.planned[2] if args.planned else torch.cuda.get_device_name()
-        gpu = kind_of(name, size)
-        measured = time_plan.measured_rates(gpu)
-        rates = time_plan.rates_of_gpu(gpu, args.compile, measured)
-        is_known = gpu.is_named(name) and abs(size / gpu.size - 1) < 0.15
-        assumed = "" if is_known else ", assumed by its memory (such as --dry_run 8xA100)"
-        published = f"{gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s published"
-        shares = "shares of them measured on one GPU with 1.7B (docs/planning.md)"
-        source = f"{gpu.name}{assumed}: {published}; {shares}"
-        if measured:
-            source += f"; {time_plan.TABLE} has {' and '.join(map(repr, measured))}"
+        rates, source = gpu_rates(args, size, training_plan)
     else:
-        rates, measured = time_plan.rates_of_cpu(models[0], int(count * prompt / trainers))
+        tokens = int(count * prompt / (ranks - args.rollout_ranks))
+        rates, measured = time_plan.rates_of_cpu(models[0], tokens)
         source = f"this CPU: {measured}, measured; overheads of docs/planning.md"
-    launch = Launch(
-        args, ranks, size, plan.training_plan(args, models), models, trained, scorers,
-        prompt, count, held_out * (1 if args.samples else each), room, rates, reward,
-    )  # fmt: skip
     if args.samples:
         source += "; rewards measured here on ten rows"
-    return launch, f"rates: {source}"
+    once = each * (setting.rows + setting.held_out) if scores_once(args) else 0
+    held_out = setting.held_out * (1 if args.samples else each)
+    trained = [m for m in models if m.trained]
+    return Launch(
+        args, ranks, size, training_plan, models, trained, scorers_of(args, setting), prompt,
+        shared, count, held_out, once, room, rates, setting.reward,
+    ), f"rates: {source}"  # fmt: skip
 
 
-def problem(launch: Launch, path: str | None) -> str | None:
-    """Return the reason why vLLM does not start, if so."""
-    if launch.room is None or not launch.capacity:
-        return None
-    context = context_length(path, launch.args)
-    size = launch.plan.bytes
-    needed = engine_plan.bytes_in_cache(load_text_config(path), context, size, launch.room.ranks)
-    if needed <= launch.room.cache:
-        return None
+def gpu_rates(args: TrainArgs, size: int, training_plan) -> tuple[time_plan.Rates, str]:
+    """Return the rates of a GPU with `size` bytes and their sources."""
+    name = args.planned.name if args.planned else torch.cuda.get_device_name()
+    gpu = kind_of(name, size)
+    measured = time_plan.measured_rates(gpu)
+    in_machine = training_plan.ranks <= plan.ranks_of_a_machine(args)
+    rates = time_plan.rates_of_gpu(gpu, args.compile, measured, in_machine)
+    is_known = gpu.is_named(name) and abs(size / gpu.size - 1) < 0.15
+    assumed = "" if is_known else ", assumed by its memory (name a kind: --dry_run 8xA100)"
+    published = f"{gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s published"
+    shares = "shares of them measured on one GPU with 1.7B (docs/planning.md)"
+    source = f"{gpu.name}{assumed}: {published}; {shares}"
+    if measured:
+        source += f"; {time_plan.TABLE} has {' and '.join(map(repr, measured))}"
+    return rates, source
+
+
+def scorers_of(args: TrainArgs, setting: Setting) -> list[Shapes]:
+    """Return the models that score the sequences of a step before its update."""
+    trained = [m for m in setting.models if m.trained]
+    scorers = [*trained[1:], *(m for m in setting.models if not m.trained)]
+    if args.lora_rank:  # the policy without adapters takes no memory, but time
+        scorers += [trained[0]] * list(setting.frozen).count(setting.path)
+    updates = args.minibatches * getattr(args, "epochs_per_rollout", 1)
+    reads_engine = getattr(args, "old_logprobs", "trainer") == "engine"
+    if args.samples and not reads_engine and (updates > 1 or len(trained) > 1):
+        scorers.append(trained[0])
+    return scorers
+
+
+def scores_once(args: TrainArgs) -> bool:
+    """Return whether a reference scores all rows before the first step."""
+    losses = getattr(args, "loss", ())
+    needs_none = isinstance(losses, tuple) and set(losses) <= REFERENCE_FREE
+    return getattr(args, "reference_logprobs", None) == "stored" and not needs_none
+
+
+# ---- whether it fits ----
+
+
+def lack(launch: Launch, setting: Setting) -> float:
+    """Return the bytes that a GPU lacks: 0 if the run fits and vLLM starts."""
+    if not launch.capacity:
+        return 0.0
+    usable = capacity.USABLE * launch.capacity
+    missing = max(0.0, sum(predict(launch.models, launch.plan).values()) - usable)
+    room = launch.room
+    if room is not None:
+        needed = room.weights + context_bytes(launch, setting)
+        missing += max(0.0, needed - room.memory)
+    return missing
+
+
+def context_bytes(launch: Launch, setting: Setting) -> float:
+    """Return the bytes in an engine's cache of a sequence of the longest length that vLLM allows:
+    it does not start without them."""
+    tokens = context_of(launch.args, setting)
+    return bytes_in_cache(setting.config, tokens, launch.plan.bytes, launch.room.ranks)
+
+
+def context_of(args: TrainArgs, setting: Setting) -> int:
+    """Return the maximum length of a sequence in the engine."""
+    longest = args.pack_capacity + 1
+    return min(getattr(setting.config, "max_position_embeddings", longest), longest)
+
+
+def problem(launch: Launch, setting: Setting) -> str | None:
+    """Return the reason why a run does not fit or vLLM does not start, if so."""
+    missing = capacity.refusal(launch.models, launch.plan, launch.capacity)
+    if missing or not lack(launch, setting):
+        return missing
+    room = launch.room
+    needed = context_bytes(launch, setting) / GIB
     return (
-        f"the engine's cache of {launch.room.cache / GIB:.1f} GiB per GPU does not hold a sequence"
-        f" of {context} tokens, {needed / GIB:.1f} GiB; raise --gpu_memory_utilization or"
-        " --tensor_parallel_size, or lower --pack_tokens"
+        f"the engine's cache of {room.cache / GIB:.1f} GiB per GPU does not hold a sequence of"
+        f" {context_of(launch.args, setting)} tokens, {needed:.1f} GiB"
     )
 
 
-def describe(launch: Launch, steps: int) -> Iterator[str]:
-    """Yield lines about the capacity and the time of a run of so many steps."""
+# ---- lines ----
+
+
+def describe_all(args: TrainArgs, setting: Setting, steps: int) -> tuple[list[str], str | None]:
+    """Return lines about the launch of a run of so many steps, and the reason why it does not fit,
+    if so."""
+    from common.train.proposals import proposals
+
+    launch, rates = make_launch(args, setting)
+    why = problem(launch, setting)
+    better = proposals(launch, setting) if launch.capacity else ()
+    return [*describe(launch, steps, fits=why is None), *better, rates], why
+
+
+def describe(launch: Launch, steps: int, fits: bool = True) -> Iterator[str]:
+    """Yield lines about the capacity of a run of so many steps and, if it `fits`, its time."""
     args = launch.args
     if args.samples:
-        yield from describe_cores(args, launch.ranks - args.rollout_ranks)
+        yield from describe_cores(args, launch.trainers)
         if launch.room is None:
             yield "engine transformers: its memory and the time of rollouts are not predicted"
         elif launch.capacity:
             yield from describe_room(launch, launch.room)
+    if fits:
+        yield from describe_time(launch, steps)
+
+
+def describe_time(launch: Launch, steps: int) -> Iterator[str]:
+    """Yield lines about the time of a step and of a run of so many steps."""
+    args = launch.args
     phases = [launch.phases(0), launch.phases(1)]
-    listed = [f"{n} {span(*(x[n] for x in phases))}" for n in PHASES if phases[1].get(n)]
-    bounds = [launch.step(0), launch.step(1)]
     without = " without its rollout" if args.samples and launch.room is None else ""
-    yield f"time of a step{without}: {span(*bounds)} ({', '.join(listed)})"
+    bounds = [launch.step(0), launch.step(1)]
+    yield f"time of a step{without}: {span(*bounds)}: {describe_phases(launch)}"
     lengths = f"; completions of {LENGTHS[0]:.0%} to {LENGTHS[1]:.0%} of --max_new_tokens"
-    spread = f"{SPREAD[0]} to {SPREAD[1]} times the time, for other models, kinds and several GPUs"
+    spread = f"{SPREAD[0]} to {SPREAD[1]} times the computed time of a phase"
     yield f"assumed: {spread}{lengths if args.samples else ''}"
     if without:
         return
     count = plan.evaluations(args, steps)
     evaluation = [x["evaluation"] for x in phases]
-    run = [steps * bounds[i] + count * evaluation[i] for i in (0, 1)]
-    first = " (one before the first step)" if args.samples else ""
-    evaluations = f"{count} evaluation{'s' * (count != 1)}{first} of {span(*evaluation)}"
-    evaluations = evaluations if count else "no evaluations"
-    yield f"time of the run: {span(*run)}: {steps} steps, {evaluations}; without start and saves"
+    reference = [x["reference"] for x in phases]
+    run = [steps * bounds[i] + count * evaluation[i] + reference[i] for i in (0, 1)]
+    parts = [f"{steps} steps", "no evaluations"]
+    if count:
+        first = ", one before the first step" if args.samples else ""
+        parts[1] = f"{count} evaluation{'s' * (count != 1)} of {span(*evaluation)}{first}"
+    if reference[1]:
+        parts.insert(0, f"the reference scores all rows once, {span(*reference)}")
+    gpu_hours = [launch.ranks * seconds / 3600 for seconds in run]
+    has_hours = launch.capacity and gpu_hours[1] >= 0.1
+    hours = f", {numbers(*gpu_hours)} GPU-hours" if has_hours else ""
+    yield f"time of the run: {span(*run)}{hours}: {'; '.join(parts)}; without start and saves"
+
+
+def describe_phases(launch: Launch) -> str:
+    """Return the times of the phases of a step, the longest first."""
+    low = launch.phases(0)
+    high = launch.phases(1)
+    names = [name for name in high if high[name] and name not in ("evaluation", "reference")]
+    names.sort(key=lambda name: -high[name])
+    total = sum(high[name] for name in names)
+    listed = []
+    for name in names:
+        part = high[name] / total
+        shown = f" ({part:.0%})" if 0.05 <= part < 1 else ""
+        listed.append(f"{name} {span(low[name], high[name])}{shown}")
+    if launch.is_concurrent:
+        listed.append("rollout at the same time as log-probs and update")
+    return ", ".join(listed)
+
+
+def numbers(low: float, high: float) -> str:
+    """Return a range of numbers with two digits each."""
+    return " to ".join(f"{float(f'{x:.2g}'):,g}" for x in (low, high))
 
 
 def span(low: float, high: float) -> str:
     """Return a range of seconds as text, in the unit of its end."""
     units = ((172_800, 86_400, "days"), (7_200, 3_600, "hours"), (120, 60, "min"), (1, 1, "s"))
     size, unit = next(((size, unit) for least, size, unit in units if high >= least), (1e-3, "ms"))
-    ends = [f"{float(f'{x / size:.2g}'):g}" for x in (low, high)]
-    return f"{' to '.join(ends)} {unit}"
+    return f"{numbers(low / size, high / size)} {unit}"
 
 
 def describe_cores(args: TrainArgs, ranks: int) -> Iterator[str]:
-    """Yield lines about the processes of rewards and episodes on a machine, with at most 8 of the
-    ranks that train, and the cores of this one."""
-    here = f"this machine has {os.cpu_count()} cores"
+    """Yield lines about the processes of rewards and episodes on a machine, with its part of the
+    ranks that train, and, if the launch is on this machine, its cores."""
+    cores = os.cpu_count() or 1
+    here = "" if args.planned else f"; this machine has {cores} cores"
     users = [name for name in args.reward if ":" in name and not name.startswith(MODEL_KINDS)]
     rewards = [*users, *(name for name in args.reward if name in IN_PROCESSES)]
     if rewards:
         each = args.reward_workers * len(rewards)
-        ranks = min(8, ranks)
-        label = "warning: cores" if each * ranks > (os.cpu_count() or 1) else "cores"
+        ranks = min(plan.ranks_of_a_machine(args), ranks)
+        is_short = each * ranks > cores and not args.planned
+        label = "warning: cores" if is_short else "cores"
         rank = f"{each} processes per rank (--reward_workers) for {', '.join(rewards)}"
-        yield f"{label}: {rank}, {each * ranks} on a machine of {ranks} ranks; {here}"
+        machine = f"a machine of {ranks} rank{'s' * (ranks > 1)}"
+        yield f"{label}: {rank}, {each * ranks} on {machine}{here}"
     if args.has_turns:
-        yield f"cores: a process for each running episode with tools or code of yours; {here}"
+        yield f"cores: a process for each running episode with tools or code of yours{here}"
 
 
 def describe_room(launch: Launch, room: Room) -> Iterator[str]:
-    """Yield lines about an engine and its cache, and flags that serve better."""
+    """Yield lines about an engine and its cache."""
     beside = "on rollout ranks" if launch.args.rollout_ranks else "beside the trainer"
     parts = f"weights {room.weights / GIB:.1f}, cache at most {room.cache / GIB:.1f}"
-    engines = f"{room.engines} x {room.ranks} GPU{'s' * (room.ranks > 1)} {beside}"
+    engines = f"{room.engines} engine{'s' * (room.engines > 1)}"
+    engines += f" of {room.ranks} GPU{'s' * (room.ranks > 1)} {beside}"
     yield f"memory of an engine per GPU: {room.memory / GIB:.1f} GiB ({parts}); {engines}"
-    running = f"{room.at_a_time} of {room.length:,} tokens at a time"
-    limit = "the cache's limit" if room.is_tight else "the engine's limit"
-    if room.completions <= room.at_a_time:
-        running = f"all at a time, if each has {room.length:,} tokens"
-        limit = "no limit"
     count = f"{room.completions:g} completions of a step"
-    yield f"cache of an engine: at most {room.tokens:,} tokens; {count}, {running} ({limit})"
-    if room.is_tight:
-        better = "; ".join(remedies(launch, room))
-        yield f"serves better, and fits: {better or 'more GPUs'}"
-
-
-def remedies(launch: Launch, room: Room) -> Iterator[str]:
-    """Yield flags with which more completions run at a time: the lowest
-    `--gpu_memory_utilization` beside the trainer with which the cache is no limit, or the highest;
-    and the `--rollout_ranks` with the fastest step. Slower ones only if the launch does not fit."""
-    fits = capacity.fits(launch.models, launch.plan, launch.capacity)
-    larger = []
-    timed = []
-    for share in (step / 20 for step in range(1, 20)) if not launch.args.rollout_ranks else ():
-        more = replace(room, memory=share * launch.capacity)
-        setting = replace(launch.plan, engine=more.memory)
-        if more.memory > room.memory and capacity.fits(launch.models, setting, launch.capacity):
-            larger.append((f"--gpu_memory_utilization {share:g}", replace(launch, room=more)))
-            if not more.is_tight:
-                break
-    inputs = (room, launch.args, launch.ranks, launch.capacity)
-    for args, more in engine_plan.with_rollout_ranks(*inputs):
-        shards = args.shard_ranks or launch.ranks - args.rollout_ranks
-        setting = replace(launch.plan, ranks=shards, engine=0.0)
-        if capacity.fits(launch.models, setting, launch.capacity):
-            other = replace(launch, args=args, room=more, plan=setting)
-            timed.append((f"--rollout_ranks {args.rollout_ranks}", other))
-    timed.sort(key=lambda pair: pair[1].step(1))
-    for flag, other in (*larger[-1:], *timed[:1]):
-        ratio = other.step(1) / launch.step(1)
-        if ratio < 1 or not fits:
-            each = f"{other.room.at_a_time} at a time on each engine (of {other.room.engines})"
-            yield f"{flag}: {each}, {ratio:.0%} of the time of a step"
+    cache = f"{room.tokens:,} tokens, {room.at_a_time} completions of {room.length:,}"
+    waves = "all at a time"
+    if not room.at_a_time:
+        waves = "do not fit"
+    elif room.completions > room.at_a_time:
+        limit = "the cache is the limit" if room.is_tight else "the engine has no more places"
+        waves = f"in {room.completions / room.at_a_time:.2g} waves ({limit})"
+    yield f"cache of an engine: at most {cache}; {count} {waves}"

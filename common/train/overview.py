@@ -112,14 +112,13 @@ def dry_run(
     if path is not None:
         lines += plan.describe_model(path, args.vision)
     steps = num_steps(args, data)
-    problem, memory = plan.predicted(args, models)
     lines += plan.schedule(args, groups, steps, len(held_out))
     lines += repetitions(args, data)
-    lines += [plan.disk(args, models, steps), memory]
-    inputs = (path, frozen, groups, len(held_out), seconds)
-    launch, rates = launch_plan.make_launch(args, models, *inputs)
-    lines += [*launch_plan.describe(launch, steps), rates]
-    problem = problem or launch_plan.problem(launch, path)
+    lines += [plan.disk(args, models, steps), plan.describe_memory(args, models)]
+    sizes = (len(data), len(held_out), seconds)
+    setting = launch_plan.Setting(models, path, frozen, groups, *sizes)
+    launch_lines, problem = launch_plan.describe_all(args, setting, steps)
+    lines += launch_lines
     lines.append("dry run: no weights were loaded, nothing was written")
     if distributed.is_main():
         if rewards is None:  # else the first prompt is already shown

@@ -2,6 +2,7 @@
 and the memory and the disk that it needs."""
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -143,27 +144,43 @@ def launch(args: TrainArgs) -> tuple[int, torch.device, int]:
     of this launch. The bytes of a CPU are 0."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if args.planned:
-        ranks, size, *_ = args.planned
-        return ranks, torch.device("cuda"), size
+        return args.planned.ranks, torch.device("cuda"), args.planned.size
     return distributed.world_size(), device, capacity_of(device) or 0
+
+
+def ranks_of_a_machine(args: TrainArgs) -> int:
+    """Return the number of ranks of a machine, in the plan or in this launch."""
+    if args.planned:
+        return args.planned.machine
+    return int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
+
+
+def shard_ranks(args: TrainArgs) -> int:
+    """Return the number of ranks that share a copy of each model, as `mesh.shard_mesh` finds it:
+    those of a machine, or all if machines have different numbers of them."""
+    ranks, *_ = launch(args)
+    trainers = ranks - args.rollout_ranks
+    machine = ranks_of_a_machine(args)
+    return args.shard_ranks or (trainers if trainers % machine else machine)
 
 
 def training_plan(args: TrainArgs, models: Sequence[Shapes]) -> capacity.Plan:
     """Return the plan of a training rank."""
-    ranks, device, size = launch(args)
-    ranks = args.shard_ranks or ranks - args.rollout_ranks
-    return capacity.make_plan(models, args, ranks, device, compute_dtype(args, device), size)
+    _, device, size = launch(args)
+    dtype = compute_dtype(args, device)
+    return capacity.make_plan(models, args, shard_ranks(args), device, dtype, size)
 
 
-def predicted(args: TrainArgs, models: Sequence[Shapes]) -> tuple[str | None, str]:
-    """Return the reason why the run does not fit, if so, and a line with the predicted memory of a
-    training rank."""
+def describe_memory(args: TrainArgs, models: Sequence[Shapes]) -> str:
+    """Return a line with the predicted memory of a training rank."""
     *_, size = launch(args)
     plan = training_plan(args, models)
     line = f"memory per training rank: {capacity.describe(models, plan, size)}"
     if not size:
-        return None, f"{line}, without the engine; --dry_run 8x80GB plans for 8 GPUs of 80 GB"
-    return capacity.refusal(models, plan, size), line
+        return f"{line}, without the engine; --dry_run 8x80GB plans for 8 GPUs of 80 GB"
+    ranks, *_ = launch(args)
+    copies = (ranks - args.rollout_ranks) // plan.ranks
+    return f"{line}; {copies} copies, each on {plan.ranks} ranks" if copies > 1 else line
 
 
 def evaluations(args: TrainArgs, steps: int) -> int:
@@ -215,6 +232,8 @@ def disk(args: TrainArgs, models: Sequence[Shapes], steps: int) -> str:
     parents = (Path(args.output_dir) / "x").resolve().parents
     folder = next(parent for parent in parents if parent.is_dir())
     free = shutil.disk_usage(folder).free / 1e9
-    label = "warning: disk" if count * size > free else "disk"
+    is_short = count * size > free and not args.planned
+    label = "warning: disk" if is_short else "disk"
     checkpoints = f"checkpoints {count} x {size:.3g} GB = {count * size:.3g} GB"
-    return f"{label}: {checkpoints}; {free:.3g} GB are free in {folder}"
+    here = " of this machine" if args.planned else ""
+    return f"{label}: {checkpoints}; {free:.3g} GB are free in {folder}{here}"

@@ -30,8 +30,12 @@ PARTS = {
     "vLLM: sync": ("", 3.44e9),
 }
 TABLE = Path("runs/gpu.md")  # of bench/gpu.py
-LINK = 0.6  # assumed: bytes between ranks
-HOST_LINK = 32e9  # assumed: bytes between host and GPU
+# Assumed: the share of a link's bytes, those between host and GPU, and between machines for each
+# GPU, and the seconds in which GPUs add up small tensors.
+LINK = 0.6
+HOST_LINK = 32e9
+NETWORK = 50e9
+EXCHANGE = 20e-6
 # Assumed: other models, kinds and numbers of GPUs against the measurement, lower and upper bound.
 SPREAD = (0.7, 1.3)
 LENGTHS = (0.5, 1.0)  # assumed: mean length of completions, as a share of the maximum
@@ -51,7 +55,9 @@ class Rates:
     reading: float  # bytes
     updating: float
     loading: float
-    link: float
+    link: float  # between ranks of an engine
+    shards: float  # between ranks that share a copy of the models
+    copies: float  # between copies
     layer: float = 0.0  # of a layer in a forward, and twice in a backward
     collective: float = 0.0  # of a layer in the same, and in the weight sync
     loaded: float = 0.0  # of a layer in the weight sync
@@ -74,8 +80,11 @@ def measured_rates(gpu: Gpu) -> dict[str, float]:
     return rates
 
 
-def rates_of_gpu(gpu: Gpu, compiles: bool, measured: dict[str, float]) -> Rates:
-    """Return the `measured` rates of a GPU; without them, shares of the published ones."""
+def rates_of_gpu(
+    gpu: Gpu, compiles: bool, measured: dict[str, float], in_machine: bool = True
+) -> Rates:
+    """Return the `measured` rates of a GPU; without them, shares of the published ones.
+    `in_machine`: whether a copy of the models lies in one machine."""
     rates = {
         "micro-batch": TRAINING * gpu.flops,
         "micro-batch, compiled": COMPILED * gpu.flops,
@@ -90,6 +99,8 @@ def rates_of_gpu(gpu: Gpu, compiles: bool, measured: dict[str, float]) -> Rates:
         updating=rates["clip and AdamW"],
         loading=rates["vLLM: sync"],
         link=LINK * gpu.link,
+        shards=LINK * (gpu.link if in_machine else NETWORK),
+        copies=LINK * NETWORK,
     )
 
 
@@ -107,7 +118,7 @@ def rates_of_cpu(m: Shapes, tokens: int) -> tuple[Rates, str]:
     flops = 2 * a.numel() * m.inner / product
     training = CPU_TRAINING * flops
     overheads = {name: count * small for name, count in OVERHEADS.items()}
-    rates = Rates(training, training, 10e9, 5e9, 5e9, 2e9, **overheads)
+    rates = Rates(training, training, 10e9, 5e9, 5e9, 2e9, 2e9, 2e9, **overheads)
     return rates, f"{flops / 1e9:.0f} GFLOP/s, {1e6 * small:.2f} us per small operation"
 
 
@@ -140,16 +151,17 @@ def pass_seconds(
         times += plan.recompute  # a second forward
         traffic = 2 * traffic + 4 * m.trained
     compute = times * tokens * flops_per_token(m, length) / rates.training
-    traffic *= micro_batches * (plan.ranks - 1) / plan.ranks / rates.link
+    traffic *= micro_batches * (plan.ranks - 1) / plan.ranks / rates.shards
     overhead = rates.layer + (rates.collective if plan.ranks > 1 else 0.0)
     return max(compute, traffic) + micro_batches * m.layers * overhead * (3 if trains else 1)
 
 
-def update_seconds(m: Shapes, plan: Plan, rates: Rates) -> float:
-    """Return the time of clipping and AdamW."""
+def update_seconds(m: Shapes, plan: Plan, rates: Rates, copies: int = 1) -> float:
+    """Return the time of the average over copies of the models, of clipping and of AdamW."""
     shard = m.trained / plan.ranks
     moved = 0 if plan.offload == "none" else 16 * shard / (LINK * HOST_LINK)
-    return 40 * shard / rates.updating + moved
+    averaged = 8 * shard * (copies - 1) / copies / rates.copies
+    return averaged + 40 * shard / rates.updating + moved
 
 
 def sync_seconds(m: Shapes, plan: Plan, rates: Rates) -> float:
@@ -157,8 +169,14 @@ def sync_seconds(m: Shapes, plan: Plan, rates: Rates) -> float:
     size = plan.bytes * m.weights
     gathers = 0.0
     if plan.ranks > 1:
-        gathers = size / rates.link + m.layers * rates.collective
+        gathers = size / rates.shards + m.layers * rates.collective
     return size / rates.loading + gathers + m.layers * rates.loaded
+
+
+def exchange_seconds(m: Shapes, tokens: float, room: Room, rates: Rates) -> float:
+    """Return the time in which the ranks of an engine add up two tensors per layer."""
+    size = 2 * 2 * tokens * m.hidden  # bytes, sent twice
+    return 2 * m.layers * (EXCHANGE + size / rates.link) if room.ranks > 1 else 0.0
 
 
 def sampling_seconds(
@@ -176,10 +194,12 @@ def sampling_seconds(
         cached = running * room.per_completion * context / room.length
         read = ((1 - unused) * room.weights + cached) / rates.reading
         compute = running * flops_per_token(m, context) / room.ranks / rates.prompts
-        return max(read, compute) + rates.round + running * rates.token
+        exchange = exchange_seconds(m, running, room, rates)
+        return max(read, compute) + exchange + rates.round + running * rates.token
 
-    running = max(1.0, min(count, room.at_a_time))
+    running = max(1.0, min(count, room.running(prompt + mean)))
     prefill = prompts * prompt * flops_per_token(m, prompt) / room.ranks / rates.prompts
+    prefill += exchange_seconds(m, prompts * prompt, room, rates)
     rounds = max(count / running, 1.0) * mean
     tail = (longest - mean) * round_of(1.0, prompt + longest)
     return prefill + rounds * round_of(running, prompt + mean / 2) + tail
@@ -200,45 +220,74 @@ class Launch:
     trained: Sequence[Shapes]
     scorers: Sequence[Shapes]  # models that score the sequences before the update
     prompt: float  # mean tokens of a prompt, or of a sequence without sampling
+    shared: float  # mean tokens of a sequence that shared prefixes save
     sequences: int  # of a step
     held_out: int  # prompts, or sequences
+    scored_once: int  # sequences that a reference scores before the first step
     room: Room | None  # in an engine, if there is one and it is vLLM
     rates: Rates
     reward: tuple[float, float]  # bounds of the time of a completion's rewards
 
-    def sampling(self, bound: int, count: float, prompts: float, longest: int) -> float:
-        room = self.room
-        share = LENGTHS[bound]
-        shares = (count / room.engines, prompts / room.engines)
-        lengths = (self.prompt, share * longest, longest)
-        return sampling_seconds(self.trained[0], room, *shares, *lengths, self.rates)
+    @property
+    def trainers(self) -> int:
+        """Ranks that train."""
+        return self.ranks - self.args.rollout_ranks
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether rollout ranks sample while the others train."""
+        return self.args.rollout_ranks > 0 and self.args.max_staleness > 0
+
+    def length(self, bound: int) -> float:
+        """Return the mean length of a sequence."""
+        new = LENGTHS[bound] * self.args.max_new_tokens if self.args.samples else 0.0
+        return self.prompt + new
+
+    def scoring(self, m: Shapes, bound: int, sequences: float) -> float:
+        """Return the time of a forward of `m` over sequences of all training ranks."""
+        length = self.length(bound)
+        tokens = sequences * (length - self.shared) / self.trainers
+        return pass_seconds(m, tokens, length, self.plan, self.rates, self.args.minibatches)
+
+    def sampling(self, bound: int, count: float, prompts: float) -> float:
+        """Return the time in which the engines sample `count` completions."""
+        longest = self.args.max_new_tokens
+        shares = (count / self.room.engines, prompts / self.room.engines)
+        lengths = (self.prompt, LENGTHS[bound] * longest, longest)
+        return sampling_seconds(self.trained[0], self.room, *shares, *lengths, self.rates)
+
+    def updating(self, bound: int) -> float:
+        """Return the time of the updates of a step."""
+        args = self.args
+        length = self.length(bound)
+        tokens = self.sequences * (length - self.shared) / self.trainers
+        setting = (self.plan, self.rates, args.minibatches)
+        copies = self.trainers // self.plan.ranks
+        seconds = 0.0
+        for m in self.trained:
+            seconds += pass_seconds(m, tokens, length, *setting, trains=True)
+            seconds += args.minibatches * update_seconds(m, self.plan, self.rates, copies)
+        return getattr(args, "epochs_per_rollout", 1) * seconds
 
     def phases(self, bound: int) -> dict[str, float]:
-        """Return a bound of the time of each phase of a step, and of an evaluation."""
+        """Return a bound of the time of each phase of a step, of an evaluation, and of the
+        reference's pass before the first step."""
         args = self.args
         policy = self.trained[0]
-        trainers = self.ranks - args.rollout_ranks
-        setting = (self.plan, self.rates, args.minibatches)
-        length = self.prompt + (LENGTHS[bound] * args.max_new_tokens if args.samples else 0)
-        tokens = self.sequences * length / trainers
-        epochs = getattr(args, "epochs_per_rollout", 1)
-        update = sum(pass_seconds(m, tokens, length, *setting, trains=True) for m in self.trained)
-        update += args.minibatches * sum(update_seconds(m, *setting[:2]) for m in self.trained)
         phases = {
-            "log-probs": sum(pass_seconds(m, tokens, length, *setting) for m in self.scorers),
-            "update": epochs * update,
+            "log-probs": sum(self.scoring(m, bound, self.sequences) for m in self.scorers),
+            "update": self.updating(bound),
+            "reference": self.scoring(policy, bound, self.scored_once),
         }
         if args.samples and self.room is not None:
-            phases["sync"] = sync_seconds(policy, *setting[:2])
-            new = args.max_new_tokens
-            phases["rollout"] = self.sampling(bound, self.sequences, args.rows_per_step, new)
-            evaluation = self.sampling(bound, self.held_out, self.held_out, new)
+            phases["sync"] = sync_seconds(policy, self.plan, self.rates)
+            phases["rollout"] = self.sampling(bound, self.sequences, args.rows_per_step)
+            evaluation = self.sampling(bound, self.held_out, self.held_out)
             phases["evaluation"] = evaluation + phases["sync"]
         elif not args.samples:
-            held_out = self.held_out * length / trainers
-            phases["evaluation"] = pass_seconds(policy, held_out, length, *setting)
+            phases["evaluation"] = self.scoring(policy, bound, self.held_out)
         phases = {name: SPREAD[bound] * seconds for name, seconds in phases.items()}
-        return phases | dict(rewards=self.reward[bound] * self.sequences / trainers)
+        return phases | dict(rewards=self.reward[bound] * self.sequences / self.trainers)
 
     def step(self, bound: int) -> float:
         """Return a bound of the time of a step. Rewards are computed during the rollout; rollout
@@ -246,6 +295,5 @@ class Launch:
         phases = self.phases(bound)
         training = phases["log-probs"] + phases["update"]
         rollout = max(phases.get("rollout", 0.0), phases["rewards"])
-        is_concurrent = self.args.rollout_ranks > 0 and self.args.max_staleness > 0
-        parts = max(training, rollout) if is_concurrent else training + rollout
+        parts = max(training, rollout) if self.is_concurrent else training + rollout
         return parts + phases.get("sync", 0.0)

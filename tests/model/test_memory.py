@@ -178,8 +178,8 @@ def test_prediction_takes_the_larger_of_engine_and_update():
     )
 
 
-def test_run_that_exceeds_memory_is_refused_with_remedies():
-    """The message is one line; each remedy alone is enough."""
+def test_run_that_exceeds_memory_is_refused():
+    """The message is one line with what the run needs."""
     needs = sum(predict([MODEL], PLAN).values())
     least = needs / USABLE
     assert refusal([MODEL], PLAN, least + 1) is None
@@ -187,22 +187,7 @@ def test_run_that_exceeds_memory_is_refused_with_remedies():
     assert message.startswith(
         f"needs {needs / GIB:.1f} GiB of {least / GIB:.1f} (weights 3.4, Adam 6.7, gradients 3.4"
     )
-    assert " on each GPU, of which 92% are usable; " in message
-    assert (
-        "; --offload optimizer or --lora_rank 16 or 20 GPUs would do" in message
-        and "\n" not in message
-    )
-    long = dataclasses.replace(PLAN, pack_tokens=32768, recompute=False)
-    message = refusal([MODEL], long, 40e9 / USABLE)
-    assert "--activation_checkpointing true or --pack_tokens " in message
-    size = int(message.partition("--pack_tokens ")[2].split()[0])
-    assert refusal([MODEL], dataclasses.replace(long, pack_tokens=size), 40e9 / USABLE) is None
-    assert (
-        refusal([MODEL], dataclasses.replace(long, pack_tokens=2 * size), 40e9 / USABLE) is not None
-    )
-    beside = dataclasses.replace(PLAN, engine=60e9)
-    assert "--rollout_ranks above 0" in refusal([MODEL], beside, 65e9 / USABLE)
-    assert "no single flag would do" in refusal([MODEL], PLAN, 1e9)
+    assert message.endswith(" on each GPU, of which 92% are usable") and "\n" not in message
 
 
 def test_predicted_shapes_equal_those_of_the_loaded_model(device):
@@ -261,7 +246,7 @@ def test_models_count_while_alive_and_are_refused_before_loading(device, monkeyp
     needs = sum(predict([shapes_of(policy.hf)], plan_of(policy, args)).values())
     give_memory(monkeypatch, needs / USABLE + 2**20)
     with pytest.raises(
-        ValueError, match="^--reference_model .*: needs .* GiB of .* GPU, .*; --activation_checkpo"
+        ValueError, match="^--reference_model .*: needs .* GiB of .* GPU, .*; --dry_run 1x1GB lists"
     ):
         load_policy(tiny_model(), args, device, trainable=False, flag="--reference_model")
     assert len(read) == 2

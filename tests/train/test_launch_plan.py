@@ -6,17 +6,20 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from helpers import ROOT
 
 import dpo
 import grpo
 from bench.memory_plan import CONFIGS
 from common.config.gpu_kinds import kind_of
+from common.config.groups import check_ranks
 from common.data.sample import Completion
 from common.model.memory import Plan
 from common.train import launch_plan, plan, time_plan
 from common.train.engine_plan import Room, bytes_in_cache
-from common.train.launch_plan import describe, make_launch, problem, span
+from common.train.launch_plan import Setting, describe, lack, make_launch, problem, span
+from common.train.proposals import proposals
 from common.train.time_plan import (
     Rates,
     pass_seconds,
@@ -43,26 +46,32 @@ def models(tmp_path_factory):
     return found
 
 
+def prompts_of(length: int, count: int = 1) -> list[list[Completion]]:
+    return [[Completion([0] * length, [False] * length, length)]] * count
+
+
 def launch_of(models, gpus: str, size: str = "8B", **flags):
-    """Return the launch of grpo.py with prompts of `PROMPT` tokens, its folder and its lines."""
+    """Return the launch of grpo.py with prompts of `PROMPT` tokens, its setting and its lines."""
     args = grpo.Args(dry_run=gpus, **SETTINGS | flags)
     path, shapes = models[size]
-    groups = [[Completion([0] * PROMPT, [False] * PROMPT, PROMPT)]]
-    launch, rates = make_launch(args, shapes, path, [], groups, 256, (1e-4, 1e-3))
-    return launch, path, [*describe(launch, 100), rates]
+    setting = Setting(shapes, path, [], prompts_of(PROMPT), 1000, 256, (1e-4, 1e-3))
+    launch, rates = make_launch(args, setting)
+    fits = problem(launch, setting) is None
+    return launch, setting, [*describe(launch, 100, fits), rates]
 
 
 # ---- capacity ----
 
 
 def test_eight_billion_parameters_have_room_for_six_long_completions(models):
-    launch, path, lines = launch_of(models, "8x80GB", max_new_tokens=16_300)
+    launch, setting, lines = launch_of(models, "8x80GB", max_new_tokens=16_300)
     room = launch.room
     assert (room.tokens, room.at_a_time, room.length, room.completions) == (105_919, 6, 16_384, 64)
     text = "\n".join(lines)
     assert "memory of an engine per GPU: 29.8 GiB (weights 15.3, cache at most 14.5)" in text
-    assert "64 completions of a step, 6 of 16,384 tokens at a time (the cache's limit)" in text
-    assert problem(launch, path) is None
+    cache = "at most 105,919 tokens, 6 completions of 16,384; 64 completions of a step in 11 waves"
+    assert f"cache of an engine: {cache} (the cache is the limit)" in text
+    assert problem(launch, setting) is None
 
 
 def config(**changes) -> SimpleNamespace:
@@ -97,66 +106,144 @@ def test_capacity_follows_memory_and_tensor_parallelism(models):
     assert running == sorted(set(running))
     dedicated, _, lines = launch_of(models, "8x80GB", max_new_tokens=8000, rollout_ranks=4)
     assert dedicated.room.memory == 0.9 * 80e9 and dedicated.room.engines == 4
-    assert any("4 x 1 GPU on rollout ranks" in line for line in lines)
+    assert any("; 4 engines of 1 GPU on rollout ranks" in line for line in lines)
 
 
-def test_proposed_flags_fit_and_serve_better(models):
-    before, _, lines = launch_of(models, "8x80GB", max_new_tokens=16_300)
-    (line,) = [line for line in lines if line.startswith("serves better, and fits: ")]
-    share = float(re.search(r"--gpu_memory_utilization ([0-9.]+)", line)[1])
-    count = int(re.search(r"--rollout_ranks (\d+)", line)[1])
-    for flags in (dict(gpu_memory_utilization=share), dict(rollout_ranks=count)):
-        after, path, _ = launch_of(models, "8x80GB", max_new_tokens=16_300, **flags)
-        assert plan.predicted(after.args, after.models)[0] is None
-        assert after.room.at_a_time > before.room.at_a_time and after.step(1) < before.step(1)
-        assert f"{after.room.at_a_time} at a time on each engine (of {after.room.engines})" in line
+PROPOSAL = re.compile(r"(faster|fits): (--.*?): (?:(\d+)% of the time of a step|a step in )")
 
 
-def test_proposed_rollout_ranks_keep_the_given_memory(models):
-    """Their engines have --gpu_memory_utilization of the run, not the default of rollout ranks."""
-    flags = dict(gpu_memory_utilization=0.8, max_new_tokens=16_300)
-    launch, path, lines = launch_of(models, "8x80GB", **flags)
-    (line,) = [line for line in lines if line.startswith("serves better, and fits: ")]
-    (proposal,) = re.findall(r"--rollout_ranks (\d+): (\d+) at a time", line)
-    after, *_ = launch_of(models, "8x80GB", rollout_ranks=int(proposal[0]), **flags)
-    assert after.room.at_a_time == int(proposal[1])
+def proposed(line: str) -> tuple[str, dict, float]:
+    """Return what a proposal promises, its flags and the share of the time."""
+    kind, flags, percent = PROPOSAL.match(line).groups()
+    words = flags.split()
+    values = zip(words[::2], words[1::2], strict=True)
+    found = {flag.removeprefix("--"): yaml.safe_load(value) for flag, value in values}
+    return kind, found, float(percent or 0) / 100
 
 
-def test_fewer_rollout_ranks_may_fit(models):
-    """With 6 of 8 the two others cannot hold the model; with fewer they can."""
-    launch, path, lines = launch_of(models, "8x80GB", max_new_tokens=16_300, rollout_ranks=6)
-    assert plan.predicted(launch.args, launch.models)[0] is not None
-    assert any("serves better, and fits: --rollout_ranks" in line for line in lines)
+LAUNCHES = {
+    "long completions": ("8x80GB", dict(max_new_tokens=16_300)),
+    "given memory": ("8x80GB", dict(max_new_tokens=16_300, gpu_memory_utilization=0.8)),
+    "too many rollout ranks": ("8x80GB", dict(max_new_tokens=16_300, rollout_ranks=6)),
+    "small GPUs": ("8xA100-40GB", dict(max_new_tokens=4000)),
+    "large packs": (
+        "8x80GB",
+        dict(max_new_tokens=1000, pack_tokens=2**17, activation_checkpointing=False),
+    ),
+    "two machines": ("16x80GB", dict(max_new_tokens=4000, tensor_parallel_size=2)),
+}
 
 
-def test_the_lowest_sufficient_memory_is_proposed(models):
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_with_proposed_flags_is_as_promised(models, name):
+    """The flags are valid together, the run fits, and the predicted time is the promised share."""
+    gpus, flags = LAUNCHES[name]
+    before, setting, _ = launch_of(models, gpus, **flags)
+    lines = [*proposals(before, setting)]
+    assert lines
+    for line in lines:
+        kind, changed, share = proposed(line)
+        others = changed.pop("dry_run", gpus)
+        after, after_setting, _ = launch_of(models, others, **flags | changed)
+        if "lora_rank" in changed:
+            continue  # the models of this test have no adapters
+        check_ranks(after.args, after.ranks)
+        assert problem(after, after_setting) is None
+        assert kind == ("fits" if lack(before, setting) else "faster")
+        if kind == "faster":
+            times = [launch.step(0) + launch.step(1) for launch in (after, before)]
+            assert times[0] / times[1] == pytest.approx(share, abs=0.006) and share < 0.98
+        if "completions at a time" in line:
+            running = min(after.room.completions, after.room.at_a_time) * after.room.engines
+            assert f"{running:g} of {after.sequences} completions at a time" in line
+
+
+def test_a_combination_is_faster_than_each_flag(models):
+    launch, setting, _ = launch_of(models, "8x80GB", max_new_tokens=16_300)
+    shares = [proposed(line)[2] for line in proposals(launch, setting)]
+    assert shares == sorted(shares) and shares[0] < 0.9 * shares[1]
+
+
+def test_a_launch_that_does_not_fit_has_no_times(models):
+    launch, setting, lines = launch_of(models, "4x4090", max_new_tokens=1000)
+    assert "GiB of 22.4" in problem(launch, setting)
+    assert not any(line.startswith("time of") for line in lines)
+    assert all(line.startswith("fits: ") for line in proposals(launch, setting))
+
+
+def test_a_launch_that_no_flag_can_save_says_so(models):
+    launch, setting, _ = launch_of(models, "1x4GB", max_new_tokens=1000)
+    (line,) = proposals(launch, setting)
+    assert line.startswith("no flag makes it fit")
+
+
+def test_a_launch_that_does_not_fit_is_offered_adapters_and_more_gpus(models):
+    flags = dict(max_new_tokens=1000, gpu_memory_utilization=0.8)
+    launch, setting, _ = launch_of(models, "8x80GB", **flags)
+    *_, adapters, gpus = proposals(launch, setting)
+    assert adapters.startswith("fits: --lora_rank 16: a step in ")
+    assert gpus.startswith("fits: --dry_run 16x80GB --shard_ranks 16: a step in ")
+
+
+def test_enough_memory_gets_no_more(models):
     """64 completions of 2,084 tokens with 147,456 bytes each, and the weights, need 0.451 of the
     GPU."""
-    *_, lines = launch_of(models, "8x80GB", max_new_tokens=2000)
-    assert any("fits: --gpu_memory_utilization 0.5: 76 at a time" in line for line in lines)
+    launch, setting, _ = launch_of(models, "8x80GB", max_new_tokens=2000)
+    (line,) = [
+        line
+        for line in proposals(launch, setting)
+        if line.startswith("faster: --gpu_memory_utilization")
+    ]
+    assert "--gpu_memory_utilization 0.5:" in line and "512 of 512 completions at a time" in line
 
 
 def test_a_cache_that_is_no_limit_gets_no_proposal(models):
-    _, _, lines = launch_of(models, "8x80GB", max_new_tokens=100, prompts_per_step=8)
-    assert any("8 completions of a step, all at a time" in line for line in lines)
-    assert not any("serves better" in line for line in lines)
+    flags = dict(max_new_tokens=100, prompts_per_step=8)
+    launch, setting, lines = launch_of(models, "8x80GB", **flags)
+    assert any("8 completions of a step all at a time" in line for line in lines)
+    assert not any("gpu_memory_utilization" in line for line in proposals(launch, setting))
 
 
 def test_a_cache_that_does_not_hold_the_context_is_refused(models):
     flags = dict(gpu_memory_utilization=0.22, max_new_tokens=1000)
-    launch, path, _ = launch_of(models, "8x80GB", **flags)
-    assert "does not hold a sequence of 20001 tokens, 2.7 GiB; raise" in problem(launch, path)
+    launch, setting, _ = launch_of(models, "8x80GB", **flags)
+    assert "does not hold a sequence of 20001 tokens, 2.7 GiB" in problem(launch, setting)
+
+
+def test_models_are_sharded_over_a_machine(models):
+    """`mesh.shard_mesh` does it: 64 GPUs hold 8 copies, and a GPU needs what one of 8 needs."""
+    one, *_ = launch_of(models, "8x80GB", "1.7B")
+    many, *_ = launch_of(models, "64x80GB", "1.7B")
+    assert one.plan == many.plan and many.plan.ranks == 8
+    assert launch_of(models, "4x2x80GB", "1.7B")[0].plan.ranks == 2
+    # machines with different numbers of training ranks
+    assert (
+        launch_of(models, "2x8x80GB", "1.7B", rollout_ranks=4, prompts_per_step=12)[0].plan.ranks
+        == 12
+    )
+    assert launch_of(models, "64x80GB", "1.7B", shard_ranks=32)[0].plan.ranks == 32
+
+
+def test_a_copy_over_several_machines_gathers_over_the_network(models):
+    in_machine, *_ = launch_of(models, "64xH100", pack_tokens=2048, max_new_tokens=100)
+    across, *_ = launch_of(models, "64xH100", pack_tokens=2048, max_new_tokens=100, shard_ranks=64)
+    assert across.phases(1)["update"] > 2 * in_machine.phases(1)["update"]
+    one, *_ = launch_of(models, "8xH100", prompts_per_step=8)
+    eight, *_ = launch_of(models, "64xH100", prompts_per_step=64)
+    averaged = 8 * one.trained[0].trained / 8 * (7 / 8) / eight.rates.copies
+    assert eight.updating(1) - one.updating(1) == pytest.approx(averaged)
 
 
 def test_processes_are_compared_with_the_cores(models, monkeypatch):
-    monkeypatch.setattr(launch_plan.os, "cpu_count", lambda: 30)
-    _, _, (line, *_) = launch_of(models, "16x80GB", reward=("math",))
-    assert line.startswith(
-        "warning: cores: 4 processes per rank (--reward_workers) for math, 32 on"
-    )
+    """A plan for other machines says nothing of the cores of this one."""
+    monkeypatch.setattr(launch_plan.os, "cpu_count", lambda: 3)
     _, _, (line, *_) = launch_of(models, "16x80GB", reward=("math",), reward_workers=3)
-    assert line.startswith("cores: 3 processes") and "this machine has 30 cores" in line
+    processes = "cores: 3 processes per rank (--reward_workers) for math"
+    assert line == f"{processes}, 24 on a machine of 8 ranks"
     assert not launch_of(models, "16x80GB", reward=("gsm8k",))[2][0].startswith("cores")
+    (line,) = launch_plan.describe_cores(grpo.Args(dry_run="true", reward=("math",)), 1)
+    assert line.startswith("warning: cores: 4 processes per rank")
+    assert line.endswith("on a machine of 1 rank; this machine has 3 cores")
 
 
 # ---- time ----
@@ -240,26 +327,68 @@ def test_time_follows_the_rates_and_the_ranks(models):
 def test_a_script_without_sampling_has_no_engine(models):
     args = dpo.Args(dry_run="8xH100", batch_size=64, max_steps=10)
     path, shapes = models["1.7B"]
-    pair = [Completion([0] * 500, [False] * 500, 500)] * 2
-    launch, _ = make_launch(args, shapes, path, [], [pair], 32, (0.0, 0.0))
+    pair = [Completion([0] * 100 + [side] * 400, [False] * 500, 100) for side in (1, 2)]
+    setting = Setting(shapes, path, [], [pair], 1000, 32, (0.0, 0.0))
+    launch, _ = make_launch(args, setting)
     assert (launch.sequences, launch.held_out, launch.room) == (128, 64, None)
-    assert launch.phases(1)["update"] > launch.phases(1)["evaluation"] > 0
+    phases = launch.phases(1)
+    assert phases["update"] > phases["evaluation"] > 0
     step, assumed, run = describe(launch, 10)
-    assert "max_new_tokens" not in assumed and "sync" not in step and ": 10 steps" in run
+    assert "max_new_tokens" not in assumed and "sync" not in step and "; 10 steps; " in run
+    # the prompts of pairs are computed once
+    alone, _ = make_launch(replace(args, share_prefix=0), setting)
+    assert (alone.shared, launch.shared) == (0, pytest.approx(99 / 2))
+    # the reference scores all rows before the first step, if the loss has one
+    assert phases["reference"] == pytest.approx(phases["evaluation"] * 1032 / 32, rel=0.1)
+    for others in (dict(loss=("simpo",)), dict(reference_logprobs="online")):
+        launch, _ = make_launch(replace(args, **others), setting)
+        assert launch.phases(1)["reference"] == 0
+
+
+def test_prompts_of_a_group_are_computed_once(models):
+    one, *_ = launch_of(models, "8xH100", share_prefix=0)
+    shared, *_ = launch_of(models, "8xH100")
+    prompts, completions = 64 * PROMPT, 64 * 8 * (PROMPT + one.args.max_new_tokens)
+    assert shared.sequences * (shared.length(1) - shared.shared) == pytest.approx(
+        completions - 7 * prompts
+    )
+    assert shared.updating(1) < one.updating(1)
+
+
+def test_shorter_completions_run_more_at_a_time(models):
+    """The lower bound of a rollout has completions of half the length: more than half of the
+    rounds are saved, because the cache holds more of them."""
+    launch, *_ = launch_of(models, "8xH100", max_new_tokens=16_000)
+    room = launch.room
+    assert room.running(room.length / 2) >= 2 * room.at_a_time
+    low, high = (launch.phases(bound)["rollout"] / time_plan.SPREAD[bound] for bound in (0, 1))
+    assert low < 0.45 * high
+
+
+def test_engines_of_several_gpus_exchange_activations(models):
+    one, *_ = launch_of(models, "8xL40S", "1.7B", tensor_parallel_size=2)
+    at_no_cost = replace(one, rates=replace(one.rates, link=1e20))
+    added = one.sampling(1, 512, 64) - at_no_cost.sampling(1, 512, 64)
+    per_token = 2 * 28 * 4 * 2048 / one.rates.link
+    tokens = (512 * one.args.max_new_tokens + 64 * PROMPT) / one.room.engines
+    assert added == pytest.approx(tokens * per_token, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("gpus", "source"),
     [
-        ("8x80GB", "rates: H100, assumed by its memory (such as --dry_run 8xA100): 989 TFLOP/s"),
+        (
+            "8x80GB",
+            "rates: H100, assumed by its memory (name a kind: --dry_run 8xA100): 989 TFLOP/s",
+        ),
         ("8xa100", "rates: A100: 312 TFLOP/s, 2,040 GB/s published; shares of them measured on"),
-        ("1x24", "rates: 4090, assumed by its memory"),
+        ("2x24", "rates: 4090, assumed by its memory"),
     ],
 )
 def test_a_plan_names_its_sources(models, gpus, source):
     _, _, (*_, assumed, run, rates) = launch_of(models, gpus, "1.7B")
     assert rates.startswith(source) and rates.endswith("rewards measured here on ten rows")
-    assert assumed.startswith("assumed: 0.7 to 1.3 times the time")
+    assert assumed.startswith("assumed: 0.7 to 1.3 times the computed time of a phase")
     assert assumed.endswith("; completions of 50% to 100% of --max_new_tokens")
     assert run.endswith("without start and saves")
 
@@ -294,15 +423,42 @@ def test_spans_have_the_unit_of_their_end():
 
 
 def test_kinds_of_gpus():
-    assert grpo.Args(dry_run="8xH200").planned == (8, 141 * 10**9, "H200")
-    assert grpo.Args(dry_run="2x4090").planned == (2, 24 * 10**9, "4090")
-    assert grpo.Args(dry_run="8x40gb").planned == (8, 40 * 10**9, "")
+    planned = {
+        "8xH200": (8, 141, "H200", 8),
+        "2x4090": (2, 24, "4090", 2),
+        "8x40gb": (8, 40, "", 8),
+        "8xA100": (8, 80, "A100", 8),
+        "8xa100-40gb": (8, 40, "A100", 8),
+        "64xB200": (64, 180, "B200", 8),
+        "4x8xH100": (32, 80, "H100", 8),
+        "3x4x80GB": (12, 80, "", 4),
+    }
+    for text, (ranks, gigabytes, name, machine) in planned.items():
+        gpus = (ranks, gigabytes * 10**9, name, machine)
+        assert grpo.Args(dry_run=text).planned == gpus
+        twice = grpo.Args(dry_run=grpo.Args(dry_run=text).planned.times(2)).planned
+        assert twice[:3] == (2 * ranks, *gpus[1:3])
+    assert kind_of("NVIDIA A100-SXM4-40GB", 42e9).bandwidth < kind_of("A100", 80e9).bandwidth
     assert kind_of("NVIDIA A100-SXM4-80GB", 85e9).name == "A100"
     assert kind_of("NVIDIA GH200 480GB", 102e9).name == "H100"  # the nearest memory
     assert kind_of("", 141e9).name == "H200"
 
 
-@pytest.mark.parametrize("gpus", ["8xB300", "8x", "x80GB", "0x80GB", "8x0GB", "8x80TB", "H100"])
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        "8xB300",
+        "8x",
+        "x80GB",
+        "0x80GB",
+        "8x0GB",
+        "8x80TB",
+        "H100",
+        "8xH100-",
+        "8x4090-8",
+        "8x8x8xH100",
+    ],
+)
 def test_a_wrong_value_has_one_line(gpus):
     with pytest.raises(ValueError, match=f"--dry_run {gpus}: expected GPUs with their memory"):
         grpo.Args(dry_run=gpus)

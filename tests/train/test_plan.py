@@ -10,7 +10,7 @@ import pytest
 from config.test_groups import ALGORITHMS
 from helpers import ROOT, run
 
-from bench.recipes import plans, rows
+from bench.recipes import example, plans, rows
 from common.model.tiny import tiny_model
 
 
@@ -60,8 +60,8 @@ def test_dry_run_needs_no_weights_and_leaves_no_files(script, no_weights, sums, 
             "run: 4 steps, 3 evaluations of 256 rows\n", "disk: checkpoints 3 x ",
             "reward characters, mean of 10 rows: 1 for column answer, 0 for empty completions\n",
             "warning: reward format: column answer scores no better than empty completions\n",
-            "memory of an engine per GPU: 67.1 GiB (weights 0.0, cache at most 67.1); 4 x 1 ",
-            "16 completions of a step, all at a time", "time of a step: ", "time of the run: ",
+            "memory of an engine per GPU: 67.1 GiB (weights 0.0, cache at most 67.1); 4 engines ",
+            "16 completions of a step all at a time", "time of a step: ", "time of the run: ",
             "rates: H100, assumed by its memory", "rewards measured here on ten rows",
         ],
     ),
@@ -70,7 +70,7 @@ def test_dry_run_needs_no_weights_and_leaves_no_files(script, no_weights, sums, 
         [
             "step: 16 rows x 2 = 32 sequences, ", "on each of 8 training ranks: 4 sequences, ",
             "run: 4 steps, 0 evaluations of 0 rows\n", "⟦", "disk: checkpoints 1 x ",
-            "time of the run: ", ": 4 steps, no evaluations; without start and saves",
+            "time of the run: ", "4 steps; no evaluations; without start and saves",
         ],
     ),
 ])  # fmt: skip
@@ -140,3 +140,4 @@ def test_table_of_recipes_is_the_prediction(tmp_path):
     page = (ROOT / "docs/planning.md").read_text().splitlines()
     printed = list(plans(tmp_path))
     assert len(printed) == 5 and [line for line in page if line in printed] == printed
+    assert "\n".join(example(tmp_path)) in "\n".join(page)

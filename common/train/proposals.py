@@ -1,0 +1,150 @@
+"""Flags with which a launch fits or a step is faster, for `--dry_run`. A proposal is a launch of
+its own: its flags are valid together, it fits, and its time is predicted in the same way."""
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from common.config.groups import check_ranks
+from common.model.memory import Shapes
+from common.train import plan
+from common.train.launch_plan import Setting, lack, make_launch, span
+from common.train.time_plan import Launch
+
+Flags = dict[str, object]
+WORTH = 0.97  # of the time: a change that saves less is not proposed
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Flags to change, and the launch with them."""
+
+    flags: Flags
+    launch: Launch
+    lack: float  # bytes
+
+    @property
+    def seconds(self) -> float:
+        """Mean bound of the time of a step."""
+        return (self.launch.step(0) + self.launch.step(1)) / 2
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        return self.lack, self.seconds
+
+
+def proposals(launch: Launch, setting: Setting) -> Iterator[str]:
+    """Yield lines with the best value of each flag that makes a step faster, and with the best
+    combination; for a launch that does not fit, those with which it fits."""
+    own = Proposal({}, launch, lack(launch, setting))
+    single = [x for x in best_of_each(own, setting) if not x.lack]
+    single.sort(key=lambda x: x.seconds)
+    together = descend(own, setting)
+    least = single[0].seconds if single else math.inf
+    if len(together.flags) > 1 and not together.lack and together.seconds < WORTH * least:
+        single.insert(0, together)
+    if own.lack:
+        single += last_resorts(own, setting)
+        if not single:
+            yield "no flag makes it fit, nor do several together: take a smaller model"
+    for proposal in single:
+        yield describe(proposal, own)
+
+
+def best_of_each(own: Proposal, setting: Setting) -> Iterator[Proposal]:
+    """Yield the best value of each flag, if it is better than the present one."""
+    for values in changes(own.launch):
+        found = chain.from_iterable(tried(own, change, setting) for change in values)
+        best = min(found, key=lambda x: x.cost, default=own)
+        if is_better(best, own):
+            yield best
+
+
+def descend(own: Proposal, setting: Setting) -> Proposal:
+    """Change the flag that helps most, until none helps."""
+    while True:
+        found = [*best_of_each(own, setting)]
+        if not found:
+            return own
+        own = min(found, key=lambda x: x.cost)
+
+
+def is_better(one: Proposal, other: Proposal) -> bool:
+    if one.lack or other.lack:
+        return one.lack < other.lack
+    return one.seconds < WORTH * other.seconds
+
+
+def tried(own: Proposal, change: Flags, setting: Setting) -> Iterator[Proposal]:
+    """Yield the launch with changed flags, if they are valid."""
+    with suppress(ValueError):  # flags that contradict each other
+        args = replace(own.launch.args, **change)
+        ranks, *_ = plan.launch(args)
+        check_ranks(args, ranks)
+        launch, _ = make_launch(args, setting)
+        yield Proposal(own.flags | change, launch, lack(launch, setting))
+
+
+def changes(launch: Launch) -> Iterator[list[Flags]]:
+    """Yield for each flag the values to try. They change neither the objective nor the number of
+    GPUs."""
+    machine = plan.ranks_of_a_machine(launch.args)
+    packs = [2**n for n in range(11, 18)]
+    yield [dict(pack_tokens=tokens) for tokens in packs]
+    yield [dict(compile=True)]
+    yield [dict(activation_checkpointing=value) for value in (False, True)]
+    yield [dict(offload=value) for value in ("none", "optimizer", "all")]
+    shards = (machine * 2**n for n in range(1, 11))
+    yield [dict(shard_ranks=count) for count in shards if count <= launch.ranks]
+    if launch.room is None:
+        return
+    parallel = [n for n in (1, 2, 4, 8) if n <= machine]
+    yield [dict(tensor_parallel_size=n) for n in parallel]
+    yield [dict(gpu_memory_utilization=step / 20) for step in range(2, 20)]
+    stride = max(1, launch.ranks // 16)
+    yield [dict(rollout_ranks=count) for count in range(0, launch.ranks, stride)]
+
+
+def last_resorts(own: Proposal, setting: Setting) -> Iterator[Proposal]:
+    """Yield adapters and more GPUs, for a launch that does not fit."""
+    if all(m.trained in (0, m.weights) for m in setting.models):
+        adapted = replace(setting, models=[_with_adapters(m) for m in setting.models])
+        yield from (x for x in tried(own, dict(lora_rank=16), adapted) if not x.lack)
+    planned = own.launch.args.planned
+    for factor in (2, 4, 8, 16, 32) if planned else ():
+        gpus = dict(dry_run=planned.times(factor), shard_ranks=planned.ranks * factor)
+        found = [x for x in tried(own, gpus, setting) if not x.lack]
+        yield from found
+        if found:
+            return
+
+
+def _with_adapters(m: Shapes) -> Shapes:
+    """Return the shapes with adapters, about a hundredth of the weights, as the trained weights."""
+    return replace(
+        m, trained=m.trained // 100, block_trained=m.block_trained // 100, root_trained=0
+    )
+
+
+def describe(proposal: Proposal, own: Proposal) -> str:
+    """Return the line of a proposal."""
+    launch = proposal.launch
+    flags = " ".join(f"--{flag} {text(value)}" for flag, value in proposal.flags.items())
+    notes = []
+    room = launch.room
+    if room is not None and room != own.launch.room:
+        running = min(room.completions, room.at_a_time)
+        notes.append(f"{room.engines * running:g} of {launch.sequences} completions at a time")
+    if launch.is_concurrent and not own.launch.is_concurrent:
+        notes.append(f"samples up to {launch.args.max_staleness} step old")
+    noted = f" ({'; '.join(notes)})" if notes else ""
+    if own.lack:
+        return f"fits: {flags}: a step in {span(launch.step(0), launch.step(1))}{noted}"
+    return f"faster: {flags}: {proposal.seconds / own.seconds:.0%} of the time of a step{noted}"
+
+
+def text(value: object) -> str:
+    """Return a value as the command line has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
