@@ -155,7 +155,10 @@ def second(folder: Path, moment: float, kills_first: bool) -> str | None:
     with Ranks(1, *setting.line(run)) as one:
         time.sleep(moment * seconds(setting))
         if kills_first:
-            kill(one.pids[0])
+            killed = [one.pids[0], *descendants(one.pids[0])]
+            kill(*killed)
+            while any(alive(pid) for pid in killed):  # it has the lock until it is gone
+                time.sleep(0.01)
         with Ranks(1, *setting.line(run)) as two:
             done = two.end()
         if not kills_first and (problem := illegible(one.end())):
