@@ -36,7 +36,7 @@ class Setting:
     path: str | None  # of the policy
     frozen: Sequence[str]  # paths of frozen policies
     groups: Sequence[Sequence[Sample]]  # of the first step, like those of all steps
-    rows: int  # for training
+    rows: int  # for training; 0: streamed
     held_out: int  # rows
     reward: tuple[float, float]  # bounds of the seconds of a completion's rewards
 
@@ -154,8 +154,10 @@ def context_of(args: TrainArgs, setting: Setting) -> int:
 
 def problem(launch: Launch, setting: Setting) -> str | None:
     """Return the reason why a run does not fit or vLLM does not start, if so."""
+    if not lack(launch, setting):
+        return None
     missing = capacity.refusal(launch.models, launch.plan, launch.capacity)
-    if missing or not lack(launch, setting):
+    if missing:
         return missing
     room = launch.room
     needed = context_bytes(launch, setting) / GIB
@@ -226,10 +228,9 @@ def describe_phases(launch: Launch) -> str:
     high = launch.phases(1)
     names = [name for name in high if high[name] and name not in ("evaluation", "reference")]
     names.sort(key=lambda name: -high[name])
-    total = sum(high[name] for name in names)
     listed = []
     for name in names:
-        part = high[name] / total
+        part = high[name] / launch.step(1)
         shown = f" ({part:.0%})" if 0.05 <= part < 1 else ""
         listed.append(f"{name} {span(low[name], high[name])}{shown}")
     if launch.is_concurrent:

@@ -138,7 +138,8 @@ def describe(proposal: Proposal, own: Proposal) -> str:
         running = min(room.completions, room.at_a_time)
         notes.append(f"{room.engines * running:g} of {launch.sequences} completions at a time")
     if launch.is_concurrent and not own.launch.is_concurrent:
-        notes.append(f"samples up to {launch.args.max_staleness} step old")
+        steps = launch.args.max_staleness
+        notes.append(f"samples up to {steps} step{'s' * (steps > 1)} old")
     noted = f" ({'; '.join(notes)})" if notes else ""
     if own.lack:
         return f"fits: {flags}: a step in {span(launch.step(0), launch.step(1))}{noted}"

@@ -79,6 +79,15 @@ def test_plan_has_the_sizes_of_a_step(script, flags, lines):
     assert [line for line in lines if line not in text] == []
 
 
+@pytest.mark.slow
+def test_plans_without_gpus_and_without_a_number_of_rows(sums):
+    """A CPU has no limit of memory, and the rows of a stream are not counted."""
+    text = run(1, "dpo.py", "--max_steps", 4, "--dry_run", "true").stdout
+    assert "the reference scores all rows once" in text and "rates: this CPU: " in text
+    text = dry(1, "sft", "--dataset", sums, "--streaming", "true", "--eval_every", 0).stdout
+    assert "time of the run: " in text
+
+
 def test_tokens_of_a_step_are_those_of_its_rows(tmp_path):
     (tmp_path / "rows.jsonl").write_text(
         '{"prompt": "12", "completion": "345"}\n' * 16
