@@ -144,7 +144,8 @@ def in_rows(case: Case, is_wrong: Callable[[dict, dict], bool | None], what: str
 def prompt_trained(case: Case) -> Seen | None:
     """Find a mask that trains the prompt.
 
-    Threshold: a trained token inside the text of the prompt, in half of the traced rows (exact).
+    Threshold: a trained token inside the text of the prompt, in half of the traced rows, unless
+    `--train_on all` (exact).
     Remedy: the mask in common/data/encode.py, the trace in `tools/view.py`."""
     if case.flag("train_on", "") == "all":
         raise Unchecked(NOT_HERE)
