@@ -78,12 +78,12 @@ def predict(file: str, share: str, script: str, flags: list[str]) -> None:
     time_plan.LENGTHS = (float(share), float(share))
     describe = launch_plan.describe
 
-    def also_written(of_run, steps: int):
+    def also_written(of_run, steps: int, fits: bool):
         phases = of_run.phases(1) | dict(step=of_run.step(1))
         if os.environ["RANK"] == "0":
             middle = {name: seconds / SPREAD[1] for name, seconds in phases.items()}
             Path(file).write_text(json.dumps(middle))
-        return describe(of_run, steps)
+        return describe(of_run, steps, fits)
 
     launch_plan.describe = also_written
     run(script, [*flags, "--dry_run", "true"])

@@ -32,6 +32,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     samples = True
     truncation = None  # `TruncationArgs` has flags for it
     records_states = False  # whether completions need the states of their environment
+    sequences_together = 1  # sequences that have to share a pack
     packs_branches = True  # whether the script can train on the branches of an agent's episode
 
     @model_validator(mode="after")

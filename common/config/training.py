@@ -242,7 +242,7 @@ class CheckpointArgs:
     dry_run: MayChange[bool | str] = False
     """check flags, all data and the rewards of ten rows, print the first batch, the predicted
     memory and time and the plan, and end without loading weights or writing files. 8x80GB: plan for
-    8 GPUs of 80 GB, on any machine; 8xH100, 4x8xA100-40GB: for GPUs of a kind, on 4 machines"""
+    8 GPUs of 80 GB, on any machine; 4x8xH100@900: on 4 machines, of a kind, for 900 new tokens"""
     log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
     """destinations of metrics in addition to metrics.jsonl: wandb (also with WANDB_MODE=offline),
     tensorboard"""

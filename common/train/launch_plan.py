@@ -23,7 +23,7 @@ from common.model.policy import compute_dtype
 from common.objectives.preference import REFERENCE_FREE
 from common.train import plan, time_plan
 from common.train.engine_plan import Room, bytes_in_cache, make_room
-from common.train.time_plan import LENGTHS, SPREAD, Launch
+from common.train.time_plan import SPREAD, Launch
 
 IN_PROCESSES = ("math", "code", "code_fraction", "by_row")  # rewards, beside those of users
 
@@ -36,6 +36,7 @@ class Setting:
     path: str | None  # of the policy
     frozen: Sequence[str]  # paths of frozen policies
     groups: Sequence[Sequence[Sample]]  # of the first step, like those of all steps
+    longest: int  # tokens of a prompt, if completions are sampled
     rows: int  # for training; 0: streamed
     held_out: int  # rows
     reward: tuple[float, float]  # bounds of the seconds of a completion's rewards
@@ -91,8 +92,10 @@ def gpu_rates(args: TrainArgs, size: int, training_plan) -> tuple[time_plan.Rate
     name = args.planned.name if args.planned else torch.cuda.get_device_name()
     gpu = kind_of(name, size)
     measured = time_plan.measured_rates(gpu)
-    in_machine = training_plan.ranks <= plan.ranks_of_a_machine(args)
-    rates = time_plan.rates_of_gpu(gpu, args.compile, measured, in_machine)
+    ranks, *_ = plan.launch(args)
+    machine = plan.ranks_of_a_machine(args)
+    in_machine = (training_plan.ranks <= machine, ranks <= machine)
+    rates = time_plan.rates_of_gpu(gpu, args.compile, measured, *in_machine)
     is_known = gpu.is_named(name) and abs(size / gpu.size - 1) < 0.15
     assumed = "" if is_known else ", assumed by its memory (name a kind: --dry_run 8xA100)"
     published = f"{gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s published"
@@ -126,15 +129,16 @@ def scores_once(args: TrainArgs) -> bool:
 # ---- whether it fits ----
 
 
-def lack(launch: Launch, setting: Setting) -> float:
-    """Return the bytes that a GPU lacks: 0 if the run fits and vLLM starts."""
+def lack(launch: Launch, setting: Setting, reserve: float = 0.0) -> float:
+    """Return the bytes that a GPU lacks: 0 if the run fits and vLLM starts, with `reserve` bytes
+    for vLLM's activations."""
     if not launch.capacity:
         return 0.0
     usable = capacity.USABLE * launch.capacity
     missing = max(0.0, sum(predict(launch.models, launch.plan).values()) - usable)
     room = launch.room
     if room is not None:
-        needed = room.weights + context_bytes(launch, setting)
+        needed = room.weights + context_bytes(launch, setting) + reserve
         missing += max(0.0, needed - room.memory)
     return missing
 
@@ -178,10 +182,10 @@ def describe_all(args: TrainArgs, setting: Setting, steps: int) -> tuple[list[st
     launch, rates = make_launch(args, setting)
     why = problem(launch, setting)
     better = proposals(launch, setting) if launch.capacity else ()
-    return [*describe(launch, steps, fits=why is None), *better, rates], why
+    return [*describe(launch, steps, why is None), *better, rates], why
 
 
-def describe(launch: Launch, steps: int, fits: bool = True) -> Iterator[str]:
+def describe(launch: Launch, steps: int, fits: bool) -> Iterator[str]:
     """Yield lines about the capacity of a run of so many steps and, if it `fits`, its time."""
     args = launch.args
     if args.samples:
@@ -201,9 +205,7 @@ def describe_time(launch: Launch, steps: int) -> Iterator[str]:
     without = " without its rollout" if args.samples and launch.room is None else ""
     bounds = [launch.step(0), launch.step(1)]
     yield f"time of a step{without}: {span(*bounds)}: {describe_phases(launch)}"
-    lengths = f"; completions of {LENGTHS[0]:.0%} to {LENGTHS[1]:.0%} of --max_new_tokens"
-    spread = f"{SPREAD[0]} to {SPREAD[1]} times the computed time of a phase"
-    yield f"assumed: {spread}{lengths if args.samples else ''}"
+    yield f"assumed: {describe_bounds(launch)}"
     if without:
         return
     count = plan.evaluations(args, steps)
@@ -223,19 +225,35 @@ def describe_time(launch: Launch, steps: int) -> Iterator[str]:
 
 
 def describe_phases(launch: Launch) -> str:
-    """Return the times of the phases of a step, the longest first."""
+    """Return the times of the phases of a step, the longest first, with their shares of its upper
+    bound, and of those at the same time."""
     low = launch.phases(0)
     high = launch.phases(1)
+    critical = launch.critical(1)
     names = [name for name in high if high[name] and name not in ("evaluation", "reference")]
     names.sort(key=lambda name: -high[name])
     listed = []
+    others = []
     for name in names:
-        part = high[name] / launch.step(1)
-        shown = f" ({part:.0%})" if 0.05 <= part < 1 else ""
-        listed.append(f"{name} {span(low[name], high[name])}{shown}")
-    if launch.is_concurrent:
-        listed.append("rollout at the same time as log-probs and update")
-    return ", ".join(listed)
+        share = high[name] / launch.step(1)
+        shown = f" ({share:.0%})" if name in critical and 0.05 <= share < 1 else ""
+        text = f"{name} {span(low[name], high[name])}{shown}"
+        (listed if name in critical else others).append(text)
+    beside = f"; at the same time {', '.join(others)}" if others else ""
+    return ", ".join(listed) + beside
+
+
+def describe_bounds(launch: Launch) -> str:
+    """Return the assumptions of the lower and the upper bound."""
+    low, high = (f"{factor} times the computed time of a phase" for factor in SPREAD)
+    if not launch.args.samples:
+        return f"{low} and {high}"
+    means = [f"{launch.new_tokens(bound):,.0f}" for bound in (0, 1)]
+    longest = f"the longest {launch.args.max_new_tokens:,}"
+    lengths = f"completions of {means[0]} tokens on average"
+    if means[0] == means[1]:
+        return f"{low} and {high}; {lengths}, {longest}"
+    return f"lower bound {low}, {lengths}; upper bound {high}, {means[1]} tokens"
 
 
 def numbers(low: float, high: float) -> str:
@@ -276,12 +294,15 @@ def describe_room(launch: Launch, room: Room) -> Iterator[str]:
     engines = f"{room.engines} engine{'s' * (room.engines > 1)}"
     engines += f" of {room.ranks} GPU{'s' * (room.ranks > 1)} {beside}"
     yield f"memory of an engine per GPU: {room.memory / GIB:.1f} GiB ({parts}); {engines}"
-    count = f"{room.completions:g} completions of a step"
-    cache = f"{room.tokens:,} tokens, {room.at_a_time} completions of {room.length:,}"
-    waves = "all at a time"
-    if not room.at_a_time:
-        waves = "do not fit"
-    elif room.completions > room.at_a_time:
+    if not room.cache:
+        yield f"cache of an engine: none, the weights take {room.weights / GIB:.1f} GiB"
+        return
+    each = f"if each has {room.length:,} tokens"
+    running = f"all {room.completions:.4g} completions of a step run at a time, {each}"
+    if room.completions > room.at_a_time:
         limit = "the cache is the limit" if room.is_tight else "the engine has no more places"
-        waves = f"in {room.completions / room.at_a_time:.2g} waves ({limit})"
-    yield f"cache of an engine: at most {cache}; {count} {waves}"
+        count = f"{room.at_a_time} of its {room.completions:.4g} completions of a step"
+        everywhere = f"{room.at_a_time * room.engines:,} of {launch.sequences:,} on all engines"
+        running = f"{count} run at a time, {each} ({limit}); {everywhere}"
+        running = running if room.engines > 1 else running.partition("; ")[0]
+    yield f"cache of an engine: at most {room.tokens:,} tokens; {running}"

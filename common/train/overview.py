@@ -115,7 +115,8 @@ def dry_run(
     lines += plan.schedule(args, groups, steps, len(held_out))
     lines += repetitions(args, data)
     lines += [plan.disk(args, models, steps), plan.describe_memory(args, models)]
-    sizes = (0 if args.streaming else len(data), len(held_out), seconds)
+    longest = max(map(len, data.ids + held_out.ids), default=0) if args.samples else 0
+    sizes = (longest, 0 if args.streaming else len(data), len(held_out), seconds)
     setting = launch_plan.Setting(models, path, frozen, groups, *sizes)
     launch_lines, problem = launch_plan.describe_all(args, setting, steps)
     lines += launch_lines

@@ -151,7 +151,7 @@ def launch(args: TrainArgs) -> tuple[int, torch.device, int]:
 def ranks_of_a_machine(args: TrainArgs) -> int:
     """Return the number of ranks of a machine, in the plan or in this launch."""
     if args.planned:
-        return args.planned.machine
+        return min(args.planned.machine, args.planned.ranks)
     return int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
 
 
@@ -180,6 +180,9 @@ def describe_memory(args: TrainArgs, models: Sequence[Shapes]) -> str:
         return f"{line}, without the engine; --dry_run 8x80GB plans for 8 GPUs of 80 GB"
     ranks, *_ = launch(args)
     copies = (ranks - args.rollout_ranks) // plan.ranks
+    machine = ranks_of_a_machine(args)
+    if ranks > machine:
+        line += f"; machines of {machine} GPUs"
     return f"{line}; {copies} copies, each on {plan.ranks} ranks" if copies > 1 else line
 
 

@@ -7,14 +7,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from common.config.groups import check_ranks
-from common.model.memory import Shapes
+from common.config.groups import TrainArgs, check_ranks
+from common.model.capacity import GIB
+from common.model.memory import Shapes, on_the_host
 from common.train import plan
 from common.train.launch_plan import Setting, lack, make_launch, span
 from common.train.time_plan import Launch
 
 Flags = dict[str, object]
 WORTH = 0.97  # of the time: a change that saves less is not proposed
+RESERVE = 1.5 * GIB  # assumed: activations and graphs of vLLM in a proposed engine
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,16 @@ def proposals(launch: Launch, setting: Setting) -> Iterator[str]:
     if len(together.flags) > 1 and not together.lack and together.seconds < WORTH * least:
         single.insert(0, together)
     if own.lack:
-        single += last_resorts(own, setting)
+        single += [x for x in last_resorts(own, setting) if not x.lack]
         if not single:
-            yield "no flag makes it fit, nor do several together: take a smaller model"
+            yield "no flags make it fit: take a smaller model"
     for proposal in single:
         yield describe(proposal, own)
 
 
 def best_of_each(own: Proposal, setting: Setting) -> Iterator[Proposal]:
     """Yield the best value of each flag, if it is better than the present one."""
-    for values in changes(own.launch):
+    for values in changes(own):
         found = chain.from_iterable(tried(own, change, setting) for change in values)
         best = min(found, key=lambda x: x.cost, default=own)
         if is_better(best, own):
@@ -78,20 +80,29 @@ def is_better(one: Proposal, other: Proposal) -> bool:
 
 
 def tried(own: Proposal, change: Flags, setting: Setting) -> Iterator[Proposal]:
-    """Yield the launch with changed flags, if they are valid."""
+    """Yield the launch with changed flags, if they are valid and no prompt is too long for them."""
     with suppress(ValueError):  # flags that contradict each other
         args = replace(own.launch.args, **change)
         ranks, *_ = plan.launch(args)
         check_ranks(args, ranks)
-        launch, _ = make_launch(args, setting)
-        yield Proposal(own.flags | change, launch, lack(launch, setting))
+        if is_long_enough(args, setting.longest):
+            launch, _ = make_launch(args, setting)
+            yield Proposal(own.flags | change, launch, lack(launch, setting, RESERVE))
 
 
-def changes(launch: Launch) -> Iterator[list[Flags]]:
+def is_long_enough(args: TrainArgs, longest: int) -> bool:
+    """Return whether a pack has room for the longest prompt and its completions."""
+    if not args.samples:
+        return True  # --max_length is checked
+    return args.sequences_together * (longest + args.max_new_tokens) <= args.pack_capacity
+
+
+def changes(own: Proposal) -> Iterator[list[Flags]]:
     """Yield for each flag the values to try. They change neither the objective nor the number of
     GPUs."""
+    launch = own.launch
     machine = plan.ranks_of_a_machine(launch.args)
-    packs = [2**n for n in range(11, 18)]
+    packs = [2**n for n in range(10 if own.lack else 12, 18)]
     yield [dict(pack_tokens=tokens) for tokens in packs]
     yield [dict(compile=True)]
     yield [dict(activation_checkpointing=value) for value in (False, True)]
@@ -108,16 +119,20 @@ def changes(launch: Launch) -> Iterator[list[Flags]]:
 
 
 def last_resorts(own: Proposal, setting: Setting) -> Iterator[Proposal]:
-    """Yield adapters and more GPUs, for a launch that does not fit."""
+    """Yield adapters and more GPUs, for a launch that does not fit, with further flags."""
     if all(m.trained in (0, m.weights) for m in setting.models):
         adapted = replace(setting, models=[_with_adapters(m) for m in setting.models])
-        yield from (x for x in tried(own, dict(lora_rank=16), adapted) if not x.lack)
+        for adapters in tried(own, dict(lora_rank=16), adapted):
+            yield descend(adapters, adapted) if adapters.lack else adapters
     planned = own.launch.args.planned
     for factor in (2, 4, 8, 16, 32) if planned else ():
-        gpus = dict(dry_run=planned.times(factor), shard_ranks=planned.ranks * factor)
-        found = [x for x in tried(own, gpus, setting) if not x.lack]
-        yield from found
-        if found:
+        more = dict(dry_run=planned.times(factor))
+        found = [*tried(own, more, setting)]
+        found += tried(own, more | dict(shard_ranks=planned.ranks * factor), setting)
+        found += [descend(x, setting) for x in found if x.lack]
+        fitting = [x for x in found if not x.lack]
+        yield from fitting[:1]
+        if fitting:
             return
 
 
@@ -131,19 +146,25 @@ def _with_adapters(m: Shapes) -> Shapes:
 def describe(proposal: Proposal, own: Proposal) -> str:
     """Return the line of a proposal."""
     launch = proposal.launch
-    flags = " ".join(f"--{flag} {text(value)}" for flag, value in proposal.flags.items())
+    flags = dict(proposal.flags)
+    gpus = flags.pop("dry_run", None)
+    words = [f"--{flag} {text(value)}" for flag, value in flags.items()]
+    words += [f"on {gpus}"] if gpus else []
     notes = []
     room = launch.room
     if room is not None and room != own.launch.room:
         running = min(room.completions, room.at_a_time)
-        notes.append(f"{room.engines * running:g} of {launch.sequences} completions at a time")
+        notes.append(f"{room.engines * running:,g} of {launch.sequences:,} completions at a time")
     if launch.is_concurrent and not own.launch.is_concurrent:
         steps = launch.args.max_staleness
         notes.append(f"samples up to {steps} step{'s' * (steps > 1)} old")
+    if launch.plan.offload != "none":
+        size = on_the_host(launch.models, launch.plan) / GIB
+        notes.append(f"{size:.1f} GiB on the host for each rank")
     noted = f" ({'; '.join(notes)})" if notes else ""
-    if own.lack:
-        return f"fits: {flags}: a step in {span(launch.step(0), launch.step(1))}{noted}"
-    return f"faster: {flags}: {proposal.seconds / own.seconds:.0%} of the time of a step{noted}"
+    kind = "fits" if own.lack else "faster"
+    part = "" if own.lack else f", {proposal.seconds / own.seconds:.0%} of the time"
+    return f"{kind}: {' '.join(words)}: {span(launch.step(0), launch.step(1))} a step{part}{noted}"
 
 
 def text(value: object) -> str:

@@ -18,22 +18,26 @@ from common.train.engine_plan import Room
 # as shares of their published rates.
 TRAINING = 271e12 / 989e12  # FLOP of a micro-batch of 8,192 tokens, activations kept
 COMPILED = 378e12 / 989e12  # the same with --compile
-READING = 0.47  # bytes read in decoding, if prompts are computed as fast as a micro-batch
+READING = 0.8  # assumed: bytes read in decoding
+SAMPLING = 22e-6  # seconds for each token: the rest of a round; vLLM has a generator per completion
 UPDATING = 0.48  # bytes of clipping and AdamW, at 40 per weight
 LOADING = 17e9  # bytes of new weights of an engine; no share
-# The parts of bench/gpu.py that these come from: size, and FLOP or bytes.
+# Of "vLLM: generate": FLOP of its prompts, bytes that its rounds read, and sampled tokens.
+GENERATED = (4.6e14, 5.69e12, 65_536)
+# The parts of bench/gpu.py that these come from: size, and FLOP, bytes or runs.
 PARTS = {
     "micro-batch": ("1721M, 8192 tokens", 87.4e12),
     "micro-batch, compiled": ("1721M, 8192 tokens", 87.4e12),
-    "vLLM: generate": ("256 prompts of 512, 256 new tokens", 8.31e12),
+    "vLLM: generate": ("256 prompts of 512, 256 new tokens", 1.0),
     "clip and AdamW": ("1721M", 68.8e9),
     "vLLM: sync": ("", 3.44e9),
 }
 TABLE = Path("runs/gpu.md")  # of bench/gpu.py
-# Assumed: the share of a link's bytes, those between host and GPU, and between machines for each
-# GPU, and the seconds in which GPUs add up small tensors.
+# Assumed, for each GPU: the share of a link's bytes; bytes between host and GPU, of AdamW on the
+# host, and between machines; and the seconds in which GPUs add up small tensors.
 LINK = 0.6
 HOST_LINK = 32e9
+HOST_UPDATING = 10e9
 NETWORK = 50e9
 EXCHANGE = 20e-6
 # Assumed: other models, kinds and numbers of GPUs against the measurement, lower and upper bound.
@@ -80,27 +84,37 @@ def measured_rates(gpu: Gpu) -> dict[str, float]:
     return rates
 
 
+def generating_seconds(gpu: Gpu) -> float:
+    """Return the time of "vLLM: generate" without a measurement."""
+    flops, read, tokens = GENERATED
+    return flops / (TRAINING * gpu.flops) + read / (READING * gpu.bandwidth) + SAMPLING * tokens
+
+
 def rates_of_gpu(
-    gpu: Gpu, compiles: bool, measured: dict[str, float], in_machine: bool = True
-) -> Rates:
-    """Return the `measured` rates of a GPU; without them, shares of the published ones.
-    `in_machine`: whether a copy of the models lies in one machine."""
+    gpu: Gpu, compiles: bool, measured: dict[str, float], shards_in_machine: bool = True,
+    copies_in_machine: bool = True,
+) -> Rates:  # fmt: skip
+    """Return the `measured` rates of a GPU; without them, shares of the published ones. Shards of a
+    copy of the models, or all copies, may lie in one machine."""
     rates = {
         "micro-batch": TRAINING * gpu.flops,
         "micro-batch, compiled": COMPILED * gpu.flops,
-        "vLLM: generate": READING * gpu.bandwidth,
+        "vLLM: generate": 1 / generating_seconds(gpu),
         "clip and AdamW": UPDATING * gpu.bandwidth,
         "vLLM: sync": LOADING,
     } | measured
+    faster = rates["vLLM: generate"] * generating_seconds(gpu)
+    network = min(gpu.link, NETWORK)
     return Rates(
         training=rates["micro-batch, compiled" if compiles else "micro-batch"],
         prompts=rates["micro-batch"],
-        reading=rates["vLLM: generate"],
+        reading=faster * READING * gpu.bandwidth,
         updating=rates["clip and AdamW"],
         loading=rates["vLLM: sync"],
         link=LINK * gpu.link,
-        shards=LINK * (gpu.link if in_machine else NETWORK),
-        copies=LINK * NETWORK,
+        shards=LINK * (gpu.link if shards_in_machine else network),
+        copies=LINK * (gpu.link if copies_in_machine else network),
+        token=SAMPLING / faster,
     )
 
 
@@ -141,27 +155,33 @@ def pass_seconds(
     trains: bool = False,
 ) -> float:  # fmt: skip
     """Return the time of a forward over `tokens` tokens of a rank in sequences of this length or,
-    if it `trains`, of forward and backward. Computation overlaps with traffic: of weights, and of
-    gradients."""
+    if it `trains`, of forward and backward. Computation overlaps with the traffic of weights and
+    gradients, between ranks and, with `--offload all`, between host and GPU."""
     micro_batches = minibatches * math.ceil(tokens / minibatches / plan.pack_tokens)
     times = 1
     traffic = plan.bytes * m.weights
+    hosted = 4 * m.weights
     if trains:
         times = 3 if m.trained > m.weights / 2 else 2  # adapters: without gradients of the others
         times += plan.recompute  # a second forward
         traffic = 2 * traffic + 4 * m.trained
+        hosted = 2 * hosted + 4 * m.trained
     compute = times * tokens * flops_per_token(m, length) / rates.training
     traffic *= micro_batches * (plan.ranks - 1) / plan.ranks / rates.shards
     overhead = rates.layer + (rates.collective if plan.ranks > 1 else 0.0)
-    return max(compute, traffic) + micro_batches * m.layers * overhead * (3 if trains else 1)
+    hosted *= micro_batches * (plan.offload == "all") / plan.ranks / (LINK * HOST_LINK)
+    return max(compute, traffic, hosted) + micro_batches * m.layers * overhead * (
+        3 if trains else 1
+    )
 
 
 def update_seconds(m: Shapes, plan: Plan, rates: Rates, copies: int = 1) -> float:
     """Return the time of the average over copies of the models, of clipping and of AdamW."""
     shard = m.trained / plan.ranks
-    moved = 0 if plan.offload == "none" else 16 * shard / (LINK * HOST_LINK)
     averaged = 8 * shard * (copies - 1) / copies / rates.copies
-    return averaged + 40 * shard / rates.updating + moved
+    updating = HOST_UPDATING if plan.offload == "all" else rates.updating
+    moved = 16 * shard / (LINK * HOST_LINK) if plan.offload == "optimizer" else 0.0
+    return averaged + 40 * shard / updating + moved
 
 
 def sync_seconds(m: Shapes, plan: Plan, rates: Rates) -> float:
@@ -238,10 +258,17 @@ class Launch:
         """Whether rollout ranks sample while the others train."""
         return self.args.rollout_ranks > 0 and self.args.max_staleness > 0
 
+    def new_tokens(self, bound: int) -> float:
+        """Return the mean length of a completion."""
+        if not self.args.samples:
+            return 0.0
+        mean = self.args.planned.mean if self.args.planned else None
+        longest = self.args.max_new_tokens
+        return LENGTHS[bound] * longest if mean is None else min(mean, longest)
+
     def length(self, bound: int) -> float:
         """Return the mean length of a sequence."""
-        new = LENGTHS[bound] * self.args.max_new_tokens if self.args.samples else 0.0
-        return self.prompt + new
+        return self.prompt + self.new_tokens(bound)
 
     def scoring(self, m: Shapes, bound: int, sequences: float) -> float:
         """Return the time of a forward of `m` over sequences of all training ranks."""
@@ -251,9 +278,8 @@ class Launch:
 
     def sampling(self, bound: int, count: float, prompts: float) -> float:
         """Return the time in which the engines sample `count` completions."""
-        longest = self.args.max_new_tokens
         shares = (count / self.room.engines, prompts / self.room.engines)
-        lengths = (self.prompt, LENGTHS[bound] * longest, longest)
+        lengths = (self.prompt, self.new_tokens(bound), self.args.max_new_tokens)
         return sampling_seconds(self.trained[0], self.room, *shares, *lengths, self.rates)
 
     def updating(self, bound: int) -> float:
@@ -289,11 +315,18 @@ class Launch:
         phases = {name: SPREAD[bound] * seconds for name, seconds in phases.items()}
         return phases | dict(rewards=self.reward[bound] * self.sequences / self.trainers)
 
-    def step(self, bound: int) -> float:
-        """Return a bound of the time of a step. Rewards are computed during the rollout; rollout
-        ranks sample while the others train."""
+    def critical(self, bound: int) -> list[str]:
+        """Return the phases that add up to the time of a step. Rewards are computed during the
+        rollout; rollout ranks sample while the others train."""
         phases = self.phases(bound)
-        training = phases["log-probs"] + phases["update"]
-        rollout = max(phases.get("rollout", 0.0), phases["rewards"])
-        parts = max(training, rollout) if self.is_concurrent else training + rollout
-        return parts + phases.get("sync", 0.0)
+        training = ["log-probs", "update"]
+        sampling = [max("rollout", "rewards", key=lambda name: phases.get(name, 0.0))]
+        if not self.is_concurrent:
+            return [*sampling, *training, "sync"]
+        groups = (training, sampling)
+        return [*max(groups, key=lambda names: sum(phases.get(x, 0.0) for x in names)), "sync"]
+
+    def step(self, bound: int) -> float:
+        """Return a bound of the time of a step."""
+        phases = self.phases(bound)
+        return sum(phases.get(name, 0.0) for name in self.critical(bound))
