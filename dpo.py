@@ -142,7 +142,7 @@ class Args(ImageArgs, PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
             needs = "--reference_logprobs online, --lora_rank 0 and no --reference_model"
             raise ValueError(f"--reference_sync {self.reference_sync} needs {needs}")
         if self.wpo and "aot_unpaired" in chosen:
-            raise ValueError("--wpo weights pairs, which --loss aot_unpaired takes apart")
+            raise ValueError("--wpo weights pairs, which --loss aot_unpaired takes apart; omit one")
         if self.ld_alpha < 1 and chosen & (REFERENCE_FREE | PER_TOKEN):
             raise ValueError(
                 f"--ld_alpha {self.ld_alpha} needs losses of summed log-ratios, not --loss {names}"

@@ -131,6 +131,7 @@ def loss(
 class Args(DivergenceArgs, CorrectionArgs, ClipArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(reward="exact_match", hint="sibling")
     packs_branches = False  # no flag: pairs have two sequences
+    sequences_together = 2  # no flag: a pair shares a pack
     teacher_logprobs = "live"  # no flag: predicted memory has a comparison
     samples_per_prompt: Positive[int] = 8
     reward: Several[str] = ()

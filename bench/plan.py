@@ -105,7 +105,7 @@ def compare(script: str, ranks: int, clock: str, steps: int, more: list[str]) ->
     rows = []
     for phase, metric in METRICS.items():
         times = [line[metric] for line in measured if metric in line]
-        if times and phase in predicted:
+        if times and predicted.get(phase):
             ours = predicted[phase]
             theirs = median(times)
             difference = f"{ours / theirs - 1:+.0%}"

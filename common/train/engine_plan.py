@@ -2,6 +2,7 @@
 completions that run at a time (docs/planning.md)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from common.config.groups import TrainArgs
 from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
@@ -17,7 +18,8 @@ class Room:
     ranks: int  # GPUs of an engine
     memory: float  # bytes on each GPU
     weights: float
-    per_completion: float  # bytes that a completion of `length` tokens takes in the cache
+    config: Any  # of the model
+    size: int  # bytes of a number in the cache
     length: int  # tokens of a prompt and of the longest completion
     completions: float  # of a step, per engine
 
@@ -26,10 +28,14 @@ class Room:
         """Bytes for keys and values on each GPU."""
         return max(0.0, self.memory - self.weights)
 
+    def cached(self, length: float) -> float:
+        """Return the bytes of a completion of `length` tokens in the cache of each GPU."""
+        return bytes_in_cache(self.config, length, self.size, self.ranks)
+
     @property
     def tokens(self) -> int:
         """Tokens that the cache holds in completions of full length."""
-        return int(self.cache / self.per_completion * self.length)
+        return int(self.cache / self.cached(self.length) * self.length)
 
     @property
     def at_a_time(self) -> int:
@@ -38,7 +44,7 @@ class Room:
 
     def running(self, length: float) -> int:
         """Return the completions that run at a time, if each has `length` tokens."""
-        return min(SLOTS, int(self.tokens / length))
+        return min(SLOTS, int(self.cache / self.cached(length)))
 
     @property
     def is_tight(self) -> bool:
@@ -46,7 +52,7 @@ class Room:
         return self.at_a_time < min(SLOTS, self.completions)
 
 
-def bytes_in_cache(config, tokens: int, size: int, ranks: int) -> float:
+def bytes_in_cache(config, tokens: float, size: int, ranks: int) -> float:
     """Return the bytes of a completion in the cache of each of the `ranks` GPUs of an engine, for
     numbers of `size` bytes. A layer keeps keys and values of all tokens, or of those in its sliding
     window. A gated delta net keeps its state, in float32, whatever the length."""
@@ -82,7 +88,8 @@ def make_room(
         ranks=together,
         memory=share * capacity or weights + 2**30,  # vLLM's cache on a CPU
         weights=weights,
-        per_completion=bytes_in_cache(config, length, size, together),
+        config=config,
+        size=size,
         length=length,
         completions=args.prompts_per_step * args.samples_per_prompt / engines,
     )

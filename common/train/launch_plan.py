@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common.config.gpu_kinds import kind_of
-from common.config.groups import TrainArgs
+from common.config.groups import TrainArgs, script_of
 from common.config.online import MODEL_KINDS
 from common.data.packing import shape_of
 from common.data.sample import Sample
@@ -23,7 +23,7 @@ from common.model.policy import compute_dtype
 from common.objectives.preference import REFERENCE_FREE
 from common.train import plan, time_plan
 from common.train.engine_plan import Room, bytes_in_cache, make_room
-from common.train.time_plan import SPREAD, Launch
+from common.train.time_plan import SPREAD, UNTIMED, Launch
 
 IN_PROCESSES = ("math", "code", "code_fraction", "by_row")  # rewards, beside those of users
 
@@ -35,6 +35,7 @@ class Setting:
     models: Sequence[Shapes]  # from `plan.shapes`
     path: str | None  # of the policy
     frozen: Sequence[str]  # paths of frozen policies
+    has_value: bool  # whether a value model is trained beside the policy
     groups: Sequence[Sequence[Sample]]  # of the first step, like those of all steps
     longest: int  # tokens of a prompt, if completions are sampled
     rows: int  # for training; 0: streamed
@@ -50,6 +51,8 @@ class Setting:
 def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
     """Return the launch of a run, and a line that names the sources of its rates."""
     ranks, device, size = plan.launch(args)
+    if args.planned and args.planned.mean and not args.samples:
+        raise ValueError(f"--dry_run {args.dry_run}: this script samples no completions; omit @")
     dtype = compute_dtype(args, device)
     models = setting.models
     groups = setting.groups
@@ -73,14 +76,14 @@ def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
     if device.type == "cuda":
         rates, source = gpu_rates(args, size, training_plan)
     else:
-        tokens = int(count * prompt / (ranks - args.rollout_ranks))
+        tokens = max(1, int(count * prompt / (ranks - args.rollout_ranks)))
         rates, measured = time_plan.rates_of_cpu(models[0], tokens)
         source = f"this CPU: {measured}, measured; overheads of docs/planning.md"
     if args.samples:
         source += "; rewards measured here on ten rows"
     once = each * (setting.rows + setting.held_out) if scores_once(args) else 0
     held_out = setting.held_out * (1 if args.samples else each)
-    trained = [m for m in models if m.trained]
+    trained = trained_in(setting)
     return Launch(
         args, ranks, size, training_plan, models, trained, scorers_of(args, setting), prompt,
         shared, count, held_out, once, room, rates, setting.reward,
@@ -94,7 +97,7 @@ def gpu_rates(args: TrainArgs, size: int, training_plan) -> tuple[time_plan.Rate
     measured = time_plan.measured_rates(gpu)
     ranks, *_ = plan.launch(args)
     machine = plan.ranks_of_a_machine(args)
-    in_machine = (training_plan.ranks <= machine, ranks <= machine)
+    in_machine = (machine % training_plan.ranks == 0, ranks <= machine)
     rates = time_plan.rates_of_gpu(gpu, args.compile, measured, *in_machine)
     is_known = gpu.is_named(name) and abs(size / gpu.size - 1) < 0.15
     assumed = "" if is_known else ", assumed by its memory (name a kind: --dry_run 8xA100)"
@@ -106,17 +109,36 @@ def gpu_rates(args: TrainArgs, size: int, training_plan) -> tuple[time_plan.Rate
     return rates, source
 
 
+def trained_in(setting: Setting) -> list[Shapes]:
+    """Return the shapes of the trained models. A value model that shares the policy's layers takes
+    as much time as the policy, but `plan.shapes` does not count it."""
+    trained = [m for m in setting.models if m.trained]
+    return trained * 2 if setting.has_value and len(trained) == 1 else trained
+
+
 def scorers_of(args: TrainArgs, setting: Setting) -> list[Shapes]:
     """Return the models that score the sequences of a step before its update."""
-    trained = [m for m in setting.models if m.trained]
-    scorers = [*trained[1:], *(m for m in setting.models if not m.trained)]
+    policy, *others = trained_in(setting)
+    scorers = [*others, *(m for m in setting.models if not m.trained)]
     if args.lora_rank:  # the policy without adapters takes no memory, but time
-        scorers += [trained[0]] * list(setting.frozen).count(setting.path)
+        scorers += [policy] * list(setting.frozen).count(setting.path)
+    return [*scorers, policy] if scores_itself(args, setting) else scorers
+
+
+def scores_itself(args: TrainArgs, setting: Setting) -> bool:
+    """Return whether the policy scores its samples before the update, as each script decides."""
+    script = script_of(type(args)).stem
+    if not args.samples or script == "online_dpo":
+        return False
+    if script == "bok":
+        return bool(setting.frozen)
+    if getattr(args, "old_logprobs", "trainer") == "engine":
+        return False
     updates = args.minibatches * getattr(args, "epochs_per_rollout", 1)
-    reads_engine = getattr(args, "old_logprobs", "trainer") == "engine"
-    if args.samples and not reads_engine and (updates > 1 or len(trained) > 1):
-        scorers.append(trained[0])
-    return scorers
+    needs = updates > 1 or setting.has_value or getattr(args, "correction_normalize", False)
+    by_entropy = getattr(args, "top_entropy", 1) < 1
+    with_penalty = script in ("rloo", "reinforce") and bool(setting.frozen)
+    return needs or by_entropy or with_penalty
 
 
 def scores_once(args: TrainArgs) -> bool:
@@ -165,6 +187,9 @@ def problem(launch: Launch, setting: Setting) -> str | None:
         return missing
     room = launch.room
     needed = context_bytes(launch, setting) / GIB
+    if not room.cache:
+        sizes = f"{room.weights / GIB:.1f} GiB of weights do not fit in the engine's"
+        return f"{sizes} {room.memory / GIB:.1f} GiB per GPU"
     return (
         f"the engine's cache of {room.cache / GIB:.1f} GiB per GPU does not hold a sequence of"
         f" {context_of(launch.args, setting)} tokens, {needed:.1f} GiB"
@@ -194,7 +219,10 @@ def describe(launch: Launch, steps: int, fits: bool) -> Iterator[str]:
             yield "engine transformers: its memory and the time of rollouts are not predicted"
         elif launch.capacity:
             yield from describe_room(launch, launch.room)
-    if fits:
+    script = script_of(type(args)).stem
+    if script in UNTIMED:
+        yield f"the time of {script}.py is not predicted"
+    elif fits:
         yield from describe_time(launch, steps)
 
 

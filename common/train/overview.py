@@ -117,10 +117,10 @@ def dry_run(
     lines += [plan.disk(args, models, steps), plan.describe_memory(args, models)]
     longest = max(map(len, data.ids + held_out.ids), default=0) if args.samples else 0
     sizes = (longest, 0 if args.streaming else len(data), len(held_out), seconds)
-    setting = launch_plan.Setting(models, path, frozen, groups, *sizes)
+    has_value = None not in (path, value_path)
+    setting = launch_plan.Setting(models, path, frozen, has_value, groups, *sizes)
     launch_lines, problem = launch_plan.describe_all(args, setting, steps)
-    lines += launch_lines
-    lines.append("dry run: no weights were loaded, nothing was written")
+    lines += [*launch_lines, "dry run: no weights were loaded, nothing was written"]
     if distributed.is_main():
         if rewards is None:  # else the first prompt is already shown
             plan.preview_all(groups[0], tokenizer)

@@ -47,6 +47,8 @@ def proposals(launch: Launch, setting: Setting) -> Iterator[str]:
     least = single[0].seconds if single else math.inf
     if len(together.flags) > 1 and not together.lack and together.seconds < WORTH * least:
         single.insert(0, together)
+    if not own.lack and not launch.is_timed:
+        return
     if own.lack:
         single += [x for x in last_resorts(own, setting) if not x.lack]
         if not single:
@@ -85,15 +87,19 @@ def tried(own: Proposal, change: Flags, setting: Setting) -> Iterator[Proposal]:
         args = replace(own.launch.args, **change)
         ranks, *_ = plan.launch(args)
         check_ranks(args, ranks)
-        if is_long_enough(args, setting.longest):
+        if is_long_enough(args, own.launch.args, setting.longest):
             launch, _ = make_launch(args, setting)
-            yield Proposal(own.flags | change, launch, lack(launch, setting, RESERVE))
+            reserve = RESERVE if launch.room != own.launch.room else 0.0
+            yield Proposal(own.flags | change, launch, lack(launch, setting, reserve))
 
 
-def is_long_enough(args: TrainArgs, longest: int) -> bool:
-    """Return whether a pack has room for the longest prompt and its completions."""
-    if not args.samples:
-        return True  # --max_length is checked
+def is_long_enough(args: TrainArgs, present: TrainArgs, longest: int) -> bool:
+    """Return whether a pack has room for the longest prompt and its completions. Those of `present`
+    have it."""
+    if not args.samples or args.pack_capacity >= present.pack_capacity:
+        return True  # without samples, --max_length is checked
+    if args.has_turns:
+        return False  # the length of an episode is not known
     return args.sequences_together * (longest + args.max_new_tokens) <= args.pack_capacity
 
 
@@ -113,7 +119,7 @@ def changes(own: Proposal) -> Iterator[list[Flags]]:
         return
     parallel = [n for n in (1, 2, 4, 8) if n <= machine]
     yield [dict(tensor_parallel_size=n) for n in parallel]
-    yield [dict(gpu_memory_utilization=step / 20) for step in range(2, 20)]
+    yield [dict(gpu_memory_utilization=step / 20) for step in range(2, 19)]
     stride = max(1, launch.ranks // 16)
     yield [dict(rollout_ranks=count) for count in range(0, launch.ranks, stride)]
 
@@ -121,7 +127,13 @@ def changes(own: Proposal) -> Iterator[list[Flags]]:
 def last_resorts(own: Proposal, setting: Setting) -> Iterator[Proposal]:
     """Yield adapters and more GPUs, for a launch that does not fit, with further flags."""
     if all(m.trained in (0, m.weights) for m in setting.models):
-        adapted = replace(setting, models=[_with_adapters(m) for m in setting.models])
+        models = [m for m in setting.models if m.trained]
+        frozen = [m for m in setting.models if not m.trained]
+        others = frozen[: len(setting.frozen)]
+        pairs = zip(others, setting.frozen, strict=True)
+        models += [m for m, path in pairs if path != setting.path]  # that one has its weights
+        models += frozen[len(others) :]
+        adapted = replace(setting, models=[_with_adapters(m) for m in models])
         for adapters in tried(own, dict(lora_rank=16), adapted):
             yield descend(adapters, adapted) if adapters.lack else adapters
     planned = own.launch.args.planned
@@ -163,6 +175,8 @@ def describe(proposal: Proposal, own: Proposal) -> str:
         notes.append(f"{size:.1f} GiB on the host for each rank")
     noted = f" ({'; '.join(notes)})" if notes else ""
     kind = "fits" if own.lack else "faster"
+    if not launch.is_timed:
+        return f"{kind}: {' '.join(words)}{noted}"
     part = "" if own.lack else f", {proposal.seconds / own.seconds:.0%} of the time"
     return f"{kind}: {' '.join(words)}: {span(launch.step(0), launch.step(1))} a step{part}{noted}"
 

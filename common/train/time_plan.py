@@ -10,7 +10,7 @@ from timeit import Timer
 import torch
 
 from common.config.gpu_kinds import Gpu
-from common.config.groups import TrainArgs
+from common.config.groups import TrainArgs, script_of
 from common.model.memory import Plan, Shapes
 from common.train.engine_plan import Room
 
@@ -72,8 +72,9 @@ class Rates:
 def measured_rates(gpu: Gpu) -> dict[str, float]:
     """Return the rates of the parts in bench/gpu.py's table, if it has run on this kind of GPU with
     its own sizes."""
-    heading, *lines = TABLE.read_text().splitlines() if TABLE.is_file() else [""]
-    if not gpu.is_named(heading):
+    text = TABLE.read_text() if TABLE.is_file() else ""
+    heading, *lines = text.splitlines() or [""]
+    if not gpu.is_named(heading) or "| 1721M" not in text:
         return {}
     rates = {}
     for line in lines:
@@ -142,12 +143,17 @@ def rates_of_cpu(m: Shapes, tokens: int) -> tuple[Rates, str]:
 def flops_per_token(m: Shapes, length: float) -> float:
     """Return the operations of one forward per token of sequences of this length, as
     `forward_flops` counts them."""
-    is_tied = m.root < 1.5 * m.head
-    weights = m.weights if is_tied else m.weights - m.head  # without an embedding
+    weights = matrix_weights(m)
     if m.experts:  # only those of a token
         in_block = m.hidden * (2 * m.queries + 2 * m.keys + 3 * m.inner)
         weights = m.layers * in_block + m.head
     return 2.0 * weights + 2.0 * m.queries * (length + 1) * (m.layers - m.delta_nets)
+
+
+def matrix_weights(m: Shapes) -> int:
+    """Return the weights without an embedding that is not the head too."""
+    is_tied = 0 < m.root < 1.5 * m.head
+    return m.weights if is_tied else m.weights - m.vocabulary * m.hidden
 
 
 def pass_seconds(
@@ -160,7 +166,7 @@ def pass_seconds(
     micro_batches = minibatches * math.ceil(tokens / minibatches / plan.pack_tokens)
     times = 1
     traffic = plan.bytes * m.weights
-    hosted = 4 * m.weights
+    hosted = 4 * m.trained + plan.frozen * (m.weights - m.trained)
     if trains:
         times = 3 if m.trained > m.weights / 2 else 2  # adapters: without gradients of the others
         times += plan.recompute  # a second forward
@@ -209,11 +215,12 @@ def sampling_seconds(
     whichever takes longer."""
 
     def round_of(running: float, context: float) -> float:
-        # the weights that are read: of a mixture of experts, those of the running tokens
-        unused = (1 - min(1.0, flops_per_token(m, 0) / 2 / m.weights)) ** running
-        cached = running * room.per_completion * context / room.length
-        read = ((1 - unused) * room.weights + cached) / rates.reading
-        compute = running * flops_per_token(m, context) / room.ranks / rates.prompts
+        # of a mixture of experts, the weights of the running tokens are read
+        unused = (1 - min(1.0, flops_per_token(m, 0) / 2 / matrix_weights(m))) ** running
+        weights = (1 - unused) * matrix_weights(m) / m.weights * room.weights
+        read = (weights + running * room.cached(context)) / rates.reading
+        # a token attends to all before it, those of a prompt to half of them on average
+        compute = running * flops_per_token(m, 2 * context) / room.ranks / rates.prompts
         exchange = exchange_seconds(m, running, room, rates)
         return max(read, compute) + exchange + rates.round + running * rates.token
 
@@ -226,6 +233,8 @@ def sampling_seconds(
 
 
 # ---- a step ----
+
+UNTIMED = ("distill", "self_distill")  # scripts whose samples and teachers vary
 
 
 @dataclass(frozen=True)
@@ -247,6 +256,12 @@ class Launch:
     room: Room | None  # in an engine, if there is one and it is vLLM
     rates: Rates
     reward: tuple[float, float]  # bounds of the time of a completion's rewards
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the time of a step is predicted."""
+        has_rollout = self.room is not None or not self.args.samples
+        return has_rollout and script_of(type(self.args)).stem not in UNTIMED
 
     @property
     def trainers(self) -> int:

@@ -9,13 +9,20 @@ import pytest
 import yaml
 from helpers import ROOT
 
+import bok
 import dpo
 import grpo
+import online_dpo
+import ppo
+import rloo
+import self_distill
 from bench.memory_plan import CONFIGS
 from common.config.gpu_kinds import kind_of
 from common.config.groups import check_ranks
 from common.data.sample import Completion
-from common.model.memory import Plan
+from common.model.flops import matrix_weights
+from common.model.memory import Plan, shapes_of
+from common.model.policy import load_policy, load_scalar_model
 from common.train import launch_plan, plan, time_plan
 from common.train.engine_plan import Room, bytes_in_cache
 from common.train.launch_plan import Setting, describe, lack, make_launch, problem, span
@@ -42,6 +49,7 @@ def models(tmp_path_factory):
     found = {}
     for size in ("1.7B", "8B"):
         CONFIGS[size].save_pretrained(folder / size)
+        (folder / size / "tokenizer_config.json").write_text("{}")
         path = str(folder / size)
         found[size] = (path, plan.shapes(grpo.Args(dry_run="8xH100"), path, [], None))
     return found
@@ -55,7 +63,7 @@ def launch_of(models, gpus: str, size: str = "8B", **flags):
     """Return the launch of grpo.py with prompts of `PROMPT` tokens, its setting and its lines."""
     args = grpo.Args(dry_run=gpus, **SETTINGS | flags)
     path, shapes = models[size]
-    setting = Setting(shapes, path, [], prompts_of(PROMPT), LONGEST, 1000, 256, (1e-4, 1e-3))
+    setting = Setting(shapes, path, [], False, prompts_of(PROMPT), LONGEST, 1000, 256, (1e-4, 1e-3))
     launch, rates = make_launch(args, setting)
     fits = problem(launch, setting) is None
     return launch, setting, [*describe(launch, 100, fits), rates]
@@ -286,8 +294,7 @@ def test_rates_reproduce_the_measurements(models):
     """The shares of the published rates give the times in docs/gpu.md, each with its GPU."""
     (m,) = models["1.7B"][1]
     kept = Plan(1, 8192, recompute=False)
-    cache = bytes_in_cache(CONFIGS["1.7B"], 768, 2, 1)
-    room = Room(1, 1, 32e9, 2 * m.weights, cache, 768, 256)
+    room = Room(1, 1, 32e9, 2 * m.weights, CONFIGS["1.7B"], 2, 768, 256)
 
     def micro_batch(recompute: bool, rates: Rates) -> float:
         return pass_seconds(m, 8192, 1024, replace(kept, recompute=recompute), rates, trains=True)
@@ -391,7 +398,7 @@ def test_a_script_without_sampling_has_no_engine(models):
     args = dpo.Args(dry_run="8xH100", batch_size=64, max_steps=10)
     path, shapes = models["1.7B"]
     pair = [Completion([0] * 100 + [side] * 400, [False] * 500, 100) for side in (1, 2)]
-    setting = Setting(shapes, path, [], [pair], 0, 1000, 32, (0.0, 0.0))
+    setting = Setting(shapes, path, [], False, [pair], 0, 1000, 32, (0.0, 0.0))
     launch, _ = make_launch(args, setting)
     assert (launch.sequences, launch.held_out, launch.room) == (128, 64, None)
     phases = launch.phases(1)
@@ -470,6 +477,103 @@ def test_rates_of_a_cpu_are_measured(models):
     assert re.fullmatch(r"\d+ GFLOP/s, [0-9.]+ us per small operation", measured)
     seconds = pass_seconds(m, 1, 1, Plan(1, 8192, recompute=False), rates)
     assert seconds > m.layers * rates.layer > 0
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "frozen", "passes"),
+    [
+        (grpo, {}, 0, 0),
+        (grpo, dict(beta=0.1), 1, 1),
+        (grpo, dict(minibatches=2), 0, 1),
+        (grpo, dict(minibatches=2, beta=0.1, lora_rank=8), 1, 2),
+        (rloo, {}, 1, 2),
+        (rloo, dict(beta=0.0), 0, 0),
+        (bok, dict(prompts_per_step=64), 1, 2),
+        (online_dpo, dict(prompts_per_step=64), 1, 1),
+        (ppo, {}, 1, 3),
+        (ppo, dict(lora_rank=8), 1, 3),
+    ],
+)
+def test_models_that_score_the_samples_are_those_of_the_script(
+    models, script, flags, frozen, passes
+):
+    """Each is a pass over the samples; ppo.py also trains a value model, which shares the policy's
+    layers if it has adapters."""
+    path, _ = models["1.7B"]
+    args = script.Args(dry_run="8xH100", **SETTINGS | flags)
+    value = path if script is ppo else None
+    shapes = plan.shapes(args, path, [path] * frozen, value)
+    inputs = (path, [path] * frozen, script is ppo, prompts_of(PROMPT), LONGEST)
+    launch, _ = make_launch(args, Setting(shapes, *inputs, 1000, 256, (0.0, 0.0)))
+    assert len(launch.scorers) == passes
+    assert len(launch.trained) == (2 if script is ppo else 1)
+
+
+def test_adapters_are_proposed_without_the_memory_of_the_reference(models):
+    path, _ = models["8B"]
+    args = grpo.Args(dry_run="8x80GB", beta=0.1, **SETTINGS | dict(gpu_memory_utilization=0.8))
+    setting = Setting(
+        plan.shapes(args, path, [path], None), path, [path], False, prompts_of(PROMPT), LONGEST,
+        1000, 256, (0.0, 0.0),
+    )  # fmt: skip
+    launch, _ = make_launch(args, setting)
+    (line,) = [x for x in proposals(launch, setting) if x.startswith("fits: --lora_rank 16: ")]
+    adapted = replace(args, lora_rank=16)
+    real = replace(setting, models=plan.shapes(adapted, path, [path], None))
+    after, _ = make_launch(adapted, real)
+    assert proposed(line)[2] == span(after.step(0), after.step(1))
+
+
+def test_weights_in_products_are_those_that_a_step_counts(tmp_path):
+    """Of a policy, tied or not, and of a model with a scalar head."""
+    for size, tied in (("1.7B", True), ("8B", False)):
+        CONFIGS[size].save_pretrained(tmp_path / size)
+        args = grpo.Args(dry_run="8xH100")
+        policy = load_policy(str(tmp_path / size), args, plan.META)
+        assert policy.hf.config.tie_word_embeddings == tied
+        counted = matrix_weights(policy.hf)
+        assert time_plan.matrix_weights(shapes_of(policy.hf)) == pytest.approx(counted, rel=1e-3)
+        scorer = load_scalar_model(str(tmp_path / size), args, plan.META)
+        embedding = CONFIGS[size].vocab_size * CONFIGS[size].hidden_size
+        without = shapes_of(scorer.hf).weights - embedding
+        assert time_plan.matrix_weights(shapes_of(scorer.hf)) == without
+
+
+def test_windows_hold_as_many_completions_whatever_their_length():
+    windowed = config(sliding_window=100)
+    room = Room(1, 1, 1e6, 0, windowed, 2, 8000, 256)
+    assert room.running(8000) == room.running(200) == room.at_a_time > 0
+    assert room.cached(8000) == room.cached(200)
+
+
+def test_times_of_scripts_that_vary_are_not_predicted(models):
+    path, shapes = models["1.7B"]
+    args = self_distill.Args(dry_run="8xH100", hint="answer", **SETTINGS)
+    inputs = (path, [path], False, prompts_of(PROMPT), LONGEST, 1000, 256, (0.0, 0.0))
+    setting = Setting(shapes, *inputs)
+    launch, _ = make_launch(args, setting)
+    assert "the time of self_distill.py is not predicted" in [*describe(launch, 10, True)]
+    assert not [*proposals(launch, setting)]
+
+
+def test_an_empty_prompt_and_an_empty_table_are_no_problem(models, tmp_path, monkeypatch):
+    """Agents have empty prompts; the plan of a CPU measures products of as many rows."""
+    path, shapes = models["1.7B"]
+    monkeypatch.setattr(time_plan, "TABLE", tmp_path / "gpu.md")
+    time_plan.TABLE.write_text("")
+    for gpus in ("true", "8xH100"):
+        small = [replace(m, hidden=64, inner=64) for m in shapes]
+        inputs = (path, [], False, prompts_of(0), 0, 10, 10, (0.0, 0.0))
+        launch, _ = make_launch(grpo.Args(dry_run=gpus, **SETTINGS), Setting(small, *inputs))
+        assert launch.step(1) > 0
+
+
+def test_a_mean_length_needs_samples(models):
+    path, shapes = models["1.7B"]
+    pair = [Completion([0] * 500, [False] * 500, 100)] * 2
+    setting = Setting(shapes, path, [], False, [pair], 0, 1000, 32, (0.0, 0.0))
+    with pytest.raises(ValueError, match="--dry_run 8xH100@900: this script samples no"):
+        make_launch(dpo.Args(dry_run="8xH100@900"), setting)
 
 
 # ---- text ----
