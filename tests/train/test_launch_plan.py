@@ -525,7 +525,7 @@ def test_adapters_are_proposed_without_the_memory_of_the_reference(models):
 
 
 def test_weights_in_products_are_those_that_a_step_counts(tmp_path):
-    """Of a policy, tied or not, and of a model with a scalar head."""
+    """The models are a policy, tied or not, and one with a scalar head."""
     for size, tied in (("1.7B", True), ("8B", False)):
         CONFIGS[size].save_pretrained(tmp_path / size)
         args = grpo.Args(dry_run="8xH100")
