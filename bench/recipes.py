@@ -101,7 +101,7 @@ def plan_of(recipe: str, folders: dict[str, Path]) -> list[str]:
     group = [Completion([0] * length, [False] * length, length)]
     if not args.samples:  # the sides of a pair share their prompt
         group.append(Completion([0] * PROMPT + [1] * (length - PROMPT), [], PROMPT))
-    setting = Setting(shapes, path, frozen, False, [group], length, ROWS, HELD_OUT, (0.0, 0.0))
+    setting = Setting(shapes, path, frozen, False, [group], length, ROWS, HELD_OUT, 0.0)
     lines, problem = describe_all(args, setting, args.max_steps or 100)
     assert problem is None, problem
     return [plan.describe_memory(args, shapes), *lines]

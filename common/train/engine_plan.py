@@ -37,19 +37,9 @@ class Room:
         """Tokens that the cache holds in completions of full length."""
         return int(self.cache / self.cached(self.length) * self.length)
 
-    @property
-    def at_a_time(self) -> int:
-        """Completions of full length that run at a time."""
-        return self.running(self.length)
-
     def running(self, length: float) -> int:
         """Return the completions that run at a time, if each has `length` tokens."""
         return min(SLOTS, int(self.cache / self.cached(length)))
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether the cache limits the completions that run at a time."""
-        return self.at_a_time < min(SLOTS, self.completions)
 
 
 def bytes_in_cache(config, tokens: float, size: int, ranks: int) -> float:

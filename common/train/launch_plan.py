@@ -13,6 +13,7 @@ import torch
 from common.config.gpu_kinds import kind_of
 from common.config.groups import TrainArgs, script_of
 from common.config.online import MODEL_KINDS
+from common.config.sampling import SLOTS
 from common.data.packing import shape_of
 from common.data.sample import Sample
 from common.model import capacity
@@ -21,8 +22,9 @@ from common.model.loading import load_text_config
 from common.model.memory import Shapes, predict
 from common.model.policy import compute_dtype
 from common.objectives.preference import REFERENCE_FREE
-from common.train import plan, time_plan
+from common.train import plan
 from common.train.engine_plan import Room, bytes_in_cache, make_room
+from common.train.rates import TABLE, Rates, measured_rates, rates_of_cpu, rates_of_gpu
 from common.train.time_plan import SPREAD, UNTIMED, Launch
 
 IN_PROCESSES = ("math", "code", "code_fraction", "by_row")  # rewards, beside those of users
@@ -40,7 +42,7 @@ class Setting:
     longest: int  # tokens of a prompt, if completions are sampled
     rows: int  # for training; 0: streamed
     held_out: int  # rows
-    reward: tuple[float, float]  # bounds of the seconds of a completion's rewards
+    reward: float  # seconds of a completion's rewards
 
     @cached_property
     def config(self) -> Any:
@@ -51,8 +53,11 @@ class Setting:
 def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
     """Return the launch of a run, and a line that names the sources of its rates."""
     ranks, device, size = plan.launch(args)
-    if args.planned and args.planned.mean and not args.samples:
+    mean = args.planned.mean if args.planned else None
+    if mean and not args.samples:
         raise ValueError(f"--dry_run {args.dry_run}: this script samples no completions; omit @")
+    if mean and mean > args.max_new_tokens:
+        raise ValueError(f"--dry_run {args.dry_run}: --max_new_tokens is {args.max_new_tokens}")
     dtype = compute_dtype(args, device)
     models = setting.models
     groups = setting.groups
@@ -61,12 +66,11 @@ def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
     prompt = sum(len(sample.ids) for sample in chain(*groups)) / sequences
     if args.samples:
         each = args.samples_per_prompt
-        is_shared = 0 < args.share_prefix <= prompt
-        shared = prompt * (1 - 1 / each) if is_shared else 0.0
+        shared = prompt if 0 < args.share_prefix <= prompt else 0.0
     else:
         each = len(groups[0])
         saved = (shape_of(group, args.share_prefix).shared for group in groups)
-        shared = sum(chain(*saved)) / sequences
+        shared = sum(chain(*saved)) / max(1, sequences - len(groups))
     room = None
     no_vllm = not args.planned and importlib.util.find_spec("vllm") is None
     if args.samples and args.engine != "transformers" and not no_vllm:
@@ -77,7 +81,7 @@ def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
         rates, source = gpu_rates(args, size, training_plan)
     else:
         tokens = max(1, int(count * prompt / (ranks - args.rollout_ranks)))
-        rates, measured = time_plan.rates_of_cpu(models[0], tokens)
+        rates, measured = rates_of_cpu(models[0], tokens)
         source = f"this CPU: {measured}, measured; overheads of docs/planning.md"
     if args.samples:
         source += "; rewards measured here on ten rows"
@@ -86,26 +90,26 @@ def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
     trained = trained_in(setting)
     return Launch(
         args, ranks, size, training_plan, models, trained, scorers_of(args, setting), prompt,
-        shared, count, held_out, once, room, rates, setting.reward,
+        shared, each, count, held_out, once, room, rates, setting.reward,
     ), f"rates: {source}"  # fmt: skip
 
 
-def gpu_rates(args: TrainArgs, size: int, training_plan) -> tuple[time_plan.Rates, str]:
+def gpu_rates(args: TrainArgs, size: int, training_plan) -> tuple[Rates, str]:
     """Return the rates of a GPU with `size` bytes and their sources."""
     name = args.planned.name if args.planned else torch.cuda.get_device_name()
     gpu = kind_of(name, size)
-    measured = time_plan.measured_rates(gpu)
+    measured = measured_rates(gpu)
     ranks, *_ = plan.launch(args)
     machine = plan.ranks_of_a_machine(args)
     in_machine = (machine % training_plan.ranks == 0, ranks <= machine)
-    rates = time_plan.rates_of_gpu(gpu, args.compile, measured, *in_machine)
+    rates = rates_of_gpu(gpu, args.compile, measured, *in_machine)
     is_known = gpu.is_named(name) and abs(size / gpu.size - 1) < 0.15
     assumed = "" if is_known else ", assumed by its memory (name a kind: --dry_run 8xA100)"
     published = f"{gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s published"
     shares = "shares of them measured on one GPU with 1.7B (docs/planning.md)"
     source = f"{gpu.name}{assumed}: {published}; {shares}"
     if measured:
-        source += f"; {time_plan.TABLE} has {' and '.join(map(repr, measured))}"
+        source += f"; {TABLE} has {' and '.join(map(repr, measured))}"
     return rates, source
 
 
@@ -273,15 +277,15 @@ def describe_phases(launch: Launch) -> str:
 
 def describe_bounds(launch: Launch) -> str:
     """Return the assumptions of the lower and the upper bound."""
-    low, high = (f"{factor} times the computed time of a phase" for factor in SPREAD)
+    factors = "{} and {} times the computed times".format(*SPREAD)
     if not launch.args.samples:
-        return f"{low} and {high}"
-    means = [f"{launch.new_tokens(bound):,.0f}" for bound in (0, 1)]
-    longest = f"the longest {launch.args.max_new_tokens:,}"
-    lengths = f"completions of {means[0]} tokens on average"
-    if means[0] == means[1]:
-        return f"{low} and {high}; {lengths}, {longest}"
-    return f"lower bound {low}, {lengths}; upper bound {high}, {means[1]} tokens"
+        return factors
+    low, high = (f"{launch.new_tokens(bound):,.0f}" for bound in (0, 1))
+    if low == high:
+        longest = f"the longest {launch.args.max_new_tokens:,}"
+        return f"{factors}; completions of {low} tokens on average, {longest}"
+    known = "if you know their mean, give it: --dry_run 8xH100@900"
+    return f"{factors}; completions of {low} and {high} tokens on average ({known})"
 
 
 def numbers(low: float, high: float) -> str:
@@ -309,8 +313,8 @@ def describe_cores(args: TrainArgs, ranks: int) -> Iterator[str]:
         is_short = each * ranks > cores and not args.planned
         label = "warning: cores" if is_short else "cores"
         rank = f"{each} processes per rank (--reward_workers) for {', '.join(rewards)}"
-        machine = f"a machine of {ranks} rank{'s' * (ranks > 1)}"
-        yield f"{label}: {rank}, {each * ranks} on {machine}{here}"
+        trainers = f"the {ranks} training ranks" if ranks > 1 else "the training rank"
+        yield f"{label}: {rank}, {each * ranks} for {trainers} of a machine{here}"
     if args.has_turns:
         yield f"cores: a process for each running episode with tools or code of yours{here}"
 
@@ -325,12 +329,16 @@ def describe_room(launch: Launch, room: Room) -> Iterator[str]:
     if not room.cache:
         yield f"cache of an engine: none, the weights take {room.weights / GIB:.1f} GiB"
         return
-    each = f"if each has {room.length:,} tokens"
+    length = launch.length(1)
+    each = f"if each has {length:,.0f} tokens"
+    places = room.running(length)
     running = f"all {room.completions:.4g} completions of a step run at a time, {each}"
-    if room.completions > room.at_a_time:
-        limit = "the cache is the limit" if room.is_tight else "the engine has no more places"
-        count = f"{room.at_a_time} of its {room.completions:.4g} completions of a step"
-        everywhere = f"{room.at_a_time * room.engines:,} of {launch.sequences:,} on all engines"
+    if not places:
+        running = f"not one completion, {each}"
+    elif room.completions > places:
+        limit = "the cache is the limit" if places < SLOTS else "the engine has no more places"
+        count = f"{places} of its {room.completions:.4g} completions of a step"
+        everywhere = f"{places * room.engines:,} of {launch.sequences:,} on all engines"
         running = f"{count} run at a time, {each} ({limit}); {everywhere}"
         running = running if room.engines > 1 else running.partition("; ")[0]
     yield f"cache of an engine: at most {room.tokens:,} tokens; {running}"

@@ -102,7 +102,7 @@ def dry_run(
     models = plan.shapes(args, path, frozen, value_path)
     groups = plan.first_samples(args, data)
     lines = [f"{count} rows {reason}" for reason, count in (counts or {}).items()]
-    seconds = (0.0, 0.0)
+    seconds = 0.0
     if rewards is not None:
         lines.append(f"{data}, {held_out} held out")
         prompts = [prompt for (prompt,) in groups[:10]]

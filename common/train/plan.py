@@ -106,10 +106,10 @@ def preview_all(samples: Sequence[Sample], tokenizer) -> None:
 
 def rewards_of_rows(
     tokenizer, prompts: list[Completion], rewards: Callable, has_environment: bool
-) -> tuple[list[str], tuple[float, float]]:
+) -> tuple[list[str], float]:
     """Return a line for each reward except those of models: its mean over the rows' own answers,
-    and over empty completions; and bounds of the seconds of a completion: without the start of
-    processes, in a second pass, and with it. Collective."""
+    and over empty completions; and the seconds of a completion in a second pass, when processes
+    have started. Collective."""
     column = None
     if not has_environment:
         row = prompts[0].row
@@ -122,11 +122,10 @@ def rewards_of_rows(
         # without the prompt, which may open a thought
         answer = Completion(ids, [], row=prompt.row, text=text)
         groups.append([answer, Completion(prompt.ids, [], prompt.prompt_length, prompt.row)])
-    began = time.perf_counter()
     by_name = rewards(groups, Meter()).by_name
     started = time.perf_counter()
     rewards(groups, Meter())
-    seconds = (time.perf_counter() - started, started - began)
+    seconds = time.perf_counter() - started
     lines = []
     for name, values_P2 in by_name.items():
         answer_mean, empty_mean = (f"{mean:.3g}" for mean in values_P2.nanmean(0).tolist())
@@ -136,7 +135,7 @@ def rewards_of_rows(
         if column and torch.equal(*values_P2.unbind(1)):
             problem = f"column {column} scores no better than empty completions"
             lines.append(f"warning: reward {name}: {problem}")
-    return lines, (min(seconds) / 2 / len(groups), max(seconds) / 2 / len(groups))
+    return lines, seconds / 2 / len(groups)
 
 
 def launch(args: TrainArgs) -> tuple[int, torch.device, int]:
@@ -176,6 +175,7 @@ def describe_memory(args: TrainArgs, models: Sequence[Shapes]) -> str:
     *_, size = launch(args)
     plan = training_plan(args, models)
     line = f"memory per training rank: {capacity.describe(models, plan, size)}"
+    line += f"; activations {'recomputed' if plan.recompute else 'kept'}"
     if not size:
         return f"{line}, without the engine; --dry_run 8x80GB plans for 8 GPUs of 80 GB"
     ranks, *_ = launch(args)
@@ -219,8 +219,8 @@ def schedule(
     yield f"step: {content} = {tokens}; optimizer steps: {passes}"
     share = sequences / minibatches / training_ranks
     others = f", {args.rollout_ranks} only generate" if args.rollout_ranks else ""
-    packs = math.ceil(share * length / args.pack_tokens)
-    micro_batches = f"micro-batches of {args.pack_tokens} tokens: {most}{packs}"
+    packs = math.ceil(share * args.context_ranks / max(1, args.pack_capacity // length))
+    micro_batches = f"micro-batches of {args.pack_tokens} tokens: about {packs}"
     ranks = f"{training_ranks} training ranks{others}"
     yield f"optimizer step on each of {ranks}: {share:g} sequences, {micro_batches}"
     count = evaluations(args, steps)

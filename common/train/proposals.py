@@ -41,14 +41,14 @@ def proposals(launch: Launch, setting: Setting) -> Iterator[str]:
     """Yield lines with the best value of each flag that makes a step faster, and with the best
     combination; for a launch that does not fit, those with which it fits."""
     own = Proposal({}, launch, lack(launch, setting))
+    if not own.lack and not launch.is_timed:
+        return
     single = [x for x in best_of_each(own, setting) if not x.lack]
     single.sort(key=lambda x: x.seconds)
     together = descend(own, setting)
     least = single[0].seconds if single else math.inf
     if len(together.flags) > 1 and not together.lack and together.seconds < WORTH * least:
         single.insert(0, together)
-    if not own.lack and not launch.is_timed:
-        return
     if own.lack:
         single += [x for x in last_resorts(own, setting) if not x.lack]
         if not single:
@@ -57,22 +57,22 @@ def proposals(launch: Launch, setting: Setting) -> Iterator[str]:
         yield describe(proposal, own)
 
 
-def best_of_each(own: Proposal, setting: Setting) -> Iterator[Proposal]:
+def best_of_each(present: Proposal, setting: Setting) -> Iterator[Proposal]:
     """Yield the best value of each flag, if it is better than the present one."""
-    for values in changes(own):
-        found = chain.from_iterable(tried(own, change, setting) for change in values)
-        best = min(found, key=lambda x: x.cost, default=own)
-        if is_better(best, own):
+    for values in changes(present):
+        found = chain.from_iterable(tried(present, change, setting) for change in values)
+        best = min(found, key=lambda x: x.cost, default=present)
+        if is_better(best, present):
             yield best
 
 
-def descend(own: Proposal, setting: Setting) -> Proposal:
+def descend(present: Proposal, setting: Setting) -> Proposal:
     """Change the flag that helps most, until none helps."""
     while True:
-        found = [*best_of_each(own, setting)]
+        found = [*best_of_each(present, setting)]
         if not found:
-            return own
-        own = min(found, key=lambda x: x.cost)
+            return present
+        present = min(found, key=lambda x: x.cost)
 
 
 def is_better(one: Proposal, other: Proposal) -> bool:
@@ -81,34 +81,34 @@ def is_better(one: Proposal, other: Proposal) -> bool:
     return one.seconds < WORTH * other.seconds
 
 
-def tried(own: Proposal, change: Flags, setting: Setting) -> Iterator[Proposal]:
+def tried(present: Proposal, change: Flags, setting: Setting) -> Iterator[Proposal]:
     """Yield the launch with changed flags, if they are valid and no prompt is too long for them."""
     with suppress(ValueError):  # flags that contradict each other
-        args = replace(own.launch.args, **change)
+        args = replace(present.launch.args, **change)
         ranks, *_ = plan.launch(args)
         check_ranks(args, ranks)
-        if is_long_enough(args, own.launch.args, setting.longest):
+        if is_long_enough(args, present.launch.args, setting.longest):
             launch, _ = make_launch(args, setting)
-            reserve = RESERVE if launch.room != own.launch.room else 0.0
-            yield Proposal(own.flags | change, launch, lack(launch, setting, reserve))
+            reserve = RESERVE if launch.room != present.launch.room else 0.0
+            yield Proposal(present.flags | change, launch, lack(launch, setting, reserve))
 
 
-def is_long_enough(args: TrainArgs, present: TrainArgs, longest: int) -> bool:
-    """Return whether a pack has room for the longest prompt and its completions. Those of `present`
+def is_long_enough(args: TrainArgs, before: TrainArgs, longest: int) -> bool:
+    """Return whether a pack has room for the longest prompt and its completions. Those of `before`
     have it."""
-    if not args.samples or args.pack_capacity >= present.pack_capacity:
+    if not args.samples or args.pack_capacity >= before.pack_capacity:
         return True  # without samples, --max_length is checked
     if args.has_turns:
         return False  # the length of an episode is not known
     return args.sequences_together * (longest + args.max_new_tokens) <= args.pack_capacity
 
 
-def changes(own: Proposal) -> Iterator[list[Flags]]:
+def changes(present: Proposal) -> Iterator[list[Flags]]:
     """Yield for each flag the values to try. They change neither the objective nor the number of
     GPUs."""
-    launch = own.launch
+    launch = present.launch
     machine = plan.ranks_of_a_machine(launch.args)
-    packs = [2**n for n in range(10 if own.lack else 12, 18)]
+    packs = [2**n for n in range(10 if present.lack else 12, 18)]
     yield [dict(pack_tokens=tokens) for tokens in packs]
     yield [dict(compile=True)]
     yield [dict(activation_checkpointing=value) for value in (False, True)]
@@ -144,8 +144,8 @@ def last_resorts(own: Proposal, setting: Setting) -> Iterator[Proposal]:
         found += [descend(x, setting) for x in found if x.lack]
         fitting = [x for x in found if not x.lack]
         yield from fitting[:1]
-        if fitting:
-            return
+        if any(x.flags.keys() <= {"dry_run", "shard_ranks"} for x in fitting):
+            return  # no further flags
 
 
 def _with_adapters(m: Shapes) -> Shapes:
@@ -165,7 +165,7 @@ def describe(proposal: Proposal, own: Proposal) -> str:
     notes = []
     room = launch.room
     if room is not None and room != own.launch.room:
-        running = min(room.completions, room.at_a_time)
+        running = min(room.completions, room.running(launch.length(1)))
         notes.append(f"{room.engines * running:,g} of {launch.sequences:,} completions at a time")
     if launch.is_concurrent and not own.launch.is_concurrent:
         steps = launch.args.max_staleness
@@ -173,11 +173,13 @@ def describe(proposal: Proposal, own: Proposal) -> str:
     if launch.plan.offload != "none":
         size = on_the_host(launch.models, launch.plan) / GIB
         notes.append(f"{size:.1f} GiB on the host for each rank")
+    if "lora_rank" in flags:
+        notes.append("trains adapters alone: docs/lora.md")
     noted = f" ({'; '.join(notes)})" if notes else ""
     kind = "fits" if own.lack else "faster"
     if not launch.is_timed:
         return f"{kind}: {' '.join(words)}{noted}"
-    part = "" if own.lack else f", {proposal.seconds / own.seconds:.0%} of the time"
+    part = "" if own.lack else f", {proposal.seconds / own.seconds:.0%} of now"
     return f"{kind}: {' '.join(words)}: {span(launch.step(0), launch.step(1))} a step{part}{noted}"
 
 

@@ -1,140 +1,18 @@
 """Time of the phases of a step, for `--dry_run`, from the operations and bytes of a rank and the
-rates of its device (docs/planning.md). Times are in seconds, rates per second."""
+rates of its device (rates.py, docs/planning.md). Times are in seconds."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from timeit import Timer
 
-import torch
-
-from common.config.gpu_kinds import Gpu
 from common.config.groups import TrainArgs, script_of
 from common.model.memory import Plan, Shapes
 from common.train.engine_plan import Room
+from common.train.rates import EXCHANGE, HOST_LINK, HOST_UPDATING, LINK, Rates
 
-# What one H200 (training) and one H100 (the rest) have reached with a model of 1.7B (docs/gpu.md),
-# as shares of their published rates.
-TRAINING = 271e12 / 989e12  # FLOP of a micro-batch of 8,192 tokens, activations kept
-COMPILED = 378e12 / 989e12  # the same with --compile
-READING = 0.8  # assumed: bytes read in decoding
-SAMPLING = 22e-6  # seconds for each token: the rest of a round; vLLM has a generator per completion
-UPDATING = 0.48  # bytes of clipping and AdamW, at 40 per weight
-LOADING = 17e9  # bytes of new weights of an engine; no share
-# Of "vLLM: generate": FLOP of its prompts, bytes that its rounds read, and sampled tokens.
-GENERATED = (4.6e14, 5.69e12, 65_536)
-# The parts of bench/gpu.py that these come from: size, and FLOP, bytes or runs.
-PARTS = {
-    "micro-batch": ("1721M, 8192 tokens", 87.4e12),
-    "micro-batch, compiled": ("1721M, 8192 tokens", 87.4e12),
-    "vLLM: generate": ("256 prompts of 512, 256 new tokens", 1.0),
-    "clip and AdamW": ("1721M", 68.8e9),
-    "vLLM: sync": ("", 3.44e9),
-}
-TABLE = Path("runs/gpu.md")  # of bench/gpu.py
-# Assumed, for each GPU: the share of a link's bytes; bytes between host and GPU, of AdamW on the
-# host, and between machines; and the seconds in which GPUs add up small tensors.
-LINK = 0.6
-HOST_LINK = 32e9
-HOST_UPDATING = 10e9
-NETWORK = 50e9
-EXCHANGE = 20e-6
 # Assumed: other models, kinds and numbers of GPUs against the measurement, lower and upper bound.
 SPREAD = (0.7, 1.3)
 LENGTHS = (0.5, 1.0)  # assumed: mean length of completions, as a share of the maximum
-
-# One core of a CPU with `tiny` (docs/planning.md), in shares of the FLOP measured in the dry run
-# and in multiples of the time of a small operation.
-CPU_TRAINING = 0.56
-OVERHEADS = dict(layer=600, collective=1800, loaded=5000, round=2800, token=80)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates of a rank and, on a CPU, seconds of overheads."""
-
-    training: float  # FLOP, activations kept
-    prompts: float  # FLOP of an engine
-    reading: float  # bytes
-    updating: float
-    loading: float
-    link: float  # between ranks of an engine
-    shards: float  # between ranks that share a copy of the models
-    copies: float  # between copies
-    layer: float = 0.0  # of a layer in a forward, and twice in a backward
-    collective: float = 0.0  # of a layer in the same, and in the weight sync
-    loaded: float = 0.0  # of a layer in the weight sync
-    round: float = 0.0  # of a round of the engine
-    token: float = 0.0  # of a sampled token
-
-
-def measured_rates(gpu: Gpu) -> dict[str, float]:
-    """Return the rates of the parts in bench/gpu.py's table, if it has run on this kind of GPU with
-    its own sizes."""
-    text = TABLE.read_text() if TABLE.is_file() else ""
-    heading, *lines = text.splitlines() or [""]
-    if not gpu.is_named(heading) or "| 1721M" not in text:
-        return {}
-    rates = {}
-    for line in lines:
-        for part, (size, work) in PARTS.items():
-            if line.startswith(f"| {part} | {size} |"):
-                milliseconds = float(line.split("|")[4])
-                rates[part] = 1e3 * work / milliseconds
-    return rates
-
-
-def generating_seconds(gpu: Gpu) -> float:
-    """Return the time of "vLLM: generate" without a measurement."""
-    flops, read, tokens = GENERATED
-    return flops / (TRAINING * gpu.flops) + read / (READING * gpu.bandwidth) + SAMPLING * tokens
-
-
-def rates_of_gpu(
-    gpu: Gpu, compiles: bool, measured: dict[str, float], shards_in_machine: bool = True,
-    copies_in_machine: bool = True,
-) -> Rates:  # fmt: skip
-    """Return the `measured` rates of a GPU; without them, shares of the published ones. Shards of a
-    copy of the models, or all copies, may lie in one machine."""
-    rates = {
-        "micro-batch": TRAINING * gpu.flops,
-        "micro-batch, compiled": COMPILED * gpu.flops,
-        "vLLM: generate": 1 / generating_seconds(gpu),
-        "clip and AdamW": UPDATING * gpu.bandwidth,
-        "vLLM: sync": LOADING,
-    } | measured
-    faster = rates["vLLM: generate"] * generating_seconds(gpu)
-    network = min(gpu.link, NETWORK)
-    return Rates(
-        training=rates["micro-batch, compiled" if compiles else "micro-batch"],
-        prompts=rates["micro-batch"],
-        reading=faster * READING * gpu.bandwidth,
-        updating=rates["clip and AdamW"],
-        loading=rates["vLLM: sync"],
-        link=LINK * gpu.link,
-        shards=LINK * (gpu.link if shards_in_machine else network),
-        copies=LINK * (gpu.link if copies_in_machine else network),
-        token=SAMPLING / faster,
-    )
-
-
-def rates_of_cpu(m: Shapes, tokens: int) -> tuple[Rates, str]:
-    """Return the rates of this process, and the measured ones as text: FLOP of a float32 product in
-    the model's MLP for so many tokens, and small operations of torch."""
-    a = torch.randn(min(tokens, 1024), m.hidden)
-    b = torch.randn(m.hidden, m.inner)
-    x = torch.zeros(64)
-    seconds = []
-    for timer in (Timer(lambda: a @ b), Timer(lambda: x + x)):
-        count = max(1, timer.autorange()[0] // 20)  # of 0.2 s or more
-        seconds.append(min(timer.repeat(20, count)) / count)
-    product, small = seconds
-    flops = 2 * a.numel() * m.inner / product
-    training = CPU_TRAINING * flops
-    overheads = {name: count * small for name, count in OVERHEADS.items()}
-    rates = Rates(training, training, 10e9, 5e9, 5e9, 2e9, 2e9, 2e9, **overheads)
-    return rates, f"{flops / 1e9:.0f} GFLOP/s, {1e6 * small:.2f} us per small operation"
 
 
 # ---- parts of a step ----
@@ -157,13 +35,13 @@ def matrix_weights(m: Shapes) -> int:
 
 
 def pass_seconds(
-    m: Shapes, tokens: float, length: float, plan: Plan, rates: Rates, minibatches: int = 1,
+    m: Shapes, tokens: float, length: float, plan: Plan, rates: Rates, micro_batches: int,
     trains: bool = False,
 ) -> float:  # fmt: skip
-    """Return the time of a forward over `tokens` tokens of a rank in sequences of this length or,
-    if it `trains`, of forward and backward. Computation overlaps with the traffic of weights and
-    gradients, between ranks and, with `--offload all`, between host and GPU."""
-    micro_batches = minibatches * math.ceil(tokens / minibatches / plan.pack_tokens)
+    """Return the time of a forward over `tokens` tokens of a rank, in sequences of this length and
+    in so many micro-batches, or, if it `trains`, of forward and backward. Computation overlaps with
+    the traffic of weights and gradients, between ranks and, with `--offload all`, between host and
+    GPU."""
     times = 1
     traffic = plan.bytes * m.weights
     hosted = 4 * m.trained + plan.frozen * (m.weights - m.trained)
@@ -227,9 +105,14 @@ def sampling_seconds(
     running = max(1.0, min(count, room.running(prompt + mean)))
     prefill = prompts * prompt * flops_per_token(m, prompt) / room.ranks / rates.prompts
     prefill += exchange_seconds(m, prompts * prompt, room, rates)
-    rounds = max(count / running, 1.0) * mean
+    context = prompt + mean / 2
+    if mean < longest:  # a new completion begins where another one ends
+        sampling = max(count / running, 1.0) * round_of(running, context)
+    else:  # all end together
+        waves, others = divmod(max(count, running), running)
+        sampling = waves * round_of(running, context) + (others > 0) * round_of(others, context)
     tail = (longest - mean) * round_of(1.0, prompt + longest)
-    return prefill + rounds * round_of(running, prompt + mean / 2) + tail
+    return prefill + mean * sampling + tail
 
 
 # ---- a step ----
@@ -249,13 +132,14 @@ class Launch:
     trained: Sequence[Shapes]
     scorers: Sequence[Shapes]  # models that score the sequences before the update
     prompt: float  # mean tokens of a prompt, or of a sequence without sampling
-    shared: float  # mean tokens of a sequence that shared prefixes save
+    shared: float  # mean tokens of a sequence that it shares with others of its group
+    each: int  # sequences of a group
     sequences: int  # of a step
     held_out: int  # prompts, or sequences
     scored_once: int  # sequences that a reference scores before the first step
     room: Room | None  # in an engine, if there is one and it is vLLM
     rates: Rates
-    reward: tuple[float, float]  # bounds of the time of a completion's rewards
+    reward: float  # seconds of a completion's rewards
 
     @property
     def is_timed(self) -> bool:
@@ -278,18 +162,27 @@ class Launch:
         if not self.args.samples:
             return 0.0
         mean = self.args.planned.mean if self.args.planned else None
-        longest = self.args.max_new_tokens
-        return LENGTHS[bound] * longest if mean is None else min(mean, longest)
+        return LENGTHS[bound] * self.args.max_new_tokens if mean is None else mean
 
     def length(self, bound: int) -> float:
         """Return the mean length of a sequence."""
         return self.prompt + self.new_tokens(bound)
 
+    def packed(self, bound: int, sequences: float) -> tuple[float, int]:
+        """Return the tokens that a training rank computes of sequences of all ranks, and its
+        micro-batches. A pack has whole sequences; those of a group share a prefix."""
+        args = self.args
+        prefix = self.shared
+        own = self.length(bound) - prefix
+        together = max(1, int((args.pack_capacity - prefix) / own))
+        tokens = sequences * (own + prefix / min(together, self.each)) / self.trainers
+        packs = sequences * args.context_ranks / self.trainers / args.minibatches / together
+        return tokens, args.minibatches * math.ceil(packs)
+
     def scoring(self, m: Shapes, bound: int, sequences: float) -> float:
         """Return the time of a forward of `m` over sequences of all training ranks."""
-        length = self.length(bound)
-        tokens = sequences * (length - self.shared) / self.trainers
-        return pass_seconds(m, tokens, length, self.plan, self.rates, self.args.minibatches)
+        tokens, micro_batches = self.packed(bound, sequences)
+        return pass_seconds(m, tokens, self.length(bound), self.plan, self.rates, micro_batches)
 
     def sampling(self, bound: int, count: float, prompts: float) -> float:
         """Return the time in which the engines sample `count` completions."""
@@ -300,13 +193,12 @@ class Launch:
     def updating(self, bound: int) -> float:
         """Return the time of the updates of a step."""
         args = self.args
-        length = self.length(bound)
-        tokens = self.sequences * (length - self.shared) / self.trainers
-        setting = (self.plan, self.rates, args.minibatches)
+        tokens, micro_batches = self.packed(bound, self.sequences)
+        setting = (self.plan, self.rates, micro_batches)
         copies = self.trainers // self.plan.ranks
         seconds = 0.0
         for m in self.trained:
-            seconds += pass_seconds(m, tokens, length, *setting, trains=True)
+            seconds += pass_seconds(m, tokens, self.length(bound), *setting, trains=True)
             seconds += args.minibatches * update_seconds(m, self.plan, self.rates, copies)
         return getattr(args, "epochs_per_rollout", 1) * seconds
 
@@ -319,6 +211,7 @@ class Launch:
             "log-probs": sum(self.scoring(m, bound, self.sequences) for m in self.scorers),
             "update": self.updating(bound),
             "reference": self.scoring(policy, bound, self.scored_once),
+            "rewards": self.reward * self.sequences / self.trainers,
         }
         if args.samples and self.room is not None:
             phases["sync"] = sync_seconds(policy, self.plan, self.rates)
@@ -327,8 +220,7 @@ class Launch:
             phases["evaluation"] = evaluation + phases["sync"]
         elif not args.samples:
             phases["evaluation"] = self.scoring(policy, bound, self.held_out)
-        phases = {name: SPREAD[bound] * seconds for name, seconds in phases.items()}
-        return phases | dict(rewards=self.reward[bound] * self.sequences / self.trainers)
+        return {name: SPREAD[bound] * seconds for name, seconds in phases.items()}
 
     def critical(self, bound: int) -> list[str]:
         """Return the phases that add up to the time of a step. Rewards are computed during the

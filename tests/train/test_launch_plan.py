@@ -24,18 +24,12 @@ from common.model.flops import matrix_weights
 from common.model.memory import Plan, shapes_of
 from common.model.policy import load_policy, load_scalar_model
 from common.train import launch_plan, plan, time_plan
+from common.train import rates as rates_of
 from common.train.engine_plan import Room, bytes_in_cache
 from common.train.launch_plan import Setting, describe, lack, make_launch, problem, span
 from common.train.proposals import proposals
-from common.train.time_plan import (
-    Rates,
-    pass_seconds,
-    rates_of_cpu,
-    rates_of_gpu,
-    sampling_seconds,
-    sync_seconds,
-    update_seconds,
-)
+from common.train.rates import Rates, rates_of_cpu, rates_of_gpu
+from common.train.time_plan import pass_seconds, sampling_seconds, sync_seconds, update_seconds
 
 SETTINGS = dict(prompts_per_step=64, samples_per_prompt=8, pack_tokens=20_000, max_steps=100)
 PROMPT = 84
@@ -63,7 +57,7 @@ def launch_of(models, gpus: str, size: str = "8B", **flags):
     """Return the launch of grpo.py with prompts of `PROMPT` tokens, its setting and its lines."""
     args = grpo.Args(dry_run=gpus, **SETTINGS | flags)
     path, shapes = models[size]
-    setting = Setting(shapes, path, [], False, prompts_of(PROMPT), LONGEST, 1000, 256, (1e-4, 1e-3))
+    setting = Setting(shapes, path, [], False, prompts_of(PROMPT), LONGEST, 1000, 256, 1e-4)
     launch, rates = make_launch(args, setting)
     fits = problem(launch, setting) is None
     return launch, setting, [*describe(launch, 100, fits), rates]
@@ -75,7 +69,12 @@ def launch_of(models, gpus: str, size: str = "8B", **flags):
 def test_eight_billion_parameters_have_room_for_six_long_completions(models):
     launch, setting, lines = launch_of(models, "8x80GB", max_new_tokens=16_300)
     room = launch.room
-    assert (room.tokens, room.at_a_time, room.length, room.completions) == (105_919, 6, 16_384, 64)
+    assert (room.tokens, room.running(room.length), room.length, room.completions) == (
+        105_919,
+        6,
+        16_384,
+        64,
+    )
     text = "\n".join(lines)
     assert "memory of an engine per GPU: 29.8 GiB (weights 15.3, cache at most 14.5)" in text
     cache = "at most 105,919 tokens; 6 of its 64 completions of a step run at a time, if each has"
@@ -114,14 +113,14 @@ def test_capacity_follows_memory_and_tensor_parallelism(models):
         launch_of(models, "8x80GB", max_new_tokens=8000, gpu_memory_utilization=share)[0].room
         for share in (0.3, 0.5, 0.7)
     ]
-    running = [room.at_a_time for room in numbers]
+    running = [room.running(room.length) for room in numbers]
     assert running == sorted(set(running))
     dedicated, _, lines = launch_of(models, "8x80GB", max_new_tokens=8000, rollout_ranks=4)
     assert dedicated.room.memory == 0.9 * 80e9 and dedicated.room.engines == 4
     assert any("; 4 engines of 1 GPU on rollout ranks" in line for line in lines)
 
 
-PROPOSAL = re.compile(r"(faster|fits): (--.*?)( on \S+)?: (.*?) a step(?:, (\d+)% of the time)?")
+PROPOSAL = re.compile(r"(faster|fits): (--.*?)( on \S+)?: (.*?) a step(?:, (\d+)% of now)?")
 
 
 def proposed(line: str) -> tuple[str, dict, str, float]:
@@ -170,7 +169,8 @@ def test_a_launch_with_proposed_flags_is_as_promised(models, name):
             sums = [launch.step(0) + launch.step(1) for launch in (after, before)]
             assert sums[0] / sums[1] == pytest.approx(share, abs=0.006) and share < 0.98
         if "completions at a time" in line:
-            running = min(after.room.completions, after.room.at_a_time) * after.room.engines
+            places = after.room.running(after.length(1))
+            running = min(after.room.completions, places) * after.room.engines
             assert f"({running:,g} of {after.sequences} completions at a time" in line
 
 
@@ -215,7 +215,7 @@ def test_no_prompt_is_too_long_for_a_proposed_pack(models):
         lines = proposals(launch, replace(setting, longest=longest))
         return [proposed(line)[1].get("pack_tokens", 2**17) for line in lines]
 
-    assert min(packs(500)) == 2**11 and min(packs(10_000)) == 2**14
+    assert min(packs(500)) == 2**12 and min(packs(10_000)) == 2**14
 
 
 def test_enough_memory_gets_no_more(models):
@@ -225,7 +225,7 @@ def test_enough_memory_gets_no_more(models):
     (line,) = [
         line
         for line in proposals(launch, setting)
-        if line.startswith("faster: --gpu_memory_utilization")
+        if re.match("faster: --gpu_memory_utilization [0-9.]+:", line)
     ]
     assert "--gpu_memory_utilization 0.5:" in line and "512 of 512 completions at a time" in line
 
@@ -272,11 +272,11 @@ def test_processes_are_compared_with_the_cores(models, monkeypatch):
     monkeypatch.setattr(launch_plan.os, "cpu_count", lambda: 3)
     _, _, (line, *_) = launch_of(models, "16x80GB", reward=("math",), reward_workers=3)
     processes = "cores: 3 processes per rank (--reward_workers) for math"
-    assert line == f"{processes}, 24 on a machine of 8 ranks"
+    assert line == f"{processes}, 24 for the 8 training ranks of a machine"
     assert not launch_of(models, "16x80GB", reward=("gsm8k",))[2][0].startswith("cores")
     (line,) = launch_plan.describe_cores(grpo.Args(dry_run="true", reward=("math",)), 1)
     assert line.startswith("warning: cores: 4 processes per rank")
-    assert line.endswith("on a machine of 1 rank; this machine has 3 cores")
+    assert line.endswith("4 for the training rank of a machine; this machine has 3 cores")
 
 
 # ---- time ----
@@ -297,7 +297,9 @@ def test_rates_reproduce_the_measurements(models):
     room = Room(1, 1, 32e9, 2 * m.weights, CONFIGS["1.7B"], 2, 768, 256)
 
     def micro_batch(recompute: bool, rates: Rates) -> float:
-        return pass_seconds(m, 8192, 1024, replace(kept, recompute=recompute), rates, trains=True)
+        return pass_seconds(
+            m, 8192, 1024, replace(kept, recompute=recompute), rates, 1, trains=True
+        )
 
     phases = {
         "micro-batch": lambda rates, _: micro_batch(False, rates),
@@ -320,13 +322,13 @@ def test_a_table_of_bench_gpu_replaces_the_shares(tmp_path, monkeypatch):
     is not read."""
     rows = []
     shares = {}
-    for part, (size, _) in time_plan.PARTS.items():
+    for part, (size, _) in rates_of.PARTS.items():
         name, seconds = documented(part)
         rows.append(f"| {part} | {size} | bfloat16 | {500 * seconds} |  |  |  |  |")
         shares[part] = rates_of_gpu(kind_of(name, 0), part.endswith("compiled"), {})
-    monkeypatch.setattr(time_plan, "TABLE", tmp_path / "gpu.md")
-    time_plan.TABLE.write_text("\n".join(["NVIDIA H200, torch 2.13.0", "", *rows]))
-    twice = time_plan.measured_rates(kind_of("H200", 0))
+    monkeypatch.setattr(rates_of, "TABLE", tmp_path / "gpu.md")
+    rates_of.TABLE.write_text("\n".join(["NVIDIA H200, torch 2.13.0", "", *rows]))
+    twice = rates_of.measured_rates(kind_of("H200", 0))
     fields = {"micro-batch": "training", "micro-batch, compiled": "training",
               "clip and AdamW": "updating", "vLLM: sync": "loading"}  # fmt: skip
     for part, field in fields.items():
@@ -334,14 +336,14 @@ def test_a_table_of_bench_gpu_replaces_the_shares(tmp_path, monkeypatch):
         rates = rates_of_gpu(kind_of("H200", 0), part.endswith("compiled"), twice)
         assert getattr(rates, field) == twice[part]
     _, seconds = documented("vLLM: generate")
-    faster = 2 * time_plan.generating_seconds(kind_of("H200", 0)) / seconds
+    faster = 2 * rates_of.generating_seconds(kind_of("H200", 0)) / seconds
     rates = rates_of_gpu(kind_of("H200", 0), False, twice)
     usual = rates_of_gpu(kind_of("H200", 0), False, {})
     assert rates.reading == pytest.approx(faster * usual.reading)
     assert rates.token == pytest.approx(usual.token / faster)
-    assert time_plan.measured_rates(kind_of("A100", 0)) == {}
-    time_plan.TABLE.write_text("NVIDIA H200\n\n" + rows[0].replace("8192", "512"))
-    assert time_plan.measured_rates(kind_of("H200", 0)) == {}
+    assert rates_of.measured_rates(kind_of("A100", 0)) == {}
+    rates_of.TABLE.write_text("NVIDIA H200\n\n" + rows[0].replace("8192", "512"))
+    assert rates_of.measured_rates(kind_of("H200", 0)) == {}
 
 
 def test_weights_on_the_host_pass_through_the_link_in_every_pass(models):
@@ -349,20 +351,22 @@ def test_weights_on_the_host_pass_through_the_link_in_every_pass(models):
     rates = rates_of_gpu(kind_of("H100", 0), False, {})
     kept = Plan(1, 8192, recompute=True)
     hosted = replace(kept, offload="all")
-    link = time_plan.LINK * time_plan.HOST_LINK
+    link = rates_of.LINK * rates_of.HOST_LINK
     tokens = 512 * 8192
-    assert pass_seconds(m, tokens, 10, hosted, rates, trains=True) == pytest.approx(
+    assert pass_seconds(m, tokens, 10, hosted, rates, 512, trains=True) == pytest.approx(
         512 * 12 * m.weights / link
     )
-    assert pass_seconds(m, tokens, 10, kept, rates, trains=True) < 512 * 12 * m.weights / link
-    assert update_seconds(m, hosted, rates) == 40 * m.trained / time_plan.HOST_UPDATING
+    assert pass_seconds(m, tokens, 10, kept, rates, 512, trains=True) < 512 * 12 * m.weights / link
+    assert update_seconds(m, hosted, rates) == 40 * m.trained / rates_of.HOST_UPDATING
 
 
 def test_a_named_mean_length_replaces_the_assumed_ones(models):
     launch, _, lines = launch_of(models, "8xH100@900", max_new_tokens=4000)
     assert launch.new_tokens(0) == launch.new_tokens(1) == 900
-    factors = "0.7 times the computed time of a phase and 1.3 times the computed time of a phase"
+    factors = "0.7 and 1.3 times the computed times"
     assert f"assumed: {factors}; completions of 900 tokens on average, the longest 4,000" in lines
+    with pytest.raises(ValueError, match="--dry_run 8xH100@900: --max_new_tokens is 800"):
+        launch_of(models, "8xH100@900", max_new_tokens=800)
     wide, *_ = launch_of(models, "8xH100", max_new_tokens=4000)
     assert wide.step(0) < launch.step(1) < wide.step(1)
 
@@ -398,16 +402,17 @@ def test_a_script_without_sampling_has_no_engine(models):
     args = dpo.Args(dry_run="8xH100", batch_size=64, max_steps=10)
     path, shapes = models["1.7B"]
     pair = [Completion([0] * 100 + [side] * 400, [False] * 500, 100) for side in (1, 2)]
-    setting = Setting(shapes, path, [], False, [pair], 0, 1000, 32, (0.0, 0.0))
+    setting = Setting(shapes, path, [], False, [pair], 0, 1000, 32, 0.0)
     launch, _ = make_launch(args, setting)
     assert (launch.sequences, launch.held_out, launch.room) == (128, 64, None)
     phases = launch.phases(1)
     assert phases["update"] > phases["evaluation"] > 0
     step, assumed, run = describe(launch, 10, True)
     assert "max_new_tokens" not in assumed and "sync" not in step and "; 10 steps; " in run
-    # the prompts of pairs are computed once
+    # the prompts of pairs are computed once: without the last token, which predicts the first one
     alone, _ = make_launch(replace(args, share_prefix=0), setting)
-    assert (alone.shared, launch.shared) == (0, pytest.approx(99 / 2))
+    assert (alone.shared, launch.shared) == (0, 99)
+    assert launch.packed(1, 128) == (pytest.approx(16 * (401 + 99 / 2)), 1)
     # the reference scores all rows before the first step, if the loss has one
     assert phases["reference"] == pytest.approx(phases["evaluation"] * 1032 / 32, rel=0.1)
     for others in (dict(loss=("simpo",)), dict(reference_logprobs="online")):
@@ -415,14 +420,30 @@ def test_a_script_without_sampling_has_no_engine(models):
         assert launch.phases(1)["reference"] == 0
 
 
-def test_prompts_of_a_group_are_computed_once(models):
-    one, *_ = launch_of(models, "8xH100", share_prefix=0)
-    shared, *_ = launch_of(models, "8xH100")
-    prompts, completions = 64 * PROMPT, 64 * 8 * (PROMPT + one.args.max_new_tokens)
-    assert shared.sequences * (shared.length(1) - shared.shared) == pytest.approx(
-        completions - 7 * prompts
-    )
-    assert shared.updating(1) < one.updating(1)
+def test_packs_have_whole_sequences_and_prompts_once(models):
+    """64 sequences on each rank: 33 of 600 tokens fill a pack of 20,000, and those of a group share
+    a prompt; of 15,000, one does, and shares nothing."""
+    launch, *_ = launch_of(models, "8xH100", max_new_tokens=600 - PROMPT)
+    assert launch.packed(1, 512) == (64 * (600 - PROMPT + PROMPT / 8), 2)
+    alone, *_ = launch_of(models, "8xH100", max_new_tokens=600 - PROMPT, share_prefix=0)
+    assert alone.packed(1, 512) == (64 * 600, 2)
+    assert alone.updating(1) > launch.updating(1)
+    long, *_ = launch_of(models, "8xH100", max_new_tokens=15_000 - PROMPT)
+    assert long.packed(1, 512) == (64 * 15_000, 64)
+
+
+def test_completions_of_full_length_run_in_whole_waves(models):
+    """9 of them where 8 run at a time take as long as 8 and then 1."""
+    (m,) = models["1.7B"][1]
+    rates = rates_of_gpu(kind_of("H100", 0), False, {})
+    room = Room(1, 1, 0.0, 0.0, CONFIGS["1.7B"], 2, 1000, 9)
+    room = replace(room, memory=8.5 * room.cached(1000))
+
+    def seconds(count: int, mean: int = 900) -> float:
+        return sampling_seconds(m, room, count, 0, 100, mean, 900, rates)
+
+    assert seconds(9) == pytest.approx(seconds(8) + seconds(1))
+    assert seconds(16) == pytest.approx(2 * seconds(8))
 
 
 def test_shorter_completions_run_more_at_a_time(models):
@@ -430,7 +451,7 @@ def test_shorter_completions_run_more_at_a_time(models):
     rounds are saved, because the cache holds more of them."""
     launch, *_ = launch_of(models, "8xH100", max_new_tokens=16_000)
     room = launch.room
-    assert room.running(room.length / 2) >= 2 * room.at_a_time
+    assert room.running(room.length / 2) >= 2 * room.running(room.length)
     low, high = (launch.phases(bound)["rollout"] / time_plan.SPREAD[bound] for bound in (0, 1))
     assert low < 0.45 * high
 
@@ -458,9 +479,9 @@ def test_engines_of_several_gpus_exchange_activations(models):
 def test_a_plan_names_its_sources(models, gpus, source):
     _, _, (*_, assumed, run, rates) = launch_of(models, gpus, "1.7B")
     assert rates.startswith(source) and rates.endswith("rewards measured here on ten rows")
-    low = "lower bound 0.7 times the computed time of a phase, completions of 128 tokens on average"
-    high = "upper bound 1.3 times the computed time of a phase, 256 tokens"
-    assert assumed == f"assumed: {low}; {high}"
+    known = "if you know their mean, give it: --dry_run 8xH100@900"
+    lengths = f"completions of 128 and 256 tokens on average ({known})"
+    assert assumed == f"assumed: 0.7 and 1.3 times the computed times; {lengths}"
     assert run.endswith("without start and saves")
 
 
@@ -475,7 +496,7 @@ def test_rates_of_a_cpu_are_measured(models):
     (m,) = models["1.7B"][1]
     rates, measured = rates_of_cpu(replace(m, hidden=64, inner=64), 64)
     assert re.fullmatch(r"\d+ GFLOP/s, [0-9.]+ us per small operation", measured)
-    seconds = pass_seconds(m, 1, 1, Plan(1, 8192, recompute=False), rates)
+    seconds = pass_seconds(m, 1, 1, Plan(1, 8192, recompute=False), rates, 1)
     assert seconds > m.layers * rates.layer > 0
 
 
@@ -504,7 +525,7 @@ def test_models_that_score_the_samples_are_those_of_the_script(
     value = path if script is ppo else None
     shapes = plan.shapes(args, path, [path] * frozen, value)
     inputs = (path, [path] * frozen, script is ppo, prompts_of(PROMPT), LONGEST)
-    launch, _ = make_launch(args, Setting(shapes, *inputs, 1000, 256, (0.0, 0.0)))
+    launch, _ = make_launch(args, Setting(shapes, *inputs, 1000, 256, 0.0))
     assert len(launch.scorers) == passes
     assert len(launch.trained) == (2 if script is ppo else 1)
 
@@ -514,7 +535,7 @@ def test_adapters_are_proposed_without_the_memory_of_the_reference(models):
     args = grpo.Args(dry_run="8x80GB", beta=0.1, **SETTINGS | dict(gpu_memory_utilization=0.8))
     setting = Setting(
         plan.shapes(args, path, [path], None), path, [path], False, prompts_of(PROMPT), LONGEST,
-        1000, 256, (0.0, 0.0),
+        1000, 256, 0.0,
     )  # fmt: skip
     launch, _ = make_launch(args, setting)
     (line,) = [x for x in proposals(launch, setting) if x.startswith("fits: --lora_rank 16: ")]
@@ -542,14 +563,14 @@ def test_weights_in_products_are_those_that_a_step_counts(tmp_path):
 def test_windows_hold_as_many_completions_whatever_their_length():
     windowed = config(sliding_window=100)
     room = Room(1, 1, 1e6, 0, windowed, 2, 8000, 256)
-    assert room.running(8000) == room.running(200) == room.at_a_time > 0
+    assert room.running(8000) == room.running(200) > 0
     assert room.cached(8000) == room.cached(200)
 
 
 def test_times_of_scripts_that_vary_are_not_predicted(models):
     path, shapes = models["1.7B"]
     args = self_distill.Args(dry_run="8xH100", hint="answer", **SETTINGS)
-    inputs = (path, [path], False, prompts_of(PROMPT), LONGEST, 1000, 256, (0.0, 0.0))
+    inputs = (path, [path], False, prompts_of(PROMPT), LONGEST, 1000, 256, 0.0)
     setting = Setting(shapes, *inputs)
     launch, _ = make_launch(args, setting)
     assert "the time of self_distill.py is not predicted" in [*describe(launch, 10, True)]
@@ -559,11 +580,11 @@ def test_times_of_scripts_that_vary_are_not_predicted(models):
 def test_an_empty_prompt_and_an_empty_table_are_no_problem(models, tmp_path, monkeypatch):
     """Agents have empty prompts; the plan of a CPU measures products of as many rows."""
     path, shapes = models["1.7B"]
-    monkeypatch.setattr(time_plan, "TABLE", tmp_path / "gpu.md")
-    time_plan.TABLE.write_text("")
+    monkeypatch.setattr(rates_of, "TABLE", tmp_path / "gpu.md")
+    rates_of.TABLE.write_text("")
     for gpus in ("true", "8xH100"):
         small = [replace(m, hidden=64, inner=64) for m in shapes]
-        inputs = (path, [], False, prompts_of(0), 0, 10, 10, (0.0, 0.0))
+        inputs = (path, [], False, prompts_of(0), 0, 10, 10, 0.0)
         launch, _ = make_launch(grpo.Args(dry_run=gpus, **SETTINGS), Setting(small, *inputs))
         assert launch.step(1) > 0
 
@@ -571,7 +592,7 @@ def test_an_empty_prompt_and_an_empty_table_are_no_problem(models, tmp_path, mon
 def test_a_mean_length_needs_samples(models):
     path, shapes = models["1.7B"]
     pair = [Completion([0] * 500, [False] * 500, 100)] * 2
-    setting = Setting(shapes, path, [], False, [pair], 0, 1000, 32, (0.0, 0.0))
+    setting = Setting(shapes, path, [], False, [pair], 0, 1000, 32, 0.0)
     with pytest.raises(ValueError, match="--dry_run 8xH100@900: this script samples no"):
         make_launch(dpo.Args(dry_run="8xH100@900"), setting)
 
