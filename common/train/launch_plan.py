@@ -4,7 +4,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -23,14 +23,14 @@ from common.model.memory import Shapes, predict
 from common.model.policy import compute_dtype
 from common.objectives.preference import REFERENCE_FREE
 from common.train import plan
-from common.train.engine_plan import Room, bytes_in_cache, make_room
+from common.train.engine_plan import Room, make_room
 from common.train.rates import TABLE, Rates, measured_rates, rates_of_cpu, rates_of_gpu
 from common.train.time_plan import SPREAD, UNTIMED, Launch
 
 IN_PROCESSES = ("math", "code", "code_fraction", "by_row")  # rewards, beside those of users
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity, for `first_step`
 class Setting:
     """Run without its flags and its GPUs."""
 
@@ -60,17 +60,12 @@ def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
         raise ValueError(f"--dry_run {args.dry_run}: --max_new_tokens is {args.max_new_tokens}")
     dtype = compute_dtype(args, device)
     models = setting.models
-    groups = setting.groups
     training_plan = plan.training_plan(args, models)
-    sequences = len(groups) * len(groups[0])
-    prompt = sum(len(sample.ids) for sample in chain(*groups)) / sequences
+    prompt, shared = first_step(setting, args.share_prefix)
+    each = len(setting.groups[0])
     if args.samples:
         each = args.samples_per_prompt
         shared = prompt if 0 < args.share_prefix <= prompt else 0.0
-    else:
-        each = len(groups[0])
-        saved = (shape_of(group, args.share_prefix).shared for group in groups)
-        shared = sum(chain(*saved)) / max(1, sequences - len(groups))
     room = None
     no_vllm = not args.planned and importlib.util.find_spec("vllm") is None
     if args.samples and args.engine != "transformers" and not no_vllm:
@@ -92,6 +87,17 @@ def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
         args, ranks, size, training_plan, models, trained, scorers_of(args, setting), prompt,
         shared, each, count, held_out, once, room, rates, setting.reward,
     ), f"rates: {source}"  # fmt: skip
+
+
+@cache  # for all proposals
+def first_step(setting: Setting, share_prefix: int) -> tuple[float, float]:
+    """Return the mean tokens of a sequence of the first step, and those that it shares with another
+    one of its group."""
+    groups = setting.groups
+    sequences = len(groups) * len(groups[0])
+    length = sum(len(sample.ids) for sample in chain(*groups)) / sequences
+    shared = chain(*(shape_of(group, share_prefix).shared for group in groups))
+    return length, sum(shared) / max(1, sequences - len(groups))
 
 
 def gpu_rates(args: TrainArgs, size: int, training_plan) -> tuple[Rates, str]:
@@ -164,16 +170,10 @@ def lack(launch: Launch, setting: Setting, reserve: float = 0.0) -> float:
     missing = max(0.0, sum(predict(launch.models, launch.plan).values()) - usable)
     room = launch.room
     if room is not None:
-        needed = room.weights + context_bytes(launch, setting) + reserve
+        # vLLM does not start without room for a sequence of the longest length
+        needed = room.weights + room.cached(context_of(launch.args, setting)) + reserve
         missing += max(0.0, needed - room.memory)
     return missing
-
-
-def context_bytes(launch: Launch, setting: Setting) -> float:
-    """Return the bytes in an engine's cache of a sequence of the longest length that vLLM allows:
-    it does not start without them."""
-    tokens = context_of(launch.args, setting)
-    return bytes_in_cache(setting.config, tokens, launch.plan.bytes, launch.room.ranks)
 
 
 def context_of(args: TrainArgs, setting: Setting) -> int:
@@ -190,13 +190,13 @@ def problem(launch: Launch, setting: Setting) -> str | None:
     if missing:
         return missing
     room = launch.room
-    needed = context_bytes(launch, setting) / GIB
     if not room.cache:
         sizes = f"{room.weights / GIB:.1f} GiB of weights do not fit in the engine's"
         return f"{sizes} {room.memory / GIB:.1f} GiB per GPU"
+    context = context_of(launch.args, setting)
     return (
         f"the engine's cache of {room.cache / GIB:.1f} GiB per GPU does not hold a sequence of"
-        f" {context_of(launch.args, setting)} tokens, {needed:.1f} GiB"
+        f" {context} tokens, {room.cached(context) / GIB:.1f} GiB"
     )
 
 
@@ -261,13 +261,14 @@ def describe_phases(launch: Launch) -> str:
     bound, and of those at the same time."""
     low = launch.phases(0)
     high = launch.phases(1)
-    critical = launch.critical(1)
+    critical = launch.critical(high)
     names = [name for name in high if high[name] and name not in ("evaluation", "reference")]
     names.sort(key=lambda name: -high[name])
+    step = launch.step(1)
     listed = []
     others = []
     for name in names:
-        share = high[name] / launch.step(1)
+        share = high[name] / step
         shown = f" ({share:.0%})" if name in critical and 0.05 <= share < 1 else ""
         text = f"{name} {span(low[name], high[name])}{shown}"
         (listed if name in critical else others).append(text)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 from common.config.groups import TrainArgs, check_ranks
@@ -27,7 +28,7 @@ class Proposal:
     launch: Launch
     lack: float  # bytes
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Mean bound of the time of a step."""
         return (self.launch.step(0) + self.launch.step(1)) / 2

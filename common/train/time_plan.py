@@ -222,10 +222,9 @@ class Launch:
             phases["evaluation"] = self.scoring(policy, bound, self.held_out)
         return {name: SPREAD[bound] * seconds for name, seconds in phases.items()}
 
-    def critical(self, bound: int) -> list[str]:
-        """Return the phases that add up to the time of a step. Rewards are computed during the
+    def critical(self, phases: dict[str, float]) -> list[str]:
+        """Return the `phases` that add up to the time of a step. Rewards are computed during the
         rollout; rollout ranks sample while the others train."""
-        phases = self.phases(bound)
         training = ["log-probs", "update"]
         sampling = [max("rollout", "rewards", key=lambda name: phases.get(name, 0.0))]
         if not self.is_concurrent:
@@ -236,4 +235,4 @@ class Launch:
     def step(self, bound: int) -> float:
         """Return a bound of the time of a step."""
         phases = self.phases(bound)
-        return sum(phases.get(name, 0.0) for name in self.critical(bound))
+        return sum(phases.get(name, 0.0) for name in self.critical(phases))
