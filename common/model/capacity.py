@@ -78,10 +78,15 @@ def make_plan(
     return plan
 
 
+def uses_vllm(args: TrainArgs) -> bool:
+    """Return whether vLLM samples in this launch, or in a planned one."""
+    is_there = args.planned or importlib.util.find_spec("vllm") is not None
+    return args.engine != "transformers" and bool(is_there)
+
+
 def _with_engine(plan: Plan, models: Sequence[Shapes], args, capacity: float) -> Plan:
     """Return the plan with an engine on the training ranks."""
-    no_vllm = not args.planned and importlib.util.find_spec("vllm") is None
-    if args.engine == "transformers" or no_vllm:  # a second copy of the policy
+    if not uses_vllm(args):  # a second copy of the policy
         policies = [m.weights for m in models if m.head and m.trained]
         engine = plan.bytes * max(policies, default=0)
         return replace(

@@ -1,6 +1,5 @@
 """Capacity and time of a launch, as lines of `--dry_run` (docs/planning.md)."""
 
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ def make_launch(args: TrainArgs, setting: Setting) -> tuple[Launch, str]:
         each = args.samples_per_prompt
         shared = prompt if 0 < args.share_prefix <= prompt else 0.0
     room = None
-    no_vllm = not args.planned and importlib.util.find_spec("vllm") is None
-    if args.samples and args.engine != "transformers" and not no_vllm:
+    if args.samples and capacity.uses_vllm(args):
         sizes = (ranks, dtype.itemsize, size, round(prompt))
         room = make_room(models[0], setting.config, args, *sizes)
     count = args.rows_per_step * each
@@ -223,9 +221,8 @@ def describe(launch: Launch, steps: int, fits: bool) -> Iterator[str]:
             yield "engine transformers: its memory and the time of rollouts are not predicted"
         elif launch.capacity:
             yield from describe_room(launch, launch.room)
-    script = script_of(type(args)).stem
-    if script in UNTIMED:
-        yield f"the time of {script}.py is not predicted"
+    if launch.script in UNTIMED:
+        yield f"the time of {launch.script}.py is not predicted"
     elif fits:
         yield from describe_time(launch, steps)
 

@@ -142,10 +142,14 @@ class Launch:
     reward: float  # seconds of a completion's rewards
 
     @property
+    def script(self) -> str:
+        return script_of(type(self.args)).stem
+
+    @property
     def is_timed(self) -> bool:
         """Whether the time of a step is predicted."""
         has_rollout = self.room is not None or not self.args.samples
-        return has_rollout and script_of(type(self.args)).stem not in UNTIMED
+        return has_rollout and self.script not in UNTIMED
 
     @property
     def trainers(self) -> int:
