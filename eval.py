@@ -42,7 +42,6 @@ from common.evaluate.estimators import (
     pass_at_k,
     wins,
 )
-from common.evaluate.judged import scores_of_outputs
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.likelihood import log_likelihoods
 from common.model.policy import load_policy
@@ -55,6 +54,7 @@ from common.rollout.engine import Engine
 from common.rollout.episodes import Episodes
 from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show_first
 from common.train.run_folder import prepare_output_dir
+from extras.judges.judged import scores_of_outputs
 
 OWN_FILE = "completions.jsonl"
 OTHER_FILES = "against_*.jsonl"

@@ -1,4 +1,4 @@
-"""Plant bugs, one at a time, and print what tools/doctor.py says of the runs (docs/microscope.md).
+"""Plant bugs, one at a time, and print what extras/trace/doctor.py says of the runs (docs/microscope.md).
 
     OMP_NUM_THREADS=1 python bench/doctor.py /tmp/doctor [NAME ...]
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import planted  # noqa: E402
 from bench.planted import BASES, BUGS, MATCH, MODEL, Bug, folder_parser, launch, plant  # noqa: E402
-from tools.doctor import examine  # noqa: E402
+from extras.trace.doctor import examine  # noqa: E402
 
 SAMPLE = "--engine transformers --eval_every 0"
 ONLINE = f"{SAMPLE} --max_steps 12"

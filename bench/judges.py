@@ -14,7 +14,7 @@ from common.config.online import OnlineArgs
 from common.data.sample import Completion
 from common.model.hub import load_tokenizer, resolve_model
 from common.parallel import distributed
-from common.rewards.judges import Judge
+from extras.judges.judges import Judge
 
 PROMPTS, COMPLETIONS = 2, 8
 RUBRIC = ["It is polite.", "It is short.", "It is correct."]

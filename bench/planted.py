@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python bench/planted.py /tmp/planted [NAME ...]
 
 Each bug is one changed piece of code in a copy of this project. A short run with it and one without
-leave their traces in the folder, for tools/view.py. The answers of a model that adds are easy to
+leave their traces in the folder, for extras/trace/view.py. The answers of a model that adds are easy to
 read: the first run trains it."""
 
 import argparse
@@ -20,8 +20,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.train.trace_file import read  # noqa: E402
-from tools.fragments import replace  # noqa: E402
+from extras.trace.file import read  # noqa: E402
+from extras.trace.fragments import replace  # noqa: E402
 
 TINY = "--dataset arithmetic --trace_every 1"
 TRAINED = f"--model {{folder}}/model/hf {TINY} --prompt_format plain"

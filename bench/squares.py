@@ -14,7 +14,7 @@ import matplotlib
 import torch
 
 from common.data.tasks import squares_rows
-from common.images.reader import reader
+from extras.images.reader import reader
 
 
 @torch.no_grad()

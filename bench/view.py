@@ -1,4 +1,4 @@
-"""Measure the page of tools/view.py: its size, the seconds to write it, and the seconds until
+"""Measure the page of extras/trace/view.py: its size, the seconds to write it, and the seconds until
 Chromium shows it.
 
     python bench/view.py
@@ -31,11 +31,13 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from seeds import launch  # not at the top: the processes of the reward import this file
 
-    from tools.view import opened
+    from extras.trace.view import opened
 
     launch(RUN, "grpo.py", *FLAGS.split())
     page, start = RUN / "view.html", time.perf_counter()
-    subprocess.run([sys.executable, "tools/view.py", RUN, "--out", page], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "extras/trace/view.py", RUN, "--out", page], cwd=ROOT, check=True
+    )
     print(f"written in {time.perf_counter() - start:.1f} s, {page.stat().st_size / 1e6:.0f} MB")
     with opened(page) as tab:
         print(f"opened in {tab.evaluate('performance.now()') / 1000:.1f} s")

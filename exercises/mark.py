@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from exercises.bugs import BUGS, Bug  # noqa: E402
 from exercises.holes import CASES, EXERCISES, Exercise  # noqa: E402
-from tools.fragments import find, pattern, replace  # noqa: E402
+from extras.trace.fragments import find, pattern, replace  # noqa: E402
 
 HOLE = "raise NotImplementedError"
 NOT_BEGUN = re.compile(rf"^\s*{HOLE}\s*$", re.MULTILINE)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import yaml
 
-from tools.fragments import find
+from extras.trace.fragments import find
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"

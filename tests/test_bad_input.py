@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Args
 from helpers import PATIENCE, run
+from in_process import Args
 
 import distill
 import dpo

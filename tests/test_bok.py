@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import talkative
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
+from in_process import talkative
 from test_grpo import REWARD, samples
 
 from bok import Args, best, loss, sample_offline

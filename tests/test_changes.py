@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 from helpers import ROOT, metrics, run
 
-from common.train.trace_file import read
+from extras.trace.file import read
 
 PATCHES = sorted(ROOT.glob("docs/changes/*.patch"))
 SHORT = (

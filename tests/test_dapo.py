@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import talkative
 from helpers import assert_close_metrics, completion, metrics, run
 from hypothesis import given
 from hypothesis import strategies as st
+from in_process import talkative
 from test_grpo import REWARD, SAME, samples
 
 import dapo

@@ -9,7 +9,6 @@ import helpers
 import pytest
 import torch
 from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, run
-from model.test_foreign_teacher import write_foreign_teacher
 from safetensors.torch import load_file, save_file
 from test_grpo import REWARD, samples
 
@@ -21,7 +20,6 @@ from common.data.packing import pack
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
 from common.model import student as students
-from common.model import teacher as teachers
 from common.model.comparison import Comparison, most_likely
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
@@ -30,6 +28,8 @@ from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
 from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts
+from extras.teachers import stored as teachers
+from extras.teachers.tests.test_foreign_teacher import write_foreign_teacher
 
 SAME = (
     "loss", "grad_norm", "reverse_kl", "data/reverse_kl", "agreement", "data/agreement", "entropy",
@@ -443,7 +443,7 @@ def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(
     with_kill, without, two = tmp_path / "killed.py", tmp_path / "whole.py", tmp_path / "two"
     with_kill.write_text(f"""
 import os, runpy, signal
-from common.model import teacher as teachers
+from extras.teachers import stored as teachers
 teachers.CHUNK, save, written = 50, teachers.save_file, []
 
 def save_some(tensors, file):

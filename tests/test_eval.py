@@ -11,8 +11,8 @@ from functools import partial
 import helpers
 import pytest
 import torch
-from conftest import talkative
 from helpers import metrics, run
+from in_process import talkative
 from test_bad_input import one_error
 
 from common.config.groups import TrainArgs

@@ -12,7 +12,7 @@ from helpers import ROOT, environment
 from exercises.bugs import BUGS
 from exercises.holes import EXERCISES
 from exercises.mark import SYS_PATH, answer, cut_ends, parsed, planted, worksheet
-from tools.fragments import replace
+from extras.trace.fragments import replace
 
 
 def mark(*flags: object) -> list[str]:

@@ -2,7 +2,8 @@
 
 import pytest
 from helpers import assert_same_weights, metrics
-from train.test_trace import SCRIPTS, flags
+
+from extras.trace.tests.test_trace import SCRIPTS, flags
 
 NAMES = dict(ppo="objective/kl")
 

@@ -15,7 +15,7 @@ from helpers import ROOT, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.model.tiny import END_OF_TURN, tiny_model
-from common.train.trace_file import read
+from extras.trace.file import read
 
 SOURCES = {
     name: (ROOT / f"docs/lessons/nano_{name}.py").read_text(encoding="utf-8")

@@ -10,10 +10,10 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import talkative
 from helpers import assert_close_metrics, metrics, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process import talkative
 from test_grpo import REWARD, samples
 
 import reinforce

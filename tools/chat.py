@@ -217,7 +217,7 @@ class Speaker:
 
     def reader(self):
         """Return the reader of images. Raises `ValueError` for a model without one."""
-        from common.images.reader import reader
+        from extras.images.reader import reader
 
         try:
             return reader(self.path, self.options.max_pixels)

@@ -12,10 +12,10 @@ from common.config.flags import STRICT
 from common.config.groups import BaseArgs
 from common.config.image_flags import ImageArgs
 from common.data.sample import Sample
-from common.images.image_files import require_image, stored
-from common.images.reader import Reader
 from common.model.loading import one_line_errors
-from common.model.tower import LANGUAGE_MODELS
+from extras.images.image_files import require_image, stored
+from extras.images.reader import Reader
+from extras.images.tower import LANGUAGE_MODELS
 
 
 @dataclass(config=STRICT)

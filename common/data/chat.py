@@ -99,7 +99,7 @@ class ChatTemplate:
             raise ValueError(f"{label}: column tools: the chat template does not read it; {advice}")
         messages = [self._as_read(message) for message in messages]
         if row.get("images"):
-            from common.images.image_files import in_parts
+            from extras.images.image_files import in_parts
 
             messages = [in_parts(message) for message in messages]
             label = f"{label} has images"

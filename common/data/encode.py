@@ -288,11 +288,11 @@ class Encoder:
                 raise ValueError(f"{row['_source']}: column {name}: {advice}")
         if has_images(row, columns):
             if self.images is None:
-                from common.images.encoder import ImageEncoder
+                from extras.images.encoder import ImageEncoder
 
                 self.images = ImageEncoder(self.tokenizer, self.args, row["_source"])
             if "_images" not in row:
-                from common.images.image_files import take_images
+                from extras.images.image_files import take_images
 
                 take_images(row, columns)
         row.pop("_folder", None)

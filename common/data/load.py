@@ -80,7 +80,7 @@ def load_samples(
     columns of `kept`. `flags`: the script's own flags that `encode_rows` reads. Collective. Raises
     `ValueError` for a bad row, if no row is left, or if machines have different data."""
     if getattr(args, "streaming", False):
-        from common.data.streaming import load_stream
+        from extras.streaming.streaming import load_stream
 
         return load_stream(encode_rows, choices, tokenizer, args)
     if _is_large(args):

@@ -47,7 +47,7 @@ class Tokens:
 
     context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
     keys: Any = None  # compact.Keys of shared prefixes; None: each sequence has all its tokens
-    images: Any = None  # PackedImages (common/images/packed.py)
+    images: Any = None  # PackedImages (extras/images/packed.py)
     stored_at_T: Tensor | None = None  # int64: places of targets in stored log-probs (teacher.py)
 
     def __init__(
@@ -297,7 +297,7 @@ def _pack(
             computed = [*chain(*(placed[key] for key in keys))]
             mb.compact = compact_tokens(table_IC, computed, own, streams, context_group())
         if any(sequence.images for sequence in computed):
-            from common.images.packed import PackedImages
+            from extras.images.packed import PackedImages
 
             before = packs[-1].model_tokens.images if packs else None
             mb.model_tokens.images = PackedImages(computed, before)

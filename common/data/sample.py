@@ -23,7 +23,7 @@ class Sample:
     weights: list[float] | None = None
     """weight of each token in a sum over the sequence"""
     stored_at: int | None = None
-    """place of its first trained token in the stored log-probs (common/model/teacher.py)"""
+    """place of its first trained token in the stored log-probs (extras/teachers/stored.py)"""
     context_turns: int = 0
     """turns of the model that are not trained: the chat template shows them in another form"""
     streams: dict[str, list[float]] = field(default_factory=dict)
@@ -32,10 +32,10 @@ class Sample:
 
     @property
     def images(self) -> list:
-        """The images of the prompt, as ImageSpan (common/images/reader.py)."""
+        """The images of the prompt, as ImageSpan (extras/images/reader.py)."""
         if not self.row.get("_images"):
             return []
-        from common.images.reader import ImageSpan
+        from extras.images.reader import ImageSpan
 
         return [ImageSpan(*span) for span in self.row["_images"]]
 
@@ -43,7 +43,7 @@ class Sample:
         """Decode some of `ids` for people, with one mark for the placeholders of an image."""
         if not self.images:
             return tokenizer.decode(ids)
-        from common.images.shown import decoded
+        from extras.images.shown import decoded
 
         return decoded(tokenizer, self.ids, self.images, ids)
 

@@ -326,7 +326,7 @@ def sokoban_rows(split: str) -> list[dict]:
 
 def squares_rows(split: str) -> list[dict]:
     """Return pictures of one to nine squares, to be counted."""
-    from common.data import pictures
+    from extras.images import pictures
 
     return pictures.squares_rows(split)
 

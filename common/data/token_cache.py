@@ -84,7 +84,7 @@ def load_tokenised(
         _write(folder, *task)
     distributed.barrier()
     if source := _source_with_images(folder):
-        from common.images.encoder import use_images
+        from extras.images.encoder import use_images
 
         use_images(args, source)
     return _read(folder)

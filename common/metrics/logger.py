@@ -253,7 +253,7 @@ def asked(row: dict) -> str | None:
     text = prompt[-1]["content"] if isinstance(prompt, list) else prompt
     if not row.get("images"):
         return text
-    from common.images.shown import with_placeholders
+    from extras.images.shown import with_placeholders
 
     return with_placeholders(text)
 

@@ -67,7 +67,7 @@ def forward_flops(config, weights: int, tokens: Tokens) -> float:
     delta_nets = num_delta_nets(config)
     attention = 4 * heads * width * pairs * (config.num_hidden_layers - delta_nets)
     if delta_nets:
-        from common.model.delta_net import state_size
+        from extras.architectures.delta_net import state_size
 
         attention += 6 * delta_nets * state_size(config) * len(tokens.targets_T)
     return 2.0 * weights * len(tokens.targets_T) + attention

@@ -26,11 +26,11 @@ def resolve_model(
     if not model:
         raise ValueError(f"{flag}: the name is empty")
     if rope is not None:
-        from common.model.rope import scaled_folder
+        from extras.architectures.rope import scaled_folder
 
         return scaled_folder(resolve_model(model, flag, weights), rope)
     if model == "tiny-images":
-        from common.model.tiny_images import tiny_images
+        from extras.images.tiny_images import tiny_images
 
         return tiny_images()
     if model in BUILT_IN_MODELS:

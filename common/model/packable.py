@@ -25,7 +25,7 @@ def language_model_on_meta(
     auto_class = AutoModelForCausalLM
     config = load_text_config(path)  # resolve_model has checked that it can be read
     if with_images:
-        from common.model.tower import language_model
+        from extras.images.tower import language_model
 
         auto_class, config = language_model(path)
     return build_on_meta(auto_class, packable_config(config, label), label, dtype)
@@ -85,7 +85,7 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
     ):
         hf = auto_class.from_config(config, **options)
     if num_delta_nets(config):
-        from common.model.delta_net import keep_sequences_apart
+        from extras.architectures.delta_net import keep_sequences_apart
 
         with named_errors(f"{label}: {config.model_type} has no packed forward", AttributeError):
             keep_sequences_apart(hf)
@@ -142,7 +142,7 @@ def check_packing(model: nn.Module, label: str) -> None:
     if not (x_T - y_T).abs().max() < 1e-4:
         raise ValueError(f"{label}: {model_type} does not keep packed sequences apart")
     if getattr(model, "tower", None) is not None:
-        from common.model.tower import check_images
+        from extras.images.tower import check_images
 
         check_images(model, label, first, second)
     if logits_TV is None:

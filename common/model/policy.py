@@ -61,7 +61,7 @@ class PackedModel(nn.Module):
         )
         output = self.hf.base_model(**inputs)
         if getattr(output, "router_logits", None):  # --router_aux_loss_coef
-            from common.model.expert_balance import balance_of_samples
+            from extras.architectures.expert_balance import balance_of_samples
 
             top_k = self.hf.config.num_experts_per_tok
             self.expert_balance_N = balance_of_samples(mb, output.router_logits, top_k)
@@ -90,7 +90,7 @@ class PackedModel(nn.Module):
     def watch_experts(self, flag: str) -> None:
         """Keep `expert_balance_N` from now on. Raises `ValueError` naming `flag` for a model
         without experts."""
-        from common.model.expert_balance import require_experts
+        from extras.architectures.expert_balance import require_experts
 
         require_experts(self.hf.config, flag)
         self.hf.config.output_router_logits = True
@@ -161,7 +161,7 @@ def load_policy(
     hf = language_model_on_meta(path, label, dtype, with_images=args.vision is not None)
     model = kind(hf, path)
     if args.vision is not None:
-        from common.model.tower import Tower
+        from extras.images.tower import Tower
 
         model.tower = Tower(path, args, dtype, trainable)
     return load(model, label, args, device, trainable)

@@ -38,7 +38,7 @@ class Student(Policy):
         """Return statistics of this student and its `teacher`, the result of the teacher's `teach`:
         see `compare`, and `compare_spans` of foreign_teacher.py."""
         if not isinstance(teacher, Logits | TopK):
-            from common.model.foreign_teacher import compare_spans
+            from extras.teachers.foreign import compare_spans
 
             return compare_spans(Policy.forward(self, mb, temperature), teacher, mb.old_logprobs_T)
         targets_T = mb.model_tokens.targets_T
@@ -130,7 +130,7 @@ def load_teachers(
     teachers = {}
     for name, path in folders.items():
         if args.teacher_logprobs == "stored":
-            from common.model.teacher import StoredTeacher
+            from extras.teachers.stored import StoredTeacher
 
             folder = Path(args.output_dir) / "teacher_logprobs"
             shared = shared_vocabulary(policy.path, path)
@@ -139,7 +139,7 @@ def load_teachers(
         if args.estimator == "sampled":  # else `find_teachers` has required the same tokens
             own_tokenizer = load_tokenizer(path, flag="--teacher")
             if own_tokenizer.get_vocab() != tokenizer.get_vocab():
-                from common.model.foreign_teacher import ForeignTeacher
+                from extras.teachers.foreign import ForeignTeacher
 
                 teachers[name] = load(path, ForeignTeacher)
                 teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)

@@ -20,7 +20,7 @@ def template_filler(flag: str, template: str) -> Callable[[dict], str]:
     def fill(row: dict) -> str:
         place = f"{row['_source']}: {flag}"
         if fields & {"lettered_options", "right_letter"}:
-            from common.rewards.choice import option_columns
+            from extras.graders.choice import option_columns
 
             row = row | option_columns(row)
         values = {column: value for column, value in row.items() if value is not None}

@@ -151,7 +151,7 @@ def _math_scorer(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
 
 
 def _code_scorer(name: str, function: Callable, args: SamplingArgs, thoughts: Thoughts) -> Scorer:
-    from common.sandbox import program
+    from extras.code.sandbox import program
 
     problem = program.problem()
     if problem and not args.unsafe_code_execution:

@@ -37,7 +37,7 @@ def load_model(
     if kind != "model" and heads.endswith("ForSequenceClassification"):
         raise ValueError(f"{flag} {name}: a reward model; did you mean model:{path}?")
     if kind != "model":
-        from common.rewards.judges import Judge
+        from extras.judges.judges import Judge
 
         judge = Judge(flag, kind, folder, args, rows, tokenizer, device)
         return judge if device is not None else None

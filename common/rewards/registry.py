@@ -124,7 +124,7 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
 
     def check(row: dict) -> None:
         if asks:
-            from common.rewards.judges import criteria_of
+            from extras.judges.judges import criteria_of
 
             criteria_of(row, args)
         for name, function in functions.items():

@@ -102,8 +102,8 @@ class Engine:
         self.args = args
         self.reader = None  # of images, with `--vision`: the engine has the whole model
         if args.vision is not None:
-            from common.images.reader import reader
-            from common.model.text_part import file_names, meta_model
+            from extras.architectures.text_part import file_names, meta_model
+            from extras.images.reader import reader
 
             self.reader = reader(path, args.max_pixels)
             self.file_names = file_names(meta_model(path), path)
@@ -191,7 +191,7 @@ class Engine:
         the new weights. Collective with tensor parallelism."""
         self.interrupt()
         if self.reader is not None:
-            from common.model.tower import weights_in_files
+            from extras.images.tower import weights_in_files
 
             weights = weights_in_files(weights, self.file_names)
         self._load(weights)

@@ -20,7 +20,7 @@ from typing import Protocol
 from common.data.grids import beside, draw_lake, move_player, path
 from common.data.tasks import MOVES, SOLVED_BOARD, draw_board, move_hole
 from common.rewards.functions import to_number
-from common.rewards.puzzles import arithmetic
+from extras.graders.puzzles import arithmetic
 
 Message = dict[str, str]
 

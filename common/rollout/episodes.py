@@ -71,11 +71,11 @@ class Episodes:
             from common.rewards.user_code import load_agent
 
             load_agent(args.agent)
-            from common.rollout.agents import Agents
+            from extras.agents.agents import Agents
 
             self.turns = Agents(args, engine)
         elif args.tools:
-            from common.rollout.tool_turns import ToolTurns
+            from extras.tools.turns import ToolTurns
 
             self.turns = ToolTurns(args, tokenizer)
         elif args.has_turns:

@@ -108,7 +108,7 @@ def encode_prompts(
     make_prompt = prompt_maker(args)
     select_tools = None
     if args.tools:
-        from common.tool_use.schemas import tool_selector
+        from extras.tools.schemas import tool_selector
 
         select_tools = tool_selector(args, encoder.tokenizer)
     check = row_check(args) if args.on_bad_row == "skip" else None

@@ -107,7 +107,7 @@ class VLLMEngine(Engine):
             try:
                 options = self._options(context_length(path, self.args))
                 if self.reader is not None:
-                    from common.rollout.image_features import OPTIONS, register_model
+                    from extras.images.features import OPTIONS, register_model
 
                     register_model(stored.architectures[0])
                     options |= OPTIONS
@@ -138,7 +138,7 @@ class VLLMEngine(Engine):
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
         if is_part and not self.trained and self.reader is None:
-            from common.model.text_part import text_weights
+            from extras.architectures.text_part import text_weights
 
             self._load((name, x.to(self.dtype)) for name, x in text_weights(path))
 
@@ -230,7 +230,7 @@ class VLLMEngine(Engine):
         piece.sampling_params.seed = request.piece_seed
         piece.sampling_params.max_tokens = request.num_missing
         if request.completion.images:
-            from common.rollout.image_features import features_of
+            from extras.images.features import features_of
 
             piece.mm_features = features_of(request.completion, self.reader)
         self.client.add_request(piece)
@@ -276,14 +276,14 @@ class VLLMEngine(Engine):
         if self.device.type == "cpu":
             self.llm.collective_rpc(forget_packed_experts)
         if self.model_type == "gpt_oss":
-            from common.rollout import gpt_oss_weights
+            from extras.architectures import gpt_oss_weights
 
             gpt_oss_weights.reload(self.llm, weights)
         else:
             options = dict(weights_iterator=self._hub_weights(weights), is_checkpoint_format=True)
             self.llm.collective_rpc("reload_weights", kwargs=options)
         if self.reader is not None:
-            from common.rollout.image_features import zero_deepstack
+            from extras.images.features import zero_deepstack
 
             self.llm.collective_rpc(zero_deepstack)
             self.client.reset_encoder_cache()  # its images come from the old weights

@@ -75,7 +75,7 @@ class Run:
         self.timeline = Timeline(args.output_dir)
         self.trace = None
         if args.trace_every:
-            from common.train.trace import Trace
+            from extras.trace.trace import Trace
 
             self.trace = Trace(args, [*self.models], optimizer, tokenizer)
             self.meter.keep = self.trace.keep
@@ -308,7 +308,7 @@ class Run:
         files = [f"{folder}/{name}" for name in names if Path(folder, name).is_file()]
         if files:
             lines.append(f"look at {' and '.join(files)}")
-        from tools.doctor import first_line
+        from extras.trace.doctor import first_line
 
         lines.append(f"doctor: {first_line(folder)}")
         if self.args.generates:

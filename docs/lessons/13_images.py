@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from common.data.pictures import squares_rows
+from extras.images.pictures import squares_rows
 
 
 def rows_with_files(split: str, folder: Path) -> list[dict]:
@@ -77,8 +77,8 @@ def show(folder: Path, path: str) -> None:
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-    from common.images.reader import reader
-    from common.model.tiny_images import tiny_images
+    from extras.images.reader import reader
+    from extras.images.tiny_images import tiny_images
 
     path = tiny_images() if path == "tiny-images" else path
     row = json.loads((folder / "test.jsonl").read_text().splitlines()[0])

@@ -7,7 +7,7 @@ The full commands are in 09_entropy_length.md.
 """
 
 from common.rewards.functions import gsm8k_flexible
-from common.rewards.puzzles import split
+from extras.graders.puzzles import split
 
 
 def splits(completions: list[str], row: dict) -> list[tuple[float, dict[str, float]]]:

@@ -10,7 +10,7 @@ from common.data.files import BUILT_IN
 from common.data.tasks import TASKS, arithmetic_rows, chains_rows, splits_rows
 from common.model.tiny import CHARACTERS
 from common.rewards.functions import gsm8k_flexible
-from common.rewards.puzzles import split
+from extras.graders.puzzles import split
 
 
 def test_arithmetic_rows_suit_imitation_and_rewards():

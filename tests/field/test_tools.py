@@ -10,7 +10,8 @@ from field.matrix import turn
 from field.test_properties import encoder_of, few, with_packages
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tool_use.episodes import assert_episode_equals_sft, call, parser_of, written_and_read
+
+from extras.tools.tests.episodes import assert_episode_equals_sft, call, parser_of, written_and_read
 
 TOOLS = [
     dict(

@@ -4,7 +4,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import talkative
+from in_process import talkative
 from on_gpu import DTYPES, ENGINES, gpu, measured
 
 PROGRAM = Path(__file__).parent / "in_engine.py"

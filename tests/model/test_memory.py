@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import Args
 from helpers import assert_same_weights, metrics, run
+from in_process import Args
 from model.test_policy import ARCHITECTURES, samples, write_checkpoint
 from test_distill import write_teacher
 

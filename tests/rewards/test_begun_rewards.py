@@ -9,8 +9,8 @@ import threading
 
 import pytest
 import torch
-from conftest import Args
 from helpers import PATIENCE, ROOT, alive, descendants, until
+from in_process import Args
 
 from common.metrics.meter import Meter
 from common.rewards.processes import Pool

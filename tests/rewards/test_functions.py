@@ -27,9 +27,9 @@ from common.rewards.functions import (
     tag_format,
     to_number,
 )
-from common.rewards.puzzles import arithmetic, countdown, split
 from common.rewards.registry import load_reward
 from common.rewards.thoughts import answer_of
+from extras.graders.puzzles import arithmetic, countdown, split
 
 # ---- equal answers ----
 

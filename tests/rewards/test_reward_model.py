@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from conftest import Args
 from helpers import run
+from in_process import Args
 
 from common.data.sample import Completion
 from common.metrics.meter import Meter

@@ -3,8 +3,8 @@ of common models."""
 
 import pytest
 import torch
-from conftest import Args
 from helpers import PATIENCE
+from in_process import Args
 
 from common.data.sample import Completion
 from common.metrics.meter import Meter
@@ -12,7 +12,7 @@ from common.model.tiny import build_tokenizer
 from common.rewards.registry import BUILT_IN, load_reward
 from common.rewards.thoughts import Thoughts, answer_of
 from common.rewards.total import Rewards
-from common.sandbox import program
+from extras.code.sandbox import program
 
 RIGHT = r"\boxed{18}"
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from conftest import Args
 from helpers import PATIENCE, ROOT
+from in_process import Args
 
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
@@ -370,7 +370,7 @@ def test_environment_rewards_and_errors_are_counted():
 
 def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
     row = dict(tests=["assert f() == 1"], _source="a:1")
-    monkeypatch.setattr("common.sandbox.program.problem", lambda: "the kernel has no Landlock")
+    monkeypatch.setattr("extras.code.sandbox.program.problem", lambda: "the kernel has no Landlock")
     with pytest.raises(
         ValueError, match="--reward code: the kernel has no Landlock; --unsafe_code_execution"
     ):
@@ -443,14 +443,14 @@ def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
 # ---- imports ----
 
 KINDS = {
-    "common.rewards.code_reward": "code",
-    "common.rewards.ifeval": "ifeval",
+    "extras.code.reward": "code",
+    "extras.graders.ifeval": "ifeval",
     "common.rewards.math_reward": "math",
     "common.rewards.processes": None,
-    "common.rewards.puzzles": "countdown",
+    "extras.graders.puzzles": "countdown",
     "common.rewards.reward_model": None,
     "common.rewards.user_code": None,
-    "common.sandbox.program": "code",
+    "extras.code.sandbox.program": "code",
 }
 
 

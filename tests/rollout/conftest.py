@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import NEW_TOKENS, Args
+from in_process import NEW_TOKENS, Args
 
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import Policy, load_policy

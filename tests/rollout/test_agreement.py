@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import Args
+from in_process import Args
 
 import dapo
 from common.data.packing import PackedBatch, pack

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from conftest import NEW_TOKENS, Args
+from in_process import NEW_TOKENS, Args
 from transformers import AutoModelForCausalLM
 
 from bench.completions import complete

@@ -11,7 +11,6 @@ from itertools import groupby
 
 import pytest
 import torch
-from conftest import Args, talkative
 from helpers import (
     PATIENCE,
     assert_close_metrics,
@@ -20,6 +19,7 @@ from helpers import (
     run,
     short_turns,
 )
+from in_process import Args, talkative
 
 from common.data.encode import Encoder
 from common.data.packing import pack

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import Args
+from in_process import Args
 
 from common.data.difficulty import DifficultyOrder
 from common.data.order import RowOrder, epochs_of

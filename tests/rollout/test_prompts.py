@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import Args
+from in_process import Args
 
 from common.data.encode import Encoder
 from common.model.tiny import CONTEXT, build_tokenizer

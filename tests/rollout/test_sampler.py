@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Args
+from in_process import Args
 
 from common.data.order import RowOrder
 from common.metrics.meter import Meter

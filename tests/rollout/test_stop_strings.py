@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from conftest import NEW_TOKENS, Args
 from field.real_tokenizers import tokenizer as real_tokenizer
+from in_process import NEW_TOKENS, Args
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

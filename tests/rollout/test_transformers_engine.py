@@ -5,7 +5,7 @@ import json
 import shutil
 
 import torch
-from conftest import NEW_TOKENS, Args
+from in_process import NEW_TOKENS, Args
 
 from bench.completions import complete
 from common.data.packing import pack

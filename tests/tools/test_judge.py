@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import Args
 from helpers import ROOT
+from in_process import Args
 
 from common.data.sample import Completion
 from common.metrics.meter import Meter

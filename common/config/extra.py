@@ -1,0 +1,17 @@
+"""Seams between common/ and extras/: features that a flag switches on and that may be deleted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def extra(name: str, flag: str) -> Iterator[None]:
+    """Around an import from extras/<name>, which `flag` switches on.
+
+    Raises `ValueError`, one line, if the folder has been deleted."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not f"{error.name}.".startswith("extras."):
+            raise
+        raise ValueError(f"{flag} needs extras/{name}, which is not here") from None

@@ -1,0 +1,448 @@
+"""Agents: what the endpoint served is what is trained, in the context in which it was served; an
+agent that plays an environment has the environment's episodes; bad agents cost one episode."""
+
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from helpers import PATIENCE, short_turns
+from in_process import Args
+
+from common.data.encode import Encoder
+from common.data.packing import pack_minibatches, per_sample
+from common.data.sample import Completion
+from common.metrics.meter import Meter
+from common.model.hub import load_tokenizer
+from common.model.tiny import tiny_model
+from common.rewards import processes
+from common.rewards.total import Rewards
+from common.rewards.user_code import load_agent
+from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.measure import measure_groups
+from common.rollout.prompts import encode_prompts, prompt_columns
+from extras.agents.endpoint import Refusal
+from extras.agents.requests import ignored_parameters, messages_of
+
+ROOT = Path(__file__).resolve().parents[3]
+CLIENT = """
+import asyncio, random, httpx
+
+async def ask(row, base_url, api_key, messages, **body):
+    headers = dict(authorization="Bearer " + api_key)
+    options = dict(headers=headers, timeout=None, verify=False)  # certificates load slowly
+    async with httpx.AsyncClient(base_url=base_url, **options) as client:
+        answer = await client.post("/chat/completions", json=dict(messages=messages, **body))
+    if answer.status_code != 200:
+        return answer.status_code, answer.json()["error"]
+    return 200, answer.json()["choices"][0]["message"]
+"""
+# Draws what it asks, several at once: extended, forked, rewritten, shortened, invented histories.
+WANDERER = (
+    CLIENT
+    + """
+async def play(row, base_url, api_key):
+    draw = random.Random(row["seed"])
+    histories = [[dict(role="user", content=row["prompt"])]]
+    for number in range(6):
+        asked = []
+        for k in range(draw.choice([1, 1, 3])):
+            messages = list(draw.choice(histories))
+            match draw.choice(["extend", "extend", "rewrite", "shorten", "system", "invent"]):
+                case "rewrite":
+                    messages[0] = dict(role="user", content=f"{number}?")
+                case "shorten":
+                    messages = messages[-2:]
+                case "system":
+                    messages = [dict(role="system", content="be brief")] + messages
+                case "invent":
+                    messages += [dict(role="assistant", content="7"), dict(role="user", content="")]
+            if messages[-1]["role"] == "assistant":
+                messages.append(dict(role=draw.choice(["user", "tool"]), content=f"go {k}"))
+            asked.append(messages)
+        limit = draw.choice([None, 4])
+        answers = await asyncio.gather(
+            *(ask(row, base_url, api_key, m, max_tokens=limit) for m in asked))
+        for messages, (status, message) in zip(asked, answers):
+            if status == 200:
+                message["refusal"] = None  # a field that clients add
+                histories.append([*messages, message])
+    return len(histories)
+"""
+)
+# Replies with the number of characters of a turn, for as many turns as the row has.
+COUNTER = """
+class Counter:
+    def reset(self, example):
+        self.turns, self.done = example["turns"], 0
+        return [{"role": "user", "content": example["prompt"]}]
+
+    def step(self, completion):
+        self.done += 1
+        result = {"role": "tool", "content": f"{self.done}: {len(completion)}"}
+        said = [result, {"role": "user", "content": "on"}]
+        return said, 0.5 ** self.done, self.done == self.turns
+"""
+# Plays it with the client of OpenAI.
+PLAYER = (
+    COUNTER
+    + """
+import openai
+
+async def play(row, base_url, api_key):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    environment, total, done = Counter(), 0.0, False
+    messages = environment.reset(row)
+    while not done:
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        turn = answer.choices[0]
+        if turn.finish_reason == "length":
+            return total
+        said, reward, done = environment.step(turn.message.content)
+        total += reward
+        messages += [turn.message, *said]
+    return total
+"""
+)
+LIAR = (
+    CLIENT
+    + """
+import os, pathlib, time
+
+async def play(row, base_url, api_key):
+    async def say(*texts, key=api_key, **body):
+        messages = [dict(role=role, content=text) for role, text in zip("ua" * 9, texts)]
+        messages = [m | dict(role=dict(u="user", a="assistant")[m["role"]]) for m in messages]
+        status, answer = await ask(row, base_url, key, messages, **body)
+        return status, answer.get("code")
+
+    match row["trouble"]:
+        case "silent":
+            return 1.0
+        case "exit":
+            await say("a")
+            await say("a" * 3000)  # no excuse
+            os._exit(3)
+        case "raise":
+            await say("a")
+            raise KeyError("lost")
+        case "none":
+            await say("a")
+        case "text":
+            await say("a")
+            return "1.0"
+        case "dropped":  # it ends before its answer comes
+            asyncio.create_task(say("a"))
+            await asyncio.sleep(0.2)
+            return 1.0
+        case "left":  # the same, after a turn
+            said = [dict(role="user", content="a")]
+            _, message = await ask(row, base_url, api_key, said)
+            said += [message, dict(role="user", content="b")]
+            asyncio.create_task(ask(row, base_url, api_key, said))
+            await asyncio.sleep(0.2)
+            return 1.0
+        case "long":  # an error after a limit is a truncated episode
+            assert await say("a" * 3000) == (400, "context_length_exceeded")
+            await say("a")
+            status, code = await say("a" * 3000)
+            raise RuntimeError(code)
+        case "greedy":
+            statuses = [await say("a") for _ in range(30)]
+            assert statuses[8:] == [(400, "max_turns_exceeded")] * 22
+            await say("a")
+        case "liar":
+            assert await say("a", key="another") == (401, None)
+            assert await say("a", key="1-another") == (401, None)
+            for body in (dict(n=2), dict(logprobs=True), dict(response_format=dict(type="json")),
+                         dict(tool_choice="required"), dict(max_tokens=0), dict(stop=["a"]),
+                         dict(tools=[3])):
+                assert await say("a", **body) == (400, None), body
+            headers = dict(authorization="Bearer " + api_key)
+            async with httpx.AsyncClient(headers=headers, timeout=None, verify=False) as client:
+                for content in (b"{", b"[]", b"[" * 100000, b"\\xff"):
+                    answer = await client.post(base_url + "/chat/completions", content=content)
+                    assert answer.status_code == 400
+                assert (await client.get(base_url + "/models")).json()["data"][0]["id"] == "policy"
+            pathlib.Path(row["file"]).write_text(f"{base_url} {api_key}")
+            assert (await say("a", "invented", "b"))[0] == 200
+            return 0.5
+"""
+)
+# Calls a tool, sends the result, and asks once more; the last request is streamed.
+CALLER = """
+import json, openai
+
+async def play(row, base_url, api_key):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    async def ask(**options):
+        return await client.chat.completions.create(
+            model="policy", messages=messages, tools=row["schemas"], **options)
+    messages = [dict(role="user", content="2 + 3?")]
+    answer = (await ask()).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", dict(a=2, b=3))
+    messages += [answer.message, dict(role="tool", tool_call_id=call.id, content="5")]
+    chunks = [c async for c in await ask(stream=True, stream_options=dict(include_usage=True))]
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    return float(text) + chunks[-1].usage.completion_tokens
+"""
+SLEEPER = """
+import asyncio, time
+
+async def play(row, base_url, api_key):
+    if row["blocks"]:
+        time.sleep(1000)
+    await asyncio.sleep(1000)
+"""
+TROUBLES = "silent exit raise none text dropped left long greedy liar".split()
+UNSERVED = dict(dropped=1, left=2)  # number of the request that the agent does not wait for
+
+
+class Play:
+    """Episodes of some rows, and what the endpoint served."""
+
+    def __init__(self, engine, rows: list[dict], **flags):
+        flags = dict(max_new_tokens=200, reward=("environment",)) | flags
+        self.args = Args(**flags)
+        self.rows = [dict(row) for row in rows]
+        self.encoder = Encoder(engine.tokenizer, self.args)
+        columns = prompt_columns(self.args, self.rows)
+        self.prompts = encode_prompts(self.rows, columns, self.encoder, 1000, self.args)
+        self.engine, self.episodes = engine, Episodes(engine, self.args, engine.tokenizer)
+        self.served: list[SimpleNamespace] = []
+        if self.args.agent:
+            self.serve = self.episodes.turns.answer
+            self.episodes.turns.answer = self.recorded
+
+    def recorded(self, episode, request) -> None:
+        agent = self.episodes.turns.agents[episode.number]
+        is_unserved = agent.requests == UNSERVED.get(episode.prompt.row.get("trouble"))
+        if is_unserved and agent.result is None:
+            processes.wait([agent.process], time.monotonic() + PATIENCE)
+            ((_, agent.result),) = agent.process.answers()
+            self.episodes.turns.endpoint.tokens.remove(agent.token)
+        ids = request.completion.ids
+        turn = SimpleNamespace(
+            episode=(episode.prompt.number, episode.index),
+            messages=agent.sampling[request].messages,
+            context=ids[: request.start], ids=ids[request.start :],
+            text=request.completion.text, reason=request.completion.finish_reason,
+        )  # fmt: skip
+        self.served.append(turn)
+        self.serve(episode, request)
+
+    def __call__(self, n: int) -> list[list[Completion]]:
+        requests = [
+            PromptRequest(i, *self.prompts[i], 31 * i, n, 1.0) for i in range(len(self.prompts))
+        ]
+        with short_turns(self.engine):
+            return self.episodes.generate(requests)
+
+
+def flat(groups):
+    return [sample for group in groups for sample in group]
+
+
+@pytest.fixture
+def play(synced, tmp_path):
+    """`play(source, rows, ...)`: an agent's episodes; they are closed at the end."""
+    plays = []
+
+    def make(source, rows, **flags):
+        file = tmp_path / "agent.py"
+        file.write_text(source)
+        flags = dict(agent=f"{file}:play", agent_timeout=PATIENCE) | flags
+        plays.append(Play(synced, rows, **flags))
+        return plays[-1]
+
+    yield make
+    for each in plays:
+        each.episodes.close()
+
+
+def trained_turns(sequence) -> list[tuple[list[int], list[int]]]:
+    """Return the context and the ids of each run of trained tokens."""
+    mask = [*sequence.loss_mask, False]
+    starts = [i for i, trained in enumerate(mask) if trained and not mask[i - 1]]
+    turns = [(start, mask.index(False, start)) for start in starts]
+    return [(sequence.ids[:start], sequence.ids[start:end]) for start, end in turns]
+
+
+@torch.no_grad()
+def test_what_was_served_is_trained_in_the_context_in_which_it_was_served(
+    play, synced, policy, device
+):
+    rows = [dict(prompt=f"{i}?", seed=i, _source=f"rows:{i}") for i in range(6)]
+    wander = play(WANDERER, rows, max_turns=20, max_new_tokens=60)
+    groups = wander(2)
+    assert not any(sample.error for sample in flat(groups))
+    assert sum(len(sample.branches) for sample in flat(groups)) > 20
+    kinds = []
+    for number, group in enumerate(groups):
+        for sample in group:
+            served = [s for s in wander.served if s.episode == (number, group.index(sample))]
+            trained = [turn for x in sample.sequences for turn in trained_turns(x)]
+            assert sorted(trained) == sorted((s.context, s.ids) for s in served)
+            assert sample.text == served[-1].text and sample.requests >= len(served)
+            assert sum(x.turns for x in sample.sequences) == len(served)
+            for i, turn in enumerate(served):
+                begun = wander.encoder.prompt(
+                    dict(_source="x", messages=turn.messages), ("messages",)
+                )
+                continued = [
+                    before.context + before.ids + wander.encoder.reply(new, last)
+                    for before in served[:i]
+                    if (new := after(before, turn.messages)) is not None
+                    for last in [before.ids[-1] if before.reason == "length" else None]
+                ]
+                kinds.append(turn.context in continued)
+                assert turn.context == begun or kinds[-1]
+                if continued and not kinds[-1]:  # others have continued it before
+                    assert any(b.context + b.ids == t.context[: len(b.context + b.ids)]
+                               for b in served[:i] for t in served[:i] if b is not t)  # fmt: skip
+    assert 20 < sum(kinds) < len(kinds) - 20
+    # trainer and engine agree, and all sequences of an episode have its number
+    counts_BG = [[sum(sum(x.loss_mask) for x in s.sequences) for s in group] for group in groups]
+    numbers_BG = torch.arange(12.0).reshape(6, 2)
+    for share_prefix in (0, 16):
+        (mbs,) = pack_minibatches(groups, range(6), 1, 1500, device, share_prefix)
+        assert any(mb.compact for mb in mbs) == (share_prefix > 0)
+        for mb in mbs:
+            logprobs_T, *_ = policy(mb, temperature=1.0)
+            assert ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-4
+        tokens_BG = per_sample(mbs, [mb.sequence_sums(mb.loss_mask_T) for mb in mbs], (6, 2))
+        assert tokens_BG.tolist() == counts_BG
+        sums = sum(mb.sequence_sums(mb.on_tokens(numbers_BG)).sum() for mb in mbs)
+        assert sums == (tokens_BG * numbers_BG).sum()
+
+
+def after(before, messages: list[dict]) -> list[dict] | None:
+    """Return the messages after an earlier turn that they continue."""
+    history = [*before.messages, dict(role="assistant", content=before.text)]
+    new = messages[len(history) :]
+    is_continued = new and messages[: len(history)] == history
+    return new if is_continued and all(m["role"] != "assistant" for m in new) else None
+
+
+def test_an_agent_that_plays_an_environment_has_its_episodes(play, synced, tmp_path):
+    """The ids are those of the environment's episodes, with limits on turns and on tokens too."""
+    (tmp_path / "counter.py").write_text(COUNTER)
+    environment = f"{tmp_path / 'counter.py'}:Counter"
+    rows = [dict(prompt=f"{n}?", turns=n, _source=f"rows:{n}") for n in (1, 2, 3, 9)]
+    for flags in (dict(max_turns=3), dict(max_new_tokens=60)):
+        expected = Play(
+            synced, rows, environment=environment, environment_timeout=PATIENCE, **flags
+        )
+        groups = play(PLAYER, rows, **flags)(3)
+        for sample, other in zip(flat(groups), flat(expected(3)), strict=True):
+            assert sample.ids == other.ids and sample.loss_mask == other.loss_mask
+            assert (sample.finish_reason, sample.turns) == (other.finish_reason, other.turns)
+            assert sample.prompt_length == other.prompt_length and not sample.error
+        assert any(s.finish_reason == "length" and s.turns > 1 for s in flat(groups))
+        assert not any(sample.branches for sample in flat(groups))
+        expected.episodes.close()
+
+
+def test_bad_agents_cost_an_episode(play, synced, tmp_path, device):
+    rows = [dict(trouble=x, file=str(tmp_path / "key"), _source=f"rows:{x}") for x in TROUBLES]
+    bad = play(LIAR, rows, max_reward_errors=1.0, max_new_tokens=30)
+    groups = dict(zip(TROUBLES, bad(1), strict=True))
+    errors = [group[0].error for group in groups.values()]
+    assert errors[2].startswith("KeyError: 'lost' (line ")
+    assert errors[:2] + errors[3:] == [
+        "the agent got no completion", "the process died (exit 3)",
+        "the agent returned None; --reward environment needs a number",
+        "TypeError: returned '1.0', not a number", "the agent got no completion", "", "", "", "",
+    ]  # fmt: skip
+    rewards = Rewards(bad.args, bad.rows, synced.tokenizer, device)
+    meter = Meter()
+    total, *_ = rewards(list(groups.values()), meter)
+    measure_groups(meter, list(groups.values()), total, {})
+    values = dict(zip(TROUBLES, total[:, 0].tolist(), strict=True))
+    assert values["long"] == values["greedy"] == 0 and values["liar"] == 0.5
+    assert sum(math.isnan(x) for x in values.values()) == 6
+    for name in ("silent", "dropped"):  # nothing was served
+        assert not any(groups[name][0].loss_mask)
+    (left,) = groups["left"][0].sequences
+    assert left.turns == 1 and all(left.loss_mask[left.prompt_length :]) and values["left"] == 1
+    assert groups["long"][0].finish_reason == "length" and groups["long"][0].requests == 3
+    assert groups["greedy"][0].requests == 31 and len(groups["greedy"][0].branches) == 7
+    (invented,) = groups["liar"][0].sequences
+    assert "invented" in synced.tokenizer.decode(invented.prompt_ids)
+    url, token = (tmp_path / "key").read_text().split()
+    headers = dict(authorization=f"Bearer {token}")
+    late = httpx.post(f"{url}/chat/completions", headers=headers, json=dict(messages=[]))
+    assert late.status_code == 401
+
+
+def test_hanging_agents_are_killed(play):
+    rows = [dict(blocks=blocks, _source=f"rows:{blocks}") for blocks in (True, False)]
+    groups = play(SLEEPER, rows, agent_timeout=0.2)(1)
+    assert [sample.error for sample in flat(groups)] == ["no answer within 0.2 s"] * 2
+
+
+def test_zero_is_a_parameter_and_false_is_none():
+    body = dict(temperature=0, seed=0, n=1, logprobs=False, stop=None, top_p=1)
+    assert ignored_parameters(body, temperature=1.0) == ["temperature", "top_p", "seed"]
+    assert ignored_parameters(dict(temperature=1), temperature=1.0) == []
+    with pytest.raises(Refusal, match="logprobs True: not supported"):
+        ignored_parameters(dict(logprobs=True), temperature=1.0)
+    with pytest.raises(Refusal, match="the last one is the model's"):
+        messages_of(dict(messages=[dict(role="assistant", content="I")]))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("", "has no function play"),
+        ("def play(row, base_url, api_key): ...", "not an async function; write it as async def"),
+        ("async def play(row, base_url): ...", "too many positional arguments; write it as"),
+        ("import absent", "fails to import: ModuleNotFoundError"),
+    ],
+)
+def test_a_function_that_is_no_agent_is_refused(code, words, tmp_path):
+    (tmp_path / "file.py").write_text(code)
+    with pytest.raises(ValueError, match=f"--agent .*file.py:play: .*{words}"):
+        load_agent(f"{tmp_path / 'file.py'}:play")
+    with pytest.raises(ValueError, match="name the function: path/to/file.py:function"):
+        load_agent("file.py")
+
+
+def test_calls_of_tools_are_served_and_their_results_continue_the_branch(play, synced, monkeypatch):
+    """The episode has the ids and the mask of the same conversation in a data set."""
+    function = dict(name="add", description="Add.", parameters=dict(type="object", properties={}))
+    schemas = [dict(type="function", function=function)]
+    args = Args(chat_template=str(ROOT / "configs/templates/tiny_tools.jinja"))
+    tokenizer = load_tokenizer(tiny_model(), args)
+    monkeypatch.setattr(synced, "tokenizer", tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
+    call = dict(name="add", arguments=dict(a=2, b=3))
+    texts = iter([f"<tool_call>{json.dumps(call)}</tool_call>", "5"])
+
+    def write() -> None:
+        """Write the next text in place of a sampled turn."""
+        for request in synced.running.values():
+            ids = [*tokenizer(next(texts))["input_ids"], end]
+            synced.append_output(request, ids, [-1.0] * len(ids), "stop")
+
+    monkeypatch.setattr(synced, "_sample", write)
+    calls = play(CALLER, [dict(schemas=schemas, _source="rows:1")])
+    ((sample,),) = calls(1)
+    assert not sample.error and sample.turn_rewards == [(len(sample.ids) - 1, 5.0 + 2)]
+    messages = [
+        dict(role="user", content="2 + 3?"),
+        dict(role="assistant", content="", tool_calls=[dict(type="function", function=call)]),
+        dict(role="tool", content="5"),
+        dict(role="assistant", content="5"),
+    ]
+    row = dict(messages=messages, tools=schemas, _source="rows:1")
+    same = calls.encoder.sft(row, ("messages",))
+    kept = len(sample.ids)
+    assert sample.ids == same.ids[:kept] and sample.loss_mask == same.loss_mask[:kept]
+    assert sample.turns == 2 and not any(same.loss_mask[kept:])

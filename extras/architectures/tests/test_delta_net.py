@@ -1,0 +1,334 @@
+"""Gated delta nets in packs: their convolutions and states begin anew at every sequence.
+test_coverage.py compares their numbers with transformers' on padded rows."""
+
+import functools
+import inspect
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
+from model.test_policy import write_checkpoint
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.models import ARCHITECTURES, ARGS, DELTA, SIZES
+from common.data.packing import pack
+from common.data.sample import Sample
+from common.model.flops import forward_flops
+from common.model.memory import Plan, kept_by_delta_net, shapes_of
+from common.model.policy import load_policy
+from extras.architectures.delta_net import CONVOLUTION, ONE_TOKEN, RECURRENCE, keep_sequences_apart
+
+QUICK = "qwen3_5_text"
+TYPES = (QUICK, "qwen3_next", "qwen3_5_moe_text")
+# Around the convolution's four taps and the recurrence's chunks of 64 tokens, in targets.
+LENGTHS = (2, 301, 3, 64, 65, 66, 2, 129, 4, 5)
+SHORT = replace(ARGS, share_prefix=0)
+STEPS = ("--max_steps", 2, "--batch_size", 4, "--lr", 1e-3, "--eval_every", 0, "--save_every", 1,
+         "--lr_schedule", "constant", "--dtype", "float32")  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module",
+    params=[t if t == QUICK else pytest.param(t, marks=pytest.mark.slow) for t in TYPES],
+)
+def model_type(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(model_type, tmp_path_factory) -> str:
+    """Two layers: a delta net and attention."""
+    layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    sizes = SIZES | ARCHITECTURES[model_type] | layers | dict(max_position_embeddings=512)
+    config = AutoConfig.for_model(model_type, **sizes)
+    return write_checkpoint(config, tmp_path_factory.mktemp(model_type))
+
+
+def samples(lengths=LENGTHS) -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, 384, (n,), generator=generator).tolist() for n in lengths]
+    return [Sample(i, [True] * len(i)) for i in ids]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def numbers(policy, packs: list[list[Sample]], device) -> tuple[dict, dict[str, Tensor]]:
+    """Return the log-probs of each sample and the gradient of a sum of them."""
+    logprobs = {}
+    policy.zero_grad()
+    for group in packs:
+        for mb in pack(group, 10_000, device):
+            logprobs_T = policy(mb)[0]
+            # The weight of each token depends on its target alone.
+            (logprobs_T * (1 + mb.targets_T % 3)).sum().backward()
+            for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False):
+                targets = tuple(mb.targets_T[begin:end].tolist())
+                logprobs[targets] = logprobs_T[begin:end].detach()
+    gradient = {n: whole(p.grad).clone() for n, p in policy.hf.named_parameters()}
+    return logprobs, gradient
+
+
+def assert_equal(one: tuple, other: tuple) -> None:
+    assert one[0].keys() == other[0].keys()
+    for targets, expected_T in other[0].items():
+        torch.testing.assert_close(one[0][targets], expected_T, atol=1e-5, rtol=0)
+    largest = max(g.abs().max() for g in other[1].values())
+    for name, expected in other[1].items():
+        assert (one[1][name] - expected).abs().max() < 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_pack_has_the_numbers_of_its_sequences_alone(recompute, path, device):
+    """Values and gradients, in any order of sequences, of 1 to 300 targets. Activation
+    checkpointing changes nothing."""
+    alone = numbers(load_policy(path, SHORT, device), [[s] for s in samples()], device)
+    policy = load_policy(path, replace(SHORT, activation_checkpointing=recompute), device)
+    assert_equal(numbers(policy, [samples()], device), alone)
+    if not recompute:
+        assert_equal(numbers(policy, [samples()[::-1]], device), alone)
+        order = sorted(samples(), key=lambda sample: len(sample.ids))
+        assert_equal(numbers(policy, [order], device), alone)
+
+
+def test_sequence_of_one_token_keeps_its_neighbours_apart(path, device):
+    """The shortest sequence is shorter than the convolution."""
+    policy = load_policy(path, SHORT, device)
+    groups = [samples((2, 2, 9)), samples((2, 2, 9))]
+    groups[1][0] = Sample([7, 9], [True, True])
+    groups[1][1] = Sample([9, 7], [True, True])
+    ends = []
+    for group in groups:
+        (mb,) = pack(group, 100, device)
+        begin = next(b for b, e in zip(mb.offsets, mb.offsets[1:], strict=False) if e - b == 8)
+        with torch.no_grad():
+            ends.append(policy(mb)[0][begin : begin + 8])
+        policy.reshard()
+    torch.testing.assert_close(ends[0], ends[1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels may be called here")
+def test_installed_kernels_are_not_called_on_a_cpu(path, device, monkeypatch):
+    """Transformers calls the kernels of an installed package on every device."""
+    policy = load_policy(path, SHORT, device)
+    module = sys.modules[type(policy.hf).__module__]
+    for name in (CONVOLUTION, RECURRENCE, *ONE_TOKEN):
+        function = getattr(module, name)
+        torch_code = inspect.unwrap(getattr(function, "of_transformers", function))
+
+        @functools.wraps(torch_code)
+        def kernel(*_, **__):
+            raise RuntimeError("no CUDA device")
+
+        monkeypatch.setattr(module, name, kernel)
+    policy = load_policy(path, SHORT, device)
+    (mb,) = pack(samples(), 1000, device)
+    assert policy(mb).logprobs_T.isfinite().all()
+    policy.unshard()
+    policy.hf.set_attn_implementation("eager")
+    ids = policy.hf.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, eos_token_id=None)
+    assert ids.shape == (1, 6)
+
+
+def test_transformers_own_model_is_unchanged(path, device):
+    """Without a pack, the functions in its module return the outputs of transformers; they are
+    replaced only once."""
+    ids = torch.tensor([samples()[3].ids])
+    policy = load_policy(path, SHORT, device)
+    module = sys.modules[type(policy.hf).__module__]
+    patched = {name: getattr(module, name) for name in (CONVOLUTION, RECURRENCE)}
+    keep_sequences_apart(policy.hf)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    outputs = []
+    for original in (False, True):
+        for name, function in patched.items():
+            assert getattr(module, name) is function
+            assert not hasattr(function.of_transformers, "of_transformers")
+            if original:
+                setattr(module, name, function.of_transformers)
+        logits = plain(ids, use_cache=False).logits
+        generated = plain.generate(ids, max_new_tokens=6, do_sample=False, min_new_tokens=6)
+        outputs.append((logits.detach(), generated))
+        for name, function in patched.items():
+            setattr(module, name, function)
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][1], outputs[1][1])
+
+
+def test_shared_prefixes_are_off(path, device, capsys):
+    args = replace(ARGS, share_prefix=1)
+    policy = load_policy(path, args, device)
+    assert args.share_prefix == 0
+    out = capsys.readouterr().out
+    model_type = policy.hf.config.model_type
+    assert f"{model_type} needs every prefix with its sequence; continues as with" in out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shared_prefixes_are_off_however_small_their_effect(dtype, path, tmp_path, device):
+    """Attention may carry most of what a prefix does, in an untrained model."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("linear_attn.out_proj.weight"):
+                weight.mul_(0.01)
+    model.save_pretrained(tmp_path)
+    args = replace(ARGS, share_prefix=1, dtype=dtype)
+    load_policy(str(tmp_path), args, device)
+    assert args.share_prefix == 0
+
+
+def test_context_ranks_are_refused(path, device):
+    message = r"--context_ranks 2: gated delta nets \(.*\) need whole sequences on each rank"
+    with pytest.raises(ValueError, match=message):
+        load_policy(path, replace(SHORT, context_ranks=2), device)
+
+
+def test_other_recurrences_are_refused(tmp_path, device):
+    """MiniMax has layers of the same name in its config, with another recurrence."""
+    fields = SIZES | dict(num_experts_per_tok=2, num_local_experts=4, block_size=16)
+    types = ["linear_attention", "full_attention"] * 2
+    config = AutoConfig.for_model("minimax", **fields, layer_types=types)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="minimax has no packed forward"):
+        load_policy(str(tmp_path), SHORT, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_next"], indirect=True)
+def test_compiled_blocks_have_the_same_numbers(path, device):
+    """Forward and backward, of packs of other lengths too. A delta net and experts."""
+    plain = load_policy(path, SHORT, device)
+    with torch.compiler.set_stance("force_eager"):
+        policy = load_policy(path, replace(SHORT, compile=True), device)
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        for group in (samples(), samples((9, 70, 2)), samples((30,))):
+            assert_equal(numbers(policy, [group], device), numbers(plain, [group], device))
+
+
+# ---- operations and memory ----
+
+
+def test_attention_is_counted_in_its_layers_alone(path, device):
+    """The operations grow with the square of a length in one layer of two."""
+    policy = load_policy(path, SHORT, device)
+    config = policy.hf.config
+    (one,) = pack(samples((101,)), 1000, device)
+    (two,) = pack(samples((51, 51)), 1000, device)
+    weights = policy.matrix_weights
+    pairs = 100 * 101 / 2 - 2 * 50 * 51 / 2
+    difference = forward_flops(config, weights, one) - forward_flops(config, weights, two)
+    assert difference == 4 * config.num_attention_heads * config.head_dim * pairs
+    state = config.linear_num_value_heads * config.linear_key_head_dim
+    state *= config.linear_value_head_dim
+    attention = 4 * config.num_attention_heads * config.head_dim * 100 * 101 / 2
+    assert forward_flops(config, weights, one) == 100 * (2 * weights + 6 * state) + attention
+
+
+def saved_bytes(block: nn.Module, **inputs) -> int:
+    """Return the bytes of all tensors that a forward keeps for its backward, without weights."""
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = block(**inputs)
+        assert (out[0] if isinstance(out, tuple) else out).requires_grad
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(linear_key_head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8),
+        dict(linear_key_head_dim=128, linear_value_head_dim=128, hidden_size=256),
+    ],
+)
+def test_predicted_memory_of_a_delta_net_is_what_it_keeps(sizes, device):
+    """Without flash-linear-attention; 4 to 10% more in the shapes that were tried."""
+    config = AutoConfig.for_model(QUICK, **SIZES | DELTA | sizes)
+    config._attn_implementation = "eager"
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    keep_sequences_apart(hf)
+    T = 1024
+    (mb,) = pack(samples((T + 1,)), T, device)
+    x_1TD = torch.randn(1, T, config.hidden_size, requires_grad=True)
+    rotary = hf.model.rotary_emb(x_1TD, mb.position_ids_T[None])
+    kept = saved_bytes(hf.model.layers[0], hidden_states=x_1TD, position_embeddings=rotary, pack=mb)
+    plan = Plan(ranks=1, pack_tokens=T, recompute=False, bytes=4, on_cuda=False)
+    predicted = T * kept_by_delta_net(shapes_of(hf), plan)
+    assert 0.95 < predicted / kept < 1.2, predicted / kept
+
+
+# ---- runs ----
+
+
+@pytest.fixture(scope="module")
+def trained(path, sums, device, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("delta_run")
+    run(1, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_update_does_not_depend_on_ranks(path, trained, sums, tmp_path):
+    run(2, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", tmp_path)
+    names = ("loss", "grad_norm", "entropy")
+    assert_close_metrics(trained, tmp_path, names, rel=5e-4)
+
+
+@pytest.mark.slow
+def test_run_resumes_exactly(path, main, sums, tmp_path):
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--keep_last", 2)
+    main("sft", *flags, "--output_dir", tmp_path / "run")
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=2)
+
+
+@pytest.mark.slow
+def test_adapters_of_delta_nets(path, sums, tmp_path):
+    """The five linear layers of a delta net have adapters, and the merged export opens."""
+    targets = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"
+    if "next" in path:
+        targets = "in_proj_qkvz", "in_proj_ba", "out_proj"
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2, "--output_dir", tmp_path)
+    run(1, "sft.py", *flags, "--lora_targets", *targets)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values()), info
+    before = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[-2] for name in changed} == set(targets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engine_of_transformers_samples_from_the_trained_weights(ranks, path, sums, tmp_path):
+    flags = ("--model", path, "--dataset", sums, "--output_dir", tmp_path, "--engine",
+             "transformers", "--dtype", "float32", "--max_steps", 2, "--prompts_per_step", 4,
+             "--samples_per_prompt", 2, "--max_new_tokens", 70, "--lr", 1e-2, "--eval_every", 0,
+             "--check_every", 1)  # fmt: skip
+    run(ranks, "grpo.py", *flags)
+    lines = metrics(tmp_path)
+    assert len(lines) == 2
+    for line in lines:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5"])
+def test_vllm_samples_from_the_trained_weights(model_type):
+    """After three changes of the weights. No state of old weights or of another request is left."""
+    import json
+
+    pytest.importorskip("vllm")
+    done = run(1, "bench/models.py", "--vllm", model_type)
+    assert json.loads(done.stdout.splitlines()[-1])["vllm"] < 1e-4

@@ -1,0 +1,240 @@
+"""gpt-oss: experts in MXFP4, and attention sinks."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, metrics, run
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
+
+from bench.completions import complete
+from bench.models import ARGS, WINDOW, against_transformers, checkpoint, rows
+from common.data.packing import pack
+from common.data.sample import Sample
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.policy import load_policy
+from common.rollout.transformers_engine import TransformersEngine
+from common.rollout.weights import whole_weights
+from common.train.checkpoint import export_hf
+from extras.architectures.text_part import text_weights
+
+# Program of a rank: its policy is exported.
+RANK = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+from extras.architectures.tests.test_mxfp4 import *
+from common.parallel import distributed
+path, folder = sys.argv[1:]
+device, rank, world_size = distributed.setup(0)
+export_hf(load_policy(path, ARGS, device), load_tokenizer(path), Path(folder))
+distributed.cleanup()
+"""
+
+
+def pack_experts(folder: Path) -> str:
+    """Replace the experts in a folder by random ones in MXFP4, as on the hub."""
+    generator = torch.Generator().manual_seed(4)
+    for file in sorted(folder.glob("*.safetensors")):
+        weights = load_file(file)
+        for name in [n for n in weights if n.endswith((".gate_up_proj", ".down_proj"))]:
+            experts, inputs, outputs = weights.pop(name).shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=generator)
+            weights[f"{name}_blocks"] = blocks.to(torch.uint8)
+            scales = torch.randint(118, 124, shape, generator=generator)
+            weights[f"{name}_scales"] = scales.to(torch.uint8)
+        save_file(weights, file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    index = {name: f.name for f in folder.glob("*.safetensors") for name in load_file(f)}
+    content = dict(metadata={}, weight_map=index)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("mxfp4")
+    checkpoint("gpt_oss", folder, file_size="200KB")
+    return pack_experts(folder)
+
+
+def dequantized(path: str) -> torch.nn.Module:
+    """Return transformers' model, whose experts are bfloat16."""
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def stored(folder: Path | str) -> dict[str, torch.Tensor]:
+    return {n: w for f in Path(folder).glob("*.safetensors") for n, w in load_file(f).items()}
+
+
+def test_weights_are_those_of_transformers(path, device):
+    """Policy and engines without a trainer read equal values."""
+    expected = dequantized(path).state_dict()
+    loaded = load_policy(path, ARGS, device).hf.state_dict()
+    assert loaded.keys() == expected.keys()
+    names = {name: weight for name, weight in text_weights(path)}
+    assert names.keys() == expected.keys()
+    packed = [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(packed) == 8
+    for name, weight in expected.items():
+        assert torch.equal(whole(loaded[name]).cpu(), weight.float()), name
+        assert torch.equal(names[name].float(), weight.float()), name
+
+
+def test_export_has_floats_and_says_so(path, tmp_path, device):
+    """The export names no quantization; transformers opens it with equal weights."""
+    policy = load_policy(path, ARGS, device)
+    export_hf(policy, load_tokenizer(path), tmp_path / "hf")
+    assert "quantization_config" not in (tmp_path / "hf" / "config.json").read_text()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    expected = dequantized(path).state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, expected[name].float()), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_weights_do_not_depend_on_ranks(ranks, path, tmp_path):
+    """Three ranks divide four experts unevenly."""
+    (tmp_path / "rank.py").write_text(RANK.format(root=str(ROOT)))
+    run(ranks, tmp_path / "rank.py", path, tmp_path / "hf")
+    expected = dequantized(path).state_dict()
+    exported = stored(tmp_path / "hf")
+    assert exported.keys() == expected.keys()
+    for name, weight in exported.items():
+        assert torch.equal(weight.float(), expected[name].float()), name
+
+
+@torch.no_grad()
+def test_engine_of_transformers_samples_from_the_packed_weights(path, device):
+    tokenizer = load_tokenizer(path)
+    policy = load_policy(path, ARGS, device)
+    engine = TransformersEngine(path, ARGS, [1], tokenizer, device, False)
+    for changed in (False, True):
+        if changed:
+            for parameter in policy.parameters():
+                parameter.mul_(1.1)
+            engine.load_weights(whole_weights(policy, engine.dtype))
+        groups = complete(engine, rows()[:2], 2, [1, 2], 0.7)
+        (mb,) = pack([sample for group in groups for sample in group], 1000, device)
+        difference_T = policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T
+        assert (difference_T * mb.loss_mask_T).abs().max() < 1e-5
+        policy.reshard()
+
+
+def test_sinks_and_windows_are_those_of_eager_attention(tmp_path, device):
+    """With sinks that take most of the attention, and sequences beyond the window."""
+    path = checkpoint("gpt_oss", tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        weights = load_file(file)
+        for name in [n for n in weights if n.endswith(".sinks")]:
+            weights[name] = torch.tensor([-3.0, 0.0, 3.0, 6.0])
+        save_file(weights, file, metadata={"format": "pt"})
+    assert max(map(len, rows())) > 2 * WINDOW
+    policy = load_policy(path, replace(ARGS, share_prefix=0), device)
+    forward, gradient = against_transformers(path, policy, device)
+    assert forward < 1e-5 and gradient < 1e-5
+    (mb,) = pack([Sample(rows()[1], [True] * len(rows()[1]))], 100, device)
+    policy.zero_grad()
+    policy(mb)[0].sum().backward()
+    sinks = {n: p for n, p in policy.hf.named_parameters() if n.endswith(".sinks")}
+    assert len(sinks) == 4
+    assert all((whole(p.grad) != 0).all() for p in sinks.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--lora_rank", 2)])
+def test_checkpoint_converts_to_its_export(flags, path, sums, tmp_path):
+    """Also with frozen experts under adapters, which are not in the checkpoint."""
+    steps = ("--max_steps", 2, "--batch_size", 4, "--lr", 1e-2, "--eval_every", 0, "--save_every",
+             2, "--dtype", "float32")  # fmt: skip
+    line = (*steps, "--model", path, "--dataset", sums, "--output_dir", tmp_path, *flags)
+    run(1, "sft.py", *line)
+    found = resolve_model(str(tmp_path / "checkpoints" / "step_000002"))
+    converted, exported = stored(found), stored(tmp_path / "hf")
+    assert converted.keys() == exported.keys()
+    assert all(torch.equal(converted[name], exported[name]) for name in exported)
+    _, info = AutoModelForCausalLM.from_pretrained(found, output_loading_info=True)
+    assert not any(info.values()), info
+
+
+# ---- damaged folders ----
+
+
+def without(folder: str, tmp_path: Path, change) -> str:
+    """Return a copy of a folder whose weights and config are changed."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    for file in sorted(copy.glob("*.safetensors")):
+        weights = load_file(file)
+        change(weights, config)
+        save_file(weights, file, metadata={"format": "pt"})
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "model.safetensors.index.json").unlink(missing_ok=True)
+    return str(copy)
+
+
+def without_scales(weights, config):
+    for name in [n for n in weights if n.endswith("layers.0.mlp.experts.down_proj_scales")]:
+        del weights[name]
+
+
+def cut_blocks(weights, config):
+    for name in [n for n in weights if n.endswith("layers.0.mlp.experts.down_proj_blocks")]:
+        weights[name] = weights[name][:, :-1].contiguous()
+
+
+def fewer_experts(weights, config):
+    endings = ("layers.0.mlp.experts.down_proj_blocks", "layers.0.mlp.experts.down_proj_scales")
+    for name in [n for n in weights if n.endswith(endings)]:
+        weights[name] = weights[name][:2].contiguous()
+
+
+def without_quantization(weights, config):
+    config.pop("quantization_config", None)
+
+
+@pytest.mark.parametrize("change", [without_scales, cut_blocks, fewer_experts])
+def test_damaged_experts_are_refused_by_name(change, path, tmp_path, device):
+    folder = without(path, tmp_path, change)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts.down_proj"):
+        load_policy(folder, ARGS, device)
+
+
+def test_packed_experts_need_their_quantization_config(path, tmp_path, device):
+    """Else they are neither read nor missing."""
+    folder = without(path, tmp_path, without_quantization)
+    with pytest.raises(ValueError, match="gate_up_proj|down_proj|quantization_config"):
+        load_policy(folder, ARGS, device)
+
+
+@pytest.mark.slow
+def test_vllm_samples_from_the_trained_weights(path, sums, tmp_path):
+    """In a run from packed experts whose weights change in every step."""
+    pytest.importorskip("vllm")
+    flags = ("--model", path, "--dataset", sums, "--output_dir", tmp_path, "--engine", "vllm",
+             "--dtype", "float32", "--max_steps", 3, "--prompts_per_step", 4, "--check_every", 1,
+             "--samples_per_prompt", 2, "--max_new_tokens", 20, "--lr", 1e-2,
+             "--eval_every", 0)  # fmt: skip
+    run(1, "grpo.py", *flags)
+    lines = metrics(tmp_path)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4

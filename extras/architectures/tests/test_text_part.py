@@ -1,0 +1,592 @@
+"""Language models in checkpoints of images and text: they are trained alone, under the names of
+their files, and all other weights are copied. test_coverage.py compares the numbers of every
+family with transformers' own class; this file tests files, names and runs."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, assert_close_metrics, assert_resumes_exactly, environment, metrics, run
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+from bench.models import ARCHITECTURES, ARGS, checkpoint, open_model, rows
+from common.data.packing import pack
+from common.data.sample import Sample
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.loading import hub_weights, load_file_names
+from common.model.policy import load_policy, load_scalar_model
+from common.model.tiny import build_tokenizer
+from common.train.checkpoint import export_hf
+from extras.architectures.text_part import meta_model, text_weights
+
+QUICK = ("gemma3", "qwen3_vl")
+FAMILIES = (*QUICK, "gemma4", "mistral3", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_5",
+            "qwen3_5_moe")  # fmt: skip
+STEPS = ("--max_steps", 2, "--batch_size", 4, "--lr", 1e-2, "--eval_every", 0, "--save_every", 1,
+         "--lr_schedule", "constant", "--dtype", "float32")  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module",
+    params=[t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in FAMILIES],
+)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(family, tmp_path_factory) -> str:
+    return checkpoint(family, tmp_path_factory.mktemp(family), file_size="200KB")
+
+
+def stored(folder: Path | str) -> dict[str, torch.Tensor]:
+    """Return all weights of a folder by their names in its files."""
+    weights = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def is_of_text(name: str) -> bool:
+    return re.search("vision|visual|projector|connector", name) is None
+
+
+def language_model(full: torch.nn.Module) -> torch.nn.Module:
+    """Return the transformer of text in transformers' model of images and text."""
+    inner = full.model
+    return inner.text_model if hasattr(inner, "text_model") else inner.language_model
+
+
+@torch.no_grad()
+def logits(model, ids: list[int]) -> torch.Tensor:
+    ids_1T = torch.tensor([ids])
+    return model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T)).logits[0]
+
+
+@torch.no_grad()
+def logprobs(path: str, device, ids: list[int]) -> torch.Tensor:
+    policy = load_policy(path, replace(ARGS, share_prefix=0), device)
+    (mb,) = pack([Sample(ids, [True] * len(ids))], 100, device)
+    return policy(mb)[0]
+
+
+def opens_whole(folder: Path) -> torch.nn.Module:
+    """Return the model of an export, whose files must have exactly the weights of its class."""
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return model
+
+
+# ---- names ----
+
+
+def test_names_are_those_that_transformers_writes(family, path, tmp_path, device):
+    """Each weight of the full class has a value of its own, by which the files show its name."""
+    full = open_model(path)
+    with torch.no_grad():
+        for number, (_, weight) in enumerate(sorted(full.state_dict().items())):
+            weight.fill_(number)
+    full.save_pretrained(tmp_path)
+    written = {name: weight.flatten()[0].item() for name, weight in stored(tmp_path).items()}
+    hf = meta_model(path)
+    names = load_file_names(hf, path)
+    inner = {f"model.{name}": w for name, w in language_model(full).state_dict().items()}
+    inner["lm_head.weight"] = full.state_dict()["lm_head.weight"]
+    text = {name: value for name, value in hf.state_dict().items()}
+    assert inner.keys() == text.keys()
+    wanted = set()
+    for name in text.keys() - hf.all_tied_weights_keys.keys():
+        for in_files, _ in hub_weights(hf.config.model_type, name, inner[name], names):
+            wanted.add(in_files)
+            assert written[in_files] == inner[name].flatten()[0].item(), (name, in_files)
+        assert names.in_model(names.of(name)) == name
+    assert set(names.passengers) == written.keys() - wanted
+    assert not any(map(is_of_text, names.passengers)) and all(map(is_of_text, wanted))
+
+
+# ---- runs ----
+
+
+@pytest.fixture(scope="module")
+def trained(family, path, sums, device, tmp_path_factory) -> Path:
+    """Return the folder of a run of two steps with checkpoints of both."""
+    folder = tmp_path_factory.mktemp(f"{family}_run")
+    run(1, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", folder)
+    return folder
+
+
+def test_training_changes_the_language_model_alone(path, trained, device):
+    """An export opens with the class of its base. All other parts have the bits of the base, and
+    the text has the numbers of training."""
+    before, after = stored(path), stored(trained / "hf")
+    assert before.keys() == after.keys()
+    text = {name for name in before if is_of_text(name)}
+    assert 0 < len(text) < len(before)
+    for name in before:
+        if name not in text:
+            assert torch.equal(before[name], after[name]), name
+    changed = {name for name in text if not torch.equal(before[name], after[name])}
+    assert len(changed) > 0.8 * len(text), text - changed
+    full = opens_whole(trained / "hf")
+    ids = rows()[1]
+    expected_TV = logits(full, ids)[:-1].log_softmax(-1)
+    expected_T = expected_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    logprobs_T = logprobs(str(trained / "hf"), device, ids).cpu()
+    torch.testing.assert_close(logprobs_T, expected_T, atol=2e-5, rtol=0)
+
+
+def test_checkpoint_converts_to_its_export(trained, device):
+    """With the other parts too, and the class of the base."""
+    found = Path(resolve_model(str(trained / "checkpoints" / "step_000002")))
+    assert same(stored(found), stored(trained / "hf"))
+    assert (found / "config.json").read_bytes() == (trained / "hf" / "config.json").read_bytes()
+    opens_whole(found)
+
+
+def test_weights_for_an_engine_are_those_of_the_policy(family, path, device):
+    """They have the names of transformers' model, with a tied head too."""
+    expected = load_policy(path, ARGS, device).hf.state_dict()
+    weights = {}
+    for name, weight in text_weights(path):
+        assert name not in weights, name
+        weights[name] = weight
+    if family == "qwen3_5_moe":  # the files name each expert
+        return
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        whole = expected[name]
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        assert torch.equal(weight, whole.cpu()), name
+
+
+@pytest.mark.slow
+def test_second_generation_trains_from_an_export(path, trained, sums, tmp_path):
+    """Two generations leave the other parts as they were."""
+    flags = (*STEPS, "--model", trained / "hf", "--dataset", sums, "--output_dir", tmp_path)
+    run(1, "sft.py", *flags)
+    first, second = stored(path), stored(tmp_path / "hf")
+    assert first.keys() == second.keys()
+    for name in first:
+        assert is_of_text(name) or torch.equal(first[name], second[name]), name
+    opens_whole(tmp_path / "hf")
+
+
+@pytest.mark.slow
+def test_run_resumes_exactly(path, main, sums, tmp_path):
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--keep_last", 1)
+    flags = (*flags, "--keep_last", 2)
+    main("sft", *flags, "--output_dir", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000001" / "hf", ignore_errors=True)
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=2)
+
+
+@pytest.mark.slow
+def test_update_does_not_depend_on_ranks(path, trained, sums, tmp_path):
+    run(2, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", tmp_path)
+    names = ("loss", "grad_norm", "entropy")
+    assert_close_metrics(trained, tmp_path, names, rel=5e-4)
+
+
+# ---- adapters ----
+
+
+@pytest.fixture(scope="module")
+def adapted(family, path, sums, device, tmp_path_factory) -> Path:
+    """Return the folder of a run that trained adapters."""
+    folder = tmp_path_factory.mktemp(f"{family}_lora")
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2, "--output_dir", folder)
+    run(1, "sft.py", *flags)
+    return folder
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_into_the_language_model(path, adapted, device):
+    """The export and a converted checkpoint are equal and open with the class of the base; other
+    weights have the bits of the base."""
+    before, after = stored(path), stored(adapted / "hf")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(is_of_text(name) for name in changed)
+    assert all(before[name].ndim == 2 for name in changed)
+    opens_whole(adapted / "hf")
+    found = Path(resolve_model(str(adapted / "checkpoints" / "step_000002")))
+    assert same(stored(found), after)
+
+
+@pytest.mark.slow
+def test_adapter_alone_has_the_names_of_the_whole_model(path, adapted):
+    """PEFT would give adapters to exactly these layers of transformers' own class."""
+    modules = dict(open_model(path).named_modules())
+    layers = set()
+    for key, weight in load_file(adapted / "adapter" / "adapter_model.safetensors").items():
+        name, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
+        layers.add(name)
+        sizes = dict(A=modules[name].in_features, B=modules[name].out_features)
+        assert weight.shape["AB".index(kind[0]) - 1] == sizes[kind[0]]
+    config = json.loads((adapted / "adapter" / "adapter_config.json").read_text())
+    targets = config["target_modules"]
+    if isinstance(targets, str):
+        matched = {name for name in modules if re.fullmatch(targets, name)}
+    else:
+        matched = {n for n in modules if any(f".{n}".endswith(f".{t}") for t in targets)}
+    assert matched == layers and all(map(is_of_text, layers))
+
+
+@pytest.mark.slow
+def test_training_continues_from_an_adapter(path, adapted, sums, tmp_path):
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2)
+    run(1, "sft.py", *flags, "--adapter", adapted / "adapter", "--output_dir", tmp_path)
+    assert not same(stored(tmp_path / "hf"), stored(adapted / "hf"))
+
+
+# ---- reward models and value models ----
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("preferences") / "rows.jsonl"
+    pairs = [dict(prompt=f"{i}+1=", chosen=str(i + 1), rejected=str(i)) for i in range(40)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return file
+
+
+@pytest.fixture(scope="module", params=[(), ("--lora_rank", 2)])
+def reward_run(request, gemma, preferences, device, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("reward")
+    flags = (*STEPS, "--model", gemma, "--dataset", preferences, "--output_dir", folder)
+    run(1, "rm.py", *flags, *request.param)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gemma(device, tmp_path_factory) -> str:
+    """A tied model."""
+    return checkpoint("gemma3", tmp_path_factory.mktemp("gemma"), file_size="200KB")
+
+
+@pytest.mark.slow
+def test_reward_model_is_a_classifier_of_text(reward_run, device):
+    """Transformers opens it with the trained scores, and its checkpoints convert to it."""
+    hf = reward_run / "hf"
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        hf, dtype=torch.float32, output_loading_info=True
+    )
+    assert type(model).__name__ == "Gemma3TextForSequenceClassification"
+    assert not any(info.values()), info
+    scores = load_scalar_model(str(hf), ARGS, device, trainable=False)
+    ids = [3, 17, 40, 8]
+    (mb,) = pack([Sample([*ids, 2], [True] * 5)], 100, device)
+    with torch.no_grad():
+        score = scores(mb)[-1]
+        expected = model(input_ids=torch.tensor([ids])).logits[0, 0]
+    torch.testing.assert_close(score.cpu(), expected, atol=1e-5, rtol=0)
+    found = resolve_model(str(reward_run / "checkpoints" / "step_000002"))
+    assert same(stored(found), stored(hf))
+
+
+@pytest.mark.slow
+def test_classifier_of_each_family_opens_or_is_refused(path, tmp_path, device):
+    try:
+        model = load_scalar_model(path, ARGS, device)
+    except ValueError as error:
+        assert "transformers has no sequence classifier of" in str(error)
+        return
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    export_hf(model, load_tokenizer(path), tmp_path)
+    opened, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    ids = [3, 17, 40, 8]
+    (mb,) = pack([Sample([*ids, 2], [True] * 5)], 100, device)
+    with torch.no_grad():
+        score = model(mb)[-1].cpu()
+        expected = opened(input_ids=torch.tensor([ids])).logits[0, 0]
+    torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_rewards_of_a_reward_model_from_such_a_folder(gemma, reward_run, sums, tmp_path):
+    flags = ("--max_steps", 1, "--prompts_per_step", 2, "--samples_per_prompt", 2, "--dtype",
+             "float32", "--max_new_tokens", 8, "--eval_every", 0)  # fmt: skip
+    flags = (
+        *flags,
+        "--engine",
+        "transformers",
+        "--model",
+        gemma,
+        "--dataset",
+        sums,
+        "--output_dir",
+        tmp_path,
+    )
+    run(1, "grpo.py", *flags, "--reward", f"model:{reward_run}/hf")
+    assert metrics(tmp_path)[0]["reward_std"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
+def test_value_model_starts_from_such_a_folder(lora, gemma, sums, tmp_path):
+    flags = ("--max_steps", 2, "--prompts_per_step", 4, "--max_new_tokens", 8, "--eval_every", 0,
+             "--engine", "transformers", "--dtype", "float32", "--save_every", 2)  # fmt: skip
+    flags = (*flags, "--model", gemma, "--dataset", sums, "--output_dir", tmp_path, *lora)
+    run(1, "ppo.py", *flags)
+    opens_whole(tmp_path / "hf")
+    for line in metrics(tmp_path):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    found = Path(resolve_model(str(tmp_path / "checkpoints" / "step_000002")))
+    assert same(stored(found), stored(tmp_path / "hf"))
+
+
+# ---- engines ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "smolvlm", "qwen3_vl", "mistral3"])
+def test_engine_samples_from_the_trained_weights(model_type, engine, sums, tmp_path):
+    """The weights change in every step."""
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    path = checkpoint(model_type, tmp_path / "model")
+    flags = ("--max_steps", 3, "--prompts_per_step", 2, "--samples_per_prompt", 2, "--lr", 1e-2,
+             "--max_new_tokens", 12, "--eval_every", 0, "--dtype", "float32", "--check_every", 1,
+             "--engine", engine, "--model", path, "--dataset", sums)  # fmt: skip
+    run(1, "grpo.py", *flags, "--output_dir", tmp_path / "run")
+    lines = metrics(tmp_path / "run")
+    assert len(lines) == 3
+    for line in lines:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "smolvlm", "qwen3_vl"])
+def test_engines_evaluate_the_same_model(model_type, sums, tmp_path):
+    """Without a trainer: greedy completions are those of transformers' own class."""
+    pytest.importorskip("vllm")
+    path = checkpoint(model_type, tmp_path / "model")
+    outputs = []
+    for engine in ("transformers", "vllm"):
+        flags = ("--model", path, "--dataset", sums, "--engine", engine, "--dtype", "float32")
+        flags = (
+            *flags,
+            "--max_new_tokens",
+            8,
+            "--max_prompts",
+            8,
+            "--output_dir",
+            tmp_path / engine,
+        )
+        run(1, "eval.py", *flags)
+        lines = (tmp_path / engine / "completions.jsonl").read_text().splitlines()
+        completions = [c for line in lines for c in json.loads(line)["completions"]]
+        outputs.append([c["ids"] for c in completions if c["greedy"]])
+    assert len(outputs[0]) > 0
+    assert outputs[0] == outputs[1]
+
+
+# ---- files ----
+
+
+def test_head_that_is_stored_beside_its_tied_embedding_is_ignored(gemma, tmp_path, device):
+    """Transformers ties it: neither the trainer nor an engine or an export takes the stored one."""
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    head = {"language_model.lm_head.weight": torch.randn(384, 64)}
+    save_file(head, folder / "head.safetensors", metadata={"format": "pt"})
+    policy = load_policy(str(folder), ARGS, device)
+    embedding = stored(gemma)["language_model.model.embed_tokens.weight"]
+    weights = list(text_weights(str(folder)))
+    heads = [weight for name, weight in weights if name == "lm_head.weight"]
+    assert len(heads) == 1 and torch.equal(heads[0], embedding)
+    export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")
+    assert same(stored(tmp_path / "hf"), stored(gemma))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_config_of_the_whole_model_decides_whether_its_head_is_tied(is_tied, tmp_path, device):
+    """That of its language model may say the opposite (Qwen3-VL, SmolVLM)."""
+    fields = dict(ARCHITECTURES["qwen3_vl"], tie_word_embeddings=is_tied)
+    fields["text_config"] = fields["text_config"] | dict(tie_word_embeddings=not is_tied)
+    config = AutoConfig.for_model("qwen3_vl", **fields)
+    torch.manual_seed(0)
+    full = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    full.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    assert ("lm_head.weight" in stored(tmp_path)) != is_tied
+    policy = load_policy(str(tmp_path), ARGS, device)
+    assert ("lm_head.weight" in policy.hf.all_tied_weights_keys) == is_tied
+    ids = rows()[0]
+    expected_TV = logits(opens_whole(tmp_path), ids)[:-1].log_softmax(-1)
+    expected_T = expected_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    logprobs_T = logprobs(str(tmp_path), device, ids).cpu()
+    torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=0)
+    export_hf(policy, load_tokenizer(str(tmp_path)), tmp_path / "hf")
+    assert same(stored(tmp_path / "hf"), stored(tmp_path))
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["tie_word_embeddings"] == is_tied
+
+
+def test_folder_with_two_language_models_is_refused(gemma, tmp_path, device):
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    other = {"other.embed_tokens.weight": torch.randn(384, 64)}
+    save_file(other, folder / "other.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"--model .*: .*embed_tokens.* no such weight$"):
+        load_policy(str(folder), ARGS, device)
+
+
+def test_missing_weight_of_text_is_refused_by_its_name_in_the_files(gemma, tmp_path, device):
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    name = "language_model.model.layers.1.mlp.up_proj.weight"
+    for file in folder.glob("*.safetensors"):
+        weights = load_file(file)
+        weights.pop(name, None)
+        save_file(weights, file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=rf"{name} .* no such weight"):
+        load_policy(str(folder), ARGS, device)
+
+
+def test_other_parts_keep_their_dtype(gemma, tmp_path, device):
+    """Weights of text have the dtype of the export, others that of the base."""
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    for file in folder.glob("*.safetensors"):
+        half = {name: weight.bfloat16() for name, weight in load_file(file).items()}
+        save_file(half, file, metadata={"format": "pt"})
+    policy = load_policy(str(folder), ARGS, device)
+    export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")  # config.json: float32
+    for name, weight in stored(tmp_path / "hf").items():
+        expected = torch.float32 if is_of_text(name) else torch.bfloat16
+        assert weight.dtype == expected, name
+
+
+@pytest.mark.slow
+def test_checkpoint_whose_base_is_gone_does_not_convert(gemma, sums, tmp_path):
+    """Else the export would lack the other parts."""
+    base = shutil.copytree(gemma, tmp_path / "base")
+    flags = (*STEPS, "--model", base, "--dataset", sums, "--output_dir", tmp_path / "run")
+    run(1, "sft.py", *flags)
+    shutil.rmtree(base)
+    with pytest.raises(ValueError, match="cannot write"):
+        resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000002"))
+
+
+@pytest.mark.slow
+def test_relative_base_is_found_from_other_folders(gemma, main, sums, tmp_path, monkeypatch):
+    shutil.copytree(gemma, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    flags = (*STEPS, "--model", "base", "--dataset", sums, "--output_dir", tmp_path / "run")
+    main("sft", *flags)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000002"))
+    assert same(stored(found), stored(tmp_path / "run" / "hf"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
+def test_stacked_experts_stay_stacked(lora, sums, tmp_path):
+    """In an export and in a converted checkpoint."""
+    path = checkpoint("qwen3_5_moe", tmp_path / "files")
+    stacked = Path(shutil.copytree(path, tmp_path / "stacked"))
+    for file in stacked.glob("*.safetensors*"):
+        file.unlink()
+    open_model(path).save_pretrained(stacked, save_original_format=False)
+    experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    assert experts in stored(stacked)
+    flags = (*STEPS, "--model", stacked, "--dataset", sums, "--output_dir", tmp_path / "run")
+    run(1, "sft.py", *flags, *lora)
+    assert stored(tmp_path / "run" / "hf").keys() == stored(stacked).keys()
+    found = Path(resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000002")))
+    assert same(stored(found), stored(tmp_path / "run" / "hf"))
+    opens_whole(found)
+
+
+# ---- rows and flags ----
+
+
+PNG = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAQAAAAECAIAAAAmkwkpAAAAFElEQVR4nGPk5ORkgAEmBiSA"
+    "mwMABkoAI8grnVEAAAAASUVORK5CYII="
+)
+
+
+def test_rows_with_images_are_refused(gemma, main, tmp_path):
+    content = [dict(type="image", image=PNG), dict(type="text", text="What is this?")]
+    turns = [dict(role="user", content=content), dict(role="assistant", content="A cat.")]
+    (tmp_path / "rows.jsonl").write_text((json.dumps(dict(messages=turns)) + "\n") * 4)
+    flags = ("--model", gemma, "--dataset", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "x")
+    with pytest.raises(ValueError, match="gemma3 reads no images here"):
+        main("sft", *flags)
+    with pytest.raises(ValueError, match="the row has images; only sft.py, dpo.py, grpo.py and"):
+        main(
+            "reinforce",
+            *flags,
+            "--max_new_tokens",
+            16,
+            "--reward",
+            "length",
+            "--columns",
+            "prompt=messages",
+        )
+
+
+def test_dry_run_needs_no_weights(gemma, main, sums, tmp_path, capsys):
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    flags = ("--model", folder, "--dataset", sums, "--dry_run", "true", "--output_dir", tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        main("sft", *flags)
+    assert "dry run: no weights were loaded" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
+def test_rotary_embeddings_of_text_are_scaled(model_type, main, sums, tmp_path, device):
+    """With the numbers of the full class, whose export has them in its text_config."""
+    path = checkpoint(model_type, tmp_path / "model")
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--rope_scaling", "yarn", "--rope_factor")
+    main("sft", *flags, 2, "--output_dir", tmp_path / "run")
+    hf = tmp_path / "run" / "hf"
+    text = json.loads((hf / "config.json").read_text())["text_config"]
+    assert text["rope_parameters"]["rope_type"] == "yarn"
+    assert text["max_position_embeddings"] == 512
+    ids = rows()[4]
+    expected_TV = logits(opens_whole(hf), ids)[:-1].log_softmax(-1)
+    expected_T = expected_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(logprobs(str(hf), device, ids).cpu(), expected_T, atol=2e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_chat_opens_such_a_folder(gemma):
+    """An export is one too: a run names it in its last line."""
+    done = subprocess.run(
+        [sys.executable, "tools/chat.py", "--model", gemma],
+        input="12+5=\n", cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_quantized_weights_are_refused(part, tmp_path):
+    """Ministral 3 has its quantization beside the config of the language model."""
+    path = Path(checkpoint("mistral3", tmp_path))
+    fields = json.loads((path / "config.json").read_text())
+    (fields[part] if part else fields)["quantization_config"] = dict(quant_method="fp8")
+    (path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="its weights are quantized"):
+        resolve_model(str(path))

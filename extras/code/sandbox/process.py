@@ -1,0 +1,217 @@
+"""One confined process, as its parent sees it: start, pipes, limits and end."""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import IO
+
+from extras.code.sandbox.child import MEMORY_EXIT, READY
+from extras.code.sandbox.confine import THREADS
+
+# The child imports its modules, so that it uses the files that the parent's own import has
+# compiled.
+START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import confine, child; del sys.path[0]; "
+    "child.main(confine.confine, *sys.argv[2:])"
+)
+OPTIONS = "-I -S -B -X utf8 -X int_max_str_digits=0".split()  # the last: integers of any length
+START_SECONDS = 60  # for the interpreter to start on a busy machine; no part of the program's time
+POLL_SECONDS = 0.02  # between looks at the directory and the threads
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one program."""
+
+    seconds: float = 5.0
+    """wall-clock time of its whole life, from its first line; in code_reward.py for all tests of a
+    completion"""
+    memory_mib: int = 512
+    """address space; the interpreter takes 50"""
+    output_bytes: int = 1 << 20
+    """on stdout, or of one answer to a call"""
+    file_mib: int = 16
+    """largest file"""
+    disk_mib: int = 64
+    """all files in its directory; it cannot delete any"""
+    files: int = 256
+    """number of files in its directory"""
+
+
+class ProgramError(Exception):
+    """A program has no answer to a call. `kind`: "raised" (`types` are then the names of the
+    exception's classes, the most special first), "cannot be passed" (the value is not plain),
+    "malformed" (the answer is none), or the end of the program, like `Outcome.status`."""
+
+    def __init__(self, kind: str, message: str = "", types: tuple[str, ...] = ()):
+        super().__init__(": ".join(filter(None, (kind, *types[:1], message))))
+        self.kind = kind
+        self.message = message
+        self.types = types
+
+
+class Child(contextlib.AbstractContextManager):
+    """One confined process with its directory and pipes, ready to run. `close` removes all of
+    it."""
+
+    def __init__(self, mode: str, source: str, limits: Limits, unsafe: bool, stdin: str = ""):
+        self.limits = limits
+        self.next_look = float("inf")  # no looks while it starts
+        self.folder: str | None = None
+        self.beside: Child | None = None  # another process to watch while this one is waited for
+        self.deadline = time.monotonic() + START_SECONDS
+        self.stack = contextlib.ExitStack()  # undone in the reverse order: kill, close, remove
+        try:
+            self._start(mode, source, unsafe, stdin)
+            start = self.read(self.answers, len(READY))
+            if start != READY:
+                problem = (start + self.read(self.answers)).decode("utf-8", "replace")
+                raise RuntimeError(
+                    f"a program could not be confined: {problem or died(self.wait())}"
+                )
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ProgramError):
+                problem = f"the interpreter for a program did not start: {error}"
+                raise RuntimeError(problem) from error
+            if isinstance(error, OSError):  # no descriptors, processes or room left, no TMPDIR
+                raise RuntimeError(f"a program could not be started: {error}") from error
+            raise
+        self.deadline = time.monotonic() + limits.seconds
+        self.next_look = 0.0
+
+    def _start(self, mode: str, source: str, unsafe: bool, stdin: str) -> None:
+        self.stack.callback(self._remove_folder, unsafe)
+        requests, self.requests = self._pipe()
+        self.answers, answers = self._pipe()
+        self.stdout, stdout = self._pipe()
+        # After the pipes: its removal needs descriptors, which are free again once the pipes are
+        # closed.
+        self.folder = tempfile.mkdtemp(prefix="onefile-sandbox-")
+        files = [self.stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+        for file, text in zip(files, (source, stdin), strict=True):
+            file.write(text.encode("utf-8", "surrogatepass"))
+            file.seek(0)
+        descriptors = (files[0].fileno(), requests.fileno(), answers.fileno())
+        cpu_seconds = int(2 * self.limits.seconds) + 2
+        limits = (self.limits.memory_mib, self.limits.file_mib, cpu_seconds, int(unsafe))
+        # not the virtual environment's
+        python = getattr(sys, "_base_executable", None) or sys.executable
+        modules = os.path.dirname(os.path.abspath(__file__))
+        command = [python, *OPTIONS, "-c", START, modules, mode, os.getpid(), *descriptors, *limits]
+        self.process = subprocess.Popen(
+            list(map(str, command)),
+            stdin=files[1],
+            stdout=stdout if mode == "program" else subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=self.folder,
+            env={},
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+        self.stack.callback(self._kill)
+        for end in (requests, answers, stdout):
+            end.close()
+        os.set_blocking(self.requests.fileno(), False)
+
+    def _pipe(self) -> list[IO[bytes]]:
+        ends = zip(os.pipe(), ("rb", "wb"), strict=True)
+        return [self.stack.enter_context(open(end, mode, buffering=0)) for end, mode in ends]
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the process and its group, close the pipes and remove the directory."""
+        try:
+            self.stack.close()
+        except OSError as error:
+            raise RuntimeError(f"a program could not be removed: {error}") from error
+
+    def _remove_folder(self, unsafe: bool) -> None:
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=unsafe)
+
+    def _kill(self) -> None:
+        # Not reaped before: until then no other process can have its number.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def read(self, pipe: IO[bytes], size: int = 1 << 16) -> bytes:
+        """Return the bytes that have come, at least one, or none at the end. Raises `ProgramError`
+        at a limit."""
+        self._wait_for(pipe, select.POLLIN)
+        return pipe.read(size)
+
+    def write(self, data: bytes) -> None:
+        """Write all of `data` as a request. Raises `ProgramError` at a limit, and if the process
+        does not read it."""
+        view = memoryview(data)
+        while view:
+            self._wait_for(self.requests, select.POLLOUT)
+            try:
+                view = view[self.requests.write(view) or 0 :]
+            except BrokenPipeError:
+                raise ProgramError(died(self.wait())) from None
+
+    def _wait_for(self, pipe: IO[bytes], event: int) -> None:
+        poll = select.poll()
+        poll.register(pipe, event)
+        while not poll.poll(1000 * min(POLL_SECONDS, self._time_left())):
+            self._watch()
+        self._watch()
+
+    def wait(self) -> int:
+        """Return the exit code, or minus the signal that killed it. Raises `ProgramError` at a
+        limit."""
+        while True:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ended = os.waitid(os.P_PID, self.process.pid, options)
+            if ended:
+                exited = ended.si_code == os.CLD_EXITED
+                return ended.si_status if exited else -ended.si_status
+            self._watch()
+            time.sleep(min(0.001, self._time_left()))
+
+    def _time_left(self) -> float:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise ProgramError("time limit")
+        return left
+
+    def _watch(self) -> None:
+        """Raise `ProgramError` if the directory or the number of threads is above its limit."""
+        now = time.monotonic()
+        if now < self.next_look:  # also while it writes without a pause
+            return
+        self.next_look = now + POLL_SECONDS
+        if self.beside:
+            self.beside._watch()
+        count = 0
+        size = 0
+        try:
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    count += 1
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if count > self.limits.files or size > self.limits.disk_mib << 20:
+                        raise ProgramError("disk limit")
+        except OSError as error:  # no descriptors left
+            raise RuntimeError(f"a program could not be watched: {error}") from error
+        with contextlib.suppress(OSError):  # no /proc, or it hides other processes
+            if os.stat(f"/proc/{self.process.pid}/task").st_nlink - 2 > THREADS:
+                raise ProgramError("thread limit")
+
+
+def died(code: int) -> str:
+    if code < 0:
+        return f"killed by signal {-code}"
+    return "memory limit" if code == MEMORY_EXIT else f"exit code {code}"

@@ -1,0 +1,781 @@
+"""The code reward: every form of tests, and programs that try to forge results."""
+
+import json
+
+import pytest
+from helpers import PATIENCE, Clock
+
+from extras.code import reward as code_reward
+from extras.code.program_text import extract_program
+from extras.code.reward import fraction, same, same_output
+from extras.code.sandbox import process, program
+from extras.code.sandbox.program import Limits, Outcome
+from extras.code.test_cases import parse_tests
+
+pytestmark = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
+LIMITS = Limits(seconds=PATIENCE)
+SHORT = Limits(seconds=0.2)  # for endless programs
+
+
+def program_in(completion: str, columns: dict) -> str:
+    return extract_program(completion, columns, parse_tests(columns))
+
+
+def fenced(code: str) -> str:
+    return f"Let me think.\n```python\n{code}\n```\nDone."
+
+
+def row(**columns) -> dict:
+    return dict(_source="train.jsonl:7", **columns)
+
+
+def passes(*arguments, **limits) -> float:
+    reward, _ = code_reward.passes(*arguments, **limits)
+    return reward
+
+
+# ---- every form: (columns, a program that passes, one that does not) ----
+
+STDIN = row(tests=[dict(input="1 2\n", output="3\n"), dict(input="5 5", output="10")])
+CALLS = row(
+    tests=json.dumps(
+        [
+            dict(function="pairs", args=[[3, 1]], result=[[1, 3], {"n": 2}]),
+            dict(function="pairs", args=[], kwargs=dict(values=[2]), result=[[2], {"n": 1}]),
+        ]
+    )
+)
+APPS_STDIN = row(input_output=json.dumps(dict(inputs=["2\n", ["3", ""]], outputs=["4\n", ["9"]])))
+APPS_CALL = row(input_output=dict(inputs=[[2], [3]], outputs=[[4], [9]], fn_name="square"))
+MBPP = row(
+    text="Write a function to find the similar elements.",
+    test_list=[
+        "assert set(similar((3, 4, 5), (5, 4))) == {4, 5}",
+        "assert similar((1,), (2,)) == ()",
+        "assert math.isclose(sum(similar((0.5,), (0.5,))), half)",
+    ],
+    test_setup_code="half = 0.5",
+    test_imports=["import math"],
+    challenge_test_list=[],
+)
+HUMANEVAL_PROMPT = '''import math
+
+
+def poly(xs: list, x: float):
+    """Evaluates the polynomial."""
+    return sum([coeff * math.pow(x, i) for i, coeff in enumerate(xs)])
+
+
+def find_zero(xs: list):
+    """Finds x such that poly(x) = 0."""
+'''
+HUMANEVAL = row(
+    prompt=HUMANEVAL_PROMPT,
+    entry_point="find_zero",
+    test="""
+METADATA = {}
+
+
+def check(candidate):
+    import copy
+    import random
+
+    rng = random.Random(42)
+    for _ in range(20):
+        coeffs = [rng.randint(-10, 10) or 1, rng.randint(1, 10)]
+        solution = candidate(copy.deepcopy(coeffs))
+        assert math.fabs(poly(coeffs, solution)) < 1e-4
+    try:
+        candidate([])
+        assert False, "expected an IndexError"
+    except IndexError:
+        pass
+""",
+)
+CLASSES = row(
+    tests=[
+        "s = Stack(3)\ns.push(4)\ns.push(s.items[0])\n"
+        "assert s.pop() == 3 and s.items == [3, 4] and total([s, s], more=s) == 21"
+    ]
+)
+FORMS = {
+    "stdin": (STDIN, "print(sum(map(int, input().split())))", "print(3)"),
+    "stdin main": (
+        STDIN,
+        'def main(): print(eval(input().replace(" ", "+")))\nif __name__ == "__main__": main()',
+        "main()",
+    ),
+    "calls": (
+        CALLS,
+        "def pairs(values): return (tuple(sorted(values)), {'n': float(len(values))})",
+        "def pairs(values): return (values, {'n': len(values)})",
+    ),
+    "apps stdin": (APPS_STDIN, "print(int(input()) ** 2, end='  \\n\\n')", "print(4)"),
+    "apps call": (APPS_CALL, "def square(x): return x * x", "def square(x): return 4"),
+    "apps method": (
+        APPS_CALL,
+        "class Solution:\n    def square(self, x): return [x * x]",
+        "class Solution: pass",
+    ),
+    "mbpp": (
+        MBPP,
+        "def similar(a, b): return tuple(set(a) & set(b))",
+        "def similar(a, b): return set(a) & set(b)",
+    ),
+    "mbpp built-in name": (
+        row(test_list=["assert sum(10, 15) == 6", "assert sum(100, 150) == 93"]),
+        "def sum(a, b): return __builtins__['sum'](d for d in range(1, min(a, "
+        "b)) if a % d == b % d == 0)",
+        "def sum(a, b): return 6",
+    ),
+    "humaneval body": (HUMANEVAL, "    return -xs[0] / xs[1]\n", "    return 0\n"),
+    "humaneval function": (
+        HUMANEVAL,
+        fenced("def find_zero(xs):\n    return -xs[0] / xs[1]"),
+        fenced("def f(): pass"),
+    ),
+    "humaneval without prompt": (
+        HUMANEVAL
+        | dict(
+            prompt=[dict(role="user", content="find the zero")],
+            test="import math\n" + HUMANEVAL["test"],
+        ),
+        HUMANEVAL_PROMPT + "    return -xs[0] / xs[1]\n",
+        HUMANEVAL_PROMPT + "    return 1\n",
+    ),
+    "exceptions": (
+        row(
+            tests=[
+                "try:\n    f(0)\nexcept ZeroDivisionError as e:\n    ok = 'zero' in str(e)\n"
+                "assert ok",
+                "try:\n    f('')\nexcept ValueError as e:\n    pass\nelse:\n    assert False",
+            ]
+        ),
+        "class Own(ValueError): pass\ndef f(x):\n    if x == '': raise Own('mine')\n"
+        "    return 1 / x",
+        "def f(x): pass",
+    ),
+    "helpers": (
+        row(
+            tests=[
+                "def twice(x):\n    return f(f(x))\n"
+                "assert all(twice(i) == i for i in range(5)) and {f(1): 2}[-1] == 2"
+            ]
+        ),
+        "def f(x): return -x",
+        "def f(x): return x + 1",
+    ),
+    "tuples are not lists in asserts": (
+        row(tests=["assert f() == (1, [2])"]),
+        "def f(): return (1, [2])",
+        "def f(): return [1, [2]]",
+    ),
+    "arguments are copies": (
+        row(tests=["x = [2, 1]\nassert f(x) == [1, 2] and x == [2, 1]"]),
+        "def f(x):\n    x.sort()\n    return x",
+        "def f(x):\n    x.clear()\n    return x",
+    ),
+    "classes": (
+        CLASSES,
+        "class Stack:\n    def __init__(self, x): self.items = [x]\n"
+        "    def push(self, x): self.items.append(x)\n"
+        "    def pop(self): return self.items.pop()\n"
+        "def total(stacks, more): return sum(sum(s.items) for s in [*stacks, more])",
+        "class Stack:\n    def __init__(self, x): self.items = []\n    push = pop = print",
+    ),
+    "apps method with names of typing": (
+        APPS_CALL,
+        "from __future__ import annotations\nimport typing\nclass Solution:\n"
+        "    def square(self, x: List[int]) -> Optional[int]: return typing.cast(int, x * x)",
+        "class Solution:\n    def square(self, x: Listt[int]): return x * x",
+    ),
+    "apps annotations": (
+        APPS_CALL,
+        "def square(x: List[int]): return x * x",
+        "def square(x: Listt[int]): return x * x",
+    ),
+    "humaneval from __future__": (
+        HUMANEVAL,
+        fenced(
+            "from __future__ import annotations\ndef find_zero(xs: Listt):\n"
+            "    return -xs[0] / xs[1]"
+        ),
+        fenced("from __future__ import annotations\ndef find_zero(xs): pass"),
+    ),
+    "humaneval stub without a body": (
+        row(
+            prompt="def f(x):\n    # adds one\n",
+            entry_point="f",
+            test="def check(c):\n    assert c(1) == 2\n",
+        ),
+        fenced("def f(x):\n    return x + 1"),
+        fenced("def f(x): return x"),
+    ),
+    "humaneval prose behind": (
+        HUMANEVAL,
+        "    return -xs[0] / xs[1]\n\nIt's the root of a line.\nFor others not.",
+        "It's -xs[0] / xs[1]",
+    ),
+    "humaneval cut off": (
+        HUMANEVAL,
+        "    return -xs[0] / xs[1]\n\n\ndef other(x):\n    if x ==",
+        "    return 1\n\n\ndef other(x):",
+    ),
+    "StopIteration": (
+        row(tests=["try:\n    f([])\nexcept StopIteration:\n    ok = True\nassert ok"]),
+        "def f(x): return next(iter(x))",
+        "def f(x): raise RuntimeError",
+    ),
+    "KeyError": (
+        row(
+            tests=[
+                "try:\n    f('k')\nexcept KeyError as e:\n    args = e.args\nassert args == ('k',)"
+            ]
+        ),
+        "def f(x): return {}[x]",
+        "def f(x): return {}[x + 'k']",
+    ),
+    "a range is no list": (
+        row(tests=["assert f(3) == [0, 1, 2]"]),
+        "def f(n): return list(range(n))",
+        "def f(n): return range(n)",
+    ),
+    "a generator is no JSON list": (
+        row(tests=[dict(function="f", args=[2], result=[0, 1])]),
+        "def f(n): return [0, 1]",
+        "def f(n): yield from [0, 1]",
+    ),
+    "generators": (
+        row(tests=["assert list(f(3)) == [0, 1, 2]"]),
+        "def f(n): yield from range(n)",
+        "def f(n): yield from [n]",
+    ),
+    "attributes": (
+        row(
+            test_list=["root.left = Node(2)\nassert height(root) == 2"],
+            test_setup_code="root = Node(1)",
+        ),
+        "class Node:\n    def __init__(self, x): self.left = None\n"
+        "def height(n): return 1 + height(n.left) if n else 0",
+        "class Node:\n    def __init__(self, x): self.left = None\ndef height(n): return 1",
+    ),
+    "built-in name on one side": (
+        row(test_list=["assert set(filter([1, 2])) == set([1])", "assert [3] == filter([3, 4])"]),
+        "def filter(x): return x[:1]",
+        "def filter(x): return x\ndef set(x): return 0",
+    ),
+    "long questions and answers": (
+        row(
+            tests=[
+                "x = list(range(300_000))\nassert sum(f(x)) == 0",
+                f"assert f([1]) == '{'x' * 1_500_000}'",
+            ]
+        ),
+        "def f(x): return [0, 0] if len(x) > 1 else 'x' * 1_500_000",
+        "def f(x): return x",
+    ),
+    "long results": (
+        row(tests=[dict(function="f", args=[], result=["x"] * 300_000)]),
+        "def f(): return ['x'] * 300_000",
+        "def f(): return ['x']",
+    ),
+    "mixed": (
+        row(
+            tests=[
+                "assert f(1) == 2",
+                dict(function="f", args=[2], result=3),
+                dict(input="", output=""),
+            ]
+        ),
+        "def f(x): return x + 1",
+        "def f(x): return 2",
+    ),
+}
+EACH = ["stdin", "calls", "apps call", "mbpp", "humaneval body", "classes", "mixed"]
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=[pytest.mark.slow] * (f not in EACH)) for f in FORMS]
+)
+def test_right_program_passes_and_wrong_program_fails(form):
+    columns, right, wrong = FORMS[form]
+    assert passes(right, columns, LIMITS) == 1, "the right program fails"
+    assert passes(wrong, columns, LIMITS) == 0, "the wrong program passes"
+
+
+@pytest.mark.parametrize("form", EACH)
+@pytest.mark.parametrize("program", ["", "no ( program"])
+def test_missing_program_gets_zero(form, program):
+    assert passes(program, FORMS[form][0], LIMITS) == 0
+
+
+def test_first_failing_test_is_the_feedback():
+    """Tests of stdin run first."""
+    columns, right, wrong = FORMS["mixed"]
+    assert code_reward.passes(right, columns, LIMITS) == (1, {})
+    reward, beside = code_reward.passes(wrong, columns, LIMITS)
+    assert reward == 0 and "CallTest(function='f', args=[2]" in beside["feedback"]
+    _, beside = code_reward.passes("print(1)", columns, LIMITS)
+    assert beside["feedback"].startswith("it fails StdinTest(input='', output=''")
+
+
+def test_fraction_counts_passed_tests():
+    assert fraction("print(3)", STDIN, LIMITS) == 0.5
+    assert fraction("def square(x): return 4", APPS_CALL, LIMITS) == 0.5
+    assert fraction("def similar(a, b): return ()", MBPP, LIMITS) == pytest.approx(1 / 3)
+    assert fraction("def similar(a, b): exit", MBPP, LIMITS) == 0
+    assert (
+        fraction("import os\ndef square(x): return 4 if x == 2 else os._exit(0)", APPS_CALL, LIMITS)
+        == 0.5
+    )
+
+
+def test_program_that_exited_passes_no_later_test():
+    """Otherwise the judge, which waits for an answer, would take the next request for it."""
+    tests = ["try:\n    f(0)\nexcept Exception:\n    pass\nassert True", "assert f(1) == 2"]
+    program = "import os\ndef f(x): return os._exit(0) if x == 0 else 2"
+    assert fraction(program, row(tests=tests), LIMITS) == 0
+    assert fraction(program, row(tests=tests[1:] + tests), LIMITS) == pytest.approx(1 / 3)
+
+
+def test_tests_share_one_time_limit(monkeypatch):
+    given = []
+
+    def run(source, stdin, limits, unsafe):
+        """Advance the clock by half a second for every input."""
+        given.append(limits.seconds)
+        return (
+            Outcome("ok", stdin, 0.5)
+            if limits.seconds > 0.5
+            else Outcome("time limit", "", limits.seconds)
+        )
+
+    monkeypatch.setattr(code_reward, "run_program", run)
+    tests = [dict(input=str(i), output=str(i)) for i in range(6)]
+    assert fraction("", row(tests=tests), Limits(seconds=1.4)) == pytest.approx(2 / 6)
+    assert given == pytest.approx([1.4, 0.9, 0.4])
+    assert passes("", row(tests=tests[:2]), Limits(seconds=1.4)) == 1
+    mixed = [*tests[:3], "assert f(1) == 1", dict(function="f", args=[1], result=1)]
+    monkeypatch.setattr(code_reward, "Program", None)  # not started: no time is left
+    assert fraction("def f(x): return x", row(tests=mixed), Limits(seconds=1.4)) == pytest.approx(
+        2 / 5
+    )
+
+
+def test_start_of_the_judge_does_not_count_as_program_time(monkeypatch):
+    clock, start = Clock(monkeypatch, process, program), code_reward.start_judge
+
+    def slowly(*arguments):
+        judge = start(*arguments)
+        clock.ahead += 10 * PATIENCE
+        return judge
+
+    monkeypatch.setattr(code_reward, "start_judge", slowly)
+    assert (
+        passes("def f(x): return x", row(tests=["assert f(1) == 1"] * 2), LIMITS) == 1
+        and clock.ahead > 0
+    )
+
+
+def test_program_is_monitored_while_the_judge_computes(monkeypatch):
+    """The evidence is the end of the program by its file limit, in the middle of a long test."""
+    source = """
+import threading
+def work():
+    for i in range(1000): open(str(i), "w").close()
+def f(x):
+    threading.Thread(target=work).start()
+    return x
+"""
+    kinds, init = [], process.ProgramError.__init__
+
+    def watch(error, kind, *arguments):
+        kinds.append(kind)
+        init(error, kind, *arguments)
+
+    monkeypatch.setattr(process.ProgramError, "__init__", watch)
+    test = "import time\nassert f(1) == 1\ntime.sleep({})"
+    assert passes(source, row(tests=[test.format(9999)]), LIMITS) == 0 and kinds == ["disk limit"]
+    assert passes(
+        source.replace("1000", "10"), row(tests=[test.format(0.1)]), LIMITS
+    ) == 1 and kinds == ["disk limit"]
+
+
+@pytest.mark.parametrize(
+    "program", ["__ask__(1)", "def f(x): return __ask__(1)", "__ask__({'call': 'f'})"]
+)
+def test_question_from_the_program_is_a_wrong_answer(program):
+    assert passes(program, row(tests=["assert f(1) == 1"]), LIMITS) == 0
+
+
+@pytest.mark.parametrize(("text", "expected", "same"), [
+    ("1 2 \n3\n\n", "1 2\n3", 1), ("1  2", "1 2", 0), ("1\n2", "1 2", 0), ("x", "X", 0),
+    ("0.33333333", "0.3333333", 1), ("0.3333", "0.3333333", 0), ("a 1e3\nb", "a 1000.0005\nb", 1),
+    ("0", "1e-7", 1), ("1000000.5", "1000000.9", 1), ("1000000.5", "1000003.9", 0),
+    ("-0.0", "0.0", 1), ("2", "2.0", 1), ("2.0", "2", 0), ("2", "3.0", 0), ("1_0.0", "10.0", 0),
+    ("nan", "nan", 1), ("nan", "1.0", 0), ("0.5", "half", 0), ("1e999", "2e999", 0),
+    ("0.5 0.5", "0.5", 0),
+])  # fmt: skip
+def test_output_equals_the_expected_one_up_to_the_last_digits_of_floats(text, expected, same):
+    assert same_output(text, expected) == same
+
+
+# ---- extraction ----
+
+
+@pytest.mark.parametrize(
+    "completion, program",
+    [
+        ("x = 1", "x = 1"),
+        (fenced("x = 1"), "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```py\nx = 1\n```", "x = 1\n"),
+        ("```Python3 \nx = 1\n```", "x = 1\n"),
+        ("first\n```python\nx = 1\n```\nbetter\n```python\nx = 2\n```\n", "x = 2\n"),
+        ("```python\nx = 1\n```\noutput:\n```text\n1\n```\n", "x = 1\n"),
+        ("```json\n{}\n```\nso\n```python\nx = 1\n```", "x = 1\n"),
+        ("so ```python\nx = 1", "x = 1"),
+        ("```python\ns = '```'\nx = 1\n```", "s = '```'\nx = 1\n"),
+        ("use `x` or ```x``` here", "use `x` or ```x``` here"),
+        ("", ""),
+        ("```python\nx = 1\n```\nExample output:\n```\n6\n```\n", "x = 1\n"),
+        ("```\nx = 1\n```\nExample output:\n```\nno Python\n```\n", "x = 1\n"),
+        ("```python\nx = 1\n```\nand\n```python\n...no Python\n```\n", "x = 1\n"),
+        ("```python\nno Python 1\n```\nand\n```python\nno Python 2\n```\n", "no Python 2\n"),
+        ("```python3.11 title='a.py'\nx = 1\n```", "x = 1\n"),
+        ("1. so:\n   ```python\n   if x:\n       x = 1\n   ```\n2. that", "if x:\n    x = 1\n"),
+        ("- ```python\n  x = 1\n  y = 2\n  ```", "x = 1\ny = 2\n"),
+    ],
+)
+def test_program_is_extracted_from_the_completion(completion, program):
+    assert program_in(completion, STDIN) == program
+
+
+@pytest.mark.parametrize(
+    "columns, name",
+    [(HUMANEVAL, "find_zero"), (APPS_CALL, "square"), (CALLS, "pairs"), (MBPP, "similar"),
+     (row(tests=["assert Stack(1).pop() == 1"]), "Stack")],
+)  # fmt: skip
+def test_block_that_defines_a_tested_name_is_extracted(columns, name):
+    solution, usage = f"def {name}(*args): return 1\n", f"print({name}(1))"
+    for code in (
+        solution,
+        solution.replace(name, "helper") + f"{name} = helper\n",
+        f"class Solution:\n    {solution}",
+    ):
+        program = program_in(fenced(code) + "\nUse it so:\n" + fenced(usage), columns)
+        assert program.strip().endswith(code.strip()) and usage not in program
+    assert usage in program_in(fenced("x = 1") + fenced(usage), columns)
+
+
+READS = "a, b = map(int, input().split())\nprint(a + b)"
+SOLVES = (
+    "import sys\n\ndef solve(text):\n    return sum(map(int, text.split()))\n\n"
+    "print(solve(sys.stdin.read()))"
+)
+NO_PROGRAMS = {
+    "assert": (SOLVES, 'assert solve("1 2") == 3'),
+    "call": (SOLVES, 'print(solve("1 2"))'),
+    "replaced stdin": (
+        SOLVES,
+        "import io, sys\nsys.stdin = io.StringIO('1 2')\nprint(solve(sys.stdin.read()))",
+    ),
+    "test function": (SOLVES, "def test():\n    assert solve('1 2') == 3\n\ntest()"),
+    "comments": (READS, "# 1 2\n# 3"),
+    "other program": (READS, "print(1 + 2)"),
+    "loop over cases": (
+        READS,
+        "for text, result in [('1 2', 3)]:\n    assert sum(map(int, text.split())) == result",
+    ),
+    "renamed input": ("import sys\ninput = sys.stdin.readline\n" + READS, "print(3)"),
+    "open(0)": ("print(sum(map(int, open(0).read().split())))", "print(3)"),
+    "imported stdin": (
+        "from sys import stdin\nprint(sum(map(int, stdin.read().split())))",
+        "print(3)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_PROGRAMS)
+def test_program_for_stdin_is_no_test_or_example_behind_it(kind):
+    program, other = NO_PROGRAMS[kind]
+    assert program_in(fenced(program) + fenced(other), STDIN) == program + "\n"
+    assert program_in(fenced(READS) + fenced(program) + fenced(other), STDIN) == program + "\n"
+    assert program_in(fenced(other) + fenced(program), STDIN) == program + "\n"
+    assert program_in(fenced(other), STDIN) == other + "\n"
+
+
+def test_program_without_input_uses_no_name_of_another_block():
+    prints, silent = "def f():\n    return 7\n\nprint(f())", row(tests=[dict(input="", output="7")])
+    assert program_in(fenced(prints) + fenced("assert f() == 7"), silent) == prints + "\n"
+    assert program_in(fenced(prints) + fenced("print(7)"), silent) == "print(7)\n"
+    for output in ("7", "# 7", "result = 7"):
+        assert program_in(fenced(prints) + fenced(output), silent) == prints + "\n"
+
+
+def test_last_valid_block_is_the_program_if_the_tests_show_no_name():
+    columns = row(tests=[dict(function="A.f", args=[], result=1)])
+    blocks = fenced("class A: f = int") + fenced("A.f(")
+    assert program_in(blocks, columns) == "class A: f = int\n"
+
+
+def test_prompt_is_prepended_only_if_it_is_a_stub():
+    body = "    return 0"
+    assert program_in(body, HUMANEVAL) == HUMANEVAL_PROMPT + "\n" + body
+    for prompt in (
+        "Write find_zero.",
+        [dict(role="user", content="x")],
+        "def other():\n    pass\n",
+        None,
+    ):
+        assert program_in(body, HUMANEVAL | dict(prompt=prompt)) == body
+    assert program_in(body, STDIN | dict(prompt=HUMANEVAL_PROMPT)) == body
+
+
+# ---- comparison ----
+
+
+@pytest.mark.parametrize("value, expected, result", [
+    (1, 1, 1), (1, 1.0, 1), (1.0, 1, 1), (True, 1, 0), (1, True, 0), (True, True, 1), (0, False, 0),
+    (None, None, 1), (None, False, 0), ("1", 1, 0), ("a", "a", 1), (b"a", "a", 0),
+    ((1, (2,)), [1, [2]], 1), ([1], [1, 2], 0), ({1}, [1], 0), ([True], [1], 0),
+    ({"a": (1,)}, {"a": [1]}, 1), ({1: 2}, {"1": 2}, 0), ({"a": 1}, {"a": 1, "b": 2}, 0),
+    ({}, [], 0), (float("nan"), float("nan"), 1), (0.1 + 0.2, 0.3, 0), (10**400, 1e300, 0),
+    (1j, 1, 0), ("", None, 0), ([], None, 0), (frozenset(), [], 0), (2**53 + 1, float(2**53), 0),
+])  # fmt: skip
+def test_values_are_compared_exactly(value, expected, result):
+    assert same(value, expected) == result
+
+
+@pytest.mark.parametrize("printed, expected, reward", [
+    ("1\n2", "1\n2\n", 1), ("1  \n2\n\n\n", "1\n2", 1), ("1\r\n2", "1\n2", 1), ("1 2", "1\n2", 0),
+    (" 1", "1", 0), ("1\n\n2", "1\n2", 0), ("\n1", "1", 0), ("", "", 1),
+    ("é\u202e𝒳", "é\u202e𝒳", 1), ("1", "", 0), ("1.0", "1", 0),
+])  # fmt: skip
+def test_stdout_is_compared_line_by_line(printed, expected, reward):
+    assert (
+        passes(f"print({printed!r}, end='')", row(tests=[dict(input="", output=expected)]), LIMITS)
+        == reward
+    )
+
+
+def test_long_expected_output_fits_the_output_limit():
+    tests = [dict(input="", output="x" * 5000)]
+    assert (
+        passes("print('x' * 5000)", row(tests=tests), Limits(seconds=PATIENCE, output_bytes=1000))
+        == 1
+    )
+
+
+# ---- tests that cannot run ----
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        (dict(tests=["assert 1 == 1"]), "it calls no function of the program"),
+        (dict(tests=["import nothing_like_this\nassert f(1)"]), "ModuleNotFoundError"),
+        (dict(tests=["assert f(1) == y"]), "it needs the value of y, which it does not define"),
+        (dict(tests=["assert f(lambda x: x) == 1"]), "a function cannot be passed to the program"),
+        (
+            dict(test_list=["assert f(1)"], test_setup_code="import nothing_like_this"),
+            "ModuleNotFoundError",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "program", ["def f(x): return 1", "def f(x): return x", "def f(x): raise NameError('f')"]
+)
+def test_malformed_tests_are_errors_for_every_program(columns, message, program):
+    with pytest.raises(ValueError, match=f"^train.jsonl:7: the test cannot run: .*{message}"):
+        passes(program, row(**columns), LIMITS)
+
+
+# ---- hostile programs ----
+
+FORGED = json.dumps({"value": True})
+HOSTILE = {
+    "prints the right answer and fails": "print(7, flush=True)\n1 / 0",
+    "prints the right answer and never ends": "print(7, flush=True)\nwhile True: pass",
+    "exits": "import sys\nsys.exit(0)",
+    "exits hard": "import os\nos._exit(0)",
+    "exits when called": "import os, sys\ndef f(x): sys.exit(0)",
+    "exits hard when called": "import os\ndef f(x): os._exit(0)",
+    "prints": "print('all tests passed')\nprint('OK')\ndef f(x): print('passed')",
+    "equals everything": """
+class All(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __lt__ = __gt__ = __le__ = __ge__ = __eq__
+    def __hash__(self): return 0
+    def __bool__(self): return True
+    def __getattr__(self, name): return self
+    def __call__(self, *args): return self
+    def __sub__(self, other): return All()
+    __abs__ = __rsub__ = __sub__
+def f(x): return All()
+print(All())
+""",
+    "an object that equals everything": """
+class All:
+    def __eq__(self, other): return True
+    def __getattr__(self, name): return self
+    def __call__(self, *args): return self
+def f(x): return All()
+""",
+    "a list that equals everything": """
+class All(list):
+    def __eq__(self, other): return True
+    def __len__(self): return 1
+    def __iter__(self): return iter([7])
+    def __getitem__(self, i): return 7
+def f(x): return All()
+""",
+    "a string that equals everything": """
+class All(str):
+    def __eq__(self, other): return True
+    def __str__(self): return '8'
+    def __len__(self): return 7
+    __hash__ = str.__hash__
+def f(x): return All()
+print(All('x'))
+""",
+    "patched built-ins": """
+import builtins
+builtins.AssertionError = type('Quiet', (Exception,), {})
+builtins.isinstance = lambda *a: True
+builtins.all = builtins.any = builtins.set = lambda *a: True
+builtins.abs = lambda x: 0
+builtins.print = lambda *a: None
+import math, json, sys
+math.isclose = lambda *a, **k: True
+json.dumps = lambda *a, **k: '{"value": true}'
+json.loads = lambda *a, **k: {"call": "f"}
+def abs(x): return 0
+def isclose(*a, **k): return True
+def f(x): return 0
+""",
+    "patched server": """
+import child, sys
+child.encode = lambda *a: True
+def f(x): return 0
+""",
+    "own check": "def check(candidate): pass\ndef judge(*a): return True\nclass Remote: pass\n"
+    "def f(x): return 0",
+    "forged lines on all descriptors": f"""
+import os
+def flood():
+    for fd in range(3, 64):
+        try: os.write(fd, b'{FORGED}\\n' * 10)
+        except OSError: pass
+flood()
+def f(x):
+    flood()
+    return 0
+""",
+    "a forged question": """
+import os
+def f(x): return __ask__({"call": "judge"})
+""",
+    "a forged verdict of a broken test": """
+def f(x): raise NameError("name 'f' is not defined in the test")
+""",
+    "an exception to be counted as the test's": "def f(x):\n    import nothing_like_this",
+    "reads its own requests": """
+import os, sys
+def f(x):
+    for fd in range(3, 64):
+        try: os.set_blocking(fd, False); print(os.read(fd, 1 << 16))
+        except OSError: pass
+    return 0
+""",
+    "walks the stack": """
+import sys
+def f(x):
+    frame = sys._getframe()
+    while frame:
+        for name in list(frame.f_locals): frame.f_locals[name] = True
+        frame.f_globals['decode'] = frame.f_globals['encode'] = lambda *a: True
+        frame = frame.f_back
+    return 0
+""",
+    "deletes the answer": "import gc, sys\ndef f(x):\n    for o in gc.get_objects():\n"
+    "        if type(o) is dict and 'send' in o: o.clear()\n    return 0",
+    "a thread that answers": f"""
+import os, threading, time
+def work():
+    while True:
+        for fd in range(3, 20):
+            try: os.write(fd, b'{FORGED}\\n')
+            except OSError: pass
+threading.Thread(target=work, daemon=True).start()
+def f(x): return 0
+""",
+    "sleeps": "import time\ntime.sleep(9999)",
+    "sleeps when called": "import time\ndef f(x): time.sleep(9999)",
+    "takes no call": "f = 7",
+    "has f as an instance": "class F:\n    def __call__(self, x): return self\n"
+    "    def __eq__(self, o): return True\nf = F()",
+}
+KINDS = {
+    "stdin": row(tests=[dict(input="5\n", output="7\n")]),
+    "call": row(tests=[dict(function="f", args=[5], result=7)]),
+    "call of a list": row(tests=[dict(function="f", args=[5], result=[7])]),
+    "asserts": row(
+        tests=[
+            "assert f(5) == 7",
+            "assert abs(f(5) - 7) < 1e-6",
+            "assert not f(5) != 7 and f(5) in {7}",
+        ]
+    ),
+    "mbpp": row(test_list=["assert set([f(5)]) == {7}"], test_imports=["import math"]),
+    "humaneval": row(
+        entry_point="f",
+        prompt='def f(x):\n    """Gives 7."""\n',
+        test="def check(candidate):\n    assert candidate(5) == 7\n",
+    ),
+}
+
+
+ENDLESS = {"prints the right answer and never ends", "sleeps", "sleeps when called"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_do_not_pass(name, kind):
+    assert passes(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_honest_program_passes_the_tests_of_hostile_ones(kind):
+    answer = "[x + 2]" if kind == "call of a list" else "x + 2"
+    program = f"def f(x): return {answer}\nif __name__ == '__main__': print(f(int(input())))"
+    assert passes(program, KINDS[kind], LIMITS) == 1
+
+
+def test_program_receives_no_expected_value(monkeypatch):
+    """The process of the program receives only calls with their arguments."""
+    seen = []
+
+    class Watched(program.Program):
+        def __init__(self, source, *rest):
+            self.is_judge = source == code_reward.JUDGE
+            super().__init__(source, *rest)
+
+        def exchange(self, request):
+            if not self.is_judge:
+                seen.append(json.dumps(request))
+            return super().exchange(request)
+
+    monkeypatch.setattr("extras.code.reward.Program", Watched)
+    for kind in ("call", "asserts", "mbpp", "humaneval"):
+        passes("def f(x): return x + 2", KINDS[kind], LIMITS)
+    assert seen and set(seen) == {json.dumps(dict(call="f", args=[5], kwargs={}))}
+
+
+def test_missing_confinement_is_an_error(monkeypatch):
+    monkeypatch.setattr(program, "problem", lambda: "no such kernel")
+    with pytest.raises(ValueError, match="programs cannot be run safely here: no such kernel"):
+        passes("print(3)", STDIN, LIMITS)
+    assert passes("print(sum(map(int, input().split())))", STDIN, LIMITS, unsafe=True) == 1

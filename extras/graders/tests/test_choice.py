@@ -1,0 +1,256 @@
+"""The rewards `choice` and `stated`: the forms of an answer, the forms of a row, bad rows."""
+
+import random
+import time
+
+import pytest
+
+from common.rewards.registry import load_reward, require_usable_rows
+from common.rewards.thoughts import answer_of
+from extras.graders.choice import LETTERS, choice, option_columns, options_of, stated
+
+CITIES = ["London", "Paris", "Rome", "A town on the Seine"]
+ECHO = "A. London\nB. Paris\nC. Rome\nD. A town on the Seine\n"
+
+
+def stated_letter(completion: str, options: list[str]) -> str:
+    """Return the letters of the options for which the completion gets 1."""
+    rows = [dict(options=options, answer=i, _source="a:1") for i in range(len(options))]
+    return "".join(LETTERS[i] for i, row in enumerate(rows) if choice(completion, row))
+
+
+@pytest.mark.parametrize(
+    "completion, letter",
+    [
+        # the letter alone
+        ("B", "B"), ("(B)", "B"), ("B.", "B"), ("b", "B"), ("(b)", "B"), (" **B** \n", "B"),
+        ("B)", "B"), ("[B]", "B"), ("`B`", "B"), ("$B$", "B"), ('"B"', "B"), ("A", "A"),
+        ("- B", "B"), ("Option B", "B"), ("B\n\nParis is the capital of France.", "B"),
+        # the letter with the text, and the text
+        ("B. Paris", "B"), ("(B) Paris", "B"), ("**B) Paris**", "B"), ("B: Paris.", "B"),
+        ("Paris", "B"), ("paris.", "B"), ("**Paris**\n\nIt lies on the Seine.", "B"),
+        ("A town on the Seine", "D"),
+        # boxes
+        (r"\boxed{B}", "B"), (r"so \boxed{\text{B}}.", "B"), (r"$\boxed{(B)}$", "B"),
+        (r"\boxed{\mathbf{B}}", "B"), (r"\boxed{B. Paris}", "B"), (r"\boxed{Paris}", "B"),
+        (r"\boxed{\text{Paris}}", "B"), (r"\[\boxed{B}\]", "B"), (r"\boxed{b}", "B"),
+        (r"\boxed{ B }", "B"), (r"\boxed{A}, no: \boxed{B}", "B"), (r"\boxed{\textbf{(B)}}", "B"),
+        # announced
+        ("The answer is B.", "B"), ("The answer is (B).", "B"), ("the answer is **B**", "B"),
+        ("The correct answer is: B", "B"), ("Answer: B", "B"), ("**Answer:** B", "B"),
+        ("**Answer: B**", "B"), ("ANSWER: B) Paris", "B"), ("Answer: (b)", "B"), ("answer: b", "B"),
+        ("Final Answer: The final answer is $B$.", "B"), ("#### B", "B"), ("Answer:\n\n**B**", "B"),
+        ("The correct option is B because it is the capital.", "B"), ("I choose B.", "B"),
+        ("The answer to this question is therefore (B), Paris.", "B"), ("I'd go with B.", "B"),
+        ("The best choice would be B", "B"), ("So the answer must be B - Paris.", "B"),
+        ("<answer>B</answer>", "B"), ('{"answer": "B"}', "B"), ("### Final Answer\n\nB", "B"),
+        ("The answer is Paris.", "B"), ("Answer: Paris, of course", "B"), (r"Answer: \(B\)", "B"),
+        (r"The answer is $\boxed{B}$.", "B"), ("The answer is A town on the Seine.", "D"),
+        ("The answer is option B", "B"), ("The answer is definitely the letter B!", "B"),
+        ("The answer is most likely B", "B"), ("My answer would be choice (B)", "B"),
+        ("The answer is B, not A.", "B"), ("answer=B", "B"),
+        ("The answer is B (not A or C).", "B"), ("The answer is B and the others are wrong.", "B"),
+        # called right
+        ("(B) is correct.", "B"), ("So option B is the right choice.", "B"),
+        ("**B** is the correct answer, as A is too far north.", "B"),
+        ("The answer is B. A is the best known of the others.", "B"),
+        ("Paris is correct.", "B"), (ECHO + "\n**B**", "B"), ("A\n\\boxed{B}", "B"),
+        # the only one that the last line names
+        ("Paris is a capital.\nSo it must be (B).", "B"), ("Not London, hence option B.", "B"),
+        ("It can only be **B**!", "B"), ("It is (B), not (A).", ""),
+        # the last statement counts
+        ("The answer is A. Wait, no. The answer is B.", "B"), ("A\nNo: \nB is correct.", "B"),
+        ("B is correct? No. The answer is C.", "C"), (ECHO + "\nThe answer is B.", "B"),
+        (r"\boxed{A} was too fast. Answer: B", "B"), ("The answer is B.\n\n**C**", "C"),
+        ("The answer is B. London is too far north.", "B"),
+        # articles, pronouns and other words
+        ("A good question.", ""), ("The answer is A lot of work away.", ""), ("A", "A"),
+        ("The answer is a matter of taste.", ""), ("Answer: I think it lies in France.", ""),
+        ("The answer is A B C.", ""), ("A town is a place. Vitamin C is not.", ""),
+        ("The answer is not B.", ""), ("The answer cannot be B.", ""), ("It isn't B.", ""),
+        ("The answer isn't B.", ""), ("Answer: Barcelona", ""), ("Parisian", ""),
+        ("The answer choices are A and B. The answer is B.", "B"),
+        # several, none, unknown letters
+        ("", ""), ("I do not know.", ""), ("The answer is A or B.", ""), ("Answer: A, B", ""),
+        ("The answer is B. Or rather: the answer is either A or C", ""), (r"\boxed{A, B}", ""),
+        (r"\boxed{A and B}", ""), ("(A) or (B)", ""), ("Answer: A/B", ""), ("A\nB\nC\nD", ""),
+        (ECHO, ""), ("The answer is B. No, the answer is F.", ""), ("Answer: E", ""),
+        ("Answer: **A** or **B**", ""), (r"\boxed{}", ""), (r"\boxed{", ""), ("Answer:", ""),
+    ],
+)  # fmt: skip
+def test_choice_reads_the_last_statement(completion, letter):
+    assert stated_letter(completion, CITIES) == letter
+
+
+@pytest.mark.parametrize(
+    "completion, options, letter",
+    [
+        ("The answer is 12.5", ["12", "12.5", "1", "-12"], "B"),
+        ("The answer is 12.", ["12", "12.5", "1", "-12"], "A"),
+        (r"\boxed{-12}", ["12", "12.5", "1", "-12"], "D"),
+        ("The answer is 2", ["2", "2", "3"], ""),  # which 2?
+        ("The answer is B", ["2", "2", "3"], "B"),
+        ("The answer is B.", ["O", "A", "B", "AB"], "B"),  # a letter is a letter
+        ("The answer is AB.", ["O", "A", "B", "AB"], "D"),
+        ("The answer is both A and B.", ["A only", "B only", "Both A and B", "neither"], "C"),
+        ("The answer is red and blue.", ["red", "red and blue"], "B"),
+        ("The answer is J.", [str(i * i) for i in range(10)], "J"),
+        ("Answer: I", [str(i * i) for i in range(10)], "I"),
+        (r"\boxed{\frac{1}{2}}", [r"\frac{1}{2}", r"\frac{1}{3}"], "A"),
+        (r"The answer is $x^2$.", ["$x^2$", "$x^3$"], "A"),
+        ("The answer is x < 3.", ["x > 3", "x < 3"], "B"),
+        ("Z", [str(i) for i in range(26)], "Z"),
+    ],
+)
+def test_choice_reads_texts_of_many_kinds(completion, options, letter):
+    assert stated_letter(completion, options) == letter
+
+
+def test_choice_ignores_thoughts():
+    row = dict(options=CITIES, answer="B", _source="a:1")
+    for completion, reward in [
+        ("<think>The answer is A. Or (C)?</think>\nThe answer is B.", 1),
+        ("<think>The answer is B.</think>\nHm.", 0),
+        ("<think>The answer is B.", 0),
+    ]:
+        assert choice(answer_of(completion), row) == reward
+
+
+def test_answers_of_any_text_are_quick():
+    row = dict(options=CITIES, answer="B", _source="a:1")
+    alphabet = [
+        "answer",
+        " is",
+        ":",
+        " ",
+        "\n",
+        "A",
+        "B",
+        ")",
+        "(",
+        "**",
+        r"\boxed{",
+        "}",
+        "or",
+        "-",
+    ]
+    rng = random.Random(0)
+    pieces = [
+        "answer is A, ",
+        "answer x x x x x x ",
+        "A. London\n",
+        " \n",
+        "(A) ",
+        "> ",
+        "#",
+        "the ",
+    ]
+    for piece in alphabet + pieces:
+        start = time.perf_counter()
+        choice(piece * 20_000, row)
+        stated(piece * 20_000, dict(answer="(A)"))
+        assert time.perf_counter() - start < 10
+    for _ in range(300):
+        text = "".join(rng.choices(alphabet, k=rng.randint(0, 30)))
+        assert choice(text, row) in (0, 1) and stated(text, dict(answer="(A)")) in (0, 1)
+
+
+# ---- rows ----
+
+GPQA = {"Correct Answer": "right\n", "Incorrect Answer 1": "a", "Incorrect Answer 2": "b"}
+GPQA |= {"Incorrect Answer 3": "c", "_source": "a:1"}
+ARC = dict(text=["x", "y", "z"], label=["1", "2", "3"])
+
+
+@pytest.mark.parametrize(
+    "row, right",
+    [
+        (dict(choices=["x", "y"], answer=0), 0),  # MMLU
+        (dict(choices=["x", "y"], answer=1.0), 1),  # of a table with gaps
+        (dict(options=["x", "y", "z"], answer="C", answer_index=2), 2),  # MMLU-Pro
+        (dict(choices=ARC, answerKey="2"), 1),  # ARC
+        (dict(choices=ARC | dict(label=["A", "B", "C"]), answerKey="C"), 2),
+        (dict(options=["x", "y"], answer="y"), 1),
+        (dict(options=[10, 2.5], answer="2.5"), 1),
+        (dict(options=None, choices=["x", "y"], answer="A", answerKey=None), 0),
+    ],
+)
+def test_the_right_option_of_a_row(row, right):
+    assert options_of(row | dict(_source="a:1"))[1] == right
+
+
+def test_options_of_gpqa_have_an_order_of_their_own():
+    options, right = options_of(GPQA)
+    assert options[right] == "right" and sorted(options) == ["a", "b", "c", "right"]
+    assert options_of(GPQA) == (options, right)
+    places = [options_of(GPQA | {"Incorrect Answer 1": str(i)})[1] for i in range(400)]
+    assert all(70 < places.count(place) < 130 for place in range(4))
+    columns = option_columns(GPQA)
+    letter = columns["right_letter"]
+    assert f"{letter}. right" in columns["lettered_options"].split("\n")
+    assert choice(f"The answer is {letter}.", GPQA) == 1
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        (dict(answer="A"), "no options; expected the columns options or choices or Correct Answer"),
+        (dict(GPQA, **{"Incorrect Answer 2": None}), "no options"),
+        (dict(options=["x", "y"]), "no answer; expected a column answer or answerKey"),
+        (dict(options=["x"], answer="A"), "column options: expected 2 to 26 options, got 1"),
+        (dict(choices=["x"] * 27, answer=0), "column choices: expected 2 to 26 options, got 27"),
+        (dict(options=["x", "y"], answer="C"), "answer 'C' is none of the 2 options"),
+        (dict(options=["x", "y"], answer=2), "answer 2 is none of the 2 options"),
+        (dict(options=["x", "y"], answer=-1), "answer -1 is none of the 2 options"),
+        (dict(options=["x", "y"], answer=True), "answer True is none"),
+        (dict(options=["x", "x"], answer="x"), "answer 'x' is none"),
+        (dict(choices=ARC, answerKey="4"), "answer '4' is none of the 3 options"),
+        (dict(options="x, y", answer="A"), "column options: expected a list of texts"),
+        (dict(options=["x", None], answer="A"), "column options: expected a list of texts"),
+        (dict(options=dict(label=["A"]), answer="A"), "column options: expected a list of texts"),
+    ],
+)
+def test_bad_row_is_refused_in_one_line(row, problem):
+    with pytest.raises(ValueError) as error:
+        require_usable_rows("choice", load_reward("choice"), [row | dict(_source="a:1")])
+    said = str(error.value)
+    assert said.startswith(f"a:1: {problem}") and "\n" not in said
+    assert said.endswith("(--reward choice)")
+
+
+# ---- stated ----
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        ("not ( True ) is False. So the answer is False.", "False", 1),
+        ("The answer is (B).", "(B)", 1),
+        ("The answer is B.", "(B)", 1),
+        ("The answer is (B) 01/02/2021.", "(B)", 1),
+        (r"\boxed{(B)}", "(B)", 1),
+        (r"\boxed{\text{B}}", "(B)", 1),
+        ("The answer is (C).", "(B)", 0),
+        ("The answer is (A) or (B).", "(A)", 0),
+        ("The answer is therefore False.", "False", 1),
+        ("The answer is the red ball.", "The red ball", 1),
+        (r"\boxed{Truee", "True", 0),
+        ("**Answer:** yes", "Yes", 1),
+        ("The answer is True. No: the answer is False.", "True", 0),
+        ("The answer is 24", "24", 1),
+        ("The answer is -24.", "24", 0),
+        ("The answer is 240", "24", 0),
+        (r"so $\boxed{24}$.", "24", 1),
+        ("The answer is: apple  banana cherry", "apple banana cherry", 1),
+        ("The answer is ] ) }", "] ) }", 1),
+        ("The answer is ) }", "] ) }", 0),
+        (r"\boxed{] ) }}", "] ) }", 1),
+        ("<answer>valid</answer>", "valid", 1),
+        ("It follows.\ninvalid", "invalid", 1),
+        ("Yes", "Yes", 1),
+        ("Yes, it is plausible.", "yes", 0),
+        ("", "yes", 0),
+    ],
+)
+def test_stated_compares_the_rest_of_the_line(completion, answer, reward):
+    assert stated(completion, dict(answer=answer)) == reward

@@ -1,0 +1,366 @@
+"""IFEval's instructions: completions that follow each or violate it, malformed rows, and random
+text."""
+
+import json
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.rewards.registry import load_reward
+from extras.graders.ifeval import INSTRUCTIONS, arguments_of, ifeval
+
+
+def follows(completion: str, instruction: str, **kwargs) -> bool:
+    """Check by the short name: `title` for `detectable_format:title`."""
+    [full] = [i for i in INSTRUCTIONS if i.endswith(f":{instruction}")]
+    row = dict(instruction_id_list=[full], kwargs=[kwargs], _source="rows.jsonl:1")
+    ifeval.check(row)
+    return ifeval(completion, row) == 1
+
+
+# (instruction, its arguments, completions that follow it, completions that do not)
+CASES = [
+    (
+        "existence", dict(keywords=["river", "Old town"]),
+        ["The old TOWN by a RIVER", "rivers, old towns"],
+        ["old town", "a river", "old  town, river"],
+    ),
+    # text, not a regular expression
+    ("existence", dict(keywords=["c++ (", "."]), ["C++ (x)."], ["ccc(x)."]),
+    (
+        "frequency", dict(keyword=" ab ", frequency=2, relation="at least"),
+        ["ab AB", "cabs ab", "ababa"], ["ab", "a"],
+    ),
+    (
+        "frequency", dict(keyword="ab", frequency=2, relation="less than"), ["ab", "none"],
+        ["ab ab", "Ababab"],
+    ),
+    (
+        "forbidden_words", dict(forbidden_words=["rock", "c++"]),
+        ["rocks, bedrock, rock_1", "c+ c++x"], ["the ROCK.", "rock", "in C++, too"],
+    ),
+    (
+        "letter_frequency", dict(letter="T", let_frequency=3, let_relation="at least"),
+        ["tTt", "tt t"], ["that", "T"],
+    ),
+    (
+        "letter_frequency", dict(letter="#", let_frequency=2, let_relation="less than"),
+        ["#a", "none"], ["#a #b", "###"],
+    ),
+    (
+        "number_words", dict(num_words=3, relation="at least"), ["a b c", "don't go", "one-two-3"],
+        ["a b", "a . b !"],
+    ),
+    (
+        "number_words", dict(num_words=3, relation="less than"), ["a b", "!!"],
+        ["a b c", "a\nb\nc d"],
+    ),
+    ("number_words", dict(num_words=3.0, relation="at least"), ["a b c"], ["a b"]),
+    (
+        "number_sentences", dict(num_sentences=3, relation="at least"),
+        [
+            "Ab. b! c?", "It is. It was (really). Then more", "One.\n\nTwo.\n\nThree",
+            "“Go.” **Stop!** On", "文。 文。 文。",
+        ],
+        [
+            "One. Two", "No end\nat all\nhere", "1. One.\n2. two.",
+            "Dr. J. Doe vs. e.g. 3.5 others. Two", "? ! .",
+        ],
+    ),
+    (
+        "number_sentences", dict(num_sentences=2, relation="less than"),
+        ["One", "One.", "Mr. A. Bee is 1.5 m tall"], ["One. Two.", "It was I. Then two"],
+    ),
+    (
+        "number_paragraphs", dict(num_paragraphs=2), ["a\n***\nb", "***a***b***", "a *** b\n\nc"],
+        ["a", "a\n\nb", "a***b***c", "a *** *** b", "a***"],
+    ),
+    (
+        "nth_paragraph_first_word", dict(num_paragraphs=1, nth_paragraph=2, first_word="a"), [],
+        ["a", "a\n\na"],
+    ),
+    (
+        "nth_paragraph_first_word", dict(num_paragraphs=2, nth_paragraph=2, first_word="Hello"),
+        ["a\n\nhello there", "a\n\n'\"HELLO\"", "a\n\n\n\n hello, you\n\n", "a\n\nHello's"],
+        ["hello\n\na", "a\n\nhello\n\nb", "hello", "a\n\nhelloes", "a\n\n**hello**", "a\nhello"],
+    ),
+    (
+        "number_placeholders", dict(num_placeholders=2),
+        ["[a] [b]", "[a][b] [c]", "[] [\n[x [y] ]"], ["[a]", "[a\n] [b]", "]a[", "[[a]"],
+    ),
+    (
+        "postscript", dict(postscript_marker="P.S."), ["a\n\nP.S. b", "so p. s. b"],
+        ["a PS b", "a P.S b", "P.\n\nS."],
+    ),
+    (
+        "postscript", dict(postscript_marker="P.P.S"), ["a\nP.P.S b", "P. P. S. b"],
+        ["P.S. b", "PPS"],
+    ),
+    (
+        "postscript", dict(postscript_marker="(Note)"), ["a (NOTE) b", "(note)"],
+        ["note", "a Note b"],
+    ),
+    (
+        "number_bullet_lists", dict(num_bullets=2), ["* a\n* b", "- a\n  - b\nc", "x\n\n\t*a\n-"],
+        ["* a", "* a\n* b\n- c", "* a\n**b**", "* a\n1. b", "a * b\nc - d"],
+    ),
+    (
+        "constrained_response", {}, ["My answer is yes.", "So: My answer is maybe. Sorry"],
+        ["My answer is yes", "my answer is no.", "Yes."],
+    ),
+    (
+        "number_highlighted_sections", dict(num_highlights=2),
+        ["*a* and *b*", "**a b** *c*", "*a**b*"],
+        ["*a*", "**a**", "*a\nb* *c*", "** ** *a*", "* *\n* * *a*", "****"],
+    ),
+    (
+        "multiple_sections", dict(section_spliter=" Section ", num_sections=2),
+        ["Section 1\na\nSection 2\nb", "xSection1Section 2"],
+        ["Section 1", "section 1 section 2", "Section A\nSection B", "Section  1 Section  2"],
+    ),
+    ("multiple_sections", dict(section_spliter="S.", num_sections=1), ["S. 1"], ["SX 1"]),
+    (
+        "json_format", {},
+        ['{"a": [1, null]}', '```json\n{"a": 1}\n```', "```\n[]\n```", "3", f"[{'9' * 9999}]"],
+        ["{'a': 1}", '{"a": 1} so', "```json", "{", "[" * 9999 + "]" * 9999, "[1,]"],
+    ),
+    (
+        "title", {}, ["<<a>>\nb", "so << a b >> c", "<<<a>>>", "<<\n<<a>>"],
+        ["<a>", "<<a", "<<>>", "<< >>", "<<<>>>", "<<a\n>>", ">>a<<"],
+    ),
+    (
+        "two_responses", {}, ["a ****** b", "******\na\n******\nb\n******"],
+        ["a ****** a", "a", "a******b******c", "a *** b", "a ****** ****** b", "a ******"],
+    ),
+    (
+        "repeat_prompt", dict(prompt_to_repeat="Say it. "), ["say it. It", " SAY IT."],
+        ["It. Say it.", "Say it"],
+    ),
+    (
+        "end_checker", dict(end_phrase=" Any questions?"),
+        ["So. any questions?", 'Any QUESTIONS?" \n'],
+        ["Any questions? No", "questions?", "Any questions"],
+    ),
+    ("quotation", {}, ['"a"', ' "a" b "c"\n', '""'], ['"', '"a', 'a"', "“a”", "'a'"]),
+    (
+        "capital_word_frequency", dict(capital_frequency=2, capital_relation="at least"),
+        ["A B", "(NASA), WELL-KNOWN", "NASA's 3D", "DON'T"],
+        ["NASA's", "WELL-KNOWN", "U.S.", "1 2 3", "Ab Bc", "a.B C"],
+    ),
+    (
+        "capital_word_frequency", dict(capital_frequency=2, capital_relation="less than"),
+        ["A b", "no"], ["A B", "I AM"],
+    ),
+    ("english_capital", {}, ["A B 1!", "É"], ["A b", "Aa", "123"]),
+    ("english_lowercase", {}, ["a b 1!", "é"], ["A b", "aA", "123"]),
+    ("no_comma", {}, ["a; b", "a، b"], ["a, b", "1,000"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("instruction, kwargs, good, bad", CASES)
+def test_instruction_separates_following_from_violating_completions(instruction, kwargs, good, bad):
+    for completion in good:
+        assert follows(completion, instruction, **kwargs), completion
+    for completion in bad + ["", " \n\t"]:
+        assert not follows(completion, instruction, **kwargs), completion
+
+
+def test_every_instruction_has_cases():
+    assert {instruction.partition(":")[2] for instruction in INSTRUCTIONS} == {
+        case[0] for case in CASES
+    }
+    assert len(INSTRUCTIONS) == 24  # the paper has 25; the response's language is missing
+
+
+# ---- rows ----
+
+
+def row(*pairs) -> dict:
+    return dict(
+        instruction_id_list=[i for i, _ in pairs],
+        kwargs=[k for _, k in pairs],
+        _source="rows.jsonl:3",
+    )
+
+
+def test_reward_is_the_fraction_of_followed_instructions():
+    """Every dict has the arguments of all instructions, as in the table of the public dataset."""
+    nulls = dict.fromkeys(set().union(*map(arguments_of, INSTRUCTIONS)))
+    example = row(
+        ("punctuation:no_comma", None),
+        ("detectable_format:number_highlighted_sections", nulls | dict(num_highlights=1)),
+        ("length_constraints:number_words", nulls | dict(relation="at least", num_words=4)),
+        (
+            "length_constraints:number_words",
+            nulls | dict(relation="less than", num_words=6, language="kn"),
+        ),
+    )
+    ifeval.check(example)
+    assert load_reward("ifeval") is ifeval and ifeval.columns == ("instruction_id_list", "kwargs")
+    for completion, followed in [
+        ("*a* b c d", 4),
+        ("*a*, b c d", 3),
+        ("a, b c d", 2),
+        ("a, b c", 1),
+        ("", 0),
+    ]:
+        assert ifeval(completion, example) == followed / 4
+    assert ifeval("a, b c d e f", example) == 1 / 4
+
+
+WORDS = "length_constraints:number_words"
+
+
+@pytest.mark.parametrize("broken, message", [
+    (
+        row(("language:response_language", dict(language="kn"))),
+        "response_language needs a language detector",
+    ),
+    (
+        row(("number_words", {})),
+        "unknown instruction 'number_words'; there are keywords:existence, ",
+    ),
+    (row((None, {})), "unknown instruction None"),
+    (row((["a"], {})), "unknown instruction"),
+    (row(), "instruction_id_list: expected a list of instructions"),
+    (row() | dict(instruction_id_list="x"), "instruction_id_list: expected a list .* got 'x'"),
+    (
+        row((WORDS, {})) | dict(kwargs=[]),
+        "kwargs: expected a dict for each of the 1 instructions, got 0",
+    ),
+    (row((WORDS, {})) | dict(kwargs=[{}, {}]), "got 2"),
+    (row((WORDS, {})) | dict(kwargs="{}"), "got '{}'"),
+    (row((WORDS, "{}")), f"the kwargs of {WORDS}: expected a dict, got '{{}}'"),
+    (row((WORDS, None)), f"{WORDS}: argument num_words: expected a whole number >= 0, got nothing"),
+    (
+        row((WORDS, dict(num_words=3))),
+        f"{WORDS}: argument relation: expected .at least. .* got nothing",
+    ),
+    (row((WORDS, dict(num_words=3, relation="at most"))), "argument relation: .* got 'at most'"),
+    (row((WORDS, dict(num_words="3", relation="at least"))), "argument num_words: .* got '3'"),
+    (row((WORDS, dict(num_words=-1, relation="at least"))), "argument num_words: .* got -1"),
+    (row((WORDS, dict(num_words=True, relation="at least"))), "argument num_words: .* got True"),
+    (row((WORDS, dict(num_words=2.5, relation="at least"))), "argument num_words: .* got 2.5"),
+    (
+        row((WORDS, dict(num_words=float("nan"), relation="at least"))),
+        "argument num_words: .* got nan",
+    ),
+    (
+        row(("length_constraints:number_paragraphs", dict(num_paragraphs=0))),
+        "num_paragraphs: .* >= 1, got 0",
+    ),
+    (
+        row(("keywords:existence", dict(keywords="river"))),
+        "keywords: expected a list of texts, got 'river'",
+    ),
+    (
+        row(("keywords:existence", dict(keywords=[]))),
+        r"keywords: expected a list of texts, got \[\]",
+    ),
+    (
+        row(("keywords:forbidden_words", dict(forbidden_words=["a", " "]))),
+        "forbidden_words: expected a list",
+    ),
+    (
+        row(("startend:end_checker", dict(end_phrase=" "))),
+        "end_phrase: expected a text that is not blank",
+    ),
+    (
+        row(
+            (
+                "keywords:letter_frequency",
+                dict(letter="ab", let_frequency=1, let_relation="at least"),
+            )
+        ),
+        "letter: expected one character, got 'ab'",
+    ),
+    # not only the first
+    (row(("punctuation:no_comma", {}), (WORDS, {})), "argument num_words"),
+])  # fmt: skip
+def test_malformed_rows_are_refused_by_name(broken, message):
+    with pytest.raises(ValueError, match=rf"^rows.jsonl:3: .*{message}"):
+        ifeval.check(broken)
+
+
+# ---- random text ----
+
+EXAMPLES = {name: value for _, kwargs, _, _ in CASES for name, value in kwargs.items()}
+ALL = row(*((i, {name: EXAMPLES[name] for name in arguments_of(i)}) for i in INSTRUCTIONS))
+PIECES = [
+    "*",
+    "**",
+    "***",
+    "******",
+    "[",
+    "]",
+    "<<",
+    ">>",
+    '"',
+    "'",
+    ",",
+    ".",
+    "!",
+    "?",
+    "P.",
+    "S.",
+    "Section",
+    " 1",
+]
+PIECES += ["\n", "\n\n", "- ", " ", "\t", "a", "A", "river", "{", "}", "```", "json"]
+PIECES += ["\x00", "文", "😀", "İ", "ß", "\u2028"]
+
+
+@given(st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=40).map("".join)))
+def test_random_text_gets_a_fraction(text):
+    value = ifeval(text, ALL)
+    assert isinstance(value, float) and 0 <= value <= 1
+    assert value * len(INSTRUCTIONS) == pytest.approx(round(value * len(INSTRUCTIONS)))
+    assert text.strip() or value == 0
+
+
+@given(st.text(alphabet="ab .!?\n", max_size=60), st.integers(0, 8))
+def test_less_than_is_the_negation_of_at_least(text, bound):
+    for instruction, name in [("number_words", "num_words"), ("number_sentences", "num_sentences")]:
+        less, at_least = (
+            follows(text, instruction, relation=r, **{name: bound})
+            for r in ("less than", "at least")
+        )
+        assert less != at_least or not text.strip()
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
+def test_json_instruction_accepts_the_output_of_json(value):
+    text = json.dumps(value)
+    assert follows(text, "json_format") and follows(f"```json\n{text}\n```", "json_format")
+    assert not follows(text + " x", "json_format")
+
+
+SIZE = 100_000
+WILD = {repr(piece): piece * (SIZE // len(piece)) for piece in PIECES} | {
+    "words": "word " * (SIZE // 5),
+    "headings": "Section 1 " * (SIZE // 10),
+    "highlights": "*a " * (SIZE // 3),
+    "titles": "<<a " * (SIZE // 4),
+    "spaces before a bullet": "\n" * (SIZE // 2) + " " * (SIZE // 2) + "* a",
+    "hyphens": "A-" * (SIZE // 2),
+    "sentences": "A b. " * (SIZE // 5),
+    "closing": "a" + '"' * SIZE + " " + "*" * SIZE,
+    "nested": "[" * (SIZE // 2) + "]" * (SIZE // 2),
+    "random": "".join(random.Random(0).choices(PIECES, k=SIZE // 2)),
+}
+
+
+@pytest.mark.parametrize("kind", WILD)
+def test_long_random_text_takes_linear_time(kind):
+    started = time.process_time()
+    assert 0 <= ifeval(WILD[kind], ALL) <= 1
+    assert (
+        time.process_time() - started < 20
+    )  # measured CPU time: under 0.2 s for all 24; quadratic would be minutes

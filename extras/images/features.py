@@ -1,0 +1,99 @@
+"""Images for vLLM, as features that are made from the trainer's own pixels.
+
+vLLM's own processing would read other pixels, and would expand the placeholders of a prompt that
+has them already."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+
+from common.data.sample import Completion
+from extras.images.reader import Pixels, Reader
+
+OPTIONS = dict(
+    skip_tokenizer_init=False,  # vLLM's processors refuse to be without one
+    mm_device_do_normalize=False,  # pixels are normalised
+    skip_mm_profiling=True,
+    mm_processor_cache_gb=0,
+    limit_mm_per_prompt=dict(image=1, video=0),  # for budgets; prompts may have more
+)
+
+
+def register_model(architecture: str) -> None:
+    """Make vLLM's model of images and text usable here, without its processor."""
+    from vllm import ModelRegistry
+
+    if architecture not in ModelRegistry.models:  # vLLM's error lists those that it has
+        return
+    with _stand_in_for_torchvision():
+        model_class = ModelRegistry.models[architecture].load_model_cls()
+    # vLLM would inspect a class that is not loaded in a process without the stand-in.
+    ModelRegistry.register_model(architecture, model_class)
+    # vLLM would build a processor of transformers, which needs torchvision for videos, to find the
+    # largest number of placeholders of an image (vllm/multimodal/encoder_budget.py).
+    info = model_class._processor_factory.info
+    info.get_mm_max_tokens_per_item = lambda self, seq_len, mm_counts: dict(image=seq_len)
+
+
+@contextlib.contextmanager
+def _stand_in_for_torchvision() -> Iterator[None]:
+    """Put empty modules in the place of torchvision where it is missing, as beside a CPU torch: the
+    package index has builds for CUDA only. vLLM's qwen3_vl.py imports a function for sizes from
+    transformers' image_processing_qwen2_vl.py, and this file imports torchvision. Pixels are made
+    without it (reader.py)."""
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():  # transformers keeps the answer
+        yield
+        return
+    logger = logging.getLogger("transformers.utils.import_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it would recommend to install torchvision
+    names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
+    names.append("torchvision.transforms.v2.functional")
+    sys.modules.update((name, ModuleType(name)) for name in names)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        logger.setLevel(level)
+
+
+def zero_deepstack(worker) -> None:
+    """Fill the buffers of Qwen3-VL for features of images with zeros, which sleep at level 2 loses.
+    vLLM adds them to every token, and expects zeros in steps without images
+    (vllm/model_executor/models/qwen3_vl.py)."""
+    for buffer in getattr(worker.get_model(), "deepstack_input_embeds", ()):
+        buffer.zero_()
+
+
+def features_of(completion: Completion, reader: Reader) -> list:
+    """Return the images of a prompt as vLLM's `MultiModalFeatureSpec`. Their identifiers are the
+    digests of the contents: vLLM's caches take equal ones for the same image."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    features = []
+    for span in completion.images:
+        ids = torch.tensor(completion.ids[span.start : span.end])
+        is_embed = None if (ids == reader.image_id).all() else ids == reader.image_id
+        place = PlaceholderRange(span.start, span.end - span.start, is_embed)
+        item = _item(reader.recent_pixels(span.file, span.digest))
+        features.append(MultiModalFeatureSpec(item, "image", span.digest, place, None))
+    return features
+
+
+def _item(pixels: Pixels):
+    """Return the pixels of an image as vLLM's `MultiModalKwargsItem`."""
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    count = torch.tensor([len(pixels["pixel_values"])])  # of tiles, or of patches
+    whole = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+    fields = dict.fromkeys(pixels, MultiModalFieldConfig.flat_from_sizes("image", count))
+    fields |= dict(num_patches=whole, image_grid_thw=whole)
+    data = pixels | dict(num_patches=count)
+    return MultiModalKwargsItems.from_hf_inputs(data, fields)["image"][0]

@@ -1,0 +1,96 @@
+"""Images of a pack: where they stand among its tokens, and their pixels, which are decoded one pack
+ahead of the model.
+
+Shapes: T tokens of the pack, P placeholders in it."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from extras.images.reader import Features, ImageSpan, Pixels, Reader
+
+_thread = ThreadPoolExecutor(1, "images")
+
+
+class PackedImages:
+    """Images of the sequences of a pack. A plain class, like `Tokens`."""
+
+    def __init__(self, sequences: Sequence, before: "PackedImages | None"):
+        """`sequences`: the samples of the pack, as `Placed` (common/data/transfer.py); `before`:
+        images of the pack that the model reads before this one. Raises `ValueError` for a sequence
+        that ends within an image."""
+        self.images = [_whole(sequence.images, sequence.num_targets) for sequence in sequences]
+        self.shared = [sequence.shared for sequence in sequences]  # first tokens, not computed
+        computed = (sequence.num_targets - sequence.shared for sequence in sequences)
+        self.offsets = [0, *accumulate(computed)]
+        self.next: PackedImages | None = None
+        self._decoded: Future | None = None
+        if before is not None:
+            before.next = self
+
+    @property
+    def spans(self) -> list[ImageSpan]:
+        """The images whose placeholders are computed, in their order."""
+        found = []
+        for spans, prefix in zip(self.images, self.shared, strict=True):
+            found += [span for span in spans if span.start >= prefix]
+        return found
+
+    def is_placeholder(self, ids_T: Tensor, image_id: int) -> Tensor:
+        """Return which tokens stand for images, bool [T]. A token that was sampled does not."""
+        found_T = torch.zeros_like(ids_T, dtype=torch.bool)
+        for spans, prefix, offset in zip(self.images, self.shared, self.offsets, strict=False):
+            for span in spans:
+                if span.start >= prefix:
+                    start = offset + span.start - prefix
+                    found_T[start : start + span.end - span.start] = True
+        return found_T & (ids_T == image_id)
+
+    def decode(self, reader: Reader) -> list[Pixels]:
+        """Return the pixels of `spans`. Those of the next pack are decoded in a thread meanwhile.
+        Raises `ValueError` for an image that cannot be decoded."""
+        begun = self._begin(reader)
+        self._decoded = None  # pixels of a later forward are decoded again
+        pixels = begun.result()
+        if self.next is not None:
+            self.next._begin(reader)
+        return pixels
+
+    def _begin(self, reader: Reader) -> Future:
+        if self._decoded is None:
+            self._decoded = _thread.submit(_decode, reader, self.spans)
+        return self._decoded
+
+    def positions(self, positions_T: Tensor, pixels: list[Pixels], reader: Reader) -> Tensor:
+        """Return the positions of the tokens for rotary embeddings: [T], or [3, T].
+        `positions_T`: place of each token in its sequence."""
+        layouts = {span.digest: each for span, each in zip(self.spans, pixels, strict=True)}
+        parts = []
+        for spans, (start, end) in zip(self.images, pairwise(self.offsets), strict=True):
+            known = [(span, layouts[span.digest]) for span in spans]
+            parts.append(reader.positions(positions_T[start:end], known))
+        rest_T = positions_T[self.offsets[-1] :]  # padding
+        parts.append(reader.positions(rest_T, []))
+        return torch.cat(parts, dim=-1)
+
+
+def _whole(images: Sequence[ImageSpan], length: int) -> list[ImageSpan]:
+    """Return the images of the first `length` tokens of a sequence. Raises `ValueError` if one of
+    them is cut off."""
+    begun = [span for span in images if span.start <= length]
+    if begun and begun[-1].end > length:
+        problem = "a row is cut off within this image; set --overlong drop or raise --max_length"
+        raise ValueError(f"{begun[-1].file}: {problem}")
+    return begun
+
+
+def _decode(reader: Reader, spans: list[ImageSpan]) -> list[Pixels]:
+    return [reader.pixels(span.file, span.digest) for span in spans]
+
+
+def to_device(features: Features, like: Tensor) -> Features:
+    """Return features in the dtype and on the device of embeddings."""
+    return Features(features.embeds.to(like), [each.to(like) for each in features.deepstack])

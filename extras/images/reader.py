@@ -1,0 +1,314 @@
+"""Readers of images: files -> pixels as a family of models takes them, and the text with which its
+prompts show an image.
+
+transformers' processors make the pixels, those of PIL: they need no torchvision, and they make the
+same numbers on every machine. The layout of an image, which decides its number of tokens, is that
+of a blank one of its size."""
+
+import io
+import re
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from extras.images.image_files import FORMATS, digest
+
+Pixels = dict[str, Tensor]  # arguments of transformers' `get_image_features`, for one image
+ORIENTATION = 0x0112  # of a photograph, in its EXIF data
+EXIF_IN_PNG = (b"eXIf", b"Raw profile type", b"adobe.xmp")  # where PIL looks for it
+
+
+class ImageSpan(NamedTuple):
+    """An image of a sample."""
+
+    file: str
+    digest: str
+    """of the content of `file`"""
+    start: int
+    """place among the sample's ids of its first placeholder"""
+    end: int
+    """place behind its last one; between two placeholders may be other tokens"""
+    patches: int
+    """number of patches that the vision tower reads"""
+
+
+class Layout(NamedTuple):
+    """How a model reads an image of some size."""
+
+    rows: int
+    columns: int
+    """of its tiles, or of its placeholders"""
+    placeholders: int
+    patches: int
+
+
+class Features(NamedTuple):
+    """Outputs of a vision tower, one row for each placeholder of the images."""
+
+    embeds: Tensor  # [placeholders, D], in place of the embeddings of the placeholders
+    deepstack: list[Tensor]  # [placeholders, D] each, added to the outputs of the first layers
+
+
+class Reader:
+    """Base class of the families."""
+
+    def __init__(self, path: str, config, max_pixels: int | None):
+        from transformers import AutoImageProcessor
+
+        self.config = config
+        self.processor = AutoImageProcessor.from_pretrained(
+            path, backend="pil", trust_remote_code=False
+        )
+        self.image_id: int = config.image_token_id
+        self.max_pixels = max_pixels
+        if max_pixels is not None:
+            self.limit(max_pixels)
+        self.layout = cache(self._layout)  # by width and height
+        # The completions of a prompt have the same images.
+        self.recent_pixels = lru_cache(maxsize=8)(self.pixels)
+
+    @property
+    def placeholder_ids(self) -> list[int]:
+        """Ids of the tokens that stand for images and videos, which no completion may contain."""
+        ids = (self.image_id, getattr(self.config, "video_token_id", None))
+        return [i for i in ids if i is not None]
+
+    @property
+    def size(self) -> dict[str, int]:
+        """The processor's limits, as in its file."""
+        edges = ("shortest_edge", "longest_edge")
+        size = {name: self.processor.size.get(name) for name in edges}
+        return {name: edge for name, edge in size.items() if edge}
+
+    def pixels(self, file: str, expected: str) -> Pixels:
+        """Decode an image whose content has the digest `expected`. Raises `ValueError` if it
+        cannot be decoded, or has changed."""
+        try:
+            content = Path(file).read_bytes()
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                upright = ImageOps.exif_transpose(image)
+                if upright.mode.startswith("I;16"):  # `convert` would cut its values off at 255
+                    upright = upright.point(lambda value: value / 256, "L")
+                upright = upright.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            problem = f"cannot be decoded ({getattr(error, 'strerror', None) or error})"
+            raise ValueError(f"{file}: the image {problem}; restore or replace it") from error
+        if digest(content) != expected:
+            problem = "the image has changed since it was tokenised"
+            raise ValueError(f"{file}: {problem}; restore it, or delete the tokenised data")
+        return self.process(upright)
+
+    def layout_of(self, content: bytes) -> Layout:
+        """Return the layout of the image in a file with this content, without decoding it."""
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            width, height = image.size
+            # For EXIF data, which may stand behind the pixels, PIL decodes a PNG.
+            may_turn = image.format != "PNG" or any(mark in content for mark in EXIF_IN_PNG)
+            may_turn = may_turn and image.format != "TIFF"  # which PIL turns itself
+            if may_turn and image.getexif().get(ORIENTATION) in range(5, 9):  # lies on its side
+                width, height = height, width
+        return self.layout(width, height)
+
+    def token(self, tokenizer) -> str:
+        """Return the text of a placeholder."""
+        return tokenizer.convert_ids_to_tokens(self.image_id)
+
+    # ---- implemented by each family ----
+
+    @property
+    def patches_per_placeholder(self) -> int:
+        raise NotImplementedError
+
+    def limit(self, max_pixels: int) -> None:
+        """Make the processor scale images down to at most so many pixels."""
+        raise NotImplementedError
+
+    def process(self, image: Image.Image) -> Pixels:
+        """Return the pixels of an upright image in RGB."""
+        raise NotImplementedError
+
+    def _layout(self, width: int, height: int) -> Layout:
+        raise NotImplementedError
+
+    def text(self, layout: Layout, tokenizer) -> str:
+        """Return the text that shows an image in a prompt, in place of its placeholder."""
+        raise NotImplementedError
+
+    def around(self, text: str, tokenizer) -> str:
+        """Return the text of an image with what a chat template writes around it."""
+        return text
+
+    def arguments(self, pixels: list[Pixels]) -> Pixels:
+        """Return the arguments of transformers' models for images, in the order of their
+        placeholders."""
+        raise NotImplementedError
+
+    def generation_arguments(self, pixels: list[Pixels], ids: Tensor) -> Pixels:
+        """Return the arguments of transformers' `generate` for the images of prompts `ids`."""
+        return self.arguments(pixels)
+
+    def features(self, tower, pixels: list[Pixels]) -> Features:
+        """Run transformers' vision tower."""
+        raise NotImplementedError
+
+    def positions(self, positions_T: Tensor, images: list[tuple[ImageSpan, Pixels]]) -> Tensor:
+        """Return the positions of the tokens of a sequence for its rotary embeddings: [T], or
+        [3, T] of time, row and column. `positions_T`: places in the sequence."""
+        return positions_T
+
+
+class Idefics3Reader(Reader):
+    """Idefics3 and SmolVLM: an image is cut into tiles of one size, and shown whole besides."""
+
+    def limit(self, max_pixels: int) -> None:
+        tile = self.processor.max_image_size["longest_edge"]
+        edge = int(max_pixels**0.5) // tile * tile
+        self.processor.size["longest_edge"] = min(
+            self.processor.size["longest_edge"], max(edge, tile)
+        )
+
+    def process(self, image: Image.Image) -> Pixels:
+        made = self.processor([image], return_tensors="pt", return_row_col_info=True)
+        return dict(
+            pixel_values=made["pixel_values"][0],
+            pixel_attention_mask=made["pixel_attention_mask"][0],
+            grid=torch.tensor([made["rows"][0][0], made["cols"][0][0]]),
+        )
+
+    @property
+    def patches_per_placeholder(self) -> int:
+        return self.config.scale_factor**2
+
+    def _layout(self, width: int, height: int) -> Layout:
+        pixels = self.process(blank(width, height))
+        vision = self.config.vision_config
+        patches = (vision.image_size // vision.patch_size) ** 2 * len(pixels["pixel_values"])
+        rows, columns = pixels["grid"].tolist()
+        return Layout(rows, columns, patches // self.patches_per_placeholder, patches)
+
+    def text(self, layout: Layout, tokenizer) -> str:
+        count = layout.rows * layout.columns + 1
+        tile = self.token(tokenizer) * (layout.placeholders // count)
+        around = "<fake_token_around_image>"
+        tiles = ""
+        for row in range(1, layout.rows + 1):
+            for column in range(1, layout.columns + 1):
+                tiles += f"{around}<row_{row}_col_{column}>{tile}"
+            tiles += "\n"
+        whole = f"{around}<global-img>{tile}{around}"
+        return f"{tiles}\n{whole}" if tiles else whole
+
+    def arguments(self, pixels: list[Pixels]) -> Pixels:
+        names = ("pixel_values", "pixel_attention_mask")
+        return {name: torch.cat([each[name] for each in pixels])[None] for name in names}
+
+    def features(self, tower, pixels: list[Pixels]) -> Features:
+        found = tower.get_image_features(**self.arguments(pixels), return_dict=True)
+        return Features(found.pooler_output.flatten(0, 1), [])
+
+
+class QwenReader(Reader):
+    """Qwen3-VL and Qwen3.5: an image is a grid of patches, whose rows and columns are positions."""
+
+    def limit(self, max_pixels: int) -> None:
+        size = self.processor.size
+        size["longest_edge"] = min(size["longest_edge"], max(max_pixels, size["shortest_edge"]))
+
+    def process(self, image: Image.Image) -> Pixels:
+        return dict(self.processor([image], return_tensors="pt"))
+
+    @property
+    def patches_per_placeholder(self) -> int:
+        return self.processor.merge_size**2
+
+    def grid(self, pixels: Pixels) -> tuple[int, int]:
+        """Return the rows and columns of an image's placeholders."""
+        _, height, width = pixels["image_grid_thw"][0].tolist()
+        merge = self.processor.merge_size
+        return height // merge, width // merge
+
+    def _layout(self, width: int, height: int) -> Layout:
+        pixels = self.process(blank(width, height))
+        rows, columns = self.grid(pixels)
+        return Layout(rows, columns, rows * columns, len(pixels["pixel_values"]))
+
+    def text(self, layout: Layout, tokenizer) -> str:
+        return self.token(tokenizer) * layout.placeholders
+
+    def around(self, text: str, tokenizer) -> str:
+        ids = (self.config.vision_start_token_id, self.config.vision_end_token_id)
+        return text.join(tokenizer.convert_ids_to_tokens(ids))
+
+    def arguments(self, pixels: list[Pixels]) -> Pixels:
+        names = ("pixel_values", "image_grid_thw")
+        return {name: torch.cat([each[name] for each in pixels]) for name in names}
+
+    def generation_arguments(self, pixels: list[Pixels], ids: Tensor) -> Pixels:
+        """For positions of three dimensions, the tokens of images are named."""
+        return self.arguments(pixels) | dict(mm_token_type_ids=(ids == self.image_id).int())
+
+    def features(self, tower, pixels: list[Pixels]) -> Features:
+        found = tower.get_image_features(**self.arguments(pixels), return_dict=True)
+        deepstack = getattr(found, "deepstack_features", None) or []
+        return Features(torch.cat(found.pooler_output), [torch.cat([*x]) for x in deepstack])
+
+    def positions(self, positions_T: Tensor, images: list[tuple[ImageSpan, Pixels]]) -> Tensor:
+        """An image begins at the next position p. Its placeholders have time p and row and column
+        behind p; the text behind it goes on after the longer side."""
+        found = positions_T.expand(3, -1).clone()
+        for span, pixels in images:
+            rows, columns = self.grid(pixels)
+            inside_T = (positions_T >= span.start) & (positions_T < span.end)
+            place_t = positions_T[inside_T] - span.start
+            offsets = torch.stack([0 * place_t, place_t // columns, place_t % columns])
+            found[:, inside_T] += offsets - place_t
+            found[:, positions_T >= span.end] += max(rows, columns) - (span.end - span.start)
+        return found
+
+
+def blank(width: int, height: int) -> Image.Image:
+    return Image.new("RGB", (width, height), (1, 2, 3))
+
+
+FAMILIES = {
+    "idefics3": Idefics3Reader,
+    "smolvlm": Idefics3Reader,
+    "qwen3_vl": QwenReader,
+    "qwen3_5": QwenReader,
+}
+
+
+@lru_cache(maxsize=4)
+def reader(path: str, max_pixels: int | None) -> Reader:
+    """Return the reader of the model in a folder. Raises `ValueError` for a model without images,
+    or of an unknown family."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if config.model_type not in FAMILIES:
+        families = ", ".join(FAMILIES)
+        raise ValueError(
+            f"--model {path}: {config.model_type} reads no images here; models of the types"
+            f" {families} do"
+        )
+    try:
+        return FAMILIES[config.model_type](path, config, max_pixels)
+    except (OSError, ValueError) as error:
+        problem = f"its image processor cannot be loaded: {str(error).splitlines()[0]}"
+        raise ValueError(f"--model {path}: {problem}") from error
+
+
+def expanded(
+    text: str, cuts: list[int], placeholder: str, texts: list[str]
+) -> tuple[str, list[int]]:
+    """Return a text with `texts` in place of the placeholders, and its cuts moved alike."""
+    moved = [*cuts]
+    for match, shown in zip(re.finditer(re.escape(placeholder), text), texts, strict=True):
+        longer = len(shown) - len(placeholder)
+        moved = [m + longer * (cut >= match.end()) for m, cut in zip(moved, cuts, strict=True)]
+    rest = iter(texts)
+    return re.sub(re.escape(placeholder), lambda _: next(rest), text), moved

@@ -1,0 +1,302 @@
+"""Rows with images as token ids: those of transformers' processors, on every way of the data."""
+
+import copy
+import io
+import json
+from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
+
+import datasets
+import helpers
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+
+import sft
+from common.data import load as loading
+from common.data import tokenize
+from common.data.encode import Encoder
+from common.data.load import load_samples
+from common.data.rows import SFT_COLUMNS
+from common.model.hub import load_tokenizer
+from common.model.tiny import tiny_model
+from extras.images.encoder import use_images
+from extras.images.image_files import take_images
+from extras.images.reader import ORIENTATION, reader
+from extras.images.tests.checkpoints import picture
+
+OWN = ("max_length", "overlong", "train_on")
+
+
+def load(checkpoint, data, **flags):
+    """Return the flags and the samples of a run."""
+    args = sft.Args(model=str(checkpoint), dataset=[str(data)], max_length=900, **flags)
+    tokenizer = load_tokenizer(str(checkpoint), args)
+    (training, counts), (_, _) = load_samples(sft.encode_rows, SFT_COLUMNS, tokenizer, args, OWN)
+    return args, training, counts
+
+
+# ---- ids ----
+
+SIZES = [(1, 1), (1, 199), (300, 4), (16, 16), (60, 40), (33, 95)]
+
+
+@pytest.mark.parametrize("template", [None, DEFAULT_CHAT_TEMPLATE], ids=["ours", "SmolVLM"])
+def test_ids_are_those_of_the_processor_of_idefics3(template, checkpoints, tmp_path):
+    path = str(checkpoints("idefics3"))
+    args = sft.Args(model=path, dataset=["-"])
+    tokenizer = load_tokenizer(path, args)
+    tokenizer.add_tokens(["<|im_start|>", "<end_of_utterance>"], special_tokens=True)
+    tokenizer.model_vocab_size = len(tokenizer)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    processor = Idefics3Processor(
+        AutoImageProcessor.from_pretrained(path, backend="pil"), copy.deepcopy(tokenizer), 4
+    )
+    encoder = Encoder(tokenizer, args)
+    images = [picture(*size, i) for i, size in enumerate(SIZES)]
+    for shown in (images[:1], images[2:4], images):
+        text = [dict(type="text", text="Which?")]
+        messages = [dict(role="user", content=[dict(type="image")] * len(shown) + text)]
+        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        (expected,) = processor(text=asked, images=shown, add_special_tokens=False)["input_ids"]
+        row = dict(_source="x:1", images=shown, prompt=messages)
+        assert encoder.prompt(row, ("prompt",)) == expected
+
+
+@pytest.mark.parametrize("max_pixels", [None, 1024])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+def test_pixels_agree_with_the_placeholders(family, max_pixels, encoder_of, tmp_path):
+    """Sizes and kinds of files, with a limit of pixels too."""
+    encoder = encoder_of(family, max_pixels=max_pixels)
+    files = []
+    for i, size in enumerate(SIZES):
+        files.append(tmp_path / f"{i}.png")
+        picture(*size, i).save(files[-1])
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    for kind in ("jpg", "png", "webp"):
+        files.append(tmp_path / f"turned.{kind}")
+        picture(90, 30, 1).save(files[-1], exif=exif)
+    for mode, kind in (("P", "png"), ("L", "png"), ("RGBA", "png"), ("I;16", "png"),
+                       ("CMYK", "jpg"), ("1", "png"), ("LA", "png")):  # fmt: skip
+        files.append(tmp_path / f"{mode.replace(';', '')}.{kind}")
+        made = Image.new(mode, (40, 70)) if mode == "I;16" else picture(40, 70, 2).convert(mode)
+        made.save(files[-1])
+    read = encoder_of(family, max_pixels=max_pixels)
+    for file in files:
+        row = dict(_source="x:1", image=file.name, _folder=str(tmp_path), prompt="a?")
+        ids = read.prompt(row, ("prompt",))
+        (span,) = row["_images"]
+        found = reader(encoder.tokenizer.name_or_path, max_pixels)
+        pixels = found.pixels(span.file, span.digest)
+        count = ids.count(found.image_id)
+        patches = len(pixels["pixel_values"])
+        if family == "idefics3":
+            patches *= 16  # of a tile
+            assert len(pixels["pixel_values"]) in (1, 1 + pixels["grid"].prod())
+        assert count == span.patches / found.patches_per_placeholder == patches / 4, file
+        assert ids[span.start] == ids[span.end - 1] == found.image_id
+        with Image.open(file) as image:
+            is_thin = max(image.size) > 4 * min(image.size)  # a side has two patches or more
+        if max_pixels and family == "qwen3_vl" and not is_thin:
+            assert patches * 64 <= max(max_pixels, 256)
+
+
+def test_16_bits_keep_their_differences(encoder_of, tmp_path):
+    """Grey of 300 and of 15,300 of 65,535."""
+    values = torch.tensor([[300, 15300]]).repeat(16, 8).to(torch.uint16)
+    Image.fromarray(values.numpy()).save(tmp_path / "grey.png")
+    row = dict(_source="x:1", image="grey.png", _folder=str(tmp_path), prompt="a?")
+    encoder = encoder_of("qwen3_vl")
+    encoder.prompt(row, ("prompt",))
+    (span,) = row["_images"]
+    pixels = reader(encoder.tokenizer.name_or_path, None).pixels(span.file, span.digest)
+    assert pixels["pixel_values"].max() < -0.4 and pixels["pixel_values"].std() > 0.01
+
+
+def test_max_pixels_gives_fewer_tokens(encoder_of):
+    row = dict(_source="x:1", image=picture(90, 70, 1), prompt="?")
+    for family in ("idefics3", "qwen3_vl"):
+        lengths = [
+            len(encoder_of(family, max_pixels=limit).prompt(dict(row), ("prompt",)))
+            for limit in (None, 1024)
+        ]
+        assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+@pytest.mark.parametrize("prompt_format", ["chat", "plain"])
+def test_text_of_a_placeholder_is_no_image(family, prompt_format, encoder_of):
+    """With --special_text text; else it is refused, because the two look alike."""
+    row = dict(_source="x:1", image=picture(9, 9, 1))
+    token = dict(idefics3="<image>", qwen3_vl="<|image_pad|>")[family]
+    parts = [dict(type="text", text=f"a {token} b"), dict(type="image")]
+    row["prompt"] = [dict(role="user", content=parts)]
+    if prompt_format == "plain":
+        row["prompt"] = f"<image> {token if token != '<image>' else ''}"
+    encoder = encoder_of(family, special_text="text", prompt_format=prompt_format)
+    kept = dict(row)
+    ids = encoder.prompt(kept, ("prompt",))
+    (span,) = kept["_images"]
+    assert ids.count(encoder.images.reader.image_id) == span.patches // 4
+    if prompt_format == "chat":
+        before = encoder.tokenizer.decode(ids[: span.start])
+        assert f"a {token} b" in before
+        with pytest.raises(ValueError, match="x:1: the prompt has 2 placeholders .* for 1 images;"):
+            encoder_of(family).prompt(row, ("prompt",))
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [dict(takes_images=False), dict(environment="x"), dict(agent="x"), dict(tools=["x"]),
+     dict(reward_models=["model:x"]), dict(context_ranks=2), dict(rope_scaling="yarn"),
+     dict(vision=None, rollout_ranks=1)],
+)  # fmt: skip
+def test_flags_without_support_are_refused(flags):
+    with pytest.raises(ValueError, match="^x:1: the row has images.*;|only sft.py"):
+        use_images(Namespace(**dict(takes_images=True, vision="frozen") | flags), "x:1")
+
+
+def test_text_model_is_refused_before_the_template_is_rendered():
+    tokenizer = load_tokenizer(tiny_model())
+    encoder = Encoder(tokenizer, sft.Args(model="tiny", dataset=["-"]))
+    row = dict(_source="x:1", images=["no.png"], prompt="?", completion="!")
+    with pytest.raises(ValueError, match="reads no images here; .* x:1 has images"):
+        encoder.sft(row, ("prompt", "completion"))
+
+
+@pytest.mark.parametrize("shown", ["{{ m['content'] }}", "{{ m['content'] + '' }}"])
+def test_template_without_images_is_refused(shown, encoder_of, checkpoints):
+    path = str(checkpoints("idefics3"))
+    args = sft.Args(model=path, dataset=["-"])
+    tokenizer = load_tokenizer(path, args)
+    turn = "{{ '<|turn|>' + m['role'] }}" + shown + "{{ '<|end_of_turn|>' }}"
+    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+    row = dict(_source="x:1", image=picture(9, 9, 1), prompt=[dict(role="user", content="?")])
+    with pytest.raises(ValueError, match="^x:1.* (0 placeholders of|has images: the chat templ)"):
+        Encoder(tokenizer, args).prompt(row, ("prompt",))
+
+
+def test_videos_and_sounds_are_refused(encoder_of):
+    for name in ("videos", "audio"):
+        row = {"_source": "x:1", name: ["a"], "prompt": "?"}
+        with pytest.raises(ValueError, match=f"x:1: column {name}: only text and images"):
+            encoder_of("qwen3_vl").prompt(row, ("prompt",))
+
+
+def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):
+    file = tmp_path / "a.png"
+    picture(9, 9, 1).save(file)
+    row = dict(_source="x:1", image="a.png", _folder=str(tmp_path), prompt="?")
+    encoder = encoder_of("qwen3_vl")
+    encoder.prompt(row, ("prompt",))
+    (span,) = row["_images"]
+    picture(9, 9, 2).save(file)
+    with pytest.raises(ValueError, match=r"a.png: the image has changed .*; restore it"):
+        encoder.images.reader.pixels(span.file, span.digest)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"\(No such file or directory\); restore or replace it"):
+        encoder.images.reader.pixels(span.file, span.digest)
+    content = io.BytesIO()
+    picture(300, 300, 1).save(content, "JPEG")
+    file.write_bytes(content.getvalue()[:5000])
+    with pytest.raises(ValueError, match=r"cannot be decoded \(.* truncated .*\); restore"):
+        encoder.images.reader.pixels(span.file, span.digest)
+
+
+# ---- large data and streams ----
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    """All data counts as large."""
+    warm = lambda workers, context, initializer, initargs: (  # noqa: E731
+        ProcessPoolExecutor(workers, helpers.warm())
+    )
+    monkeypatch.setattr(tokenize, "ProcessPoolExecutor", warm)
+    monkeypatch.setattr(loading, "LARGE", 0)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / "onefile_tokens"
+
+
+def test_large_data_has_the_images_of_data_in_memory(checkpoints, pictures, large, monkeypatch):
+    """Read again from disk too; --max_pixels and the image processor are part of the digest."""
+    path = checkpoints("qwen3_vl")
+    flags = dict(eval_every=0)
+    for _ in range(2):
+        args, stored, _ = load(path, pictures, **flags)
+        assert args.vision == "frozen"  # before the model is loaded
+    assert len(list(large.glob("*/about.json"))) == 1
+    load(path, pictures, vision="train", **flags)
+    assert len(list(large.glob("*/about.json"))) == 1
+    _, small, _ = load(path, pictures, max_pixels=1024, **flags)
+    file = path / "preprocessor_config.json"
+    before = file.read_text()
+    try:
+        file.write_text(json.dumps(json.loads(before) | dict(do_rescale=True)))
+        load(path, pictures, **flags)
+    finally:
+        file.write_text(before)
+    assert len(list(large.glob("*/about.json"))) == 3
+    monkeypatch.setattr(loading, "LARGE", 1 << 40)
+    _, expected, _ = load(path, pictures, **flags)
+    assert [(s.ids, s.images) for s in stored] == [(s.ids, s.images) for s in expected]
+    assert sum(len(s.images) for s in stored) > 0
+    assert sum(len(s.ids) for s in small) < sum(len(s.ids) for s in stored)
+
+
+def stream_of(checkpoint, data, **flags):
+    flags = dict(streaming=True, max_steps=1, eval_every=0, shuffle_buffer=1) | flags
+    args, stream, _ = load(checkpoint, data, **flags)
+    return args, stream
+
+
+def test_stream_has_images(checkpoints, pictures):
+    args, stream = stream_of(checkpoints("idefics3"), pictures)
+    found = [stream[i] for i in stream.draw(6)]
+    assert args.vision == "frozen" and [len(s.images) for s in found] == [1, 2, 1, 2, 1, 0]
+    assert all(s.row.keys() <= {"_source", "_images"} for s in found)
+
+
+def test_stream_whose_images_come_late_needs_a_flag(checkpoints, pictures):
+    """The model is loaded without the tower then."""
+    lines = pictures.read_text().splitlines(True)
+    file = pictures.with_name("late.jsonl")
+    file.write_text(lines[-1] + lines[0])
+    args, stream = stream_of(checkpoints("idefics3"), file)
+    assert args.vision is None
+    with pytest.raises(ValueError, match=r"late.jsonl:2: the row has images.*set --vision frozen"):
+        stream.draw(2)
+    _, stream = stream_of(checkpoints("idefics3"), file, vision="frozen")
+    assert stream[stream.draw(2)[1]].images
+
+
+def test_placeholder_without_an_image_is_refused(encoder_of):
+    """In a run with images, whose other rows have the token too."""
+    encoder = encoder_of("idefics3")
+    encoder.prompt(dict(_source="x:1", image=picture(16, 16, 0), prompt="?"), ("prompt",))
+    with pytest.raises(ValueError, match="x:2: the text has <image>, the placeholder of an image"):
+        encoder.prompt(dict(_source="x:2", images=[], prompt="<image>?"), ("prompt",))
+
+
+def test_pictures_of_pil_stand_upright(encoder_of):
+    """A TIFF, which PIL turns itself, and a picture of PIL with an orientation."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    content = io.BytesIO()
+    picture(40, 20, 0).save(content, "TIFF", exif=exif)
+    found = reader(encoder_of("idefics3").tokenizer.name_or_path, None)
+    assert found.layout_of(content.getvalue()) == found.layout(20, 40)
+    content = io.BytesIO()
+    picture(40, 20, 0).save(content, "JPEG", exif=exif)
+    row = dict(_source="x:1", image=Image.open(content), prompt="?")
+    take_images(row, ["prompt"])
+    assert Image.open(row["images"][0]).size == (20, 40)
+    row = dict(_source="x:1", image=picture(8, 8, 0).convert("CMYK"), prompt="?")
+    take_images(row, ["prompt"])

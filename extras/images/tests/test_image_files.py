@@ -1,0 +1,313 @@
+"""Rows with images from every source become rows with paths, with marks where images belong."""
+
+import base64
+import io
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from common.data.files import BadRows, open_shards
+from common.data.messages import messages_field
+from common.data.rows import load_rows
+from extras.images.image_files import (
+    IMAGE,
+    digest,
+    in_parts,
+    require_image,
+    stored,
+    take_images,
+)
+from extras.images.tests.checkpoints import picture
+
+
+def png(seed: int = 0) -> bytes:
+    content = io.BytesIO()
+    picture(9, 7, seed).save(content, "PNG")
+    return content.getvalue()
+
+
+ONE, TWO = png(1), png(2)
+URL = f"data:image/png;base64,{base64.b64encode(ONE).decode()}"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Folder of data, with two pictures."""
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "one.png").write_bytes(ONE)
+    (folder / "sub" / "two.png").write_bytes(TWO)
+    return folder
+
+
+def user(content) -> list[dict]:
+    return [dict(role="user", content=content)]
+
+
+def taken(row: dict, columns=("prompt",)) -> dict:
+    row = dict(_source="x:1") | row
+    take_images(row, columns)
+    return row
+
+
+def contents(row: dict) -> list[bytes]:
+    return [open(file, "rb").read() for file in row["images"]]
+
+
+# ---- sources ----
+
+PART = dict(type=datasets.Value("string"), text=datasets.Value("string"), image=datasets.Image())
+FEATURES = dict(
+    image=datasets.Image(),
+    images=datasets.List(datasets.Image()),
+    messages=datasets.List(dict(role=datasets.Value("string"), content=datasets.List(PART))),
+)
+IN_PARTS = user(
+    [dict(type="image", text=None, image=dict(bytes=TWO, path=None)),
+     dict(type="text", text="?", image=None)]
+)  # fmt: skip
+TABLE = dict(
+    image=(dict(bytes=ONE, path="a.png"), [ONE]),
+    images=([dict(bytes=ONE, path=None), dict(bytes=TWO, path="b.png")], [ONE, TWO]),
+    messages=(IN_PARTS, [TWO]),
+)
+
+
+@pytest.mark.parametrize("column", TABLE)
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved", "bare"])
+def test_images_in_tables_are_not_decoded(kind, column, folder):
+    """A table with the `Image` feature of datasets and a bare struct give the bytes as they are."""
+    value, expected = TABLE[column]
+    features = datasets.Features({column: FEATURES[column]})
+    table = datasets.Dataset.from_dict({column: [value]}, features=features)
+    path = folder / f"rows.{kind}"
+    if kind == "saved":
+        table.save_to_disk(path)
+    elif kind == "bare":
+        path = folder / "bare.parquet"
+        pq.write_table(pa.Table.from_pylist([{column: value}]), path)
+    elif kind == "arrow":
+        with pa.ipc.new_stream(path, table.data.table.schema) as file:
+            file.write_table(table.data.table)
+    else:
+        table.to_parquet(path)
+    (row,) = load_rows("--dataset", str(path), "train")
+    columns = ("messages",) if column == "messages" else ("prompt",)
+    assert contents(taken(row | dict(prompt="?"), columns)) == expected
+    if kind != "saved":
+        (shard,) = open_shards("--dataset", str(path), "train", None, streaming=True)
+        (row,) = shard.rows(BadRows("error"))
+        assert contents(taken(row | dict(prompt="?"), columns)) == expected
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_paths_are_relative_to_the_data(name, folder):
+    rows = [
+        dict(image="one.png", prompt="?"),
+        dict(images=["sub/two.png", "one.png"], prompt="?"),
+        dict(image=URL, prompt="?"),
+    ]
+    (folder / name).write_text(
+        "\n".join(map(json.dumps, rows)) if name == "rows.jsonl" else json.dumps(rows)
+    )
+    found = load_rows("--dataset", str(folder / name), "train")
+    assert [contents(taken(row)) for row in found] == [[ONE], [TWO, ONE], [ONE]]
+
+
+def test_renamed_columns_have_the_folder_of_the_data(folder):
+    (folder / "rows.jsonl").write_text(json.dumps(dict(photo="one.png", problem="<image>?")))
+    columns = ("image=photo", "prompt=problem")
+    (row,) = load_rows("--dataset", str(folder / "rows.jsonl"), "train", columns=columns)
+    assert taken(row)["images"] == [str((folder / "one.png").resolve())]
+    assert taken(row | dict(image="one.png"))["prompt"] == f"{IMAGE}?"
+
+
+def test_columns_of_ours_in_the_data_are_ignored(folder):
+    """Data must not choose its own folder, nor places of images."""
+    (folder / "rows.jsonl").write_text(json.dumps(dict(_folder="/", _images=[1], prompt="?")))
+    (row,) = load_rows("--dataset", str(folder / "rows.jsonl"), "train")
+    assert row["_folder"] == str(folder) and "_images" not in row
+
+
+def test_rows_for_rewards_have_paths_that_pil_opens():
+    row = taken(dict(image=picture(5, 4, 3), prompt="?"))
+    assert "image" not in row and "_folder" not in row
+    with Image.open(row["images"][0]) as image:
+        assert image.tobytes() == picture(5, 4, 3).tobytes()
+
+
+# ---- places ----
+
+IMAGE_URL = dict(type="image_url", image_url=dict(url=URL, detail="low"))
+MARKED = [
+    (dict(images=[ONE], prompt="Why?"), f"{IMAGE}Why?"),
+    (dict(images=[ONE, TWO], prompt="<image> or <image>?"), f"{IMAGE} or {IMAGE}?"),
+    (dict(images=[ONE], prompt=user("<image>\nWhy?")), user(f"{IMAGE}\nWhy?")),
+    (dict(images=[ONE], prompt=[dict(role="system", content="s"), *user("Why?")]),
+     [dict(role="system", content="s"), *user(f"{IMAGE}Why?")]),
+    (dict(image=ONE, prompt=user([dict(type="text", text="a"), dict(type="image")])), f"a{IMAGE}"),
+    (dict(prompt=user([dict(type="image", image=ONE), dict(type="text", text="<image>")])),
+     f"{IMAGE}<image>"),  # the placeholder of a text is text beside parts
+    (dict(prompt=user([IMAGE_URL, dict(type="text", text="?")])), f"{IMAGE}?"),
+    (dict(prompt=user([dict(type="image_url", image_url=URL), dict(type="text", text="?")])),
+     f"{IMAGE}?"),
+    (dict(images=[ONE], prompt=[*user("a"), dict(role="assistant", content="<image>"), *user("b")]),
+     [*user(f"{IMAGE}a"), dict(role="assistant", content="<image>"), *user("b")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "expected"), MARKED)
+def test_marks_stand_where_images_belong(row, expected):
+    found = taken(row)
+    if isinstance(expected, str) and isinstance(found["prompt"], list):
+        (message,) = messages_field(found, "prompt")
+        found["prompt"] = message["content"]
+    assert found["prompt"] == expected
+    assert contents(found)[0] == ONE
+
+
+def test_message_in_parts_is_read_by_templates():
+    parts = [dict(type="text", text="a"), dict(type="image"), dict(type="text", text="b")]
+    assert in_parts(dict(role="user", content=f"a{IMAGE}b"))["content"] == parts
+    assert in_parts(dict(role="user", content="a"))["content"] == "a"
+
+
+SAY = [dict(role="assistant", content="x")]
+NO = [dict(role="assistant", content="y")]
+ASKED = user([dict(type="image", image=ONE), dict(type="text", text="?")])
+PAIRS = [
+    dict(images=[ONE], prompt=user("?"), chosen=SAY, rejected=NO),
+    dict(images=[ONE], prompt="?", chosen="x", rejected="y"),
+    dict(images=[ONE], chosen=user("?") + SAY, rejected=user("?") + NO),
+    dict(images=[ONE], prompt=user("?"), chosen=user("?") + SAY, rejected=user("?") + NO),
+    dict(images=[ONE], prompt="?", chosen=user("?") + SAY, rejected=user("?") + NO),
+    dict(prompt="?", chosen=ASKED + SAY, rejected=ASKED + NO),
+    dict(chosen=ASKED + SAY, rejected=ASKED + NO),
+    dict(prompt=ASKED, chosen=ASKED + SAY, rejected=ASKED + NO),
+]
+
+
+@pytest.mark.parametrize("row", PAIRS)
+def test_preferences_of_every_form_have_one_prompt(row, encoder_of):
+    """The prompt has its own column or begins both; each form has the same tokens."""
+    from common.data.pairs import encode_pair
+
+    row = row | dict(_source="x:1")
+    columns = tuple(name for name in ("prompt", "chosen", "rejected") if name in row)
+    encoder = encoder_of("idefics3", prompt_format="chat")
+    chosen, rejected = encode_pair(encoder, row, columns)
+    text = encoder.tokenizer.decode(chosen.ids)
+    assert text.count("<image>") == 20
+    assert chosen.images == rejected.images and chosen.prompt_ids == rejected.prompt_ids
+    assert text.endswith("?<|end_of_turn|>\n<|turn|>assistant\nx<|end_of_turn|>")
+
+
+# ---- what is no image, or not in its place ----
+
+
+def saved(image: Image.Image, kind: str, **options) -> bytes:
+    content = io.BytesIO()
+    image.save(content, kind, **options)
+    return content.getvalue()
+
+
+TWO_FRAMES = dict(save_all=True, append_images=[picture(9, 9, 5)])
+BAD = {
+    "none": (None, "image 1 is missing; give a path"),
+    "number": (5, "is of type int; give a path"),
+    "empty struct": (dict(bytes=None, path=None), "image 1 is missing"),
+    "empty": (b"", "cannot be read: it is empty; replace it"),
+    "text": (b"no picture", "cannot be read: no image, or of an unknown format; replace it"),
+    "cut png": (ONE[:40], "cannot be read"),
+    "gif": (saved(picture(9, 9, 4), "GIF", **TWO_FRAMES), "an animation of 2 pictures"),
+    "webp": (saved(picture(9, 9, 4), "WEBP", **TWO_FRAMES), "an animation of 2 pictures"),
+    "huge": (saved(Image.new("1", (12_000, 8_000)), "PNG"), "12000 x 8000, more than"),
+    "bomb": (saved(Image.new("1", (20_000, 10_000)), "PNG"), "cannot be read: .* exceeds limit"),
+    "thin": (saved(Image.new("1", (900, 4)), "PNG"), "an aspect ratio above 200; cut it"),
+    "http": ("https://a.b/c.png", "is not fetched; download it"),
+    "file url": ("file:///etc/passwd", "is not fetched"),
+    "missing": ("no.png", "no such file in"),
+    "nul": ("a\0b.png", "no such file in"),
+    "surrogate": ("\ud800.png", "no such file in"),
+    "long": ("a" * 5000, "no such file in"),
+    "folder": ("sub", "no such file in"),
+    "parent": ("../secret.png", "is outside of the data's folder"),
+    "absolute": ("/etc/passwd", "is outside of the data's folder"),
+    "link": ("link.png", "is outside of the data's folder"),
+    "empty file": ("empty.png", "cannot be read: it is empty; replace it"),
+    "data url": ("data:image/png,abc", "write it in base64"),
+    "no base64": ("data:image/png;base64,a%b", "no base64 .*; encode it again"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_image_is_one_clear_error(kind, folder):
+    image, expected = BAD[kind]
+    (folder.parent / "secret.png").write_bytes(ONE)
+    (folder / "link.png").symlink_to("../secret.png")
+    (folder / "empty.png").touch()
+    with pytest.raises(ValueError, match=rf"(?s)^x:1: image 1\W.*{expected}|^x:1: {expected}") as e:
+        taken(dict(images=[image], prompt="?", _folder=str(folder)))
+    assert "\n" not in str(e.value) and ";" in str(e.value)
+
+
+def test_path_in_a_table_without_a_folder_is_refused(folder):
+    with pytest.raises(ValueError, match="only data in files may name paths"):
+        taken(dict(image=str(folder / "one.png"), prompt="?"))
+
+
+BAD_PLACES = {
+    "fewer": (dict(images=[ONE], prompt="<image> <image>"), "2 places for images, the row has 1"),
+    "more": (dict(images=[ONE, TWO], prompt="<image>"), "1 places for images, the row has 2"),
+    "parts": (dict(prompt=user([dict(type="image")])), "1 places for images, the row has 0"),
+    "mark": (dict(images=[ONE], prompt=f"a{IMAGE}"), "contains U"),
+    "reply": (dict(prompt=[*ASKED, dict(ASKED[0], role="assistant")]), "a turn of the model has"),
+    "completion": (dict(prompt="?", completion=ASKED), "column completion has an image"),
+    "no user": (dict(images=[ONE], prompt=[dict(role="system", content="a")]), "no turn of the"),
+    "no text": (dict(images=[ONE], prompt=[1, None]), "no turn of the user"),
+    "pair": (dict(chosen=ASKED + SAY, rejected=user([dict(type="image", image=TWO)]) + NO),
+             "chosen and rejected have different images"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_PLACES)
+def test_images_in_the_wrong_places_are_refused(kind):
+    row, expected = BAD_PLACES[kind]
+    columns = [name for name in ("prompt", "completion", "chosen", "rejected") if name in row]
+    with pytest.raises(ValueError, match=f"^x:1: .*{expected}") as error:
+        taken(row, columns)
+    assert ";" in str(error.value) or kind == "pair"
+
+
+def test_same_content_is_stored_once():
+    assert stored(ONE) == stored(bytes(ONE)) != stored(TWO)
+    assert stored(ONE).endswith(digest(ONE))
+
+
+def test_other_parts_are_not_lost():
+    """A video beside a picture of the columns is refused, not left out."""
+    content = [dict(type="video", video="a.mp4"), dict(type="text", text="Hi")]
+    row = dict(_source="a:1", images=[picture(8, 8, 0)])
+    row["messages"] = [dict(role="user", content=content), dict(role="user", content="?")]
+    take_images(row, ["messages"])
+    with pytest.raises(ValueError, match="part of type video; only text and images"):
+        messages_field(row, "messages")
+
+
+def test_formats(tmp_path):
+    """An EPS would start another program. An MPO is a photograph with a small copy."""
+    with pytest.raises(ValueError, match="no image, or of an unknown format"):
+        (tmp_path / "a.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+        require_image("a", str(tmp_path / "a.eps"))
+    one, other = picture(16, 16, 0), picture(16, 16, 1)
+    one.save(tmp_path / "a.mpo", save_all=True, append_images=[other])
+    require_image("a", str(tmp_path / "a.mpo"))

@@ -1,0 +1,135 @@
+"""Sampling with images: engine and trainer agree while the tower is trained, on any ranks."""
+
+import json
+
+import pytest
+from helpers import assert_close_metrics, metrics, run, weights
+
+from common.model.hub import load_tokenizer
+from common.rollout.engine import make_engine
+from extras.architectures.text_part import names_in, read_weight
+from extras.images.reader import Reader
+from extras.images.tests.checkpoints import FAMILIES, dataset, picture
+from grpo import Args
+
+SAME = ("grad_norm", "entropy", "reward", "completions/mean_length")
+GAP = "sampling/sampling_logp_difference/max"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Prompts with no, one and two images."""
+    folder = tmp_path_factory.mktemp("prompts")
+    rows = [json.loads(line) for line in dataset(folder).read_text().splitlines()]
+    prompts = folder / "prompts.jsonl"
+    lines = [dict(prompt=row["prompt"], images=row.get("images", []), target_length=6)
+             for row in rows]  # fmt: skip
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return (
+        "--dataset", prompts, "--reward", "length", "--missing_eos_penalty", 1, "--vision", "train",
+        "--prompts_per_step", 6, "--samples_per_prompt", 4, "--max_new_tokens", 12,
+        "--max_steps", 3, "--lr", 1e-2, "--eval_every", 0, "--check_every", 1,
+        "--advantage", "group_mean", "--trace_every", 0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return lambda family: FAMILIES[family](tmp_path_factory.mktemp(family))
+
+
+def require_agreement(folder, base):
+    """Check the gap of engine and trainer in each step, and that the tower was trained."""
+    steps = metrics(folder)
+    assert len(steps) == 3 and all(line[GAP] < 1e-4 and line["grad_norm"] > 0 for line in steps)
+    files = names_in(str(base))
+    tower = [name for name in files if ".visual." in name or ".vision_model." in name]
+    exported = weights(folder)
+    assert any(not exported[name].equal(read_weight(files, name)) for name in tower)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+def test_vllm_and_trainer_agree_while_the_tower_is_trained(family, checkpoint, flags, tmp_path):
+    path = checkpoint(family)
+    run(1, "grpo.py", "--model", path, *flags, "--output_dir", tmp_path)
+    require_agreement(tmp_path, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_5"])
+def test_whole_model_and_trainer_agree(family, checkpoint, flags, tmp_path, main):
+    """Transformers samples with its own class of images and text."""
+    path = checkpoint(family)
+    main("grpo", "--model", path, *flags, "--engine", "transformers", "--output_dir", tmp_path)
+    require_agreement(tmp_path, path)
+
+
+@pytest.mark.slow
+def test_ranks_change_nothing(checkpoint, flags, tmp_path, main):
+    """Two ranks, of which one has most of the images, and a rollout rank."""
+    model = ("--model", checkpoint("idefics3"), *flags)
+    main("grpo", *model, "--engine", "transformers", "--output_dir", tmp_path / "one")
+    run(2, "grpo.py", *model, "--engine", "transformers", "--output_dir", tmp_path / "two")
+    assert_close_metrics(tmp_path / "one", tmp_path / "two", SAME, rel=1e-4)
+    remote = ("--rollout_ranks", 1, "--max_staleness", 0)
+    run(2, "grpo.py", *model, *remote, "--output_dir", tmp_path / "remote")
+    assert all(line[GAP] < 1e-4 for line in metrics(tmp_path / "remote")[1:])
+
+
+def test_sampled_placeholder_ends_the_completion(checkpoint, flags, tmp_path, main, monkeypatch):
+    """Any character stands for a sampled placeholder here."""
+    few = property(lambda self: [self.image_id, *range(80)])
+    monkeypatch.setattr(Reader, "placeholder_ids", few)
+    path = checkpoint("qwen3_vl")
+    main("grpo", "--model", path, *flags, "--max_steps", 1, "--engine", "transformers",
+         "--output_dir", tmp_path)  # fmt: skip
+    assert metrics(tmp_path)[-1]["completions/mean_length"] < 7
+
+
+def test_engine_that_is_used_again_ends_at_placeholders(checkpoint, device):
+    """eval.py samples several checkpoints, each with its own EOS, with one engine."""
+    path = str(checkpoint("qwen3_vl"))
+    args = Args(model=path, engine="transformers", vision="frozen")
+    tokenizer = load_tokenizer(path, args)
+    engine = make_engine(path, args, [1, 2], tokenizer, device)
+    engine.end_at([3])
+    ends = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    assert engine.eos_ids == [3, *ends] and engine.silent_ids >= {*ends}
+
+
+# vLLM on a GPU loses what is no weight in its sleep. On a CPU it does not sleep.
+SLEEP = """
+from common.config.parse import parse
+from common.rollout import engine
+from common.rollout.vllm_engine import VLLMEngine
+import grpo
+
+
+def lose_buffers(worker):
+    for buffer in worker.get_model().deepstack_input_embeds:
+        buffer.fill_(1.0)
+
+
+engine.SLOTS = 4  # one prompt at a time
+VLLMEngine.sleep = lambda self: self.llm.collective_rpc(lose_buffers)
+grpo.main(parse(grpo.Args))
+"""
+
+
+@pytest.mark.slow
+def test_images_are_not_mixed_up_in_the_caches_of_vllm(checkpoint, flags, tmp_path):
+    """Prompts of the same tokens with two pictures and a longer one without any, after a sleep."""
+    script = tmp_path / "sleeping.py"
+    script.write_text(SLEEP)
+    text = "What is shown here, and how often is it shown? "
+    rows = [dict(prompt=6 * text, images=[], target_length=6)]
+    for seed in range(2):
+        picture(40, 40, seed).save(tmp_path / f"{seed}.png")
+        rows.append(rows[0] | dict(prompt=text, images=[f"{seed}.png"]))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(1, script, "--model", checkpoint("qwen3_vl"), *flags, "--dataset", prompts,
+        "--prompts_per_step", 3, "--max_steps", 2, "--output_dir", tmp_path / "run")  # fmt: skip
+    for line in metrics(tmp_path / "run"):
+        assert line[GAP] < 1e-4 and line["engine/prefix_hit_rate"] > 0.4

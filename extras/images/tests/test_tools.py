@@ -1,0 +1,311 @@
+"""Images in what a run shows, in the viewer, in a replay and in the chat."""
+
+import contextlib
+import io
+import json
+import runpy
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT, call_main
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+import eval as evaluation
+import sft
+from common.data.encode import Encoder
+from common.data.rows import encode_each, load_rows
+from common.data.sample import Completion
+from common.metrics.logger import RunLogger
+from common.model.hub import load_tokenizer
+from common.model.loading import load_options
+from common.parallel import distributed
+from common.parallel.console import visible
+from common.rollout.completions_file import read_completions, require_same_architecture
+from common.rollout.prompts import Prompts, show_first
+from extras.images.encoder import use_images
+from extras.images.reader import reader
+from extras.images.tests.checkpoints import picture
+from extras.trace import file as trace_file
+
+chat = runpy.run_path(str(ROOT / "tools/chat.py"), run_name="chat")
+view = runpy.run_path(str(ROOT / "extras/trace/view.py"), run_name="view")
+replay = runpy.run_path(str(ROOT / "extras/trace/replay.py"), run_name="replay")
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoints, tmp_path_factory, device):
+    """A run with own pictures: `folder`, `pictures`, and what its console shows."""
+    folder = tmp_path_factory.mktemp("trained")
+    pictures = []
+    for i in range(2):
+        pictures.append(folder / f"{i}.png")
+        picture(60, 40, i).save(pictures[-1])
+    rows = [
+        dict(images=["0.png", "1.png"], prompt="Two?", completion="yes"),
+        dict(prompt="None?", completion="no"),
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    console = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(console):
+        patch.setattr(distributed, "setup", lambda *_, **__: (device, 0, 1))
+        patch.setattr(distributed, "cleanup", lambda: None)
+        flags = dict(prompt_format="chat", dataset=[str(folder / "rows.jsonl")], max_steps=1)
+        flags |= dict(model=str(checkpoints("idefics3")), output_dir=str(folder / "run"))
+        sft.main(sft.Args(**flags, batch_size=2, trace_every=1, eval_every=0))
+    return SimpleNamespace(folder=folder / "run", pictures=pictures, console=console.getvalue())
+
+
+def test_console_folds_runs_of_placeholders(trained, checkpoints, pictures, capsys):
+    shown = trained.console.replace("\n", "")
+    assert "<row_1_col_1>[<image> x 4]<fake" in shown.replace("x4", "x 4")
+    assert "<image><image>" not in shown
+    args = sft.Args(model=str(checkpoints("qwen3_vl")))
+    tokenizer = load_tokenizer(args.model, args)
+    row = dict(load_rows("--dataset", str(pictures), "train")[0])
+    ((row, ids),) = encode_each(
+        [row], lambda row: Encoder(tokenizer, args).prompt(row, ("prompt",)), "error"
+    )
+    show_first(Prompts([ids], [row]), tokenizer)
+    count = ids.count(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    expected = f"<|vision_start|>[<|image_pad|> x {count}]<|vision_end|>What is number 0?"
+    assert expected in capsys.readouterr().out
+
+
+def test_trace_has_the_images_and_their_places(trained):
+    _, *groups = trace_file.read(trained.folder / "trace" / "step_000001.jsonl.gz")
+    of_prompt = {group["prompt"]: group["completions"][0] for group in groups}
+    assert "images" not in of_prompt["None?"]
+    completion = of_prompt["<image><image>Two?"]
+    assert [image["file"] for image in completion["images"]] == [*map(str, trained.pictures)]
+    inside = [i for x in completion["images"] for i in range(x["start"], x["end"])]
+    placeholders = [i for i, token in enumerate(completion["tokens"]) if token == "<image>"]
+    assert {*placeholders} < {*inside} and completion["images"][1]["end"] == placeholders[-1] + 1
+
+
+def test_images_that_have_changed_are_reasons_against_an_exact_replay(trained):
+    changed_images, block_of = replay["changed_images"], replay["block_of"]
+    assert list(changed_images(trained.folder)) == []
+    file = trained.pictures[1]
+    content = file.read_bytes()
+    picture(60, 40, 7).save(file)
+    try:
+        (reason,) = changed_images(trained.folder)
+        assert reason == f"images are missing or have changed since: 1, such as {file}"
+        found = view["collect"]([trained.folder], embed=True)["pictures"].values()
+        assert sum("url" in x for x in found) == 1
+        assert [x["problem"] for x in found if "problem" in x] == [
+            "the file has changed since the run read it"
+        ]
+    finally:
+        file.write_bytes(content)
+    names = "tower.parts.visual.blocks.0.attn.qkv.weight", "hf.model.layers.0.norm.weight"
+    assert [block_of(name) for name in names] == ["tower.blocks.0", "layers.0"]
+
+
+def test_pictures_are_small_and_a_bad_one_is_a_problem(trained, tmp_path):
+    from extras.images.image_files import digest
+    from extras.trace import pictures
+
+    (tmp_path / "big.png").touch()
+    picture(900, 700, 0).save(tmp_path / "big.png")
+    (tmp_path / "bad.png").write_text("no image")
+    files = {
+        digest((tmp_path / name).read_bytes()): str(tmp_path / name)
+        for name in ("big.png", "bad.png")
+    }
+    found = pictures.pictures_of(files | {"0": str(tmp_path / "absent.png")})
+    big, bad, absent = found.values()
+    assert 30_000 < len(big["url"]) <= pictures.LIMIT
+    assert "cannot identify image file" in bad["problem"]
+    assert absent == dict(problem="No such file or directory")
+
+
+def test_live_page_gets_the_pictures_of_a_trace(trained):
+    ready, servers = threading.Event(), []
+    started = lambda server: (servers.append(server), ready.set())  # noqa: E731
+    thread = threading.Thread(target=view["serve"], args=([trained.folder], 0, started))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        address = f"http://localhost:{servers[0].server_port}"
+        with urllib.request.urlopen(f"{address}/pictures/0/1") as answer:
+            found = json.load(answer)
+        with urllib.request.urlopen(f"{address}/data") as answer:
+            assert json.load(answer)["pictures"] == {}
+    finally:
+        servers[0].shutdown()
+        thread.join()
+    assert [x["url"][:22] for x in found.values()] == ["data:image/png;base64,"] * 2
+
+
+@pytest.mark.slow
+def test_viewer_shows_pictures_and_folds_their_tokens(trained):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    html = trained.folder / "view.html"
+    html.write_text(view["page"](view["collect"]([trained.folder], embed=True) | dict(live=0)))
+    assert html.read_text().count("data:image/png") == 2
+    with view["opened"](html) as page:
+        expect = sync_api.expect
+        page.locator("#list .group", has_text="Two?").click()
+        expect(page.locator("#pictures img")).to_have_count(2)
+        assert page.locator("#pictures img").first.evaluate("x => x.naturalWidth") == 60
+        page.locator("#tab-data").click()
+        row = page.locator("#data-rows .row", has_text="Two?")
+        marks = row.locator(".token.image")
+        expect(marks).to_have_text([f"image {i}: 20 image tokens and 11 others" for i in (1, 2)])
+        expect(row.locator("img")).to_have_count(2)
+        status = page.locator("#status")
+        marks.first.click()
+        assert str(trained.pictures[0]) in status.inner_text()
+        page.keyboard.press("ArrowRight")
+        assert '"<fake_token_around_image>"' in status.inner_text()
+        page.keyboard.press("ArrowLeft")
+        assert str(trained.pictures[0]) in status.inner_text()
+        page.locator("#tab-trace").click()
+        page.locator("#list .group", has_text="None?").click()
+        expect(page.locator("#pictures img")).to_have_count(0)
+
+
+def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_path):
+    args = sft.Args(model=str(checkpoints("idefics3")), output_dir=str(tmp_path))
+    tokenizer = load_tokenizer(args.model, args)
+    encoder = Encoder(tokenizer, args)
+    rows = load_rows("--dataset", str(pictures), "train")
+    encoded = encode_each(rows, lambda row: encoder.prompt(row, ("prompt",)), "error")
+    rows, ids = map(list, zip(*encoded, strict=True))
+    prompts = Prompts(ids, rows)
+    groups = [
+        [Completion([*ids, 1], [False] * len(ids) + [True], len(ids), row, versions=[0])]
+        for ids, row in zip(ids, rows, strict=True)
+    ]
+    logger = RunLogger(args, 0, 1, (), ())
+    zeros = torch.zeros(len(rows), 1)
+    logger.samples(1, groups, range(len(rows)), zeros, zeros)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    expected = [[*map(Path, row.get("images", []))] for row in rows]
+    assert [[*map(Path, line.get("images", []))] for line in lines] == expected
+    assert [*map(len, expected)] == [1, 2, 1, 2, 1, 0]
+    assert lines[1]["prompt"] == "<image><image>What is number 1?"
+
+    file = tmp_path / "completions.jsonl"
+    stored = [
+        dict(images={x.file: x.digest for x in group[0].images}, completion="x") for group in groups
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in stored))
+    assert len(read_completions("--completions", file, prompts, tokenizer)) == len(rows)
+    stored[1]["images"] = dict(reversed(stored[1]["images"].items()))
+    file.write_text("".join(json.dumps(line) + "\n" for line in stored))
+    with pytest.raises(ValueError, match="line 2: `images` are not those of this row"):
+        read_completions("--completions", file, prompts, tokenizer)
+
+
+@pytest.mark.parametrize("reward", ["judge:tiny", "rank:tiny", "model:tiny"])
+def test_models_that_see_no_images_give_no_rewards(reward, pictures):
+    given = dict(model="tiny", dataset=[str(pictures)], reward=[reward])
+    if reward == "judge:tiny":
+        given["rubric"] = "It is right."
+    with pytest.raises(ValueError, match=f"row:1: the row has images, which --reward {reward} "):
+        use_images(evaluation.Args(**given), "row:1")
+
+
+def test_export_is_compared_with_its_base(trained, checkpoints):
+    require_same_architecture(str(trained.folder / "hf"), str(checkpoints("idefics3")))
+
+
+# ---- the chat ----
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys, tmp_path):
+    """`talk(model, *lines)` returns stdout and stderr of a greedy chat."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def talk(model, *lines: str, flags: tuple = ()) -> tuple[str, str]:
+        text = "".join(f"{line}\n" for line in [*lines, "/quit"])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        words = ("chat.py", "--model", model, "--temperature", 0, "--max_new_tokens", 4, *flags)
+        return call_main(chat["main"], words, 0, monkeypatch, capsys)
+
+    return talk
+
+
+@torch.no_grad()
+def greedy(path, messages: list[dict], files: list[str], max_pixels=None) -> str:
+    """Return the answer of transformers' whole model, without a cache, to a row as in training."""
+    args = sft.Args(model=str(path), max_pixels=max_pixels)
+    tokenizer = load_tokenizer(args.model, args)
+    row = dict(_source="row", _folder="/", prompt=messages, images=[*map(str, files)])
+    encoder = Encoder(tokenizer, args)
+    ((row, ids),) = encode_each([row], lambda row: encoder.prompt(row, ("prompt",)), "error")
+    read = reader(str(path), max_pixels)
+    inputs = read.arguments([read.pixels(span.file, span.digest) for span in row["_images"]])
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")}
+    ends |= {*read.placeholder_ids}
+    answer = []
+    while len(answer) < 4 and not {*answer} & ends:
+        whole = torch.tensor([[*ids, *answer]])
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (whole == read.image_id).int()
+        answer.append(int(model(input_ids=whole, **inputs).logits[0, -1].argmax()))
+    return tokenizer.decode(answer, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "qwen3_5"])
+def test_chat_answers_as_the_whole_model_on_rows_of_training(family, checkpoints, talk, tmp_path):
+    path = checkpoints(family)
+    files = []
+    for i in range(3):
+        files.append(tmp_path / f"{i}.png")
+        picture(60, 40 + 20 * i, i).save(files[-1])
+    lines = [f"/image {files[0]}", f"/image {files[1]}", "Two?", f"/image {files[2]}", "/image"]
+    shown, notes = talk(path, *lines, "And this?", "Again?")
+    messages, answers = [], []
+    for text, marks in (("Two?", 2), ("And this?", 1), ("Again?", 0)):
+        messages.append(dict(role="user", content="<image>" * marks + text))
+        count = sum(message["content"].count("<image>") for message in messages)
+        answers.append(greedy(path, messages, files[:count]))
+        messages.append(dict(role="assistant", content=answers[-1]))
+    assert shown == "".join(f"{visible(text)}\n" for text in answers)
+    assert f"attached to the next line: {files[2]}; in the conversation so far: 2" in notes
+
+
+def test_whole_model_has_the_language_model_of_the_chat(checkpoints):
+    """An adapter is merged into the language model alone."""
+    from tools.chat_images import whole_model
+
+    path = str(checkpoints("idefics3"))
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **load_options(path))
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter += 0.5
+    whole = whole_model(hf, path, "--model")
+    assert whole.lm_head.weight is hf.lm_head.weight
+    theirs = dict(whole.base_model.text_model.named_parameters())
+    assert all(torch.equal(theirs[name], x) for name, x in hf.base_model.named_parameters())
+
+
+def test_chat_says_in_a_line_why_an_image_is_refused(checkpoints, talk, tmp_path, trained):
+    (tmp_path / "bad.png").write_text("no image")
+    exported = trained.folder / "hf"
+    _, notes = talk(exported, "/image /absent.png", f"/image {tmp_path}/bad.png", "/image")
+    lines = notes.split("\n")
+    assert lines[-4:] == [
+        "[/image /absent.png: no such file]",
+        f"[/image {tmp_path}/bad.png: cannot be read: no image, or of an unknown format;"
+        " replace it]",
+        "[attached to the next line: none; in the conversation so far: 0]",
+        "",
+    ]
+    _, notes = talk("tiny", f"/image {trained.pictures[0]}", "hi")
+    assert "[--model tiny: qwen3 reads no images here; models of the types idefics3, " in notes
+    image = f"/image {trained.pictures[0]}"
+    shown, notes = talk(exported, image, "hi", image, "/reset", "/image")
+    message = dict(role="user", content="<image>hi")
+    assert shown == f"{visible(greedy(exported, [message], [trained.pictures[0]]))}\n"
+    assert "[attached to the next line: none; in the conversation so far: 0]" in notes

@@ -1,0 +1,92 @@
+"""A policy with images has the numbers of transformers' whole model, packed or alone."""
+
+import pytest
+import torch
+
+from common.data.encode import Encoder
+from common.data.packing import pack_groups
+from common.data.rows import encode_each, load_rows
+from common.model.hub import load_tokenizer
+from common.model.policy import load_policy
+from extras.images.reader import Idefics3Reader
+from sft import Args
+
+
+def loaded(path, pictures, device, **flags):
+    """Return the flags, the samples of the pictures and the policy."""
+    args = Args(model=str(path), dataset=[str(pictures)], **flags)
+    tokenizer = load_tokenizer(str(path), args)
+    encoder = Encoder(tokenizer, args)
+    rows = load_rows("--dataset", str(pictures), "train")
+    encode = lambda row: encoder.sft(row, ("prompt", "completion"))  # noqa: E731
+    samples = [sample for _, sample in encode_each(rows, encode, "error")]
+    return args, samples, load_policy(str(path), args, device)
+
+
+def whole_model_logprobs(path, samples, max_pixels=None) -> list[torch.Tensor]:
+    """Compute the log-probs of each sample by transformers' whole model, alone."""
+    from transformers import AutoModelForImageTextToText
+
+    from extras.images.reader import reader
+
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    read = reader(str(path), max_pixels)
+    logprobs = []
+    for sample in samples:
+        ids = torch.tensor([sample.ids])
+        pixels = [read.pixels(span.file, span.digest) for span in sample.images]
+        inputs = {}
+        for name in pixels[0] if pixels else ():
+            joined = torch.cat([each[name] for each in pixels])
+            inputs[name] = joined if "grid" in name or joined.ndim < 3 else joined[None]
+        inputs.pop("grid", None)  # our layout of tiles
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == read.image_id).int()
+        with torch.no_grad():
+            logits = model(input_ids=ids, **inputs).logits[0]
+        logprobs.append(logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0])
+    return logprobs
+
+
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm", "qwen3_vl", "qwen3_5"])
+def test_packed_logprobs_are_those_of_the_whole_model(family, checkpoints, pictures, device):
+    path = checkpoints(family)
+    _, samples, policy = loaded(path, pictures, device)
+    (mb,) = pack_groups([[sample] for sample in samples], 2048, device)
+    with torch.no_grad():
+        packed_T = policy(mb).logprobs_T
+    expected = whole_model_logprobs(path, [samples[i] for i in mb.index_N.tolist()])
+    torch.testing.assert_close(packed_T, torch.cat(expected), atol=1e-5, rtol=0)
+
+
+def test_gradient_of_a_pack_is_that_of_its_sequences(checkpoints, pictures, device):
+    """The tower is trained too, and prefixes with images are shared."""
+    path = checkpoints("qwen3_vl")
+    _, samples, policy = loaded(path, pictures, device, vision="train")
+    samples = [samples[1], samples[1], samples[3]]
+    gradients = []
+    for share_prefix, groups in ((0, [[s] for s in samples]), (1, [samples])):
+        policy.zero_grad()
+        for mb in pack_groups(groups, 300, device, share_prefix, together=False):
+            logprobs_T = policy(mb).logprobs_T
+            (logprobs_T * mb.loss_mask_T).sum().backward()
+        gradients.append({n: p.grad.full_tensor() for n, p in policy.named_parameters()})
+    one, other = gradients
+    assert one.keys() == other.keys() and any(name.startswith("tower.") for name in one)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], atol=2e-5, rtol=1e-3)
+        assert one[name].abs().max() > 0 or "patch_embed" not in name
+
+
+def test_model_that_ignores_images_is_refused(checkpoints, pictures, device, monkeypatch):
+    """The check at load sees a model that is blind, and one whose images reach other sequences."""
+    path = checkpoints("idefics3")
+    features = Idefics3Reader.features
+
+    def blind(self, tower, pixels):
+        found = features(self, tower, pixels)
+        return found._replace(embeds=0 * found.embeds)
+
+    monkeypatch.setattr(Idefics3Reader, "features", blind)
+    with pytest.raises(ValueError, match="another image does not change the log-probs"):
+        loaded(path, pictures, device)

@@ -1,0 +1,232 @@
+"""`--tools mcp:"command args"`: the tools of a program that speaks the Model Context Protocol over
+its standard input and output.
+
+Each episode starts a server in its own process. With `--mcp_shared` the fork server of a rank has
+one more child, which starts one server, and to which the processes of all episodes send calls."""
+
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import shlex
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from multiprocessing.managers import BaseManager
+from threading import Lock
+from typing import IO, NamedTuple
+
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT, Tool
+
+from common.rewards.worker import end_with, one_line
+from extras.tools.sources import ToolError
+
+logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it reports each line that is no message
+
+
+class Running(NamedTuple):
+    """A server that has started."""
+
+    stack: ExitStack
+    """ends it"""
+    portal: BlockingPortal
+    """thread of its event loop"""
+    client: Client
+    log: IO[bytes]
+    """what it prints to stderr"""
+
+
+class Server:
+    """Server that starts at its first question, and again after it has ended. Its event loop has a
+    thread; several threads may ask."""
+
+    def __init__(self, command: list[str], seconds: float):
+        """`seconds`: time limit for each answer."""
+        self.command = command
+        self.seconds = seconds
+        self.lock = Lock()
+        self.running: Running | None = None
+
+    def tools(self) -> list[Tool]:
+        """Return all tools. Raises `ToolError`, or `TimeoutError`."""
+        page = self._ask("list_tools")
+        tools = page.tools
+        while page.next_cursor is not None:
+            page = self._ask("list_tools", cursor=page.next_cursor)
+            tools += page.tools
+        return tools
+
+    def call(self, name: str, arguments: dict) -> str:
+        """Return the result of a tool as text. Raises `ToolError`, or `TimeoutError`."""
+        result = self._ask("call_tool", name=name, arguments=arguments)
+        text = "\n".join(
+            content.text if content.type == "text" else f"[content of type {content.type}]"
+            for content in result.content
+        )
+        if result.is_error:
+            raise ToolError(text)
+        if not result.content and result.structured_content is not None:
+            return json.dumps(result.structured_content, ensure_ascii=False)
+        return text
+
+    def close(self) -> None:
+        """End the server. It has two seconds to end by itself."""
+        self._end(self.running)
+
+    def _end(self, running: Running | None) -> None:
+        """End the server, unless another one runs already."""
+        with self.lock:
+            if running is not None and self.running is running:
+                self.running = None
+                running.stack.close()
+
+    def _ask(self, method: str, **arguments):
+        """Return the result of a method of the client. Closes a server that has ended, and one that
+        answers neither this question nor another one in time."""
+        with self.lock:
+            if self.running is None:
+                self.running = self._start()
+            running = self.running
+        try:
+            return running.portal.call(partial(self._answer, running.client, method, **arguments))
+        except Exception as error:  # an answer may break the protocol in any way
+            problem = one_line(error)
+            code = error.code if isinstance(error, MCPError) else None
+            is_late = isinstance(error, TimeoutError) or code == REQUEST_TIMEOUT
+            has_ended = code == CONNECTION_CLOSED
+            if is_late:
+                problem = f"no answer within {self.seconds:g} s"
+                has_ended = not self._answers(running)
+            if has_ended:
+                problem = with_last_line(problem, running.log)
+                problem += "; the next call starts the server anew"
+                self._end(running)
+            raise (TimeoutError if is_late else ToolError)(problem) from error
+
+    async def _answer(self, client: Client, method: str, **arguments):
+        with anyio.fail_after(self.seconds):
+            return await getattr(client, method)(**arguments)
+
+    def _answers(self, running: Running) -> bool:
+        try:
+            running.portal.call(self._answer, running.client, "list_tools")
+        except Exception:  # of the protocol, or of a portal that another thread has closed
+            return False
+        return True
+
+    def _start(self) -> Running:
+        log = tempfile.TemporaryFile()
+        parameters = StdioServerParameters(command=self.command[0], args=self.command[1:])
+        transport = stdio_client(parameters, errlog=log)
+        client = Client(transport, read_timeout_seconds=self.seconds, cache=None)
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal())
+            connecting = portal.wrap_async_context_manager(client)
+            try:
+                with without_memory_limit():  # which the server would inherit
+                    connected = stack.enter_context(connecting)
+            except Exception as error:  # of the system or of the protocol, or groups of them
+                cause = error
+                while isinstance(cause, ExceptionGroup):
+                    cause = cause.exceptions[0]
+                problem = with_last_line(one_line(cause), log)
+                raise ToolError(f"the server does not start: {problem}") from error
+            return Running(stack.pop_all(), portal, connected, log)
+
+
+def with_last_line(problem: str, log: IO[bytes]) -> str:
+    """Return the problem with the last line that the server has printed to its log."""
+    size = os.fstat(log.fileno()).st_size
+    # pread, because a seek would move the place where the server prints
+    end = os.pread(log.fileno(), 4096, max(0, size - 4096)).decode(errors="replace")
+    lines = end.strip().splitlines()
+    return f"{problem}; it printed {lines[-1].strip()!r}" if lines else problem
+
+
+@contextmanager
+def without_memory_limit() -> Iterator[None]:
+    """Lift the limit of address space, of which some runtimes reserve much (Node)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class Manager(BaseManager):
+    """Process with the server of all episodes."""
+
+
+Manager.register("Server", Server)
+
+
+@dataclass(eq=False)
+class McpTools:
+    """The tools of a server, as a `Source`."""
+
+    label: str
+    command: list[str]
+    seconds: float
+    is_shared: bool
+
+    @cached_property
+    def tools(self) -> list[Tool]:
+        """Tools of a server that is started to list them. Raises `ValueError`."""
+        server = Server(self.command, self.seconds)
+        try:
+            tools = server.tools()
+        except (ToolError, TimeoutError) as error:
+            raise ValueError(f"{self.label}: {error}; try the command by hand") from error
+        finally:
+            server.close()
+        if not tools:
+            raise ValueError(f"{self.label}: the server has no tools")
+        return tools
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.name for tool in self.tools]
+
+    def schemas(self) -> list[dict]:
+        functions = [
+            dict(name=t.name, description=t.description or "", parameters=t.input_schema)
+            for t in self.tools
+        ]
+        return [dict(type="function", function=function) for function in functions]
+
+    def prepare(self) -> None:
+        if self.is_shared:
+            manager = Manager(("localhost", 0), ctx=multiprocessing.get_context("fork"))
+            manager.start(end_with, (os.getpid(), signal.SIGKILL))
+            self.server = manager.Server(self.command, self.seconds)
+
+    def begin(self, row: dict) -> None:
+        if not self.is_shared:
+            self.server = Server(self.command, self.seconds)
+
+    def call(self, name: str, arguments: dict) -> str:
+        return self.server.call(name, arguments)
+
+    def end(self) -> None:
+        if not self.is_shared:
+            self.server.close()
+
+
+@cache
+def mcp_source(spec: str, seconds: float, is_shared: bool) -> McpTools:
+    """Return the source of `mcp:"command args"`. Raises `ValueError` if there is no command."""
+    try:
+        command = shlex.split(spec.removeprefix("mcp:"))
+    except ValueError as error:
+        raise ValueError(f"--tools {spec}: {error}; quote as in a shell") from error
+    if not command:
+        raise ValueError(f"--tools {spec}: no command; write mcp:'command arguments'")
+    return McpTools(f"--tools {spec}", command, seconds, is_shared)

@@ -1,0 +1,71 @@
+"""`--tools python`: a confined Python interpreter (common/sandbox/) whose state stays between the
+calls of an episode."""
+
+import time
+
+from extras.code.sandbox import program
+from extras.code.sandbox.process import Limits, ProgramError
+
+LIFE = 24 * 3600.0  # seconds of an interpreter
+# Runs in the interpreter: returns what a program prints and the value of its last expression.
+SOURCE = """
+import ast, contextlib, io
+
+names = {"__name__": "__main__"}
+
+
+def run(code):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            tree = ast.parse(code)
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, "<call>", "exec"), names)
+            if last is not None:
+                value = eval(compile(ast.Expression(last.value), "<call>", "eval"), names)
+                if value is not None:
+                    print(repr(value))
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}")
+    return output.getvalue().rstrip()[:100_000]
+"""
+
+
+def require_confinement(unsafe: bool) -> None:
+    """Raise `ValueError` if this machine cannot confine programs, unless `unsafe`."""
+    problem = program.problem()
+    if problem and not unsafe:
+        hint = "--unsafe_code_execution runs programs without this protection"
+        raise ValueError(f"--tools python: {problem}; {hint}")
+
+
+class Interpreter:
+    """Interpreter of one episode, which starts at its first call."""
+
+    def __init__(self, seconds: float, unsafe: bool):
+        """`seconds`: limit of one call."""
+        self.seconds = seconds
+        self.unsafe = unsafe
+        self.program: program.Program | None = None
+
+    def python(self, code: str) -> str:
+        """Run a Python program. Variables and functions stay for later calls.
+
+        Args:
+            code: the program; what it prints and the value of its last expression are returned
+        """
+        if self.program is None:
+            self.program = program.Program(SOURCE, Limits(seconds=LIFE), self.unsafe)
+        self.program.child.deadline = time.monotonic() + self.seconds
+        try:
+            return self.program.call("run", [code])
+        except ProgramError as error:
+            self.program = None  # it has ended
+            problem = f"{error.kind}; the interpreter was restarted without its state"
+            if error.kind == "time limit":
+                raise TimeoutError(f"{self.seconds:g} s: {problem}") from error
+            raise RuntimeError(problem) from error
+
+    def close(self) -> None:
+        if self.program is not None:
+            self.program.child.close()

@@ -1,0 +1,100 @@
+"""The JSON schemas of `--tools`, in the training process, and the tools of a data row."""
+
+import inspect
+import json
+from collections.abc import Callable
+from types import MethodType
+
+from common.config.online import SamplingArgs
+from common.data.calls import tools_field
+from common.parallel import distributed
+from common.rewards.user_code import load_callable, load_user_file
+from extras.tools.parser import make_parser
+from extras.tools.sources import Source, load_source, name_of
+
+
+def schema_of(label: str, name: str, function: Callable, is_method: bool) -> dict:
+    """Return the JSON schema of the function `name` from its type hints and its docstring. Raises
+    `ValueError` that begins with `label` if they are incomplete."""
+    label = f"{label}: {name}"
+    from transformers.utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"{label}: not a plain function; write one with def")
+    try:
+        schema = get_json_schema(MethodType(function, object()) if is_method else function)
+    except (DocstringParsingException, TypeHintParsingException, NameError, TypeError) as error:
+        problem = distributed.first_line(error)
+        advice = "a tool needs a type hint and a line under Args: for each parameter"
+        raise ValueError(f"{label}: {problem}; {advice}") from error
+    schema["function"]["name"] = name
+    return schema
+
+
+def checked_source(spec: str, args: SamplingArgs) -> Source:
+    """Return the source of a value of `--tools`. Raises `ValueError` for a wrong one, also if a
+    user's file raises."""
+    if spec.startswith("mcp:"):
+        return load_source(spec, args)
+    path, _, _ = spec.rpartition(":")
+    if spec.endswith(".py"):
+        load_user_file("--tools", spec, spec)
+    elif path.endswith(".py") or (path and path != "search"):
+        load_callable("--tools", spec)
+    source = load_source(spec, args)
+    if not source.names:
+        kind = "method" if path else "function with a docstring"
+        raise ValueError(f"--tools {spec}: it has no public {kind}; write one")
+    return source
+
+
+def tool_schemas(args: SamplingArgs) -> list[dict]:
+    """Return the schemas of `--tools`. Raises `ValueError` if two tools have one name."""
+    owners: dict[str, str] = {}
+    schemas: list[dict] = []
+    for spec in args.tools:
+        for schema in checked_source(spec, args).schemas():
+            name = name_of(schema)
+            if name in owners:
+                problem = f"the name {name} is taken by {owners[name]}; rename one of them"
+                raise ValueError(f"--tools {spec}: {problem}")
+            owners[name] = spec
+            schemas.append(schema)
+    return schemas
+
+
+def tool_selector(args: SamplingArgs, tokenizer) -> Callable[[dict], list[dict]]:
+    """Return the function row -> schemas of its tools: those that its column `tools` names, by
+    default all of `--tools`. It raises `ValueError` for a row that names an unknown one. Raises
+    `ValueError` for wrong tools, and if the calls of the chat template cannot be read."""
+    make_parser(tokenizer, args)
+    schemas = {name_of(schema): schema for schema in tool_schemas(args)}
+
+    def select(row: dict) -> list[dict]:
+        if row.get("tools") is None:
+            return list(schemas.values())
+        names = _names(row)
+        unknown = [name for name in names if name not in schemas]
+        if unknown:
+            problem = f"column tools: unknown tool {unknown[0]}; --tools has {', '.join(schemas)}"
+            raise ValueError(f"{row['_source']}: {problem}")
+        return [schemas[name] for name in names]
+
+    return select
+
+
+def _names(row: dict) -> list[str]:
+    """Return the names in the column `tools`: a list of names or schemas, also as JSON."""
+    tools = row["tools"]
+    if isinstance(tools, str) and tools.lstrip().startswith("["):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"{row['_source']}: column tools is not JSON: {error}") from error
+    if isinstance(tools, list) and all(isinstance(tool, str) for tool in tools):
+        return tools
+    return [name_of(schema) for schema in tools_field(row | dict(tools=tools))]

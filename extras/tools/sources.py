@@ -1,0 +1,148 @@
+"""The values of `--tools`: where tools come from.
+
+A source is made twice: in the training process for its schemas (schemas.py), and in the process
+that is forked for each episode (toolbox.py), which calls its tools and therefore imports little."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any, Protocol
+
+from common.rewards.worker import load_file
+
+TIME = 0.8  # of --environment_timeout; then the other tools of the episode keep their state
+HOOKS = ("reset", "close")  # optional methods of a class: at the start and the end of an episode
+BUILT_IN = "python, calculator, search:FILE.jsonl, mcp:COMMAND"
+
+
+class Source(Protocol):
+    """The tools of one value of `--tools`."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tools."""
+
+    def schemas(self) -> list[dict]:
+        """Return the JSON schemas of the tools. Raises `ValueError` naming the flag."""
+
+    def prepare(self) -> None:
+        """Prepare, once, what the processes of all episodes share. Runs before they are forked."""
+
+    def begin(self, row: dict) -> None:
+        """Begin an episode of a data row, before its first call."""
+
+    def call(self, name: str, arguments: dict) -> object:
+        """Return the result of a tool. It may raise anything."""
+
+    def end(self) -> None:
+        """End the episode. Does not run if its process hangs or dies."""
+
+
+class ToolError(Exception):
+    """Error whose text the model reads in full."""
+
+
+@dataclass(eq=False)
+class Functions:
+    """Functions, or methods of a class of which each episode has an object."""
+
+    label: str
+    functions: dict[str, Callable]
+    make: Callable[[], object] | None = None
+    """for methods: returns the object"""
+    load: Callable[[], None] | None = None
+    """loads what all episodes share"""
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.functions)
+
+    def schemas(self) -> list[dict]:
+        from extras.tools.schemas import schema_of
+
+        return [
+            schema_of(self.label, name, function, is_method=self.make is not None)
+            for name, function in self.functions.items()
+        ]
+
+    def prepare(self) -> None:
+        if self.load is not None:
+            self.load()
+
+    def begin(self, row: dict) -> None:
+        self.object = self.make() if self.make else None
+        if hasattr(self.object, "reset"):
+            self.object.reset(row)
+
+    def call(self, name: str, arguments: dict) -> object:
+        function = self.functions[name] if self.make is None else getattr(self.object, name)
+        return function(**arguments)
+
+    def end(self) -> None:
+        if hasattr(self.object, "close"):
+            self.object.close()
+
+
+def name_of(schema: dict) -> str:
+    return schema.get("function", schema)["name"]
+
+
+def load_source(spec: str, flags: Any) -> Source:
+    """Return the source of a value of `--tools`. `flags`: `--environment_timeout` and
+    `--unsafe_code_execution`. Raises `ValueError` for an unknown one, and what a user's file
+    raises."""
+    label = f"--tools {spec}"
+    if spec == "calculator":
+        from extras.tools.calculator import calculator
+
+        return Functions(label, dict(calculator=calculator))
+    if spec == "python":
+        from extras.tools.python_tool import Interpreter, require_confinement
+
+        require_confinement(flags.unsafe_code_execution)
+        seconds = TIME * flags.environment_timeout
+        make = partial(Interpreter, seconds, flags.unsafe_code_execution)
+        return Functions(label, dict(python=Interpreter.python), make)
+    if spec.startswith("search:") or spec == "search":
+        from extras.tools.search_tool import SearchIndex, search_index
+
+        index = search_index(label, spec.removeprefix("search").removeprefix(":"))
+        return Functions(label, dict(search=SearchIndex.search), index, index.build)
+    if spec.startswith("mcp:"):
+        try:
+            from extras.tools.mcp_tools import mcp_source
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{label}: {error}; pip install mcp") from error
+        return mcp_source(spec, TIME * flags.environment_timeout, flags.mcp_shared)
+    if spec.endswith(".py"):
+        return Functions(label, functions_of(load_file(spec)))
+    if ":" not in spec:
+        near = difflib.get_close_matches(spec, ["python", "calculator", "search"], 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {BUILT_IN}, path/to/file.py"
+        raise ValueError(f"{label}: unknown; {hint}")
+    path, _, name = spec.rpartition(":")
+    tool = getattr(load_file(path), name)
+    if isinstance(tool, type):
+        return Functions(label, methods_of(tool), tool)
+    return Functions(label, {name: tool})
+
+
+def functions_of(module: ModuleType) -> dict[str, Callable]:
+    """Return the public functions with a docstring that a file defines."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType)
+        and value.__module__ == module.__name__
+        and value.__doc__
+        and name[0] != "_"
+    }
+
+
+def methods_of(tool: type) -> dict[str, Callable]:
+    """Return the public methods of a class, without `reset` and `close`."""
+    methods = dict(inspect.getmembers(tool, inspect.isfunction))
+    return {name: methods[name] for name in methods if name[0] != "_" and name not in HOOKS}

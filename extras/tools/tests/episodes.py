@@ -1,0 +1,99 @@
+"""An episode with calls beside the same conversation in sft.py."""
+
+from itertools import groupby
+
+from common.config.online import SamplingArgs
+from common.data.chat import ChatTemplate
+from common.data.encode import Encoder
+from common.data.sample import Sample
+from extras.tools.parser import Parser, make_parser, written_calls
+from extras.tools.turns import reply_ids
+
+# a file with tools
+FILE = '''
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: first number
+        b: second number
+    """
+    return a + b
+
+
+def helper(x):
+    return x
+
+
+def _private():
+    """Not a tool."""
+
+
+class Shelf:
+    def reset(self, row):
+        self.items = [row["first"]]
+
+    def put(self, item: str) -> list:
+        """Put an item on the shelf.
+
+        Args:
+            item: its name
+        """
+        self.items.append(item)
+        return self.items
+
+    def close(self):
+        pass
+'''
+
+
+def make_args(**flags: object) -> SamplingArgs:
+    """Return flags with tools, whose files need not exist."""
+    defaults = dict(model="tiny", tools=("python",), prompt_format="chat", reward=("exact_match",))
+    return SamplingArgs(**defaults | flags)
+
+
+def parser_of(tokenizer) -> Parser | None:
+    """Return the default parser of a tokenizer's template; None if the template is refused."""
+    try:
+        return make_parser(tokenizer, make_args())
+    except ValueError:
+        return None
+
+
+def call(name: str, arguments: dict) -> dict:
+    return dict(type="function", id="call00000", function=dict(name=name, arguments=arguments))
+
+
+def written_and_read(tokenizer, parser: Parser, tools: list[dict], calls: list[dict]) -> list:
+    """Return the names and arguments that the parser reads in calls that the template writes."""
+    row = dict(_source="x:1", tools=tools)
+    prompt, text = written_calls(ChatTemplate(tokenizer), row, calls)
+    turn = parser.parse(text, tools, prompt)
+    assert not turn.problem, (text, turn)
+    return [(name, arguments) for name, arguments, _ in turn.calls]
+
+
+def spans(sample: Sample) -> list[tuple[bool, list[int]]]:
+    """Return the parts of a sample: whether each is trained, and its ids."""
+    parts = groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0])
+    return [(trained, [token for _, token in part]) for trained, part in parts]
+
+
+def assert_episode_equals_sft(
+    encoder: Encoder, parser: Parser, row: dict, silent: set[int]
+) -> None:
+    """Require that prompt, sampled turns and replies are the ids of the sft row `messages`: a
+    question, a turn with calls, their results and an answer. `silent`: tokens that end turns."""
+    asked, called, *results, _ = row["messages"]
+    sample = encoder.sft(row, ("messages",))
+    (_, prompt), (_, turn), (_, reply), (_, answer), *rest = spans(sample)
+    assert prompt == encoder.prompt(dict(row, prompt=[asked]), ("prompt",))
+    text = encoder.tokenizer.decode([token for token in turn if token not in silent])
+    read = parser.parse(text, row["tools"], encoder.tokenizer.decode(prompt[-32:]))
+    wanted = [one["function"] for one in called["tool_calls"]]
+    assert [(one.name, one.arguments) for one in read.calls] == [
+        (function["name"], function["arguments"]) for function in wanted
+    ]
+    assert reply == reply_ids(encoder, row, read.calls, [result["content"] for result in results])
+    assert answer and len(rest) <= 1

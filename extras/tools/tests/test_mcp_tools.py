@@ -1,0 +1,217 @@
+"""MCP servers as tools: schemas and results reach the model, a server that hangs or dies costs one
+call, and no server outlives its episode."""
+
+import os
+import re
+import sys
+import time
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+from helpers import PATIENCE, ROOT
+
+from common.rewards.processes import ForkServer, Process, wait
+from extras.tools.mcp_tools import Server, mcp_source
+from extras.tools.sources import ToolError
+
+# A server without the package, because its import takes a second. Two pages of tools.
+PLAIN = """
+import json, os, sys
+
+TOOLS = "echo mixed structured failed broken hang stop die".split()
+silent = False
+
+def result_of(method, params):
+    if method == "initialize":
+        info = dict(name="plain", version="1")
+        version = params["protocolVersion"]
+        return dict(protocolVersion=version, capabilities=dict(tools={}), serverInfo=info)
+    if method == "tools/list":
+        at = int(params.get("cursor", 0))
+        schema = dict(type="object", properties=dict(text=dict(type="string")))
+        tools = [dict(name=name, inputSchema=schema) for name in TOOLS[at : at + 5]]
+        return dict(tools=tools) | (dict(nextCursor="5") if at == 0 else {})
+    name = params["name"]
+    text = dict(type="text", text=params["arguments"].get("text", str(os.getpid())))
+    if name == "mixed":
+        image = dict(type="image", data="", mimeType="image/png")
+        return dict(content=[text, image, text])
+    if name == "structured":
+        return dict(content=[], structuredContent=dict(n=1))
+    if name == "failed":
+        return dict(content=[dict(type="text", text="no such row\\nid 7")], isError=True)
+    if name == "broken":
+        return dict(content=3)
+    if name == "die":
+        print("out of memory", file=sys.stderr)
+        sys.exit(3)
+    return dict(content=[text])
+
+print("this line is no message")
+for line in sys.stdin:
+    message = json.loads(line)
+    method, params = message["method"], message.get("params", {})
+    hangs = params.get("name") == "hang"
+    silent = silent or params.get("name") == "stop"
+    if "id" not in message or hangs or silent:
+        continue
+    answer = dict(jsonrpc="2.0", id=message["id"])
+    if method == "server/discover":
+        answer["error"] = dict(code=-32601, message="unknown method")
+    else:
+        answer["result"] = result_of(method, params)
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Return the value of --tools for the plain server."""
+    file = tmp_path_factory.mktemp("mcp") / "plain.py"
+    file.write_text(PLAIN)
+    return f"mcp:{sys.executable} {file}"
+
+
+@pytest.fixture
+def server(plain):
+    with closing(Server(mcp_source(plain, 1, False).command, PATIENCE)) as server:
+        yield server
+
+
+def test_results_become_text(server):
+    tools = [tool.name for tool in server.tools()]
+    assert tools == "echo mixed structured failed broken hang stop die".split()
+    assert server.call("echo", dict(text="é\n<b>")) == "é\n<b>"
+    assert server.call("mixed", dict(text="a")) == "a\n[content of type image]\na"
+    assert server.call("structured", {}) == '{"n": 1}'
+    with pytest.raises(ToolError, match="^no such row\nid 7$"):
+        server.call("failed", {})
+    with pytest.raises(ToolError, match="^ValidationError: "):
+        server.call("broken", {})
+    assert server.call("echo", dict(text="on")) == "on"
+
+
+def test_a_server_that_dies_is_started_anew(server):
+    first = server.call("echo", {})
+    with pytest.raises(
+        ToolError, match="^MCPError: .*closed; it printed 'out of memory'; the next"
+    ):
+        server.call("die", {})
+    assert server.call("echo", {}) not in ("", first)
+
+
+def test_a_server_is_ended_if_it_answers_nothing(server):
+    """A single call without an answer costs this call only."""
+    first = server.call("echo", {})
+    server.seconds = 0.2
+    with pytest.raises(TimeoutError, match="^no answer within 0.2 s$"):
+        server.call("hang", {})
+    server.seconds = PATIENCE
+    assert server.call("echo", {}) == first
+    server.seconds = 0.2
+    with pytest.raises(
+        TimeoutError, match="^no answer within 0.2 s; the next call starts the server"
+    ):
+        server.call("stop", {})
+    server.seconds = PATIENCE
+    assert server.call("echo", {}) != first
+
+
+START = "the server does not start: "
+ENDS = f"{START}MCPError: Connection closed; it printed 'no license'; try the command by hand"
+
+
+@pytest.mark.parametrize(("command", "words"), [
+    ("", "no command"),
+    ("'open", "No closing quotation; quote as in a shell"),
+    ("/no/such/program", f"{START}FileNotFoundError: .*; try the command by hand"),
+    ("sh -c 'echo no license >&2; exit 3'", ENDS),
+    (f"{sys.executable} {{}}/none.py", "the server has no tools"),
+])  # fmt: skip
+def test_a_server_without_tools_is_refused(command, words, tmp_path):
+    (tmp_path / "none.py").write_text(PLAIN.replace("TOOLS[at : at + 5]", "[]"))
+    command = command.format(tmp_path)
+    with pytest.raises(ValueError, match=f"^--tools mcp:.*: {words}"):
+        assert mcp_source(f"mcp:{command}", PATIENCE, False).names
+
+
+def test_server_of_the_page(tmp_path):
+    """It is written with the package."""
+    page = (ROOT / "docs/tools.md").read_text(encoding="utf-8")
+    (code,) = re.findall("```python\n(from mcp.*?)```", page, re.DOTALL)
+    (tmp_path / "shop.py").write_text(code)
+    source = mcp_source(f"mcp:{sys.executable} {tmp_path / 'shop.py'}", PATIENCE, False)
+    (schema,) = source.schemas()
+    assert schema["function"]["name"] == "price"
+    assert schema["function"]["description"] == "Return the price of an item."
+    parameters = schema["function"]["parameters"]
+    assert parameters["properties"]["item"]["type"] == "string"
+    assert parameters["required"] == ["item"]
+    source.begin({})
+    assert source.call("price", dict(item="tea")) == "3"
+    with pytest.raises(ToolError, match="item\n *Field required"):
+        source.call("price", {})
+    source.end()
+
+
+class Episode:
+    """Process of an episode that has begun."""
+
+    def __init__(self, server: ForkServer, schemas: list[dict]):
+        self.process = Process(server)
+        self.number = 0
+        assert self.ask("begin", dict(tools=schemas)).error is None
+
+    def ask(self, method, *arguments, seconds=PATIENCE):
+        self.number += 1
+        self.process.ask(self.number, method, arguments, seconds)
+        while True:
+            wait([self.process])
+            for number, result in self.process.answers():
+                assert number == self.number
+                return result
+
+
+@contextmanager
+def episodes(spec: str, is_shared: bool, count: int):
+    """Yield the processes of some episodes of one rank."""
+    settings = dict(
+        tools=[spec], max_tool_output=100, environment_timeout=PATIENCE, mcp_shared=is_shared,
+        unsafe_code_execution=False,
+    )  # fmt: skip
+    schemas = mcp_source(spec, PATIENCE, is_shared).schemas()
+    target = "extras.tools.toolbox:load_toolbox"
+    server = ForkServer(target, shared=True, argument=settings)
+    try:
+        yield [Episode(server, schemas) for _ in range(count)]
+    finally:
+        server.close()
+
+
+def assert_ends(pid: int) -> None:
+    until = time.monotonic() + PATIENCE
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.kill(pid, 0)
+            time.sleep(0.01)
+        raise AssertionError(f"{pid} is still running")
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_episodes_share_a_server_or_have_their_own(plain, is_shared):
+    with episodes(plain, is_shared, 2) as (one, other):
+        pids = [episode.ask("call", "echo", {}).value.text for episode in (one, other)]
+        assert pids == [episode.ask("call", "echo", {}).value.text for episode in (one, other)]
+        assert (pids[0] == pids[1]) == is_shared
+        failed = one.ask("call", "failed", {}).value
+        assert failed[:2] == ("error: no such row\nid 7", "raised")
+        one.process.close()
+        if not is_shared:
+            assert_ends(int(pids[0]))
+        assert other.ask("call", "echo", {}).value.text == pids[1]
+        assert other.ask("call", "die", {}).value.problem == "raised"
+        assert_ends(int(pids[1]))
+        pids.append(other.ask("call", "echo", {}).value.text)
+        assert pids[2].isdigit() and pids[2] not in pids[:2]
+        assert other.ask("call", "hang", {}, seconds=0.2).timed_out
+    assert_ends(int(pids[2]))

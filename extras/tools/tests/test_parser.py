@@ -1,0 +1,134 @@
+"""Calls in the model's text: what a template writes is read, what cannot be read is malformed, a
+parser that does not fit is refused."""
+
+import pytest
+from field.families import CHATML, GLM, GLM_ENDS, HARMONY, HARMONY_ENDS, IM_END, ours
+from helpers import ROOT
+
+from common.config.groups import BaseArgs
+from common.data.encode import Encoder
+from common.data.tasks import PYTHON_TOOL
+from common.model.tiny import build_tokenizer
+from extras.tools.parser import Call, make_parser
+from extras.tools.tests.episodes import (
+    assert_episode_equals_sft,
+    call,
+    make_args,
+    parser_of,
+    written_and_read,
+)
+
+CODES = ["12*34", 'print("é")\nx = {1: "</s>"}', "7"]
+
+
+def tiny():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (ROOT / "configs/templates/tiny_tools.jinja").read_text()
+    return tokenizer
+
+
+def chatml():
+    tokenizer = ours("qwen2_5", "builtin", IM_END, CHATML, IM_END[0]).load()
+    tokenizer.chat_template = (ROOT / "configs/templates/chatml_tools.jinja").read_text()
+    return tokenizer
+
+
+def gpt_oss():
+    return ours("gpt_oss", "builtin", HARMONY_ENDS, HARMONY, "<|return|>").load()
+
+
+def glm():
+    return ours("glm4", "builtin", GLM_ENDS, GLM, GLM[-1]).load()
+
+
+TOKENIZERS = [tiny, chatml, gpt_oss, glm]
+ENDS = {"<|end_of_turn|>", *IM_END, *GLM_ENDS, *HARMONY_ENDS}
+
+
+@pytest.mark.parametrize("load", TOKENIZERS)
+def test_the_parser_reads_what_the_template_writes(load):
+    tokenizer = load()
+    parser = parser_of(tokenizer)
+    for code in CODES:
+        read = written_and_read(tokenizer, parser, [PYTHON_TOOL], [call("python", dict(code=code))])
+        assert read == [("python", dict(code=code))]
+
+
+@pytest.mark.parametrize("load", TOKENIZERS)
+def test_an_episode_has_the_ids_of_sft(load):
+    encoder = Encoder(load(), BaseArgs(prompt_format="chat"))
+    silent = {encoder.tokenizer.convert_tokens_to_ids(token) for token in ENDS}
+    for result in ("408", "error: no\nline"):
+        called = call("python", dict(code="12*34"))
+        messages = [
+            dict(role="user", content="?"),
+            dict(role="assistant", content="", tool_calls=[called]),
+            dict(role="tool", name="python", tool_call_id=called["id"], content=result),
+            dict(role="assistant", content="408"),
+        ]
+        row = dict(messages=messages, tools=[PYTHON_TOOL], _source="x:1")
+        assert_episode_equals_sft(encoder, parser_of(encoder.tokenizer), row, silent)
+
+
+HERMES = [
+    ("It is 7.", [], ""),
+    ('a<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', [Call("f", dict(x=1))], ""),
+    ('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}', [Call("f", {}), Call("g", {})], ""),
+    ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', [Call("f", 3)], ""),
+    ("<tool_call>{</tool_call>", [], "the call is not JSON: Expecting property name"),
+    ("<tool_call>[1]</tool_call>", [], "the call is not an object with"),
+    ("<tool_call>" + "[" * 100_000, [], "the call is not JSON"),
+    ('<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>\n\n7', [], ""),
+    ("<think>\n<tool_call>{", [], ""),  # an unfinished thought has neither call nor answer
+]
+
+
+@pytest.mark.parametrize(("text", "calls", "problem"), HERMES)
+def test_hermes(text, calls, problem):
+    turn = parser_of(chatml()).parse(text, [PYTHON_TOOL])
+    assert (
+        turn.calls == calls
+        and turn.problem.startswith(problem)
+        and bool(problem) == bool(turn.problem)
+    )
+
+
+def test_a_thought_may_begin_in_the_prompt():
+    parser = parser_of(chatml())
+    text = '<tool_call>{"name": "f"}</tool_call>'
+    assert not parser.parse(text, [], prompt="<|im_start|>assistant\n<think>\n").calls
+    assert parser.parse(f"hm</think>{text}", [], prompt="assistant\n<think>\n").calls
+
+
+def test_gpt_oss():
+    parser = parser_of(gpt_oss())
+    thought = "<|channel|>analysis<|message|>Use it.<|end|><|start|>assistant"
+    head = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    assert parser.parse(f'{thought}{head}{{"x": 1}}', []).calls == [Call("f", dict(x=1))]
+    assert parser.parse(f"{thought}{head}{{", []).problem.startswith("the arguments are not JSON")
+    assert not parser.parse(f"{thought}<|channel|>final<|message|>7", []).calls
+
+
+def test_vllm_swallows_a_broken_call_that_is_malformed_here():
+    parser = make_parser(chatml(), make_args(tool_parser="granite4"))  # also `<tool_call>` and JSON
+    turn = parser.parse('<tool_call>{"name": "f", </tool_call>', [PYTHON_TOOL])
+    assert turn.problem and not turn.calls
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "flags", "words"),
+    [
+        (
+            build_tokenizer,
+            {},
+            "--tools: the chat template does not read tools; set --chat_template",
+        ),
+        (chatml, dict(tool_parser="hermez"), "--tool_parser hermez: unknown; did you mean hermes"),
+        (chatml, dict(tool_parser="openai"), "--tool_parser openai: does not read the calls of "),
+        (chatml, dict(tool_parser="response_template"), "has no response_template"),
+    ],
+)
+def test_a_parser_that_does_not_fit_is_refused(tokenizer, flags, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        make_parser(tokenizer(), make_args(**flags))
+    assert "\n" not in str(caught.value)

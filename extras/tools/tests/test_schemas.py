@@ -1,0 +1,89 @@
+"""Schemas from files, and the tools of a row; wrong ones are refused in one line."""
+
+import pytest
+from field.families import CHATML, IM_END, ours
+
+from common.data.tasks import PYTHON_TOOL
+from extras.tools.schemas import tool_schemas, tool_selector
+from extras.tools.sources import name_of
+from extras.tools.tests.episodes import make_args
+
+
+def test_tools_are_public_functions_with_a_docstring_and_methods(file):
+    schemas = tool_schemas(make_args(tools=(str(file), f"{file}:Shelf", "calculator", "python")))
+    assert [name_of(schema) for schema in schemas] == ["add", "put", "calculator", "python"]
+    parameters = schemas[0]["function"]["parameters"]
+    assert parameters["required"] == ["a"] and parameters["properties"]["b"]["type"] == "integer"
+
+
+def test_the_task_has_the_schema_of_the_tool():
+    """The ids of a prompt are the same in sft.py and in grpo.py."""
+    (schema,) = tool_schemas(make_args(tools=("python",)))
+    schema["function"].pop("return")
+    assert schema == PYTHON_TOOL
+
+
+def test_a_row_selects_tools(file):
+    tokenizer = ours("qwen2_5", "builtin", IM_END, CHATML, IM_END[0]).load()
+    select = tool_selector(make_args(tools=(str(file), "calculator")), tokenizer)
+
+    def names(**row):
+        return list(map(name_of, select(dict(row, _source="rows:3"))))
+
+    assert names() == names(tools=None) == ["add", "calculator"]
+    assert names(tools=["add"]) == names(tools='["add"]') == ["add"] and names(tools=[]) == []
+    assert names(tools=[dict(type="function", function=dict(name="calculator"))]) == ["calculator"]
+    for tools, words in (
+        (["nix"], "rows:3: column tools: unknown tool nix; --tools has add, calculator"),
+        (7, "rows:3: column tools must list JSON schemas"),
+        ("[", "rows:3: column tools is not JSON"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            names(tools=tools)
+
+
+DOCUMENTED = 'def f(a):\n    """F.\n\n    Args:\n        a: one\n    """\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "words"),
+    [
+        (DOCUMENTED, ["{}"], "--tools .*my.py: f: Argument a is missing a type hint in function f"),
+        ("def f(a: int):\n    pass\n", ["{}:f"], "f: Cannot generate JSON schema for f because it"),
+        ('def f(a: int):\n    """F."""\n', ["{}"], "f: .*no description for the argument 'a'"),
+        ('async def f():\n    """F."""\n', ["{}"], "f: not a plain function"),
+        ("x = 1\n", ["{}"], "no public function with a docstring; write one"),
+        ("class A:\n    pass\n", ["{}:A"], "no public method; write one"),
+        ("1 / 0\n", ["{}"], "my.py fails to import: ZeroDivisionError"),
+        ("", ["{}.py"], "no file .*my.py.py"),
+        ("", ["{}:nix"], "my.py has no function nix"),
+        ('def calculator():\n    """C."""\n', ["{}", "calculator"], "name calculator is taken by"),
+        ("", ["calculater"], "--tools calculater: unknown; did you mean calculator?"),
+        ("", ["wikipedia"], "unknown; there are python, calculator, search:FILE.jsonl"),
+        ("", ["search"], "--tools search: it names no file; give search:FILE.jsonl"),
+        ("", ["search:nix.jsonl"], "--tools search:nix.jsonl: no file nix.jsonl"),
+    ],
+)
+def test_wrong_tools_are_refused(tmp_path, text, tools, words):
+    (tmp_path / "my.py").write_text(text)
+    args = make_args(tools=tuple(tool.format(tmp_path / "my.py") for tool in tools))
+    with pytest.raises(ValueError, match=words) as caught:
+        tool_schemas(args)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("--tools ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (dict(environment="calculator", reward=("environment",)), "--tools and --environment ex"),
+        (dict(tools=(), tool_parser="hermes"), "--tool_parser hermes has no effect without"),
+        (
+            dict(tools=(), max_turns=3),
+            "--max_turns 3 has no effect without --environment, --tools or --agent",
+        ),
+        (dict(prompt_format="plain"), "--tools needs a chat template; set --prompt_format chat"),
+    ],
+)
+def test_wrong_flags_are_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
+        make_args(**flags)

@@ -1,0 +1,227 @@
+"""Episodes with tools: turns of a script in place of sampled ones, so that every outcome of a call
+occurs; then training on them."""
+
+import json
+
+import pytest
+from field.families import CHATML, IM_END, ours
+from helpers import ROOT, assert_close_metrics, metrics, run
+from in_process import talkative
+
+from common.data.encode import Encoder
+from common.parallel.distributed import RunError
+from common.rollout.engine import Request
+from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.prompts import encode_prompts, prompt_columns
+from extras.tools.tests import episodes
+from extras.tools.tests.episodes import make_args
+
+FILE = f"""
+import os
+import time
+
+
+def score(completion, row):
+    return len(completion) % 5
+
+{episodes.FILE}
+    def sleep(self) -> None:
+        '''Sleep.'''
+        time.sleep(60)
+
+    def die(self) -> None:
+        '''Die.'''
+        os._exit(3)
+
+    def leave(self) -> None:
+        '''Raise SystemExit.'''
+        raise SystemExit
+"""
+
+
+class Script:
+    """An engine that samples the turns of a script."""
+
+    group = None
+
+    def __init__(self, tokenizer, turns: list[str]):
+        self.tokenizer = tokenizer
+        self.turns = turns
+        self.requests: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def any_rank(self, value: bool) -> bool:
+        return value
+
+    def advance(self) -> list[Request]:
+        ended = self.requests
+        self.requests = []
+        for request in ended:
+            completion = request.completion
+            completion.text = self.turns[completion.turns - 1]
+            text = completion.text + IM_END[0]
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            completion.ids += ids
+            completion.loss_mask += [True] * len(ids)
+            completion.rollout_logprobs += [0.0] * len(ids)
+            completion.versions += [0] * len(ids)
+            completion.finish_reason = "stop"
+        return ended
+
+
+def calls(*named: tuple[str, dict]) -> str:
+    texts = [json.dumps(dict(name=name, arguments=arguments)) for name, arguments in named]
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+
+
+class Play:
+    """An episode of a script's turns."""
+
+    def __init__(self, folder, turns, code=FILE, **flags):
+        (folder / "tools.py").write_text(code)
+        file = folder / "tools.py"
+        flags = dict(max_new_tokens=3000, max_turns=20, environment_timeout=60.0) | flags
+        args = make_args(tools=(str(file), f"{file}:Shelf"), pack_tokens=9000, **flags)
+        tokenizer = ours("qwen2_5", "builtin", IM_END, CHATML, IM_END[0]).load()
+        tokenizer.add_tokens(["<|absent|>"], special_tokens=True)
+        tokenizer.model_vocab_size = tokenizer.convert_tokens_to_ids("<|absent|>")
+        self.encoder = Encoder(tokenizer, args)
+        rows = [dict(prompt="1+1?", first="cup", _source="rows:1")]
+        prompts = encode_prompts(rows, prompt_columns(args, rows), self.encoder, 4000, args)
+        episodes = Episodes(Script(tokenizer, turns), args, tokenizer)
+        request = PromptRequest(0, prompts.ids[0], prompts.rows[0], 1, 1, 1.0)
+        try:
+            ((self.sample,),) = episodes.generate([request])
+        finally:
+            episodes.close()
+        self.prompt = tokenizer.decode(prompts.ids[0])
+
+    @property
+    def results(self) -> list[str]:
+        parts = self.sample.transcript.split("<tool_response>\n")[1:]
+        return [part.partition("\n</tool_response>")[0] for part in parts]
+
+
+def test_results_go_back_in_order_and_an_answer_ends_the_episode(tmp_path):
+    turns = [
+        "So." + calls(("add", dict(a=1, b=2)), ("put", dict(item="hat"))),
+        calls(("put", dict(item="x"))),
+        "It is 3.",
+    ]
+    play = Play(tmp_path, turns)
+    sample = play.sample
+    assert '"name": "add"' in play.prompt and '"name": "put"' in play.prompt
+    assert play.results == ["3", '["cup", "hat"]', '["cup", "hat", "x"]']
+    assert (sample.turns, sample.text, sample.finish_reason) == (3, "It is 3.", "stop")
+    counts = {name: count for name, count in sample.tool_counts.items() if count}
+    assert counts == dict(calls=3)
+    trained = [token for token, is_sampled in zip(sample.ids, sample.loss_mask, strict=True)
+               if is_sampled]  # fmt: skip
+    assert play.encoder.tokenizer.decode(trained) == "".join(turn + IM_END[0] for turn in turns)
+    assert len(sample.turn_rewards) == 3
+
+
+def test_whatever_goes_wrong_is_an_answer_to_the_model(tmp_path):
+    turns = [
+        calls(("nix", {}), ("add", dict(a="1", b=2)), ("leave", {})),
+        "<tool_call>{",
+        calls(("die", {}), ("put", dict(item="hat"))),
+        "It is 3.",
+    ]
+    play = Play(tmp_path, turns, max_tool_output=200)
+    unknown, wrong, left, malformed, died, put = play.results
+    assert unknown == "error: unknown tool nix; there are: add, die, leave, put, sleep"
+    assert wrong.startswith("error: argument a: ") and left.startswith("error: SystemExit")
+    assert malformed.startswith("error: the call is not JSON")
+    assert died == "error: the process died (exit 3); the tools were restarted without their state"
+    assert put == '["cup", "hat"]', "the call after a dead process runs in a new one"
+    assert play.sample.tool_counts == dict(
+        calls=6, malformed=1, unknown=1, wrong_arguments=1, raised=2, timed_out=0, cut=0
+    )
+
+
+def test_results_that_cannot_be_shown_are_an_error_for_the_model(tmp_path):
+    """Here the result is a token that the model has no embedding for; a name has no UTF-8."""
+    turns = [
+        calls(("\ud800", {}), ("add", dict(a=1, b=2))),
+        calls(("put", dict(item="<|absent|>"))),
+        "3",
+    ]
+    sample = Play(tmp_path, turns).sample
+    assert sample.finish_reason == "stop" and sample.tool_counts["malformed"] == 1
+    assert "error: the results cannot be shown" in sample.transcript
+
+
+def test_tools_that_cannot_be_loaded_end_the_run(tmp_path):
+    broken = "import sys\nif 'torch' not in sys.modules: raise RuntimeError('no index')\n" + FILE
+    with pytest.raises(RunError, match="--tools: .*cannot be loaded: RuntimeError: no index"):
+        Play(tmp_path, [calls(("put", dict(item="hat")))], broken)
+
+
+def test_a_call_has_a_deadline(tmp_path):
+    turns = [
+        calls(("put", dict(item="a"))),
+        calls(("sleep", {})),
+        calls(("put", dict(item="b"))),
+        "3",
+    ]
+    play = Play(tmp_path, turns, environment_timeout=2.0)
+    lost = "error: no answer within 2 s; the tools were restarted without their state"
+    assert play.results == ['["cup", "a"]', lost, '["cup", "b"]']
+    assert play.sample.tool_counts["timed_out"] == 1
+
+
+@pytest.mark.parametrize("flags", [dict(max_turns=2), dict(max_new_tokens=200)])
+def test_limits_truncate_an_episode(tmp_path, flags):
+    sample = Play(tmp_path, [calls(("add", dict(a=1, b=2)))] * 9, **flags).sample
+    assert sample.finish_reason == "length" and sample.turns <= 3
+    assert sample.loss_mask[-1], "the result of the last call is dropped"
+
+
+# ---- training ----
+
+
+def calling(folder, model):
+    """Return a model of which many tokens are whole calls, and most letters end a turn: an
+    untrained model then calls often, rightly and wrongly."""
+    talkative(folder, model)
+    file = folder / "tokenizer.json"
+    text = file.read_text()
+    for byte in range(128, 256):
+        function = dict(name="add" if byte % 4 else "nix", arguments=dict(a=byte, b=1))
+        written = json.dumps(f"<tool_call>{json.dumps(function)}</tool_call>")
+        text = text.replace(f'"<0x{byte:02X}>"', written)
+    file.write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "tools.py").write_text(FILE)
+    rows = [dict(prompt=f"{i}+1?", answer=str(i + 1)) for i in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (
+        "--model", calling(folder / "model", small[1]), "--dataset", folder / "rows.jsonl",
+        "--chat_template", ROOT / "configs/templates/tiny_tools.jinja", "--prompt_format", "chat",
+        "--tools", folder / "tools.py", "--reward", f"{folder / 'tools.py'}:score",
+        "--max_turns", 3, "--max_new_tokens", 200, "--max_steps", 2, "--prompts_per_step", 4,
+        "--samples_per_prompt", 4, "--lr", 1e-4, "--eval_every", 0,
+        "--max_logprob_difference", 1e-4, "--engine", "transformers", "--environment_timeout", 60,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_training_on_calls_does_not_depend_on_ranks(flags, main, tmp_path):
+    """The trainer agrees with the engine on the sampled tokens of all turns."""
+    main("grpo", *flags, "--output_dir", tmp_path / "1")
+    run(2, "grpo.py", *flags, "--pack_tokens", 600, "--output_dir", tmp_path / "2")
+    names = ("loss", "grad_norm", "reward", "completions/mean_turns", "tools/calls",
+             "tools/unknown", "num_tokens")  # fmt: skip
+    assert_close_metrics(tmp_path / "1", tmp_path / "2", names, rel=1e-5, floor=1e-2)
+    first = metrics(tmp_path / "1")[0]
+    assert (
+        first["completions/mean_turns"] > 1.2 and 0 < first["tools/unknown"] < first["tools/calls"]
+    )

@@ -1,0 +1,117 @@
+"""The tools of one episode, in a process of its own, as a target of common/rewards/processes.py."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
+
+from jsonschema.exceptions import best_match
+from jsonschema.validators import validator_for
+
+from common.rewards.worker import one_line
+from extras.tools.sources import Source, ToolError, load_source, name_of
+
+if TYPE_CHECKING:  # the processes of tools do not import it
+    from common.config.online import SamplingArgs
+
+# keys of a schema beside which further parameters may be right, or which decide about them
+OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+PROBLEMS = ("malformed", "unknown", "wrong_arguments", "raised", "timed_out", "cut")
+
+
+class Outcome(NamedTuple):
+    """Result of a call, as the model reads it."""
+
+    text: str
+    problem: str = ""
+    """one of `PROBLEMS`; empty for a result of the tool"""
+    cut: bool = False
+
+
+def settings_of(args: "SamplingArgs") -> dict:
+    """Return the flags that a toolbox and its sources read, as plain values."""
+    return dict(
+        tools=args.tools,
+        max_tool_output=args.max_tool_output,
+        environment_timeout=args.environment_timeout,
+        mcp_shared=args.mcp_shared,
+        unsafe_code_execution=args.unsafe_code_execution,
+    )
+
+
+def load_toolbox(settings: dict) -> Callable[[], "Toolbox"]:
+    """Return the function that makes the toolbox of an episode. Imports the files of `--tools` and
+    builds their indexes. `settings`: those of `settings_of`."""
+    flags = SimpleNamespace(**settings)
+    owners: dict[str, Source] = {}
+    for spec in flags.tools:
+        source = load_source(spec, flags)
+        source.prepare()
+        owners |= dict.fromkeys(source.names, source)
+    return partial(Toolbox, owners, flags.max_tool_output)
+
+
+class Toolbox:
+    """The tools of one episode: checks calls and runs them."""
+
+    def __init__(self, owners: dict[str, Source], max_output: int):
+        self.owners = owners
+        self.max_output = max_output
+        self.begun: list[Source] = []
+
+    def begin(self, row: dict) -> None:
+        """Begin the episode of a data row, whose `tools` are the schemas that the model reads."""
+        self.row = row
+        self.schemas = {name_of(tool): tool.get("function", tool) for tool in row["tools"]}
+
+    def call(self, name: str, arguments: object) -> Outcome:
+        """Return the result of one call, or an error that the model can read."""
+        schema = self.schemas.get(name)
+        if schema is None:
+            there_are = ", ".join(self.schemas) or "none"
+            return self._outcome(f"error: unknown tool {name}; there are: {there_are}", "unknown")
+        problem = wrong_arguments(schema.get("parameters") or {}, arguments)
+        if problem:
+            return self._outcome(f"error: {problem}", "wrong_arguments")
+        source = self.owners[name]
+        try:
+            if source not in self.begun:
+                source.begin(self.row)
+                self.begun.append(source)
+            value = source.call(name, arguments)
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        except TimeoutError as error:
+            return self._outcome(f"error: {error}", "timed_out")
+        except ToolError as error:
+            return self._outcome(f"error: {error}", "raised")
+        except Exception as error:  # the user's code may raise anything
+            return self._outcome(f"error: {one_line(error)}", "raised")
+        return self._outcome(text)
+
+    def close(self) -> None:
+        for source in self.begun:
+            source.end()
+
+    def _outcome(self, text: str, problem: str = "") -> Outcome:
+        """Return an outcome whose text has UTF-8 and at most `--max_tool_output` characters."""
+        text = text.encode("utf-8", "replace").decode()
+        length = len(text)
+        if length <= self.max_output:
+            return Outcome(text, problem)
+        text = f"{text[: self.max_output]}\n[the first {self.max_output} of {length} characters]"
+        return Outcome(text, problem, cut=True)
+
+
+def wrong_arguments(schema: dict, arguments: object) -> str:
+    """Return why arguments do not fit a JSON schema; empty if they do. Unlike JSON schema, a
+    parameter that the schema does not name is wrong."""
+    if not isinstance(arguments, dict):
+        return "the arguments are not an object"
+    if "properties" in schema and not schema.keys() & OPEN:
+        schema = schema | dict(additionalProperties=False)
+    error = best_match(validator_for(schema)(schema).iter_errors(arguments))
+    if error is None:
+        return ""
+    place = ".".join(map(str, error.absolute_path))
+    return f"argument {place}: {error.message}" if place else f"arguments: {error.message}"

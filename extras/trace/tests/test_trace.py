@@ -1,0 +1,190 @@
+"""Traces have the numbers of the update, and change nothing."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, assert_same_weights, metrics, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extras.trace.file import choose, read
+from extras.trace.trace import fingerprint
+
+SAMPLING = (
+    "--engine", "transformers", "--prompts_per_step", 8, "--samples_per_prompt", 4,
+    "--max_new_tokens", 12, "--minibatches", 2, "--epochs_per_rollout", 2,
+)  # fmt: skip
+SCRIPTS = {
+    "sft": (),
+    "dpo": ("--sft_weight", 0.5),
+    "kto": (),
+    "rm": (),
+    "grpo": (
+        *(*SAMPLING, "--beta", 0.1, "--entropy_coef", 0.01),
+        *("--old_logprobs", "engine", "--correction", "none"),
+    ),
+    "dapo": (*SAMPLING, "--max_draws", 0),
+    "reinforce": SAMPLING,
+    "rloo": SAMPLING,
+    "ppo": SAMPLING,
+    "online_dpo": (
+        *SAMPLING,
+        "--minibatches",
+        1,
+    ),  # a minibatch has any number of pairs, and the metric is their mean
+    "bok": SAMPLING,
+    "distill": (*SAMPLING, "--teacher", "tiny", "--on_policy_fraction", 0.5),
+    "self_distill": (*SAMPLING, "--hint", "answer", "--policy_coef", 0.5),
+}
+REWARD = "def digits(completion, row): return sum(map(str.isdigit, completion)) / 5"
+
+
+def traces(folder: Path) -> dict[int, list[dict]]:
+    """Return the lines of all traces of a run, by step."""
+    return {lines[0]["step"]: lines for lines in map(read, sorted(folder.glob("trace/*.gz")))}
+
+
+def flags(small, script: str, folder: Path, *more: object) -> tuple:
+    folder.mkdir(exist_ok=True)
+    (folder.parent / "reward.py").write_text(REWARD)
+    reward = (
+        ("--reward", f"{folder.parent / 'reward.py'}:digits")
+        if SAMPLING[0] in SCRIPTS[script]
+        else ()
+    )
+    return (
+        *small, *SCRIPTS[script], *reward, "--max_steps", 2, "--eval_every", 0, "--save_every", 100,
+        "--dtype", "float32", "--trace_every", 1, "--output_dir", folder, *more,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shares_of_all_tokens_add_up_to_the_loss(main, script, small, tmp_path):
+    """Each sample of the step is in the trace, sampled or from the data."""
+    main(script, *flags(small, script, tmp_path, "--trace_groups", 1000))
+    logged = {row["step"]: row for row in metrics(tmp_path)}
+    for step, (header, *groups) in traces(tmp_path).items():
+        updates = len(header["loss"])
+        assert sum(header["loss"]) / updates == pytest.approx(
+            logged[step]["loss"], rel=1e-5, abs=1e-7
+        )
+        traced = [0.0] * updates
+        for update in (
+            update for group in groups for c in group["completions"] for update in c["updates"]
+        ):
+            traced[update["update"]] += sum(update.get("share", [])) + update.get("row", {}).get(
+                "share", 0.0
+            )
+        assert traced == pytest.approx(header["traced"], rel=1e-5, abs=1e-6)
+        assert traced == pytest.approx(header["loss"], rel=1e-5, abs=1e-6) and any(traced)
+        assert sorted(group["group"] for group in groups) == [*range(len(groups))]
+    assert sorted(traces(tmp_path)) == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["dpo", "ppo"])
+def test_trace_changes_no_weight(main, script, small, tmp_path):
+    for name, every in (("with", 1), ("without", 0)):
+        main(script, *flags(small, script, tmp_path / name, "--trace_every", every))
+    assert_same_weights(tmp_path / "with", tmp_path / "without")
+    assert not (tmp_path / "without" / "trace").exists()
+
+
+LARGE_STEPS = ("--lr", 3e-3, "--warmup_steps", 0)  # after which ratios are clipped
+
+
+@pytest.mark.slow
+def test_streams_of_a_token_fit_together(main, small, tmp_path):
+    """Without KL and entropy the derivative by a log-prob is the share itself, and 0 where the
+    ratio is clipped."""
+    main("grpo", *flags(small, "reinforce", tmp_path, *LARGE_STEPS))
+    seen = set()
+    for _, *groups in traces(tmp_path).values():
+        for completion in (c for group in groups for c in group["completions"]):
+            ids, start = completion["ids"], completion["start"]
+            assert (
+                len(completion["tokens"]) == len(ids)
+                and len(completion["mask"]) == len(ids) - start
+            )
+            old = completion["fixed"]["old_logprobs"]
+            for update in completion["updates"]:
+                new, of_token = (
+                    update["logprobs"],
+                    zip(*(update[name] for name in NAMES), old, strict=True),
+                )
+                assert len(new) == len(ids) - start
+                for new, ratio, is_clipped, share, gradient, old_logprob in of_token:
+                    assert ratio == pytest.approx(
+                        torch.tensor(new - old_logprob).exp().item(), rel=1e-4
+                    )
+                    assert gradient == pytest.approx(
+                        0.0 if is_clipped else share, rel=1e-4, abs=1e-7
+                    )
+                    seen.add((is_clipped, completion["advantage"] > 0))
+    assert len(seen) >= 3
+
+
+NAMES = ("logprobs", "ratio", "clip_ratio/region_mean", "share", "logprobs_gradient")
+
+
+@pytest.mark.slow
+def test_two_ranks_trace_what_one_rank_traces(main, small, tmp_path):
+    """The first step: the weights of later ones differ by rounding, and so do the samples."""
+    main("grpo", *flags(small, "reinforce", tmp_path / "one", *LARGE_STEPS))
+    run(2, ROOT / "grpo.py", *flags(small, "reinforce", tmp_path / "two", *LARGE_STEPS))
+    (one, *groups), (two, *other_groups) = (traces(tmp_path / ranks)[1] for ranks in ("one", "two"))
+    assert len(one["weights"]) == 1 and len(two["weights"]) == 2
+    for key in ("loss", "traced"):
+        assert one[key] == pytest.approx(two[key], rel=1e-4, abs=1e-6)
+    for group, other in zip(groups, other_groups, strict=True):
+        assert [group[key] for key in ("group", "chosen", "prompt")] == [
+            other[key] for key in ("group", "chosen", "prompt")
+        ]
+        for x, y in zip(group["completions"], other["completions"], strict=True):
+            assert x["ids"] == y["ids"] and x["reward"] == y["reward"]
+            for u, v in zip(x["updates"], y["updates"], strict=True):
+                assert u["share"] == pytest.approx(v["share"], rel=1e-3, abs=1e-6)
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), st.tuples(st.floats(-3, 3), st.floats(0, 3)), min_size=1),
+    st.integers(1, 9),
+)
+def test_chosen_groups_have_reasons_and_are_as_many_as_asked(values, count):
+    chosen = choose(values, count)
+    assert len(chosen) == min(count, len(values))
+    given = sorted(values)[::3]
+    both = choose(values, count, given)
+    assert len(both) == min(count + len(given), len(values)) and all(
+        "given" in both[i] for i in given
+    )
+    assert "first" in chosen[min(values)]
+    for reason, i in ((reason, i) for i, reasons in chosen.items() for reason in reasons):
+        worse = dict(best=0, disputed=1).get(reason)
+        assert worse is None or values[i][worse] == max(value[worse] for value in values.values())
+
+
+def test_unknown_position_is_refused():
+    with pytest.raises(ValueError, match="^--trace_positions 7: this step has groups 0 to 3$"):
+        choose(dict.fromkeys(range(4), (0.0, 0.0)), 4, [2, 7])
+
+
+def test_fingerprint_shows_any_changed_weight():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    seen = {fingerprint(model)}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.view(-1)[0] += 1e-6
+            seen.add(fingerprint(model))
+        model[0].weight.data, model[1].weight.data = model[1].weight.data, model[0].weight.data
+    assert len(seen | {fingerprint(model)}) == 6
+
+
+def test_trace_of_another_schema_is_refused(tmp_path):
+    with gzip.open(tmp_path / "step.jsonl.gz", "wt") as file:
+        file.write('{"schema": 0}\n')
+    with pytest.raises(ValueError, match="schema 0, expected 1"):
+        read(tmp_path / "step.jsonl.gz")

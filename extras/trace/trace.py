@@ -1,0 +1,341 @@
+"""Trace of a step: the numbers of its update, token by token, in `trace/step_<n>.jsonl.gz`
+(docs/trace.md).
+
+A trace computes nothing that the step does not compute: models hand over their outputs
+(`PackedModel.watch`), and the meter hands over the values that the script logs. Tensors stay on the
+device until the end of the step.
+
+Shapes: T tokens and N samples of a micro-batch. A group has the completions of a prompt, a pair, or
+one row of data."""
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from common.config.groups import TrainArgs, flags_of
+from common.data.packing import PackedBatch
+from common.data.sample import Completion, Group, Sample
+from common.metrics.logger import asked
+from common.model.comparison import Comparison
+from common.model.logprobs import TokenStats
+from common.model.policy import PackedModel
+from common.parallel import distributed
+from common.train.optim import local
+from extras.trace.file import SCHEMA, all_rounded, choose, rounded, write
+
+# Streams of a micro-batch that all updates of a step read.
+FIXED = (
+    "rollout_logprobs", "versions", "weights", "old_logprobs", "old_entropy", "ref_logprobs",
+    "advantages", "importance", "values", "returns",
+)  # fmt: skip
+
+
+@dataclass
+class Forward:
+    """A forward with a graph, its backward, and the values that the script logs between it and the
+    next forward."""
+
+    update: int  # number of earlier optimizer steps in this step
+    mb: PackedBatch
+    outputs: dict[str, Tensor]  # [T], with gradients after the backward
+    tokens: dict[str, Tensor] = field(default_factory=dict)  # [T]
+    rows: dict[str, Tensor] = field(default_factory=dict)  # [N], or [N / 2] for pairs
+
+    @property
+    def samples_per_row(self) -> int:
+        lengths = [len(x_N) for x_N in self.rows.values() if len(x_N)]
+        return max((self.mb.num_samples // length for length in lengths), default=1)
+
+    def share(self, n: int | None = None) -> float:
+        """Return what sample n adds to the loss, or all samples. The share of a pair counts for its
+        first sample."""
+        total = 0.0
+        if "share" in self.tokens:
+            token_slice = slice(None) if n is None else slice(*self.mb.offsets[n : n + 2])
+            total += self.tokens["share"][token_slice].double().sum().item()
+        if "share" in self.rows:
+            G = self.samples_per_row
+            row_slice = slice(None) if n is None else slice(n // G, n // G + (n % G == 0))
+            total += self.rows["share"][row_slice].double().sum().item()
+        return total
+
+
+# Place of a sample: number of the forward in this step, and index among the samples of all ranks.
+Place = tuple[int, int]
+
+
+class Share(NamedTuple):
+    """Share of a sample in the loss of a forward."""
+
+    update: int
+    loss: float
+    samples_per_row: int
+
+
+@dataclass
+class Traced:
+    """A sample of the step that this rank gave to the packer."""
+
+    sample: Sample
+    known: dict[str, float]  # reward, its parts, advantage
+    shares: dict[Place, Share]
+
+    @property
+    def start(self) -> int:
+        """Index of the first trained token."""
+        mask = self.sample.loss_mask
+        return next((i for i, trained in enumerate(mask) if trained and i), len(mask))
+
+
+class Trace:
+    """Trace of the steps that `--trace_every` selects; nothing in other steps."""
+
+    def __init__(
+        self, args: TrainArgs, models: Sequence[PackedModel], optimizer: Optimizer, tokenizer
+    ):
+        self.args = args
+        self.models = models
+        self.tokenizer = tokenizer
+        self.script = Path(sys.modules[type(args).__module__].__file__).stem
+        self.on = False
+        self.updates = 0
+        self.forwards: list[Forward] = []
+        self.sampled: dict[
+            int, list[tuple[Completion, dict[str, float]]]
+        ] = {}  # by position in the step
+        optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_) -> None:
+        self.updates += 1
+
+    def begin(self, step: int, last: bool) -> None:
+        """Begin step number `step`, counted from 1; `last`: of the run."""
+        every = self.args.trace_every
+        self.on = every > 0 and (step % every == 0 or step == 1 or last)
+        self.updates = 0
+        self.forwards = []
+        self.sampled = {}
+        for model in self.models:
+            model.watch = self._see if self.on else None
+
+    def _see(self, mb: PackedBatch, output: TokenStats | Comparison | Tensor) -> None:
+        if isinstance(output, Tensor):  # of a value or reward model
+            outputs = dict(value=output)
+        else:
+            outputs = dict(logprobs=output.logprobs_T, entropy=output.entropy_T)
+        if isinstance(output, Comparison):
+            outputs |= dict(
+                divergence=output.divergence_T, teacher_logprobs=output.teacher_logprobs_T
+            )
+        for x_T in outputs.values():
+            if x_T.requires_grad:
+                x_T.retain_grad()
+        self.forwards.append(Forward(self.updates, mb, outputs))
+
+    def keep(
+        self, mb: PackedBatch, values_T: dict[str, Tensor], values_N: dict[str, Tensor]
+    ) -> None:
+        """Keep values of the tokens of a micro-batch, and of its samples or pairs."""
+        if self.on:
+            forward = next(
+                (forward for forward in reversed(self.forwards) if forward.mb is mb), None
+            )
+            if forward is None:  # a script that changes its micro-batch after the forward
+                self.forwards.append(forward := Forward(self.updates, mb, {}))
+            forward.tokens |= {name: x_T.detach() for name, x_T in values_T.items()}
+            forward.rows |= {name: x_N.detach() for name, x_N in values_N.items()}
+
+    def add_groups(
+        self, groups: list[Group], positions: Sequence[int], columns_PG: dict[str, Tensor]
+    ) -> None:
+        """Keep this rank's groups with their positions in the step, and named numbers of each
+        completion."""
+        if not self.on:
+            return
+        columns = {name: x_PG.tolist() for name, x_PG in columns_PG.items()}
+        for p, (position, group) in enumerate(zip(positions, groups, strict=True)):
+            known = [
+                {name: rows[p][g] for name, rows in columns.items()} for g in range(len(group))
+            ]
+            self.sampled[position] = list(zip(group, known, strict=True))
+
+    def end(self, step: int) -> None:
+        """Write the trace of a step. Collective."""
+        shares = distributed.gather_dict(self._shares())
+        groups = self._sampled_groups(shares)
+        rows = self._rows_of_data(shares)
+        by_reward = not distributed.all_sum(len(rows))
+        groups |= rows
+        values = distributed.gather_dict(
+            {i: _value(group, by_reward) for i, group in groups.items()}
+        )
+        chosen = choose(values, self.args.trace_groups, self.args.trace_positions)
+        traced = list(chain.from_iterable(groups.get(i, []) for i in chosen))
+        numbers = self._numbers(traced)
+        lines = {i: self._line(i, chosen[i], groups[i], numbers) for i in chosen if i in groups}
+        lines = distributed.gather_dict(lines)
+        weights = distributed.gather_objects([fingerprint(model) for model in self.models])
+        packs = {(forward.update, id(forward.mb)): forward.mb for forward in self.forwards}
+        trained = {key: mb.sequence_sums(mb.loss_mask_T) > 0 for key, mb in packs.items()}
+        shares_of_chosen = list(chain.from_iterable(sample.shares.values() for sample in traced))
+        header = dict(
+            schema=SCHEMA,
+            script=self.script,
+            step=step,
+            loss=self._by_update((forward.update, forward.share()) for forward in self.forwards),
+            traced=self._by_update((share.update, share.loss) for share in shares_of_chosen),
+            tokens=self._by_update((u, int(mb.loss_mask_T.sum())) for (u, _), mb in packs.items()),
+            sequences=self._by_update((u, int(any_N.sum())) for (u, _), any_N in trained.items()),
+            weights=weights,
+            flags=flags_of(self.args),
+        )
+        if distributed.is_main():
+            path = Path(self.args.output_dir, "trace", f"step_{step:06}.jsonl.gz")
+            write(path, [header, *(lines[i] for i in chosen)])
+        self.forwards = []
+        self.sampled = {}
+
+    def _by_update(self, numbers: Iterable[tuple[int, float]]) -> list[float]:
+        """Add up numbers of all ranks, given with their updates: one sum for each update.
+        Collective."""
+        sums = [0.0] * (1 + max((forward.update for forward in self.forwards), default=0))
+        for update, number in numbers:
+            sums[update] += number
+        return distributed.all_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+
+    # ---- samples: text and rewards are on the rank that gave them to the packer, numbers of the
+    # update on the rank that trained on them
+
+    def _shares(self) -> dict[Place, Share]:
+        """Return the shares of the samples that this rank trained on."""
+        shares = {}
+        for k, forward in enumerate(self.forwards):
+            for n, index in enumerate(forward.mb.index_N.tolist()):
+                share = Share(forward.update, forward.share(n), forward.samples_per_row)
+                shares[k, index] = share
+        return shares
+
+    def _sampled_groups(self, shares: dict[Place, Share]) -> dict[int, list[Traced]]:
+        """Return this rank's groups of completions, by position. A packed sample may be a copy with
+        another mask, but its list of ids is that of the completion."""
+        shares_of_ids = defaultdict(dict)
+        for k, forward in enumerate(self.forwards):
+            for index, sample in forward.mb.sent.items():
+                if (k, index) in shares:
+                    shares_of_ids[id(sample.ids)][k, index] = shares[k, index]
+        return {
+            position: [Traced(s, known, shares_of_ids[id(s.ids)]) for s, known in group]
+            for position, group in self.sampled.items()
+        }
+
+    def _rows_of_data(self, shares: dict[Place, Share]) -> dict[int, list[Traced]]:
+        """Return this rank's rows of data or pairs, by position in the batch, after the sampled
+        groups. Collective."""
+        groups: dict[int, dict[int, Traced]] = defaultdict(dict)
+        first = int(distributed.all_sum(len(self.sampled)))
+        sampled = {id(sample.ids) for group in self.sampled.values() for sample, _ in group}
+        for k, forward in enumerate(self.forwards):
+            for index, sample in forward.mb.sent.items():
+                share = shares.get((k, index))
+                if share is None or id(sample.ids) in sampled:
+                    continue
+                i, g = divmod(index, share.samples_per_row)
+                traced = groups[first + i].setdefault(g, Traced(sample, {}, {}))
+                traced.shares[k, index] = share
+        return {position: [group[g] for g in sorted(group)] for position, group in groups.items()}
+
+    def _numbers(self, traced: list[Traced]) -> dict[Place, dict]:
+        """Return the numbers of the update for the samples that all ranks trace, by place.
+        Collective."""
+        wanted = {}
+        for sample in traced:
+            wanted |= dict.fromkeys(sample.shares, (sample.start, [*sample.sample.streams]))
+        wanted = distributed.gather_dict(wanted)
+        numbers = {}
+        for k, forward in enumerate(self.forwards):
+            for n, index in enumerate(forward.mb.index_N.tolist()):
+                if (k, index) in wanted:
+                    numbers[k, index] = _numbers_of(forward, n, *wanted[k, index])
+        return distributed.gather_dict(numbers)
+
+    def _line(
+        self, position: int, chosen: list[str], group: list[Traced], numbers: dict[Place, dict]
+    ) -> dict:
+        first = group[0].sample
+        text = asked(first.row) or first.decoded(self.tokenizer, first.prompt_ids)
+        completions = [self._completion(traced, numbers) for traced in group]
+        return dict(group=position, chosen=chosen, prompt=text, completions=completions)
+
+    def _completion(self, traced: Traced, numbers: dict[Place, dict]) -> dict:
+        """Return all that is known of a sample. Lists of tokens begin with the first trained
+        one."""
+        sample = traced.sample
+        known = {name: rounded(x) for name, x in traced.known.items()}
+        if isinstance(sample, Completion):
+            known |= dict(finish_reason=sample.finish_reason, version=sample.version)
+        if sample.images:
+            known["images"] = [image._asdict() for image in sample.images]
+        fixed = {}
+        updates = defaultdict(dict)
+        for place, share in traced.shares.items():
+            fixed |= numbers[place]["fixed"]
+            updates[share.update] |= numbers[place]["update"]
+        return known | dict(
+            start=traced.start,
+            ids=sample.ids,
+            tokens=[self.tokenizer.decode([i]) for i in sample.ids],
+            mask=[int(trained) for trained in sample.loss_mask[traced.start :]],
+            fixed=fixed,
+            updates=[dict(update=u) | updates[u] for u in sorted(updates)],
+        )
+
+
+def _numbers_of(forward: Forward, n: int, start: int, streams: list[str]) -> dict[str, dict]:
+    """Return the streams that all updates read, and those of this forward and its backward, of
+    sample n from its id `start` on. `streams`: names of the script's own."""
+    mb = forward.mb
+    # Streams are aligned with ids[1:].
+    token_slice = slice(mb.offsets[n] + start - 1, mb.offsets[n + 1])
+    fixed_T = {name: getattr(mb, f"{name}_T") for name in (*FIXED, *streams)}
+    tokens_T = forward.outputs | forward.tokens
+    for name, x_T in forward.outputs.items():
+        if x_T.retains_grad and x_T.grad is not None:
+            # The scripts multiply by the number of ranks.
+            tokens_T[f"{name}_gradient"] = x_T.grad / distributed.world_size()
+    update = {name: all_rounded(x_T[token_slice]) for name, x_T in tokens_T.items()}
+    row, index_in_row = divmod(n, forward.samples_per_row)
+    if forward.rows and not index_in_row:  # values of a pair stand with its first sample
+        update["row"] = {name: rounded(x_N[row].item()) for name, x_N in forward.rows.items()}
+    fixed = {
+        name: all_rounded(x_T[token_slice]) for name, x_T in fixed_T.items() if x_T is not None
+    }
+    return dict(fixed=fixed, update=update)
+
+
+def _value(group: list[Traced], by_reward: bool) -> tuple[float, float]:
+    """Return the mean and the spread of the rewards of a group, or minus its loss, and its loss."""
+    if by_reward:
+        rewards = [0.0 if math.isnan(r := traced.known["reward"]) else r for traced in group]
+        return fmean(rewards), pstdev(rewards)
+    loss = math.fsum(share.loss for share in chain.from_iterable(t.shares.values() for t in group))
+    return -loss, loss
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> str:
+    """Return a hash of the trained weights on this rank, as 16 hexadecimal digits."""
+    combined = 0
+    for i, shard in enumerate(local(p) for p in model.parameters() if p.requires_grad):
+        number = torch.hash_tensor(shard).view(torch.int64).item() if shard.numel() else 0
+        combined ^= ((number + i) * 0x9E3779B97F4A7C15) % 2**64
+    return f"{combined:016x}"

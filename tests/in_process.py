@@ -1,0 +1,104 @@
+"""One rank in the test process, runs of scripts in it, and models and data for short runs."""
+
+import importlib
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import settings
+from transformers import AutoModelForCausalLM
+
+from common.config.online import OnlineArgs
+from common.config.parse import parse
+from common.data.tasks import arithmetic_rows
+from common.metrics.logger import RunLogger
+from common.model.tiny import tiny_model
+from common.parallel import distributed, signals
+
+NEW_TOKENS = 24
+settings.register_profile(
+    "no deadline", deadline=None
+)  # the first example may compile a template or load a file
+settings.load_profile("no deadline")
+
+
+Args = OnlineArgs  # flags of a script that samples and trains
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with many slow tests first: at the end the workers have short ones to share."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests were skipped, by reason."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[torch.device]:
+    """Device of a process group of one rank, which scripts that tests start do not inherit. Ctrl-C
+    stops pytest."""
+    handlers = mock.patch.multiple(
+        signals, install_signal_handlers=mock.DEFAULT, default_signals=mock.DEFAULT
+    )
+    with mock.patch.dict("os.environ"), mock.patch.object(sys, "excepthook"), handlers:
+        device, _, _ = distributed.setup(0)
+    yield device
+    distributed.cleanup()
+
+
+@pytest.fixture
+def main(device, monkeypatch) -> Callable[..., None]:
+    """`main("sft", *flags)` runs a script in this process."""
+    monkeypatch.setattr(distributed, "setup", lambda *_, **__: (device, 0, 1))
+    monkeypatch.setattr(distributed, "cleanup", lambda: None)
+    monkeypatch.setattr(RunLogger, "draw_curves", lambda _: None)  # see preload.py
+
+    def run_main(script: str, *flags: object) -> None:
+        module = importlib.import_module(script)
+        module.main(parse(module.Args, [str(flag) for flag in flags]))
+
+    return run_main
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory) -> Path:
+    """File with the first rows of the built-in task: encoding all of them takes a second on each
+    rank."""
+    path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:400]))
+    return path
+
+
+@pytest.fixture(scope="session")
+def small(sums, tmp_path_factory) -> tuple[str | Path, ...]:
+    """Flags of a short run: the tiny model with one of its four layers, and `sums`."""
+    folder = shutil.copytree(tiny_model(), tmp_path_factory.mktemp("small") / "model")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, num_hidden_layers=1, layer_types=["full_attention"]
+    )
+    model.save_pretrained(folder)
+    return "--model", folder, "--dataset", sums
+
+
+def talkative(folder: Path, model: str | Path | None = None) -> Path:
+    """Copy a model to `folder` such that most letters end a completion, so that untrained
+    completions are short."""
+    shutil.copytree(model or tiny_model(), folder)
+    path = folder / "generation_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(config | dict(eos_token_id=[*config["eos_token_id"], *range(10, 60)]))
+    )
+    return folder
