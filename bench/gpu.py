@@ -24,6 +24,7 @@ metric `speed/tflops`. Every part runs in its own process: two warm-up rounds, t
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,6 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from bench.completions import complete
-from bench.logprobs import peak, reset_peak
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs, SamplingArgs
 from common.data.packing import PackedBatch, pack
@@ -87,6 +87,22 @@ class Args(OnlineArgs, SamplingArgs, TrainArgs):
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def reset_peak(device: str) -> int:
+    """Reset the peak and return the bytes in use."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
+    return peak(device)
+
+
+def peak(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024
 
 
 def seconds(

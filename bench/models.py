@@ -1,6 +1,6 @@
 """Check each supported architecture with a tiny random checkpoint, and write docs/models.md.
 
-    OMP_NUM_THREADS=1 python bench/models.py    # on CPU; --only NAME ... prints rows and no page
+    OMP_NUM_THREADS=1 python bench/models.py    # on CPU; --only NAME ... only prints rows
 
 The tensors of a checkpoint have the names of the hub and random values everywhere (norms and biases
 too). Sequences are longer than the sliding window, if there is one. Per architecture:
@@ -17,6 +17,7 @@ too). Sequences are longer than the sliding window, if there is one. Per archite
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -199,86 +200,6 @@ EXAMPLES = dict(
 )  # fmt: skip
 
 
-PAGE = """\
-# Supported models
-
-`--model` accepts an architecture (`model_type` in config.json) that keeps its blocks in `layers`
-and uses transformers' attention interface. The table was measured on a CPU in float32, with tiny
-random checkpoints whose tensors have the names of the hub, in several files. `python
-bench/models.py` writes this page, and `tests/test_coverage.py` checks it.
-
-| column | largest difference between |
-| --- | --- |
-| packed | log-probs in a pack and transformers' attention on padded, masked rows, in nats |
-| gradient | the same for the gradient of all log-probs, over the largest gradient |
-| vLLM | vLLM's log-probs of its samples (temperature 0.7, weights changed 3 times) and ours |
-| export | logits of `hf/`, opened with the checkpoint's class, and those of the checkpoint |
-
-| architecture | for example | packed | gradient | vLLM | export |
-| --- | --- | --- | --- | --- | --- |
-{rows}
-
-The checkpoints use all special features of their architecture: sliding windows shorter than the
-sequences, norms of queries and keys, rotary embeddings on a part of a head or of two kinds,
-multipliers, capped or scaled logits, a bias in the head, fused projections, tied heads, layers that
-share keys (Gemma 4), attention sinks.
-
-Any other architecture is checked when it is loaded, on 12 tokens. A sequence must have the same
-log-probs in a pack and alone, and they must match the model's own logits. Otherwise the run ends
-with one line. The check is too short to cover a sliding window.
-
-## They learn
-
-`python bench/families.py`: from random weights, with 1M to 2M in the language model, on the data of
-`make demo`; one seed, beside other runs. Held-out rows solved:
-
-| | after 320 steps of sft.py | after 80 steps of grpo.py |
-| --- | --- | --- |
-| Qwen3.5 (images and text, gated delta nets) | 0.40 | 1.00 |
-| Gemma 3 (images and text) | 0.41 | 0.88 |
-| Pythia | 0.11 | 0.27 |
-
-![held-out rows solved](families.png)
-
-## Images and text
-
-The language model of a checkpoint of images and text is built and trained alone. All other weights
-(towers, projectors, heads for several tokens) are passengers: they are never in the memory of the
-trainer or the engine, and `hf/` has them unchanged. So `hf/` opens with the class of the base. The
-copy is made at the end of a run and when a checkpoint is converted, from the folder of `--model`,
-which must still be there. vLLM runs the class of the language model, with the trainer's weights. A
-reward or value model from such a folder is exported as a model of text. Rows with images are
-refused.
-
-## What costs more
-
-- **Gated delta nets** (Qwen3.5, Qwen3-Next). Convolution and recurrence begin anew at every
-  sequence of a pack. Without `flash-linear-attention` and `causal-conv1d` (`pip install
-  onefile[delta]`) they run in transformers' torch code. It pads each sequence to a multiple of 64
-  tokens and keeps about 35 numbers per token, head and unit of its width for the backward: use
-  `--activation_checkpointing true`. The memory plan counts tokens without this padding: for
-  sequences of 8 tokens it predicts a third. Prefixes are not shared, and
-  `--context_ranks` is refused. On a CPU vLLM computes them in bfloat16 only, so `--engine auto`
-  samples with transformers there. The column vLLM was measured with torch code in place of its CPU
-  kernel (bench/delta_vllm.py). On Hopper GPUs flash-linear-attention needs Triton 3.7.1 or later
-  for training; its kernels have not run here ([gpu.md](gpu.md#runs-so-far)).
-- **Soft-capped attention** (Gemma 2) and **sinks** (gpt-oss) have no kernel here. The scores of a
-  sequence are stored in full, on CUDA too, so memory grows with the square of the longest sequence.
-- **gpt-oss** in MXFP4 is read as bfloat16 and exported so. vLLM's reload skips its experts and
-  sinks; they are copied into its model (rollout/gpt_oss_weights.py), which needs a second copy of
-  the experts during the sync, and `--tensor_parallel_size 1`. This has run on a CPU only.
-- **Cohere 2** (Command R7B): vLLM's window is one token longer than transformers', so log-probs
-  differ beyond the window.
-
-## Refused
-
-- `dynamic` and `longrope` rotary embeddings: they depend on the longest sequence of a batch.
-- State-space layers and other convolutions (Mamba, LFM2), which mix the sequences of a pack.
-- DeepSeek V3 and other mixtures of experts without a row in the table (docs/moe.md).
-- Quantized weights, except MXFP4.
-"""
-
-
 @dataclass
 class Args(SamplingArgs, TrainArgs):
     """Flags of a policy and of an engine."""
@@ -454,7 +375,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="+", choices=ARCHITECTURES, help="print only these rows; write no page"
+        "--only", nargs="+", choices=ARCHITECTURES, help="print only these rows; write no table"
     )
     parser.add_argument("--vllm", choices=ARCHITECTURES, help=argparse.SUPPRESS)
     flags = parser.parse_args()
@@ -478,7 +399,8 @@ def main() -> None:
             )
             print(lines[-1], flush=True)
     if not flags.only:
-        TABLE.write_text(PAGE.format(rows="\n".join(lines)))
+        page, table = TABLE.read_text(), "".join(f"{line}\n" for line in lines)
+        TABLE.write_text(re.sub(r"(^\| `.*\n)+", lambda _: table, page, count=1, flags=re.M))
 
 
 if __name__ == "__main__":

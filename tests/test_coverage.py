@@ -9,7 +9,7 @@ from helpers import ROOT, run
 from transformers import GPTJConfig
 
 import common.model.policy
-from bench.models import ARCHITECTURES, ARGS, PAGE, TABLE, checkpoint, measure, row
+from bench.models import ARCHITECTURES, ARGS, TABLE, checkpoint, measure, row
 from common.model.head import Logits
 from common.model.logprobs import token_logprobs
 from common.model.policy import load_policy
@@ -43,10 +43,9 @@ def test_architecture_matches_its_row(model_type, tmp_path, device):
         )
 
 
-def test_page_equals_the_output_of_the_bench():
+def test_page_has_a_row_for_every_architecture():
     lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     assert [line.split("`")[1] for line in lines] == [*ARCHITECTURES]
-    assert TABLE.read_text() == PAGE.format(rows="\n".join(lines))
 
 
 @pytest.mark.parametrize("left_out", ["scale", "softcap", "bias_V"])

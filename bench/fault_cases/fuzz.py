@@ -13,11 +13,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 from helpers import Ranks
 
-from bench.fault_cases.case import HERE, Case, Setting, illegible, inputs, outcome, reference, work
+from bench.fault_cases.case import Case, Setting, illegible, inputs, outcome, reference, work
 from bench.fault_cases.disk import interrupted
 from common.data import durable
 
@@ -59,14 +58,6 @@ def starting(setting: Setting, flag: str, source: Callable[[], Path]) -> Scenari
     )
 
 
-def tokenised(place: Path) -> subprocess.CompletedProcess:
-    """Run sft.py with all data tokenised on disk."""
-    shutil.rmtree(place / "run", ignore_errors=True)
-    with mock.patch.dict(os.environ, HF_DATASETS_CACHE=str(place / "cache")):
-        with Ranks(1, HERE / "tokenise_all.py", *SFT.line(place / "run")) as started:
-            return started.end()
-
-
 def evaluate(place: Path) -> subprocess.CompletedProcess:
     flags = (
         f"--model {inputs()}/model --dataset {inputs()}/rows.jsonl --output_dir {place}/run "
@@ -92,9 +83,6 @@ SCENARIOS = dict(
     model=starting(SFT, "model", lambda: reference(SFT) / "hf"),
     checkpoint=starting(SFT, "model", lambda: reference(SFT) / "checkpoints" / "step_000006"),
     adapter=starting(LORA, "adapter", lambda: reference(LORA) / "adapter"),
-    tokens=Scenario(
-        ("cache/onefile_tokens/*/*",), tokenised, tokenised, lambda place: outcome(place / "run")
-    ),
     completions=Scenario(
         ("run/completions.jsonl", "run/args.yaml"),
         half_evaluated,

@@ -4,9 +4,7 @@ import contextlib
 import os
 import random
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -199,7 +197,6 @@ def jumps(folder: Path, calls: int, jump: int) -> str | None:
 
 def soak() -> Iterator[Case]:
     yield Case("soak", "1000 steps", thousand_steps)
-    yield Case("soak", "20 launches", twenty_launches)
 
 
 def thousand_steps(folder: Path) -> str | None:
@@ -237,27 +234,3 @@ def used(pid: int) -> dict[str, int]:
         descriptors=len(os.listdir(f"/proc/{pid}/fd")),
         temporary=len(os.listdir("/tmp")) + len(os.listdir("/dev/shm")),
     )
-
-
-def twenty_launches(folder: Path) -> str | None:
-    """Nothing is left of finished, killed and failed launches."""
-
-    def there() -> set[str]:
-        return {f"{place}/{name}" for place in ("/tmp", "/dev/shm") for name in os.listdir(place)}
-
-    setting = Setting("grpo", steps=2, save_every=1)
-    reference(setting)
-    before = there()
-    for i in range(20):
-        run = folder / f"run{i}"
-        with Ranks(1, *setting.line(run)) as started:
-            if i % 4 == 3:
-                time.sleep(seconds(setting) / 2)
-                kill(started.pids[0])
-            started.end()
-        shutil.rmtree(run, ignore_errors=True)
-    left = subprocess.run(
-        ["pgrep", "-f", str(folder)], capture_output=True, text=True
-    ).stdout.split()
-    names = sorted(there() - before)
-    return f"processes {left}, files {names}" if left or names else None

@@ -1,7 +1,7 @@
 """Placement: which rank trains on which samples.
 
 FSDP makes every micro-batch wait for its slowest rank. Therefore all samples of a step are divided
-among the ranks by their cost, whichever rank read or sampled them (`bench/balance.py`). A context
+among the ranks by their cost, whichever rank read or sampled them. A context
 group (context.py) counts as one rank.
 
 A key (owner, i) names group i of the rank `owner`, or a part of a group."""

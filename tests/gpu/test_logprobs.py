@@ -65,8 +65,8 @@ def test_token_logprobs_equal_float64(device, dtype, temperature):
 @gpu(1)
 def test_peak_memory_is_a_fraction_of_the_logits():
     """The logits, log-probs and gradient of a whole pack take 15 GB at 8,192 tokens with Qwen3's
-    vocabulary; forward and backward need less than half of that. CPU twin: bench/logprobs.py.
-    Speed: bench/gpu.py."""
+    vocabulary; forward and backward need less than half of that. Speed:
+    bench/gpu.py."""
     T, D, V = (600, 64, 20_000) if ON_CPU else (8192, 2048, 151_936)
     hidden_TD, head_VD, targets_T, _ = inputs("cpu" if ON_CPU else "cuda", torch.bfloat16, T, D, V)
     if not ON_CPU:
