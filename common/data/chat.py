@@ -15,7 +15,13 @@ from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from common.config.specs import pairs_of
-from common.data.messages import THOUGHT_KEYS, in_one_part, opened_thought, with_thought
+from common.data.messages import (
+    THOUGHT_KEYS,
+    in_one_part,
+    in_parts,
+    opened_thought,
+    with_thought,
+)
 from common.parallel import distributed
 
 # texts of a probe turn: templates may trim a turn or depend on earlier ones
@@ -99,8 +105,6 @@ class ChatTemplate:
             raise ValueError(f"{label}: column tools: the chat template does not read it; {advice}")
         messages = [self._as_read(message) for message in messages]
         if row.get("images"):
-            from extras.images.image_files import in_parts
-
             messages = [in_parts(message) for message in messages]
             label = f"{label} has images"
         return rendered(

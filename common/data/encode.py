@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
+from common.config.extra import extra
 from common.config.groups import BaseArgs
 from common.data.chat import ASKED, SAID, ChatTemplate
 from common.data.messages import has_images, messages_field, text_field
@@ -288,13 +289,11 @@ class Encoder:
                 raise ValueError(f"{row['_source']}: column {name}: {advice}")
         if has_images(row, columns):
             if self.images is None:
-                from extras.images.encoder import ImageEncoder
-
+                with extra("images", f"{row['_source']}: a row with images"):
+                    from extras.images.encoder import ImageEncoder
                 self.images = ImageEncoder(self.tokenizer, self.args, row["_source"])
             if "_images" not in row:
-                from extras.images.image_files import take_images
-
-                take_images(row, columns)
+                self.images.take(row, columns)
         row.pop("_folder", None)
 
 

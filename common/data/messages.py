@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+IMAGE = "\ufffc"  # object replacement character: where an image stands in a text
+PLACEHOLDER = "<image>"  # the same in the texts of many data sets, and for people
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # a thought beside the content
 
 
@@ -103,6 +105,21 @@ def in_one_part(message: dict) -> dict:
     """Return a message whose content is a list of one part, the form of templates for images and
     text."""
     return message | dict(content=[dict(type="text", text=message["content"])])
+
+
+def in_parts(message: dict) -> dict:
+    """Return a message with a mark in its text in the form of templates for images and text: parts,
+    an image for each mark."""
+    content = message["content"]
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    if IMAGE not in content:
+        return message
+    texts = content.split(IMAGE)
+    parts = [dict(type="text", text=texts[0])]
+    for text in texts[1:]:
+        parts += [dict(type="image"), dict(type="text", text=text)]
+    return message | dict(content=[part for part in parts if part.get("text") != ""])
 
 
 def texts_of(message: dict) -> list[str]:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.config.extra import extra
 from common.data.sample import Sample
 from common.data.transfer import (
     INTEGERS,
@@ -297,8 +298,8 @@ def _pack(
             computed = [*chain(*(placed[key] for key in keys))]
             mb.compact = compact_tokens(table_IC, computed, own, streams, context_group())
         if any(sequence.images for sequence in computed):
-            from extras.images.packed import PackedImages
-
+            with extra("images", "images"):
+                from extras.images.packed import PackedImages
             before = packs[-1].model_tokens.images if packs else None
             mb.model_tokens.images = PackedImages(computed, before)
         packs.append(mb)

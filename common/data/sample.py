@@ -1,6 +1,22 @@
 """Samples: a prompt and its completion as token ids, read from data or sampled by an engine."""
 
+import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class ImageSpan(NamedTuple):
+    """An image of a sample. extras/images reads the file."""
+
+    file: str
+    digest: str
+    """of the content of `file`"""
+    start: int
+    """place among the sample's ids of its first placeholder"""
+    end: int
+    """place behind its last one; between two placeholders may be other tokens"""
+    patches: int
+    """number of patches that the vision tower reads"""
 
 
 @dataclass
@@ -31,21 +47,18 @@ class Sample:
     micro-batch"""
 
     @property
-    def images(self) -> list:
-        """The images of the prompt, as ImageSpan (extras/images/reader.py)."""
-        if not self.row.get("_images"):
-            return []
-        from extras.images.reader import ImageSpan
-
-        return [ImageSpan(*span) for span in self.row["_images"]]
+    def images(self) -> list[ImageSpan]:
+        """The images of the prompt."""
+        return [ImageSpan(*span) for span in self.row.get("_images") or ()]
 
     def decoded(self, tokenizer, ids: list[int]) -> str:
-        """Decode some of `ids` for people, with one mark for the placeholders of an image."""
-        if not self.images:
-            return tokenizer.decode(ids)
-        from extras.images.shown import decoded
-
-        return decoded(tokenizer, self.ids, self.images, ids)
+        """Decode some of `ids` for people. `[<image> x 64]` stands for 64 placeholders in a row."""
+        text = tokenizer.decode(ids)
+        if not self.images or self.images[0].start >= len(self.ids):  # none, or cut off
+            return text
+        mark = tokenizer.decode([self.ids[self.images[0].start]])
+        runs = f"(?:{re.escape(mark)}){{2,}}"
+        return re.sub(runs, lambda run: f"[{mark} x {len(run[0]) // len(mark)}]", text)
 
     @property
     def sequences(self) -> "list[Sample]":

@@ -10,6 +10,8 @@ import random
 import string
 from collections.abc import Callable
 
+from common.config.extra import extra
+
 
 def arithmetic_rows(split: str) -> list[dict]:
     """Return rows with `prompt`, `completion`, `answer`, `chosen` and `rejected`, all strings.
@@ -326,7 +328,8 @@ def sokoban_rows(split: str) -> list[dict]:
 
 def squares_rows(split: str) -> list[dict]:
     """Return pictures of one to nine squares, to be counted."""
-    from extras.images import pictures
+    with extra("images", "--dataset squares"):
+        from extras.images import pictures
 
     return pictures.squares_rows(split)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.config.groups import TrainArgs, flags_of
 from common.data import durable
+from common.data.messages import IMAGE, PLACEHOLDER
 from common.data.sample import Completion, Group, Sample
 from common.parallel import distributed
 from common.parallel.console import visible
@@ -251,11 +252,9 @@ def asked(row: dict) -> str | None:
     """Return the text of a prompt, or of its last message, with `<image>` for each image."""
     prompt = row.get("_prompt") or row.get("prompt") or row.get("question")
     text = prompt[-1]["content"] if isinstance(prompt, list) else prompt
-    if not row.get("images"):
-        return text
-    from extras.images.shown import with_placeholders
-
-    return with_placeholders(text)
+    if isinstance(text, list):  # parts of a message with images
+        text = "".join(part["text"] for part in text)
+    return text and text.replace(IMAGE, PLACEHOLDER) if row.get("images") else text
 
 
 def _brief(text: str, limit: int = 160):

@@ -63,7 +63,7 @@ def _prefix_of_base(hf: nn.Module, path: str) -> str:
     prefix = f"{hf.base_model_prefix}."
     if not has_other_parts(load_config(path)) or hasattr(hf, "score"):
         return prefix
-    from extras.architectures.text_part import prefix_in_whole_model
+    from common.model.text_part import prefix_in_whole_model
 
     return prefix_in_whole_model(hf, path)
 

@@ -154,6 +154,6 @@ def causal_attention(
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
         )
-    from extras.architectures.full_attention import full_attention
+    from common.model.full_attention import full_attention
 
     return full_attention(query, key, value, mask, scaling, softcap, sinks_H)

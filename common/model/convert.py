@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.data import durable
+from common.model import mxfp4, text_part
 from common.model.checkpoint_files import (
     ADAPTED,
     BASE,
@@ -27,9 +28,8 @@ from common.model.checkpoint_files import (
 )
 from common.model.experts import hub_name
 from common.model.loading import hub_weights, load_text_config
+from common.model.text_part import TOWER, TOWER_IN_FILES, FileNames
 from common.parallel import distributed
-from extras.architectures import mxfp4, text_part
-from extras.architectures.text_part import TOWER, TOWER_IN_FILES, FileNames
 
 
 def as_model(flag: str, folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """Arithmetic and memory of a step, as numbers for metrics.jsonl."""
 
+import importlib.util
 import resource
 import sys
 
@@ -17,6 +18,8 @@ BFLOAT16_PEAK = {
     "A100": 312e12,
     "L40S": 362e12,
 }
+
+CHUNK = 64  # tokens that transformers' delta rule computes at a time; it pads to a multiple
 
 
 def attention_shape(config) -> tuple[int, int]:
@@ -67,8 +70,6 @@ def forward_flops(config, weights: int, tokens: Tokens) -> float:
     delta_nets = num_delta_nets(config)
     attention = 4 * heads * width * pairs * (config.num_hidden_layers - delta_nets)
     if delta_nets:
-        from extras.architectures.delta_net import state_size
-
         attention += 6 * delta_nets * state_size(config) * len(tokens.targets_T)
     return 2.0 * weights * len(tokens.targets_T) + attention
 
@@ -96,3 +97,29 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((rate for part, rate in BFLOAT16_PEAK.items() if part in name), None)
+
+
+# ---- gated delta nets (extras/architectures) ----
+
+
+def state_size(config) -> int:
+    """Return the numbers of a layer's state."""
+    width = config.linear_key_head_dim * config.linear_value_head_dim
+    return config.linear_num_value_heads * width
+
+
+def kept_numbers(config) -> int:
+    """Return the float32 numbers per token that a layer keeps for its backward: with
+    flash-linear-attention its inputs and output, in transformers' torch code also every step of a
+    chunk, by counting them there."""
+    key = config.linear_key_head_dim
+    value = config.linear_value_head_dim
+    numbers = 2 * key + 2 * value
+    if not has_kernels():
+        numbers = 12 * key + 8 * value + 8 * CHUNK + 4 * key * value // CHUNK
+    return config.linear_num_value_heads * numbers
+
+
+def has_kernels() -> bool:
+    """Return whether the kernels that transformers uses are installed."""
+    return importlib.util.find_spec("fla") is not None

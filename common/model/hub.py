@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.config.extra import extra
 from common.config.groups import BUILT_IN_MODELS, BaseArgs
 from common.data.chat import end_of_turn, use_template
 from common.model.loading import load_config, named_errors
@@ -26,12 +27,12 @@ def resolve_model(
     if not model:
         raise ValueError(f"{flag}: the name is empty")
     if rope is not None:
-        from extras.architectures.rope import scaled_folder
+        from common.model.rope import scaled_folder
 
         return scaled_folder(resolve_model(model, flag, weights), rope)
     if model == "tiny-images":
-        from extras.images.tiny_images import tiny_images
-
+        with extra("images", "--model tiny-images"):
+            from extras.images.tiny_images import tiny_images
         return tiny_images()
     if model in BUILT_IN_MODELS:
         from common.model.tiny import tiny_model

@@ -45,7 +45,7 @@ def load_text_config(path: str | Path):
     config = load_config(path)
     if is_plain(config):
         return config
-    from extras.architectures.text_part import text_config
+    from common.model.text_part import text_config
 
     return text_config(config)
 
@@ -54,7 +54,7 @@ def load_options(path: str) -> dict:
     """Return options with which `from_pretrained` loads the language model of a folder alone."""
     if is_plain(load_config(path)):
         return {}
-    from extras.architectures.text_part import text_options
+    from common.model.text_part import text_options
 
     return text_options(path)
 
@@ -64,7 +64,7 @@ def load_file_names(hf: nn.Module, path: str):
     transformers' model."""
     if is_plain(load_config(path)):
         return None
-    from extras.architectures.text_part import file_names
+    from common.model.text_part import file_names
 
     return file_names(hf, path)
 

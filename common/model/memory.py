@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from common.model.flops import attention_shape, num_delta_nets
+from common.model.flops import attention_shape, kept_numbers, num_delta_nets
 from common.model.head import chunk_size
-from extras.architectures.delta_net import kept_numbers
 
 Bytes = dict[str, float]  # bytes by use
 

@@ -15,8 +15,8 @@ from common.model.loading import (
     one_line_errors,
     require_unchanged,
 )
+from common.model.text_part import method_of_quantization
 from common.parallel import distributed
-from extras.architectures.text_part import method_of_quantization
 
 # Largest sizes in a config.json that are not taken for a damaged file.
 SIZES = dict(

@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from common.config.extra import extra
 from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
@@ -15,19 +16,12 @@ from common.model.logprobs import TokenStats
 from common.parallel import distributed
 
 
-def language_model_on_meta(
-    path: str, label: str, dtype: torch.dtype, with_images: bool = False
-) -> nn.Module:
-    """Return the causal language model of a folder, which takes images `with_images`: see
-    `build_on_meta`."""
+def language_model_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
+    """Return the causal language model of a folder: see `build_on_meta`."""
     from transformers import AutoModelForCausalLM
 
     auto_class = AutoModelForCausalLM
     config = load_text_config(path)  # resolve_model has checked that it can be read
-    if with_images:
-        from extras.images.tower import language_model
-
-        auto_class, config = language_model(path)
     return build_on_meta(auto_class, packable_config(config, label), label, dtype)
 
 
@@ -85,8 +79,8 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
     ):
         hf = auto_class.from_config(config, **options)
     if num_delta_nets(config):
-        from extras.architectures.delta_net import keep_sequences_apart
-
+        with extra("architectures", f"{label}: {config.model_type}"):
+            from extras.architectures.delta_net import keep_sequences_apart
         with named_errors(f"{label}: {config.model_type} has no packed forward", AttributeError):
             keep_sequences_apart(hf)
     has_experts = any(name.endswith("experts") for name, _ in hf.named_modules())
@@ -142,9 +136,7 @@ def check_packing(model: nn.Module, label: str) -> None:
     if not (x_T - y_T).abs().max() < 1e-4:
         raise ValueError(f"{label}: {model_type} does not keep packed sequences apart")
     if getattr(model, "tower", None) is not None:
-        from extras.images.tower import check_images
-
-        check_images(model, label, first, second)
+        model.tower.check(model, label, first, second)
     if logits_TV is None:
         return
     expected_T = logits_TV.log_softmax(-1).gather(-1, alone.targets_T[:, None])[:, 0]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from common.config.extra import extra
 from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch, Tokens
 from common.model.attention import packed_inputs
@@ -61,7 +62,7 @@ class PackedModel(nn.Module):
         )
         output = self.hf.base_model(**inputs)
         if getattr(output, "router_logits", None):  # --router_aux_loss_coef
-            from extras.architectures.expert_balance import balance_of_samples
+            from common.model.expert_balance import balance_of_samples
 
             top_k = self.hf.config.num_experts_per_tok
             self.expert_balance_N = balance_of_samples(mb, output.router_logits, top_k)
@@ -90,7 +91,7 @@ class PackedModel(nn.Module):
     def watch_experts(self, flag: str) -> None:
         """Keep `expert_balance_N` from now on. Raises `ValueError` naming `flag` for a model
         without experts."""
-        from extras.architectures.expert_balance import require_experts
+        from common.model.expert_balance import require_experts
 
         require_experts(self.hf.config, flag)
         self.hf.config.output_router_logits = True
@@ -158,11 +159,12 @@ def load_policy(
     class of the result. Raises `ValueError` for a model that is not exact or does not fit."""
     label = f"{flag} {path}"
     dtype = master_dtype(args, device, trainable or moves)
-    hf = language_model_on_meta(path, label, dtype, with_images=args.vision is not None)
-    model = kind(hf, path)
-    if args.vision is not None:
-        from extras.images.tower import Tower
-
+    if args.vision is None:
+        model = kind(language_model_on_meta(path, label, dtype), path)
+    else:
+        with extra("images", f"--vision {args.vision}"):
+            from extras.images.tower import Tower, language_model_on_meta_with_images
+        model = kind(language_model_on_meta_with_images(path, label, dtype), path)
         model.tower = Tower(path, args, dtype, trainable)
     return load(model, label, args, device, trainable)
 

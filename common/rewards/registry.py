@@ -6,19 +6,20 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from common.config.extra import extra
 from common.config.online import JUDGE_KINDS, MODEL_KINDS, SamplingArgs
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
 
 OTHERS = dict(
-    countdown="puzzles:countdown",
-    split="puzzles:split",
-    choice="choice:choice",
-    stated="choice:stated",
-    ifeval="ifeval:ifeval",
-    math="math_reward:math",
-    code="code_reward:passes",
-    code_fraction="code_reward:fraction",
+    math="common.rewards.math_reward:math",
+    countdown="extras.graders.puzzles:countdown",
+    split="extras.graders.puzzles:split",
+    choice="extras.graders.choice:choice",
+    stated="extras.graders.choice:stated",
+    ifeval="extras.graders.ifeval:ifeval",
+    code="extras.code.reward:passes",
+    code_fraction="extras.code.reward:fraction",
 )  # module and function
 BUILT_IN = (*REWARDS, *OTHERS)
 BY_LENGTH = ("cosine_length", "adaptive_length")  # computed from the first of --reward
@@ -31,7 +32,8 @@ def load_reward(name: str) -> Reward:
         return REWARDS[name]
     if name in OTHERS:
         module, function = OTHERS[name].split(":")
-        return getattr(importlib.import_module(f"common.rewards.{module}"), function)
+        with extra(module.split(".")[1], f"--reward {name}"):
+            return getattr(importlib.import_module(module), function)
     if ":" not in name:
         raise ValueError(f"--reward {name}: unknown; {intention(name)}")
     from common.rewards.user_code import load_callable, reward_form

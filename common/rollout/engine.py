@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.config.extra import extra
 from common.config.online import SamplingArgs
 from common.config.sampling import SLOTS
 from common.data.sample import Completion
@@ -100,13 +101,11 @@ class Engine:
     ):
         self.path = path
         self.args = args
-        self.reader = None  # of images, with `--vision`: the engine has the whole model
+        self.images = None  # with `--vision` the engine has the whole model
         if args.vision is not None:
-            from extras.architectures.text_part import file_names, meta_model
-            from extras.images.reader import reader
-
-            self.reader = reader(path, args.max_pixels)
-            self.file_names = file_names(meta_model(path), path)
+            with extra("images", f"--vision {args.vision}"):
+                from extras.images.features import EngineImages
+            self.images = EngineImages(path, args.max_pixels)
         self.tokenizer = tokenizer
         self.end_at(eos_ids)
         self.device = device
@@ -141,8 +140,8 @@ class Engine:
     def end_at(self, eos_ids: list[int]) -> None:
         """Set the tokens that end completions."""
         self.eos_ids = [*eos_ids]
-        if self.reader is not None:  # a placeholder that is sampled has no image
-            self.eos_ids += self.reader.placeholder_ids
+        if self.images is not None:  # a placeholder that is sampled has no image
+            self.eos_ids += self.images.reader.placeholder_ids
         tokenizer = self.tokenizer
         of_tokenizer = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         ends = {*self.eos_ids, *of_tokenizer}
@@ -190,10 +189,8 @@ class Engine:
         """Load all policy weights by name. Call before sampling; requests in flight continue under
         the new weights. Collective with tensor parallelism."""
         self.interrupt()
-        if self.reader is not None:
-            from extras.images.tower import weights_in_files
-
-            weights = weights_in_files(weights, self.file_names)
+        if self.images is not None:
+            weights = self.images.weights_in_files(weights)
         self._load(weights)
         self.version = version
 

@@ -23,7 +23,7 @@ class TransformersEngine(Engine):
         )
 
         options = dict(dtype=self.dtype, trust_remote_code=False)
-        if self.reader is None:
+        if self.images is None:
             model = AutoModelForCausalLM.from_pretrained(path, **options, **load_options(path))
         else:
             model = AutoModelForImageTextToText.from_pretrained(path, **options)
@@ -66,7 +66,7 @@ class TransformersEngine(Engine):
             repetition_penalty=None,
             logits_processor=[sampler],
             stopping_criteria=self._stopping_criteria(requests, longest),
-            **self._images(requests, padded),
+            **(self._images(requests, padded) if self.images is not None else {}),
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         for i, tokens in enumerate(out[:, longest:].tolist()):
@@ -78,13 +78,8 @@ class TransformersEngine(Engine):
 
     def _images(self, requests: list[Request], padded: list[list[int]]) -> dict[str, Tensor]:
         """Return the arguments of `generate` for the images of requests, if they have any."""
-        pixels = []
-        for request in requests:
-            spans = request.completion.images
-            pixels += [self.reader.recent_pixels(span.file, span.digest) for span in spans]
-        if not pixels:
-            return {}
-        arguments = self.reader.generation_arguments(pixels, torch.tensor(padded))
+        completions = [request.completion for request in requests]
+        arguments = self.images.generation_arguments(completions, torch.tensor(padded))
         return {name: x.to(self.device) for name, x in arguments.items()}
 
     def _stopping_criteria(self, requests: list[Request], longest: int) -> list:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
+from common.config.extra import extra
 from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
@@ -106,11 +107,8 @@ class VLLMEngine(Engine):
 
             try:
                 options = self._options(context_length(path, self.args))
-                if self.reader is not None:
-                    from extras.images.features import OPTIONS, register_model
-
-                    register_model(stored.architectures[0])
-                    options |= OPTIONS
+                if self.images is not None:
+                    options |= self.images.vllm_options(stored.architectures[0])
                 elif is_part:
                     options |= text_alone(config, options.get("hf_overrides", {}))
                 self.llm = LLM(model=path, **options)
@@ -137,8 +135,8 @@ class VLLMEngine(Engine):
         if size > 1:
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
-        if is_part and not self.trained and self.reader is None:
-            from extras.architectures.text_part import text_weights
+        if is_part and not self.trained and self.images is None:
+            from common.model.text_part import text_weights
 
             self._load((name, x.to(self.dtype)) for name, x in text_weights(path))
 
@@ -230,9 +228,7 @@ class VLLMEngine(Engine):
         piece.sampling_params.seed = request.piece_seed
         piece.sampling_params.max_tokens = request.num_missing
         if request.completion.images:
-            from extras.images.features import features_of
-
-            piece.mm_features = features_of(request.completion, self.reader)
+            piece.mm_features = self.images.vllm_features(request.completion)
         self.client.add_request(piece)
 
     def _sample(self) -> None:
@@ -276,16 +272,14 @@ class VLLMEngine(Engine):
         if self.device.type == "cpu":
             self.llm.collective_rpc(forget_packed_experts)
         if self.model_type == "gpt_oss":
-            from extras.architectures import gpt_oss_weights
-
+            with extra("architectures", "--engine vllm: gpt_oss"):
+                from extras.architectures import gpt_oss_weights
             gpt_oss_weights.reload(self.llm, weights)
         else:
             options = dict(weights_iterator=self._hub_weights(weights), is_checkpoint_format=True)
             self.llm.collective_rpc("reload_weights", kwargs=options)
-        if self.reader is not None:
-            from extras.images.features import zero_deepstack
-
-            self.llm.collective_rpc(zero_deepstack)
+        if self.images is not None:
+            self.images.after_vllm_load(self.llm)
             self.client.reset_encoder_cache()  # its images come from the old weights
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])

@@ -233,10 +233,8 @@ def hf_files(
         ends = eos_token_ids(path, tokenizer, prompt_format)
         changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     files = tokenizer_files(path, tokenizer, prompt_format)
-    if model.tower is not None and model.tower.reader.max_pixels is not None:
-        from extras.images.tower import limit_images
-
-        limit_images(files, model.tower.reader.size)
+    if model.tower is not None:
+        model.tower.limit_exported(files)
     return {
         "config.json": config_file(path, dtype, changes, text_alone),
         "generation_config.json": generation_file(path, tokenizer, prompt_format, stops),
@@ -287,7 +285,7 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
             weights[name] = tensor.to("cpu", dtype, copy=True)
     if distributed.is_main():
         if names is not None:
-            from extras.architectures.text_part import read_weights
+            from common.model.text_part import read_weights
 
             others = set(names.passengers) - weights.keys()
             weights |= dict(read_weights(model.path, sorted(others)))

@@ -56,7 +56,7 @@ def bytes_in_cache(config, tokens: float, size: int, ranks: int) -> float:
     delta_nets = num_delta_nets(config)
     state = 0.0
     if delta_nets:
-        from extras.architectures.delta_net import state_size
+        from common.model.flops import state_size
 
         state = 4 * delta_nets * state_size(config) / ranks
     kept = windowed * min(tokens, window) + (layers - windowed - delta_nets) * tokens

@@ -70,7 +70,7 @@ def describe_model(path: str, vision: str | None) -> list[str]:
         lines.append(f"{name}, the language model of {whole}: {others}")
     delta_nets = num_delta_nets(text)
     if delta_nets:
-        from extras.architectures.delta_net import has_kernels
+        from common.model.flops import has_kernels
 
         slow = "" if has_kernels() else ", in torch code, slowly; pip install onefile[delta]"
         layers = f"{delta_nets} of {text.num_hidden_layers} layers"

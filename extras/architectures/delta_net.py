@@ -7,7 +7,6 @@ do what transformers' do if there is no `pack` among the arguments.
 
 Shapes: T tokens of a pack, C channels of the convolution, H heads."""
 
-import importlib.util
 import inspect
 import sys
 from collections import defaultdict
@@ -19,33 +18,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-CHUNK = 64  # tokens that transformers' recurrence computes at a time; it pads to a multiple
+from common.model.flops import CHUNK, has_kernels
+
 CONVOLUTION = "causal_conv1d_fn"
 RECURRENCE = "torch_chunk_gated_delta_rule"
 ONE_TOKEN = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")  # in generation
-
-
-def state_size(config) -> int:
-    """Return the numbers of a layer's state."""
-    width = config.linear_key_head_dim * config.linear_value_head_dim
-    return config.linear_num_value_heads * width
-
-
-def kept_numbers(config) -> int:
-    """Return the float32 numbers per token that a layer keeps for its backward: with
-    flash-linear-attention its inputs and output, in transformers' torch code also every step of a
-    chunk, by counting them there."""
-    key = config.linear_key_head_dim
-    value = config.linear_value_head_dim
-    numbers = 2 * key + 2 * value
-    if not has_kernels():
-        numbers = 12 * key + 8 * value + 8 * CHUNK + 4 * key * value // CHUNK
-    return config.linear_num_value_heads * numbers
-
-
-def has_kernels() -> bool:
-    """Return whether the kernels that transformers uses are installed."""
-    return importlib.util.find_spec("fla") is not None
 
 
 def keep_sequences_apart(hf: nn.Module) -> None:

@@ -5,8 +5,10 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
-from extras.images.image_files import IMAGE, digest
-from extras.images.reader import ImageSpan, expanded, reader
+from common.data.messages import IMAGE
+from common.data.sample import ImageSpan
+from extras.images.image_files import digest, take_images
+from extras.images.reader import expanded, reader
 
 SCRIPTS = "sft.py, dpo.py, grpo.py and eval.py"
 NO_IMAGES = (
@@ -54,6 +56,10 @@ class ImageEncoder:
         layout = self.reader.layout_of(content)
         span = ImageSpan(file, digest(content), 0, layout.placeholders, layout.patches)
         return self.reader.text(layout, self.tokenizer), span
+
+    def take(self, row: dict, columns: Sequence[str]) -> None:
+        """Store the images of a row as files: see `take_images`."""
+        take_images(row, columns)
 
     def expand(
         self, row: dict, text: str, cuts: list[int], has_template: bool

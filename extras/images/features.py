@@ -1,4 +1,5 @@
-"""Images for vLLM, as features that are made from the trainer's own pixels.
+"""Images for the engines: pixels for transformers, and for vLLM features that are made from the
+trainer's own pixels.
 
 vLLM's own processing would read other pixels, and would expand the placeholders of a prompt that
 has them already."""
@@ -10,9 +11,11 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from common.data.sample import Completion
-from extras.images.reader import Pixels, Reader
+from common.model.text_part import TOWER, TOWER_IN_FILES, file_names, meta_model
+from extras.images.reader import Pixels, Reader, reader
 
 OPTIONS = dict(
     skip_tokenizer_init=False,  # vLLM's processors refuse to be without one
@@ -21,6 +24,44 @@ OPTIONS = dict(
     mm_processor_cache_gb=0,
     limit_mm_per_prompt=dict(image=1, video=0),  # for budgets; prompts may have more
 )
+
+
+class EngineImages:
+    """The part of an engine that reads images, for both engines."""
+
+    def __init__(self, path: str, max_pixels: int | None):
+        self.reader = reader(path, max_pixels)
+        self.names = file_names(meta_model(path), path)
+
+    def weights_in_files(
+        self, weights: Iterator[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of a policy with a tower by their names in files."""
+        for name, weight in weights:
+            if name.startswith(TOWER):
+                yield TOWER_IN_FILES + name.removeprefix(TOWER), weight
+            else:
+                yield self.names.of(name), weight
+
+    def generation_arguments(self, completions: list[Completion], ids: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of transformers' `generate` for the images of these completions,
+        whose padded prompts are `ids`, [batch, tokens]."""
+        spans = [span for completion in completions for span in completion.images]
+        pixels = [self.reader.recent_pixels(span.file, span.digest) for span in spans]
+        return self.reader.generation_arguments(pixels, ids) if pixels else {}
+
+    def vllm_options(self, architecture: str) -> dict[str, object]:
+        """Return options of `LLM`, after vLLM's model of images and text has been registered."""
+        register_model(architecture)
+        return OPTIONS
+
+    def vllm_features(self, completion: Completion) -> list:
+        """Return the images of a prompt: see `features_of`."""
+        return features_of(completion, self.reader)
+
+    def after_vllm_load(self, llm) -> None:
+        """Clear what vLLM keeps beside the weights, which were just loaded."""
+        llm.collective_rpc(zero_deepstack)
 
 
 def register_model(architecture: str) -> None:

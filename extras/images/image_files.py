@@ -18,9 +18,9 @@ from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-IMAGE = "\ufffc"  # object replacement character
+from common.data.messages import IMAGE, PLACEHOLDER
+
 COLUMNS = ("images", "image")
-PLACEHOLDER = "<image>"  # in the texts of many data sets
 PAIR = ("chosen", "rejected")
 # PIL would start another program for some others.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -163,21 +163,6 @@ def _with_marks_in_front(label: str, messages: list, count: int) -> list:
             first = message | dict(content=IMAGE * count + text)
             return [*messages[:place], first, *messages[place + 1 :]]
     raise ValueError(f"{label} has no turn of the user for its {count} images; add one")
-
-
-def in_parts(message: dict) -> dict:
-    """Return a message with a mark in its text in the form of templates for images and text: parts,
-    an image for each mark."""
-    content = message["content"]
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    if IMAGE not in content:
-        return message
-    texts = content.split(IMAGE)
-    parts = [dict(type="text", text=texts[0])]
-    for text in texts[1:]:
-        parts += [dict(type="image"), dict(type="text", text=text)]
-    return message | dict(content=[part for part in parts if part.get("text") != ""])
 
 
 # ---- files ----

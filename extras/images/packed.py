@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from extras.images.reader import Features, ImageSpan, Pixels, Reader
+from common.data.sample import ImageSpan
+from extras.images.reader import Features, Pixels, Reader
 
 _thread = ThreadPoolExecutor(1, "images")
 

@@ -15,25 +15,12 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from common.data.sample import ImageSpan
 from extras.images.image_files import FORMATS, digest
 
 Pixels = dict[str, Tensor]  # arguments of transformers' `get_image_features`, for one image
 ORIENTATION = 0x0112  # of a photograph, in its EXIF data
 EXIF_IN_PNG = (b"eXIf", b"Raw profile type", b"adobe.xmp")  # where PIL looks for it
-
-
-class ImageSpan(NamedTuple):
-    """An image of a sample."""
-
-    file: str
-    digest: str
-    """of the content of `file`"""
-    start: int
-    """place among the sample's ids of its first placeholder"""
-    end: int
-    """place behind its last one; between two placeholders may be other tokens"""
-    patches: int
-    """number of patches that the vision tower reads"""
 
 
 class Layout(NamedTuple):

@@ -8,7 +8,6 @@ Shapes: T packed tokens, D hidden size."""
 
 import io
 import json
-from collections.abc import Iterator
 
 import torch
 from PIL import Image
@@ -17,14 +16,16 @@ from torch.distributed import checkpoint as dcp
 
 from common.config.groups import BaseArgs
 from common.data.packing import Tokens, pack_groups
-from common.data.sample import Sample
+from common.data.sample import ImageSpan, Sample
 from common.model.attention import packed_inputs
 from common.model.export_files import change, changed
 from common.model.loading import load_config, one_line_errors, rebuild_buffers
-from extras.architectures.text_part import TOWER, TOWER_IN_FILES, FileNames, with_fields_of_whole
+from common.model.packable import build_on_meta, packable_config
+from common.model.text_part import TOWER_IN_FILES, with_fields_of_whole
 from extras.images.image_files import digest, stored
 from extras.images.packed import to_device
-from extras.images.reader import ImageSpan, reader
+from extras.images.qwen3_vl import Qwen3VLForCausalLM
+from extras.images.reader import reader
 
 LANGUAGE_MODELS = ("language_model", "text_model")  # its names in transformers' base models
 
@@ -118,33 +119,44 @@ class Tower(nn.Module):
         """Return a number that depends on every weight."""
         return sum(p.flatten()[0] for p in self.parts.parameters() if p.requires_grad)
 
+    @torch.no_grad()
+    def check(self, model: nn.Module, label: str, first: Sample, second: Sample) -> None:
+        """Refuse a model in which an image in one sequence of a pack changes another sequence, or does
+        not change its own. `first` and `second` are samples without images. Collective. Raises
+        `ValueError`."""
+        usual = self.reader
+        self.reader = small = reader(self.path, 1)  # few patches
+        packs = []
+        for seed in (0, 1):
+            content = noise(seed)
+            file = stored(content)
+            span = ImageSpan(file, digest(content), 1, 1, 0)
+            count = small.layout_of(content).placeholders
+            ids = [first.ids[0], *[small.image_id] * count, *first.ids[1:]]
+            row = dict(_images=[span._replace(end=1 + count)])
+            sample = Sample(ids, [True] * len(ids), row=row)
+            packs += pack_groups([[sample, second]], 1 << 20, model.device)
+        x_T, y_T = (model(mb).logprobs_T for mb in packs)
+        model.reshard()
+        self.reader = usual
+        differs_T = (x_T - y_T).abs()
+        n = second.num_targets
+        if not differs_T[-n:].max() < 1e-4:
+            raise ValueError(f"{label}: an image of one packed sequence changes another sequence")
+        if not differs_T[:-n].max() > 0:
+            raise ValueError(f"{label}: another image does not change the log-probs behind it")
 
-@torch.no_grad()
-def check_images(model: nn.Module, label: str, first: Sample, second: Sample) -> None:
-    """Refuse a model in which an image in one sequence of a pack changes another sequence, or does
-    not change its own. `first` and `second` are samples without images. Collective. Raises
-    `ValueError`."""
-    usual = model.tower.reader
-    model.tower.reader = small = reader(model.path, 1)  # few patches
-    packs = []
-    for seed in (0, 1):
-        content = noise(seed)
-        file = stored(content)
-        span = ImageSpan(file, digest(content), 1, 1, 0)
-        count = small.layout_of(content).placeholders
-        ids = [first.ids[0], *[small.image_id] * count, *first.ids[1:]]
-        row = dict(_images=[span._replace(end=1 + count)])
-        sample = Sample(ids, [True] * len(ids), row=row)
-        packs += pack_groups([[sample, second]], 1 << 20, model.device)
-    x_T, y_T = (model(mb).logprobs_T for mb in packs)
-    model.reshard()
-    model.tower.reader = usual
-    differs_T = (x_T - y_T).abs()
-    n = second.num_targets
-    if not differs_T[-n:].max() < 1e-4:
-        raise ValueError(f"{label}: an image of one packed sequence changes another sequence")
-    if not differs_T[:-n].max() > 0:
-        raise ValueError(f"{label}: another image does not change the log-probs behind it")
+    def limit_exported(self, files: dict[str, bytes]) -> None:
+        """Set `--max_pixels` in the exported `files` of the image processor, which has a file or a
+        part of one."""
+        if self.reader.max_pixels is None:
+            return
+        changes: dict[str, object] = dict(size=self.reader.size, min_pixels=None, max_pixels=None)
+        change(files, "preprocessor_config.json", changes)
+        whole = "processor_config.json"
+        part = json.loads(files.get(whole, b"{}")).get("image_processor")
+        if part is not None:
+            change(files, whole, dict(image_processor=changed(part, changes)))
 
 
 def noise(seed: int) -> bytes:
@@ -156,38 +168,14 @@ def noise(seed: int) -> bytes:
     return content.getvalue()
 
 
-def limit_images(files: dict[str, bytes], size: dict[str, int]) -> None:
-    """Set the size of the image processor, which has a file or a part of one."""
-    changes: dict[str, object] = dict(size=size, min_pixels=None, max_pixels=None)
-    change(files, "preprocessor_config.json", changes)
-    whole = "processor_config.json"
-    part = json.loads(files.get(whole, b"{}")).get("image_processor")
-    if part is not None:
-        change(files, whole, dict(image_processor=changed(part, changes)))
-
-
-def weights_in_files(
-    weights: Iterator[tuple[str, Tensor]], names: FileNames
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a policy with a tower by their names in files. `names`: those of the
-    language model."""
-    for name, weight in weights:
-        if name.startswith(TOWER):
-            yield TOWER_IN_FILES + name.removeprefix(TOWER), weight
-        else:
-            yield names.of(name), weight
-
-
-def language_model(path: str):
-    """Return the class and the config of the language model in a model of images and text, with
-    rotary embeddings for images. The class is that of transformers' `AutoModelForCausalLM`, or ours
-    for Qwen3-VL, which has none."""
+def language_model_on_meta_with_images(path: str, label: str, dtype: torch.dtype) -> nn.Module:
+    """Return the language model in a model of images and text, with rotary embeddings for images:
+    see `build_on_meta`. The class is that of transformers' `AutoModelForCausalLM`, or ours for
+    Qwen3-VL, which has none."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(path)
     text = with_fields_of_whole(config.get_text_config(), config)
-    if text.model_type == "qwen3_vl_text":
-        from extras.images.qwen3_vl import Qwen3VLForCausalLM
-
-        return Qwen3VLForCausalLM, text
-    return AutoModelForCausalLM, text
+    own = text.model_type == "qwen3_vl_text"
+    auto_class = Qwen3VLForCausalLM if own else AutoModelForCausalLM
+    return build_on_meta(auto_class, packable_config(text, label), label, dtype)

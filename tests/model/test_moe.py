@@ -17,13 +17,13 @@ from bench.completions import complete
 from bench.models import ARGS, checkpoint, rows
 from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
+from common.model.expert_balance import expert_balance
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
-from extras.architectures.expert_balance import expert_balance
 
 DOWN = dict(
     qwen3_moe="model.layers.0.mlp.experts.3.down_proj.weight",

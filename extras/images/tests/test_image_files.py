@@ -11,12 +11,11 @@ import pytest
 from PIL import Image
 
 from common.data.files import BadRows, open_shards
-from common.data.messages import messages_field
+from common.data.messages import in_parts, messages_field
 from common.data.rows import load_rows
 from extras.images.image_files import (
     IMAGE,
     digest,
-    in_parts,
     require_image,
     stored,
     take_images,

@@ -6,8 +6,8 @@ import pytest
 from helpers import assert_close_metrics, metrics, run, weights
 
 from common.model.hub import load_tokenizer
+from common.model.text_part import names_in, read_weight
 from common.rollout.engine import make_engine
-from extras.architectures.text_part import names_in, read_weight
 from extras.images.reader import Reader
 from extras.images.tests.checkpoints import FAMILIES, dataset, picture
 from grpo import Args

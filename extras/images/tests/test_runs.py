@@ -9,7 +9,7 @@ from helpers import assert_close_metrics, assert_resumes_exactly, run, weights
 from common.data.sample import Sample
 from common.model.convert import read_weights
 from common.model.reference import digest_of
-from extras.architectures.text_part import names_in, read_weight
+from common.model.text_part import names_in, read_weight
 from extras.images.reader import reader
 
 FLAGS = (

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from common.model import mxfp4
 from common.model.loading import has_other_parts, hub_weights, load_config, load_text_config
-from extras.architectures import mxfp4
 
 # Language models without a causal class in transformers: on text alone they have the numbers of
 # another type. Rotary embeddings of images have three positions, which are equal for text.

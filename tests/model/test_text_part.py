@@ -22,9 +22,9 @@ from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.loading import hub_weights, load_file_names
 from common.model.policy import load_policy, load_scalar_model
+from common.model.text_part import meta_model, text_weights
 from common.model.tiny import build_tokenizer
 from common.train.checkpoint import export_hf
-from extras.architectures.text_part import meta_model, text_weights
 
 QUICK = ("gemma3", "qwen3_vl")
 FAMILIES = (*QUICK, "gemma4", "mistral3", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_5",

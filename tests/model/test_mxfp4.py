@@ -18,16 +18,16 @@ from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy
+from common.model.text_part import text_weights
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
-from extras.architectures.text_part import text_weights
 
 # Program of a rank: its policy is exported.
 RANK = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from extras.architectures.tests.test_mxfp4 import *
+from model.test_mxfp4 import *
 from common.parallel import distributed
 path, folder = sys.argv[1:]
 device, rank, world_size = distributed.setup(0)
