@@ -45,7 +45,7 @@ from common.config.training import PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups
-from common.data.pairs import PAIR_FLAGS, encode_pair, encode_pairs
+from common.data.pairs import encode_pair, encode_pairs
 from common.data.rows import PAIR_COLUMNS
 from common.data.sample import Sample
 from common.evaluate.generation import Generation
@@ -300,7 +300,7 @@ def main(args: Args) -> None:
     fit_max_length(args, path, room=args.pack_capacity // 2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
-        encode_rows, PAIR_COLUMNS, tokenizer, args, (*PAIR_FLAGS, "ld_alpha")
+        encode_rows, PAIR_COLUMNS, tokenizer, args
     )
     needs_reference = not set(args.loss) <= REFERENCE_FREE
     if args.dry_run:  # ends the process

@@ -37,7 +37,7 @@ from common.data.encode import Encoder, truncate
 from common.data.load import Samples, load_samples
 from common.data.order import make_order
 from common.data.packing import PackedBatch, pack, positions_of_share
-from common.data.pairs import PAIR_FLAGS, encode_pair, encode_pairs
+from common.data.pairs import encode_pair, encode_pairs
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.sample import Sample
 from common.evaluate.generation import Generation
@@ -284,7 +284,7 @@ def main(args: Args) -> None:
     fit_max_length(args, path, room=args.pack_capacity)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(
-        encode_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args, PAIR_FLAGS, kept=("label",)
+        encode_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args, kept=("label",)
     )
     groups, eval_groups = (with_mismatches(x, args) for x in (rows, eval_rows))
     balance = describe_labels(rows, args)

@@ -40,7 +40,7 @@ from common.config.training import PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups, positions_of_share
-from common.data.pairs import PAIR_FLAGS, encode_pair, encode_pairs
+from common.data.pairs import encode_pair, encode_pairs
 from common.data.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
 from common.data.sample import Sample, at_end
 from common.evaluate.held_out import held_out_accuracy, wilson_interval
@@ -302,7 +302,7 @@ def main(args: Args) -> None:
         score_dataset(args, path, Encoder(tokenizer, args), device, rank, world_size)
         return distributed.cleanup()
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
-        encode_rows, PAIR_COLUMNS, tokenizer, args, PAIR_FLAGS, kept=("margin",)
+        encode_rows, PAIR_COLUMNS, tokenizer, args, kept=("margin",)
     )
     if args.dry_run:  # ends the process
         dry_run(

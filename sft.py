@@ -44,11 +44,6 @@ from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-ENCODE_FLAGS = (
-    "max_length",
-    "overlong",
-    "train_on",
-)  # read by encode_rows; part of its cache's digest
 SHOW = ("eval/solved", "loss", "mean_token_accuracy", "eval_loss", "tokens_per_second")
 CURVES = (
     "eval/solved",
@@ -160,7 +155,7 @@ def main(args: Args) -> None:
     fit_max_length(args, path, room=args.pack_capacity)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
-        encode_rows, SFT_COLUMNS, tokenizer, args, ENCODE_FLAGS
+        encode_rows, SFT_COLUMNS, tokenizer, args
     )
     if args.dry_run:  # ends the process
         dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)

@@ -140,10 +140,8 @@ class Speaker:
         self.whole: nn.Module | None = None  # model of images and text, once there is an image
         self.tokenizer, config = load_tokenizer(path, flag=flag), load_config(path)
         kwargs |= dict(prompt_format=options.prompt_format)
-        args = BaseArgs(**kwargs)
-        if has_other_parts(config):
-            args = chat_images().ChatArgs(max_pixels=options.max_pixels, **kwargs)
-        self.encoder = Encoder(self.tokenizer, args)
+        self.flags = kwargs
+        self.encoder = Encoder(self.tokenizer, BaseArgs(**kwargs))
         self.ends = eos_token_ids(path, self.tokenizer, options.prompt_format)
         self.context = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
         is_text = not has_other_parts(config)
@@ -174,6 +172,12 @@ class Speaker:
         row = row | dict(_source="the conversation")
         if has_images(row):
             row = chat_images().as_row(row)
+            if self.encoder.images is None:
+                self.reader()  # names the model, if it reads no images
+                args = chat_images().ChatArgs(
+                    vision="frozen", max_pixels=self.options.max_pixels, **self.flags
+                )
+                self.encoder = Encoder(self.tokenizer, args)
         prompt = self.encoder.prompt(row, ("prompt",))
         if (room := self.context - len(prompt)) < 1:
             problem = (

@@ -14,9 +14,8 @@ class ImageArgs:
 
     takes_images = True  # no flag
     vision: Literal["frozen", "train"] | None = None
-    """vision tower of a model of images and text. frozen: load it and keep its weights; train:
-    train it too; default: frozen if the data has images, else the language model is trained
-    alone"""
+    """vision tower of a model of images and text, for rows with images. frozen: keep its weights;
+    train: train it too; default: the language model is trained alone"""
     max_pixels: Positive[int] | None = None
     """maximum number of pixels of an image, which is scaled down to it and thus has fewer tokens;
     default: that of the model's image processor"""

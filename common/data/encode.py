@@ -37,8 +37,13 @@ class Encoder:
         self.special_tokens = sorted(tokens, key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
         self.has_reported = False
+        self.say = distributed.say
         self.args = args
-        self.images = None  # ImageEncoder, if a row has images
+        self.images = None
+        if args.vision is not None:
+            with extra("images", f"--vision {args.vision}"):
+                from extras.images.encoder import ImageEncoder
+            self.images = ImageEncoder(tokenizer, args)
 
     # ---- prompts ----
 
@@ -237,7 +242,7 @@ class Encoder:
         if token and not self.has_reported:
             problem = f"the text {token[0]} in the data is read as this special token"
             advice = "--special_text text reads it as text"
-            distributed.say(f"{row.get('_source')}: {problem}; {advice}")
+            self.say(f"{row.get('_source')}: {problem}; {advice}")
             self.has_reported = True
         return value
 
@@ -289,9 +294,10 @@ class Encoder:
                 raise ValueError(f"{row['_source']}: column {name}: {advice}")
         if has_images(row, columns):
             if self.images is None:
-                with extra("images", f"{row['_source']}: a row with images"):
-                    from extras.images.encoder import ImageEncoder
-                self.images = ImageEncoder(self.tokenizer, self.args, row["_source"])
+                raise ValueError(
+                    f"{row['_source']}: the row has images; set --vision frozen, or --vision train"
+                    " to train the vision tower too (sft.py, dpo.py, grpo.py and eval.py have it)"
+                )
             if "_images" not in row:
                 self.images.take(row, columns)
         row.pop("_folder", None)

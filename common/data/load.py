@@ -1,33 +1,29 @@
-"""Rows -> samples of the training rows and of the held-out rows.
+"""Rows -> samples of the training rows and of the held-out rows. The ranks share the encoding."""
 
-Every rank reads and tokenises small data itself, in memory. A stream and large data have modules of
-their own: streaming.py and token_cache.py."""
-
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from itertools import chain
 from typing import NamedTuple
 
+from common.config.extra import extra
 from common.config.groups import TrainArgs
-from common.config.specs import eval_sets_of, weights_of
 from common.data.encode import Encoder
-from common.data.files import open_shards
+from common.data.files import BadRows, collect_bad_rows
 from common.data.order import RowOrder, WeightedOrder, make_order
 from common.data.rows import (
+    Columns,
     reasons,
     require_held_out,
     require_training_rows,
-    split_of,
     train_and_eval_columns,
 )
 from common.data.sample import Sample
 from common.parallel import distributed
 
-LARGE = 32 << 20  # bytes of data that are tokenised once per machine; less takes seconds
+ROWS_AT_ONCE = 1000  # that a rank encodes before the ranks exchange their samples
 
 Item = Sample | list[Sample]  # samples or groups; all items of a script have the same kind and size
-EncodeRows = Callable[[list[dict], tuple[str, ...], Encoder, TrainArgs], tuple[list[Item], Counter]]
+EncodeRows = Callable[[list[dict], Columns, Encoder, TrainArgs], tuple[list[Item], Counter]]
 
 
 class Samples(Sequence):
@@ -60,42 +56,66 @@ class Part(NamedTuple):
     counts: Counter
     """rows that were dropped or changed, by reason"""
     rows: list[dict]
-    """rows of the data before any was dropped; from disk, one row for each dataset, with its
-    `_dataset`"""
+    """rows of the data before any was dropped"""
 
 
 def load_samples(
     encode_rows: EncodeRows,
-    choices: Sequence[tuple[str, ...]],
+    choices: Sequence[Columns],
     tokenizer,
     args: TrainArgs,
-    flags: Sequence[str],
     kept: Sequence[str] = (),
 ) -> list[tuple[Samples, Counter]]:
     """Return the samples of the training rows and of the held-out rows, each with the number of
     rows that were dropped or changed, by reason.
 
-    `encode_rows(rows, columns, encoder, args)` makes the samples. `columns` has the first of
-    `choices` that the data has, and the columns of `kept` that any row has; samples keep the
-    columns of `kept`. `flags`: the script's own flags that `encode_rows` reads. Collective. Raises
-    `ValueError` for a bad row, if no row is left, or if machines have different data."""
+    `encode_rows(rows, columns, encoder, args)` makes the samples. The data needs all columns of one
+    of `choices`; the columns of `kept` are encoded too if any row has them. Collective. Raises
+    `ValueError` for a bad row, and if no row is left."""
     if getattr(args, "streaming", False):
-        from extras.streaming.streaming import load_stream
-
+        with extra("streaming", "--streaming"):
+            from extras.streaming.streaming import load_stream
         return load_stream(encode_rows, choices, tokenizer, args)
-    if _is_large(args):
-        from common.data.token_cache import load_tokenised
-
-        training, held_out = load_tokenised(encode_rows, choices, tokenizer, args, flags, kept)
-    else:
-        encoder = Encoder(tokenizer, args)
-        training, held_out = (
-            in_memory(*encode_rows(rows, columns, encoder, args), rows)
-            for rows, columns in train_and_eval_columns(args, choices, kept)
-        )
+    encoder = Encoder(tokenizer, args)
+    training, held_out = (
+        in_memory(*encode_on_all_ranks(encode_rows, rows, columns, encoder, args), rows)
+        for rows, columns in train_and_eval_columns(args, choices, kept)
+    )
     require_training_rows(args.dataset_flag, len(training.samples), training.counts)
     require_held_out_samples(held_out)
     return [training[:2], held_out[:2]]
+
+
+def encode_on_all_ranks(
+    encode_rows: EncodeRows, rows: list[dict], columns: Columns, encoder: Encoder, args: TrainArgs
+) -> tuple[list[Item], Counter]:
+    """Return `encode_rows` of all rows on every rank; each rank has encoded a part. Collective.
+    Raises the error of the first bad row on every rank."""
+    items: list[Item] = []
+    counts: Counter = Counter()
+    bad = BadRows(args.on_bad_row)
+    notes: list[str] = []
+    encoder.say = notes.append
+    for start in range(0, len(rows), ROWS_AT_ONCE * distributed.world_size()):
+        first = start + ROWS_AT_ONCE * distributed.rank()
+        error = None
+        found: tuple[list[Item], Counter] = ([], Counter())
+        with collect_bad_rows() as reports:
+            try:
+                found = encode_rows(rows[first : first + ROWS_AT_ONCE], columns, encoder, args)
+            except ValueError as caught:
+                error = caught
+        parts = distributed.gather_objects((*found, reports, error))
+        for own_items, own_counts, own_reports, own_error in parts:
+            if own_error is not None:
+                raise own_error
+            items += own_items
+            counts.update(own_counts)
+            bad.errors += chain(*own_reports)
+    for note in [*chain(*distributed.gather_objects(notes))][:1]:
+        distributed.say(note)
+    bad.report()
+    return items, counts
 
 
 def in_memory(items: list[Item], counts: Counter, rows: list[dict]) -> Part:
@@ -108,33 +128,3 @@ def require_held_out_samples(part: Part) -> None:
     """Raise `ValueError` if no held-out sample is left, or none of one held-out set."""
     why = f": {reasons(part.counts)}; see --max_length and --eval_split"
     require_held_out(part.rows, part.samples.rows, why)
-
-
-def is_first_on_machine() -> bool:
-    """Return whether this rank works for all ranks of its machine."""
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
-
-
-def _is_large(args: TrainArgs) -> bool:
-    """Return whether the files of the data have at least `LARGE` bytes, on any machine.
-    Collective."""
-    size = 0
-    if is_first_on_machine():
-        size = sum(file.stat().st_size for file in data_files(args))
-    return max(distributed.gather_objects(size)) >= LARGE
-
-
-def data_files(args: TrainArgs) -> list[Path]:
-    """Return the files of the training and held-out rows."""
-    datasets = [("--dataset", dataset) for dataset in weights_of(args.dataset)]
-    splits = [args.dataset_split]
-    if args.eval_every:
-        splits.append(args.eval_split)
-    if args.eval_every and args.eval_dataset is not None:
-        datasets += [("--eval_dataset", dataset) for dataset in eval_sets_of(args.eval_dataset)]
-    files: dict[Path, None] = {}
-    for flag, dataset in datasets:
-        for split in dict.fromkeys(split_of(dataset, split) for split in splits):
-            for shard in open_shards(flag, dataset, split, args.dataset_config) or ():
-                files |= dict.fromkeys(shard.files)
-    return list(files)

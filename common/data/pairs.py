@@ -9,8 +9,6 @@ from common.data.messages import messages_field, text_field
 from common.data.rows import encode_each
 from common.data.sample import Sample
 
-PAIR_FLAGS = ("max_length", "overlong", "identical_pairs")  # that `encode_pairs` reads
-
 
 def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[Sample]:
     """Encode [chosen, rejected] of a preference row. The prompt has its own column or is the start

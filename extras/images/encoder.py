@@ -10,43 +10,22 @@ from common.data.sample import ImageSpan
 from extras.images.image_files import digest, take_images
 from extras.images.reader import expanded, reader
 
-SCRIPTS = "sft.py, dpo.py, grpo.py and eval.py"
-NO_IMAGES = (
-    "environment agent tools shots reward_models reward_model perplexity_model rope_scaling".split()
-)
-
-
-def use_images(args, source: str) -> None:
-    """Set the default of `--vision` for a run whose rows have images, of which `source` is one.
-    Raises `ValueError` for flags without support for them."""
-    if not args.takes_images:
-        raise ValueError(f"{source}: the row has images; only {SCRIPTS} take them")
-    for name in NO_IMAGES:
-        value = getattr(args, name, None)
-        if value:
-            flag = f"reward {value[0]}" if name == "reward_models" else name
-            problem = f"the row has images, which --{flag} does not support; take one of them out"
-            raise ValueError(f"{source}: {problem}")
-    if getattr(args, "context_ranks", 1) > 1:
-        raise ValueError(f"{source}: the row has images; set --context_ranks 1")
-    if args.vision is not None:
-        return
-    if getattr(args, "rollout_ranks", 0):
-        problem = "the row has images, which rollout ranks must know before they read data"
-        raise ValueError(f"{source}: {problem}; set --vision frozen or train")
-    args.vision = "frozen"
+NO_IMAGES = "environment agent tools shots reward_models reward_model perplexity_model rope".split()
 
 
 class ImageEncoder:
     """Encoder of the images of rows for one model."""
 
-    def __init__(self, tokenizer, args, source: str):
-        use_images(args, source)
+    def __init__(self, tokenizer, args):
+        """Raises `ValueError` for a model that reads no images, and for flags without support for
+        them."""
+        for name in NO_IMAGES:
+            value = getattr(args, name, None)
+            if value:
+                flag = f"reward {value[0]}" if name == "reward_models" else name
+                raise ValueError(f"--vision {args.vision}: --{flag} does not support images")
         self.tokenizer = tokenizer
-        try:
-            self.reader = reader(tokenizer.name_or_path, args.max_pixels)
-        except ValueError as error:
-            raise ValueError(f"{error}; {source} has images") from error
+        self.reader = reader(tokenizer.name_or_path, args.max_pixels)
         self.token = tokenizer.convert_ids_to_tokens(self.reader.image_id)
         self.shown = lru_cache(maxsize=1024)(self._shown)  # by file
 

@@ -121,7 +121,7 @@ class Tower(nn.Module):
 
     @torch.no_grad()
     def check(self, model: nn.Module, label: str, first: Sample, second: Sample) -> None:
-        """Refuse a model in which an image in one sequence of a pack changes another sequence, or does
+        """Refuse a model in which an image in one sequence of a pack changes another, or does
         not change its own. `first` and `second` are samples without images. Collective. Raises
         `ValueError`."""
         usual = self.reader

@@ -9,7 +9,6 @@ those rows."""
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from itertools import chain, islice
 
 from common.config.groups import TrainArgs
@@ -38,7 +37,7 @@ def load_stream(
 ) -> list[tuple["StreamedSamples | Samples", Counter]]:
     """Return a stream of training samples, whose counts are empty, and held-out samples in memory,
     see `load_samples`. Collective."""
-    encoder = Encoder(tokenizer, copy(args))  # every rank sets --vision below, not only rank 0
+    encoder = Encoder(tokenizer, args)
 
     def encode(rows: list[dict], columns: Columns):
         return encode_rows(rows, columns, encoder, args)
@@ -51,12 +50,7 @@ def load_stream(
         held_out = in_memory(*encode(rows, columns), rows)
         require_held_out_samples(held_out)
     training = StreamedSamples(encode, choices, args)
-    first = training[0]  # reports bad data before the model is loaded
-    for sample in (first, *held_out.samples[:]):
-        if sample.images:
-            from extras.images.encoder import use_images
-
-            use_images(args, sample.row["_source"])
+    training[0]  # reports bad data before the model is loaded
     return [(training, Counter()), held_out[:2]]
 
 
@@ -93,10 +87,6 @@ class StreamedSamples:
             self.batch = [sample for sample, _ in drawn]
             _, self.position = drawn[-1]
         self.batch, self.position = from_main((self.batch, self.position))
-        for sample in self.batch if self.args.vision is None else ():
-            if sample.images:
-                problem = "the row has images, the first row of the stream has none"
-                raise ValueError(f"{sample.row['_source']}: {problem}; set --vision frozen")
         return range(count)
 
     def __getitem__(self, i: int) -> Sample:

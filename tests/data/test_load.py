@@ -1,38 +1,35 @@
-"""Samples are made on access, and a feature is loaded only with the data that needs it."""
+"""Samples are made on access, and the ranks share the encoding of the rows."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run
 
 from common.data.load import Samples
 from common.data.sample import Sample
 
-LOADED = """
+RANK = """
 import json, sys
+sys.path.insert(0, {root!r})
 import sft
+from common.data import load
 from common.data.rows import SFT_COLUMNS
-from common.data.load import load_samples
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-args = sft.Args(dataset=(sys.argv[1],), max_length=150, eval_size=2)
-tokenizer = load_tokenizer(tiny_model(), args)
-load_samples(sft.encode_rows, SFT_COLUMNS, tokenizer, args, ("max_length", "overlong", "train_on"))
-print(json.dumps([name for name in sys.modules if name.startswith("common.data.")]))
+from common.parallel import distributed
+rows, folder, on_bad_row = sys.argv[1:]
+distributed.setup(0)
+load.ROWS_AT_ONCE = 3
+args = sft.Args(dataset=(rows,), max_length=20, eval_size=2, on_bad_row=on_bad_row)
+task = load.load_samples, sft.encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model(), args), args
+try:
+    found = [[sample.ids for sample in part] + [counts] for part, counts in task[0](*task[1:])]
+except ValueError as error:
+    found = str(error)
+with open(f"{{folder}}/{{distributed.rank()}}.json", "w") as file:
+    json.dump(found, file)
+distributed.cleanup()
 """
-# tasks is missing: common/rollout/environments.py imports it
-FEATURES = {
-    "calls",
-    "continued",
-    "folders",
-    "literals",
-    "streaming",
-    "tables",
-    "token_cache",
-    "tokenize",
-}
 
 
 def test_samples_are_made_on_access():
@@ -50,11 +47,26 @@ def test_samples_are_made_on_access():
         groups[3]
 
 
-def test_a_small_file_of_messages_loads_no_other_feature(tmp_path):
-    question = dict(role="user", content="1+1=")
-    row = dict(messages=[question, dict(role="assistant", content="2")])
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 9)
-    command = [sys.executable, "-c", LOADED, str(tmp_path / "rows.jsonl")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = {name.rpartition(".")[2] for name in json.loads(done.stdout.splitlines()[-1])}
-    assert {"load", "encode", "turns"} <= loaded and not loaded & FEATURES
+@pytest.mark.slow
+@pytest.mark.parametrize("on_bad_row", ["skip", "error"])
+def test_every_rank_gets_the_samples_that_one_rank_makes(on_bad_row, tmp_path):
+    """Blocks of three rows of each rank, a long row, and two bad ones, of which one is reported on
+    every rank."""
+    rows = [dict(prompt=f"{i}+1=", completion=f"{i + 1}") for i in range(25)]
+    rows[4]["completion"] = "x" * 40
+    for number in (11, 17):
+        rows[number]["completion"] = 5
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rank.py").write_text(RANK.format(root=str(ROOT)))
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        run(ranks, tmp_path / "rank.py", tmp_path / "rows.jsonl", folder, on_bad_row)
+        found += [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    assert len(found) == 3 and found[0] == found[1] == found[2]
+    if on_bad_row == "error":
+        assert "column completion is int, expected a string" in found[0]
+    else:
+        training, held_out = found[0]
+        assert training[-1] == {"dropped as too long": 1} and len(training) + len(held_out) == 24

@@ -2,12 +2,8 @@
 
 import copy
 import io
-import json
 from argparse import Namespace
-from concurrent.futures import ProcessPoolExecutor
 
-import datasets
-import helpers
 import pytest
 import torch
 from PIL import Image
@@ -16,26 +12,24 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
 import sft
-from common.data import load as loading
-from common.data import tokenize
 from common.data.encode import Encoder
 from common.data.load import load_samples
 from common.data.rows import SFT_COLUMNS
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-from extras.images.encoder import use_images
+from extras.images.encoder import ImageEncoder
 from extras.images.image_files import take_images
 from extras.images.reader import ORIENTATION, reader
 from extras.images.tests.checkpoints import picture
 
-OWN = ("max_length", "overlong", "train_on")
-
 
 def load(checkpoint, data, **flags):
     """Return the flags and the samples of a run."""
-    args = sft.Args(model=str(checkpoint), dataset=[str(data)], max_length=900, **flags)
+    args = sft.Args(
+        model=str(checkpoint), dataset=[str(data)], max_length=900, vision="frozen", **flags
+    )
     tokenizer = load_tokenizer(str(checkpoint), args)
-    (training, counts), (_, _) = load_samples(sft.encode_rows, SFT_COLUMNS, tokenizer, args, OWN)
+    (training, counts), (_, _) = load_samples(sft.encode_rows, SFT_COLUMNS, tokenizer, args)
     return args, training, counts
 
 
@@ -47,7 +41,7 @@ SIZES = [(1, 1), (1, 199), (300, 4), (16, 16), (60, 40), (33, 95)]
 @pytest.mark.parametrize("template", [None, DEFAULT_CHAT_TEMPLATE], ids=["ours", "SmolVLM"])
 def test_ids_are_those_of_the_processor_of_idefics3(template, checkpoints, tmp_path):
     path = str(checkpoints("idefics3"))
-    args = sft.Args(model=path, dataset=["-"])
+    args = sft.Args(model=path, dataset=["-"], vision="frozen")
     tokenizer = load_tokenizer(path, args)
     tokenizer.add_tokens(["<|im_start|>", "<end_of_utterance>"], special_tokens=True)
     tokenizer.model_vocab_size = len(tokenizer)
@@ -154,27 +148,33 @@ def test_text_of_a_placeholder_is_no_image(family, prompt_format, encoder_of):
 
 @pytest.mark.parametrize(
     "flags",
-    [dict(takes_images=False), dict(environment="x"), dict(agent="x"), dict(tools=["x"]),
-     dict(reward_models=["model:x"]), dict(context_ranks=2), dict(rope_scaling="yarn"),
-     dict(vision=None, rollout_ranks=1)],
+    [dict(environment="x"), dict(agent="x"), dict(tools=["x"]), dict(reward_models=["model:x"]),
+     dict(rope="yarn")],
 )  # fmt: skip
-def test_flags_without_support_are_refused(flags):
-    with pytest.raises(ValueError, match="^x:1: the row has images.*;|only sft.py"):
-        use_images(Namespace(**dict(takes_images=True, vision="frozen") | flags), "x:1")
+def test_flags_without_support_are_refused(flags, checkpoints):
+    (name,) = flags
+    name = "reward model:x" if name == "reward_models" else name
+    tokenizer = load_tokenizer(str(checkpoints("idefics3")))
+    with pytest.raises(ValueError, match=f"^--vision frozen: --{name} does not support images"):
+        ImageEncoder(tokenizer, Namespace(vision="frozen", max_pixels=None, **flags))
 
 
-def test_text_model_is_refused_before_the_template_is_rendered():
-    tokenizer = load_tokenizer(tiny_model())
-    encoder = Encoder(tokenizer, sft.Args(model="tiny", dataset=["-"]))
+def test_a_row_with_images_needs_the_flag():
+    encoder = Encoder(load_tokenizer(tiny_model()), sft.Args(model="tiny", dataset=["-"]))
     row = dict(_source="x:1", images=["no.png"], prompt="?", completion="!")
-    with pytest.raises(ValueError, match="reads no images here; .* x:1 has images"):
+    with pytest.raises(ValueError, match="x:1: the row has images; set --vision frozen"):
         encoder.sft(row, ("prompt", "completion"))
+
+
+def test_text_model_is_refused():
+    with pytest.raises(ValueError, match="reads no images here"):
+        Encoder(load_tokenizer(tiny_model()), sft.Args(model="tiny", vision="frozen"))
 
 
 @pytest.mark.parametrize("shown", ["{{ m['content'] }}", "{{ m['content'] + '' }}"])
 def test_template_without_images_is_refused(shown, encoder_of, checkpoints):
     path = str(checkpoints("idefics3"))
-    args = sft.Args(model=path, dataset=["-"])
+    args = sft.Args(model=path, dataset=["-"], vision="frozen")
     tokenizer = load_tokenizer(path, args)
     turn = "{{ '<|turn|>' + m['role'] }}" + shown + "{{ '<|end_of_turn|>' }}"
     tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
@@ -210,77 +210,25 @@ def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):
         encoder.images.reader.pixels(span.file, span.digest)
 
 
-# ---- large data and streams ----
-
-
-@pytest.fixture
-def large(tmp_path, monkeypatch):
-    """All data counts as large."""
-    warm = lambda workers, context, initializer, initargs: (  # noqa: E731
-        ProcessPoolExecutor(workers, helpers.warm())
-    )
-    monkeypatch.setattr(tokenize, "ProcessPoolExecutor", warm)
-    monkeypatch.setattr(loading, "LARGE", 0)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache" / "onefile_tokens"
-
-
-def test_large_data_has_the_images_of_data_in_memory(checkpoints, pictures, large, monkeypatch):
-    """Read again from disk too; --max_pixels and the image processor are part of the digest."""
-    path = checkpoints("qwen3_vl")
-    flags = dict(eval_every=0)
-    for _ in range(2):
-        args, stored, _ = load(path, pictures, **flags)
-        assert args.vision == "frozen"  # before the model is loaded
-    assert len(list(large.glob("*/about.json"))) == 1
-    load(path, pictures, vision="train", **flags)
-    assert len(list(large.glob("*/about.json"))) == 1
-    _, small, _ = load(path, pictures, max_pixels=1024, **flags)
-    file = path / "preprocessor_config.json"
-    before = file.read_text()
-    try:
-        file.write_text(json.dumps(json.loads(before) | dict(do_rescale=True)))
-        load(path, pictures, **flags)
-    finally:
-        file.write_text(before)
-    assert len(list(large.glob("*/about.json"))) == 3
-    monkeypatch.setattr(loading, "LARGE", 1 << 40)
-    _, expected, _ = load(path, pictures, **flags)
-    assert [(s.ids, s.images) for s in stored] == [(s.ids, s.images) for s in expected]
-    assert sum(len(s.images) for s in stored) > 0
-    assert sum(len(s.ids) for s in small) < sum(len(s.ids) for s in stored)
+# ---- streams ----
 
 
 def stream_of(checkpoint, data, **flags):
     flags = dict(streaming=True, max_steps=1, eval_every=0, shuffle_buffer=1) | flags
-    args, stream, _ = load(checkpoint, data, **flags)
-    return args, stream
+    _, stream, _ = load(checkpoint, data, **flags)
+    return stream
 
 
 def test_stream_has_images(checkpoints, pictures):
-    args, stream = stream_of(checkpoints("idefics3"), pictures)
+    stream = stream_of(checkpoints("idefics3"), pictures)
     found = [stream[i] for i in stream.draw(6)]
-    assert args.vision == "frozen" and [len(s.images) for s in found] == [1, 2, 1, 2, 1, 0]
+    assert [len(s.images) for s in found] == [1, 2, 1, 2, 1, 0]
     assert all(s.row.keys() <= {"_source", "_images"} for s in found)
 
 
-def test_stream_whose_images_come_late_needs_a_flag(checkpoints, pictures):
-    """The model is loaded without the tower then."""
-    lines = pictures.read_text().splitlines(True)
-    file = pictures.with_name("late.jsonl")
-    file.write_text(lines[-1] + lines[0])
-    args, stream = stream_of(checkpoints("idefics3"), file)
-    assert args.vision is None
-    with pytest.raises(ValueError, match=r"late.jsonl:2: the row has images.*set --vision frozen"):
-        stream.draw(2)
-    _, stream = stream_of(checkpoints("idefics3"), file, vision="frozen")
-    assert stream[stream.draw(2)[1]].images
-
-
 def test_placeholder_without_an_image_is_refused(encoder_of):
-    """In a run with images, whose other rows have the token too."""
+    """Whether or not a row with an image came before it."""
     encoder = encoder_of("idefics3")
-    encoder.prompt(dict(_source="x:1", image=picture(16, 16, 0), prompt="?"), ("prompt",))
     with pytest.raises(ValueError, match="x:2: the text has <image>, the placeholder of an image"):
         encoder.prompt(dict(_source="x:2", images=[], prompt="<image>?"), ("prompt",))
 

@@ -64,7 +64,7 @@ def test_export_has_the_trained_tower(trained, checkpoints):
 
 
 def test_adapters_and_a_frozen_tower_leave_its_weights_alone(data, checkpoints, tmp_path, main):
-    main("sft", *data, "--lora_rank", 2, "--output_dir", tmp_path)
+    main("sft", *data, "--lora_rank", 2, "--vision", "frozen", "--output_dir", tmp_path)
     base = names_in(str(checkpoints("qwen3_vl")))
     changed = {
         name
@@ -77,7 +77,7 @@ def test_adapters_and_a_frozen_tower_leave_its_weights_alone(data, checkpoints, 
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 def test_export_has_the_limit_of_pixels(family, data, checkpoints, tmp_path, main):
     """A program that reads the export makes the same pixels without a flag."""
-    flags = (*data[2:], "--max_steps", 1, "--max_pixels", 1024)
+    flags = (*data[2:], "--max_steps", 1, "--vision", "frozen", "--max_pixels", 1024)
     main("sft", "--model", checkpoints(family), *flags, "--output_dir", tmp_path)
     layouts = []
     for path, limit in ((tmp_path / "hf", None), (checkpoints(family), 1024)):
@@ -96,7 +96,7 @@ def test_dpo_on_pictures(checkpoints, pictures, tmp_path, main):
     ]  # fmt: skip
     file = pictures.with_name("pairs.jsonl")
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    flags = ("--model", checkpoints("idefics3"), "--dataset", file, "--batch_size", 4,
+    flags = ("--model", checkpoints("idefics3"), "--dataset", file, "--vision", "frozen", "--batch_size", 4,
              "--max_steps", 2, "--lr", 1e-2, "--eval_every", 0, "--trace_every", 0)  # fmt: skip
     for way in ("stored", "online"):
         folder = tmp_path / way

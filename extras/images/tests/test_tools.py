@@ -27,7 +27,7 @@ from common.parallel import distributed
 from common.parallel.console import visible
 from common.rollout.completions_file import read_completions, require_same_architecture
 from common.rollout.prompts import Prompts, show_first
-from extras.images.encoder import use_images
+from extras.images.encoder import ImageEncoder
 from extras.images.reader import reader
 from extras.images.tests.checkpoints import picture
 from extras.trace import file as trace_file
@@ -56,7 +56,7 @@ def trained(checkpoints, tmp_path_factory, device):
         patch.setattr(distributed, "cleanup", lambda: None)
         flags = dict(prompt_format="chat", dataset=[str(folder / "rows.jsonl")], max_steps=1)
         flags |= dict(model=str(checkpoints("idefics3")), output_dir=str(folder / "run"))
-        sft.main(sft.Args(**flags, batch_size=2, trace_every=1, eval_every=0))
+        sft.main(sft.Args(**flags, batch_size=2, trace_every=1, eval_every=0, vision="frozen"))
     return SimpleNamespace(folder=folder / "run", pictures=pictures, console=console.getvalue())
 
 
@@ -64,7 +64,7 @@ def test_console_folds_runs_of_placeholders(trained, checkpoints, pictures, caps
     shown = trained.console.replace("\n", "")
     assert "<row_1_col_1>[<image> x 4]<fake" in shown.replace("x4", "x 4")
     assert "<image><image>" not in shown
-    args = sft.Args(model=str(checkpoints("qwen3_vl")))
+    args = sft.Args(model=str(checkpoints("qwen3_vl")), vision="frozen")
     tokenizer = load_tokenizer(args.model, args)
     row = dict(load_rows("--dataset", str(pictures), "train")[0])
     ((row, ids),) = encode_each(
@@ -172,7 +172,7 @@ def test_viewer_shows_pictures_and_folds_their_tokens(trained):
 
 
 def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_path):
-    args = sft.Args(model=str(checkpoints("idefics3")), output_dir=str(tmp_path))
+    args = sft.Args(model=str(checkpoints("idefics3")), vision="frozen", output_dir=str(tmp_path))
     tokenizer = load_tokenizer(args.model, args)
     encoder = Encoder(tokenizer, args)
     rows = load_rows("--dataset", str(pictures), "train")
@@ -206,11 +206,11 @@ def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_pa
 
 @pytest.mark.parametrize("reward", ["judge:tiny", "rank:tiny", "model:tiny"])
 def test_models_that_see_no_images_give_no_rewards(reward, pictures):
-    given = dict(model="tiny", dataset=[str(pictures)], reward=[reward])
+    given = dict(model="tiny", dataset=[str(pictures)], reward=[reward], vision="frozen")
     if reward == "judge:tiny":
         given["rubric"] = "It is right."
-    with pytest.raises(ValueError, match=f"row:1: the row has images, which --reward {reward} "):
-        use_images(evaluation.Args(**given), "row:1")
+    with pytest.raises(ValueError, match=f"--reward {reward} does not support images"):
+        ImageEncoder(None, evaluation.Args(**given))
 
 
 def test_export_is_compared_with_its_base(trained, checkpoints):
@@ -237,7 +237,7 @@ def talk(monkeypatch, capsys, tmp_path):
 @torch.no_grad()
 def greedy(path, messages: list[dict], files: list[str], max_pixels=None) -> str:
     """Return the answer of transformers' whole model, without a cache, to a row as in training."""
-    args = sft.Args(model=str(path), max_pixels=max_pixels)
+    args = sft.Args(model=str(path), vision="frozen", max_pixels=max_pixels)
     tokenizer = load_tokenizer(args.model, args)
     row = dict(_source="row", _folder="/", prompt=messages, images=[*map(str, files)])
     encoder = Encoder(tokenizer, args)

@@ -14,7 +14,7 @@ from sft import Args
 
 def loaded(path, pictures, device, **flags):
     """Return the flags, the samples of the pictures and the policy."""
-    args = Args(model=str(path), dataset=[str(pictures)], **flags)
+    args = Args(model=str(path), dataset=[str(pictures)], **dict(vision="frozen") | flags)
     tokenizer = load_tokenizer(str(path), args)
     encoder = Encoder(tokenizer, args)
     rows = load_rows("--dataset", str(pictures), "train")

@@ -35,7 +35,7 @@ def a_stream(data, **flags) -> StreamedSamples:
     flags = dict(max_length=100, shuffle_buffer=4) | flags
     args = sft.Args(dataset=(str(data),), streaming=True, max_steps=1, eval_every=0, **flags)
     task = (sft.encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model()), args)
-    (stream, _), (held_out, counts) = load_samples(*task, flags=())
+    (stream, _), (held_out, counts) = load_samples(*task)
     assert list(held_out) == [] and counts == Counter()
     return stream
 
