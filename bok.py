@@ -56,7 +56,7 @@ from common.rollout.sampler import Sampler, make_sampler, serve
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, describe_rollouts, dry_run, num_steps
 from common.train.run import Run
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 
 SHOW = ("loss", "reward", "eval/solved", "time/step")
 
@@ -172,6 +172,7 @@ def main(args: Args) -> None:
     if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+    begin_run(args)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained

@@ -64,7 +64,7 @@ from common.rollout.sampler import Sampler, make_sampler, serve
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 
 # ---- the objective ----
 
@@ -295,6 +295,7 @@ def main(args: Args) -> None:
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
         dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.log_kl else [])
+    begin_run(args)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained

@@ -64,7 +64,7 @@ from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps
 from common.train.run import Run
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 
 SHOW = ("loss", "reverse_kl", "agreement", "eval_loss", "eval/solved", "time/step")
 CURVES = (
@@ -269,7 +269,7 @@ def main(args: Args) -> None:
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     args.check_launch(world_size)
-    prepare_output_dir(args, owned=("teacher_logprobs/*",))
+    prepare_output_dir(args)
 
     # ---- data: prompts as token ids; samples: completions of the data ----
     path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
@@ -289,6 +289,7 @@ def main(args: Args) -> None:
     if args.dry_run:  # ends the process
         frozen = [*folders.values()] if args.teacher_logprobs == "live" else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+    begin_run(args)
 
     # ---- models: FSDP2 shards; the teachers are frozen ----
     policy = load_policy(path, args, device, kind=Student)  # trained

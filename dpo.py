@@ -60,7 +60,7 @@ from common.parallel import distributed
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 
 SHOW = ("eval/solved", "loss", "rewards/margins", "eval_rewards/accuracies", "time/step")
 CURVES = (
@@ -293,7 +293,7 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
-    prepare_output_dir(args, owned=("reference_logps.json",))
+    prepare_output_dir(args)
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
@@ -308,6 +308,7 @@ def main(args: Args) -> None:
         frozen = [args.reference_model or path] if is_resident else []
         all_counts = counts + eval_counts
         dry_run(args, path, tokenizer, pairs, eval_pairs, frozen=frozen, counts=all_counts)
+    begin_run(args)
     order = pairs.order(args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the pairs before training ----

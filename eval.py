@@ -53,7 +53,7 @@ from common.rollout import completions_file
 from common.rollout.engine import Engine
 from common.rollout.episodes import Episodes
 from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show_first
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 from extras.judges.judged import scores_of_outputs
 
 OWN_FILE = "completions.jsonl"
@@ -104,11 +104,6 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
                 if not 1 <= k <= self.samples_per_prompt:
                     most = f"{self.samples_per_prompt} (--samples_per_prompt)"
                     raise ValueError(f"--ks {k} must be in 1 to {most}")
-        for flag in ("completions", "against"):
-            file = Path(getattr(self, flag) or "")
-            is_output = file.resolve().parent == Path(self.output_dir).resolve()
-            if self.resume == "never" and file.is_file() and is_output:
-                raise ValueError(f"--{flag} {file}: --resume never would delete it")
 
 
 # ---- measurements ----
@@ -332,7 +327,7 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
 def main(args: Args) -> None:
     # ---- setup ----
     device, _, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
-    prepare_output_dir(args, owned=(OTHER_FILES, "results.json"))
+    prepare_output_dir(args)
     folder = Path(args.output_dir)
 
     # ---- one model, or every checkpoint of a folder ----
@@ -341,6 +336,7 @@ def main(args: Args) -> None:
         problem = f"are of one model, --model {args.model} has {len(models)}"
         raise ValueError(f"--completions {args.completions} {problem}")
     task = load_task(args, resolve_model(models[-1][1], rope=args.rope), device)
+    begin_run(args)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
     # ---- completions of each, from a file or sampled by one engine; then their results ----

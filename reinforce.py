@@ -61,7 +61,7 @@ from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 
 # ---- the objective ----
 
@@ -286,6 +286,7 @@ def main(args: Args) -> None:
     if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+    begin_run(args)
     turn_weight = args.reward_scale * rewards.weight_of("environment")
 
     # ---- models: FSDP2 shards ----

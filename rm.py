@@ -52,7 +52,7 @@ from common.parallel import distributed
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 
 SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
 CURVES = (
@@ -308,6 +308,7 @@ def main(args: Args) -> None:
         dry_run(
             args, None, tokenizer, pairs, eval_pairs, counts=counts + eval_counts, value_path=path
         )
+    begin_run(args)
     order = pairs.order(args)
 
     # ---- model: FSDP2 shards of float32 masters, with a scalar head ----

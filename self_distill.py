@@ -68,7 +68,7 @@ from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps
 from common.train.run import Run
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 
 SHOW = ("loss", "reward", "reverse_kl", "hints/used", "eval/solved", "time/step")
 CURVES = ("loss", "reward", "reverse_kl", "agreement", "hints/used", "eval/solved", "entropy",
@@ -247,6 +247,7 @@ def main(args: Args) -> None:
     if args.dry_run:  # ends the process
         frozen = [] if args.teacher == "live" else [path]
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+    begin_run(args)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device, kind=OwnTeacher)  # trained

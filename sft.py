@@ -42,7 +42,7 @@ from common.parallel import distributed
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 
 SHOW = ("eval/solved", "loss", "mean_token_accuracy", "eval_loss", "tokens_per_second")
 CURVES = (
@@ -159,6 +159,7 @@ def main(args: Args) -> None:
     )
     if args.dry_run:  # ends the process
         dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
+    begin_run(args)
     order = samples.order(args)
 
     # ---- model: FSDP2 shards of float32 masters ----

@@ -470,14 +470,3 @@ def test_stored_episodes_give_the_same_results(small, main, tmp_path):
 def test_interval_accepts_few_draws_and_any_seed():
     found = evaluation.mean_and_interval([1.0] + [0.0] * 30, [1] + [0] * 30, draws=1, seed=-3)
     assert found == dict(mean=1.0, low=1.0, high=1.0)
-
-
-def test_resume_never_refuses_to_delete_its_input(tmp_path):
-    (tmp_path / "completions.jsonl").write_text(GOOD)
-    for flag in ("completions", "against"):
-        with pytest.raises(ValueError, match=f"--{flag} .*: --resume never would delete it"):
-            evaluation.Args(
-                resume="never",
-                output_dir=str(tmp_path),
-                **{flag: str(tmp_path / "completions.jsonl")},
-            )

@@ -32,7 +32,7 @@ CAPTION = "mean over seeds; band: 95% t interval of the mean, range for 2 seeds"
 class Run(NamedTuple):
     folder: Path
     flags: dict
-    code: list  # fingerprints of the script and of the user's rewards
+    script: Path  # the first line of args.yaml
     metrics: dict[str, dict[int, float]]  # values by step
 
 
@@ -43,9 +43,8 @@ def read_run(folder: Path) -> Run:
     try:
         lines = file.read_text(encoding="utf-8").split("\n")[:-1]
         file = folder / "args.yaml"
-        flags = dict(yaml.safe_load(file.read_text(encoding="utf-8")))
-        file = folder / "code.json"
-        code = dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        written = file.read_text(encoding="utf-8")
+        flags = dict(yaml.safe_load(written))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}; name the output folder of a run") from error
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
@@ -68,19 +67,17 @@ def read_run(folder: Path) -> Run:
         for name, value in line.items():
             if isinstance(value, int | float):
                 metrics.setdefault(name, {})[step] = value
-    return Run(
-        folder,
-        flags,
-        sorted([Path(path).name, mark] for path, mark in code.items() if path != "crc"),
-        metrics,
-    )
+    first = written.split("\n")[0]
+    script = Path(first.removeprefix("# ") if first.startswith("# ") else "")
+    return Run(folder, flags, script, metrics)
 
 
 def group_runs(runs: list[Run]) -> list[list[Run]]:
     """Return the groups of runs, in the order of their first runs."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
-        key = [{name: value for name, value in run.flags.items() if name not in FREE}, run.code]
+        flags = {name: value for name, value in run.flags.items() if name not in FREE}
+        key = [flags, run.script.name]
         alike.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     repeated = {key for key, group in alike.items() if len(by_seed(group, group)) < len(group)}
     return [

@@ -145,8 +145,8 @@ class RunArgs:
     """seed of data order and sampling"""
     resume: MayChange[Literal["auto", "never", "must"]] = "auto"
     """treatment of an earlier run in output_dir. auto: resume from its newest checkpoint, if there
-    is one; must: the same, but fail if there is none; never: delete the earlier run and start
-    over"""
+    is one; must: the same, but fail if there is none; never: move the earlier run aside, to
+    `<output_dir>.old-1`, and start over"""
 
     @model_validator(mode="after")
     def _check_output_dir(self) -> Self:

@@ -1,68 +1,54 @@
-"""The output folder of a run: one run at a time, with one set of flags."""
+"""The output folder of a run: one run at a time, with one set of flags. Nothing is deleted here: a
+run that starts over moves the earlier one aside."""
 
 import fcntl
+import glob
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
 import yaml
 
+from common.config.flags import as_tuple
 from common.config.groups import BaseArgs, flags_of, may_change
 from common.data import durable
 from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
 
-# Contents of every run's folder. Scripts name their further files.
-FILES = (
-    "args.yaml",
-    "code.json",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "completions.jsonl",
-    "curves.png",
-    "wandb_id",
-)
+EXPORTS = ("hf", "best", "adapter", "best_adapter")  # folders that a new export replaces
+WRITTEN = (*EXPORTS, "checkpoints", "metrics.jsonl", "samples.jsonl")
 SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these
-FOLDERS = (
-    "checkpoints",
-    "hf",
-    "best",
-    "adapter",
-    "best_adapter",
-    "tensorboard",
-    "timeline",
-    "trace",
-    "replay",
-)
 IN_USE = "uses it; wait for it or name another --output_dir"
 
 
-def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
-    """Claim `--output_dir` for this run, before any slow work. `owned`: glob patterns of the
-    script's further files. Collective. A dry run only warns.
+def prepare_output_dir(args: BaseArgs) -> None:
+    """Lock `--output_dir` and check it, before any slow work; `begin_run` then writes. Collective.
+    A dry run only warns.
 
-    With `--resume never` the files of an earlier run are deleted. Raises `ValueError` on every rank
-    if the folder is not writable, is not shared by all machines, has a run with other flags or,
-    with `--resume must`, has no run, and for a flag that is not UTF-8."""
+    Raises `ValueError` on every rank if the folder is not writable, is not shared by all machines,
+    has a run with other flags or, with `--resume must`, has no run, and if an input of this run
+    lies where the run writes."""
     folder = Path(args.output_dir)
     _require_utf8(args)
     if args.trains and args.dry_run:
-        conflict = _conflict(folder, args)
-        if conflict:
-            distributed.say(f"warning: {conflict}")
+        if problem := _conflict(folder, args) or _threatened_input(folder, args):
+            distributed.say(f"warning: {problem}")
         return
     problem = None
     # A new name: network file systems cache the absence of files.
-    mark = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp"
+    mark = folder / f"{secrets.token_hex(8)}.tmp"
     if distributed.is_main():
         try:
-            problem = _check_upload(args) or _lock(folder) or _claim(folder, args, owned)
+            problem = _check_upload(args) or _lock(folder) or _conflict(folder, args)
+            problem = problem or _threatened_input(folder, args)
             if not problem:
                 mark.mkdir()
         except OSError as error:
@@ -89,6 +75,41 @@ def _check_upload(args: BaseArgs) -> str | None:
     return publish(args)
 
 
+def begin_run(args: BaseArgs) -> None:
+    """Write args.yaml, once flags and data are known to be good. With `--resume never` move an
+    earlier run aside first. Collective. Raises `ValueError` on every rank."""
+    folder = Path(args.output_dir)
+    problem = None
+    if distributed.is_main():
+        try:
+            problem = _begin(folder, args)
+        except OSError as error:
+            problem = f"--output_dir {folder}: {distributed.first_line(error)}"
+    if problem := distributed.gather_objects(problem)[0]:
+        raise ValueError(problem)
+
+
+def _begin(folder: Path, args: BaseArgs) -> str | None:
+    if _has_begun(folder) and args.resume == "never":
+        folder = folder.resolve()  # of a link, what it names
+        names = (folder.with_name(f"{folder.name}.old-{n}") for n in count(1))
+        aside = next(name for name in names if not name.exists())
+        folder.rename(aside)
+        distributed.say(f"--resume never: the earlier run is now in {aside}")
+        if problem := _lock(folder):
+            return problem
+    elif _has_begun(folder):
+        for name in EXPORTS:
+            durable.recover_folder(folder / name)
+        for unfinished in folder.glob("checkpoints/step_*.tmp"):
+            shutil.rmtree(unfinished)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    script = getattr(sys.modules.get(type(args).__module__), "__file__", "")
+    flags = yaml.safe_dump(flags_of(args), sort_keys=False)
+    durable.write_text(folder / "args.yaml", f"# {script}\n{flags}")
+    return None
+
+
 def _require_utf8(args: BaseArgs) -> None:
     """Raise `ValueError` for a flag whose text is not UTF-8, as names of files may be: the files of
     a run quote it."""
@@ -100,6 +121,8 @@ def _require_utf8(args: BaseArgs) -> None:
                 f"--{flag} {value}: the text is not UTF-8; rename the file or the folder"
             ) from error
 
+
+# ---- one run at a time ----
 
 _locked: TextIO | None = None  # the lock of this process
 
@@ -133,64 +156,26 @@ def unlock() -> None:
         _locked.close()
 
 
-def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
-    """Delete the earlier run, or prepare to continue it. Return the problem, if there is one."""
-    if args.resume == "never":
-        problem = _needed_files(folder, args)
-        if problem:
-            return problem
-        _delete_run(folder, owned)
-    problem = _conflict(folder, args)
-    if problem:
-        return problem
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    for name in FOLDERS:
-        durable.recover_folder(folder / name)
-    for unfinished in list(folder.glob("checkpoints/step_*.tmp")):
-        shutil.rmtree(unfinished)
-    durable.write_text(folder / "args.yaml", yaml.safe_dump(flags_of(args), sort_keys=False))
-    code = _code(args)
-    if not _has_files(folder, *SAMPLED, "metrics.jsonl") or not (folder / "code.json").is_file():
-        durable.write_json(folder / "code.json", code)
-    for file, fingerprint in durable.read_json(folder / "code.json").items():
-        if fingerprint != code.get(file):
-            change = f"{file} has changed since the run in {folder} began"
-            distributed.say(f"warning: {change}: it continues with the new code")
-    return None
+# ---- one set of flags ----
 
 
-def _needed_files(folder: Path, args: BaseArgs) -> str | None:
-    """Return that the run would start from files that `--resume never` deletes, if so."""
-    for flag in ("model", "adapter"):
-        start = getattr(args, flag)
-        if start and Path(start).exists() and folder.resolve() in Path(start).resolve().parents:
-            return f"--{flag} {start}: --resume never would delete it; name another --output_dir"
-    return None
+def _has_begun(folder: Path) -> bool:
+    """Return whether the folder has anything of a run but its flags."""
+    return bool(_can_resume(folder) or (folder / "metrics.jsonl").is_file())
 
 
-def _delete_run(folder: Path, owned: Sequence[str]) -> None:
-    for name in (*FILES, *owned):
-        for file in folder.glob(name):
-            file.unlink()
-    for name in FOLDERS:
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for results in checkpoints_in(folder):  # of eval.py for each checkpoint
-        shutil.rmtree(results)
-
-
-def _has_files(folder: Path, *names: str) -> bool:
-    return any(any(folder.glob(name)) for name in names)
+def _can_resume(folder: Path) -> bool:
+    sampled = any(any(folder.glob(name)) for name in SAMPLED)
+    return sampled or bool(checkpoints_in(folder / "checkpoints"))
 
 
 def _conflict(folder: Path, args: BaseArgs) -> str | None:
-    """Return the reason why the run in the folder cannot continue with these flags, if there is
-    one. Reads only."""
-    can_resume = checkpoints_in(folder / "checkpoints") or _has_files(folder, *SAMPLED)
-    if args.resume == "must" and not can_resume:
+    """Return why the run in the folder cannot continue with these flags, if there is a reason.
+    Reads only."""
+    if args.resume == "must" and not _can_resume(folder):
         return f"--resume must: {folder} has no checkpoint; use --resume auto"
-    has_begun = can_resume or _has_files(folder, "metrics.jsonl")  # a run without steps has not
     file = folder / "args.yaml"
-    if args.resume == "never" or not has_begun or not file.is_file():
+    if args.resume == "never" or not _has_begun(folder) or not file.is_file():
         return None
     label = f"--output_dir {folder}"
     try:
@@ -201,9 +186,6 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
         return f"{label}: args.yaml is damaged; delete it to resume with the flags given now"
     flags = flags_of(args)
     earlier_flags = flags_of(type(args)()) | earlier_flags  # newer flags had their defaults
-    for name, value in earlier_flags.items():
-        if isinstance(value, str) and isinstance(flags.get(name), list):
-            earlier_flags[name] = [value]
     free = may_change(args, earlier_flags)
     changed = [
         name
@@ -217,25 +199,55 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     )
     if len(changed) > 3:
         changes += f" and {len(changed) - 3} more"
-    advice = "name another --output_dir, or use --resume never to delete that run and start over"
+    advice = "name another --output_dir, or use --resume never to move that run aside"
     return f"{label}: the folder has a run with other flags ({changes}); {advice}"
 
 
-def _code(args: BaseArgs) -> dict[str, list[int]]:
-    """Return the fingerprints of the script and of the user's rewards, environment, tools and
-    agent."""
-    words = []
-    for tool in args.tools:
-        command = tool.removeprefix("mcp:")
-        words += [tool] if command == tool else command.replace("'", "").split()
-    tools = [f"{word}:" if word.endswith(".py") else word for word in words]
-    specs = [*args.reward, args.environment or "", args.agent or "", *tools]
-    files = [Path(spec.rpartition(":")[0]).expanduser() for spec in specs]
-    script = getattr(sys.modules.get(type(args).__module__), "__file__", None)
-    if script:
-        files.insert(0, Path(script))
-    return {
-        str(file): durable.fingerprint(file)
-        for file in files
-        if file.suffix == ".py" and file.is_file()
-    }
+# ---- inputs in the folder ----
+
+
+def _threatened_input(folder: Path, args: BaseArgs) -> str | None:
+    """Return which file or folder of the user this run would move or replace, if there is one."""
+    advice = "name another --output_dir"
+    for run in folder.resolve().parents:  # runs/x/checkpoints is a part of runs/x
+        inner = folder.resolve().relative_to(run).parts[0]
+        if inner in WRITTEN and _has_begun(run):
+            return f"--output_dir {folder}: the run in {run} writes there; {advice}"
+    has_begun = _has_begun(folder)
+    inputs = [*_inputs(args)]
+    if has_begun and args.resume == "never":
+        inputs += [("the working folder", "."), ("the script", sys.argv[0])]
+        taken, why = [folder], "--resume never would move it aside"
+    else:
+        taken, why = [folder / name for name in WRITTEN if args.trains], "the run writes there"
+    for label, path in inputs:
+        is_folder = os.path.realpath(path) == os.path.realpath(folder)
+        if is_folder or any(_is_in(path, place) for place in taken):
+            return f"{label}: {why}; {advice}"
+    for name in (*EXPORTS, "samples.jsonl") if args.trains and not has_begun else ():
+        if (folder / name).exists():
+            return f"--output_dir {folder}: the run would replace {name} there; {advice}"
+    return None
+
+
+def _inputs(args: BaseArgs) -> Iterator[tuple[str, str]]:
+    """Yield the paths in flags that exist, each with its flag: `FILE`, `name=FILE`,
+    `model:FOLDER`, `FILE.py:function`, `FILE:0.5`, `mcp:COMMAND FILE`, patterns."""
+    for flag, values in flags_of(args).items():
+        for value in as_tuple(values) or () if flag != "output_dir" else ():
+            words = re.split(r"[=:\s]", value) if isinstance(value, str) else []
+            for word in (value, *words) if len(words) > 1 else words:
+                path = os.path.expanduser(word)
+                if "*" in path and "/" in path:
+                    yield from ((f"--{flag} {value}", name) for name in glob.iglob(path))
+                elif path.strip(".") and os.path.lexists(path):
+                    yield f"--{flag} {value}", path
+
+
+def _is_in(path: str, folder: Path) -> bool:
+    """Return whether a path, or what it links to, is the folder or lies in it."""
+    for absolute in (os.path.abspath, os.path.realpath):
+        parts = Path(absolute(path))
+        if Path(absolute(folder)) in (parts, *parts.parents):
+            return True
+    return False

@@ -75,8 +75,7 @@ def read_case(folder: Path) -> Case:
     if not run.metrics:
         raise ValueError(f"{folder / 'metrics.jsonl'}: no finished step; wait for the first one")
     traces = read_traces(folder)
-    names = [name.removesuffix(".py") for name, _ in run.code if (ROOT / name).is_file()]
-    script = next(iter([header["script"] for header, *_ in traces] + names), "")
+    script = next((header["script"] for header, *_ in traces), run.script.stem)
     return Case(run.flags, script, run.metrics, read_samples(folder), traces, str(folder))
 
 

@@ -31,7 +31,6 @@ import yaml
 
 from common.config.flag_files import read_yaml
 from common.config.parse import one_line, parse
-from common.data import durable
 from common.metrics.curves import read_metrics
 from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
@@ -163,7 +162,6 @@ def prepare(run: Path, folder: Path, start: Path | None, flags: dict) -> Path:
         for path in filter(Path.is_file, run.iterdir()):
             if path.name not in (
                 "args.yaml",
-                "code.json",
                 "lock",
                 "wandb_id",
                 "curves.png",
@@ -291,13 +289,13 @@ def print_changes(exact: Path, changed: Path, step: int) -> None:
 
 
 def replay(run: Path, first: int, last: int, changes: dict[str, str]) -> None:
-    for name in ("args.yaml", "code.json", "metrics.jsonl"):
+    for name in ("args.yaml", "metrics.jsonl"):
         if not (run / name).is_file():
             raise ValueError(f"{run}: no {name}; name the --output_dir of a training run")
-    script, ranks = (
-        next(iter(durable.read_json(run / "code.json"))),
-        len(list(run.glob("timeline/rank_*.jsonl"))),
-    )
+    script = (run / "args.yaml").read_text(encoding="utf-8").split("\n")[0].removeprefix("# ")
+    if not Path(script).is_file():
+        raise ValueError(f"{run / 'args.yaml'}: the first line names no script: {script}")
+    ranks = len(list(run.glob("timeline/rank_*.jsonl")))
     row_of(run, last)
     words = [word for flag, value in changes.items() for word in (f"--{flag}", value)]
     args_class = load_script(script).Args

@@ -166,13 +166,10 @@ def marked_lines(function: ast.FunctionDef, flags: dict) -> list[int]:
     return sorted({line for first, last in found or others for line in range(first, last + 1)})
 
 
-def script_file(folder: Path, script: str) -> Path:
+def script_file(run: Run, script: str) -> Path:
     """Return the file of the script of a run: where the run began, or in this checkout."""
-    code = folder / "code.json"
-    began = map(Path, json.loads(code.read_text(encoding="utf-8"))) if code.is_file() else ()
-    return next(
-        (path for path in began if path.stem == script and path.is_file()), ROOT / f"{script}.py"
-    )
+    began = run.script
+    return began if began.stem == script and began.is_file() else ROOT / f"{script}.py"
 
 
 def parsed(path: Path) -> tuple[list[str], ast.Module]:
@@ -258,9 +255,8 @@ def pictures_of(images: dict[str, str]) -> dict[str, dict]:
 
 
 def script_of(run: Run, traces: list[dict]) -> str:
-    """Return the name of the script of a run, by its traces or the names of its code."""
-    names = [name.removesuffix(".py") for name, _ in run.code if (ROOT / name).is_file()]
-    return next(iter([header["script"] for header in traces] + names), "")
+    """Return the name of the script of a run."""
+    return next((header["script"] for header in traces), run.script.stem)
 
 
 def run_data(run: Run, embed: bool, images: dict[str, str]) -> dict:
@@ -278,7 +274,7 @@ def run_data(run: Run, embed: bool, images: dict[str, str]) -> dict:
         name=run.folder.resolve().name, folder=str(run.folder), script=script, flags=run.flags,
         metrics=metrics, traces=traces, timeline=timeline_of(run.folder),
         gradients=gradients_of(run.folder),
-        source=source_of(script_file(run.folder, script), found, run.flags), formulas=found,
+        source=source_of(script_file(run, script), found, run.flags), formulas=found,
     )  # fmt: skip
 
 
@@ -305,7 +301,7 @@ def group_data(runs: list[Run]) -> list[dict]:
 def main_metrics(runs: list[Run]) -> list[str]:
     """Return the metrics that the page shows first."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    files = [script_file(run.folder, script_of(run, traces_of(run.folder))) for run in runs]
+    files = [script_file(run, script_of(run, traces_of(run.folder))) for run in runs]
     patterns = dict.fromkeys(x for file in files for x in curves_of(file))
     matching = [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
     return distinct({name: [run.metrics.get(name) for run in runs] for name in matching})

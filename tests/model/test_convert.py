@@ -262,18 +262,6 @@ def test_folder_of_checkpoints_is_refused(checkpoint):
         resolve_model(str(checkpoint.parent))
 
 
-def test_run_keeps_its_starting_model(checkpoint):
-    with pytest.raises(
-        ValueError, match=f"^--model {checkpoint}: --resume never would delete it; name another"
-    ):
-        prepare_output_dir(
-            TrainArgs(
-                model=str(checkpoint), output_dir=str(checkpoint.parent.parent), resume="never"
-            )
-        )
-    assert checkpoint.is_dir()
-
-
 # ---- every script ----
 
 

@@ -23,16 +23,15 @@ def write(
     folder: Path,
     scores: Sequence[float],
     flags: dict,
-    code: dict | None = None,
+    script: str = "/x/grpo.py",
     name: str = "eval/solved",
 ):
     """Write a run whose metric has these values at steps 1, 2, ..., and return its folder."""
     folder.mkdir(parents=True)
     lines = [json.dumps({"step": step, name: score}) + "\n" for step, score in enumerate(scores, 1)]
     (folder / "metrics.jsonl").write_text("".join(lines))
-    (folder / "args.yaml").write_text(yaml.safe_dump(flags | dict(output_dir=str(folder))))
-    if code is not None:
-        (folder / "code.json").write_text(json.dumps(code))
+    text = yaml.safe_dump(flags | dict(output_dir=str(folder)))
+    (folder / "args.yaml").write_text(f"# {script}\n{text}")
     return folder
 
 
@@ -82,20 +81,14 @@ def test_groups_of_more_than_three_different_flags_are_named_by_folder(tmp_path)
     assert groups_of(a, other)[1] == [str(a), str(other)]
 
 
-def test_other_code_or_a_repeated_seed_is_another_group(tmp_path):
-    kinds = [(0, 1), (1, 1), (0, 2)]
+def test_another_script_or_a_repeated_seed_is_another_group(tmp_path):
     folders = [
-        write(
-            tmp_path / f"seed{seed}_code{code}",
-            [0.5],
-            dict(seed=seed),
-            {f"/x{seed}/grpo.py": [code], "crc": seed},
-        )
-        for seed, code in kinds
+        write(tmp_path / f"{name}{seed}", [0.5], dict(seed=seed), f"/x{seed}/{name}.py")
+        for seed, name in [(0, "grpo"), (1, "grpo"), (0, "rloo")]
     ]
-    assert groups_of(*folders)[0] == [["seed0_code1", "seed1_code1"], ["seed0_code2"]]
-    again = write(tmp_path / "again", [0.5], dict(seed=0), {"/y/grpo.py": [1]})
-    assert groups_of(*folders[:2], again)[0] == [["seed0_code1"], ["seed1_code1"], ["again"]]
+    assert groups_of(*folders)[0] == [["grpo0", "grpo1"], ["rloo0"]]
+    again = write(tmp_path / "again", [0.5], dict(seed=0), "/y/grpo.py")
+    assert groups_of(*folders[:2], again)[0] == [["grpo0"], ["grpo1"], ["again"]]
 
 
 @pytest.mark.parametrize(

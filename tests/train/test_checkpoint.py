@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config.groups import TrainArgs
-from common.config.online import OnlineArgs
 from common.data import durable
 from common.model.checkpoint_files import checkpoints_in
 from common.model.hub import load_tokenizer, resolve_model
@@ -32,7 +30,7 @@ from common.parallel.distributed import RunError
 from common.parallel.failures import disk_error
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
-from common.train.run_folder import prepare_output_dir, unlock
+from common.train.run_folder import begin_run, prepare_output_dir, unlock
 
 # ---- export ----
 
@@ -124,7 +122,11 @@ def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, devi
 
 def begin(folder, kind: type[TrainArgs] = TrainArgs, **flags) -> None:
     """Prepare a folder up to its first checkpoint."""
-    prepare_output_dir(kind(output_dir=str(folder), **flags))
+    args = kind(output_dir=str(folder), **flags)
+    prepare_output_dir(args)
+    if args.dry_run:
+        return
+    begin_run(args)
     (folder / "checkpoints" / "step_000001").mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
 
@@ -149,19 +151,6 @@ def test_folder_belongs_to_the_run_with_its_flags(tmp_path, capsys):
         with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}: .*{words}"):
             begin(tmp_path, **flags)
     assert (tmp_path / "args.yaml").read_text() == before
-    begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
-    for folder in (tmp_path / "held_out", tmp_path):
-        text = (folder / "args.yaml").read_text()
-        older = re.sub(
-            r"^(dataset|eval_dataset):\n- (.*)\n", r"\1: \2\n", text, flags=re.MULTILINE
-        )  # the form of an older version
-        assert older != text and older.count("\n- ") == text.count("\n- ") - (
-            1 if folder == tmp_path else 2
-        )
-        (folder / "args.yaml").write_text(older)
-    begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
-    begin(tmp_path)
-    assert (tmp_path / "args.yaml").read_text() != older
     for damaged in ("", "- 1\n", "lr: [", before[: len(before) // 2] + "\x00"):
         (tmp_path / "args.yaml").write_text(damaged)
         with pytest.raises(
@@ -274,49 +263,6 @@ def test_run_without_a_checkpoint_does_not_claim_the_folder(tmp_path):
     prepare_output_dir(TrainArgs(output_dir=str(tmp_path), lr=1.0))
     with pytest.raises(ValueError, match=f"^--resume must: {tmp_path} has no checkpoint"):
         prepare_output_dir(TrainArgs(output_dir=str(tmp_path), resume="must"))
-
-
-def test_changed_script_or_reward_is_named_at_a_resume(tmp_path, capsys):
-    scripts, rewards = tmp_path / "mine.py", tmp_path / "reward.py"
-    for file in (scripts, rewards):
-        file.write_text("def f(completion, row):\n    return 1.0\n")
-    mine = dataclasses.make_dataclass(
-        "Args", [], bases=(OnlineArgs,), namespace=dict(__module__="mine")
-    )
-
-    def begin_mine() -> str:
-        with mock.patch.dict(sys.modules, mine=SimpleNamespace(__file__=str(scripts))):
-            begin(tmp_path / "run", kind=mine, reward=(f"{rewards}:f", "exact_match"))
-        return capsys.readouterr().out
-
-    assert begin_mine() == begin_mine() == ""
-    rewards.write_text("def f(completion, row):\n    return 2.0\n")
-    assert (
-        begin_mine() == f"warning: {rewards} has changed since the run in {tmp_path}/run began: "
-        "it continues with the new code\n"
-    )
-    scripts.write_text("")
-    assert f"{scripts} has changed since" in begin_mine()
-
-
-def test_starting_over_deletes_only_the_files_of_a_run(tmp_path):
-    begin(tmp_path)
-    for name in ("own.json", "other.json", "hf.tmp/x", "checkpoints/step_000002.tmp/x"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    begin(tmp_path)
-    assert (tmp_path / "own.json").is_file() and not list(tmp_path.rglob("*.tmp"))
-    prepare_output_dir(
-        TrainArgs(output_dir=str(tmp_path), lr=1.0, resume="never"), owned=("own*.json",)
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "args.yaml",
-        "checkpoints",
-        "code.json",
-        "lock",
-        "other.json",
-    ]
-    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_unwritable_folder_is_refused(tmp_path):

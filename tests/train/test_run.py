@@ -20,7 +20,7 @@ from common.model.tiny import tiny_model
 from common.parallel import signals
 from common.train.optim import adamw
 from common.train.run import Run
-from common.train.run_folder import prepare_output_dir
+from common.train.run_folder import begin_run, prepare_output_dir
 
 TOTAL = 5
 
@@ -45,6 +45,7 @@ class Steps:
         self.model, optimizer = parts
         self.args = TrainArgs(output_dir=str(folder), **(dict(eval_every=0, save_every=2) | flags))
         prepare_output_dir(self.args)
+        begin_run(self.args)
         self.order, self.begun, self.saves = RowOrder(10, 0), [], []
         self.run = Run(
             self.args, self.model, optimizer, load_tokenizer(tiny_model()), total, show=("loss",),

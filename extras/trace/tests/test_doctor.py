@@ -33,8 +33,7 @@ def run(
         for t in range(longest)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "args.yaml").write_text(yaml.safe_dump(flags or {}))
-    (folder / "code.json").write_text(json.dumps({f"/somewhere/{script}.py": "mark"}))
+    (folder / "args.yaml").write_text(f"# /somewhere/{script}.py\n{yaml.safe_dump(flags or {})}")
     if samples:
         lines = [json.dumps(sample) + "\n" for sample in samples]
         (folder / "samples.jsonl").write_text("".join(lines))

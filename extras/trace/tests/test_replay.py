@@ -187,7 +187,7 @@ def test_unknown_step_wrong_flag_and_damage_are_refused_in_one_line(main, small,
     with pytest.raises(ValueError, match="^--bet"):
         replay.replay(tmp_path, 1, 1, {"bet": "3"})
     (tmp_path / "args.yaml").write_text("{")
-    with pytest.raises(ValueError, match="args.yaml: not valid YAML: "):
+    with pytest.raises(ValueError, match="args.yaml: the first line names no script: {"):
         replay.replay(tmp_path, 1, 1, {})
 
 

@@ -421,7 +421,7 @@ def copied(folder: Path, args, traced: list[dict], script: str) -> Path:
     copy = folder / "elsewhere" / "mine.py"
     copy.parent.mkdir()
     copy.write_text((ROOT / f"{script}.py").read_text().replace("def loss(", "def loss(  # mine\n"))
-    (run / "code.json").write_text(json.dumps({str(copy): [1, 2], "crc": 0}))
+    (run / "args.yaml").write_text(f"# {copy}\n{(run / 'args.yaml').read_text()}")
     return run
 
 
@@ -750,7 +750,8 @@ def damaged(run: Path, what: str) -> None:
             (run / "gradients.json").write_text("[]")
         case "script":
             (run / "grpo.py").write_text("def loss(:")
-            (run / "code.json").write_text(json.dumps({str(run / "grpo.py"): [1, 2]}))
+            flags = (run / "args.yaml").read_text()
+            (run / "args.yaml").write_text(f"# {run / 'grpo.py'}\n{flags}")
 
 
 @pytest.mark.parametrize(
