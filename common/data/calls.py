@@ -1,11 +1,10 @@
-"""Tool calls: the columns and messages that have them, and the ends of turns that make them."""
+"""Turns with tool calls: where they end in the text of a chat template."""
 
-import json
 import os
 import re
 
 from common.data.chat import ASKED, CALL, SAID, ChatTemplate
-from common.data.messages import require_characters, texts_of
+from common.data.messages import named, texts_of
 
 # the function of `CALL`, as the tools of a row
 _PROBED = dict(
@@ -20,68 +19,6 @@ _PROBED = dict(
 )
 PROBE = dict(_source="--tools", tools=[dict(type="function", function=_PROBED)])
 PROBED_RESULT = dict(role="tool", name="probe", tool_call_id=CALL["id"], content="?")
-
-
-def tools_field(row: dict) -> list[dict]:
-    """Return the column `tools`: JSON schemas of functions, as objects or text. Raises `ValueError`
-    otherwise."""
-    tools = row["tools"]
-    label = f"{row['_source']}: column tools"
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) or []
-        except ValueError as error:
-            raise ValueError(f"{label} is not JSON: {error}") from error
-    if not isinstance(tools, list) or not all(map(_is_schema, tools)):
-        raise ValueError(f"{label} must list JSON schemas of functions, each with a name")
-    require_characters(label, json.dumps(tools, ensure_ascii=False, default=str))
-    return tools
-
-
-def _is_schema(tool: object) -> bool:
-    return isinstance(tool, dict) and _has_name(tool.get("function", tool))
-
-
-def _has_name(function: object) -> bool:
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def calls_of(label: str, number: int, message: dict) -> list[dict]:
-    """Return the tool calls of a message with their arguments as objects, the form that templates
-    expect. Raises `ValueError` that begins with `label` for malformed calls."""
-    calls = message["tool_calls"]
-    if not isinstance(calls, list) or message.get("role") != "assistant":
-        raise ValueError(f"{label}: tool_calls must be a list, in an assistant's message")
-    calls = [_call(f"{label}: turn {number}", call) for call in calls]
-    require_characters(label, json.dumps(calls, ensure_ascii=False, default=str))
-    return calls
-
-
-def _call(label: str, call: object) -> dict:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not _has_name(function):
-        problem = "a tool call must be an object with a `function` that has a `name`"
-        raise ValueError(f"{label}: {problem}")
-    label = f"{label}: the arguments of {function['name']}"
-    arguments = function.get("arguments")
-    if "arguments" in function and arguments in ("", None):  # a call without arguments
-        arguments = {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"{label} are not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{label} are not an object")
-    return call | dict(function=function | dict(arguments=arguments))
-
-
-def named(call: dict, name: str) -> dict:
-    """Return a call of another function."""
-    return call | dict(function=call["function"] | dict(name=name))
-
-
-# ---- turns with calls ----
 
 
 def end_of_calls(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from common.data.packing import Tokens
+from common.data.tokens import Tokens
 from common.data.transfer import Placed
 
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or (

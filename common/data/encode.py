@@ -7,7 +7,9 @@ from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import BaseArgs
+from common.data.calls import after_calls
 from common.data.chat import ASKED, SAID, ChatTemplate
+from common.data.literals import hidden, pieces_with_literals
 from common.data.messages import has_images, messages_field, text_field
 from common.data.pieces import pieces_of
 from common.data.sample import Sample
@@ -85,8 +87,6 @@ class Encoder:
     ) -> list[int]:
         """Return the ids of the `results` of tool calls, like `reply`. A turn with calls may end
         with another token. `--special_text` applies to the results."""
-        from common.data.calls import after_calls
-
         results = self._read_messages(row, results)
         end, text = after_calls(self.chat, row, calls, results)
         return self._behind(end, end, text, last_token)
@@ -234,8 +234,6 @@ class Encoder:
         ends = [len(end) for end in self.ends if has_end and value.endswith(end)]
         end = len(value) - max(ends, default=0)
         if self.special_text == "text":
-            from common.data.literals import hidden
-
             inner = hidden(row["_source"], value[start:end], self.special_tokens)
             return value[:start] + inner + value[end:]
         token = self.special_pattern.search(value[start:end])
@@ -260,8 +258,6 @@ class Encoder:
             text, cuts = self.images.expand(row, text, cuts, not adds_bos)
         try:
             if self.special_text == "text":
-                from common.data.literals import pieces_with_literals
-
                 pieces = pieces_with_literals(
                     self.tokenizer, text, cuts, adds_bos, self.added, self.special_tokens
                 )

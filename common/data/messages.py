@@ -1,5 +1,6 @@
 """Columns of a row: text and conversations, checked and in one form."""
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -78,8 +79,6 @@ def _message(label: str, number: int, value: object) -> dict:
     if message.get("tool_calls") == []:
         del message["tool_calls"]
     if "tool_calls" in message:
-        from common.data.calls import calls_of
-
         message["tool_calls"] = calls_of(label, number, message)
         message.setdefault("content", "")
     if isinstance(message.get("content"), list):
@@ -144,3 +143,65 @@ def closing(tag: str) -> str:
 def with_thought(thought: str, answer: str, tag: str = "<think>") -> str:
     """Return a thought, with its tags, and the answer."""
     return f"{tag}\n{thought}\n{closing(tag)}\n\n{answer}"
+
+
+# ---- tools and calls ----
+
+
+def tools_field(row: dict) -> list[dict]:
+    """Return the column `tools`: JSON schemas of functions, as objects or text. Raises `ValueError`
+    otherwise."""
+    tools = row["tools"]
+    label = f"{row['_source']}: column tools"
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) or []
+        except ValueError as error:
+            raise ValueError(f"{label} is not JSON: {error}") from error
+    if not isinstance(tools, list) or not all(map(_is_schema, tools)):
+        raise ValueError(f"{label} must list JSON schemas of functions, each with a name")
+    require_characters(label, json.dumps(tools, ensure_ascii=False, default=str))
+    return tools
+
+
+def _is_schema(tool: object) -> bool:
+    return isinstance(tool, dict) and _has_name(tool.get("function", tool))
+
+
+def _has_name(function: object) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def calls_of(label: str, number: int, message: dict) -> list[dict]:
+    """Return the tool calls of a message with their arguments as objects, the form that templates
+    expect. Raises `ValueError` that begins with `label` for malformed calls."""
+    calls = message["tool_calls"]
+    if not isinstance(calls, list) or message.get("role") != "assistant":
+        raise ValueError(f"{label}: tool_calls must be a list, in an assistant's message")
+    calls = [_call(f"{label}: turn {number}", call) for call in calls]
+    require_characters(label, json.dumps(calls, ensure_ascii=False, default=str))
+    return calls
+
+
+def _call(label: str, call: object) -> dict:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not _has_name(function):
+        problem = "a tool call must be an object with a `function` that has a `name`"
+        raise ValueError(f"{label}: {problem}")
+    label = f"{label}: the arguments of {function['name']}"
+    arguments = function.get("arguments")
+    if "arguments" in function and arguments in ("", None):  # a call without arguments
+        arguments = {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"{label} are not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{label} are not an object")
+    return call | dict(function=function | dict(arguments=arguments))
+
+
+def named(call: dict, name: str) -> dict:
+    """Return a call of another function."""
+    return call | dict(function=call["function"] | dict(name=name))

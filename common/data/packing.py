@@ -21,11 +21,12 @@ from itertools import accumulate, chain, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.config.extra import extra
+from common.data.compact import compact_tokens
 from common.data.sample import Sample
+from common.data.tokens import Tokens
 from common.data.transfer import (
     INTEGERS,
     Outline,
@@ -38,29 +39,6 @@ from common.data.transfer import (
 from common.parallel import distributed
 from common.parallel.context import context_group, context_group_size
 from common.parallel.placement import GroupShape, place
-
-
-class Tokens:
-    """Tokens that a model runs on.
-
-    A plain class: FSDP rebuilds every dataclass and tuple that a block is given, with all that it
-    contains."""
-
-    context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
-    keys: Any = None  # compact.Keys of shared prefixes; None: each sequence has all its tokens
-    images: Any = None  # PackedImages (extras/images/packed.py)
-    stored_at_T: Tensor | None = None  # int64: places of targets in stored log-probs (teacher.py)
-
-    def __init__(
-        self, ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int]
-    ):
-        self.input_ids_T = ids_T  # int64
-        self.targets_T = targets_T  # int64
-        self.position_ids_T = position_ids_T  # int64, of a token in its sequence
-        self.lengths = lengths
-        self.offsets = [0, *accumulate(lengths)]  # sequence n is [offsets[n], offsets[n + 1])
-        self.cu_seqlens_N1 = torch.tensor(self.offsets, dtype=torch.int32).to(ids_T.device)
-        self.max_seqlen = max(lengths)  # on the host, like `offsets`: no launch waits for the GPU
 
 
 class PackedBatch(Tokens):
@@ -293,8 +271,6 @@ def _pack(
         mb = _micro_batch(table_IC, own, streams)
         mb.sent = sent
         if R > 1 or any(any(parts[key].shared) for key in keys):
-            from common.data.compact import compact_tokens
-
             computed = [*chain(*(placed[key] for key in keys))]
             mb.compact = compact_tokens(table_IC, computed, own, streams, context_group())
         if any(sequence.images for sequence in computed):

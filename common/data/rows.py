@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from common.config.groups import BaseArgs, TrainArgs
 from common.config.specs import eval_sets_of, pairs_of, weights_of
-from common.data.files import BadRows, files_of, kind_of, open_shards
+from common.data.files import BadRows, files_of, kind_of
+from common.data.shards import open_shards
 
 T = TypeVar("T")
 Columns = tuple[str, ...]  # names of those that a script reads together

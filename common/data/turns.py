@@ -8,8 +8,16 @@ import os
 from dataclasses import dataclass
 from itertools import pairwise
 
-from common.data.chat import ChatTemplate
-from common.data.messages import closing, opened_thought, texts_of, with_thought
+from common.data.calls import end_of_calls
+from common.data.chat import MARK, ChatTemplate
+from common.data.messages import (
+    closing,
+    named,
+    opened_thought,
+    texts_of,
+    tools_field,
+    with_thought,
+)
 
 ANOTHER_FORM = "the chat template shows it in another form than the sampled one"
 
@@ -49,8 +57,6 @@ def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> Rendering:
         shared = _shared(whole, text)
         turns = [_turn(chat, row, whole, messages, i, shared) for i in places]
     if begun:
-        from common.data.continued import with_begun
-
         text = with_begun(chat, row, messages, text, begun)
     return Rendering(text, [turn for turn in turns if isinstance(turn, Turn)])
 
@@ -63,8 +69,6 @@ def conversation_of(
     `ValueError` if the template leaves a message out, or shows no turn as it is sampled."""
     row = _with_tools(row)
     if is_answer(messages[:first_trained]) and messages[first_trained]["role"] == "assistant":
-        from common.data.continued import continuation_of
-
         return continuation_of(chat, row, messages, first_trained)
     messages = chat.normal(messages)
     places = _model_turns(messages)
@@ -94,8 +98,6 @@ def conversation_of(
 def _with_tools(row: dict) -> dict:
     if not row.get("tools"):
         return row
-    from common.data.calls import tools_field
-
     return row | dict(tools=tools_field(row))
 
 
@@ -128,8 +130,6 @@ def _turn(
         forms = f"the prompt goes on with {prompt[same:][:20]!r}, the turn with"
         return f"{ANOTHER_FORM}: {forms} {text[same:][:20]!r}"
     if messages[i].get("tool_calls"):
-        from common.data.calls import end_of_calls
-
         end = end_of_calls(chat, row, text, messages, i, start)
     else:
         end = _end(chat, text, start, messages[i], is_last=i == len(messages) - 1)
@@ -233,7 +233,40 @@ def _marked(message: dict, number: int) -> dict:
     content = f"(this is turn {number})" if message["content"].strip() else ""
     if not message.get("tool_calls"):
         return message | dict(content=content)
-    from common.data.calls import named
-
     calls = [named(call, f"turn_{number}_call_{i}") for i, call in enumerate(message["tool_calls"])]
     return message | dict(content=content, tool_calls=calls)
+
+
+# ---- a turn of the model that a prompt begins and a completion continues ----
+
+
+def with_begun(
+    chat: ChatTemplate, row: dict, messages: list[dict], prompt: str, begun: dict
+) -> str:
+    """Return a prompt with the beginning of the model's turn, behind what the template writes
+    before the answer."""
+    if not begun["content"].lstrip().startswith("<think>"):
+        text = chat.render(row, [*messages, begun | dict(content=MARK)])
+        head, mark, _ = text.partition(MARK)
+        if mark and head.startswith(prompt):
+            return head + begun["content"]
+    return prompt + after_prompt(prompt, begun)
+
+
+def continuation_of(
+    chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int
+) -> Rendering:
+    """Return a conversation whose only trained message continues the turn before it."""
+    number = first_trained + 1
+    if len(messages) > number:
+        problem = f"turn {number + 1}: no turn may follow one that is continued"
+        raise ValueError(f"{row['_source']}: {problem}")
+    completion = messages[first_trained]
+    if completion.get("tool_calls") or completion.get("reasoning_content") or chat.end is None:
+        problem = f"turn {number}: only text can continue a turn of the model"
+        raise ValueError(f"{row['_source']}: {problem}")
+    prompt = prompt_of(chat, row, messages[:first_trained])
+    (completion,) = chat.normal([completion])
+    text = prompt.text + completion["content"]
+    turn = Turn(len(prompt.text), len(text) + len(chat.end.last), trained=True)
+    return Rendering(text + chat.end.tail, [*prompt.turns, turn])

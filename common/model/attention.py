@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.data.packing import Tokens
+from common.data.tokens import Tokens
 from common.parallel.context import exchange
 
 # SDPA on a CPU computes 512 keys at a time, with those that are later than its queries. In calls of

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import nn
 
-from common.data.packing import Tokens
+from common.data.tokens import Tokens
 
 # Manufacturer's dense bfloat16 rate of one device, in FLOP/s, by a part of its name in CUDA.
 BFLOAT16_PEAK = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.config.extra import extra
 from common.config.groups import BUILT_IN_MODELS, BaseArgs
+from common.data.calls import end_of_calls_token
 from common.data.chat import end_of_turn, use_template
 from common.model.loading import load_config, named_errors
 from common.parallel import distributed
@@ -169,8 +170,6 @@ def eos_token_ids(
         eos = _fields(path, name).get("eos_token_id")
         ids.update(eos if isinstance(eos, list) else [eos])
     if prompt_format != "plain" and tokenizer.chat_template is not None:
-        from common.data.calls import end_of_calls_token
-
         ids |= {_template_end(tokenizer), end_of_calls_token(tokenizer)}
     return sorted(ids - {None})
 

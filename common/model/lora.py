@@ -173,6 +173,10 @@ class StartingModel(nn.Module):
             self._set(current)
 
     def _set(self, values: dict[str, Tensor]) -> None:
+        # With --offload all the adapters are on the host, and the GPU may still copy them for the
+        # last forward.
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         for name, parameter in trained_parameters(self.policy[0]).items():
             parameter.copy_(values[name])
 

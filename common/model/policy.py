@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from common.config.extra import extra
 from common.config.groups import BaseArgs, TrainArgs
-from common.data.packing import PackedBatch, Tokens
+from common.data.packing import PackedBatch
+from common.data.tokens import Tokens
 from common.model.attention import packed_inputs
 from common.model.flops import capacity_of, forward_flops, matrix_weights
 from common.model.head import Logits, logits_of

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from common.config.groups import BaseArgs
-from common.data.packing import Tokens, pack_groups
+from common.data.packing import pack_groups
 from common.data.sample import ImageSpan, Sample
+from common.data.tokens import Tokens
 from common.model.attention import packed_inputs
 from common.model.export_files import change, changed
 from common.model.loading import load_config, one_line_errors, rebuild_buffers

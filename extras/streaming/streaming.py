@@ -13,7 +13,7 @@ from itertools import chain, islice
 
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
-from common.data.files import BUILT_IN, BadRows, Shard, collect_bad_rows, open_shards
+from common.data.files import BUILT_IN, BadRows, Shard, collect_bad_rows
 from common.data.load import EncodeRows, Samples, in_memory, require_held_out_samples
 from common.data.rows import (
     Columns,
@@ -23,6 +23,7 @@ from common.data.rows import (
     require_training_rows,
 )
 from common.data.sample import Sample
+from common.data.shards import open_shards
 from common.parallel import distributed
 from common.parallel.main_rank import from_main
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import MethodType
 
 from common.config.online import SamplingArgs
-from common.data.calls import tools_field
+from common.data.messages import tools_field
 from common.parallel import distributed
 from common.rewards.user_code import load_callable, load_user_file
 from extras.tools.parser import make_parser

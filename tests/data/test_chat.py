@@ -6,10 +6,9 @@ import json
 import pytest
 
 from common.config.groups import BaseArgs
-from common.data.calls import tools_field
 from common.data.chat import end_of_turn
 from common.data.encode import Encoder
-from common.data.messages import messages_field
+from common.data.messages import messages_field, tools_field
 from common.data.pairs import encode_pair
 from common.model.hub import load_tokenizer
 from common.model.tiny import build_tokenizer, tiny_model

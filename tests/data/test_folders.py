@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data.files import open_shards
 from common.data.rows import load_rows
+from common.data.shards import open_shards
 
 FOLDERS = """
     train/ test/ math_train/ math_test/ training/ testing/ val/ a/b/ dev-1/ data/ data/train/

@@ -9,7 +9,7 @@ import pytest
 
 from common.config.groups import TrainArgs
 from common.config.specs import eval_sets_of, weights_of
-from common.data import files
+from common.data import files, shards
 from common.data.rows import (
     PROMPT_COLUMNS,
     SFT_COLUMNS,
@@ -689,7 +689,7 @@ def test_values_of_a_text_table_are_the_text_in_the_file(kind, separator, stream
         writer.writerows(
             [["", "prompt", "n"], *([i, text, 2 * i] for i, text in enumerate(TEXTS)), []]
         )
-    (shard,) = files.open_shards("--dataset", str(path), "train", None, streaming=streaming)
+    (shard,) = shards.open_shards("--dataset", str(path), "train", None, streaming=streaming)
     assert list(shard.read(files.BadRows("error"))) == [
         dict(prompt=text or None, n=str(2 * i), _source=f"rows.{kind}:{i + 1}")
         for i, text in enumerate(TEXTS)
@@ -730,7 +730,7 @@ def test_values_of_a_parquet_table_keep_their_types(streaming, tmp_path):
         dict(n=None, x=None, t=None, b=None, l=None),
     ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    (shard,) = files.open_shards(
+    (shard,) = shards.open_shards(
         "--dataset", str(tmp_path / "rows.parquet"), "train", None, streaming=streaming
     )
     found = [

@@ -14,7 +14,7 @@ from model.test_policy import ARCHITECTURES, small, write_checkpoint
 from torch import Tensor
 
 from common.config.online import OnlineArgs
-from common.data import compact
+from common.data import compact, packing
 from common.data.compact import Keys
 from common.data.packing import PackedBatch, pack_groups, pack_minibatches
 from common.data.sample import Sample
@@ -223,7 +223,7 @@ MUTATIONS = {
         attention, "GatherKeys", CountsOnce
     ),
     "positions start again behind the prefix": lambda patch: patch.setattr(
-        compact, "compact_tokens", restarted
+        packing, "compact_tokens", restarted
     ),
     "sequences have the prefix of the first one": lambda patch: patch.setattr(
         compact, "rows_of_sequences", beside

@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from common.data.files import BadRows, open_shards
+from common.data.files import BadRows
 from common.data.messages import in_parts, messages_field
 from common.data.rows import load_rows
+from common.data.shards import open_shards
 from extras.images.image_files import (
     IMAGE,
     digest,

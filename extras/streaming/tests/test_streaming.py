@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 
 import sft
-from common.data import files, tables
+from common.data import files, shards, tables
 from common.data.load import load_samples
 from common.data.rows import SFT_COLUMNS, load_rows
 from common.model.hub import load_tokenizer
@@ -152,7 +152,7 @@ def test_hub_dataset_is_read_by_shards(data, monkeypatch):
     tables.hub_shards.cache_clear()
     wanted = {f"some/data/train/{shard}:{row}" for shard in range(3) for row in (1, 2, 3)}
     assert set(drawn(a_stream("some/data"), 9)) == wanted
-    (shard,) = files.open_shards("--dataset", "some/data", "train", None)
+    (shard,) = shards.open_shards("--dataset", "some/data", "train", None)
     assert [file.suffix for file in shard.files] == [".arrow"]
     assert (
         len(list(shard.read(files.BadRows("error"))))
