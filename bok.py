@@ -111,7 +111,7 @@ class Args(TruncationArgs, LogKLArgs, OnlineArgs):
             require_default(self, ("keep",), "with --keep_above")
         if self.offline:
             require_default(self, ("beta", "log_kl"), "with --offline: the starting model samples")
-            require_default(self, ("rollout_ranks", "draw"), "with --offline: nothing is sampled")
+            require_default(self, ("rollout_ranks",), "with --offline: nothing is sampled")
 
 
 def sample_offline(

@@ -164,8 +164,6 @@ class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
             raise ValueError(f"{problem}; set --reward_coef above 0")
         if not self.needs_engine:
             require_default(self, ("rollout_ranks",), "with --on_policy_fraction 0 and no --reward")
-        if not self.own_prompts:
-            require_default(self, ("draw",), "with --on_policy_fraction 0")
         if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
             flag = "--teacher_logprobs stored"
             raise ValueError(f"{flag} needs --on_policy_fraction 0 and --top_k above 0")

@@ -296,11 +296,6 @@ FLAG_ERRORS = [
         "--reward --on_policy_fraction 0 --rollout_ranks 1",
         "--rollout_ranks 1 has no effect with --on_policy_fraction 0 and no --reward",
     ),
-    (
-        "distill",
-        "--reward --draw difficulty",
-        "--draw difficulty needs --reward",
-    ),
     ("distill", "--reward_coef 1", "--reward_coef 1.0 has no effect with --estimator full"),
     ("distill", "--teacher_coef 2", "--teacher_coef 2.0 has no effect with --estimator full"),
     (
@@ -352,7 +347,6 @@ FLAG_ERRORS = [
     ("bok", "--keep_above nan", "--keep_above nan must be finite in float32"),
     ("bok", "--offline --beta 0.1", "--beta 0.1 has no effect with --offline"),
     ("bok", "--offline --rollout_ranks 1", "--rollout_ranks 1 has no effect with --offline"),
-    ("bok", "--offline --draw difficulty", "--draw difficulty has no effect with --offline"),
     (
         "self_distill",
         "--ema_rate 0.1 --teacher live",

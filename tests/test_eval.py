@@ -25,7 +25,6 @@ from common.parallel import signals
 from common.rewards.total import Rewards
 from common.rollout import completions_file
 from common.rollout.completions_file import read_completions
-from common.rollout.pass_rates import with_pass_rates
 from common.rollout.prompts import Prompts
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
@@ -111,16 +110,6 @@ def test_results_equal_those_of_the_written_completions(one_rank):
     assert {name: m["prompts"] for name, m in found["domains"].items()} == dict(a=6, b=5)
     parts = [found["domains"][name]["solved"]["mean"] * n for name, n in (("a", 6), ("b", 5))]
     assert sum(parts) / 11 == pytest.approx(found["overall"]["solved"]["mean"])
-
-
-@pytest.mark.slow
-def test_completions_give_the_pass_rates_of_training_rows(one_rank):
-    lines = completions(one_rank)
-    rows = [dict(_source=line["source"]) for line in lines]
-    kept = with_pass_rates(rows, str(one_rank / "completions.jsonl"), None)
-    for line, row in zip(lines, kept, strict=True):
-        solved = sum(c["score"] for c in line["completions"][1:])
-        assert row["_pass_counts"] == (solved, 4 - solved)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from common.config.flags import STRICT
 from common.config.groups import BaseArgs, TrainArgs
 from common.config.rules import require_default
 from common.config.sampling import CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
-from common.config.specs import weights_of
 from common.config.training import PrefixArgs
 
 # Defaults for the built-in models and task, as in groups.py.
@@ -100,10 +99,6 @@ class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
             self.batch_invariant and self.rollout_ranks
         ):  # NCCL may hang: vLLM sets its protocol on rollout ranks only
             raise ValueError("--batch_invariant true needs --rollout_ranks 0")
-        if self.draw == "difficulty" and not self.reward:
-            raise ValueError("--draw difficulty needs --reward")
-        if self.draw == "difficulty" and any(weights_of(self.dataset).values()):
-            raise ValueError("--draw difficulty: --dataset must have no weights")
         return self
 
     @property

@@ -199,19 +199,6 @@ class RolloutArgs:
 
     prompts_per_step: Positive[int] = 64
     """prompts per rollout, over all ranks"""
-    draw: Literal["uniform", "difficulty"] = "uniform"
-    """order of the prompts. uniform: each once per epoch; difficulty: in proportion to p (1 - p),
-    where p is the estimated probability that a completion solves the prompt (its first reward is at
-    least 1)"""
-    draw_floor: Fraction = 0.1
-    """difficulty: fraction of the draws that are uniform over all prompts"""
-    draw_half_life: Positive[float] = 4.0
-    """difficulty: age at which a result counts half, in epochs (prompts sampled / prompts)"""
-    pass_rates: str | None = None
-    """completions.jsonl of eval.py for the training rows: selects prompts, see pass_rate, and is
-    where the estimates of `--draw difficulty` start"""
-    pass_rate: tuple[Fraction, Fraction] | None = None
-    """with --pass_rates: lowest and highest pass rate of the prompts to train on; default: all"""
     minibatches: Positive[int] = 1
     """minibatches per rollout: optimizer steps per epoch over it"""
     epochs_per_rollout: Positive[int] = 1
@@ -239,19 +226,6 @@ class RolloutArgs:
     always compared"""
     log_every: MayChange[Positive[int]] = 10
     """steps between tables of samples, on the console and in samples.jsonl"""
-
-    @model_validator(mode="after")
-    def _check_draw(self) -> Self:
-        if self.draw == "uniform":
-            require_default(self, ("draw_floor", "draw_half_life"), "with --draw uniform")
-            if self.pass_rate is None:
-                require_default(self, ("pass_rates",), "without --pass_rate or --draw difficulty")
-        if self.pass_rates is None:
-            require_default(self, ("pass_rate",), "without --pass_rates")
-        if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
-            values = " ".join(map(str, self.pass_rate))
-            raise ValueError(f"--pass_rate {values}: the lower bound must be below the upper one")
-        return self
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from common.config.online import OnlineArgs, SamplingArgs
 from common.data.encode import Encoder
-from common.data.order import Order, make_order
 from common.data.rows import (
     PROMPT_COLUMNS,
     Columns,
@@ -37,24 +36,12 @@ class Prompts:
     def __str__(self) -> str:
         return f"{len(self)} prompts ({self.dropped} too long)"
 
-    def order(self, args: OnlineArgs) -> Order:
-        """Return the order in which a run draws the prompts."""
-        if args.draw == "difficulty":
-            from common.data.difficulty import DifficultyOrder
-
-            return DifficultyOrder(self.rows, args.seed, args.draw_floor, args.draw_half_life)
-        return make_order(self.rows, args)
-
 
 def load_prompts(args: OnlineArgs, tokenizer, context: int) -> tuple[Prompts, Prompts]:
     """Return the prompts of the training rows and of the held-out ones, each with room for
     `--max_new_tokens` in the context. Raises `ValueError` naming the flag or the row."""
     row_check(args)  # finds unknown names of rewards before anything slow
     rows, held_out_rows = train_and_eval_rows(args)
-    if args.pass_rates is not None:
-        from common.rollout.pass_rates import with_pass_rates
-
-        rows = with_pass_rates(rows, args.pass_rates, args.pass_rate)
     columns = prompt_columns(args, rows)
     encoder = Encoder(tokenizer, args)
     room = context - args.max_new_tokens

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 from common.config.online import OnlineArgs
-from common.data.order import Order
+from common.data.order import Order, make_order
 from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
@@ -38,9 +38,9 @@ def make_sampler(
     order: Order | None = None,
 ) -> "Sampler":
     """Return the sampler of `prompts` for the present flags. It begins `rewards` of complete
-    groups. `order`: by default `prompts.order`. Call on every training
-    rank. Raises `ValueError` for an engine that is not available."""
-    order = order or prompts.order(args)
+    groups. `order`: in which the prompts are drawn, by default that of `make_order`. Call on every
+    training rank. Raises `ValueError` for an engine that is not available."""
+    order = order or make_order(prompts.rows, args)
     if args.rollout_ranks:
         from common.rollout.remote_sampler import RemoteSampler
 
@@ -96,12 +96,7 @@ class Sampler:
         `--oversample`, it is rounded up to a multiple of the number of ranks. Collective."""
         self._request(self._draw(step, total_steps, size), step, meter)
         self._wait_for_step(meter)
-        groups = self._take(step, meter)
-        if self.args.draw == "difficulty":
-            from common.rollout.pass_rates import learn
-
-            learn(self.queue, self.rewards, groups, meter)
-        return groups
+        return self._take(step, meter)
 
     def sample_now(
         self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float

@@ -261,21 +261,6 @@ PERMUTED = [dataclass(type("Args", bases, {})) for bases in permutations(Args.__
             dict(partial_rollouts=False),
             "--partial_rollouts False has no effect with --rollout_ranks 0",
         ),
-        (dict(draw_floor=0.2), "--draw_floor 0.2 has no effect with --draw uniform"),
-        (dict(draw_half_life=2.0), "--draw_half_life 2.0 has no effect with --draw uniform"),
-        (
-            dict(draw="difficulty", dataset=("a:1", "b:2")),
-            "--draw difficulty: --dataset must have no weights",
-        ),
-        (dict(pass_rate=(0.1, 0.9)), "--pass_rate 0.1 0.9 has no effect without --pass_rates"),
-        (
-            dict(pass_rates="x"),
-            "--pass_rates x has no effect without --pass_rate or --draw difficulty",
-        ),
-        (
-            dict(pass_rates="x", pass_rate=(0.9, 0.1)),
-            "--pass_rate 0.9 0.1: the lower bound must be below the upper one",
-        ),
         (dict(oversample=2.5), "--oversample 2.5 must be less than or equal to 2"),
         (dict(oversample=1.5, max_staleness=0), "--oversample 1.5 needs --max_staleness 1 or more"),
         (dict(oversample=1.5, rollout_ranks=1), "--oversample 1.5 needs --max_staleness 2 or more"),

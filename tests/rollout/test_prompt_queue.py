@@ -1,15 +1,12 @@
 """The prompt queue: the rows of each step, their division among ranks, oversampling, staleness,
 stop and resume."""
 
-import json
 from collections import Counter
 from itertools import chain
 
 import pytest
-import torch
 from in_process import Args
 
-from common.data.difficulty import DifficultyOrder
 from common.data.order import RowOrder, epochs_of
 from common.rollout.prompt_queue import PromptQueue
 
@@ -22,15 +19,8 @@ class Simulation:
 
     def __init__(self, ranks: int = 1, prefetch_steps: int = 0, **flags):
         args = Args(prompts_per_step=4, **flags)
-        self.learns = args.draw == "difficulty"
         self.queues = [
-            PromptQueue(
-                DifficultyOrder([{}] * ROWS, 0, 0.1, 1.0) if self.learns else RowOrder(ROWS, 0),
-                args,
-                rank,
-                ranks,
-                prefetch_steps,
-            )
+            PromptQueue(RowOrder(ROWS, 0), args, rank, ranks, prefetch_steps)
             for rank in range(ranks)
         ]
         self.turns, self.complete = Counter(), set()
@@ -48,16 +38,11 @@ class Simulation:
         for queue, own in zip(self.queues, rows, strict=True):
             queue.take(chain(*chosen))
             assert [queue.rows[i] for i in queue.positions] == own
-            if self.learns:  # of four completions, a row and a step determine how many are right
-                solved = torch.tensor([(row + number) % 5 for row in queue.rows])
-                queue.order.learn(number, queue.rows, torch.stack([solved, 4 - solved], dim=1))
         return rows
 
-    def undo_step(self, number: int) -> None:
+    def undo_step(self) -> None:
         for queue in self.queues:
             queue.undo_step()
-            if self.learns:
-                queue.order.undo_step(number)
 
     def row(self, prompt: int) -> int:
         return self.queues[0].row(prompt)
@@ -227,65 +212,31 @@ def test_remaining_prompts_are_resumed_once_each(ranks):
     assert len(set(taken)) == 40 and set(taken) >= set(range(40 if ranks == 1 else 37))
 
 
-@pytest.mark.parametrize("draw", ["uniform", "difficulty"])
-def test_untaken_prompts_are_sampled_again_after_a_resume(draw):
-    run = Simulation(draw=draw)
+def test_untaken_prompts_are_sampled_again_after_a_resume():
+    run = Simulation()
     run.step(0)
     cursor = run.queues[0].cursor
     numbers = run.queues[0].draw(1, ENDLESS)
-    resumed = run.resumed(draw=draw)
+    resumed = run.resumed()
     assert resumed.queues[0].draw(1, ENDLESS) == numbers == [4, 5, 6, 7]
     assert resumed.queues[0].cursor == run.queues[0].cursor == cursor
     assert [*map(resumed.row, numbers)] == [*map(run.row, numbers)]
 
 
-@pytest.mark.parametrize("draw", ["uniform", "difficulty"])
-def test_undone_step_is_sampled_again(draw):
+def test_undone_step_is_sampled_again():
     """With dynamic sampling, a step takes prompts several times; all of them are sampled again."""
-    run = Simulation(draw=draw)
+    run = Simulation()
     run.step(0)
     before = run.state_dict()
     first = run.step(1) + run.step(1, size=2)
-    run.undo_step(1)
-    resumed = run.resumed(draw=draw)
+    run.undo_step()
+    resumed = run.resumed()
     assert run.state_dict()["number"] == before["number"]
     assert resumed.step(1) + resumed.step(1, size=2) == first
-    again = Simulation(draw=draw)
+    again = Simulation()
     for number, size in ((0, 4), (1, 4), (1, 2)):
         again.step(number, size=size)
     assert resumed.step(2) == again.step(2) and resumed.state_dict() == again.state_dict()
-
-
-@pytest.mark.parametrize(
-    "flags", [{}, dict(prefetch_steps=2), dict(oversample=1.5), dict(oversample=1.5, ranks=2)]
-)
-def test_prompts_by_difficulty_do_not_depend_on_resumes(flags):
-    """Prompts that were drawn ahead keep the estimates of their draw. The queue is saved and
-    restored after every step, some of which sample prompts several times."""
-    flags = dict(draw="difficulty") | flags
-    whole, resumed = Simulation(**flags), Simulation(**flags)
-    for number, sizes in enumerate([(4,), (4, 2, 2), (4,), (2, 4), (4,), (4,)]):
-        for size in sizes:
-            assert whole.step(number, 6, size) == resumed.step(number, 6, size)
-        assert whole.state_dict() == resumed.state_dict()
-        state = json.loads(json.dumps(resumed.state_dict()))
-        turns, complete, in_flight = resumed.turns, resumed.complete, resumed.queues[0].in_flight
-        resumed = Simulation(**flags)
-        for queue in resumed.queues:
-            queue.load_state_dict(state)
-            queue.in_flight = in_flight.copy()  # of the same age as without the interruption
-        resumed.turns, resumed.complete = turns, complete
-
-
-@pytest.mark.parametrize("prefetch_steps", [0, 2])
-def test_prompts_by_difficulty_do_not_depend_on_ranks(prefetch_steps):
-    flags = dict(draw="difficulty", prefetch_steps=prefetch_steps)
-    one, two = Simulation(**flags), Simulation(2, **flags)
-    for number, sizes in enumerate([(4,), (4, 1, 3), (None,), (2, 1), (4,)]):
-        for size in sizes:
-            (rows,), shares = one.step(number, size=size), two.step(number, size=size)
-            assert sorted(chain(*shares)) == sorted(rows)
-        assert one.state_dict() == two.state_dict()
 
 
 def test_checkpoints_of_earlier_versions_load():

@@ -53,13 +53,12 @@ def flags(small, tmp_path_factory):
 
 
 FAST = ("--engine", "transformers")
-LEARNED = ("--draw", "difficulty", "--draw_half_life", 0.5)
 
 
 @pytest.fixture(scope="module")
 def colocated(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("colocated")
-    run(1, "rloo.py", *flags, *FAST, *LEARNED, "--output_dir", folder)
+    run(1, "rloo.py", *flags, *FAST, "--output_dir", folder)
     return folder
 
 
@@ -82,7 +81,7 @@ def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signa
     colocated, flags, tmp_path
 ):
     """The signal to a rollout rank stops all ranks, and the same command resumes."""
-    flags = (*flags, *FAST, *LEARNED, "--rollout_ranks", 1, "--max_staleness", 0)
+    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0)
     with Ranks(2, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
         until(lambda: logged(tmp_path, 2))
         os.kill(ranks.pids[1], signal.SIGTERM)
