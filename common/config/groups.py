@@ -54,7 +54,6 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     minibatches = 1
     reference_sync = 0
     reference_rate = 1.0
-    oversample = 1
     teacher_logprobs = None
     streaming = False
     planned = None
@@ -134,9 +133,8 @@ def may_change(args: BaseArgs, then: dict[str, Any]) -> set[str]:
     classes = [vars(cls).get("__pydantic_fields__", {}) for cls in type(args).__mro__]
     fields = chain(*(fields.items() for fields in classes))
     free = {name for name, field in fields if MAY_CHANGE in field.metadata}
-    read_now = args.rollout_ranks > 0 or args.oversample > 1
-    read_then = then.get("rollout_ranks", 0) > 0 or then.get("oversample", 1) > 1
-    return free if read_now and read_then else free | {"max_staleness"}
+    has_effect = args.rollout_ranks and then.get("rollout_ranks")
+    return free if has_effect else free | {"max_staleness"}
 
 
 def script_of(args_class: type) -> Path:

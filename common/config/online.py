@@ -18,9 +18,9 @@ TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, p
 
 JUDGE_KINDS = ("judge:", "rank:")  # of rewards that ask a chat model
 MODEL_KINDS = ("model:", *JUDGE_KINDS)  # of rewards that are models
-# Flags that agents do not support: they need the prompt before the episode, completions
-# without branches, or rounds that begin nothing.
-BRANCHLESS = ("partial_rollouts", "overlong_prompts", "system_prompt", "trace_every",
+# Flags that agents do not support: they need the prompt before the episode, or completions without
+# branches.
+BRANCHLESS = ("overlong_prompts", "system_prompt", "trace_every",
               "completions", "against", "reward_model", "perplexity_model", "offline")  # fmt: skip
 
 

@@ -209,14 +209,8 @@ class RolloutArgs:
     """number of ranks dedicated to generation, the last ones; 0: every rank alternates between
     generation and training"""
     max_staleness: NotNegative[int] = 1
-    """maximum age, in steps, of the weights that sampled any trained token, with --rollout_ranks or
-    --oversample; above 1: more prompts in flight; 0: rollout ranks and training ranks take turns"""
-    oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
-    """prompts in flight, as a multiple of a step's prompts; a step trains on the oldest complete
-    ones, and the others continue during the next step; 1: a step waits for all of its prompts"""
-    partial_rollouts: MayChange[bool] = True
-    """with --rollout_ranks: continue in-flight completions under new weights; false: finish them
-    under the old weights first"""
+    """with --rollout_ranks: maximum age, in steps, of the weights that sampled any trained token;
+    above 1: more prompts in flight; 0: rollout ranks and training ranks take turns"""
     max_logprob_difference: Positive[float] | None = None
     """maximum difference between the log-probs of engine and trainer, in nats, at the 99.9th
     percentile of sampled tokens; their mean difference may be a tenth of it; the run stops if
@@ -230,16 +224,7 @@ class RolloutArgs:
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
         if not self.rollout_ranks:
-            require_default(self, ("partial_rollouts",), "with --rollout_ranks 0")
-            if self.oversample == 1:
-                require_default(
-                    self, ("max_staleness",), "with --rollout_ranks 0 and --oversample 1"
-                )
-        least = 2 if self.rollout_ranks else 1  # 2: rollout ranks generate while a step trains
-        if self.oversample > 1 and self.max_staleness < least:
-            raise ValueError(
-                f"--oversample {self.oversample:g} needs --max_staleness {least} or more"
-            )
+            require_default(self, ("max_staleness",), "with --rollout_ranks 0")
         if self.prompts_per_step % self.minibatches:
             what = f"--prompts_per_step {self.prompts_per_step}"
             raise ValueError(f"{what} must be a multiple of --minibatches ({self.minibatches})")

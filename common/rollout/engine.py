@@ -70,11 +70,6 @@ class Request:
         return distributed.fold_seed(self.seed, self.num_sampled) * SEED_SPACING
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the completion has tokens, of this turn or an earlier one."""
-        return len(self.completion.ids) > self.completion.prompt_length
-
-    @property
     def has_ended(self) -> bool:
         return self.completion.finish_reason != ""
 
@@ -128,7 +123,6 @@ class Engine:
             self.stop_strings = StopStrings(
                 args.stop, args.stop_in_text, tokenizer, self.silent_ids
             )
-        self.admits_new = True  # False: run only requests that have begun
         with untouched_rng(), warnings.catch_warnings():
             # vLLM walks over deprecated names of torch
             warnings.simplefilter("ignore", FutureWarning)
@@ -244,13 +238,12 @@ class Engine:
     def _fill_slots(self) -> None:
         """Start waiting requests by priority."""
         self.waiting.sort(key=lambda request: request.priority)  # stable
-        admitted = [request for request in self.waiting if self.admits_new or request.has_begun]
-        for request in admitted[: SLOTS - len(self.running)]:
+        room = SLOTS - len(self.running)
+        for request in self.waiting[:room]:
             name = next(self.names)
             self.running[name] = request
             self._admit(name, request)
-        running = set(self.running.values())
-        self.waiting = [request for request in self.waiting if request not in running]
+        self.waiting = self.waiting[room:]
 
     # ---- implemented by each engine ----
 

@@ -127,16 +127,6 @@ class Episodes:
                     self._submit(episode, request)
         return self._complete_groups(ended)
 
-    def finish_begun(self) -> list[tuple[int, Group]]:
-        """Advance the episodes that have begun to their ends, without beginning others, and return
-        the prompts that are complete. Collective with tensor parallelism."""
-        complete = []
-        self.engine.admits_new = False
-        while self.engine.any_rank(self._has_begun_episodes()):
-            complete += self.advance()
-        self.engine.admits_new = True
-        return complete
-
     def generate(self, prompts: list[PromptRequest]) -> list[Group]:
         """Return the completions of this rank's prompts, in order. Nothing else may be in flight.
         Collective with tensor parallelism."""
@@ -154,10 +144,6 @@ class Episodes:
     def _submit(self, episode: Episode, request: Request) -> None:
         self.sampling[request] = episode
         self.engine.submit(request)
-
-    def _has_begun_episodes(self) -> bool:
-        is_playing = self.turns is not None and bool(self.turns.playing)
-        return is_playing or any(request.has_begun for request in self.sampling)
 
     def _complete_groups(self, ended: list[Episode]) -> list[tuple[int, Group]]:
         """Add episodes that have ended to their groups, and return the complete ones."""

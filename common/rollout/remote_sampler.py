@@ -6,8 +6,7 @@ rollout ranks (rollout_rank.py). Each rollout rank always has its share of them 
 each complete group to the rank that will train on it. A rollout waits for the groups that it needs.
 
 The version of weights is the number of finished steps. A rollout first sends the present weights.
-The rollout ranks interrupt their completions, or with `--partial_rollouts false` finish them, load
-the weights and go on."""
+The rollout ranks interrupt their completions, load the weights and go on."""
 
 import time
 from collections.abc import Callable
@@ -45,10 +44,7 @@ class RemoteSampler(Sampler):
     def __init__(
         self, policy: Policy, prompts: Prompts, args: OnlineArgs, rewards: Rewards, order: Order
     ):
-        # With --oversample a step leaves prompts in flight, as old as those that are begun one step
-        # ahead without it.
-        prefetch_steps = args.max_staleness - (args.oversample > 1)
-        super().__init__(policy, prompts, args, rewards, order, prefetch_steps)
+        super().__init__(policy, prompts, args, rewards, order, steps_ahead=args.max_staleness)
         self.dtype = compute_dtype(args, policy.device)
         # waits for the rollout ranks: until then signals end the process
         self.mail = Mail(self._receive)
@@ -154,6 +150,7 @@ class RemoteSampler(Sampler):
 
     def _score_portion(self, fraction: float, meter: Meter) -> None:
         """Score the complete groups when they are this fraction of the step. Collective."""
-        self._wait(lambda: self.queue.fraction_complete(self.groups) >= fraction, meter)
+        own = {*self.queue.own}
+        self._wait(lambda: len(own & self.groups.keys()) >= fraction * len(own), meter)
         with meter.time("reward"):
             self.rewards.ask_models(list(self.groups.values()))

@@ -96,8 +96,6 @@ def _generate(args: OnlineArgs, engine: Engine, episodes: Episodes, mail: Mail, 
                     if generating_rank(request) == rank:
                         episodes.add(request)
             else:
-                if not args.partial_rollouts:
-                    _send_groups(episodes.finish_begun(), mail, activity)
                 for trainer in distributed.training_ranks:
                     mail.send(ReadyForWeights(activity.take()), trainer)
                 activity.switch("weights")

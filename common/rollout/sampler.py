@@ -66,16 +66,15 @@ class Sampler:
         args: OnlineArgs,
         rewards: Rewards,
         order: Order,
-        prefetch_steps: int = 0,
+        steps_ahead: int = 0,
     ):
         self.policy = policy
         self.prompts = prompts
         self.args = args
         self.rewards = rewards
-        self.prefetch_steps = prefetch_steps
         rank = torch.distributed.get_rank()
         ranks = torch.distributed.get_world_size()
-        self.queue = PromptQueue(order, args, rank, ranks, prefetch_steps)
+        self.queue = PromptQueue(order, args.prompts_per_step, rank, ranks, steps_ahead)
         # the run's position
         self.state_dict = self.queue.state_dict
         self.load_state_dict = self.queue.load_state_dict
@@ -92,11 +91,17 @@ class Sampler:
         `samples_per_prompt`, in the order of `positions`. A share may be empty. Return None if the
         run must stop; a resumed run then samples the prompts of this step again.
 
-        `size`: number of prompts on all ranks, by default `--prompts_per_step`. With
-        `--oversample`, it is rounded up to a multiple of the number of ranks. Collective."""
-        self._request(self._draw(step, total_steps, size), step, meter)
+        `size`: number of prompts on all ranks, by default `--prompts_per_step`. Collective."""
+        self._request(self._begin(step, total_steps, size), step, meter)
         self._wait_for_step(meter)
-        return self._take(step, meter)
+        groups = [self.groups.pop(number) for number in self.queue.own]
+        meter.sum("sampled", sum(map(trained_count, chain(*groups))))
+        if self.args.rollout_ranks:
+            measure_staleness(meter, groups, step)
+        if distributed.stop_requested():
+            self.queue.undo_step()
+            return None
+        return groups
 
     def sample_now(
         self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float
@@ -137,12 +142,12 @@ class Sampler:
 
     # ---- parts of a rollout ----
 
-    def _draw(self, step: int, total_steps: int, size: int | None) -> list[PromptRequest]:
+    def _begin(self, step: int, total_steps: int, size: int | None) -> list[PromptRequest]:
         """Return requests for the prompts of all ranks whose sampling begins now. A seed depends on
         the position of its prompt in the run, not on the rank."""
         args = self.args
         requests = []
-        for number in self.queue.draw(step, total_steps, size):
+        for number in self.queue.take(step, total_steps, size):
             ids, row = self.prompts[self.queue.row(number)]
             seed = distributed.fold_seed(args.seed, *divmod(number, args.prompts_per_step))
             requests.append(
@@ -164,20 +169,7 @@ class Sampler:
 
     def _wait_for_step(self, meter: Meter) -> None:
         """Wait until the prompts of the step are complete. Collective."""
-        self._wait(lambda: self.queue.choose(self.groups) is not None, meter)
-
-    def _take(self, step: int, meter: Meter) -> list[Group] | None:
-        """Return the groups to train on, or None if the run must stop. Collective."""
-        chosen = self.queue.choose(self.groups)
-        groups = [self.groups.pop(number) for number in chosen]
-        self.queue.take(chain(*distributed.gather_objects(chosen)))
-        meter.sum("sampled", sum(map(trained_count, chain(*groups))))
-        if self.args.rollout_ranks or self.args.oversample > 1:
-            measure_staleness(meter, groups, step)
-        if distributed.stop_requested():
-            self.queue.undo_step()
-            return None
-        return groups
+        self._wait(lambda: self.groups.keys() >= {*self.queue.own}, meter)
 
 
 class LocalSampler(Sampler):

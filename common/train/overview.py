@@ -23,12 +23,6 @@ class Samples(Sized, Protocol):
     num_rows: int
 
 
-class Rollouts(Protocol):
-    """Sampler that begins the prompts of this many further steps."""
-
-    prefetch_steps: int
-
-
 def num_steps(args: TrainArgs, data: Sized) -> int:
     """Return the number of steps of the run: `--max_steps`, or as many as `--epochs` passes over
     the data take."""
@@ -67,13 +61,13 @@ def describe_data(
 
 
 def describe_rollouts(
-    args: TrainArgs, prompts: Sized, held_out: Sized, rollouts: Rollouts | None
+    args: TrainArgs, prompts: Sized, held_out: Sized, rollouts: object | None
 ) -> list[str]:
     """Return lines about the data, the length, the engine and the updates of a run with flags for
     sampling, and about its preset."""
     updates = args.updates_per_rollout
     mode = [f"{updates} updates per rollout"] if updates > 1 else []
-    if rollouts is not None and rollouts.prefetch_steps:
+    if rollouts is not None and args.rollout_ranks and args.max_staleness:
         mode.append(f"weights up to {args.max_staleness} steps old")
     mode = f"off-policy: {', '.join(mode)}" if mode else "on-policy"
     engine = rollouts or "no engine"

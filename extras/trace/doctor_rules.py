@@ -220,11 +220,11 @@ def engine_differs(case: Case) -> Seen | None:
     """Find an engine whose log-probs differ from the trainer's.
 
     Threshold: `sampling/sampling_logp_difference/mean` in a step above a tenth of
-    `--max_logprob_difference` or, if that is off, of its default, without rollout ranks,
-    oversampling and `--old_logprobs engine` (common/rollout/agreement.py).
+    `--max_logprob_difference` or, if that is off, of its default, without rollout ranks
+    and `--old_logprobs engine` (common/rollout/agreement.py).
     Remedy: `--dtype float32`: if the difference stays, the engine reads the weights differently
     ([models.md](models.md)); else it is rounding: raise `--max_logprob_difference`."""
-    if case.flag("rollout_ranks") or case.flag("oversample", 1) > 1:
+    if case.flag("rollout_ranks"):
         raise Unchecked("old weights sampled a part")
     if case.flag("old_logprobs", "") == "engine":  # then of updated weights too
         raise Unchecked(NOT_HERE)
@@ -244,7 +244,7 @@ def stale(case: Case) -> Seen | None:
 
     Threshold: `sampling/staleness/mean` at the end above 4 steps or, if it is above 0,
     `sampling/kept_fraction` below 0.5 (our choice; arXiv:2505.24298 compares ages).
-    Remedy: a lower `--max_staleness` or `--oversample`, fewer `--rollout_ranks`."""
+    Remedy: a lower `--max_staleness`, fewer `--rollout_ranks`."""
     age = case.late("sampling/staleness/mean", 1)
     kept = case.late("sampling/kept_fraction", 1)
     text = f"tokens are {age:.1f} steps old, and {kept:.0%} of them are trained"

@@ -169,7 +169,7 @@ MAY_CHANGE = {
     "export_dtype", "push_to_hub", "nccl_timeout", "check_every", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
     "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout", "agent_timeout",
-    "partial_rollouts", "eval_generate", "eval_reward", "eval_new_tokens", "wandb_project",
+    "eval_generate", "eval_reward", "eval_new_tokens", "wandb_project",
     "wandb_name", "wandb_group", "wandb_tags", "dry_run", "share_prefix",
 }  # fmt: skip
 
@@ -185,10 +185,9 @@ def test_resumed_run_may_change_only_the_listed_flags(args_class):
 
 
 def test_max_staleness_may_change_unless_both_runs_depend_on_it():
-    now = Args(oversample=1.5, max_staleness=2)
+    now = Args(rollout_ranks=1, max_staleness=2)
     assert "max_staleness" not in may_change(now, dict(rollout_ranks=1))
-    assert "max_staleness" not in may_change(now, dict(oversample=2.0))
-    assert "max_staleness" in may_change(now, dict(rollout_ranks=0, oversample=1))
+    assert "max_staleness" in may_change(now, dict(rollout_ranks=0))
     assert "max_staleness" in may_change(Args(), dict(rollout_ranks=1))
 
 
@@ -255,15 +254,8 @@ PERMUTED = [dataclass(type("Args", bases, {})) for bases in permutations(Args.__
         (dict(minibatches=3), "--prompts_per_step 64 must be a multiple of --minibatches (3)"),
         (
             dict(max_staleness=2),
-            "--max_staleness 2 has no effect with --rollout_ranks 0 and --oversample 1",
+            "--max_staleness 2 has no effect with --rollout_ranks 0",
         ),
-        (
-            dict(partial_rollouts=False),
-            "--partial_rollouts False has no effect with --rollout_ranks 0",
-        ),
-        (dict(oversample=2.5), "--oversample 2.5 must be less than or equal to 2"),
-        (dict(oversample=1.5, max_staleness=0), "--oversample 1.5 needs --max_staleness 1 or more"),
-        (dict(oversample=1.5, rollout_ranks=1), "--oversample 1.5 needs --max_staleness 2 or more"),
         (
             dict(correction_low=2.0),
             "--correction_low 2 --correction_high 2: the lower bound must be below the upper",

@@ -150,20 +150,13 @@ def test_interrupted_requests_end_as_uninterrupted_ones(synced):
     assert [request.completion.ids for request in requests] == [s.ids for s in flat(whole)]
 
 
-def test_smaller_priorities_run_first_and_closed_admission_runs_only_begun_requests(
-    synced, monkeypatch
-):
+def test_smaller_priorities_run_first(synced, monkeypatch):
     monkeypatch.setattr(base, "SLOTS", 2)
     requests = submitted(synced, 4)
     requests[3].priority, ended = -1, []
     while len(ended) < 2:
         ended += synced.advance()
     assert requests[3] in ended and requests[0] in ended
-    synced.admits_new = False
-    while synced.running:
-        ended += synced.advance()
-    assert synced.advance() == []
-    synced.admits_new = True
     while len(ended) < 4:
         ended += synced.advance()
 

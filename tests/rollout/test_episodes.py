@@ -27,7 +27,6 @@ from common.data.sample import Completion
 from common.data.tasks import MOVES, SOLVED_BOARD, TASKS, move_hole
 from common.metrics.meter import Meter
 from common.rewards.total import Rewards
-from common.rollout import engine as base
 from common.rollout.environments import (
     ENVIRONMENTS,
     Calculator,
@@ -199,27 +198,6 @@ def test_engine_and_trainer_agree_on_every_sampled_token(synced, policy, user_fi
         assert (mb.rollout_logprobs_T[~mb.loss_mask_T] == 0).all() and (
             mb.rollout_logprobs_T[mb.loss_mask_T] < 0
         ).all()
-
-
-def test_begun_episodes_can_be_finished_without_new_ones(synced, user_file, monkeypatch):
-    """No completion then has tokens of two versions of the weights."""
-    monkeypatch.setattr(base, "SLOTS", 4)
-    play = Play(synced, user_file)
-    with short_turns(synced):
-        for request in play.requests():
-            play.episodes.add(request)
-        done = play.episodes.advance()
-        done += play.episodes.finish_begun()
-        assert (
-            not synced.running and not play.episodes.turns.playing and play.episodes.are_in_flight
-        )
-        assert not any(request.has_begun for request in play.episodes.sampling)
-        synced.version = 1
-        while play.episodes.are_in_flight:
-            done += play.episodes.advance()
-    synced.version = 0
-    versions = {tuple(sorted({*sample.versions} - {-1})) for _, group in done for sample in group}
-    assert versions == {(0,), (1,)} and sorted(number for number, _ in done) == [0, 1, 2, 3]
 
 
 def test_episodes_do_not_depend_on_the_split_of_prompts(synced, user_file):

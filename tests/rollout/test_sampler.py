@@ -9,6 +9,7 @@ import torch
 from in_process import Args
 
 from common.data.order import RowOrder
+from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
@@ -17,7 +18,7 @@ from common.rollout import engine as base
 from common.rollout import sampler as module
 from common.rollout.engine import SEED_SPACING
 from common.rollout.prompts import Prompts
-from common.rollout.sampler import LocalSampler, make_sampler
+from common.rollout.sampler import LocalSampler, make_sampler, measure_staleness
 
 ROWS = 10
 
@@ -148,23 +149,19 @@ def test_held_out_prompts_are_divided_among_ranks(make):
     assert seeds == [list(range(rank, ROWS, 3)) for rank in range(3)]
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_remaining_completions_continue_under_the_next_weights_within_the_staleness(
-    make, staleness
-):
-    sampler, metrics = make(oversample=1.5, max_staleness=staleness, samples_per_prompt=1), []
-    for number in range(12):
-        meter = Meter()
-        for (sample,) in sampler.rollout(number, 12, meter):
-            versions = sample.versions[1:]
-            assert (
-                versions == sorted(versions)
-                and number - staleness <= versions[0] <= versions[-1] <= number
-            )
-            assert sample.version == versions[0]
-        metrics.append(meter.reduce())
-    assert max(line["sampling/staleness/max"] for line in metrics) == staleness
-    assert max(line["sampling/version_spread/max"] for line in metrics) >= 1
+def test_staleness_is_the_age_of_the_weights_of_sampled_tokens():
+    completions = [
+        Completion([0, 1, 2], [False, True, True], 1, versions=versions)
+        for versions in ([-1, 3, 5], [-1, 4, 4])
+    ]
+    meter = Meter()
+    measure_staleness(meter, [completions], step=5)
+    assert meter.reduce() == {
+        "sampling/staleness/mean": 1.0,
+        "sampling/staleness/max": 2,
+        "sampling/version_spread/mean": 1.0,
+        "sampling/version_spread/max": 2,
+    }
 
 
 def test_stopped_rollout_returns_none_and_is_sampled_again(make, monkeypatch):
