@@ -66,8 +66,8 @@ EXPLAINED = {
 EXPLAINED |= dict.fromkeys(
     ("environment", "environment_timeout", "max_turns", "max_new_tokens"), "environments.md"
 )
-EXPLAINED |= dict.fromkeys(("agent", "agent_timeout"), "agents.md")
-EXPLAINED |= dict.fromkeys(("tools", "tool_parser", "max_tool_output"), "tools.md")
+EXPLAINED |= dict(agent="agents.md")
+EXPLAINED |= dict.fromkeys(("tools", "tool_parser"), "tools.md")
 EXPLAINED |= dict.fromkeys(("top_p", "top_k", "min_p"), "eval.md#sampling-as-a-model-card-asks")
 NAMES = {str: "text", int: "integer", float: "number", bool: "true, false"}
 WORDS = {"None": "", "True": "true", "False": "false"}

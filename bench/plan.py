@@ -44,7 +44,7 @@ FLAGS = {  # sizes of the recipes in configs/demo_*.yaml
     "sft": "--model tiny --dataset arithmetic --batch_size 128",
     "dpo": "--model tiny-sft --dataset arithmetic --batch_size 128 --lr 1e-6",
     "grpo": "--model tiny-sft --dataset arithmetic --prompts_per_step 32 --samples_per_prompt 16"
-    " --minibatches 2 --max_new_tokens 5 --log_every 1000 --lr 1e-6",
+    " --minibatches 2 --max_new_tokens 5 --lr 1e-6",
 }
 
 

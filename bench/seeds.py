@@ -38,7 +38,7 @@ from common.metrics.curves import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 PRESET_FLAGS = (
     "--config", "configs/demo_grpo.yaml", "--max_steps", "60", "--prompts_per_step", "16",
-    "--max_new_tokens", "8", "--eval_every", "0", "--save_every", "60", "--log_every", "60",
+    "--max_new_tokens", "8", "--eval_every", "0", "--save_every", "60",
 )  # fmt: skip
 
 

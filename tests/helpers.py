@@ -33,6 +33,7 @@ from common.data.sample import Completion, Sample
 ROOT = Path(__file__).resolve().parent.parent
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 SIGNAL_AT = ROOT / "tests" / "signal_at.py"
+EACH_STEP = ROOT / "tests" / "each_step.py"
 PATIENCE = 600  # seconds after which a process counts as hanging; no test depends on less
 BAD_ENDS = ("CUDA Error", "Traceback", "Aborted", "terminate called", "pure virtual")
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not here")

@@ -20,6 +20,7 @@ from common.data.tasks import arithmetic_rows
 from common.metrics.logger import RunLogger
 from common.model.tiny import tiny_model
 from common.parallel import distributed, signals
+from common.train import run
 
 NEW_TOKENS = 24
 settings.register_profile(
@@ -64,6 +65,7 @@ def main(device, monkeypatch) -> Callable[..., None]:
     monkeypatch.setattr(distributed, "setup", lambda *_, **__: (device, 0, 1))
     monkeypatch.setattr(distributed, "cleanup", lambda: None)
     monkeypatch.setattr(RunLogger, "draw_curves", lambda _: None)  # see preload.py
+    monkeypatch.setattr(run, "SAMPLES_EVERY", 1)
 
     def run_main(script: str, *flags: object) -> None:
         module = importlib.import_module(script)

@@ -12,6 +12,7 @@ from helpers import ROOT
 
 from common.config.parse import parse
 from common.metrics.logger import RunLogger
+from common.train import run
 
 # Imports inside functions of the scripts. If vLLM is not installed, the fork server ignores the
 # last ones.
@@ -36,6 +37,7 @@ parse(
 RunLogger.draw_curves = lambda _: (
     None
 )  # half the time of a short run; tests/metrics and tests/train draw
+run.SAMPLES_EVERY = 1  # tests compare the samples of each step
 for name in [*LATER.split(), *([] if torch.cuda.is_available() else VLLM.split())]:
     importlib.import_module(name)
 if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of an engine's start

@@ -57,7 +57,7 @@ def flags(small, tmp_path_factory):
     return (
         *small, "--reward", f"{reward}:digits", "--max_steps", 4, "--prompts_per_step", 8,
         "--samples_per_prompt", 3, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
-        "--eval_every", 0, "--log_every", 1, "--save_every", 2, "--max_logprob_difference", 1e-4,
+        "--eval_every", 0, "--save_every", 2, "--max_logprob_difference", 1e-4,
         "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip
 
@@ -293,7 +293,7 @@ def test_episodes_train_online_and_offline(small, main, tmp_path):
         "--model", talkative(tmp_path / "model", small[1]), "--dataset", tmp_path / "rows.jsonl",
         "--environment", "guess_number", "--reward", "environment", "--max_turns", 3,
         "--max_new_tokens", 120, "--keep_above", -1, "--max_steps", 2, "--prompts_per_step", 8,
-        "--samples_per_prompt", 2, "--log_every", 1, "--eval_every", 0, "--lr", 1e-4,
+        "--samples_per_prompt", 2, "--eval_every", 0, "--lr", 1e-4,
         "--max_logprob_difference", 1e-4, "--engine", "transformers",
     )  # fmt: skip
     run(2, "bok.py", *flags, "--offline", "--output_dir", tmp_path / "offline")

@@ -256,7 +256,7 @@ def flags(reward, small, tmp_path_factory):
         "--model", talkative(tmp_path_factory.mktemp("model") / "talkative", small[1]), *small[2:],
         "--reward", f"{reward}:longer", "--max_steps", 4, "--prompts_per_step", 12,
         "--samples_per_prompt", 3, "--minibatches", 3, "--max_new_tokens", 12, "--lr", 1e-4,
-        "--eval_every", 0, "--log_every", 1, "--engine", "transformers",
+        "--eval_every", 0, "--engine", "transformers",
         "--max_logprob_difference", 1e-4,
     )  # fmt: skip
 

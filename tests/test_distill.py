@@ -69,7 +69,7 @@ def flags(teacher, small, tmp_path_factory):
         "--save_every", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, "--minibatches", 2,
         "--epochs_per_rollout", 2, "--on_policy_fraction", 0.5, "--divergence", "jsd",
         "--jsd_beta", 0.3, "--temperature", 0.8, "--max_new_tokens", 12, "--lr", 1e-4,
-        "--warmup_steps", 0, "--eval_every", 0, "--log_every", 1, "--max_logprob_difference", 1e-4,
+        "--warmup_steps", 0, "--eval_every", 0, "--max_logprob_difference", 1e-4,
         "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip
 

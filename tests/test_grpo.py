@@ -223,7 +223,7 @@ def flags(reward, sums):
     return (
         "--dataset", sums, "--reward", f"{reward}:digits", "--max_steps", 3,
         "--prompts_per_step", 4, "--samples_per_prompt", 4, "--minibatches", 2,
-        "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
+        "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
         "--save_every", 100, "--max_logprob_difference", 1e-4, "--share_prefix", 1,
     )  # fmt: skip
 

@@ -327,7 +327,7 @@ def test_gradient_does_not_depend_on_ranks(main, small, sums, tmp_path):
         *small, "--dataset", sums, "--reward", f"{tmp_path / 'reward.py'}:digits", "--loss", "gmpo",
         "--clip_low", 0.001, "--clip_high", 0.001, "--beta", 0.05, "--entropy_coef", 0.01,
         "--prompts_per_step", 4, "--samples_per_prompt", 4, "--minibatches", 2, "--lr", 1e-4,
-        "--max_new_tokens", 12, "--max_steps", 2, "--eval_every", 0, "--log_every", 1,
+        "--max_new_tokens", 12, "--max_steps", 2, "--eval_every", 0,
         "--engine", "transformers",
     )  # fmt: skip
     run(2, "gspo.py", *flags, "--output_dir", tmp_path / "two")

@@ -159,7 +159,7 @@ def flags(small, tmp_path_factory):
         "--samples_per_prompt", 3, "--minibatches", 2, "--epochs_per_rollout", 2,
         "--loss", "sigmoid", "ipo", "--loss_weights", 1, 0.01, "--sft_weight", 0.1,
         "--missing_eos_penalty", 0.2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
-        "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+        "--max_logprob_difference", 1e-4, "--engine", "transformers",
         "--share_prefix", 1,
     )  # fmt: skip
 

@@ -308,7 +308,7 @@ def flags(small, tmp_path_factory):
         *small, "--reward", f"{reward}:digits", "--max_steps", 5, "--prompts_per_step", 8,
         "--samples_per_prompt", 2, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
         "--value_lr", 3e-4, "--value_lambda", 1, "--kl_target", 0.01, "--kl_horizon", 100,
-        "--missing_eos_penalty", 0.1, "--eval_every", 0, "--log_every", 1,
+        "--missing_eos_penalty", 0.1, "--eval_every", 0,
         "--value_warmup_steps", 2, "--save_every", 100, "--max_logprob_difference", 1e-4,
         "--engine", "transformers", "--warmup_steps", 0, "--beta", 0.05, "--share_prefix", 1,
     )  # fmt: skip

@@ -447,7 +447,7 @@ def flags(small, tmp_path_factory):
         *small, "--model", talkative(folder / "talkative", small[1]),
         "--reward", f"{folder / 'reward.py'}:digits", "--max_steps", 3, "--prompts_per_step", 8,
         "--samples_per_prompt", 3, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
-        "--eval_every", 0, "--log_every", 1, "--max_logprob_difference", 1e-4,
+        "--eval_every", 0, "--max_logprob_difference", 1e-4,
         "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip
 

@@ -118,7 +118,7 @@ def flags(small, tmp_path_factory):
     return (
         *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4,
         "--samples_per_prompt", 4, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
-        "--eval_every", 0, "--log_every", 1, "--beta", 0.05, "--kl_target", 0.02,
+        "--eval_every", 0, "--beta", 0.05, "--kl_target", 0.02,
         "--kl_horizon", 100, "--max_logprob_difference", 1e-4, "--reward_scale", 2,
         "--missing_eos_penalty", 0.1, "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip

@@ -360,7 +360,7 @@ def flags(small, tmp_path_factory):
         *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--save_every", 2,
         "--prompts_per_step", 4, "--samples_per_prompt", 4, "--minibatches", 2,
         "--epochs_per_rollout", 2, "--temperature", 0.8, "--max_new_tokens", 12, "--lr", 1e-3,
-        "--warmup_steps", 0, "--eval_every", 0, "--log_every", 1, "--max_logprob_difference", 1e-4,
+        "--warmup_steps", 0, "--eval_every", 0, "--max_logprob_difference", 1e-4,
         "--engine", "transformers",
     )  # fmt: skip
 

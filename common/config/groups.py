@@ -47,7 +47,6 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     # Values for scripts without these flags. An annotation would make flags of them.
     lora_rank = 0
     share_prefix = 0
-    batch_invariant = False
     batch_size = 0
     rollout_ranks = 0
     tensor_parallel_size = 1

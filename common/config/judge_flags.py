@@ -4,15 +4,11 @@ from collections.abc import Sequence
 from os.path import isfile
 from pathlib import Path
 
-from common.config.rules import require_default
-
 
 def check_judges(args, named: Sequence[str]) -> None:
     """Check the flags of the judges among the names of rewards, and read `--judge_prompt` if it is
     a file. Raises `ValueError`."""
     ranks = [name for name in args.reward if name.startswith("rank:")]
-    if not any(name.startswith("judge:") for name in named):
-        require_default(args, ("judge_scale",), "without --reward judge:PATH")
     if not all(map(str.strip, args.rubric)):
         raise ValueError("--rubric: a criterion is empty")
     if ranks and args.samples_per_prompt + getattr(args, "greedy", False) < 2:

@@ -62,7 +62,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
 
             check_judges(self, named)
         else:
-            flags = ("rubric", "judge_prompt", "judge_scale")
+            flags = ("rubric", "judge_prompt")
             require_default(self, flags, "without --reward judge:PATH or rank:PATH")
         return self
 
@@ -92,14 +92,6 @@ class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE
     ROWS_FLAG: ClassVar[str] = "prompts_per_step"
     model: str = "tiny-sft"
-
-    @model_validator(mode="after")
-    def _check_online(self) -> Self:
-        if (
-            self.batch_invariant and self.rollout_ranks
-        ):  # NCCL may hang: vLLM sets its protocol on rollout ranks only
-            raise ValueError("--batch_invariant true needs --rollout_ranks 0")
-        return self
 
     @property
     def live_rollout_ranks(self) -> int:

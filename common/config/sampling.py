@@ -47,8 +47,6 @@ class CompletionArgs:
     """ids of tokens that end a completion, in addition to the EOS tokens"""
     stop: Several[str] = ()
     """texts that end a completion, at the token that completes one; \\n: newline, \\t: tab"""
-    stop_in_text: bool = False
-    """with --stop: keep the stop string in the text that rewards and environments read"""
     environment: str | None = None
     """environment that answers the model between its turns: calculator, guess_number,
     sliding_puzzle, frozen_lake, sokoban, or a user-defined one as path/to/file.py:Class; needs
@@ -56,27 +54,22 @@ class CompletionArgs:
     agent: str | None = None
     """async function that plays an episode through an endpoint for chat completions, as
     path/to/file.py:function (docs/agents.md)"""
-    agent_timeout: MayChange[Positive[float]] = 300.0
-    """time limit in seconds for an agent's episode; one that exceeds it has no reward"""
     tools: Several[str] = ()
     """tools that the model may call between its turns: path/to/file.py (its functions with a
     docstring), path/to/file.py:name (a function, or a class whose methods are tools), python,
     calculator, search:FILE.jsonl, mcp:COMMAND, a server of the Model Context Protocol
     (docs/tools.md)"""
-    mcp_shared: bool = False
-    """with --tools mcp:COMMAND: one server for all episodes of a rank; false: one per episode"""
     tool_parser: str | None = None
     """with --tools or --agent: reader of the calls in a completion: hermes, openai,
     response_template, or the name of a tool parser of vLLM; default: the one that fits the chat
     template"""
-    max_tool_output: Positive[int] = 4000
-    """with --tools: maximum length of a result, in characters; a longer one is cut, with a note"""
     max_turns: Positive[int] = 8
     """maximum turns of the model per completion with --environment or --tools, whose tokens
     max_new_tokens bounds together; maximum requests of an episode with --agent"""
-    environment_timeout: MayChange[Positive[float]] = 10.0
-    """time limit in seconds for one answer of a user-defined environment, or one call of a tool. An
-    episode whose environment exceeds it has no reward; a call that exceeds it returns an error"""
+    environment_timeout: MayChange[Positive[float] | None] = None
+    """time limit in seconds for one answer of a user-defined environment, one call of a tool, or an
+    agent's episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it
+    has no reward; a call that exceeds it returns an error"""
 
     @model_validator(mode="after")
     def _check_shots(self) -> Self:
@@ -89,12 +82,10 @@ class CompletionArgs:
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
         if self.environment is None and self.agent is None and not self.tools:
-            require_default(self, ("max_turns",), "without --environment, --tools or --agent")
-        if self.environment is None and not self.tools:
-            why = "without --environment or --tools"
-            require_default(self, ("environment_timeout",), why)
-        if self.agent is None:
-            require_default(self, ("agent_timeout",), "without --agent")
+            flags = ("max_turns", "environment_timeout")
+            require_default(self, flags, "without --environment, --tools or --agent")
+        if self.environment_timeout is None:
+            self.environment_timeout = 10.0 if self.agent is None else 300.0
         for flag in ("environment", "agent"):
             if getattr(self, flag) is not None:
                 why = f"with --{flag}, which writes the prompts"
@@ -103,22 +94,16 @@ class CompletionArgs:
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
-        if not self.tools:
-            require_default(self, ("max_tool_output",), "without --tools")
-            if self.agent is None:
-                require_default(self, ("tool_parser",), "without --tools or --agent")
-        elif self.environment is not None:
+        if not self.tools and self.agent is None:
+            require_default(self, ("tool_parser",), "without --tools or --agent")
+        if self.tools and self.environment is not None:
             raise ValueError("--tools and --environment exclude each other; give one of them")
-        if not any(spec.startswith("mcp:") for spec in self.tools):
-            require_default(self, ("mcp_shared",), "without --tools mcp:COMMAND")
         return self
 
     @model_validator(mode="after")
     def _check_stop(self) -> Self:
         if "" in self.stop:
             raise ValueError("--stop: a stop string is empty")
-        if not self.stop:
-            require_default(self, ("stop_in_text",), "without --stop")
         self.stop = tuple(x.replace("\\n", "\n").replace("\\t", "\t") for x in self.stop)
         return self
 
@@ -139,9 +124,6 @@ class ScoringArgs:
     judge_prompt: str | None = None
     """question of judges, a text or a file, with {criterion}, {prompt}, {completion} or
     {transcript} (rank:PATH: {first} and {second}) or columns in braces; default: docs/judges.md"""
-    judge_scale: Annotated[int, Field(ge=2)] | None = None
-    """judge:PATH: scores from 1 to this number instead of yes or no; the reward is their mean,
-    mapped to 0 to 1"""
     thoughts: Literal["cut", "keep"] = "cut"
     """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: only
     the text behind the last thought is an answer, and an unfinished thought has none; keep: they
@@ -178,18 +160,13 @@ class EngineArgs:
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
     """fraction of GPU memory for vLLM's weights and KV cache, released during training; default:
     0.4 on ranks that also train, 0.9 on others"""
-    batch_invariant: bool = False
-    """CUDA: vLLM kernels whose results do not depend on the rest of the batch, so that completions
-    do not depend on the number of ranks; slower; also changes the matrix products of the trainer"""
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        if self.engine == "transformers":
-            require_default(self, ("batch_invariant",), "with --engine transformers")
-            if self.tensor_parallel_size > 1:
-                raise ValueError(
-                    f"--tensor_parallel_size {self.tensor_parallel_size} needs --engine vllm"
-                )
+        if self.engine == "transformers" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"--tensor_parallel_size {self.tensor_parallel_size} needs --engine vllm"
+            )
         return self
 
 
@@ -215,11 +192,6 @@ class RolloutArgs:
     """maximum difference between the log-probs of engine and trainer, in nats, at the 99.9th
     percentile of sampled tokens; their mean difference may be a tenth of it; the run stops if
     either is exceeded; default: 1e-3 in float32, 0.5 in bfloat16; 1e9: off"""
-    check_every: MayChange[Positive[int]] = 20
-    """steps between comparisons of engine and trainer log-probs; the first rollout of a run is
-    always compared"""
-    log_every: MayChange[Positive[int]] = 10
-    """steps between tables of samples, on the console and in samples.jsonl"""
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:

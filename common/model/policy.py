@@ -255,9 +255,6 @@ def shard_and_read(
     """Shard a prepared model, and read the weights of its checkpoint. Raises `ValueError` if it
     does not fit on the GPU, or if its weights are not those of the checkpoint."""
     _set_threads(model, args, device)
-    if args.batch_invariant:
-        # vLLM sets both when it starts, too late: cuBLAS reads them at the first matrix product.
-        os.environ |= dict(CUBLAS_WORKSPACE_CONFIG=":16:8", CUBLASLT_WORKSPACE_SIZE="1")
     setup_context_groups(args.context_ranks, args.nccl_timeout)
     shard(model, model.hf.base_model.layers, args, device, reshard_root=not trainable)
     if args.trains and capacity_of(device):

@@ -120,9 +120,7 @@ class Engine:
         if args.stop:
             from common.rollout.stop_strings import StopStrings
 
-            self.stop_strings = StopStrings(
-                args.stop, args.stop_in_text, tokenizer, self.silent_ids
-            )
+            self.stop_strings = StopStrings(args.stop, tokenizer, self.silent_ids)
         with untouched_rng(), warnings.catch_warnings():
             # vLLM walks over deprecated names of torch
             warnings.simplefilter("ignore", FutureWarning)

@@ -11,12 +11,9 @@ MORE_TOKENS = 16
 
 
 class StopStrings:
-    def __init__(
-        self, strings: Sequence[str], stays_in_text: bool, tokenizer, silent_ids: Set[int]
-    ):
+    def __init__(self, strings: Sequence[str], tokenizer, silent_ids: Set[int]):
         """`silent_ids`: tokens that are no text."""
         self.strings = strings
-        self.stays_in_text = stays_in_text
         self.tokenizer = tokenizer
         self.silent_ids = silent_ids
         # SentencePiece decodes a run of byte tokens as a whole: one false byte spoils all
@@ -46,9 +43,6 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def without_stop(self, text: str) -> str:
-        """Return the text of a turn up to the first stop string, with it if it `stays_in_text`."""
-        places = [(text.index(string), len(string)) for string in self.strings if string in text]
-        if not places:
-            return text
-        start, length = min(places)
-        return text[: start + length] if self.stays_in_text else text[:start]
+        """Return the text of a turn up to the first stop string."""
+        places = [text.index(string) for string in self.strings if string in text]
+        return text[: min(places, default=None)]

@@ -151,13 +151,6 @@ class VLLMEngine(Engine):
         if self.device.type == "cpu":  # 1 GiB; the ranks share the cores
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if self.args.batch_invariant:
-            if self.device.type == "cpu":
-                raise ValueError(
-                    "--batch_invariant true: on a CPU every run is batch-invariant; leave the flag"
-                    " out"
-                )
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
     def _options(self, max_model_len: int) -> dict:
         default = BESIDE_TRAINER if self.beside_trainer else ALONE

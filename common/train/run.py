@@ -32,6 +32,9 @@ from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
 from common.train.run_folder import unlock
 
+CHECK_EVERY = 20  # steps between comparisons of engine and trainer
+SAMPLES_EVERY = 10  # steps between tables of samples, on the console and in samples.jsonl
+
 
 class Run:
     """Run of `total_steps` steps, resumed from the newest checkpoint in `--output_dir`."""
@@ -166,9 +169,9 @@ class Run:
         return every > 0 and (finished % every == 0 or finished == self.total_steps)
 
     def checks_engine(self, step: int) -> bool:
-        """Return whether this step compares engine and trainer: the first step and every
-        `--check_every`-th."""
-        return step == self.first_step or step % self.args.check_every == 0
+        """Return whether this step compares engine and trainer: the first one of this process and
+        every `CHECK_EVERY`-th."""
+        return step == self.first_step or step % CHECK_EVERY == 0
 
     # ---- metrics and messages ----
 
@@ -254,12 +257,12 @@ class Run:
         self, finished: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor,
         advantages_PG: Tensor, named_rewards: dict[str, Tensor],
     ) -> None:  # fmt: skip
-        """Write all completions to samples.jsonl and print some, every `--log_every` steps.
+        """Write all completions to samples.jsonl and print some, every `SAMPLES_EVERY` steps.
         `named_rewards`: [P, G] each, for the trace. Collective."""
         if self.trace is not None:
             numbers = dict(reward=rewards_PG, advantage=advantages_PG) | named_rewards
             self.trace.add_groups(groups, positions, numbers)
-        if finished % self.args.log_every == 0 or finished == self.total_steps:
+        if finished % SAMPLES_EVERY == 0 or finished == self.total_steps:
             self.logger.samples(finished, groups, positions, rewards_PG, advantages_PG)
 
     def end(self, summary: str = "") -> None:

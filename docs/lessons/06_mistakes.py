@@ -2,8 +2,7 @@
 
     python docs/lessons/06_mistakes.py runs/course/06/samples
 
-The run needs --log_every 1. A needless carry is an answer that is 10 too large (a sum) or 10 too
-small (a difference)."""
+A needless carry is an answer that is 10 too large (a sum) or 10 too small (a difference)."""
 
 import json
 import sys
@@ -14,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from carry import score
 
-answers: dict[int, Counter] = {}  # by the first of five steps
+answers: dict[int, Counter] = {}  # by step
 for line in (Path(sys.argv[1]) / "samples.jsonl").read_text().splitlines():
     sample = json.loads(line)
     question = sample["prompt"].rstrip("=")
@@ -23,12 +22,11 @@ for line in (Path(sys.argv[1]) / "samples.jsonl").read_text().splitlines():
     needless = str(number + change + (10 if change > 0 else -10))
     if "plain" in score(sample["completion"], row)[1]:
         kinds = {row["answer"]: "right", needless: "needless carry"}
-        step = (sample["step"] - 1) // 5 * 5 + 1
-        answers.setdefault(step, Counter())[kinds.get(sample["completion"].strip(), "other")] += 1
+        answers.setdefault(sample["step"], Counter())[kinds.get(sample["completion"].strip(), "other")] += 1
 
-print("steps    right  needless carry  other")
+print("step  right  needless carry  other")
 for step, counts in sorted(answers.items()):
     right, needless, other = (
         counts[kind] / counts.total() for kind in ("right", "needless carry", "other")
     )
-    print(f"{step:2} - {step + 4:2}  {right:6.3f}  {needless:14.3f}  {other:5.3f}")
+    print(f"{step:4}  {right:5.3f}  {needless:14.3f}  {other:5.3f}")

@@ -35,7 +35,6 @@ from common.rewards.thoughts import Thoughts
 
 ABOUT_ONE = "Prompt:\n{prompt}\n\nAnswer:\n{completion}\n\nCriterion: {criterion}\n\n"
 YES_OR_NO = "Does the answer meet the criterion? Reply with one word: yes or no."
-SCORE = "How well does the answer meet the criterion? Reply with a whole number from 1 to {scale}."
 ABOUT_TWO = "Prompt:\n{prompt}\n\nAnswer A:\n{first}\n\nAnswer B:\n{second}\n\n"
 WHICH = "Criterion: {criterion}\n\nWhich answer is better? Reply with one letter: A or B."
 BEST = ("overall quality", 1.0)  # criterion of pairs without a rubric
@@ -94,19 +93,12 @@ class Judge:
         self.args = args
         self.device = device
         self.ranks = kind == "rank"
-        scale = args.judge_scale or 0
         if self.ranks:
             template = ABOUT_TWO + WHICH
             answers = [("A",), ("B",)]
-            self.values = [1.0, 0.0]
-        elif scale:
-            template = ABOUT_ONE + SCORE
-            answers = [(str(score),) for score in range(1, scale + 1)]
-            self.values = [number / (scale - 1) for number in range(scale)]
         else:
             template = ABOUT_ONE + YES_OR_NO
             answers = [("yes", "Yes"), ("no", "No")]
-            self.values = [1.0, 0.0]
         self._prepare_questions(args.judge_prompt or template, rows, policy_tokenizer)
         self._prepare_answers(answers, load_tokenizer(path, flag=flag))
         if device is not None:
@@ -158,9 +150,6 @@ class Judge:
         if not all(self.answers) or len(set(map(tuple, written))) < len(written):
             names = ", ".join(text for text, *_ in answers)
             raise ValueError(f"{self.label}: its tokenizer does not distinguish {names}")
-        if any(b[: len(a)] == a for a, b in permutations(written, 2)):
-            # 1 begins 10: the end of the turn tells them apart
-            self.answers = [[ids + end for ids in spellings] for spellings in self.answers]
         self.room = max(map(len, written)) + len(end)
 
     def __call__(self, groups: list[Group]) -> list[Result]:
@@ -205,7 +194,7 @@ class Judge:
             settings = (self.args.pack_tokens, self.args.share_prefix, self.device)
             logps = iter(log_likelihoods(self.model, sent, *settings))
             for of_group, found_of_group, group in zip(groups, prompts, distinct, strict=True):
-                numbers = {ids: self._expectation(logps) for ids in group}
+                numbers = {ids: self._probability(logps) for ids in group}
                 pairs = zip(of_group, found_of_group, strict=True)
                 results += [self._result(one[0].row, found, numbers) for one, found in pairs]
         return results
@@ -252,8 +241,7 @@ class Judge:
         answers = [self.thoughts.answer(sample) for sample in (first, second)]
         values = dict(first=answers[0], second=answers[1], completion=answers[0])
         values |= dict(transcript=self._transcript(first), prompt=prompt)
-        values |= dict(criterion=criterion, scale=self.args.judge_scale)
-        return self.fill(first.row | values)
+        return self.fill(first.row | values | dict(criterion=criterion))
 
     def _transcript(self, sample: Completion) -> str:
         """Return all turns of a sample; those of stored completions are not decoded yet."""
@@ -283,15 +271,13 @@ class Judge:
         )
         return Result((value, dict(mass=mass)))
 
-    def _expectation(self, logps: Iterator[tuple[float, int]]) -> tuple[float, float]:
-        """Return the expectation of a question's values, sum_a p_a v_a / sum_a p_a, and sum_a p_a.
-        p_a is the sum over the spellings of answer a."""
+    def _probability(self, logps: Iterator[tuple[float, int]]) -> tuple[float, float]:
+        """Return the probability of a question's first answer among both, p_1 / (p_1 + p_2), and
+        p_1 + p_2. p_a is the sum over the spellings of answer a."""
         logps_of = [[next(logps)[0] for _ in spellings] for spellings in self.answers]
         largest = max(chain(*logps_of))
-        probs = [math.fsum(math.exp(logp - largest) for logp in one) for one in logps_of]
-        total = math.fsum(probs)
-        value = math.fsum(p * v for p, v in zip(probs, self.values, strict=True)) / total
-        return value, total * math.exp(largest)
+        first, second = (math.fsum(math.exp(logp - largest) for logp in one) for one in logps_of)
+        return first / (first + second), (first + second) * math.exp(largest)
 
 
 def asked(text: str) -> list[dict]:

@@ -1,23 +1,18 @@
 """`--tools mcp:"command args"`: the tools of a program that speaks the Model Context Protocol over
 its standard input and output.
 
-Each episode starts a server in its own process. With `--mcp_shared` the fork server of a rank has
-one more child, which starts one server, and to which the processes of all episodes send calls."""
+Each episode starts a server from its own process."""
 
 import json
 import logging
-import multiprocessing
 import os
 import resource
 import shlex
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from multiprocessing.managers import BaseManager
-from threading import Lock
 from typing import IO, NamedTuple
 
 import anyio
@@ -25,7 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT, Tool
 
-from common.rewards.worker import end_with, one_line
+from common.rewards.worker import one_line
 from extras.tools.sources import ToolError
 
 logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it reports each line that is no message
@@ -45,13 +40,12 @@ class Running(NamedTuple):
 
 class Server:
     """Server that starts at its first question, and again after it has ended. Its event loop has a
-    thread; several threads may ask."""
+    thread."""
 
     def __init__(self, command: list[str], seconds: float):
         """`seconds`: time limit for each answer."""
         self.command = command
         self.seconds = seconds
-        self.lock = Lock()
         self.running: Running | None = None
 
     def tools(self) -> list[Tool]:
@@ -78,22 +72,16 @@ class Server:
 
     def close(self) -> None:
         """End the server. It has two seconds to end by itself."""
-        self._end(self.running)
-
-    def _end(self, running: Running | None) -> None:
-        """End the server, unless another one runs already."""
-        with self.lock:
-            if running is not None and self.running is running:
-                self.running = None
-                running.stack.close()
+        if self.running is not None:
+            self.running.stack.close()
+            self.running = None
 
     def _ask(self, method: str, **arguments):
         """Return the result of a method of the client. Closes a server that has ended, and one that
         answers neither this question nor another one in time."""
-        with self.lock:
-            if self.running is None:
-                self.running = self._start()
-            running = self.running
+        if self.running is None:
+            self.running = self._start()
+        running = self.running
         try:
             return running.portal.call(partial(self._answer, running.client, method, **arguments))
         except Exception as error:  # an answer may break the protocol in any way
@@ -107,7 +95,7 @@ class Server:
             if has_ended:
                 problem = with_last_line(problem, running.log)
                 problem += "; the next call starts the server anew"
-                self._end(running)
+                self.close()
             raise (TimeoutError if is_late else ToolError)(problem) from error
 
     async def _answer(self, client: Client, method: str, **arguments):
@@ -117,7 +105,7 @@ class Server:
     def _answers(self, running: Running) -> bool:
         try:
             running.portal.call(self._answer, running.client, "list_tools")
-        except Exception:  # of the protocol, or of a portal that another thread has closed
+        except Exception:  # of the protocol
             return False
         return True
 
@@ -161,13 +149,6 @@ def without_memory_limit() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-class Manager(BaseManager):
-    """Process with the server of all episodes."""
-
-
-Manager.register("Server", Server)
-
-
 @dataclass(eq=False)
 class McpTools:
     """The tools of a server, as a `Source`."""
@@ -175,7 +156,6 @@ class McpTools:
     label: str
     command: list[str]
     seconds: float
-    is_shared: bool
 
     @cached_property
     def tools(self) -> list[Tool]:
@@ -203,25 +183,20 @@ class McpTools:
         return [dict(type="function", function=function) for function in functions]
 
     def prepare(self) -> None:
-        if self.is_shared:
-            manager = Manager(("localhost", 0), ctx=multiprocessing.get_context("fork"))
-            manager.start(end_with, (os.getpid(), signal.SIGKILL))
-            self.server = manager.Server(self.command, self.seconds)
+        pass
 
     def begin(self, row: dict) -> None:
-        if not self.is_shared:
-            self.server = Server(self.command, self.seconds)
+        self.server = Server(self.command, self.seconds)
 
     def call(self, name: str, arguments: dict) -> str:
         return self.server.call(name, arguments)
 
     def end(self) -> None:
-        if not self.is_shared:
-            self.server.close()
+        self.server.close()
 
 
 @cache
-def mcp_source(spec: str, seconds: float, is_shared: bool) -> McpTools:
+def mcp_source(spec: str, seconds: float) -> McpTools:
     """Return the source of `mcp:"command args"`. Raises `ValueError` if there is no command."""
     try:
         command = shlex.split(spec.removeprefix("mcp:"))
@@ -229,4 +204,4 @@ def mcp_source(spec: str, seconds: float, is_shared: bool) -> McpTools:
         raise ValueError(f"--tools {spec}: {error}; quote as in a shell") from error
     if not command:
         raise ValueError(f"--tools {spec}: no command; write mcp:'command arguments'")
-    return McpTools(f"--tools {spec}", command, seconds, is_shared)
+    return McpTools(f"--tools {spec}", command, seconds)

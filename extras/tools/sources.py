@@ -116,7 +116,7 @@ def load_source(spec: str, flags: Any) -> Source:
             from extras.tools.mcp_tools import mcp_source
         except ModuleNotFoundError as error:
             raise ValueError(f"{label}: {error}; pip install mcp") from error
-        return mcp_source(spec, TIME * flags.environment_timeout, flags.mcp_shared)
+        return mcp_source(spec, TIME * flags.environment_timeout)
     if spec.endswith(".py"):
         return Functions(label, functions_of(load_file(spec)))
     if ":" not in spec:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the processes of tools do not import it
 
 # keys of a schema beside which further parameters may be right, or which decide about them
 OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+MAX_OUTPUT = 4000  # characters of a result; a longer one is cut
 PROBLEMS = ("malformed", "unknown", "wrong_arguments", "raised", "timed_out", "cut")
 
 
@@ -33,9 +34,7 @@ def settings_of(args: "SamplingArgs") -> dict:
     """Return the flags that a toolbox and its sources read, as plain values."""
     return dict(
         tools=args.tools,
-        max_tool_output=args.max_tool_output,
         environment_timeout=args.environment_timeout,
-        mcp_shared=args.mcp_shared,
         unsafe_code_execution=args.unsafe_code_execution,
     )
 
@@ -49,15 +48,14 @@ def load_toolbox(settings: dict) -> Callable[[], "Toolbox"]:
         source = load_source(spec, flags)
         source.prepare()
         owners |= dict.fromkeys(source.names, source)
-    return partial(Toolbox, owners, flags.max_tool_output)
+    return partial(Toolbox, owners)
 
 
 class Toolbox:
     """The tools of one episode: checks calls and runs them."""
 
-    def __init__(self, owners: dict[str, Source], max_output: int):
+    def __init__(self, owners: dict[str, Source]):
         self.owners = owners
-        self.max_output = max_output
         self.begun: list[Source] = []
 
     def begin(self, row: dict) -> None:
@@ -94,12 +92,12 @@ class Toolbox:
             source.end()
 
     def _outcome(self, text: str, problem: str = "") -> Outcome:
-        """Return an outcome whose text has UTF-8 and at most `--max_tool_output` characters."""
+        """Return an outcome whose text has UTF-8 and at most `MAX_OUTPUT` characters."""
         text = text.encode("utf-8", "replace").decode()
         length = len(text)
-        if length <= self.max_output:
+        if length <= MAX_OUTPUT:
             return Outcome(text, problem)
-        text = f"{text[: self.max_output]}\n[the first {self.max_output} of {length} characters]"
+        text = f"{text[:MAX_OUTPUT]}\n[the first {MAX_OUTPUT} of {length} characters]"
         return Outcome(text, problem, cut=True)
 
 

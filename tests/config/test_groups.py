@@ -164,11 +164,11 @@ def test_numeric_flags_have_bounds(args_class):
 
 
 MAY_CHANGE = {
-    "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "trace_every",
+    "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "trace_every",
     "trace_groups", "trace_positions", "keep_last", "resume", "log", "keep_best", "early_stop",
-    "export_dtype", "push_to_hub", "nccl_timeout", "check_every", "shard_ranks", "offload",
+    "export_dtype", "push_to_hub", "nccl_timeout", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
-    "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout", "agent_timeout",
+    "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout",
     "eval_generate", "eval_reward", "eval_new_tokens", "wandb_project",
     "wandb_name", "wandb_group", "wandb_tags", "dry_run", "share_prefix",
 }  # fmt: skip
@@ -238,14 +238,6 @@ PERMUTED = [dataclass(type("Args", bases, {})) for bases in permutations(Args.__
         (
             dict(tensor_parallel_size=2, engine="transformers"),
             "--tensor_parallel_size 2 needs --engine vllm",
-        ),
-        (
-            dict(batch_invariant=True, engine="transformers"),
-            "--batch_invariant True has no effect with --engine",
-        ),
-        (
-            dict(batch_invariant=True, rollout_ranks=1),
-            "--batch_invariant true needs --rollout_ranks 0",
         ),
         (
             dict(max_new_tokens=100, pack_tokens=100),

@@ -206,7 +206,6 @@ def test_dashes_lists_none_and_equals_signs_are_parsed():
             "--top_p: only eval.py and bok.py truncate the distribution; training",
         ),
         (["--stop", "###", ""], "--stop: a stop string is empty"),
-        (["--stop_in_text"], "--stop_in_text True has no effect without --stop"),
         (["--stop_token_ids", "-1"], "--stop_token_ids -1 must be greater than or equal to 0"),
         (["--rope_scaling", "yarn"], "--rope_scaling and --rope_factor need each other"),
         (["--rope_factor", "4"], "--rope_scaling and --rope_factor need each other"),

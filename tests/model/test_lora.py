@@ -35,6 +35,7 @@ from common.model.policy import load_policy, load_reference, load_scalar_model
 from common.model.tiny import tiny_model
 from common.model.value import load_with_value_model
 from common.rollout.weights import whole_weights
+from common.train import run as train_run
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw, optimizer_step
 
@@ -685,7 +686,7 @@ ONLINE = (
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_online_runs_resume_exactly_and_agree_with_their_engine(
-    script, model, sums, tmp_path, main
+    script, model, sums, tmp_path, main, monkeypatch
 ):
     """The checkpoints contain the adapters of the value model and its head; a reference is used
     too."""
@@ -704,9 +705,8 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(
         f"{tmp_path}/reward.py:digits",
         "--max_logprob_difference",
         1e-4,
-        "--check_every",
-        1,
     )
+    monkeypatch.setattr(train_run, "CHECK_EVERY", 1)
     main(script, *flags, "--output_dir", tmp_path / "run")
     assert_resumes_exactly(main, script, *flags, folder=tmp_path / "run", finished=2)
     adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, metrics, run
+from helpers import EACH_STEP, ROOT, metrics, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import Mxfp4Config
@@ -230,10 +230,10 @@ def test_vllm_samples_from_the_trained_weights(path, sums, tmp_path):
     """In a run from packed experts whose weights change in every step."""
     pytest.importorskip("vllm")
     flags = ("--model", path, "--dataset", sums, "--output_dir", tmp_path, "--engine", "vllm",
-             "--dtype", "float32", "--max_steps", 3, "--prompts_per_step", 4, "--check_every", 1,
+             "--dtype", "float32", "--max_steps", 3, "--prompts_per_step", 4,
              "--samples_per_prompt", 2, "--max_new_tokens", 20, "--lr", 1e-2,
              "--eval_every", 0)  # fmt: skip
-    run(1, "grpo.py", *flags)
+    run(1, EACH_STEP, "grpo.py", *flags)
     lines = metrics(tmp_path)
     assert len(lines) == 3
     for line in lines:

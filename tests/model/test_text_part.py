@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, assert_close_metrics, assert_resumes_exactly, environment, metrics, run
+from helpers import (
+    EACH_STEP,
+    ROOT,
+    assert_close_metrics,
+    assert_resumes_exactly,
+    environment,
+    metrics,
+    run,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
@@ -364,9 +372,9 @@ def test_engine_samples_from_the_trained_weights(model_type, engine, sums, tmp_p
         pytest.importorskip("vllm")
     path = checkpoint(model_type, tmp_path / "model")
     flags = ("--max_steps", 3, "--prompts_per_step", 2, "--samples_per_prompt", 2, "--lr", 1e-2,
-             "--max_new_tokens", 12, "--eval_every", 0, "--dtype", "float32", "--check_every", 1,
+             "--max_new_tokens", 12, "--eval_every", 0, "--dtype", "float32",
              "--engine", engine, "--model", path, "--dataset", sums)  # fmt: skip
-    run(1, "grpo.py", *flags, "--output_dir", tmp_path / "run")
+    run(1, EACH_STEP, "grpo.py", *flags, "--output_dir", tmp_path / "run")
     lines = metrics(tmp_path / "run")
     assert len(lines) == 3
     for line in lines:

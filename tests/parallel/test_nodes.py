@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 FLAGS = (
     "--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8,
-    "--engine", "transformers", "--eval_every", 0, "--log_every", 1, "--save_every", 100_000,
+    "--engine", "transformers", "--eval_every", 0, "--save_every", 100_000,
     "--rollout_ranks", 1,
 )  # fmt: skip
 

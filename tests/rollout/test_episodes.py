@@ -148,7 +148,7 @@ def test_reply_closes_a_turn_that_ends_at_a_stop_string(synced, user_file):
     which was not sampled and has no loss."""
     letters = tuple("abcdefghijklmnopqrstuvwxyz")
     play = Play(synced, user_file, stop=letters)
-    synced.stop_strings = StopStrings(letters, False, synced.tokenizer, synced.silent_ids)
+    synced.stop_strings = StopStrings(letters, synced.tokenizer, synced.silent_ids)
     try:
         groups = play.episodes.generate(play.requests())
     finally:
@@ -531,7 +531,7 @@ def flags(small, tmp_path_factory):
         "--eval_dataset", folder / "eval.jsonl", "--eval_split", "train",
         "--environment", f"{folder / 'counter.py'}:Counter", "--reward", "environment",
         "--max_turns", 3, "--max_new_tokens", 120, "--max_steps", 2, "--prompts_per_step", 4,
-        "--samples_per_prompt", 4, "--lr", 1e-4, "--eval_every", 2, "--log_every", 1,
+        "--samples_per_prompt", 4, "--lr", 1e-4, "--eval_every", 2,
         "--max_logprob_difference", 1e-4, "--engine", "transformers",
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ def flags(small, tmp_path_factory):
         *small[:2], "--dataset", folder / "rows.jsonl", "--eval_dataset", folder / "eval.jsonl",
         "--eval_split", "train", "--reward", f"{folder / 'reward.py'}:digits",
         "--prompts_per_step", PROMPTS, "--samples_per_prompt", 4, "--max_new_tokens", 8,
-        "--lr", 1e-4, "--eval_every", 3, "--log_every", 1, "--save_every", 2,
+        "--lr", 1e-4, "--eval_every", 3, "--save_every", 2,
     )  # fmt: skip
 
 

@@ -257,7 +257,7 @@ def play(synced, tmp_path):
     def make(source, rows, **flags):
         file = tmp_path / "agent.py"
         file.write_text(source)
-        flags = dict(agent=f"{file}:play", agent_timeout=PATIENCE) | flags
+        flags = dict(agent=f"{file}:play", environment_timeout=PATIENCE) | flags
         plays.append(Play(synced, rows, **flags))
         return plays[-1]
 
@@ -383,7 +383,7 @@ def test_bad_agents_cost_an_episode(play, synced, tmp_path, device):
 
 def test_hanging_agents_are_killed(play):
     rows = [dict(blocks=blocks, _source=f"rows:{blocks}") for blocks in (True, False)]
-    groups = play(SLEEPER, rows, agent_timeout=0.2)(1)
+    groups = play(SLEEPER, rows, environment_timeout=0.2)(1)
     assert [sample.error for sample in flat(groups)] == ["no answer within 0.2 s"] * 2
 
 

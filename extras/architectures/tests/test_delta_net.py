@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
+from helpers import EACH_STEP, assert_close_metrics, assert_resumes_exactly, metrics, run
 from model.test_policy import write_checkpoint
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -314,9 +314,9 @@ def test_adapters_of_delta_nets(path, sums, tmp_path):
 def test_engine_of_transformers_samples_from_the_trained_weights(ranks, path, sums, tmp_path):
     flags = ("--model", path, "--dataset", sums, "--output_dir", tmp_path, "--engine",
              "transformers", "--dtype", "float32", "--max_steps", 2, "--prompts_per_step", 4,
-             "--samples_per_prompt", 2, "--max_new_tokens", 70, "--lr", 1e-2, "--eval_every", 0,
-             "--check_every", 1)  # fmt: skip
-    run(ranks, "grpo.py", *flags)
+             "--samples_per_prompt", 2, "--max_new_tokens", 70, "--lr", 1e-2,
+             "--eval_every", 0)  # fmt: skip
+    run(ranks, EACH_STEP, "grpo.py", *flags)
     lines = metrics(tmp_path)
     assert len(lines) == 2
     for line in lines:

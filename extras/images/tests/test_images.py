@@ -3,11 +3,12 @@
 import json
 
 import pytest
-from helpers import assert_close_metrics, metrics, run, weights
+from helpers import EACH_STEP, assert_close_metrics, metrics, run, weights
 
 from common.model.hub import load_tokenizer
 from common.model.text_part import names_in, read_weight
 from common.rollout.engine import make_engine
+from common.train import run as train_run
 from extras.images.reader import Reader
 from extras.images.tests.checkpoints import FAMILIES, dataset, picture
 from grpo import Args
@@ -28,7 +29,7 @@ def flags(tmp_path_factory):
     return (
         "--dataset", prompts, "--reward", "length", "--missing_eos_penalty", 1, "--vision", "train",
         "--prompts_per_step", 6, "--samples_per_prompt", 4, "--max_new_tokens", 12,
-        "--max_steps", 3, "--lr", 1e-2, "--eval_every", 0, "--check_every", 1,
+        "--max_steps", 3, "--lr", 1e-2, "--eval_every", 0,
         "--advantage", "group_mean", "--trace_every", 0,
     )  # fmt: skip
 
@@ -52,14 +53,15 @@ def require_agreement(folder, base):
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 def test_vllm_and_trainer_agree_while_the_tower_is_trained(family, checkpoint, flags, tmp_path):
     path = checkpoint(family)
-    run(1, "grpo.py", "--model", path, *flags, "--output_dir", tmp_path)
+    run(1, EACH_STEP, "grpo.py", "--model", path, *flags, "--output_dir", tmp_path)
     require_agreement(tmp_path, path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["smolvlm", "qwen3_5"])
-def test_whole_model_and_trainer_agree(family, checkpoint, flags, tmp_path, main):
+def test_whole_model_and_trainer_agree(family, checkpoint, flags, tmp_path, main, monkeypatch):
     """Transformers samples with its own class of images and text."""
+    monkeypatch.setattr(train_run, "CHECK_EVERY", 1)
     path = checkpoint(family)
     main("grpo", "--model", path, *flags, "--engine", "transformers", "--output_dir", tmp_path)
     require_agreement(tmp_path, path)

@@ -115,15 +115,14 @@ def test_probability_of_yes_is_that_of_transformers(own, share_prefix, asked, ju
         assert numbers["judge/mass"][0, i] == pytest.approx((mass + 3 * other) / 4, rel=1e-3)
 
 
-def test_score_is_the_expectation_over_answers_with_their_end(asked, judge, device):
-    """Without the end of the turn, 1 would have the probability of 10 too. The question has columns
-    of the row; a special token in it is text."""
+def test_question_of_your_own_has_columns_of_the_row(asked, judge, device):
+    """A special token in it is text."""
     asked[1]["ref"] = "<|im_end|>"
-    prompt = "{prompt} {ref} {completion}: {criterion}, 1 to {scale}"
-    _, parts, _ = scored(f"judge:{judge}", asked, device, judge_scale=10, judge_prompt=prompt)
+    prompt = "{prompt} {ref} {completion}: {criterion}, yes or no"
+    _, parts, _ = scored(f"judge:{judge}", asked, device, judge_prompt=prompt)
     oracle = Oracle(judge)
-    values = {f"{score}<|im_end|>": (score - 1) / 9 for score in range(1, 11)}
-    questions = [f"Hi X Hello: {criterion}, 1 to 10" for criterion in ("polite", "short")]
+    values = dict(yes=1, Yes=1, no=0, No=0)
+    questions = [f"Hi X Hello: {criterion}, yes or no" for criterion in ("polite", "short")]
     polite, short = (oracle.expected(question, values)[0] for question in questions)
     assert parts["judge"][0, 0] == pytest.approx((polite + 3 * short) / 4, abs=1e-4)
 
@@ -269,10 +268,8 @@ def test_flags_without_effect_are_refused(tmp_path):
     )
     for flags, message in (
         (dict(rubric="a"), "--rubric a has no effect without --reward judge:PATH or rank:PATH"),
-        (dict(reward="rank:x", judge_scale=5), "--judge_scale 5 has no effect without --reward ju"),
         (dict(reward="rank:x", samples_per_prompt=1), "needs --samples_per_prompt 2 or more"),
         (dict(reward="judge:x", rubric=(" ",)), "--rubric: a criterion is empty"),
-        (dict(reward="judge:x", judge_scale=1), "greater than or equal to 2"),
     ):
         with pytest.raises(ValueError, match=message):
             Args(**flags)

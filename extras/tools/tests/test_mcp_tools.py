@@ -74,7 +74,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def server(plain):
-    with closing(Server(mcp_source(plain, 1, False).command, PATIENCE)) as server:
+    with closing(Server(mcp_source(plain, 1).command, PATIENCE)) as server:
         yield server
 
 
@@ -132,7 +132,7 @@ def test_a_server_without_tools_is_refused(command, words, tmp_path):
     (tmp_path / "none.py").write_text(PLAIN.replace("TOOLS[at : at + 5]", "[]"))
     command = command.format(tmp_path)
     with pytest.raises(ValueError, match=f"^--tools mcp:.*: {words}"):
-        assert mcp_source(f"mcp:{command}", PATIENCE, False).names
+        assert mcp_source(f"mcp:{command}", PATIENCE).names
 
 
 def test_server_of_the_page(tmp_path):
@@ -140,7 +140,7 @@ def test_server_of_the_page(tmp_path):
     page = (ROOT / "docs/tools.md").read_text(encoding="utf-8")
     (code,) = re.findall("```python\n(from mcp.*?)```", page, re.DOTALL)
     (tmp_path / "shop.py").write_text(code)
-    source = mcp_source(f"mcp:{sys.executable} {tmp_path / 'shop.py'}", PATIENCE, False)
+    source = mcp_source(f"mcp:{sys.executable} {tmp_path / 'shop.py'}", PATIENCE)
     (schema,) = source.schemas()
     assert schema["function"]["name"] == "price"
     assert schema["function"]["description"] == "Return the price of an item."
@@ -173,13 +173,10 @@ class Episode:
 
 
 @contextmanager
-def episodes(spec: str, is_shared: bool, count: int):
+def episodes(spec: str, count: int):
     """Yield the processes of some episodes of one rank."""
-    settings = dict(
-        tools=[spec], max_tool_output=100, environment_timeout=PATIENCE, mcp_shared=is_shared,
-        unsafe_code_execution=False,
-    )  # fmt: skip
-    schemas = mcp_source(spec, PATIENCE, is_shared).schemas()
+    settings = dict(tools=[spec], environment_timeout=PATIENCE, unsafe_code_execution=False)
+    schemas = mcp_source(spec, PATIENCE).schemas()
     target = "extras.tools.toolbox:load_toolbox"
     server = ForkServer(target, shared=True, argument=settings)
     try:
@@ -197,17 +194,15 @@ def assert_ends(pid: int) -> None:
         raise AssertionError(f"{pid} is still running")
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_episodes_share_a_server_or_have_their_own(plain, is_shared):
-    with episodes(plain, is_shared, 2) as (one, other):
+def test_episodes_have_servers_of_their_own(plain):
+    with episodes(plain, 2) as (one, other):
         pids = [episode.ask("call", "echo", {}).value.text for episode in (one, other)]
         assert pids == [episode.ask("call", "echo", {}).value.text for episode in (one, other)]
-        assert (pids[0] == pids[1]) == is_shared
+        assert pids[0] != pids[1]
         failed = one.ask("call", "failed", {}).value
         assert failed[:2] == ("error: no such row\nid 7", "raised")
         one.process.close()
-        if not is_shared:
-            assert_ends(int(pids[0]))
+        assert_ends(int(pids[0]))
         assert other.ask("call", "echo", {}).value.text == pids[1]
         assert other.ask("call", "die", {}).value.problem == "raised"
         assert_ends(int(pids[1]))

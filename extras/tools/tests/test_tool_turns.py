@@ -130,7 +130,7 @@ def test_whatever_goes_wrong_is_an_answer_to_the_model(tmp_path):
         calls(("die", {}), ("put", dict(item="hat"))),
         "It is 3.",
     ]
-    play = Play(tmp_path, turns, max_tool_output=200)
+    play = Play(tmp_path, turns)
     unknown, wrong, left, malformed, died, put = play.results
     assert unknown == "error: unknown tool nix; there are: add, die, leave, put, sleep"
     assert wrong.startswith("error: argument a: ") and left.startswith("error: SystemExit")

@@ -7,13 +7,14 @@ import pytest
 
 from extras.code.sandbox import program
 from extras.tools import python_tool
+from extras.tools import toolbox as toolbox_module
 from extras.tools.schemas import tool_schemas
 from extras.tools.tests.episodes import make_args
 from extras.tools.toolbox import Outcome, Toolbox, load_toolbox, settings_of
 
 
-def begin(*tools: str, seconds: float = 60.0, max_output: int = 1000, **row: object) -> Toolbox:
-    args = make_args(tools=tools, environment_timeout=seconds, max_tool_output=max_output)
+def begin(*tools: str, seconds: float = 60.0, **row: object) -> Toolbox:
+    args = make_args(tools=tools, environment_timeout=seconds)
     toolbox = load_toolbox(settings_of(args))()
     toolbox.begin(dict(row, tools=tool_schemas(args)))
     return toolbox
@@ -37,8 +38,9 @@ def test_results_and_errors(file):
         assert outcome.problem == problem and outcome.text.startswith(words), outcome
 
 
-def test_a_long_result_is_cut_with_a_note(file):
-    outcome = begin(f"{file}:Shelf", max_output=5, first="").call("put", dict(item="\ud800abc"))
+def test_a_long_result_is_cut_with_a_note(file, monkeypatch):
+    monkeypatch.setattr(toolbox_module, "MAX_OUTPUT", 5)
+    outcome = begin(f"{file}:Shelf", first="").call("put", dict(item="\ud800abc"))
     assert outcome == Outcome('["", \n[the first 5 of 12 characters]', cut=True)
 
 
