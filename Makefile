@@ -16,6 +16,7 @@ demo: .venv/installed
 	$(BIN)/python demo.py
 
 course-base: .venv/installed  # the models of docs/lessons, besides the built-in tiny-sft; both at once, one core each
+	$(BIN)/python docs/lessons/rows.py
 	printf '%s\n' splits chains | OMP_NUM_THREADS=1 xargs -P 2 -I {} $(BIN)/python sft.py --config configs/course_{}.yaml
 
 test: .venv/installed  # two files at a time, in the order of tests/conftest.py; OPTIONS are pytest's

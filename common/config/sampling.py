@@ -48,9 +48,8 @@ class CompletionArgs:
     stop: Several[str] = ()
     """texts that end a completion, at the token that completes one; \\n: newline, \\t: tab"""
     environment: str | None = None
-    """environment that answers the model between its turns: calculator, guess_number,
-    sliding_puzzle, frozen_lake, sokoban, or a user-defined one as path/to/file.py:Class; needs
-    `--reward environment`"""
+    """environment that answers the model between its turns: calculator, guess_number, or a
+    user-defined one as path/to/file.py:Class; needs `--reward environment`"""
     agent: str | None = None
     """async function that plays an episode through an endpoint for chat completions, as
     path/to/file.py:function (docs/agents.md)"""

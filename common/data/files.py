@@ -14,10 +14,7 @@ from pathlib import Path
 
 from common.parallel import distributed
 
-BUILT_IN = (
-    "arithmetic", "splits", "chains", "calculator", "products", "guess_number", "sliding_puzzle",
-    "frozen_lake", "sokoban", "squares",
-)  # fmt: skip
+BUILT_IN = ("arithmetic", "calculator", "products", "guess_number", "squares")
 # Kinds of files: one JSON object per line, one JSON value, tables of text with their separators,
 # tables with types.
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

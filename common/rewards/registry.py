@@ -14,7 +14,6 @@ from common.rewards.functions import REWARDS, Reward
 OTHERS = dict(
     math="common.rewards.math_reward:math",
     countdown="extras.graders.puzzles:countdown",
-    split="extras.graders.puzzles:split",
     choice="extras.graders.choice:choice",
     stated="extras.graders.choice:stated",
     ifeval="extras.graders.ifeval:ifeval",

@@ -22,7 +22,9 @@ for line in (Path(sys.argv[1]) / "samples.jsonl").read_text().splitlines():
     needless = str(number + change + (10 if change > 0 else -10))
     if "plain" in score(sample["completion"], row)[1]:
         kinds = {row["answer"]: "right", needless: "needless carry"}
-        answers.setdefault(sample["step"], Counter())[kinds.get(sample["completion"].strip(), "other")] += 1
+        answers.setdefault(sample["step"], Counter())[
+            kinds.get(sample["completion"].strip(), "other")
+        ] += 1
 
 print("step  right  needless carry  other")
 for step, counts in sorted(answers.items()):

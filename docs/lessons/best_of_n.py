@@ -22,18 +22,19 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-TASKS = {  # model of the demonstrations, true reward, tokens of a completion
-    "arithmetic": ("tiny-sft", "exact_match", 5),
-    "splits": ("runs/course/base_splits/hf", "split", 8),
-    "chains": ("runs/course/base_chains/hf", "gsm8k_flexible", 44),
-}
+TASKS = {  # data, model of the demonstrations, true reward, tokens of a completion
+    "arithmetic": ("arithmetic", "tiny-sft", "exact_match", 5),
+    "splits": ("runs/course/data/splits", "runs/course/base_splits/hf",
+               "docs/lessons/counts.py:split", 8),
+    "chains": ("runs/course/data/chains", "runs/course/base_chains/hf", "gsm8k_flexible", 44),
+}  # fmt: skip
 RM = (
-    "rm.py --model {model} --dataset {dataset} --prompt_format plain --max_steps {max_steps} "
+    "rm.py --model {model} --dataset {data} --prompt_format plain --max_steps {max_steps} "
     "--batch_size 64 --lr 1e-3"
     " --warmup_steps 10 --eval_every 0"
 )
 EVAL = (
-    "eval.py --model {model} --dataset {dataset} --prompt_format plain --max_new_tokens {tokens} "
+    "eval.py --model {model} --dataset {data} --prompt_format plain --max_new_tokens {tokens} "
     "--reward {reward}"
     " model:{output_dir}/rm/hf --samples_per_prompt {samples} --greedy false --max_prompts "
     "{prompts}"
@@ -83,8 +84,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", default="runs/course/03/best_of_n")
     args = parser.parse_args()
-    model, reward, tokens = TASKS[args.dataset]
-    fields = vars(args) | dict(model=model, reward=reward, tokens=tokens)
+    data, model, reward, tokens = TASKS[args.dataset]
+    fields = vars(args) | dict(data=data, model=model, reward=reward, tokens=tokens)
     out = Path(args.output_dir)
     run(f"{RM.format(**fields)} --seed {args.seed} --output_dir {out}/rm")
     run(f"{EVAL.format(**fields)} --seed {args.seed} --output_dir {out}/eval")

@@ -1,13 +1,22 @@
-"""Rewards of lesson 9: those of the tasks splits and chains, with numbers that a run logs beside
-them.
+"""Rewards of the rows of rows.py, with numbers that a run logs beside them.
 
-    python grpo.py --dataset splits --reward docs/lessons/counts.py:splits ...
+    python grpo.py --dataset runs/course/data/splits --reward docs/lessons/counts.py:splits ...
 
 The full commands are in 09_entropy_length.md.
 """
 
+import re
+
 from common.rewards.functions import gsm8k_flexible
-from extras.graders.puzzles import split
+
+SPLIT = re.compile(r"([1-9][0-9]{0,14})\+([1-9][0-9]{0,14})")
+
+
+def split(completion: str, row: dict) -> float:
+    """Return 1 if the completion is `a+b` with the sum `target`, for whole numbers a, b >= 1
+    without leading zeros."""
+    match = SPLIT.fullmatch(completion.strip())
+    return float(match is not None and int(match[1]) + int(match[2]) == row["target"])
 
 
 def splits(completions: list[str], row: dict) -> list[tuple[float, dict[str, float]]]:

@@ -6,7 +6,6 @@ import random
 import re
 import time
 import warnings
-from fractions import Fraction
 
 import pytest
 from helpers import GSM8K, needs_gsm8k
@@ -29,7 +28,6 @@ from common.rewards.functions import (
 )
 from common.rewards.registry import load_reward
 from common.rewards.thoughts import answer_of
-from extras.graders.puzzles import arithmetic, countdown, split
 
 # ---- equal answers ----
 
@@ -279,208 +277,6 @@ def test_gsm8k_accepts_every_gold_answer_of_the_dataset():
     assert different > 7000
 
 
-# ---- countdown ----
-
-ROW = dict(nums=[3, 5, 7, 9], target=24, _source="rows.jsonl:7")  # 3+5+7+9
-
-
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        ("<answer>3 + 5 + 7 + 9</answer>", 1),
-        ("<think>3*5 <answer>1</answer></think>\n<answer>\n(9+7)+(5+3)\n</answer> done", 1),
-        ("so\n3+5+7+9", 1),
-        ("so\n3+5+7+9\n \n", 1),
-        ("<answer>3+5+7+9 = 24</answer>", 1),
-        ("3+5+7+9=24.", 1),
-        ("3+5+7+9.", 1),
-        ("9 + 7 × 5 ÷ 7 + 3 + 7", 0),  # 7 three times
-        ("((3+5))+((7)+9)", 1),
-        # the number of times each number is used
-        ("3 + 5 + 16", 0),
-        ("3 + 7 + 9 + 5 + 0", 0),
-        ("9 + 7 + 5", 0),
-        ("8 * 3", 0),
-        ("24", 0),
-        ("3 + 5 + 7 + 9 + 3 - 3", 0),
-        ("35 - 7 - 9", 0),  # digits joined
-        # another value
-        ("3 + 5 + 7 - 9", 0),
-        ("<answer>3+5+7-9 = 24</answer>", 0),
-        ("3+5+7+9 = 25", 0),
-        ("24 = 3+5+7+9", 0),
-        ("3+5+7+9 = 24 = 24", 0),
-        ("3+5+7+9 =", 0),
-        ("3+5+7+9 = x", 0),
-        ("3+5+7+9 = ٢٤", 0),
-        # position of the answer
-        ("3+5+7+9\nis it", 0),
-        ("<answer>3+5+7+9</answer> <answer>3</answer>", 0),
-        ("<answer>3+5+7+9", 0),
-        ("<answer>\n3+5+7+9", 0),  # truncated: not the last line of a completion without tags
-        ("<answer>3+5+7+9</answer> and <answer>", 1),
-        ("the answer is 3+5+7+9", 0),
-        # allowed syntax
-        ("3.0 + 5 + 7 + 9", 0),
-        ("3 + 5 + 7 + 0_9", 0),
-        ("3 + 5 + 7 + 09", 0),
-        ("٣ + 5 + 7 + 9", 0),
-        ("3 + 5 + 7 + 9 # yes", 0),
-        ("3 + 5 + \\\n7 + 9", 0),
-        ("<answer>3 + 5 +\n7 + 9</answer>", 0),
-        ("+3 + 5 + 7 + 9", 0),
-        ("--3 + 5 + 7 + 9", 0),
-        ("3 - -5 + 7 + 9", 0),
-        ("(3 + 5 + 7 + 9,)", 0),
-        ("3(5) + 7 + 9", 0),
-        ("()", 0),
-        ("<answer></answer>", 0),
-        ("", 0),
-        ("f'{3+5+7+9}'", 0),
-        ("int('24')", 0),
-        ("__import__('os').system('true')", 0),
-        ("3 + 5 + 7 + 9" + " " * 200 + "+ 0", 0),
-        ("\x003+5+7+9", 0),
-    ],
-)
-def test_countdown_scores_the_expression(completion, reward):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert countdown(completion, ROW) == reward
-
-
-@pytest.mark.parametrize(
-    "completion, nums, target, reward",
-    [
-        ("8 / (3 - 8 / 3)", [8, 3, 8, 3], 24, 1),  # exact fractions: floats give 23.999999999999989
-        ("8 ÷ (3 − 8 ÷ 3)", [8, 3, 8, 3], 24, 1),
-        ("8 × 3", [3, 8], 24, 1),
-        ("7 / 2", [2, 7], 3, 0),
-        ("7 // 2", [2, 7], 3, 0),
-        ("2 ** 3", [2, 3], 8, 0),
-        ("7 % 4", [7, 4], 3, 0),
-        ("6 ^ 3", [6, 3], 5, 0),
-        ("1 << 3", [1, 3], 8, 0),
-        ("5 / (3 - 3)", [3, 3, 5], 5, 0),
-        ("2 - 7", [2, 7], -5, 1),
-        ("2 - 7 = -5", [2, 7], -5, 1),
-        ("True + 1", [1, 1], 2, 0),
-        ("5 + 5", [5, 5], 10, 1),
-        ("5 + 5", [5], 10, 0),
-        ("5", [5], 5, 1),
-    ],
-)
-def test_countdown_scores_expressions_over_other_numbers(completion, nums, target, reward):
-    assert countdown(completion, dict(nums=nums, target=target)) == reward
-    assert countdown(completion, dict(numbers=nums, target=target)) == reward
-
-
-@given(st.data())
-def test_countdown_accepts_every_correct_expression(data):
-    """Random expression trees are compared with Python's fractions; `nums` are in any order."""
-    nums = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=6))
-    parts = [(str(n), Fraction(n)) for n in nums]
-    while len(parts) > 1:
-        i = data.draw(st.integers(0, len(parts) - 2))
-        (a, x), (b, y) = parts[i : i + 2]
-        op = data.draw(st.sampled_from("+-*/" if y else "+-*"))
-        parts[i : i + 2] = [
-            (f"({a} {op} {b})", {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else None}[op])
-        ]
-    [(text, value)] = parts
-    shuffled = data.draw(st.permutations(nums))
-    found, numbers = arithmetic(text)
-    assert found == value and sorted(numbers) == sorted(nums)
-    if value.denominator == 1:
-        for written in (
-            text,
-            f"<answer>{text}</answer>",
-            f"{text} = {int(value)}",
-            text.replace("*", "×"),
-        ):
-            assert countdown(written, dict(nums=shuffled, target=int(value))) == 1
-            assert countdown(written, dict(nums=shuffled, target=int(value) + 1)) == 0
-            assert countdown(written, dict(nums=shuffled + [0], target=int(value))) == 0
-
-
-@given(st.text(alphabet="0123456789+-*/() ", max_size=220))
-def test_arithmetic_raises_nothing_on_its_alphabet(text):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        value, numbers = arithmetic(text)
-    assert value is None or "**" not in text and "//" not in text and numbers
-
-
-def test_arithmetic_bounds_length_and_size():
-    assert arithmetic("(" * 99 + "1" + ")" * 99) == (1, [1])
-    assert (
-        arithmetic("1" + "+1" * 99)[0] == 100 and arithmetic("1" + "+1" * 100)[0] is None
-    )  # 199, 201 characters
-    for text in (
-        "(" * 200,
-        "(" * 100 + ")" * 100,
-        "-" * 199 + "1",
-        "9" * 10_000,
-        "1(" * 100,
-        "(1)" * 60,
-    ):
-        assert arithmetic(text)[0] is None
-    assert arithmetic("9" * 100 + "*" + "9" * 99)[0] == (10**100 - 1) * (10**99 - 1)
-
-
-@pytest.mark.parametrize(
-    "columns, message",
-    [
-        (dict(target=3), "rows.jsonl:7: column nums or numbers: expected integers >= 0, got None"),
-        (dict(target=3, nums=[]), "column nums"),
-        (dict(target=3, nums="1 2"), "column nums .* got '1 2'"),
-        (dict(target=3, nums=[1, 2.0]), "column nums"),
-        (dict(target=3, nums=[1, True]), "column nums"),
-        (dict(target=3, numbers=[1, -2]), "column nums"),
-        (
-            dict(target="3", nums=[1, 2]),
-            "rows.jsonl:7: column target: expected an integer, got '3'",
-        ),
-        (dict(target=3.5, nums=[1, 2]), "column target"),
-    ],
-)
-def test_countdown_refuses_malformed_rows(columns, message):
-    with pytest.raises(ValueError, match=message):
-        countdown.check(columns | dict(_source="rows.jsonl:7"))
-
-
-def test_countdown_accepts_well_formed_rows():
-    assert countdown.columns == ("target",)
-    for columns in (dict(nums=[1, 2]), dict(numbers=[0]), dict(nums=None, numbers=[4])):
-        countdown.check(columns | dict(target=3, _source=""))
-
-
-# ---- splits ----
-
-
-@pytest.mark.parametrize(("completion", "reward"), [
-    ("40+7", 1), ("7+40", 1), ("1+46", 1), (" 46+1\n", 1), ("40+8", 0), ("0+47", 0), ("47+0", 0),
-    ("007+40", 0), ("48+-1", 0), ("40+7+0", 0), ("40 + 7", 0), ("47", 0), ("", 0), ("40+7=47", 0),
-    ("٤٠+7", 0), ("50-3", 0),
-])  # fmt: skip
-def test_split_accepts_every_pair_with_the_sum_in_one_form(completion, reward):
-    assert split(completion, dict(target=47)) == reward
-
-
-@given(st.integers(2, 10**6), st.data())
-def test_split_accepts_all_pairs(n, data):
-    a = data.draw(st.integers(1, n - 1))
-    assert split(f"{a}+{n - a}", dict(target=n)) == 1
-    assert split(f"{a}+{n - a + 1}", dict(target=n)) == split(f"0{a}+{n - a}", dict(target=n)) == 0
-
-
-def test_split_refuses_a_target_that_is_no_whole_number():
-    with pytest.raises(
-        ValueError, match="rows.jsonl:7: column target: expected an integer, got '47'"
-    ):
-        split.check(dict(target="47", _source="rows.jsonl:7"))
-
-
 # ---- the form of a completion ----
 
 
@@ -565,9 +361,7 @@ FULL_ROW = dict(
     kwargs=[{}, dict(keywords=["x"])],
     _source="rows.jsonl:1",
 )
-SINGLE_TURN = (
-    "exact_match gsm8k boxed format countdown split length repetition tag_format ifeval".split()
-)
+SINGLE_TURN = "exact_match gsm8k boxed format countdown length repetition tag_format ifeval".split()
 RANGES = dict(length=(-math.inf, 0), repetition=(-1, 0))
 PIECES = [
     "<think>",

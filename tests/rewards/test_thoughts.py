@@ -43,7 +43,7 @@ def rows_of(name: str) -> dict:
 
 TEXTS = {
     "exact_match": "18", "characters": "18", "gsm8k": "#### 18", "gsm8k_flexible": "18",
-    "boxed": RIGHT, "math": RIGHT, "format": "#### 18", "countdown": "9+9", "split": "9+9",
+    "boxed": RIGHT, "math": RIGHT, "format": "#### 18", "countdown": "9+9",
     "choice": RIGHT, "stated": RIGHT, "ifeval": "no such mark", "code": "```python\nprint(18)\n```",
     "code_fraction": "```python\nprint(18)\n```",
 }  # fmt: skip

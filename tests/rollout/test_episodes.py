@@ -1,12 +1,9 @@
 """Episodes: sampled tokens are unchanged, replies of environments have no loss, seeds determine
 completions, limits hold; the built-in environments; training on episodes."""
 
-import copy
 import json
 import math
-import random
 import re
-from collections import Counter
 from itertools import groupby
 
 import pytest
@@ -24,16 +21,13 @@ from in_process import Args, talkative
 from common.data.encode import Encoder
 from common.data.packing import pack
 from common.data.sample import Completion
-from common.data.tasks import MOVES, SOLVED_BOARD, TASKS, move_hole
+from common.data.tasks import TASKS
 from common.metrics.meter import Meter
 from common.rewards.total import Rewards
 from common.rollout.environments import (
     ENVIRONMENTS,
     Calculator,
-    FrozenLake,
     GuessNumber,
-    SlidingPuzzle,
-    Sokoban,
     load_environment,
 )
 from common.rollout.episodes import Episodes, PromptRequest
@@ -340,124 +334,11 @@ def test_guess_number_compares_guesses():
     assert environment.step("17") == ([], 1.0, True)
 
 
-def test_sliding_puzzle_is_solved_by_the_reversed_moves():
-    rng, back = random.Random(0), dict(up="down", down="up", left="right", right="left")
-    board, moves = SOLVED_BOARD, []
-    for way in rng.choices(list(back), k=200):
-        if (moved := move_hole(board, way)) is not None:
-            assert move_hole(moved, back[way]) == board and sorted(moved) == sorted(board)
-            board, moves = moved, [*moves, way]
-    environment = SlidingPuzzle()
-    environment.reset(dict(prompt="?", board=board))
-    for way in reversed(moves):
-        said, reward, done = environment.step(f"go {back[way]}")
-        assert done == (environment.board == SOLVED_BOARD) == (reward == 1)
-    assert done and len(moves) > 50
-    environment.reset(dict(prompt="?", board="123456780"))
-    assert environment.step("down")[0][0]["content"] == "against the edge"
-    assert environment.step("north")[0][0]["content"] == "up, down, left or right"
-
-
-def shortest_solution(environment, length: int) -> list[str]:
-    """Return the shortest moves to the reward, of at most so many: breadth first over states."""
-    solutions = {environment.state(): []}
-    players = [environment]
-    while len(solutions[players[0].state()]) < length:
-        player = players.pop(0)
-        for direction in MOVES:
-            moved = copy.copy(player)
-            _, reward, done = moved.step(direction)
-            moves = [*solutions[player.state()], direction]
-            if reward == 1:
-                return moves
-            if not done and moved.state() not in solutions:
-                solutions[moved.state()] = moves
-                players.append(moved)
-    raise AssertionError("no solution")
-
-
-@pytest.mark.parametrize(("name", "count"), [("frozen_lake", 200), ("sokoban", 200)])
-def test_a_solver_needs_no_more_moves_than_the_demonstration(name, count):
-    for row in TASKS[name]("test")[:count]:
-        environment = ENVIRONMENTS[name]()
-        environment.reset(row)
-        assert environment.state() == row["prompt"][0]["content"]
-        demonstration = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-        solution = shortest_solution(environment, len(demonstration))
-        assert len(solution) <= len(demonstration)
-        if name == "frozen_lake":
-            assert len(solution) == len(demonstration)
-
-
-def replies(environment, *moves: str) -> list[str]:
-    """Return the content of the answers to moves, `reward=r` at the end of the episode."""
-    contents = []
-    for move in moves:
-        messages, reward, done = environment.step(move)
-        assert done != bool(messages)
-        contents.append(f"reward={reward:g}" if done else messages[0]["content"])
-    return contents
-
-
-def test_frozen_lake_has_edges_and_holes():
-    lake = FrozenLake()
-    row = dict(prompt="?", map="SFH\nFFG")
-    lake.reset(row)
-    edge = "against the edge"
-    assert lake.state() == "@FH\nFFG"
-    assert replies(lake, "up", "left", "north") == [edge, edge, "up, down, left or right"]
-    assert replies(lake, "I go down", "left, no, right", "right") == [
-        "FFH\n@FG", "FFH\nF@G", "reward=1",
-    ]  # fmt: skip
-    lake.reset(row)
-    assert replies(lake, "right", "right") == ["F@H\nFFG", "reward=0"]
-
-
-def test_a_seed_makes_the_ice_slippery():
-    """Moves go each way but back, a third each, and the same ways in each episode of a row."""
-    row = dict(prompt="?", map="FFFF\nFSFF\nFFFG", slip_seed=3)
-    ways = Counter()
-    for seed in range(300):
-        lakes = [FrozenLake(), FrozenLake()]
-        for lake in lakes:
-            lake.reset(dict(row, slip_seed=seed))
-        assert replies(lakes[0], "up", "left", "up") == replies(lakes[1], "up", "left", "up")
-        lakes[0].reset(dict(row, slip_seed=seed))
-        ways[replies(lakes[0], "up")[0]] += 1
-    up, left, right = "F@FF\nFFFF\nFFFG", "FFFF\n@FFF\nFFFG", "FFFF\nFF@F\nFFFG"
-    assert ways.keys() == {up, left, right} and min(ways.values()) > 75
-
-
-def test_sokoban_pushes_one_box_and_no_wall():
-    sokoban = Sokoban()
-    sokoban.reset(dict(prompt="?", level="######\n#@$$.#\n# .  #\n######"))
-    assert replies(sokoban, "right", "up", "push") == [
-        "blocked", "blocked", "up, down, left or right",
-    ]  # fmt: skip
-    sokoban.reset(dict(prompt="?", level="@$ .\n $. "))  # without walls the edge is one
-    assert replies(sokoban, "right", "right", "right") == [" @$.\n $. ", "  @*\n $. ", "blocked"]
-    assert replies(sokoban, "left", "left", "down", "right") == [
-        " @ *\n $. ", "@  *\n $. ", "   *\n@$. ", "reward=1",
-    ]  # fmt: skip
-    sokoban.reset(dict(prompt="?", level="+ $."))
-    assert replies(sokoban, "right", "right") == [".@$.", "reward=1"]
-
-
-@pytest.mark.parametrize(("name", "column", "bad"), [
-    ("frozen_lake", "map", ["SFHH\nFHHG", "SF\nFHG", "FG", "SSG", "SxG", ""]),
-    ("sokoban", "level", ["@$.+", "@$", "@ .", "@$$.", "@$.\n#", "x@$.", "", "$."]),
-])  # fmt: skip
-def test_wrong_grids_are_refused(name, column, bad):
-    for grid in bad:
-        with pytest.raises(ValueError, match=f"^column {column}: expected"):
-            ENVIRONMENTS[name]().reset({"prompt": "?", column: grid})
-
-
 # ---- names and rows ----
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("chess", "unknown; there are calculator, .*, sokoban, path/to/file.py:Class"),
+    ("chess", "unknown; there are calculator, guess_number, path/to/file.py:Class"),
     ("{}/absent.py:A", "no file"),
     ("{}/file.py:Absent", "has no function Absent"),
     ("{}/file.py:Half", "not a class with the methods reset and step$"),
