@@ -55,9 +55,8 @@ class CompletionArgs:
     path/to/file.py:function (docs/agents.md)"""
     tools: Several[str] = ()
     """tools that the model may call between its turns: path/to/file.py (its functions with a
-    docstring), path/to/file.py:name (a function, or a class whose methods are tools), python,
-    calculator, search:FILE.jsonl, mcp:COMMAND, a server of the Model Context Protocol
-    (docs/tools.md)"""
+    docstring), path/to/file.py:name (a function, or a class whose methods are tools), python, or
+    mcp:COMMAND, a server of the Model Context Protocol (docs/tools.md)"""
     tool_parser: str | None = None
     """with --tools or --agent: reader of the calls in a completion: hermes, openai,
     response_template, or the name of a tool parser of vLLM; default: the one that fits the chat
@@ -69,6 +68,11 @@ class CompletionArgs:
     """time limit in seconds for one answer of a user-defined environment, one call of a tool, or an
     agent's episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it
     has no reward; a call that exceeds it returns an error"""
+
+    @property
+    def answer_seconds(self) -> float:
+        """Time limit of an answer of an environment, a call of a tool, or an agent's episode."""
+        return self.environment_timeout or (10.0 if self.agent is None else 300.0)
 
     @model_validator(mode="after")
     def _check_shots(self) -> Self:
@@ -83,8 +87,6 @@ class CompletionArgs:
         if self.environment is None and self.agent is None and not self.tools:
             flags = ("max_turns", "environment_timeout")
             require_default(self, flags, "without --environment, --tools or --agent")
-        if self.environment_timeout is None:
-            self.environment_timeout = 10.0 if self.agent is None else 300.0
         for flag in ("environment", "agent"):
             if getattr(self, flag) is not None:
                 why = f"with --{flag}, which writes the prompts"

@@ -57,7 +57,7 @@ class Turns:
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, args)
         self.environments = Environments(
-            args.environment, args.environment_timeout, records_states=args.records_states
+            args.environment, args.answer_seconds, records_states=args.records_states
         )
         self.playing: dict[int, Episode] = {}  # episodes that wait for their environment, by number
 

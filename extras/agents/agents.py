@@ -216,7 +216,7 @@ class Agents:
         agent = Agent(episode, f"{episode.number}-{secrets.token_urlsafe()}", Process(self.server))
         self.endpoint.tokens.add(agent.token)
         arguments = (episode.prompt.row, self.endpoint.url, agent.token)
-        agent.process.ask(0, None, arguments, self.args.environment_timeout)
+        agent.process.ask(0, None, arguments, self.args.answer_seconds)
         self.agents[episode.number] = agent
 
     def _calls(self, wait: float) -> list[Call]:
