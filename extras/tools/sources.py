@@ -3,7 +3,6 @@
 A source is made twice: in the training process for its schemas (schemas.py), and in the process
 that is forked for each episode (toolbox.py), which calls its tools and therefore imports little."""
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from common.rewards.worker import load_file
 
 TIME = 0.8  # of --environment_timeout; then the other tools of the episode keep their state
 HOOKS = ("reset", "close")  # optional methods of a class: at the start and the end of an episode
-BUILT_IN = "python, calculator, search:FILE.jsonl, mcp:COMMAND"
 
 
 class Source(Protocol):
@@ -27,9 +25,6 @@ class Source(Protocol):
 
     def schemas(self) -> list[dict]:
         """Return the JSON schemas of the tools. Raises `ValueError` naming the flag."""
-
-    def prepare(self) -> None:
-        """Prepare, once, what the processes of all episodes share. Runs before they are forked."""
 
     def begin(self, row: dict) -> None:
         """Begin an episode of a data row, before its first call."""
@@ -53,8 +48,6 @@ class Functions:
     functions: dict[str, Callable]
     make: Callable[[], object] | None = None
     """for methods: returns the object"""
-    load: Callable[[], None] | None = None
-    """loads what all episodes share"""
 
     @property
     def names(self) -> list[str]:
@@ -67,10 +60,6 @@ class Functions:
             schema_of(self.label, name, function, is_method=self.make is not None)
             for name, function in self.functions.items()
         ]
-
-    def prepare(self) -> None:
-        if self.load is not None:
-            self.load()
 
     def begin(self, row: dict) -> None:
         self.object = self.make() if self.make else None
@@ -91,38 +80,27 @@ def name_of(schema: dict) -> str:
 
 
 def load_source(spec: str, flags: Any) -> Source:
-    """Return the source of a value of `--tools`. `flags`: `--environment_timeout` and
+    """Return the source of a value of `--tools`. `flags`: `answer_seconds` and
     `--unsafe_code_execution`. Raises `ValueError` for an unknown one, and what a user's file
     raises."""
     label = f"--tools {spec}"
-    if spec == "calculator":
-        from extras.tools.calculator import calculator
-
-        return Functions(label, dict(calculator=calculator))
     if spec == "python":
         from extras.tools.python_tool import Interpreter, require_confinement
 
         require_confinement(flags.unsafe_code_execution)
-        seconds = TIME * flags.environment_timeout
+        seconds = TIME * flags.answer_seconds
         make = partial(Interpreter, seconds, flags.unsafe_code_execution)
         return Functions(label, dict(python=Interpreter.python), make)
-    if spec.startswith("search:") or spec == "search":
-        from extras.tools.search_tool import SearchIndex, search_index
-
-        index = search_index(label, spec.removeprefix("search").removeprefix(":"))
-        return Functions(label, dict(search=SearchIndex.search), index, index.build)
     if spec.startswith("mcp:"):
         try:
             from extras.tools.mcp_tools import mcp_source
         except ModuleNotFoundError as error:
             raise ValueError(f"{label}: {error}; pip install mcp") from error
-        return mcp_source(spec, TIME * flags.environment_timeout)
+        return mcp_source(spec, TIME * flags.answer_seconds)
     if spec.endswith(".py"):
         return Functions(label, functions_of(load_file(spec)))
     if ":" not in spec:
-        near = difflib.get_close_matches(spec, ["python", "calculator", "search"], 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {BUILT_IN}, path/to/file.py"
-        raise ValueError(f"{label}: unknown; {hint}")
+        raise ValueError(f"{label}: unknown; there are python, mcp:COMMAND, path/to/file.py")
     path, _, name = spec.rpartition(":")
     tool = getattr(load_file(path), name)
     if isinstance(tool, type):

@@ -34,19 +34,18 @@ def settings_of(args: "SamplingArgs") -> dict:
     """Return the flags that a toolbox and its sources read, as plain values."""
     return dict(
         tools=args.tools,
-        environment_timeout=args.environment_timeout,
+        answer_seconds=args.answer_seconds,
         unsafe_code_execution=args.unsafe_code_execution,
     )
 
 
 def load_toolbox(settings: dict) -> Callable[[], "Toolbox"]:
-    """Return the function that makes the toolbox of an episode. Imports the files of `--tools` and
-    builds their indexes. `settings`: those of `settings_of`."""
+    """Return the function that makes the toolbox of an episode. Imports the files of `--tools`.
+    `settings`: those of `settings_of`."""
     flags = SimpleNamespace(**settings)
     owners: dict[str, Source] = {}
     for spec in flags.tools:
         source = load_source(spec, flags)
-        source.prepare()
         owners |= dict.fromkeys(source.names, source)
     return partial(Toolbox, owners)
 

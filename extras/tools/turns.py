@@ -110,7 +110,7 @@ class ToolTurns:
 
     def _ask(self, running: Calls, row: dict) -> None:
         """Send the calls that have no outcome yet, to a new process if there is none."""
-        seconds = self.args.environment_timeout
+        seconds = self.args.answer_seconds
         if running.process is None:
             running.process = Process(self.server, START)
             running.process.ask(BEGIN, "begin", (row,), seconds)

@@ -175,7 +175,7 @@ class Episode:
 @contextmanager
 def episodes(spec: str, count: int):
     """Yield the processes of some episodes of one rank."""
-    settings = dict(tools=[spec], environment_timeout=PATIENCE, unsafe_code_execution=False)
+    settings = dict(tools=[spec], answer_seconds=PATIENCE, unsafe_code_execution=False)
     schemas = mcp_source(spec, PATIENCE).schemas()
     target = "extras.tools.toolbox:load_toolbox"
     server = ForkServer(target, shared=True, argument=settings)

@@ -1,9 +1,11 @@
-"""The tools of one episode: results and errors as the model reads them; the interpreter and the
-search, which are built in."""
+"""The tools of one episode: results and errors as the model reads them; the interpreter, which is
+built in."""
 
 import json
+import re
 
 import pytest
+from helpers import ROOT
 
 from extras.code.sandbox import program
 from extras.tools import python_tool
@@ -11,6 +13,8 @@ from extras.tools import toolbox as toolbox_module
 from extras.tools.schemas import tool_schemas
 from extras.tools.tests.episodes import make_args
 from extras.tools.toolbox import Outcome, Toolbox, load_toolbox, settings_of
+
+PAGE = ROOT / "docs/tools.md"
 
 
 def begin(*tools: str, seconds: float = 60.0, **row: object) -> Toolbox:
@@ -21,18 +25,17 @@ def begin(*tools: str, seconds: float = 60.0, **row: object) -> Toolbox:
 
 
 def test_results_and_errors(file):
-    toolbox = begin(str(file), f"{file}:Shelf", "calculator", first="cup")
+    toolbox = begin(str(file), f"{file}:Shelf", first="cup")
     assert toolbox.call("add", dict(a=1)) == Outcome("2")
     assert toolbox.call("put", dict(item="é")) == Outcome('["cup", "é"]')
     assert toolbox.call("put", dict(item="x")).text == '["cup", "é", "x"]', "no state"
-    assert toolbox.call("calculator", dict(expression="7/2")) == Outcome("7/2")
     for name, arguments, problem, words in (
-        ("nix", {}, "unknown", "error: unknown tool nix; there are: add, put, calculator"),
+        ("nix", {}, "unknown", "error: unknown tool nix; there are: add, put"),
         ("add", dict(a="1"), "wrong_arguments", "error: argument a: '1' is not of type 'integer'"),
         ("add", {}, "wrong_arguments", "error: arguments: 'a' is a required property"),
         ("add", dict(a=1, c=2), "wrong_arguments", "error: arguments: Additional properties"),
         ("add", [1], "wrong_arguments", "error: the arguments are not an object"),
-        ("calculator", dict(expression="x"), "raised", "error: ValueError: write whole numbers"),
+        ("add", dict(a=10**5000), "raised", "error: ValueError: Exceeds the limit"),
     ):
         outcome = toolbox.call(name, arguments)
         assert outcome.problem == problem and outcome.text.startswith(words), outcome
@@ -84,19 +87,15 @@ def test_python_is_refused_where_it_cannot_be_confined(monkeypatch):
     python_tool.require_confinement(unsafe=True)
 
 
-def test_search_finds_the_text_of_the_words(tmp_path):
+def test_search_of_the_page_finds_the_text_of_the_words(tmp_path, monkeypatch):
     pytest.importorskip("bm25s")
-    rows = [
-        dict(text="Paris is the capital of France", title="France"),
-        dict(contents="Berlin is the capital of Germany"),
-        dict(text="Cats sleep"),
-    ]
-    rows_file = tmp_path / "rows.jsonl"
-    rows_file.write_text("\n".join(map(json.dumps, rows)))
-    toolbox = begin(f"search:{rows_file}")
+    (code,) = re.findall("```python\n(# search.py.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "search.py").write_text(code)
+    texts = "Paris is the capital of France", "Berlin is the capital of Germany", "Cats sleep"
+    rows = "".join(json.dumps(dict(text=text)) + "\n" for text in texts)
+    (tmp_path / "corpus.jsonl").write_text(rows)
+    monkeypatch.chdir(tmp_path)
+    toolbox = begin("search.py")
     found = toolbox.call("search", dict(query="capital of France", count=2)).text
-    assert found == "France\nParis is the capital of France\n\nBerlin is the capital of Germany"
-    assert toolbox.call("search", dict(query="zebra", count=99)).text == "nothing found"
-    rows_file.write_text('{"text": "a"}\n{"title": "b"}\n')
-    with pytest.raises(ValueError, match="row 2 has no column text, contents or content"):
-        begin(f"search:{rows_file}")
+    assert found == "Paris is the capital of France\n\nBerlin is the capital of Germany"
+    assert toolbox.call("search", dict(query="zebra", count=99)).text == ""
