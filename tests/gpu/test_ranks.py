@@ -74,7 +74,8 @@ def test_images_train_alike_on_one_and_two_ranks(script, tmp_path):
     test_runs.test_ranks_without_pictures_change_nothing."""
     squares = ("--model", "tiny-images", "--dataset", "squares", "--prompt_format", "plain")
     if script == "grpo":  # an untrained model has no right answers, but digits
-        squares += ("--reward", REWARD, "--max_new_tokens", 16)
+        (tmp_path / "digits.py").write_text(REWARD)
+        squares += ("--reward", f"{tmp_path}/digits.py:digits", "--max_new_tokens", 16)
     compare(script, "float32", tmp_path, *squares, "--vision", "train")
 
 
