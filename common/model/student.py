@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from common.config.extra import extra
 from common.config.groups import TrainArgs
 from common.config.specs import eval_sets_of
 from common.data.packing import PackedBatch
@@ -36,11 +37,9 @@ class Student(Policy):
         temperature: float = 1.0,
     ) -> Comparison:
         """Return statistics of this student and its `teacher`, the result of the teacher's `teach`:
-        see `compare`, and `compare_spans` of foreign_teacher.py."""
+        see `compare`. The spans of a teacher with another tokenizer compare themselves."""
         if not isinstance(teacher, Logits | TopK):
-            from extras.teachers.foreign import compare_spans
-
-            return compare_spans(Policy.forward(self, mb, temperature), teacher, mb.old_logprobs_T)
+            return teacher.compare(Policy.forward(self, mb, temperature), mb.old_logprobs_T)
         targets_T = mb.model_tokens.targets_T
         comparison = compare(self._logits(mb), teacher, targets_T, temperature, divergence, top_k)
         return self._watched(mb, Comparison(*mb.expand(comparison)))
@@ -130,8 +129,8 @@ def load_teachers(
     teachers = {}
     for name, path in folders.items():
         if args.teacher_logprobs == "stored":
-            from extras.teachers.stored import StoredTeacher
-
+            with extra("teachers", "--teacher_logprobs stored"):
+                from extras.teachers.stored import StoredTeacher
             folder = Path(args.output_dir) / "teacher_logprobs"
             shared = shared_vocabulary(policy.path, path)
             teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, device)
@@ -139,8 +138,8 @@ def load_teachers(
         if args.estimator == "sampled":  # else `find_teachers` has required the same tokens
             own_tokenizer = load_tokenizer(path, flag="--teacher")
             if own_tokenizer.get_vocab() != tokenizer.get_vocab():
-                from extras.teachers.foreign import ForeignTeacher
-
+                with extra("teachers", f"--teacher {path} with another tokenizer"):
+                    from extras.teachers.foreign import ForeignTeacher
                 teachers[name] = load(path, ForeignTeacher)
                 teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
                 continue

@@ -3,6 +3,7 @@
 import string
 from collections.abc import Callable
 
+from common.config.extra import extra
 from common.parallel import distributed
 
 
@@ -20,8 +21,8 @@ def template_filler(flag: str, template: str) -> Callable[[dict], str]:
     def fill(row: dict) -> str:
         place = f"{row['_source']}: {flag}"
         if fields & {"lettered_options", "right_letter"}:
-            from extras.graders.choice import option_columns
-
+            with extra("graders", f"{flag} with lettered options"):
+                from extras.graders.choice import option_columns
             row = row | option_columns(row)
         values = {column: value for column, value in row.items() if value is not None}
         try:

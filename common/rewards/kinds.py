@@ -1,16 +1,14 @@
 """The kinds of rewards, and how each is computed for groups of samples: built-in functions here,
-`math` and a user's functions in processes, programs in the sandbox, reward models on all ranks.
+`math` and a user's functions in processes. A function may have a `make_scorer` of its own.
 
 A kind is imported when `--reward` names it."""
 
 from collections.abc import Callable
 from itertools import chain
-from multiprocessing.pool import ThreadPool
 from typing import TYPE_CHECKING, NamedTuple
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
-from common.parallel import distributed
 from common.rewards.registry import BY_LENGTH, load_reward, require_usable_rows, reward_of_row
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
@@ -68,8 +66,8 @@ def make_scorer(name: str, rows: list[dict], args: SamplingArgs, thoughts: Thoug
         return _for_each_sample(lambda sample: Result())
     function = load_reward(name)
     require_usable_rows(name, function, rows)
-    if name in ("code", "code_fraction"):
-        return _code_scorer(name, function, args, thoughts)
+    if hasattr(function, "make_scorer"):
+        return function.make_scorer(name, args, thoughts)
     if name == "math":
         return _math_scorer(args, thoughts)
     if ":" in name:
@@ -148,28 +146,3 @@ def _math_scorer(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
         ]
 
     return Scorer(score, pool)
-
-
-def _code_scorer(name: str, function: Callable, args: SamplingArgs, thoughts: Thoughts) -> Scorer:
-    from extras.code.sandbox import program
-
-    problem = program.problem()
-    if problem and not args.unsafe_code_execution:
-        hint = "--unsafe_code_execution runs programs without this protection"
-        raise ValueError(f"--reward {name}: {problem}; {hint}")
-    limits = program.Limits(seconds=args.reward_timeout)
-
-    def run(sample: Completion) -> Result:
-        answer = thoughts.answer(sample)
-        try:
-            return Result(function(answer, sample.row, limits, args.unsafe_code_execution))
-        except (ValueError, RuntimeError) as error:  # caused by bad tests or by the machine
-            return Result(error=distributed.first_line(error))
-
-    def score(groups: list[Group]) -> list[Result]:
-        # The threads only wait for programs. Unlike those of `concurrent.futures`, they do not
-        # delay the end of a run.
-        with ThreadPool(args.reward_workers) as threads:
-            return threads.map(run, chain(*groups), chunksize=1)
-
-    return Scorer(score)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from common.config.extra import extra
 from common.config.online import MODEL_KINDS, SamplingArgs
 from common.data.sample import Group
 from common.model.hub import resolve_model
@@ -37,8 +38,8 @@ def load_model(
     if kind != "model" and heads.endswith("ForSequenceClassification"):
         raise ValueError(f"{flag} {name}: a reward model; did you mean model:{path}?")
     if kind != "model":
-        from extras.judges.judges import Judge
-
+        with extra("judges", f"{flag} {name}"):
+            from extras.judges.judges import Judge
         judge = Judge(flag, kind, folder, args, rows, tokenizer, device)
         return judge if device is not None else None
     if device is None:

@@ -125,8 +125,8 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
 
     def check(row: dict) -> None:
         if asks:
-            from extras.judges.judges import criteria_of
-
+            with extra("judges", "--reward judge: and rank:"):
+                from extras.judges.judges import criteria_of
             criteria_of(row, args)
         for name, function in functions.items():
             require_usable_row(name, function, row)

@@ -38,20 +38,26 @@ class Spans:
         self.starts_T = starts_T  # 1 for the first token of a span, 0 for the others
         self.shares_T = shares_T  # log-prob of the span / its number of the student's tokens
 
-
-def compare_spans(student: TokenStats, teacher: Spans, old_logprobs_T: Tensor | None) -> Comparison:
-    """Compare a student with the spans of a teacher. Each token of a span has an
-    equal share of the span's log q - log pi_old; their sum is that of the whole completion. None as
-    `old_logprobs_T`: those of the student. Distributions cannot be compared: `reverse_kl_T` is its
-    estimate log pi_old - log q, the others are None."""
-    old_T = student.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
-    span_T = (teacher.starts_T.long().cumsum(0) - 1).clamp(min=0)
-    sizes = span_T.bincount()
-    means = torch.zeros_like(sizes, dtype=old_T.dtype).index_add(0, span_T, old_T) / sizes
-    teacher_T = teacher.shares_T + (old_T - means[span_T])
-    return Comparison(
-        student.logprobs_T, None, student.entropy_T, old_T - teacher_T, teacher_T, None, None, None
-    )
+    def compare(self, student: TokenStats, old_logprobs_T: Tensor | None) -> Comparison:
+        """Compare a student with the teacher. Each token of a span has an equal share of the span's
+        log q - log pi_old; their sum is that of the whole completion. None as `old_logprobs_T`:
+        those of the student. Distributions cannot be compared: `reverse_kl_T` is its estimate
+        log pi_old - log q, the others are None."""
+        old_T = student.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
+        span_T = (self.starts_T.long().cumsum(0) - 1).clamp(min=0)
+        sizes = span_T.bincount()
+        means = torch.zeros_like(sizes, dtype=old_T.dtype).index_add(0, span_T, old_T) / sizes
+        teacher_T = self.shares_T + (old_T - means[span_T])
+        return Comparison(
+            student.logprobs_T,
+            None,
+            student.entropy_T,
+            old_T - teacher_T,
+            teacher_T,
+            None,
+            None,
+            None,
+        )
 
 
 class Reading(NamedTuple):
