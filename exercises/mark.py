@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from exercises.bugs import BUGS, Bug  # noqa: E402
+from exercises.fragments import find, pattern, replace  # noqa: E402
 from exercises.holes import CASES, EXERCISES, Exercise  # noqa: E402
-from extras.trace.fragments import find, pattern, replace  # noqa: E402
 
 HOLE = "raise NotImplementedError"
 NOT_BEGUN = re.compile(rf"^\s*{HOLE}\s*$", re.MULTILINE)

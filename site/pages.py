@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import yaml
 
-from extras.trace.fragments import find
+from exercises.fragments import find
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"
@@ -349,7 +349,7 @@ class Pages(dict[str, str]):
 def make(target: Path) -> None:
     """Write all pages to the empty folder `target`."""
     site, scripts = Pages(), list(equations()["scripts"])
-    for place in ("README.md", "docs/**/*.md", "exercises/**/*.md"):
+    for place in ("README.md", "docs/**/*.md", "exercises/**/*.md", "extras/*/README.md"):
         for path in sorted(ROOT.glob(place)):
             site.markdown(path)
     docs = [

@@ -10,9 +10,9 @@ import pytest
 from helpers import ROOT, environment
 
 from exercises.bugs import BUGS
+from exercises.fragments import replace
 from exercises.holes import EXERCISES
 from exercises.mark import SYS_PATH, answer, cut_ends, parsed, planted, worksheet
-from extras.trace.fragments import replace
 
 
 def mark(*flags: object) -> list[str]:

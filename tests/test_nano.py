@@ -15,6 +15,7 @@ from helpers import ROOT, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.model.tiny import END_OF_TURN, tiny_model
+from extras.trace import trace
 from extras.trace.file import read
 
 SOURCES = {
@@ -122,15 +123,18 @@ def difference(name: str, source: str, model: Path, folder: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
-def test_short_script_has_losses_and_weights_of_the_script(name, model, main, tmp_path):
+def test_short_script_has_losses_and_weights_of_the_script(
+    name, model, main, tmp_path, monkeypatch
+):
     """grpo.py samples, and the short script gets its completions. All the rest is its own."""
+    monkeypatch.setattr(trace, "GROUPS", P)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
     folder = tmp_path / "out"
     flags = (
         *("--model", model, "--dataset", rows, "--prompt_format", "chat", "--output_dir", folder),
         *("--max_steps", STEPS, "--lr", LR, "--eval_every", 0),
-        *("--trace_every", 1, "--trace_groups", P),
+        *("--trace_every", 1),
     )
     main(name, *flags, *FLAGS[name])
     assert name != "grpo" or metrics(folder)[-1]["clip_ratio/region_mean"] > 0

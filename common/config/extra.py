@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -15,3 +16,8 @@ def extra(name: str, flag: str) -> Iterator[None]:
         if not f"{error.name}.".startswith("extras."):
             raise
         raise ValueError(f"{flag} needs extras/{name}, which is not here") from None
+
+
+def has_extra(name: str) -> bool:
+    """Return whether the folder extras/<name> is here."""
+    return Path(__file__).resolve().parents[2].joinpath("extras", name).is_dir()

@@ -232,13 +232,8 @@ class CheckpointArgs:
     early_stop: MayChange[NotNegative[int]] = 0
     """stop after this many evaluations without improvement of `keep_best`; 0: off"""
     trace_every: MayChange[NotNegative[int]] = 10
-    """steps between traces, which show the update token by token (docs/trace.md); the first and the
+    """steps between traces, which show the update token by token (extras/trace); the first and the
     last step have one too; 0: off"""
-    trace_groups: MayChange[Positive[int]] = 4
-    """number of traced groups (or rows of data): the first, the last, the best, the most disputed,
-    then others"""
-    trace_positions: MayChange[Several[NotNegative[int]]] = ()
-    """positions in the step, from 0, of groups (or rows) to trace in addition"""
     dry_run: MayChange[bool | str] = False
     """check flags, all data and the rewards of ten rows, print the first batch, the predicted
     memory and time and the plan, and end without loading weights or writing files. 8x80GB: plan for

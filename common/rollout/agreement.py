@@ -52,7 +52,7 @@ def require_agreement(
         values = f"mean {mean:.2g} nats, 99.9th percentile {high:.2g}"
         flag = f"--max_logprob_difference {limit:g}"
         raise distributed.RunError(
-            f"engine and trainer log-probs differ: {values} ({flag}); see docs/troubleshooting.md"
+            f"engine and trainer log-probs differ: {values} ({flag}); see extras/trace/README.md"
         )
 
 

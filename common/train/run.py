@@ -19,6 +19,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from common.config.extra import extra, has_extra
 from common.config.groups import BUILT_IN_MODELS, TrainArgs
 from common.data.order import epochs_of
 from common.data.sample import Group, Sample
@@ -77,9 +78,10 @@ class Run:
         )
         self.timeline = Timeline(args.output_dir)
         self.trace = None
-        if args.trace_every:
-            from extras.trace.trace import Trace
-
+        # Without the folder, a run with the default does not trace.
+        if args.trace_every and (has_extra("trace") or args.trace_every != TrainArgs.trace_every):
+            with extra("trace", "--trace_every"):
+                from extras.trace.trace import Trace
             self.trace = Trace(args, [*self.models], optimizer, tokenizer)
             self.meter.keep = self.trace.keep
         self.stop_requested = False
@@ -311,9 +313,8 @@ class Run:
         files = [f"{folder}/{name}" for name in names if Path(folder, name).is_file()]
         if files:
             lines.append(f"look at {' and '.join(files)}")
-        from extras.trace.doctor import first_line
-
-        lines.append(f"doctor: {first_line(folder)}")
+        if has_extra("trace"):
+            lines.append(f"doctor: python extras/trace/doctor.py {folder}")
         if self.args.generates:
             python = os.path.relpath(sys.executable)
             if python.startswith(".."):

@@ -1,4 +1,4 @@
-"""Run a step of a run again, exactly or with changed flags (docs/replay.md).
+"""Run a step of a run again, exactly or with changed flags.
 
     python extras/trace/replay.py runs/demo/grpo --step 132
     python extras/trace/replay.py runs/demo/grpo --step 132 --advantage group_ratio
@@ -7,12 +7,11 @@
 A replay starts from the newest checkpoint before the step, or from the start of the run, and
 repeats the steps between. It writes to `RUN/replay/`: metrics, traces and a log. Without changed
 flags it compares the weights with those of the run. Changed flags hold from the first of the given
-steps on: the replay without changes is run first, the other one starts from its weights, and the
-two gradients are compared. It runs the script itself, with as many ranks as the run had."""
+steps on: the replay without changes is run first, the other one starts from its weights. It runs
+the script itself, with as many ranks as the run had."""
 
 import argparse
 import importlib.util
-import json
 import math
 import os
 import re
@@ -20,7 +19,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -35,7 +33,6 @@ from common.metrics.curves import read_metrics
 from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
 from common.parallel.console import print_any_text, visible
-from common.train.optim import local
 from common.train.run import Run
 from common.train.run_folder import unlock
 from extras.trace import file as trace_file
@@ -49,17 +46,9 @@ REPLACED = dict(resume="auto", log=[], dry_run=False, trace_every=1, push_to_hub
 
 
 class ReplayRun(Run):
-    """Run that ends after step `last`. It saves a checkpoint before step `first` alone, and the
-    gradient of the first update in this step."""
+    """Run that ends after step `last`, and saves no checkpoint but the one before step `first`."""
 
     first = last = 1
-    exact: str | None = None
-    """folder of the replay without changes, to compare the gradient with"""
-
-    def __init__(self, args, model, optimizer, *others, **named):
-        super().__init__(args, model, optimizer, *others, **named)
-        self.compared = False
-        optimizer.register_step_pre_hook(self._compare_gradient)
 
     @property
     def done(self) -> bool:
@@ -78,49 +67,6 @@ class ReplayRun(Run):
         self.logger.close()
         unlock()
 
-    @torch.no_grad()
-    def _compare_gradient(self, *_) -> None:
-        """Store this rank's shards of the gradient, or compare them with the stored ones.
-        Collective."""
-        if self.compared or self.finished + 1 != self.first:
-            return
-        self.compared = True
-        parameters = (
-            (name, p.grad) for name, p in self.models[0].named_parameters() if p.grad is not None
-        )
-        mine = {name: local(x).double().cpu() for name, x in parameters}
-        name = f"gradient_rank_{torch.distributed.get_rank()}.pt"
-        if self.exact is None:
-            torch.save(mine, Path(self.args.output_dir, name))
-            return
-        exact, sums = torch.load(Path(self.exact, name)), {}
-        for name, x in mine.items():
-            products = [
-                (a * b).sum().item()
-                for a, b in ((x, exact[name]), (x, x), (exact[name], exact[name]))
-            ]
-            block = block_of(name)
-            before = sums.get(block, [0.0] * 3)
-            sums[block] = [a + b for a, b in zip(before, products, strict=True)]
-        rows = distributed.all_sum(torch.tensor(list(sums.values()), dtype=torch.float64))
-        rows = torch.cat([rows, rows.sum(0, keepdim=True)]).tolist()
-        blocks = dict(zip([*sums, "all"], rows, strict=True))
-        cosine = {
-            block: ab / math.sqrt(aa * bb) if aa * bb else None
-            for block, (ab, aa, bb) in blocks.items()
-        }
-        if distributed.is_main():
-            norm = [math.sqrt(blocks["all"][2]), math.sqrt(blocks["all"][1])]
-            Path(self.args.output_dir, "gradients.json").write_text(
-                json.dumps(dict(cosine=cosine, norm=norm))
-            )
-
-
-def block_of(name: str) -> str:
-    """Return the part of a model that a parameter belongs to, such as `layers.0`."""
-    found = re.findall(r"(?:layers|blocks)\.\d+|\w+(?=\.weight$|\.bias$)|\w+$", name)
-    return f"tower.{found[0]}" if name.startswith("tower.") else found[0]
-
 
 def load_script(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -130,10 +76,10 @@ def load_script(path: str) -> ModuleType:
     return module
 
 
-def work(script: str, config: str, first: str, last: str, exact: str | None = None) -> None:
-    """Replay on this rank. `config`: all flags; `exact`: see `ReplayRun`."""
+def work(script: str, config: str, first: str, last: str) -> None:
+    """Replay on this rank. `config`: a file with all flags."""
     module = load_script(script)
-    ReplayRun.first, ReplayRun.last, ReplayRun.exact = int(first), int(last), exact
+    ReplayRun.first, ReplayRun.last = int(first), int(last)
     vars(module).update(Run=ReplayRun)
     module.main(parse(module.Args, ["--config", config]))
     distributed.end_process()
@@ -160,13 +106,7 @@ def prepare(run: Path, folder: Path, start: Path | None, flags: dict) -> Path:
     if start is not None:
         shutil.copytree(start, folder / "checkpoints" / start.name, copy_function=os.link)
         for path in filter(Path.is_file, run.iterdir()):
-            if path.name not in (
-                "args.yaml",
-                "lock",
-                "wandb_id",
-                "curves.png",
-                "view.html",
-            ):
+            if path.name not in ("args.yaml", "lock", "wandb_id", "curves.png", "view.html"):
                 shutil.copy(path, folder)
     config = folder / "replay.yaml"
     config.write_text(yaml.safe_dump(flags | dict(output_dir=str(folder))))
@@ -211,22 +151,6 @@ def obstacles(flags: dict) -> Iterator[str]:
         )
 
 
-def changed_images(run: Path) -> Iterator[str]:
-    """Yield the reason against an exact replay if images in the traces of a run are not as the run
-    read them."""
-    changed = set()
-    for path in (run / "trace").glob("step_*.jsonl.gz"):
-        completions = chain.from_iterable(x["completions"] for x in trace_file.read(path)[1:])
-        for image in chain.from_iterable(c.get("images", ()) for c in completions):
-            from extras.images.image_files import digest
-
-            file = Path(image["file"])
-            if not file.is_file() or digest(file.read_bytes()) != image["digest"]:
-                changed.add(image["file"])
-    if changed:
-        yield f"images are missing or have changed since: {len(changed)}, such as {min(changed)}"
-
-
 # ---- the comparison ----
 
 
@@ -254,10 +178,7 @@ def compare_exactly(run: Path, folder: Path, step: int) -> str:
     different = [name for name in old if old[name] != new.get(name)]
     equal = f"{len(old) - len(different)} of {len(old)} metrics are equal"
     if then is None or now is None:
-        return (
-            f"step {step}: {equal}; the run has no trace of this step, "
-            "and so no hash of its weights"
-        )
+        return f"step {step}: {equal}; no trace of the run has a hash of its weights"
     weights = (
         "are bitwise those of the run"
         if then["weights"] == now["weights"]
@@ -269,23 +190,13 @@ def compare_exactly(run: Path, folder: Path, step: int) -> str:
 
 
 def print_changes(exact: Path, changed: Path, step: int) -> None:
-    """Print the metrics and the gradients of both replays."""
+    """Print the metrics that differ between both replays."""
     one, other = row_of(exact, step), row_of(changed, step)
     for name, before, after in (
         (name, f"{one[name]:.5g}", f"{other.get(name, math.nan):.5g}") for name in one
     ):
         if before != after:
             print(f"  {name:40} {before:>10} -> {after}")
-    if (path := changed / "gradients.json").is_file():
-        found = json.loads(path.read_text())
-        print(
-            f"  gradient norm after clipping {found['norm'][0]:.5g} -> {found['norm'][1]:.5g}; "
-            "cosine by block:"
-        )
-        print(
-            "  "
-            + "  ".join(f"{block} {x:.4f}" for block, x in found["cosine"].items() if x is not None)
-        )
 
 
 def replay(run: Path, first: int, last: int, changes: dict[str, str]) -> None:
@@ -295,7 +206,12 @@ def replay(run: Path, first: int, last: int, changes: dict[str, str]) -> None:
     script = (run / "args.yaml").read_text(encoding="utf-8").split("\n")[0].removeprefix("# ")
     if not Path(script).is_file():
         raise ValueError(f"{run / 'args.yaml'}: the first line names no script: {script}")
-    ranks = len(list(run.glob("timeline/rank_*.jsonl")))
+    traces = sorted((run / "trace").glob("step_*.jsonl.gz"))
+    if not traces:
+        raise ValueError(
+            f"{run}: no trace, which has the number of ranks; train with --trace_every"
+        )
+    ranks = len(trace_file.read(traces[0])[0]["weights"])
     row_of(run, last)
     words = [word for flag, value in changes.items() for word in (f"--{flag}", value)]
     args_class = load_script(script).Args
@@ -314,7 +230,7 @@ def replay(run: Path, first: int, last: int, changes: dict[str, str]) -> None:
         f"{Path(script).name}, {ranks} ranks: starts from {where},{between} replays step {first}",
         flush=True,
     )
-    for reason in chain(obstacles(flags), changed_images(run)):
+    for reason in obstacles(flags):
         print(f"may not be exact: {reason}")
     exact, until = run / "replay" / f"step_{first:06}", first if changes else last
     launch(ranks, exact, script, prepare(run, exact, start, flags), first, until)
@@ -325,9 +241,7 @@ def replay(run: Path, first: int, last: int, changes: dict[str, str]) -> None:
     name = "_".join(f"{flag}={value}" for flag, value in changes.items())
     folder = exact.with_name(f"{exact.name}_{re.sub(r'[^A-Za-z0-9_=.,+-]', '-', name)[:80]}")
     start, _ = find_start(exact, first)
-    launch(
-        ranks, folder, script, prepare(exact, folder, start, flags | changes), first, last, exact
-    )
+    launch(ranks, folder, script, prepare(exact, folder, start, flags | changes), first, last)
     print(visible(f"with {' '.join(words)}:"))
     print_changes(exact, folder, first)
     print(visible(f"token by token: python extras/trace/view.py {exact} {folder}"))

@@ -1,5 +1,5 @@
 """Trace of a step: the numbers of its update, token by token, in `trace/step_<n>.jsonl.gz`
-(docs/trace.md).
+(extras/trace/README.md).
 
 A trace computes nothing that the step does not compute: models hand over their outputs
 (`PackedModel.watch`), and the meter hands over the values that the script logs. Tensors stay on the
@@ -9,9 +9,8 @@ Shapes: T tokens and N samples of a micro-batch. A group has the completions of 
 one row of data."""
 
 import math
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -31,7 +30,9 @@ from common.model.logprobs import TokenStats
 from common.model.policy import PackedModel
 from common.parallel import distributed
 from common.train.optim import local
-from extras.trace.file import SCHEMA, all_rounded, choose, rounded, write
+from extras.trace.file import SCHEMA, write
+
+GROUPS = 4  # traced in a step
 
 # Streams of a micro-batch that all updates of a step read.
 FIXED = (
@@ -106,7 +107,6 @@ class Trace:
         self.args = args
         self.models = models
         self.tokenizer = tokenizer
-        self.script = Path(sys.modules[type(args).__module__].__file__).stem
         self.on = False
         self.updates = 0
         self.forwards: list[Forward] = []
@@ -179,23 +179,16 @@ class Trace:
         values = distributed.gather_dict(
             {i: _value(group, by_reward) for i, group in groups.items()}
         )
-        chosen = choose(values, self.args.trace_groups, self.args.trace_positions)
+        chosen = choose(values, GROUPS)
         traced = list(chain.from_iterable(groups.get(i, []) for i in chosen))
         numbers = self._numbers(traced)
         lines = {i: self._line(i, chosen[i], groups[i], numbers) for i in chosen if i in groups}
         lines = distributed.gather_dict(lines)
         weights = distributed.gather_objects([fingerprint(model) for model in self.models])
-        packs = {(forward.update, id(forward.mb)): forward.mb for forward in self.forwards}
-        trained = {key: mb.sequence_sums(mb.loss_mask_T) > 0 for key, mb in packs.items()}
-        shares_of_chosen = list(chain.from_iterable(sample.shares.values() for sample in traced))
         header = dict(
             schema=SCHEMA,
-            script=self.script,
             step=step,
-            loss=self._by_update((forward.update, forward.share()) for forward in self.forwards),
-            traced=self._by_update((share.update, share.loss) for share in shares_of_chosen),
-            tokens=self._by_update((u, int(mb.loss_mask_T.sum())) for (u, _), mb in packs.items()),
-            sequences=self._by_update((u, int(any_N.sum())) for (u, _), any_N in trained.items()),
+            loss=self._losses(),
             weights=weights,
             flags=flags_of(self.args),
         )
@@ -205,12 +198,11 @@ class Trace:
         self.forwards = []
         self.sampled = {}
 
-    def _by_update(self, numbers: Iterable[tuple[int, float]]) -> list[float]:
-        """Add up numbers of all ranks, given with their updates: one sum for each update.
-        Collective."""
+    def _losses(self) -> list[float]:
+        """Return the loss of each update, of all ranks. Collective."""
         sums = [0.0] * (1 + max((forward.update for forward in self.forwards), default=0))
-        for update, number in numbers:
-            sums[update] += number
+        for forward in self.forwards:
+            sums[forward.update] += forward.share()
         return distributed.all_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
 
     # ---- samples: text and rewards are on the rank that gave them to the packer, numbers of the
@@ -329,6 +321,32 @@ def _value(group: list[Traced], by_reward: bool) -> tuple[float, float]:
         return fmean(rewards), pstdev(rewards)
     loss = math.fsum(share.loss for share in chain.from_iterable(t.shares.values() for t in group))
     return -loss, loss
+
+
+def choose(values: dict[int, tuple[float, float]], count: int) -> dict[int, list[str]]:
+    """Return the positions of `count` groups, with the reasons: the first, the last, the best and
+    the most disputed, then others by dispute. `values`: how good and how disputed each group is."""
+    if not values:
+        return {}
+    by_dispute = sorted(values, key=lambda i: (-values[i][1], i))
+    best = max(values, key=lambda i: (values[i][0], -i))
+    named = dict(first=min(values), last=max(values), best=best, disputed=by_dispute[0])
+    reasons: dict[int, list[str]] = {}
+    for reason, i in [*named.items(), *(("", i) for i in by_dispute)]:
+        if i in reasons or len(reasons) < count:
+            reasons.setdefault(i, []).extend([reason] if reason else [])
+    return reasons
+
+
+def all_rounded(x_T: Tensor) -> list:
+    return [rounded(x) for x in x_T.tolist()]
+
+
+def rounded(x: float | bool) -> float | int | None:
+    """Return a number with seven significant digits; None if it is not finite."""
+    if isinstance(x, (bool, int)):
+        return int(x)
+    return float(f"{x:.7g}") if math.isfinite(x) else None
 
 
 @torch.no_grad()

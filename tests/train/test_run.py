@@ -10,6 +10,7 @@ from helpers import metrics
 from model.test_policy import whole
 from safetensors.torch import load_file
 
+from common.config.extra import has_extra
 from common.config.groups import TrainArgs
 from common.data import durable
 from common.data.order import RowOrder
@@ -108,7 +109,7 @@ def test_run_saves_at_save_every_and_at_the_end_and_exports(parts, tmp_path, cap
     assert exported(tmp_path / "hf") == TOTAL
     printed = capsys.readouterr().out
     assert (tmp_path / "curves.png").is_file() and f"done: {tmp_path}/hf" in printed
-    assert "doctor: nothing found: " in printed
+    assert ("python extras/trace/doctor.py" in printed) == has_extra("trace")
 
 
 def test_state_has_step_data_and_totals(parts, tmp_path):

@@ -31,10 +31,10 @@ from extras.images.encoder import ImageEncoder
 from extras.images.reader import reader
 from extras.images.tests.checkpoints import picture
 from extras.trace import file as trace_file
+from extras.trace.tests.test_view import CHROMIUM, dom
 
 chat = runpy.run_path(str(ROOT / "tools/chat.py"), run_name="chat")
 view = runpy.run_path(str(ROOT / "extras/trace/view.py"), run_name="view")
-replay = runpy.run_path(str(ROOT / "extras/trace/replay.py"), run_name="replay")
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +87,11 @@ def test_trace_has_the_images_and_their_places(trained):
     assert {*placeholders} < {*inside} and completion["images"][1]["end"] == placeholders[-1] + 1
 
 
-def test_images_that_have_changed_are_reasons_against_an_exact_replay(trained):
-    changed_images, block_of = replay["changed_images"], replay["block_of"]
-    assert list(changed_images(trained.folder)) == []
+def test_image_that_has_changed_is_a_problem(trained):
     file = trained.pictures[1]
     content = file.read_bytes()
     picture(60, 40, 7).save(file)
     try:
-        (reason,) = changed_images(trained.folder)
-        assert reason == f"images are missing or have changed since: 1, such as {file}"
         found = view["collect"]([trained.folder], embed=True)["pictures"].values()
         assert sum("url" in x for x in found) == 1
         assert [x["problem"] for x in found if "problem" in x] == [
@@ -103,8 +99,6 @@ def test_images_that_have_changed_are_reasons_against_an_exact_replay(trained):
         ]
     finally:
         file.write_bytes(content)
-    names = "tower.parts.visual.blocks.0.attn.qkv.weight", "hf.model.layers.0.norm.weight"
-    assert [block_of(name) for name in names] == ["tower.blocks.0", "layers.0"]
 
 
 def test_pictures_are_small_and_a_bad_one_is_a_problem(trained, tmp_path):
@@ -143,32 +137,16 @@ def test_live_page_gets_the_pictures_of_a_trace(trained):
     assert [x["url"][:22] for x in found.values()] == ["data:image/png;base64,"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="chromium is missing: apt-get install chromium")
 def test_viewer_shows_pictures_and_folds_their_tokens(trained):
-    sync_api = pytest.importorskip("playwright.sync_api")
+    path = trained.folder / "trace" / "step_000001.jsonl.gz"
+    header, *groups = trace_file.read(path)
+    groups.sort(key=lambda group: "Two?" not in group["prompt"])  # the page shows the first one
+    trace_file.write(path, [header, *groups])
     html = trained.folder / "view.html"
     html.write_text(view["page"](view["collect"]([trained.folder], embed=True) | dict(live=0)))
     assert html.read_text().count("data:image/png") == 2
-    with view["opened"](html) as page:
-        expect = sync_api.expect
-        page.locator("#list .group", has_text="Two?").click()
-        expect(page.locator("#pictures img")).to_have_count(2)
-        assert page.locator("#pictures img").first.evaluate("x => x.naturalWidth") == 60
-        page.locator("#tab-data").click()
-        row = page.locator("#data-rows .row", has_text="Two?")
-        marks = row.locator(".token.image")
-        expect(marks).to_have_text([f"image {i}: 20 image tokens and 11 others" for i in (1, 2)])
-        expect(row.locator("img")).to_have_count(2)
-        status = page.locator("#status")
-        marks.first.click()
-        assert str(trained.pictures[0]) in status.inner_text()
-        page.keyboard.press("ArrowRight")
-        assert '"<fake_token_around_image>"' in status.inner_text()
-        page.keyboard.press("ArrowLeft")
-        assert str(trained.pictures[0]) in status.inner_text()
-        page.locator("#tab-trace").click()
-        page.locator("#list .group", has_text="None?").click()
-        expect(page.locator("#pictures img")).to_have_count(0)
+    assert dom(html).count("<img src=") == 2
 
 
 def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_path):

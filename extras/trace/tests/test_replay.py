@@ -1,8 +1,6 @@
-"""extras/trace/replay.py: a replayed step has the weights of the run, and a counterfactual those of a run
-with that flag."""
+"""A replayed step has the weights of the run; one with a changed flag has those of such a run."""
 
 import importlib
-import json
 import shutil
 import sys
 
@@ -108,12 +106,7 @@ def test_counterfactual_has_the_rollouts_of_the_run_and_other_weights(
     assert [c["ids"] for g in groups for c in g["completions"]] == [
         c["ids"] for g in others for c in g["completions"]
     ]
-    found = json.loads((changed / "gradients.json").read_text())
-    assert (
-        0.5 < found["cosine"]["all"] < 0.9999
-        and {"layers.0", "embed_tokens"} < found["cosine"].keys()
-    )
-    assert "cosine by block" in capsys.readouterr().out
+    assert "  loss " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -130,22 +123,13 @@ def test_counterfactual_equals_a_run_with_that_flag(main, here, script, change, 
 
 
 @pytest.mark.slow
-def test_flag_without_effect_leaves_the_gradient_and_another_run_is_noticed(
-    main, here, small, tmp_path, capsys
-):
+def test_another_run_is_noticed(main, here, small, tmp_path, capsys):
     main("sft", *flags(small, "sft", tmp_path / "run"))
     shutil.copy(
         tmp_path / "run/trace/step_000001.jsonl.gz", tmp_path / "run/trace/step_000002.jsonl.gz"
     )
-    replay.replay(tmp_path / "run", 2, 2, {"log": "tensorboard"})
+    replay.replay(tmp_path / "run", 2, 2, {})
     assert "step 2: the weights after it DIFFER from those of the run; " in capsys.readouterr().out
-    found = json.loads(
-        (tmp_path / "run/replay/step_000002_log=tensorboard/gradients.json").read_text()
-    )
-    assert (
-        found["cosine"]["all"] == pytest.approx(1.0, abs=1e-12)
-        and found["norm"][0] == found["norm"][1]
-    )
 
 
 @pytest.mark.parametrize(

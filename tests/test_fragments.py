@@ -2,7 +2,7 @@
 
 import pytest
 
-from extras.trace.fragments import find, replace
+from exercises.fragments import find, replace
 
 BROKEN = """value = function(
     first,

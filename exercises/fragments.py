@@ -1,5 +1,5 @@
-"""Pieces of code by their text, whatever its line breaks: for exercises/, site/ and
-bench/planted.py, which name places in the scripts."""
+"""Pieces of code by their text, whatever its line breaks: exercises/ and site/ name places in the
+scripts with them."""
 
 import re
 
