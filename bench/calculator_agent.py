@@ -1,4 +1,4 @@
-"""An agent for `--agent` (docs/agents.md): it plays the calculator of `--environment calculator`,
+"""An agent for `--agent` (extras/agents/README.md): it plays the calculator of `--environment calculator`,
 with the same prompts and answers.
 
     torchrun --nproc_per_node 2 grpo.py --config configs/calculator_agent.yaml

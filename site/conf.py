@@ -14,7 +14,7 @@ project, author, root_doc, language = "onefile", "the authors of onefile", "inde
 extensions = ["myst_parser"]
 html_theme, html_title = "furo", "onefile"
 html_theme_options = {"top_of_page_buttons": []}
-html_static_path = ["static", "../tools/view/vendor"]
+html_static_path = ["static", "../extras/trace/page/vendor"]
 html_css_files, html_js_files = ["uPlot.min.css", "site.css"], [("site.js", {"defer": "defer"})]
 html_copy_source = html_use_index = html_show_copyright = False
 myst_heading_anchors = 6  # GitHub's anchors

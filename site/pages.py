@@ -368,7 +368,7 @@ def make(target: Path) -> None:
         "Source": ["code/index"],
     }
     for path in (
-        *sorted(ROOT.glob("common/*/__init__.py")),
+        *sorted([*ROOT.glob("common/*/__init__.py"), *ROOT.glob("extras/*/__init__.py")]),
         *(ROOT / f"{name}.py" for name in scripts),
     ):
         site.folder(path.parent) if path.parent != ROOT else site.source(path)

@@ -10,7 +10,7 @@ from common.config.flags import STRICT, Positive
 
 @dataclass(config=STRICT)
 class ImageArgs:
-    """Images (docs/images.md)"""
+    """Images (extras/images/README.md)"""
 
     takes_images = True  # no flag
     vision: Literal["frozen", "train"] | None = None

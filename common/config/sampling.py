@@ -52,11 +52,11 @@ class CompletionArgs:
     user-defined one as path/to/file.py:Class; needs `--reward environment`"""
     agent: str | None = None
     """async function that plays an episode through an endpoint for chat completions, as
-    path/to/file.py:function (docs/agents.md)"""
+    path/to/file.py:function (extras/agents/README.md)"""
     tools: Several[str] = ()
     """tools that the model may call between its turns: path/to/file.py (its functions with a
     docstring), path/to/file.py:name (a function, or a class whose methods are tools), python, or
-    mcp:COMMAND, a server of the Model Context Protocol (docs/tools.md)"""
+    mcp:COMMAND, a server of the Model Context Protocol (extras/tools/README.md)"""
     tool_parser: str | None = None
     """with --tools or --agent: reader of the calls in a completion: hermes, openai,
     response_template, or the name of a tool parser of vLLM; default: the one that fits the chat
@@ -124,7 +124,7 @@ class ScoringArgs:
     """criteria of judges, for rows without a column `rubric`; rank:PATH default: overall quality"""
     judge_prompt: str | None = None
     """question of judges, a text or a file, with {criterion}, {prompt}, {completion} or
-    {transcript} (rank:PATH: {first} and {second}) or columns in braces; default: docs/judges.md"""
+    {transcript} (rank:PATH: {first} and {second}) or columns in braces; default: extras/judges/README.md"""
     thoughts: Literal["cut", "keep"] = "cut"
     """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: only
     the text behind the last thought is an answer, and an unfinished thought has none; keep: they

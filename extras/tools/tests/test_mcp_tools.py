@@ -137,7 +137,7 @@ def test_a_server_without_tools_is_refused(command, words, tmp_path):
 
 def test_server_of_the_page(tmp_path):
     """It is written with the package."""
-    page = (ROOT / "docs/tools.md").read_text(encoding="utf-8")
+    page = (ROOT / "extras/tools/README.md").read_text(encoding="utf-8")
     (code,) = re.findall("```python\n(from mcp.*?)```", page, re.DOTALL)
     (tmp_path / "shop.py").write_text(code)
     source = mcp_source(f"mcp:{sys.executable} {tmp_path / 'shop.py'}", PATIENCE)

@@ -14,7 +14,7 @@ from extras.tools.schemas import tool_schemas
 from extras.tools.tests.episodes import make_args
 from extras.tools.toolbox import Outcome, Toolbox, load_toolbox, settings_of
 
-PAGE = ROOT / "docs/tools.md"
+PAGE = ROOT / "extras/tools/README.md"
 
 
 def begin(*tools: str, seconds: float = 60.0, **row: object) -> Toolbox:
