@@ -20,13 +20,13 @@ import math
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import MayChange, NotNegative, Positive, Several
+from common.config.flags import MayChange, Needs, NotNegative, Positive, Several
 from common.config.image_flags import ImageArgs
 from common.config.online import SamplingArgs
 from common.config.parse import parse
@@ -82,16 +82,16 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
     """prompts sampled between two writes to completions.jsonl, over all ranks"""
     domain_column: MayChange[str] = "domain"
     """column of the data by whose values results are also shown, if there is one of that name"""
-    completions: str | None = None
+    completions: Annotated[str | None, Needs(agent=None)] = None
     """file of completions to evaluate instead of sampling: JSONL with a line per row of the data
     and the column completions (list of texts, or of objects as in completions.jsonl) or completion
     (one text)"""
-    against: MayChange[str | None] = None
+    against: Annotated[MayChange[str | None], Needs(agent=None)] = None
     """opponent for a win rate: another model, or a .jsonl file of its completions"""
-    reward_model: MayChange[str | None] = None
+    reward_model: Annotated[MayChange[str | None], Needs(agent=None)] = None
     """reward model whose mean score is reported and which judges the win rate, or a chat model as
     judge:PATH or, of pairs, rank:PATH; default judge: `reward`"""
-    perplexity_model: MayChange[str | None] = None
+    perplexity_model: Annotated[MayChange[str | None], Needs(agent=None)] = None
     """language model under which the perplexity of the completions is reported"""
     bootstrap_samples: MayChange[Positive[int]] = 1000
     """number of bootstrap resamples of the prompts, for confidence intervals"""
@@ -104,6 +104,10 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
                 if not 1 <= k <= self.samples_per_prompt:
                     most = f"{self.samples_per_prompt} (--samples_per_prompt)"
                     raise ValueError(f"--ks {k} must be in 1 to {most}")
+        if (self.reward_model or "").startswith("rank:") and self.against is None:
+            raise ValueError(
+                f"--reward_model {self.reward_model} compares two models; set --against"
+            )
 
 
 # ---- measurements ----

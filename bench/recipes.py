@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.memory_plan import CONFIGS
-from common.config.flag_files import read_yaml
 from common.config.online import OnlineArgs
+from common.config.parse import read_file
 from common.data.sample import Completion
 from common.train import plan
 from common.train.launch_plan import Setting, describe_all
@@ -71,7 +71,7 @@ def load(recipe: str, gpus: str, folders: dict[str, Path]):
     """Return the flags of a recipe, the path of its policy, frozen policies, and all shapes."""
     script = launch_command(recipe)[2]
     args_class = importlib.import_module(script).Args
-    args = args_class(**read_yaml(args_class, str(ROOT / f"configs/{recipe}.yaml")), dry_run=gpus)
+    args = args_class(**read_file(args_class, str(ROOT / f"configs/{recipe}.yaml")), dry_run=gpus)
     path = str(folders[args.model])
     frozen = [path] if script != "dpo" and getattr(args, "beta", 0) else []
     frozen += [str(folders[teacher]) for teacher in getattr(args, "teacher", ())]

@@ -100,6 +100,18 @@ class Clock:
 # ---- runs ----
 
 
+def last(flags: Sequence[object]) -> list[str]:
+    """Return a command line with each flag once, as given last: a test replaces flags of a list."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in map(str, flags):
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            found.pop(name, None)
+        found.setdefault(name, []).append(word)
+    return [word for words in found.values() for word in words]
+
+
 def start(ranks: int, script: str | Path, *flags: object, **variables: object) -> subprocess.Popen:
     """Start a script from its command line, under torchrun with several ranks."""
     torchrun = (
@@ -107,7 +119,7 @@ def start(ranks: int, script: str | Path, *flags: object, **variables: object) -
         if ranks == 1
         else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
     )
-    line = [sys.executable, *torchrun, ROOT / script, *map(str, flags)]
+    line = [sys.executable, *torchrun, ROOT / script, *last(flags)]
     return subprocess.Popen(
         line, cwd=ROOT, env=environment(**variables), stdout=PIPE, stderr=PIPE, text=True
     )
@@ -175,7 +187,7 @@ class Ranks:
     of them on exit."""
 
     def __init__(self, ranks: int, script: str | Path, *flags: object):
-        self.folder, words = tempfile.TemporaryDirectory(), [str(word) for word in (script, *flags)]
+        self.folder, words = tempfile.TemporaryDirectory(), [str(script), *last(flags)]
         self.store = torch.distributed.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import last
 from hypothesis import settings
 from transformers import AutoModelForCausalLM
 
@@ -69,7 +70,7 @@ def main(device, monkeypatch) -> Callable[..., None]:
 
     def run_main(script: str, *flags: object) -> None:
         module = importlib.import_module(script)
-        module.main(parse(module.Args, [str(flag) for flag in flags]))
+        module.main(parse(module.Args, last(flags)))
 
     return run_main
 

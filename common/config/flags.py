@@ -1,11 +1,12 @@
-"""Types of flags with their bounds, which pydantic checks; and the words of a value on the
-command line.
+"""Types of flags with their bounds, which pydantic checks, and with what they need (`Needs`).
 
-`lr: Positive[float]`, `max_steps: MayChange[Positive[int] | None]`, `reward: Several[str]`.
-"""
+`lr: Positive[float]`, `max_steps: MayChange[Positive[int] | None]`, `reward: Several[str]`,
+`clip_low: Annotated[BelowOne, Needs(loss="clip")]`."""
 
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from collections.abc import Container, Iterable
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
@@ -50,40 +51,92 @@ MAY_CHANGE = object()
 MayChange = Annotated[T, MAY_CHANGE]
 
 
+class Needs:
+    """Metadata of a flag that has an effect only with another flag, or with one of several.
+
+    `Needs(loss="clip")`: with this value, with one of `("clip", "gspo")`, or with it in a list;
+    "judge:" is the beginning of a value. `Needs(beta=True)`: with any value but 0, false, none and
+    an empty list. `Needs(agent=None)`: without this flag. Of two `Needs` both must be met."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def is_met(self, args: Any) -> bool:
+        """Return whether the flag has an effect. A flag that the script lacks is none."""
+        return any(_fits(getattr(args, name, None), wanted) for name, wanted in self.values.items())
+
+    def unmet(self, args: Any) -> str:
+        """Return why the flag has no effect: `with --loss cispo`, `without --tools`."""
+        given = {name: getattr(args, name, None) for name in self.values}
+        present = {name: value for name, value in given.items() if value not in (None, ())}
+        if not present:
+            return f"without {either(given)}"
+        values = {
+            name: f"{x:g}" if isinstance(x, float) else shown(x) for name, x in present.items()
+        }
+        return "with " + " and ".join(f"--{name} {value}" for name, value in values.items())
+
+    def text(self, flags: Container[str]) -> str:
+        """Return the condition for the help of a script with these flags; empty if it always
+        holds."""
+        known = {name: wanted for name, wanted in self.values.items() if name in flags}
+        if not known and any(_fits(None, wanted) for wanted in self.values.values()):
+            return ""
+        if [*known.values()] == [None]:
+            return f"only without {either(known)}"
+        forms = [name if x is True else f"{name} {shown(x, ', ')}" for name, x in known.items()]
+        return f"only with {either(forms)}"
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if wanted is True or not wanted:
+        return bool(value) == bool(wanted)
+    return any(
+        member == choice or (choice.endswith(":") and member.startswith(choice))
+        for member in as_tuple(value) or ()
+        for choice in as_tuple(wanted)
+    )
+
+
+def either(names: Iterable[str]) -> str:
+    """Return `--a, --b or --c`."""
+    *others, last = [f"--{name}" for name in names]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def shown(value: Any, comma: str = " ") -> str:
+    """Return a value as on the command line."""
+    if isinstance(value, tuple | list):
+        return comma.join(map(shown, value))
+    return str(value)
+
+
+@cache
+def needs_of(args_class: type) -> dict[str, list[Needs]]:
+    """Return what flags need by their name, also where a script changes the default of a flag."""
+    found: dict[str, list[Needs]] = {}
+    for cls in args_class.__mro__:
+        for name, field in vars(cls).get("__pydantic_fields__", {}).items():
+            needs = found.setdefault(name, [])
+            needs += [x for x in field.metadata if isinstance(x, Needs) and x not in needs]
+    return found
+
+
+def is_set(args: Any, flag: str) -> bool:
+    """Return whether a flag has another value than its defaults."""
+    default = type(args).__dataclass_fields__[flag].default
+    return getattr(args, flag) not in (default, args.TINY_DEFAULTS.get(flag, default))
+
+
+def check_needs(args: Any) -> None:
+    """Raise `ValueError` for a flag that is set and has no effect."""
+    for flag, needs in needs_of(type(args)).items():
+        for need in needs:
+            if is_set(args, flag) and not need.is_met(args):
+                value = shown(getattr(args, flag))
+                raise ValueError(f"--{flag} {value} has no effect {need.unmet(args)}")
+
+
 def union_members(kind: Any) -> tuple:
     """Return the types of a union; of another type, itself."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def metavar_of(kind: Any) -> str:
-    """Return the form of a flag's value, for messages: `FLOAT`, `{None}|INT`, `{a,b}`."""
-    members = union_members(kind)
-    if NoneType in members:
-        form = metavar_of(next(member for member in members if member is not NoneType))
-        is_choice = form.startswith("{") and "," in form
-        return "{None," + form[1:] if is_choice else "{None}|" + form
-    if get_origin(kind) is Literal:
-        return "{" + ",".join(get_args(kind)) + "}"
-    if get_origin(kind) is tuple:
-        return "{" + " ".join(map(metavar_of, get_args(kind))) + "}"
-    return kind.__name__.upper()
-
-
-def from_words(name: str, kind: Any, words: list[str]) -> Any:
-    """Return the value of the flag `name` as text, which pydantic checks as in a file. A boolean
-    without words is true. Raises `ValueError` for too few or too many words."""
-    members = union_members(kind)
-    if NoneType in members and words == ["None"]:
-        return None
-    if bool in members:
-        return " ".join(words) or True
-    if get_origin(members[0]) is tuple:
-        types = get_args(members[0])
-        if types[-1] is not ... and len(words) != len(types):
-            raise ValueError(f"--{name}: expected {metavar_of(kind)}")
-        return tuple(words)
-    if not words:
-        raise ValueError(f"--{name}: expected {metavar_of(kind)}")
-    if len(words) > 1:
-        raise ValueError(f"unknown flag {words[1]}")
-    return words[0]

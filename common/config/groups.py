@@ -11,11 +11,12 @@ import sys
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import MAY_CHANGE, STRICT
+from common.config.flags import MAY_CHANGE, STRICT, check_needs
 from common.config.training import (
     CheckpointArgs,
     DataArgs,
@@ -40,9 +41,6 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     """defaults for the built-in models and task; for other data, the learning rates only"""
     PRESETS: ClassVar[dict[str, dict]] = {}
     """flags that each value of `--preset` sets"""
-    MOVED: ClassVar[dict[str, dict[str, str]]] = {}
-    """values of a flag that are scripts of their own, with the command to run in place of each,
-    where {} is the value"""
 
     # Values for scripts without these flags. An annotation would make flags of them.
     lora_rank = 0
@@ -69,6 +67,11 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     trains = False  # no flag: whether the script trains a model
     samples = False  # no flag: whether it samples completions
     generates = True  # no flag: whether its model generates text
+
+    @model_validator(mode="after")
+    def _check_needs(self) -> Self:
+        check_needs(self)
+        return self
 
 
 @dataclass(config=STRICT)

@@ -1,6 +1,8 @@
 """Flags of scripts that sample: `SamplingArgs`, and `OnlineArgs` of those that train on their
 samples (groups.py)."""
 
+from os.path import isfile
+from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import model_validator
@@ -8,20 +10,12 @@ from pydantic.dataclasses import dataclass
 
 from common.config.flags import STRICT
 from common.config.groups import BaseArgs, TrainArgs
-from common.config.rules import require_default
-from common.config.sampling import CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
+from common.config.sampling import MODEL_KINDS, CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
 from common.config.training import PrefixArgs
 
 # Defaults for the built-in models and task, as in groups.py.
 TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, prompts_per_step=16,
                    samples_per_prompt=16, max_new_tokens=5, prompt_format="plain")  # fmt: skip
-
-JUDGE_KINDS = ("judge:", "rank:")  # of rewards that ask a chat model
-MODEL_KINDS = ("model:", *JUDGE_KINDS)  # of rewards that are models
-# Flags that agents do not support: they need the prompt before the episode, or completions without
-# branches.
-BRANCHLESS = ("overlong_prompts", "system_prompt", "trace_every",
-              "completions", "against", "reward_model", "perplexity_model", "offline")  # fmt: skip
 
 
 @dataclass(config=STRICT)
@@ -56,14 +50,13 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
 
     @model_validator(mode="after")
     def _check_judges(self) -> Self:
-        named = (*self.reward, getattr(self, "reward_model", None) or "")  # the latter of eval.py
-        if any(name.startswith(JUDGE_KINDS) for name in named):
-            from common.config.judge_flags import check_judges
-
-            check_judges(self, named)
-        else:
-            flags = ("rubric", "judge_prompt")
-            require_default(self, flags, "without --reward judge:PATH or rank:PATH")
+        ranks = [name for name in self.reward if name.startswith("rank:")]
+        if not all(map(str.strip, self.rubric)):
+            raise ValueError("--rubric: a criterion is empty")
+        if ranks and self.samples_per_prompt + getattr(self, "greedy", False) < 2:
+            raise ValueError(f"--reward {ranks[0]} needs --samples_per_prompt 2 or more")
+        if self.judge_prompt is not None and isfile(self.judge_prompt):
+            self.judge_prompt = Path(self.judge_prompt).read_text(encoding="utf-8")
         return self
 
     @property
@@ -76,8 +69,6 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
             raise ValueError("--agent excludes --environment and --tools; give one of them")
         if not self.packs_branches:
             raise ValueError("--agent: this script cannot train on the branches of an episode")
-        names = [name for name in BRANCHLESS if hasattr(self, name)]
-        require_default(self, names, "with --agent, which does not support it")
 
     @property
     def has_turns(self) -> bool:

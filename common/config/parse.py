@@ -1,173 +1,235 @@
-"""The command line: words -> flags, checked by pydantic; `--config FILE.yaml`, `--preset NAME`.
+"""The command line, read by tyro and checked by pydantic: `--config FILE.yaml`, `--preset NAME`.
 
-Precedence: default < default for the built-in model or LoRA < preset < file < command line. An
-error is one line."""
+Default < default for the built-in model < preset < file < command line. An error is one line."""
 
+import contextlib
 import dataclasses
+import difflib
+import io
 import sys
-import typing
-from collections.abc import Iterator, Sequence
-from itertools import combinations
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypedDict, TypeVar, get_args, get_type_hints
 
+import docstring_parser
+import tyro
+import yaml
 from pydantic import ValidationError
-from pydantic.dataclasses import is_pydantic_dataclass
 
-from common.config.flags import as_tuple, from_words
-from common.config.groups import BUILT_IN_MODELS, BaseArgs, check_ranks
+from common.config.flags import needs_of, shown, union_members
+from common.config.groups import BUILT_IN_MODELS, BaseArgs, check_ranks, script_of
 from common.parallel import distributed
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 
 
-def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
-    """Read the command line (and `--config FILE.yaml`) into `args_class`. On bad input print one
-    line and exit with code 2."""
-    try:
-        given_flags = read_command_line(args_class, list(sys.argv[1:] if argv is None else argv))
-        path = given_flags.pop("config", None)
-        if path is not None:
-            from common.config.flag_files import read_yaml
+class FileArgs:
+    """Flags in a file"""
 
-            given_flags = read_yaml(args_class, path) | given_flags
-        require_not_moved(args_class, given_flags)
-        preset = args_class.PRESETS.get(str(given_flags.get("preset")), {})
-        reason, adapted = adapted_defaults(args_class, preset | given_flags)
-        args = valid(args_class, adapted | preset | given_flags)
+    config: str
+    """file of `flag: value` lines, such as a run's args.yaml; flags on the command line win"""
+
+
+def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
+    """Return the flags of the command line. On bad input print one line and exit with code 2."""
+    try:
+        given = read_command_line(args_class, list(sys.argv[1:] if argv is None else argv))
+        given = (read_file(args_class, given.pop("config")) if "config" in given else {}) | given
+        preset = args_class.PRESETS.get(str(given.get("preset")), {})
+        built_in = built_in_defaults(args_class, preset | given)
+        args = args_class(**built_in | preset | given)
         for name, value in preset.items():
-            if getattr(args, name) != value:
-                problem = f"contradicts --preset {given_flags['preset']}, which sets {value}"
-                raise ValueError(f"--{name} {getattr(args, name)} {problem}")
+            if (other := getattr(args, name)) != value:
+                raise ValueError(
+                    f"--{name} {other} contradicts --preset {args.preset}, which sets {value}"
+                )
+        check_ranks(args, args.planned.ranks if args.planned else distributed.world_size())
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
-    if adapted:
-        flags = " ".join(f"--{name} {value}" for name, value in adapted.items())
-        distributed.say(f"defaults for {reason}: {flags}")
-    if args.samples and args.max_new_tokens < 256 and "max_new_tokens" not in adapted | given_flags:
+    if built_in:
+        flags = " ".join(f"--{name} {value}" for name, value in built_in.items())
+        distributed.say(f"defaults for the built-in model: {flags}")
+    if args.lora_rank and "lr" not in given:
+        distributed.say(f"LoRA usually needs 10 times the learning rate: --lr {10 * args.lr:g}")
+    if args.samples and args.max_new_tokens < 256 and "max_new_tokens" not in built_in | given:
         distributed.say(f"--max_new_tokens {args.max_new_tokens}: half of {args.pack_flags}")
     return args
 
 
+def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults for a built-in model that are not given: those for its task or, for
+    other data, the learning rates."""
+    fields = args_class.__dataclass_fields__
+    if given.get("model", fields["model"].default) not in BUILT_IN_MODELS:
+        return {}
+    is_built_in_task = given.get("dataset", "arithmetic") in ("arithmetic", ("arithmetic",))
+    return {
+        name: value
+        for name, value in args_class.TINY_DEFAULTS.items()
+        if name not in given and (is_built_in_task or name.endswith("lr"))
+    }
+
+
+# ---- the command line and the file, as text ----
+
+
+def types_of(args_class: type[BaseArgs]) -> dict[str, Any]:
+    """Return the flags with their types, without bounds."""
+    hints = get_type_hints(args_class)
+    return {field.name: hints[field.name] for field in dataclasses.fields(args_class)}
+
+
+def read_command_line(args_class: type[BaseArgs], argv: list[str]) -> dict[str, Any]:
+    """Return the given flags, with `config` among them, as text. Print --help and exit."""
+    types = types_of(args_class) | dict(config=str)
+    if helps := {"-h", "--help"} & {*argv}:
+        start = min(map(argv.index, helps)) + 1
+        words = takewhile(lambda word: not word.startswith("-"), argv[start:])
+        print_help(args_class, list(words))
+    flags = [(name, list[list[str]], dataclasses.field(default_factory=list)) for name in types]
+    given, unknown = tyro.cli(
+        dataclasses.make_dataclass("Flags", flags),
+        args=argv,
+        return_unknown_args=True,
+        use_underscores=True,
+        config=(tyro.conf.UseAppendAction, tyro.conf.FlagConversionOff),
+        console_outputs=distributed.is_main(),
+    )
+    for word in unknown:
+        flag, _, _ = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        raise ValueError(f"unknown flag {flag}{similar(name, [*types], '--')}")
+    out = {}
+    for name, kind in types.items():
+        uses = getattr(given, name)
+        members = union_members(kind)
+        is_list = any(get_args(member)[-1:] == (...,) for member in members)
+        if len(uses) > 1 and not is_list:
+            raise ValueError(f"--{name} is given twice")
+        if uses == [[]] and not is_list and bool not in members:
+            raise ValueError(f"--{name}: a value is missing")
+        if uses:
+            out[name] = value_of(sum(uses, []), kind)
+    return out
+
+
+def value_of(words: list[str], kind: Any) -> Any:
+    """Return the words behind a flag as pydantic takes them: `None` and no word have a meaning."""
+    members = union_members(kind)
+    if words == ["None"] and type(None) in members:
+        return None
+    return words[0] if len(words) == 1 else tuple(words) or (True if bool in members else ())
+
+
+class TextLoader(yaml.SafeLoader):
+    """Reads YAML's scalars as text, but for null. Refuses a key that is given twice."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in resolvers if tag.endswith(":null")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """Return a mapping."""
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"{key} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_file(args_class: type[BaseArgs], path: str) -> dict[str, Any]:
+    """Return the flags of a file of `flag: value` lines, which mean what they mean on the command
+    line."""
+    try:
+        flags = yaml.load(Path(path).read_text(), TextLoader)
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"--config {path}: not valid YAML: {problem}") from error
+    if not isinstance(flags, dict):
+        raise ValueError(f"--config {path}: expected `flag: value` lines")
+    types = types_of(args_class)
+    for name in flags.keys() - types:
+        raise ValueError(f"--config {path}: unknown key {name}{similar(name, [*types])}")
+    return {
+        name: value_of([value], types[name]) if isinstance(value, str) else value
+        for name, value in flags.items()
+    }
+
+
+def similar(name: str, known: list[str], mark: str = "") -> str:
+    """Return a guess for a misspelled name, for a message; empty without one."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f" (did you mean {mark}{close[0]}?)" if close else ""
+
+
 def one_line(error: ValueError) -> str:
-    """Return the message of an error; of pydantic's several, the first: `--lr -1.0 must be greater
+    """Return the message of an error; of pydantic's several, the first: `--lr -1 must be greater
     than 0`."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
-    return f"--{first['loc'][0]} {first['input']} {message}" if first["loc"] else message
+    if not first["loc"]:
+        return message
+    return " ".join(filter(None, [f"--{first['loc'][0]}", shown(first["input"]), message]))
 
 
-# ---- where values come from ----
+# ---- --help ----
 
 
-def read_command_line(args_class: type[BaseArgs], argv: list[str]) -> dict[str, Any]:
-    """Return the flags on the command line, `config` among them, as text. For `--help` print it and
-    exit. Raises `ValueError` for an unknown flag, and for one with too few values."""
-    assert is_pydantic_dataclass(args_class), "Args needs the decorator of pydantic.dataclasses"
-    if "-h" in argv or "--help" in argv:
-        from common.config.help import print_help
-
-        print_help(args_class, argv)
-    fields = [field.name for field in dataclasses.fields(args_class)]
-    types = typing.get_type_hints(args_class)
-    types["config"] = str
-    values = {}
-    for flag, words in flags_with_words(argv):
-        name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or name not in (*fields, "config"):
-            from common.config.names import hint
-
-            label = f"--{name}" if flag.startswith("--") else flag
-            raise ValueError(f"unknown flag {label}{hint(name, fields)}")
-        values[name] = from_words(name, types[name], words)
-    return values
+def print_help(args_class: type[BaseArgs], words: list[str]) -> NoReturn:
+    """Print the flags, or those with all `words` in their name or text, and exit."""
+    script = script_of(args_class).name
+    summary = (sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")[0]
+    console = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(console):
+        tyro.cli(
+            sections(args_class, [word.lower().replace("-", "_") for word in words]),
+            args=["--help"],
+            prog=script,
+            description=f"{summary}\n`{script} --help WORD` lists only the flags with this word.",
+            use_underscores=True,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+        )
+    if distributed.is_main():
+        sys.stdout.write(console.getvalue())  # at once: `| head` may close the pipe
+    sys.exit(0)
 
 
-def flags_with_words(argv: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with the words after it. Negative numbers are words."""
-    words: list[str] = []
-    flag = None
-    for word in argv:
-        if word.startswith("-") and not is_number(word):
-            if flag is not None:
-                yield flag, words
-            flag, equals, value = word.partition("=")
-            words = [value] if equals else []
-        elif flag is None:
-            yield word, []
-        else:
-            words.append(word)
-    if flag is not None:
-        yield flag, words
+def sections(args_class: type[BaseArgs], words: Sequence[str] = ()) -> type:
+    """Return what tyro shows: a section for each group of flags, the script's own last."""
+    types = types_of(args_class) | dict(config=str)
+    groups: dict[type, dict[str, Any]] = {}
+    for name, (owner, text) in texts(args_class).items():
+        needs = needs_of(args_class).get(name, ())
+        text = "; ".join(filter(None, [text, *(need.text(types) for need in needs)]))
+        if all(word in f"{name} {text}".lower().replace("-", "_") for word in words):
+            default = shown(getattr(args_class, name, None))
+            hint = "" if "; default: " in text else f"(default: {default or 'none'})"
+            flag = Annotated[types[name], tyro.conf.arg(help=text, help_behavior_hint=hint)]
+            groups.setdefault(owner, {})[name] = flag
+    if not groups:
+        raise ValueError(f"--help {' '.join(words)}: no flag has this in its name or text")
+    parts = {
+        cls.__name__.removesuffix("Args").lower() or script_of(args_class).stem: Annotated[
+            TypedDict("Part", group, total=False), tyro.conf.arg(help=cls.__doc__)
+        ]
+        for cls, group in groups.items()
+    }
+    return TypedDict("Flags", parts)
 
 
-def is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def require_not_moved(args_class: type[BaseArgs], given_flags: dict[str, Any]) -> None:
-    """Raise `ValueError` for a value that is a script of its own."""
-    for flag, commands in args_class.MOVED.items():
-        for value in map(str, as_tuple(given_flags.get(flag)) or ()):
-            if value in commands:
-                command = commands[value].format(value)
-                raise ValueError(f"--{flag} {value} is another script; run {command}")
-
-
-def valid(args_class: type[ArgsT], values: dict[str, Any]) -> ArgsT:
-    """Return the flags with these values. Raises `ValueError` if they contradict each other or the
-    launch."""
-    args = args_class(**values)
-    ranks = distributed.world_size()
-    if args.planned:
-        ranks, *_ = args.planned
-    check_ranks(args, ranks)
-    return args
-
-
-def is_valid(args_class: type[BaseArgs], values: dict[str, Any]) -> bool:
-    try:
-        valid(args_class, values)
-    except ValueError:
-        return False
-    return True
-
-
-def adapted_defaults(
-    args_class: type[BaseArgs], given_flags: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    """Return the defaults that depend on `given_flags`, without those that are given or would
-    contradict them, and their reason: the built-in models and task, or LoRA, which needs a higher
-    learning rate (docs/lora.md)."""
-    fields = args_class.__dataclass_fields__
-    model = str(given_flags.get("model", fields["model"].default))
-    defaults: dict[str, Any] = {}
-    reason = ""
-    base: str | None = model
-    if model not in BUILT_IN_MODELS:
-        from common.config.flag_files import trained_from
-
-        base = trained_from(model)
-    if base in BUILT_IN_MODELS:
-        reason = "the built-in model"
-        defaults = args_class.TINY_DEFAULTS
-        dataset = as_tuple(given_flags.get("dataset", "arithmetic")) or ()
-        if model in BUILT_IN_MODELS and tuple(dataset) == ("arithmetic",):
-            reason += " and task"
-        else:
-            defaults = {name: value for name, value in defaults.items() if name.endswith("lr")}
-    elif "lora_rank" in fields and str(given_flags.get("lora_rank", 0)) != "0":
-        reason = "LoRA"
-        defaults = dict(lr=float(f"{10 * fields['lr'].default:g}"))
-    defaults = {name: value for name, value in defaults.items() if name not in given_flags}
-    for count in range(4):
-        for left_out in combinations(defaults, count):
-            kept = {name: value for name, value in defaults.items() if name not in left_out}
-            if is_valid(args_class, kept | given_flags):
-                return reason, kept
-    return reason, defaults
+def texts(args_class: type[BaseArgs]) -> dict[str, tuple[type, str]]:
+    """Return the group that each flag belongs to and its text: the script's own, if it has one."""
+    types = types_of(args_class) | dict(config=str)
+    found: dict[str, tuple[type, str]] = {}
+    for cls in (FileArgs, *args_class.__mro__[-2::-1]):
+        for flag in docstring_parser.parse_from_object(cls).params:
+            if flag.arg_name in types:
+                owner, _ = found.get(flag.arg_name, (cls, ""))
+                found[flag.arg_name] = owner, " ".join(flag.description.split())
+    return found

@@ -4,17 +4,15 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from common.config.flags import as_tuple
+from common.config.flags import as_tuple, is_set, shown
 
 
 def require_default(args: Any, flags: Sequence[str], why: str) -> None:
     """Raise `ValueError` for the first of `flags` that is set: `--lora_alpha 8.0 has no effect with
     --lora_rank 0` if `why` is `with --lora_rank 0`."""
     for flag in flags:
-        value = getattr(args, flag)
-        if value != type(args).__dataclass_fields__[flag].default:
-            text = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"--{flag} {text} has no effect {why}")
+        if is_set(args, flag):
+            raise ValueError(f"--{flag} {shown(getattr(args, flag))} has no effect {why}")
 
 
 def require_effect(args: Any, flag: str, table: Mapping[str, Sequence[str]]) -> None:

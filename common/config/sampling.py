@@ -5,8 +5,16 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT, Fraction, MayChange, NotNegative, Positive, Real, Several
-from common.config.rules import require_default
+from common.config.flags import (
+    STRICT,
+    Fraction,
+    MayChange,
+    Needs,
+    NotNegative,
+    Positive,
+    Real,
+    Several,
+)
 
 # Requests that an engine runs at the same time: their float32 logits, 156 MB of 151,936 tokens,
 # exist several times.
@@ -18,11 +26,14 @@ ALONE = 0.9
 LOGPROB_DIFFERENCE = dict(float32=1e-3, bfloat16=0.5)
 
 
+EPISODE = Needs(environment=True, tools=True, agent=True)
+
+
 @dataclass(config=STRICT)
 class CompletionArgs:
     """Prompts, completions and environments"""
 
-    prompt_template: str | None = None
+    prompt_template: Annotated[str | None, Needs(environment=None), Needs(agent=None)] = None
     """text of the prompt with columns of the data in braces, e.g. `{problem} Put the answer in
     \\boxed{{}}.`; default: the column prompt, or question"""
     shots: NotNegative[int] = 0
@@ -34,7 +45,7 @@ class CompletionArgs:
     """column whose value examples share with the prompt, such as subject"""
     shot_template: str | None = None
     """text of an example, with columns in braces"""
-    overlong_prompts: Literal["error", "drop"] = "error"
+    overlong_prompts: Annotated[Literal["error", "drop"], Needs(agent=None)] = "error"
     """treatment of prompts that leave no room for max_new_tokens in the model's context or in a
     pack. error: end the run; drop: leave them out"""
     samples_per_prompt: Positive[int] = 8
@@ -57,14 +68,13 @@ class CompletionArgs:
     """tools that the model may call between its turns: path/to/file.py (its functions with a
     docstring), path/to/file.py:name (a function, or a class whose methods are tools), python, or
     mcp:COMMAND, a server of the Model Context Protocol (extras/tools/README.md)"""
-    tool_parser: str | None = None
-    """with --tools or --agent: reader of the calls in a completion: hermes, openai,
-    response_template, or the name of a tool parser of vLLM; default: the one that fits the chat
-    template"""
-    max_turns: Positive[int] = 8
-    """maximum turns of the model per completion with --environment or --tools, whose tokens
-    max_new_tokens bounds together; maximum requests of an episode with --agent"""
-    environment_timeout: MayChange[Positive[float] | None] = None
+    tool_parser: Annotated[str | None, Needs(tools=True, agent=True)] = None
+    """reader of the calls in a completion: hermes, openai, response_template, or the name of a tool
+    parser of vLLM; default: the one that fits the chat template"""
+    max_turns: Annotated[Positive[int], EPISODE] = 8
+    """maximum turns of the model per completion, whose tokens max_new_tokens bounds together;
+    maximum requests of an agent's episode"""
+    environment_timeout: Annotated[MayChange[Positive[float] | None], EPISODE] = None
     """time limit in seconds for one answer of a user-defined environment, one call of a tool, or an
     agent's episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it
     has no reward; a call that exceeds it returns an error"""
@@ -84,19 +94,6 @@ class CompletionArgs:
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
-        if self.environment is None and self.agent is None and not self.tools:
-            flags = ("max_turns", "environment_timeout")
-            require_default(self, flags, "without --environment, --tools or --agent")
-        for flag in ("environment", "agent"):
-            if getattr(self, flag) is not None:
-                why = f"with --{flag}, which writes the prompts"
-                require_default(self, ("prompt_template",), why)
-        return self
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> Self:
-        if not self.tools and self.agent is None:
-            require_default(self, ("tool_parser",), "without --tools or --agent")
         if self.tools and self.environment is not None:
             raise ValueError("--tools and --environment exclude each other; give one of them")
         return self
@@ -107,6 +104,11 @@ class CompletionArgs:
             raise ValueError("--stop: a stop string is empty")
         self.stop = tuple(x.replace("\\n", "\n").replace("\\t", "\t") for x in self.stop)
         return self
+
+
+JUDGE_KINDS = ("judge:", "rank:")  # of rewards that ask a chat model
+MODEL_KINDS = ("model:", *JUDGE_KINDS)  # of rewards that are models
+JUDGES = Needs(reward=JUDGE_KINDS, reward_model=JUDGE_KINDS)
 
 
 @dataclass(config=STRICT)
@@ -120,9 +122,9 @@ class ScoringArgs:
     column `reward`"""
     reward_weights: Several[Real] = ()
     """weight of each reward; default: all 1"""
-    rubric: Several[str] = ()
+    rubric: Annotated[Several[str], JUDGES] = ()
     """criteria of judges, for rows without a column `rubric`; rank:PATH default: overall quality"""
-    judge_prompt: str | None = None
+    judge_prompt: Annotated[str | None, JUDGES] = None
     """question of judges, a text or a file, with {criterion}, {prompt}, {completion} or
     {transcript} (rank:PATH: {first} and {second}) or columns in braces; default: extras/judges/README.md"""
     thoughts: Literal["cut", "keep"] = "cut"
@@ -150,25 +152,20 @@ class ScoringArgs:
         return self
 
 
+VLLM = Needs(engine=("auto", "vllm"))
+
+
 @dataclass(config=STRICT)
 class EngineArgs:
     """Inference engine"""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """inference engine. auto: vllm if it is installed, else transformers, which is slower"""
-    tensor_parallel_size: Positive[int] = 1
+    tensor_parallel_size: Annotated[Positive[int], VLLM] = 1
     """number of ranks that share one vLLM engine; must divide the number of generating ranks"""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
     """fraction of GPU memory for vLLM's weights and KV cache, released during training; default:
     0.4 on ranks that also train, 0.9 on others"""
-
-    @model_validator(mode="after")
-    def _check_engine(self) -> Self:
-        if self.engine == "transformers" and self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"--tensor_parallel_size {self.tensor_parallel_size} needs --engine vllm"
-            )
-        return self
 
 
 @dataclass(config=STRICT)
@@ -186,9 +183,9 @@ class RolloutArgs:
     rollout_ranks: MayChange[NotNegative[int]] = 0
     """number of ranks dedicated to generation, the last ones; 0: every rank alternates between
     generation and training"""
-    max_staleness: NotNegative[int] = 1
-    """with --rollout_ranks: maximum age, in steps, of the weights that sampled any trained token;
-    above 1: more prompts in flight; 0: rollout ranks and training ranks take turns"""
+    max_staleness: Annotated[NotNegative[int], Needs(rollout_ranks=True)] = 1
+    """maximum age, in steps, of the weights that sampled any trained token; above 1: more prompts
+    in flight; 0: rollout ranks and training ranks take turns"""
     max_logprob_difference: Positive[float] | None = None
     """maximum difference between the log-probs of engine and trainer, in nats, at the 99.9th
     percentile of sampled tokens; their mean difference may be a tenth of it; the run stops if
@@ -196,8 +193,6 @@ class RolloutArgs:
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
-        if not self.rollout_ranks:
-            require_default(self, ("max_staleness",), "with --rollout_ranks 0")
         if self.prompts_per_step % self.minibatches:
             what = f"--prompts_per_step {self.prompts_per_step}"
             raise ValueError(f"{what} must be a multiple of --minibatches ({self.minibatches})")

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -13,12 +13,16 @@ from common.config.flags import (
     BelowOne,
     Fraction,
     MayChange,
+    Needs,
     NotNegative,
     Positive,
     Several,
 )
 from common.config.rules import require_default
 from common.config.specs import eval_sets_of, pairs_of, weights_of
+
+CHAT = Needs(prompt_format=("auto", "chat"))
+LORA = Needs(lora_rank=True)
 
 
 @dataclass(config=STRICT)
@@ -101,11 +105,11 @@ class DataArgs:
     """format of prompts. chat: user turn of the chat template; plain: the text as it is; auto: chat
     for chat models, lists of messages and, if the tokenizer has a template, `question` columns;
     else plain"""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str | None, Needs(agent=None)] = None
     """system turn, added to conversations without one; needs chat format"""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, CHAT] = None
     """Jinja file with a chat template in place of the tokenizer's; exported with the tokenizer"""
-    template_kwargs: Several[str] = ()
+    template_kwargs: Annotated[Several[str], CHAT] = ()
     """additional variables for the chat template, as name=value: enable_thinking=false"""
     special_text: Literal["token", "text"] = "token"
     """reading of the text of a special token, such as <|im_end|>, within a message or a prompt.
@@ -116,10 +120,6 @@ class DataArgs:
         weights_of(self.dataset)
         pairs_of("columns", self.columns)
         pairs_of("template_kwargs", self.template_kwargs)
-        if self.prompt_format == "plain":
-            require_default(
-                self, ("chat_template", "template_kwargs"), "with --prompt_format plain"
-            )
         return self
 
     @property
@@ -225,13 +225,13 @@ class CheckpointArgs:
     export_dtype: MayChange[Literal["base", "float32", "bfloat16"]] = "base"
     """data type of hf/ and best/; base: that of the starting model. In float32 they keep small
     updates, which bfloat16 rounds away"""
-    keep_best: MayChange[str | None] = None
+    keep_best: Annotated[MayChange[str | None], Needs(eval_every=True)] = None
     """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or
     eval_loss/hard; the lowest value is best if the name ends with loss or perplexity, else the
     highest"""
     early_stop: MayChange[NotNegative[int]] = 0
     """stop after this many evaluations without improvement of `keep_best`; 0: off"""
-    trace_every: MayChange[NotNegative[int]] = 10
+    trace_every: Annotated[MayChange[NotNegative[int]], Needs(agent=None)] = 10
     """steps between traces, which show the update token by token (extras/trace); the first and the
     last step have one too; 0: off"""
     dry_run: MayChange[bool | str] = False
@@ -255,10 +255,6 @@ class CheckpointArgs:
 
     @model_validator(mode="after")
     def _check_evaluations(self) -> Self:
-        if self.keep_best is not None and not self.eval_every:
-            raise ValueError(
-                f"--keep_best {self.keep_best} needs evaluations; set --eval_every above 0"
-            )
         if "wandb" not in self.log:
             require_default(
                 self,
@@ -290,24 +286,20 @@ class LoRAArgs:
     lora_rank: NotNegative[int] = 0
     """rank of the adapters on linear layers; only adapters are trained, and the head of a reward or
     value model; 0: no adapters, all weights are trained"""
-    lora_alpha: Positive[float] = 32.0
+    lora_alpha: Annotated[Positive[float], LORA] = 32.0
     """scale of the adapters: their output is multiplied by lora_alpha / lora_rank"""
-    lora_targets: Several[str] = ("all-linear",)
+    lora_targets: Annotated[Several[str], LORA] = ("all-linear",)
     """layers with an adapter: all-linear, attention, or endings of layer names such as q_proj
     v_proj"""
-    lora_rslora: bool = False
+    lora_rslora: Annotated[bool, LORA] = False
     """scale of the adapters. true: lora_alpha / sqrt(lora_rank) (rsLoRA, arXiv:2312.03732); false:
     lora_alpha / lora_rank"""
-    adapter: str | None = None
+    adapter: Annotated[str | None, LORA] = None
     """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT
     library"""
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
-        if not self.lora_rank:
-            require_default(
-                self, ("lora_alpha", "lora_targets", "lora_rslora", "adapter"), "with --lora_rank 0"
-            )
         if not self.lora_targets:
             raise ValueError("--lora_targets needs at least one value")
         return self
@@ -320,19 +312,19 @@ class StreamArgs:
     streaming: bool = False
     """read training rows, from files or the hub, when they are drawn; neither memory nor disk holds
     all of them"""
-    shuffle_buffer: Positive[int] = 10_000
-    """with --streaming: number of rows that are read ahead and drawn in random order"""
+    shuffle_buffer: Annotated[Positive[int], Needs(streaming=True)] = 10_000
+    """number of rows that are read ahead and drawn in random order"""
 
     @model_validator(mode="after")
     def _check_stream(self: Any) -> Any:  # reads flags of `TrainArgs`
         if not self.streaming:
-            require_default(self, ("shuffle_buffer",), "without --streaming")
-        elif self.max_steps is None:
+            return self
+        if self.max_steps is None:
             raise ValueError("--streaming: the number of rows is unknown; set --max_steps")
-        elif any(weights_of(self.dataset).values()):
+        if any(weights_of(self.dataset).values()):
             problem = "data sets are read one after another; omit the weights"
             raise ValueError(f"--streaming {self.dataset_flag}: {problem}")
-        elif self.eval_every and self.eval_dataset is None:
+        if self.eval_every and self.eval_dataset is None:
             raise ValueError(
                 "--streaming sets no rows aside; name an --eval_dataset, or set --eval_every 0"
             )

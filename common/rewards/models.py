@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 
 from common.config.extra import extra
-from common.config.online import MODEL_KINDS, SamplingArgs
+from common.config.online import SamplingArgs
+from common.config.sampling import MODEL_KINDS
 from common.data.sample import Group
 from common.model.hub import resolve_model
 from common.model.loading import load_config

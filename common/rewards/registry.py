@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.config.extra import extra
-from common.config.online import JUDGE_KINDS, MODEL_KINDS, SamplingArgs
+from common.config.online import SamplingArgs
+from common.config.sampling import JUDGE_KINDS, MODEL_KINDS
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
 

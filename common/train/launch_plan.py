@@ -11,8 +11,7 @@ import torch
 
 from common.config.gpu_kinds import kind_of
 from common.config.groups import TrainArgs, script_of
-from common.config.online import MODEL_KINDS
-from common.config.sampling import SLOTS
+from common.config.sampling import MODEL_KINDS, SLOTS
 from common.data.packing import shape_of
 from common.data.sample import Sample
 from common.model import capacity

@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import yaml
 
-from common.config.flag_files import read_yaml
-from common.config.parse import one_line, parse
+from common.config.parse import one_line, parse, read_file
 from common.metrics.curves import read_metrics
 from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
@@ -215,7 +214,7 @@ def replay(run: Path, first: int, last: int, changes: dict[str, str]) -> None:
     row_of(run, last)
     words = [word for flag, value in changes.items() for word in (f"--{flag}", value)]
     args_class = load_script(script).Args
-    flags = read_yaml(args_class, str(run / "args.yaml"))
+    flags = read_file(args_class, str(run / "args.yaml"))
     flags = {
         name: REPLACED.get(name, value) for name, value in flags.items() if name != "preset"
     }  # its flags are set

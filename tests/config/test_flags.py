@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import typing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from hypothesis import given
@@ -18,15 +18,17 @@ from common.config.flags import (
     BelowOne,
     Fraction,
     MayChange,
+    Needs,
     NotNegative,
     OpenFraction,
     Positive,
     PositiveFraction,
     Real,
     Several,
+    check_needs,
+    needs_of,
 )
 from common.config.parse import one_line
-from common.config.rules import require_default, require_effect
 
 # ---- bounds ----
 
@@ -160,50 +162,69 @@ def test_constructor_refuses_a_default_out_of_bounds_and_an_unknown_name():
 
 # ---- flags without effect ----
 
+CLIP = Needs(loss=("clip", "gspo"))
+
 
 @dataclass
 class Losses:
-    loss: Several[Literal["clip", "cispo", "plain"]] = ("clip",)
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    cispo_high: float = 4.0
-    bounds: Several[float] = ()
-    lr: float = 1.0
-
-
-READ = dict(clip=("clip_low", "clip_high"), cispo=("cispo_high", "clip_high"), plain=())
+    TINY_DEFAULTS: ClassVar[dict] = dict(generate=256, new_tokens=5)
+    loss: Several[Literal["clip", "gspo", "plain"]] = ("clip",)
+    clip_low: Annotated[float, CLIP] = 0.2
+    beta: float = 0.0
+    kl: Annotated[str, Needs(beta=True), Needs(agent=None)] = "k1"
+    agent: str | None = None
+    tools: Several[str] = ()
+    turns: Annotated[int, Needs(agent=True, tools=True)] = 8
+    generate: int = 0
+    new_tokens: Annotated[int, Needs(generate=True)] = 256
+    absent: Annotated[int, Needs(environment=None)] = 0
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (dict(clip_low=0.1, lr=2.0), None),
-        (dict(clip_low=0.2, cispo_high=4.0), None),  # the defaults
-        (dict(loss="cispo", clip_low=0.1), "--clip_low 0.1 has no effect with --loss cispo"),
-        (dict(loss="cispo", clip_high=0.1), None),  # read by both
-        (dict(loss="plain", cispo_high=1.0), "--cispo_high 1.0 has no effect with --loss plain"),
-        (
-            dict(loss=("clip", "plain"), cispo_high=1.0),
-            "--cispo_high 1.0 has no effect with --loss clip plain",
-        ),
-        (dict(loss=("clip", "cispo"), cispo_high=1.0, clip_low=0.1), None),
+        (dict(clip_low=0.1), None),
+        (dict(loss="plain", clip_low=0.2), None),  # the default
+        (dict(loss="gspo", clip_low=0.1), None),
+        (dict(loss=("plain", "clip"), clip_low=0.1), None),
+        (dict(loss="plain", clip_low=0.1), "--clip_low 0.1 has no effect with --loss plain"),
+        (dict(kl="k3"), "--kl k3 has no effect with --beta 0"),
+        (dict(kl="k3", beta=0.1), None),
+        (dict(kl="k3", beta=0.1, agent="x"), "--kl k3 has no effect with --agent x"),
+        (dict(turns=3), "--turns 3 has no effect without --agent or --tools"),
+        (dict(turns=3, tools="x"), None),
+        (dict(new_tokens=4), "--new_tokens 4 has no effect with --generate 0"),
+        (dict(new_tokens=5), None),  # the default for the built-in model
+        (dict(absent=3), None),
     ],
 )
 def test_flag_without_effect_is_refused(flags, words):
     if words is None:
-        return require_effect(Losses(**flags), "loss", READ)
+        return check_needs(Losses(**flags))
     with pytest.raises(ValueError, match=f"^{words}$"):
-        require_effect(Losses(**flags), "loss", READ)
+        check_needs(Losses(**flags))
 
 
-def test_redeclared_default_counts_as_a_default():
+def test_changed_default_keeps_what_the_flag_needs():
     @dataclass
-    class Args(Losses):
-        clip_low: float = 0.5
+    class Script(Losses):
+        clip_low: float = 0.3
+        kl: Annotated[str, Needs(loss="clip")] = "k2"
 
-    require_default(Args(), ("clip_low", "bounds"), "ever")
-    require_effect(Args(loss="plain"), "loss", READ)
-    with pytest.raises(ValueError, match="^--clip_low 0.2 has no effect ever$"):
-        require_default(Args(clip_low=0.2), ("clip_low",), "ever")
-    with pytest.raises(ValueError, match="^--bounds 1.0 2.0 has no effect ever$"):
-        require_default(Args(bounds=(1.0, 2.0)), ("clip_low", "bounds"), "ever")
+    with pytest.raises(ValueError, match="^--clip_low 0.2 has no effect with --loss plain$"):
+        check_needs(Script(loss="plain", clip_low=0.2))
+    assert len(needs_of(Script)["kl"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("need", "text"),
+    [
+        (CLIP, "only with --loss clip, gspo"),
+        (Needs(beta=True), "only with --beta"),
+        (Needs(agent=True, tools=True, environment=True), "only with --agent or --tools"),
+        (Needs(agent=None), "only without --agent"),
+        (Needs(environment=None), ""),
+    ],
+)
+def test_help_says_what_a_flag_needs_of_those_that_the_script_has(need, text):
+    assert need.text(Losses.__dataclass_fields__) == text

@@ -12,8 +12,7 @@ import pytest
 import yaml
 from helpers import ROOT, call_main, run
 
-from common.config.flag_files import read_yaml
-from common.config.parse import adapted_defaults, read_command_line
+from common.config.parse import parse
 from tools import lesson as module
 
 NAMES = sorted(path.stem for path in module.LESSONS.glob("*_*.yaml"))
@@ -57,11 +56,9 @@ def test_commands_are_valid(name, monkeypatch):
         assert Path(script).is_file()
         if "/" not in script:
             args_class = importlib.import_module(script[:-3]).Args
-            given = read_command_line(args_class, shlex.split(command.partition(script)[2]))
-            given = (
-                read_yaml(args_class, path) if (path := given.pop("config", None)) else {}
-            ) | given
-            args_class(**adapted_defaults(args_class, given)[1] | given)
+            ranks = re.search(r"--nproc_per_node (\d+)|$", command)[1] or "1"
+            monkeypatch.setenv("WORLD_SIZE", ranks)
+            parse(args_class, shlex.split(command.partition(script)[2]))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -363,7 +363,7 @@ def test_another_keep_best_metric_resets_the_best(parts, tmp_path):
     [
         (
             dict(keep_best="loss", eval_every=0),
-            "--keep_best loss needs evaluations; set --eval_every above 0",
+            "--keep_best loss has no effect with --eval_every 0",
         ),
         (dict(early_stop=3), "--early_stop 3 needs a metric to improve; set --keep_best"),
         (dict(early_stop=-1, keep_best="loss"), "early_stop\n.*greater than or equal to 0"),

@@ -267,7 +267,7 @@ def test_flags_without_effect_are_refused(tmp_path):
         Args(reward=("judge:x",), judge_prompt=str(tmp_path / "question")).judge_prompt[-1] == "?"
     )
     for flags, message in (
-        (dict(rubric="a"), "--rubric a has no effect without --reward judge:PATH or rank:PATH"),
+        (dict(rubric="a"), "--rubric a has no effect with --reward exact_match"),
         (dict(reward="rank:x", samples_per_prompt=1), "needs --samples_per_prompt 2 or more"),
         (dict(reward="judge:x", rubric=(" ",)), "--rubric: a criterion is empty"),
     ):
