@@ -60,7 +60,6 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     stop_token_ids = ()
     reward = ()
     adapter = None
-    push_to_hub = None
     takes_images = False
     vision = None
     max_pixels = None

@@ -249,9 +249,6 @@ class CheckpointArgs:
     """group of the run in wandb, such as runs with different seeds"""
     wandb_tags: MayChange[Several[str]] = ()
     """tags of the run in wandb"""
-    push_to_hub: MayChange[str | None] = None
-    """repository on the hub, as user/name, that gets the finished model; a new one is private
-    (docs/after.md)"""
 
     @model_validator(mode="after")
     def _check_evaluations(self) -> Self:

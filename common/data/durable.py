@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHECKSUMS = "checksums.json"  # in exports: the fingerprints of their files
-UNCHECKED = ("README.md", "curves.png")  # of the model card, which users may edit
+UNCHECKED = ("README.md",)  # the model card, which users may edit
 OLD = ".old.tmp"  # end of the name of a folder while a new one takes its place
 
 

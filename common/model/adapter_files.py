@@ -28,12 +28,9 @@ PREFIX = "base_model.model."
 OF_IMAGES_AND_TEXT = r"^model\.(language_model|text_model)\."
 
 
-def save_adapter(
-    hf: nn.Module, path: str, args: LoRAArgs, folder: Path, card: dict | None = None
-) -> None:
-    """Write the adapter alone, in the format of the PEFT library, with the files of a model `card`;
-    `path` is the folder of its model. The old folder stays until the new one is complete.
-    Collective."""
+def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path) -> None:
+    """Write the adapter alone, in the format of the PEFT library; `path` is the folder of its
+    model. The old folder stays until the new one is complete. Collective."""
     from safetensors.torch import save_file
 
     tensors = {}
@@ -50,8 +47,6 @@ def save_adapter(
         work.mkdir(parents=True)
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
         (work / CONFIG).write_text(json.dumps(_peft_config(hf, path, args, prefix), indent=2))
-        for name, content in (card or {}).items():
-            (work / name).write_bytes(content)
         durable.write_checksums(work)
         durable.replace_folder(work, folder)
     distributed.barrier()

@@ -7,6 +7,7 @@ a temporary folder and renames it at the end, so that an interrupted save is ign
 share the folder."""
 
 import json
+import re
 import shutil
 from collections import ChainMap
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch.optim import Optimizer
 
-from common.config.groups import TrainArgs
+from common.config.groups import TrainArgs, flags_of, script_of
 from common.data import durable
 from common.model import checkpoint_files
 from common.model.checkpoint_files import checkpoints_in
@@ -34,6 +36,9 @@ from common.model.loading import (
 )
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
+
+CARD = "README.md"
+PATHS = re.compile(r"(?<![^\s=:'\"])[~/]\S*/(?=[^/\s])")  # an absolute path up to its last name
 
 
 class Checkpointer:
@@ -59,6 +64,7 @@ class Checkpointer:
         if distributed.is_main():
             dtype = export_dtype(model, args.export_dtype)
             self.files = hf_files(model, tokenizer, args.prompt_format, dtype, args.stop_token_ids)
+            self.files[CARD] = model_card(args)
 
     def load_latest(self) -> int:
         """Load the newest intact checkpoint and return its number of finished steps; 0 without
@@ -173,24 +179,21 @@ class Checkpointer:
                 _delete(old)
         distributed.barrier()
 
-    def export_hf(self, name: str = "hf", curves: Sequence[str] = ()) -> None:
-        """Write `hf/`: safetensors in `--export_dtype`, config and tokenizer. Adapters are merged,
-        and also written alone to `adapter/` (`best_adapter/` for `best/`). A model card in both has
-        the metrics `curves`. Collective.
+    def export_hf(self, name: str = "hf") -> None:
+        """Write `hf/`: safetensors in `--export_dtype`, config, tokenizer and model card. Adapters
+        are merged, and also written alone to `adapter/` (`best_adapter/` for `best/`). Collective.
 
         Weights are gathered one at a time, to rank 0's host only. The new folder replaces the old
-        one at the end."""
-        from common.train.publish import card_files
-
+        one at the end, except for a model card, which the user may have edited."""
         folder = self.folder / name
-        card = card_files(self.args, self.model, curves, folder)
-        _export(self.model, self.files | card, folder)
+        card = folder / CARD
+        edited = {CARD: card.read_bytes()} if card.is_file() else {}
+        _export(self.model, self.files | edited, folder)
         if self.args.lora_rank:
             from common.model.adapter_files import save_adapter
 
             adapter = self.folder / ("adapter" if name == "hf" else f"{name}_adapter")
-            card = card_files(self.args, self.model, curves, adapter)
-            save_adapter(self.model.hf, self.model.path, self.args, adapter, card)
+            save_adapter(self.model.hf, self.model.path, self.args, adapter)
 
 
 def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = "auto") -> None:
@@ -239,6 +242,29 @@ def hf_files(
         "config.json": config_file(path, dtype, changes, text_alone),
         "generation_config.json": generation_file(path, tokenizer, prompt_format, stops),
     } | files
+
+
+def model_card(args: TrainArgs) -> bytes:
+    """Return README.md of an export: base, script, and the flags that differ from their defaults.
+    Absolute paths are cut to their last name."""
+    script = script_of(type(args)).name
+    defaults = flags_of(type(args)())
+    flags = {name: x for name, x in flags_of(args).items() if x != defaults[name]}
+    flags.pop("output_dir", None)
+    metadata = dict(library_name="transformers", tags=["onefile"])
+    if re.fullmatch(r"[\w-]+/[\w.-]+", args.model) and not Path(args.model).exists():
+        metadata["base_model"] = args.model
+    text = f"""---
+{yaml.safe_dump(metadata)}---
+# {Path(args.output_dir).resolve().name}
+
+{args.model}, trained on {distributed.world_size()} ranks with `{script} --config flags.yaml` of
+onefile, where flags.yaml is:
+
+```yaml
+{yaml.safe_dump(flags, sort_keys=False, allow_unicode=True)}```
+"""
+    return PATHS.sub("", text).encode()
 
 
 def write_files(files: dict[str, bytes], folder: Path) -> None:

@@ -28,7 +28,7 @@ from common.metrics.meter import Meter
 from common.metrics.timeline import Timeline
 from common.model.flops import capacity_of, peak_flops, peak_memory
 from common.model.policy import PackedModel
-from common.parallel import distributed, signals
+from common.parallel import distributed
 from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
 from common.train.run_folder import unlock
@@ -251,7 +251,7 @@ class Run:
         self.best = value
         self.best_step = finished
         self.without_gain = 0
-        self.checkpointer.export_hf("best", self.logger.curves)
+        self.checkpointer.export_hf("best")
         folder = f"{self.args.output_dir}/best"
         self.message(f"best {name} so far: {value:.4g} after step {finished}, in {folder}")
 
@@ -274,7 +274,7 @@ class Run:
         if self.finished > self.saved:
             self._save()
         if self.finished or not stopped:  # else nothing was trained
-            self.checkpointer.export_hf(curves=self.logger.curves)
+            self.checkpointer.export_hf()
         if stopped:
             self.message(f"stopped after step {self.finished}; the same command resumes from there")
         else:
@@ -294,12 +294,6 @@ class Run:
                 self.message(*self._results())
         self.logger.close()
         unlock()
-        if self.args.push_to_hub is not None and not stopped:
-            from common.train.publish import publish
-
-            with signals.signals_end_the_process():  # everything is saved
-                if problem := publish(self.args, upload=True):
-                    raise distributed.RunError(problem)
 
     def _results(self) -> list[str]:
         """Return the last lines of a run: what has changed, where its files are, and what to do
@@ -325,4 +319,5 @@ class Run:
             if self.args.model in BUILT_IN_MODELS:
                 chat += ", or your own --model and --dataset"
             lines.append(f"next: {chat}")
+        lines.append(f"upload: hf upload USER/NAME {folder}/hf --private")
         return [*lines, f"done: {folder}/hf"]

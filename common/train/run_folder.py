@@ -47,7 +47,7 @@ def prepare_output_dir(args: BaseArgs) -> None:
     mark = folder / f"{secrets.token_hex(8)}.tmp"
     if distributed.is_main():
         try:
-            problem = _check_upload(args) or _lock(folder) or _conflict(folder, args)
+            problem = _lock(folder) or _conflict(folder, args)
             problem = problem or _threatened_input(folder, args)
             if not problem:
                 mark.mkdir()
@@ -64,15 +64,6 @@ def prepare_output_dir(args: BaseArgs) -> None:
     if blind_hosts:
         problem = f"files of rank 0 are not visible on {blind_hosts[0]}"
         raise ValueError(f"--output_dir {folder}: {problem}; use a folder that all machines share")
-
-
-def _check_upload(args: BaseArgs) -> str | None:
-    """Return why `--push_to_hub` would fail at the end of the run, None if it would not."""
-    if args.push_to_hub is None:
-        return None
-    from common.train.publish import publish
-
-    return publish(args)
 
 
 def begin_run(args: BaseArgs) -> None:

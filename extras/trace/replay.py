@@ -38,7 +38,7 @@ from extras.trace import file as trace_file
 
 # Beginnings of metrics that measure the machine.
 OF_THE_MACHINE = ("time/", "speed/", "idle/", "memory/", "engine/", "tokens_per_second")
-REPLACED = dict(resume="auto", log=[], dry_run=False, trace_every=1, push_to_hub=None)
+REPLACED = dict(resume="auto", log=[], dry_run=False, trace_every=1)
 
 
 # ---- one replay: the script's main() with another Run ----

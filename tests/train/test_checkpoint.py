@@ -13,14 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from helpers import run
+from huggingface_hub import ModelCard
 from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config.groups import TrainArgs
+import sft
+from common.config.groups import TrainArgs, flags_of
+from common.config.parse import parse
 from common.data import durable
 from common.model.checkpoint_files import checkpoints_in
 from common.model.hub import load_tokenizer, resolve_model
@@ -65,6 +69,35 @@ def test_export_of_an_untrained_model_equals_the_checkpoint(
         path
     )(text)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_model_card_repeats_the_run_without_absolute_paths(main, sums, tmp_path, monkeypatch):
+    monkeypatch.chdir(sums.parent)
+    flags = ("--max_steps", 2, "--batch_size", 8, "--eval_size", 16, "--lora_rank", 2)
+    text = ("--system_prompt", "a: |b|\n`c`", "--prompt_format", "chat")
+    base = shutil.copytree(tiny_model(), tmp_path / "base")
+    given = [str(x) for x in ("--dataset", sums.name, *flags, *text)]
+    main("sft", *given, "--model", base, "--output_dir", tmp_path / "run")
+    card = ModelCard.load(tmp_path / "run/hf/README.md")
+    assert card.data.library_name == "transformers" and card.data.tags == ["onefile"]
+    assert "sft.py" in card.text and str(tmp_path) not in card.content
+    in_card = yaml.safe_load(re.search("```yaml\n(.*?)```", card.text, re.DOTALL)[1])
+    assert in_card.pop("model") == "base"
+    (tmp_path / "flags.yaml").write_text(yaml.safe_dump(in_card))
+    again = flags_of(parse(sft.Args, ["--config", str(tmp_path / "flags.yaml")]))
+    before = flags_of(parse(sft.Args, given))
+    before["max_length"] = again["max_length"]  # the run has set it
+    assert again == before
+
+
+def test_model_card_may_be_edited(main, small, tmp_path):
+    command = ("sft", *small, "--max_steps", 1, "--batch_size", 8, "--eval_size", 16)
+    main(*command, "--output_dir", tmp_path)
+    card = tmp_path / "hf" / "README.md"
+    card.write_text("mine\n")
+    resolve_model(str(tmp_path / "hf"))  # raises if a file with a checksum was changed
+    main(*command, "--output_dir", tmp_path)
+    assert card.read_text() == "mine\n"
 
 
 @pytest.mark.parametrize("export_dtype", ["base", "float32"])
