@@ -1,5 +1,5 @@
 """ppo.py: token rewards, advantages, losses and moments by hand; a gradient independent of ranks,
-exact resume of both models, reward models, warm-up and early stop."""
+exact resume of both models, reward models, warm-up and --kl_stop."""
 
 import itertools
 import math
@@ -383,7 +383,7 @@ def test_logged_kl_is_the_log_ratio_for_every_penalty_estimator(flags, main, tmp
 
 
 @pytest.mark.slow
-def test_run_with_reward_model_value_model_warm_up_and_early_stop(
+def test_run_with_reward_model_value_model_warm_up_and_kl_stop(
     flags, small, main, device, tmp_path
 ):
     model = str(small[1])

@@ -258,10 +258,6 @@ class CheckpointArgs:
                 ("wandb_project", "wandb_name", "wandb_group", "wandb_tags"),
                 "without --log wandb",
             )
-        if self.early_stop and self.keep_best is None:
-            raise ValueError(
-                f"--early_stop {self.early_stop} needs a metric to improve; set --keep_best"
-            )
         self.dry_run = dict(true=True, false=False).get(str(self.dry_run).lower(), self.dry_run)
         self.planned  # noqa: B018  raises for GPUs that cannot be read
         return self

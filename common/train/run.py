@@ -63,8 +63,6 @@ class Run:
         self.planned_steps = total_steps
         self.history: list[int] | None = None  # fingerprint of metrics.jsonl at the last checkpoint
         self.best: float | None = None  # best value of --keep_best
-        self.best_step = 0
-        self.without_gain = 0  # evaluations since then
         stateful |= dict(order=order) if order is not None else {}
         stateful |= dict(rollouts=rollouts) if rollouts is not None else {}
         self.checkpointer = Checkpointer(
@@ -109,12 +107,7 @@ class Run:
     def state_dict(self) -> dict:
         state = dict(num_tokens=self.num_tokens, history=self.history, total_steps=self.total_steps)
         if self.args.keep_best:
-            state["best"] = dict(
-                metric=self.args.keep_best,
-                value=self.best,
-                step=self.best_step,
-                without_gain=self.without_gain,
-            )
+            state["best"] = dict(metric=self.args.keep_best, value=self.best)
         return state
 
     def load_state_dict(self, state: dict) -> None:
@@ -124,8 +117,6 @@ class Run:
         best = state.get("best", {})
         if best and best["metric"] == self.args.keep_best:  # another metric starts from none
             self.best = best["value"]
-            self.best_step = best["step"]
-            self.without_gain = best["without_gain"]
 
     # ---- around steps ----
 
@@ -152,8 +143,7 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Return whether no step remains, because of their number or of `--early_stop`."""
-        return self.finished >= self.total_steps or 0 < self.args.early_stop <= self.without_gain
+        return self.finished >= self.total_steps
 
     def _save(self) -> None:
         with self.meter.time("save"):  # logged with the next step
@@ -246,11 +236,8 @@ class Run:
         kind = next((key for key in metrics if name.startswith(f"{key}/")), name)
         sign = -1 if kind.endswith(("loss", "perplexity")) else 1
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
-            self.without_gain += 1
             return
         self.best = value
-        self.best_step = finished
-        self.without_gain = 0
         self.checkpointer.export_hf("best")
         folder = f"{self.args.output_dir}/best"
         self.message(f"best {name} so far: {value:.4g} after step {finished}, in {folder}")
@@ -278,10 +265,6 @@ class Run:
         if stopped:
             self.message(f"stopped after step {self.finished}; the same command resumes from there")
         else:
-            if self.finished < self.total_steps:
-                gain = f"no gain in {self.args.keep_best} since step {self.best_step}"
-                count = f"{self.without_gain} evaluations"
-                self.message(f"{gain}, {count}: ended after {self.finished}")
             if summary:
                 self.message(summary)
             if self.finished == self.first_step:

@@ -257,7 +257,7 @@ def test_step_logs_its_metrics(parts, tmp_path):
     assert steps.run.latest == {k: v for k, v in line.items() if k != "step"}
 
 
-# ---- --keep_best and --early_stop ----
+# ---- --keep_best ----
 
 BEST = dict(eval_every=1, keep_best="eval_score", save_every=100)
 
@@ -289,20 +289,20 @@ def test_lowest_loss_of_one_held_out_set_is_best(parts, tmp_path):
     steps = Steps(parts, tmp_path, **BEST | dict(keep_best="eval_loss/hard"))
     for step, hard in enumerate((3, 1, 2), 1):
         steps.run.log(step, {"eval_loss": step, "eval_loss/hard": hard})
-    assert (steps.run.best, steps.run.best_step, steps.run.without_gain) == (1, 2, 1)
+    assert steps.run.best == 1
     steps.run.args.keep_best, steps.run.best = (
         "eval/solved/loss",
         None,
     )  # the set's name, not the metric's
     for step, score in enumerate((3, 1, 4), 1):
         steps.run.log(step, {"eval/solved": 0, "eval/solved/loss": score})
-    assert (steps.run.best, steps.run.best_step) == (4, 3)
+    assert steps.run.best == 4
 
 
 def test_nan_is_no_improvement(parts, tmp_path):
     steps = Steps(parts, tmp_path, **BEST)
     steps.go(scores=[math.nan, 1, math.nan, 0.5, 0.5])
-    assert exported(tmp_path / "best") == 2 and steps.run.without_gain == 3
+    assert exported(tmp_path / "best") == 2
 
 
 def test_only_evaluated_steps_can_be_best(parts, tmp_path):
@@ -321,32 +321,12 @@ def test_unknown_keep_best_metric_is_refused(parts, tmp_path):
         Steps(parts, tmp_path / "none", **BEST).go()
 
 
-@pytest.mark.parametrize("scores", [[5, 4, 3, 9, 9], [1, 2, 1, 1, 9]])
-def test_early_stop_ends_the_run_also_after_a_resume(scores, parts, tmp_path, capsys):
-    flags = BEST | dict(early_stop=2)
-    whole_run = Steps(parts, tmp_path / "whole", **flags)
-    ended = whole_run.go(scores=scores)
-    assert len(ended) == (3 if scores[0] == 5 else 4) and whole_run.saves == [ended[-1]]
-    since = 1 if scores[0] == 5 else 2
-    assert (
-        f"no gain in eval_score since step {since}, 2 evaluations: ended after {ended[-1]}"
-        in capsys.readouterr().out
-    )
-    assert Steps(parts, tmp_path / "stopped", **flags).go(stop_in=1, scores=scores) == [1, 2]
+def test_best_value_survives_a_resume(parts, tmp_path):
+    scores = [1, 5, 2, 3, 4]
+    assert Steps(parts, tmp_path, **BEST).go(stop_in=2, scores=scores) == [1, 2, 3]
     signals.received = None
-    again = Steps(parts, tmp_path / "stopped", **flags)
-    assert again.run.best_step == since and again.go(scores=scores) == ended
-    for folder in (tmp_path / "whole", tmp_path / "stopped"):
-        assert exported(folder / "hf") == ended[-1] and exported(folder / "best") == since
-    capsys.readouterr()
-    once_more = Steps(parts, tmp_path / "whole", **flags)
-    assert once_more.go(scores=scores) == ended and once_more.begun == [] == once_more.saves
-    assert (
-        f"nothing to do: the run in {tmp_path}/whole has finished; raise --max_steps"
-        in capsys.readouterr().out
-    )
-    patient = Steps(parts, tmp_path / "whole", **flags | dict(early_stop=3))
-    assert patient.run.without_gain == 2 and patient.go(scores=scores)[-1] > ended[-1]
+    assert Steps(parts, tmp_path, **BEST).go(scores=scores)[-1] == 5
+    assert exported(tmp_path / "best") == 2
 
 
 def test_another_keep_best_metric_resets_the_best(parts, tmp_path):
@@ -364,8 +344,6 @@ def test_another_keep_best_metric_resets_the_best(parts, tmp_path):
             dict(keep_best="loss", eval_every=0),
             "--keep_best loss has no effect with --eval_every 0",
         ),
-        (dict(early_stop=3), "--early_stop 3 needs a metric to improve; set --keep_best"),
-        (dict(early_stop=-1, keep_best="loss"), "early_stop\n.*greater than or equal to 0"),
     ],
 )
 def test_flags_without_their_required_flags_are_refused(flags, words):
