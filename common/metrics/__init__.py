@@ -1,2 +1,1 @@
-"""Metrics: means over micro-batches and ranks; JSONL, wandb, tensorboard, curves; timeline of every
-rank."""
+"""Metrics: means over micro-batches and ranks; JSONL, wandb, tensorboard, curves."""

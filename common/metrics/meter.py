@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from common.data.packing import PackedBatch
-from common.metrics.timeline import Span
 from common.parallel import distributed
 
 Keep = Callable[[PackedBatch, dict[str, Tensor], dict[str, Tensor]], None]
@@ -24,7 +23,6 @@ class Meter:
     def __init__(self) -> None:
         self.values: dict[str, tuple[str, list]] = {}
         self.started: dict[str, float] = {}
-        self.spans: list[Span] = []  # measured periods of this rank
         self.keep: Keep | None = None  # gets values of tokens, samples or pairs for a trace
 
     def _entry(self, kind: str, name: str) -> list:
@@ -88,9 +86,7 @@ class Meter:
         """Add the seconds since `start` to `time/name`: the sum over a step, on the slowest
         rank."""
         seconds = _now() - self.started.pop(name)
-        now = time.time()
         self._entry("time", f"time/{name}").append((seconds, 0.0))
-        self.spans.append(Span(name, now - seconds, now))
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from common.config.online import OnlineArgs
 from common.data.sample import Group
 from common.metrics.meter import Meter
-from common.metrics.timeline import Span, Timeline
 from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.parallel import distributed, signals
 from common.rollout.engine import Engine, make_engine
@@ -28,27 +27,21 @@ from common.rollout.mail import (
 
 
 class Activity:
-    """Present activity of a rollout rank, its metrics for the training ranks and its spans in the
-    timeline."""
+    """Present activity of a rollout rank, and its metrics for the training ranks."""
 
-    def __init__(self, output_dir: str) -> None:
+    def __init__(self) -> None:
         self.meter = Meter()
-        self.timeline = Timeline(output_dir)
         self.name = "wait"
-        self.began = time.time()
-        self.measured = self.began  # time of the last call of `switch`
+        self.measured = time.monotonic()  # time of the last call of `switch`
 
     def switch(self, name: str) -> None:
         """Record the activity until now, and begin or continue `sample`, `wait` or `weights`."""
-        now = time.time()
+        now = time.monotonic()
         seconds = now - self.measured
         idle = seconds if self.name == "wait" else 0.0
         self.meter.mean("idle/rollout_ranks", idle, seconds)
         self.measured = now
-        if name != self.name:
-            self.timeline.add([Span(self.name, self.began, now)])
-            self.name = name
-            self.began = now
+        self.name = name
 
     def take(self) -> Meter:
         """Return the metrics since the last call."""
@@ -82,7 +75,7 @@ def generate_until_training_ends(args: OnlineArgs, device: torch.device) -> None
 
 def _generate(args: OnlineArgs, engine: Engine, episodes: Episodes, mail: Mail, link) -> None:
     """Process messages of the training ranks and sample in between, until they send None."""
-    activity = Activity(args.output_dir)
+    activity = Activity()
     rank = distributed.rollout_ranks[torch.distributed.get_rank()]
     while True:
         is_idle = not engine.any_rank(episodes.are_in_flight)

@@ -25,7 +25,6 @@ from common.data.order import epochs_of
 from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
-from common.metrics.timeline import Timeline
 from common.model.flops import capacity_of, peak_flops, peak_memory
 from common.model.policy import PackedModel
 from common.parallel import distributed
@@ -74,7 +73,6 @@ class Run:
         self.logger = RunLogger(
             args, self.first_step, total_steps, show=show, curves=curves, history=self.history
         )
-        self.timeline = Timeline(args.output_dir)
         self.trace = None
         # Without the folder, a run with the default does not trace.
         if args.trace_every and (has_extra("trace") or args.trace_every != TrainArgs.trace_every):
@@ -106,6 +104,7 @@ class Run:
 
     def state_dict(self) -> dict:
         state = dict(num_tokens=self.num_tokens, history=self.history, total_steps=self.total_steps)
+        state["ranks"] = distributed.world_size()
         if self.args.keep_best:
             state["best"] = dict(metric=self.args.keep_best, value=self.best)
         return state
@@ -219,8 +218,6 @@ class Run:
             return
         self.latest = metrics
         self.logger.log(finished, metrics)
-        self.timeline.add(self.meter.spans)
-        self.meter.spans = []
         name = self.args.keep_best
         if name and self.evaluates(finished) and (finished or name in metrics):
             self._keep_best(name, finished, metrics)

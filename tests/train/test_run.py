@@ -119,7 +119,7 @@ def test_state_has_step_data_and_totals(parts, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     assert state == dict(
         step=5,
-        totals=dict(num_tokens=15, history=durable.fingerprint(metrics), total_steps=5),
+        totals=dict(num_tokens=15, history=durable.fingerprint(metrics), total_steps=5, ranks=1),
         order=dict(epoch=0, index=10, num_rows=10),
     )
 
