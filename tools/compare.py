@@ -3,9 +3,9 @@
     python tools/compare.py runs/a0 runs/a1 runs/a2 runs/b0 runs/b1 runs/b2
     python tools/compare.py runs/a* runs/b* --metrics eval/solved 'reward*' --last 20 --out ab.png
 
-Runs of one script form a group if they differ only in the flags seed, output_dir, resume and
-wandb_name. Runs whose seed is repeated are separate groups. Curves and numbers of a group use the
-steps that all of its runs have. A metric that equals an earlier one in all runs is left out."""
+Runs of one script form a group if they differ only in the flags seed, output_dir and resume.
+Runs whose seed is repeated are separate groups. Curves and numbers of a group use the steps that
+all of its runs have. A metric that equals an earlier one in all runs is left out."""
 
 import fnmatch
 import json
@@ -25,7 +25,7 @@ from common.metrics.curves import distinct
 from common.parallel.console import print_any_text, visible
 from tools.options import Options
 
-FREE = ("seed", "output_dir", "resume", "wandb_name")  # flags that may differ within a group
+FREE = ("seed", "output_dir", "resume")  # flags that may differ within a group
 CAPTION = "mean over seeds; band: 95% t interval of the mean, range for 2 seeds"
 
 

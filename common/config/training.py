@@ -239,16 +239,8 @@ class CheckpointArgs:
     memory and time and the plan, and end without loading weights or writing files. 8x80GB: plan for
     8 GPUs of 80 GB, on any machine; 4x8xH100@900: on 4 machines, of a kind, for 900 new tokens"""
     log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
-    """destinations of metrics in addition to metrics.jsonl: wandb (also with WANDB_MODE=offline),
-    tensorboard"""
-    wandb_project: MayChange[str] = "onefile"
-    """project in wandb"""
-    wandb_name: MayChange[str | None] = None
-    """name of the run in wandb; default: wandb chooses one"""
-    wandb_group: MayChange[str | None] = None
-    """group of the run in wandb, such as runs with different seeds"""
-    wandb_tags: MayChange[Several[str]] = ()
-    """tags of the run in wandb"""
+    """destinations of metrics in addition to metrics.jsonl: wandb, which reads WANDB_PROJECT,
+    WANDB_NAME, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE=offline; tensorboard"""
 
     @model_validator(mode="after")
     def _check_evaluations(self) -> Self:

@@ -290,10 +290,7 @@ def _start_wandb(args: TrainArgs, folder: Path):
         if not file.is_file():
             file.write_text(f"{folder.name}-{time.time_ns():x}")
         return wandb.init(
-            project=args.wandb_project,
-            name=args.wandb_name,
-            group=args.wandb_group,
-            tags=args.wandb_tags,
+            project=os.environ.get("WANDB_PROJECT", "onefile"),
             dir=folder,
             config=flags_of(args),
             resume="allow",

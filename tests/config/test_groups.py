@@ -168,8 +168,8 @@ MAY_CHANGE = {
     "export_dtype", "nccl_timeout", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
     "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout",
-    "eval_generate", "eval_reward", "eval_new_tokens", "wandb_project",
-    "wandb_name", "wandb_group", "wandb_tags", "dry_run", "share_prefix",
+    "eval_generate", "eval_reward", "eval_new_tokens",
+    "dry_run", "share_prefix",
 }  # fmt: skip
 
 

@@ -190,6 +190,22 @@ def test_tensorboard_receives_the_metrics(tmp_path):
     assert [(e.step, e.value) for e in events] == [(1, 0.5)]
 
 
+@pytest.mark.parametrize("project", [None, "mine"])
+def test_wandb_project_is_onefile_unless_the_environment_names_another(
+    project, tmp_path, monkeypatch
+):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    if project:
+        monkeypatch.setenv("WANDB_PROJECT", project)
+    given = {}
+    monkeypatch.setattr(wandb, "init", lambda **flags: given.update(flags))
+    logger(tmp_path, log=("wandb",))
+    assert given["project"] == (project or "onefile") and given["dir"] == tmp_path
+
+
 def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
     import wandb
 

@@ -61,7 +61,7 @@ def test_runs_that_differ_in_seed_and_names_only_are_a_group(tmp_path):
         write(
             tmp_path / f"{name}{seed}",
             [0.5],
-            dict(lr=lr, seed=seed, resume=resume, wandb_name=f"{name}{seed}"),
+            dict(lr=lr, seed=seed, resume=resume),
         )
         for name, lr, resume in (("a", 0.003, "auto"), ("b", 4e-4, "never"))
         for seed in (0, 1, 2)
