@@ -40,8 +40,7 @@ from common.metrics.meter import Meter
 from common.metrics.moments import explained_variance, moments
 from common.model.fixed_streams import with_logprobs, with_values
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.policy import Policy, load_reference
-from common.model.value import load_with_value_model
+from common.model.policy import Policy, load_policy, load_reference, load_scalar_model
 from common.objectives.advantages import gae
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate
@@ -289,7 +288,8 @@ def main(args: Args) -> None:
     turn_weight = args.reward_scale * rewards.weight_of("environment")
 
     # ---- models: FSDP2 shards ----
-    policy, value_model = load_with_value_model(path, value_path, args, device)  # trained
+    policy = load_policy(path, args, device)  # trained
+    value_model = load_scalar_model(value_path, args, device, flag="--value_model")  # trained
     reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
     value_optimizer = adamw(value_model, args)

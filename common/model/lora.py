@@ -54,31 +54,21 @@ class _MergedLinear(torch.autograd.Function):
         return grad_x, None, None, grad_a_RI, grad_b_OR, None
 
 
-def add_matrices(module: nn.Module, layer: nn.Linear, rank: int) -> None:
-    """Give `module` the matrices of an adapter of a linear layer, float32."""
-    options = dict(dtype=torch.float32, device=layer.weight.device)
-    module.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, **options))
-    module.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, **options))
-
-
 class LoRALinear(nn.Linear):
     """Linear layer with an adapter, in place of a linear layer whose weight and bias it takes under
     their names."""
-
-    borrowed: tuple[nn.Module, ...] = ()  # adapter to compute with in place of this one
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float):
         super().__init__(layer.in_features, layer.out_features, device="meta")
         self.weight = layer.weight
         self.bias = layer.bias
         self.scale = scale
-        add_matrices(self, layer, rank)
+        options = dict(dtype=torch.float32, device=layer.weight.device)
+        self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, **options))
+        self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, **options))
 
     def forward(self, x: Tensor) -> Tensor:
-        (adapter,) = self.borrowed or (self,)
-        return _MergedLinear.apply(
-            x, self.weight, self.bias, adapter.lora_A, adapter.lora_B, self.scale
-        )
+        return _MergedLinear.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
     def merged(self) -> Tensor:
         """Return the matrix that the layer multiplies by, where its parameters are whole."""

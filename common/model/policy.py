@@ -121,13 +121,8 @@ class ScalarModel(PackedModel):
     def forward(self, mb: PackedBatch) -> Tensor:
         """Return scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]`
         depends on the inputs up to t, not on `targets_T[t]`."""
-        return self._watched(mb, scalars(self.hidden_states(mb), self.hf.score, mb))
-
-
-def scalars(hidden_tD: Tensor, head: nn.Linear, mb: PackedBatch) -> Tensor:
-    """Apply a scalar head to computed hidden states, and return its numbers on the
-    tokens: [T], float32."""
-    return mb.expand([hidden_tD.float() @ head.weight[0].float()])[0]
+        scalars_t = self.hidden_states(mb).float() @ self.hf.score.weight[0].float()
+        return self._watched(mb, mb.expand([scalars_t])[0])
 
 
 # ---- loading ----

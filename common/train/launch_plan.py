@@ -117,10 +117,8 @@ def gpu_rates(args: TrainArgs, size: int, training_plan) -> tuple[Rates, str]:
 
 
 def trained_in(setting: Setting) -> list[Shapes]:
-    """Return the shapes of the trained models. A value model that shares the policy's layers takes
-    as much time as the policy, but `plan.shapes` does not count it."""
-    trained = [m for m in setting.models if m.trained]
-    return trained * 2 if setting.has_value and len(trained) == 1 else trained
+    """Return the shapes of the trained models."""
+    return [m for m in setting.models if m.trained]
 
 
 def scorers_of(args: TrainArgs, setting: Setting) -> list[Shapes]:

@@ -22,7 +22,6 @@ from common.model.hub import resolve_model
 from common.model.loading import has_other_parts, load_config, load_text_config
 from common.model.memory import Shapes, shapes_of
 from common.model.policy import PackedModel, compute_dtype, load_policy, load_scalar_model
-from common.model.value import load_with_value_model
 from common.parallel import distributed
 
 META = torch.device("meta")
@@ -36,12 +35,9 @@ def shapes(
     """Return the shapes of a run's models: the policy in `path`, or None; a scalar model; the
     `frozen` policies, where one equal to an adapted policy takes no memory; and the reward
     models."""
-    if path is None:
-        models = [load_scalar_model(value_path, args, META)]
-    elif value_path is None:
-        models = [load_policy(path, args, META)]
-    else:
-        models = list(load_with_value_model(path, value_path, args, META))
+    models = [load_policy(path, args, META)] if path is not None else []
+    if value_path is not None:
+        models.append(load_scalar_model(value_path, args, META))
     for name in frozen:
         if name != path or not args.lora_rank:
             folder = resolve_model(name, weights=False)

@@ -21,19 +21,16 @@ from model.test_policy import (
 )
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.fsdp import FSDPModule
 
 import common.model.lora
 import common.model.policy
 from common.config.groups import TrainArgs as Args
 from common.data.packing import pack
-from common.model import capacity
 from common.model.adapter_files import PREFIX, save_adapter
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.lora import LoRALinear
 from common.model.policy import load_policy, load_reference, load_scalar_model
 from common.model.tiny import tiny_model
-from common.model.value import load_with_value_model
 from common.rollout.weights import whole_weights
 from common.train import run as train_run
 from common.train.checkpoint import Checkpointer, export_hf
@@ -288,92 +285,6 @@ def test_reference_is_the_starting_model(path, device, tmp_path):
     assert not any(p.requires_grad for p in other.parameters())
     assert all(
         map(torch.equal, logprobs(other, device), logprobs(load_policy(path, ARGS, device), device))
-    )
-
-
-# ---- the value model ----
-
-
-def trained(model) -> list[torch.Tensor]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-@torch.no_grad()
-def separate_value_model(values, path, args, device):
-    """Return a scalar model with its own frozen weights, and the same adapters and head."""
-    model = load_scalar_model(path, args, device)
-    for ours, theirs in zip(trained(model), trained(values), strict=True):
-        ours.to_local().copy_(theirs.to_local())
-    return model
-
-
-@pytest.mark.parametrize("mode", ["in turns", "in turns, recomputed", "one backward, recomputed"])
-def test_value_model_with_shared_base_equals_a_separate_one(mode, path, device):
-    """Numbers and gradients of both models are equal bit for bit, for either order of their
-    backwards."""
-    args = replace(ARGS, activation_checkpointing="recomputed" in mode)
-    policy, values = load_with_value_model(path, path, args, device)
-    new = load_scalar_model(path, args, device)
-    assert all(
-        torch.equal(whole(a), whole(b)) for a, b in zip(trained(values), trained(new), strict=True)
-    )
-    plain, alone = (
-        move(load_policy(path, args, device)),
-        separate_value_model(move(values, seed=6), path, args, device),
-    )
-    move(policy)
-    for mb in pack(samples(), 100, device):
-        for model, value_model in ((policy, values), (plain, alone)):
-            policy_loss, value_loss = -model(mb)[0].sum(), value_model(mb).square().sum()
-            if mode == "one backward, recomputed":
-                (policy_loss + value_loss).backward()
-            else:
-                policy_loss.backward()
-                value_loss.backward()
-        with torch.no_grad():
-            assert torch.equal(values(mb), alone(mb)) and torch.equal(policy(mb)[0], plain(mb)[0])
-        values.reshard(), alone.reshard()
-    assert len(trained(policy)) == 42 and len(trained(values)) == 43
-    for ours, theirs in ((values, alone), (policy, plain)):
-        for p, q in zip(trained(ours), trained(theirs), strict=True):
-            assert torch.equal(whole(p.grad), whole(q.grad)) and p.grad.to_local().any()
-
-
-def test_value_model_shares_only_the_frozen_weights(path, device, tmp_path, monkeypatch):
-    """FSDP's shards are counted in bytes, and the memory report counts the adapters. The engine's
-    weights, hf/ and adapter/ do not contain the value model."""
-    with monkeypatch.context() as on_gpu:
-        for module in (common.model.policy, capacity):
-            on_gpu.setattr(module, "capacity_of", lambda device: 2**31)
-        policy, values = load_with_value_model(path, path, ARGS, device)
-    counted = capacity.loaded_shapes()[-1]
-    assert counted.trained == 2 * sum(p.numel() for p in trained(policy))
-    plain, scalar = load_policy(path, ARGS, device), load_scalar_model(path, ARGS, device)
-    move(policy), move(plain), move(values, seed=6)
-    units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    held = [
-        p
-        for unit in units
-        for group in unit._get_fsdp_state()._fsdp_param_groups
-        for p in group.fsdp_params
-    ]
-    sizes = {p.sharded_param.to_local().data_ptr(): p.sharded_param.to_local().nbytes for p in held}
-    added = sum(p.to_local().nbytes for p in trained(scalar))
-    assert sum(sizes.values()) == sum(p.to_local().nbytes for p in plain.parameters()) + added
-    assert {p.to_local().data_ptr() for p in values.parameters()} < sizes.keys()
-    assert policy.state_dict().keys() == plain.state_dict().keys()
-    assert dict(policy.named_parameters()).keys() == dict(plain.named_parameters()).keys()
-    pairs = zip(
-        whole_weights(policy, torch.float32), whole_weights(plain, torch.float32), strict=True
-    )
-    assert all(ours[0] == theirs[0] and torch.equal(ours[1], theirs[1]) for ours, theirs in pairs)
-    for model, name in ((policy, "ours"), (plain, "plain")):
-        save_adapter(model.hf, path, replace(ARGS, model=path), tmp_path / name)
-    ours, theirs = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "plain")
-    )
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
     )
 
 

@@ -518,8 +518,7 @@ def test_rates_of_a_cpu_are_measured(models):
 def test_models_that_score_the_samples_are_those_of_the_script(
     models, script, flags, frozen, passes
 ):
-    """Each is a pass over the samples; ppo.py also trains a value model, which shares the policy's
-    layers if it has adapters."""
+    """Each is a pass over the samples; ppo.py also trains a value model."""
     path, _ = models["1.7B"]
     args = script.Args(dry_run="8xH100", **SETTINGS | flags)
     value = path if script is ppo else None
