@@ -1,11 +1,7 @@
-"""Files of resumable checkpoints, and weights as safetensors.
-
-A checkpoint has PyTorch's shards of float32 weights and moments, config.json and the tokenizer, but
-no safetensors (`convert.py` writes them into `hf/`)."""
+"""Files of resumable checkpoints (train/checkpoint.py)."""
 
 import pickle
 import re
-import shutil
 from pathlib import Path
 
 import torch
@@ -13,12 +9,9 @@ import torch
 from common.data import durable
 from common.parallel.failures import first_line
 
-# Files beside those of PyTorch and Hugging Face.
+# Files beside those of PyTorch.
 STATE = "state.json"
 MANIFEST = "manifest.json"
-WEIGHTS = "weights.json"
-BASE = "base.json"  # for a part of a model: its folder, and the names of the weights there
-ADAPTED = "adapted.json"  # in a checkpoint of adapters: their model, scale and dtype
 
 # Classes and functions in the `.metadata` of a checkpoint, by module.
 METADATA = {
@@ -69,14 +62,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint of this project, complete or not."""
-    if any(folder.glob("*.safetensors")):
-        return False
-    has_our_file = (folder / STATE).exists() or (folder / MANIFEST).exists()
-    return has_our_file or any(folder.glob("*.distcp"))
-
-
 def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Return what is wrong with a checkpoint's files, None if nothing is. This rank checks every
     `ranks`-th file."""
@@ -100,14 +85,3 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or first_line(error)
-
-
-def write_safetensors(weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write safetensors files of at most 5 GB, an index if there are several, and the checksums of
-    all files there."""
-    from huggingface_hub import save_torch_state_dict
-
-    save_torch_state_dict(weights, folder)
-    for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # safetensors writes 0600
-    durable.write_checksums(folder)

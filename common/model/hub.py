@@ -22,9 +22,8 @@ def resolve_model(
     tokenizer and, unless `weights` is false, safetensors. With `rope` (`--rope_scaling` and its
     factor), return a folder of the same model with scaled rotary embeddings.
 
-    The model of a resumable checkpoint is `hf/` in it, which is written if it does not exist. One
-    rank of each machine writes or downloads. Collective. Raises `ValueError` naming `flag` for a
-    model that is not found."""
+    The model of a resumable checkpoint is `hf/` in it. One rank of each machine downloads.
+    Collective. Raises `ValueError` naming `flag` for a model that is not found."""
     if not model:
         raise ValueError(f"{flag}: the name is empty")
     if rope is not None:

@@ -9,7 +9,6 @@ Shapes: R rank, I inputs and O outputs of a layer.
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -175,16 +174,6 @@ class StartingModel(nn.Module):
 
 
 # ---- weights with their adapters ----
-
-
-def adapted(model: nn.Module) -> dict[str, object]:
-    """Return what a checkpoint of adapters needs to become a model: the folder of the frozen
-    weights and their names there, the scale of the adapters, and the compute dtype."""
-    scales = [layer.scale for layer in layers_of(model.hf).values()]
-    dtype = str(model.compute_dtype).removeprefix("torch.")
-    names = None if model.file_names is None else model.file_names._asdict()
-    base = str(Path(model.path).resolve())
-    return dict(base=base, names=names, scale=scales[0], dtype=dtype)
 
 
 def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:

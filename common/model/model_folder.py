@@ -1,12 +1,11 @@
-"""The folder of a model that is not built in: it is found, downloaded or converted from a
-checkpoint, and its files are checked before a library fails on them."""
+"""The folder of a model that is not built in: it is found or downloaded, and its files are checked
+before a library fails on them."""
 
 import os
 from pathlib import Path
 
 from common.data import durable
-from common.model.checkpoint_files import checkpoints_in, is_checkpoint
-from common.model.convert import as_model
+from common.model.checkpoint_files import MANIFEST, checkpoints_in
 from common.model.flops import differs_by_layer
 from common.model.loading import (
     load_config,
@@ -38,8 +37,8 @@ def find_model(model: str, label: str, weights: bool) -> str:
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
             raise ValueError(f"{label}: no such folder")
         folder = _download(label, model, weights)
-    if weights and is_checkpoint(folder):
-        folder = as_model(label, folder)
+    if (folder / MANIFEST).is_file():  # a checkpoint of a run
+        folder = folder / "hf"
     checkpoints = checkpoints_in(folder) or checkpoints_in(folder / "checkpoints")
     if checkpoints and not (folder / "config.json").exists():
         raise ValueError(

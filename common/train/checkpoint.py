@@ -1,22 +1,22 @@
 """Resumable checkpoints, and the Hugging Face export.
 
 `checkpoints/step_000100/` contains PyTorch's distributed checkpoint of model and optimizer, which
-any number of ranks can load; `state.json` (step and data cursor); config and tokenizer, which make
-it a model (`model/convert.py`); and `manifest.json` (size and CRC of every file). A save writes to
-a temporary folder and renames it at the end, so that an interrupted save is ignored. All ranks must
-share the folder."""
+any number of ranks can load; `state.json` (step and data cursor); `manifest.json` (size and CRC of
+these files); and `hf/`, the model of this step, which `--model .../step_000100` loads. A save
+writes to a temporary folder and renames it at the end, so that an interrupted save is ignored. All
+ranks must share the folder."""
 
 import json
 import re
 import shutil
 from collections import ChainMap
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import yaml
+from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.optim import Optimizer
 
@@ -56,6 +56,7 @@ class Checkpointer:
         self.checkpoints = self.folder / "checkpoints"
         self.model = model
         self.stateful = stateful
+        self.saved = 0  # step of the last checkpoint that this process wrote
         self.moving = moving
         self.trained = {"": (model, optimizer)}
         if value is not None:
@@ -120,19 +121,6 @@ class Checkpointer:
             tensors["moving"] = {n: x.detach() for n, x in self.moving.named_parameters()}
         return tensors
 
-    @property
-    def size(self) -> int:
-        """Return the bytes of a checkpoint, nearly: those of the moving and the trained weights,
-        and of two moments of each of the latter."""
-        trained = chain(*(model.parameters() for model, _ in self.trained.values()))
-        moving = self.moving.parameters() if self.moving is not None else ()
-        return sum(3 * p.nbytes for p in trained if p.requires_grad) + sum(p.nbytes for p in moving)
-
-    def free_space(self) -> int:
-        """Return the free bytes of the disk with the checkpoints. Collective."""
-        free = shutil.disk_usage(self.folder).free if distributed.is_main() else 0
-        return distributed.gather_objects(free)[0]
-
     def save(self, step: int) -> None:
         """Write the checkpoint after `step` steps, then delete all but the newest `--keep_last`.
         Collective.
@@ -142,12 +130,6 @@ class Checkpointer:
 
         final = self.checkpoints / f"step_{step:06d}"
         work = final.with_suffix(".tmp")
-        free = self.free_space()
-        if free < self.size:
-            need = f"a checkpoint needs {self.size / 1e9:.3g} GB, {free / 1e9:.3g} GB are free"
-            raise distributed.RunError(
-                f"--output_dir {self.folder}: {need}; older checkpoints are intact"
-            )
         if distributed.is_main():
             work.mkdir(parents=True)
         distributed.barrier()
@@ -155,20 +137,10 @@ class Checkpointer:
         if distributed.is_main():
             state = {name: item.state_dict() for name, item in self.stateful.items()}
             (work / checkpoint_files.STATE).write_text(json.dumps(dict(step=step) | state))
-            (work / checkpoint_files.WEIGHTS).write_text(json.dumps(exported_dtypes(self.model)))
-            if has_adapters(self.model.hf):
-                from common.model.lora import adapted
-
-                (work / checkpoint_files.ADAPTED).write_text(json.dumps(adapted(self.model)))
-            names = self.model.export_names
-            if names is not None:
-                base = dict(path=str(Path(self.model.path).resolve()), names=names._asdict())
-                (work / checkpoint_files.BASE).write_text(json.dumps(base))
-            write_files(self.files, work)
-        distributed.barrier()
-        files = sorted(file for file in work.rglob("*") if file.is_file())
+        write_model(self.model, self.files, work / "hf")
+        files = sorted(file for file in work.iterdir() if file.is_file())  # hf/ has checksums.json
         share = files[dist.get_rank() :: dist.get_world_size()]
-        fingerprints = {str(file.relative_to(work)): durable.fingerprint(file) for file in share}
+        fingerprints = {file.name: durable.fingerprint(file) for file in share}
         manifest = dict(ChainMap(*distributed.gather_objects(fingerprints)))
         if distributed.is_main():
             (work / checkpoint_files.MANIFEST).write_text(json.dumps(manifest))
@@ -178,17 +150,26 @@ class Checkpointer:
             for old in checkpoints_in(self.checkpoints)[self.args.keep_last :]:
                 _delete(old)
         distributed.barrier()
+        self.saved = step
 
-    def export_hf(self, name: str = "hf") -> None:
-        """Write `hf/`: safetensors in `--export_dtype`, config, tokenizer and model card. Adapters
-        are merged, and also written alone to `adapter/` (`best_adapter/` for `best/`). Collective.
+    def export_hf(self, step: int, name: str = "hf") -> None:
+        """Write `hf/`, the model after `step` steps: safetensors in `--export_dtype`, config,
+        tokenizer and model card. Adapters are merged, and also written alone to `adapter/`
+        (`best_adapter/` for `best/`). Collective.
 
-        Weights are gathered one at a time, to rank 0's host only. The new folder replaces the old
-        one at the end, except for a model card, which the user may have edited."""
+        The new folder replaces the old one at the end, except for a model card, which the user may
+        have edited."""
         folder = self.folder / name
-        card = folder / CARD
-        edited = {CARD: card.read_bytes()} if card.is_file() else {}
-        _export(self.model, self.files | edited, folder)
+        work = folder.with_suffix(".tmp")
+        if step != self.saved:
+            write_model(self.model, self.files, work)
+        elif distributed.is_main():
+            shutil.copytree(self.checkpoints / f"step_{step:06d}" / "hf", work)
+        if distributed.is_main():
+            if (folder / CARD).is_file():
+                shutil.copy(folder / CARD, work)
+            durable.replace_folder(work, folder)
+        distributed.barrier()
         if self.args.lora_rank:
             from common.model.adapter_files import save_adapter
 
@@ -197,12 +178,11 @@ class Checkpointer:
 
 
 def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = "auto") -> None:
-    """Write the export of `Checkpointer.export_hf`, without separate adapters, to any folder, in
-    the dtype of the base. Collective."""
+    """Write a model to a new folder, in the dtype of its base. Collective."""
     files: dict[str, bytes] = {}
     if distributed.is_main():
         files = hf_files(model, tokenizer, prompt_format, base_dtype(model.path))
-    _export(model, files, folder)
+    write_model(model, files, folder)
 
 
 def export_dtype(model: PackedModel, name: str) -> torch.dtype:
@@ -285,15 +265,17 @@ def exported_dtypes(model: PackedModel) -> dict[str, str | None]:
     return dtypes
 
 
-def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
+def write_model(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
+    """Write a model's `files` and weights to a new folder: safetensors of at most 5 GB in the dtype
+    of config.json, an index if there are several, and checksums. Weights are gathered one at a
+    time, to rank 0's host only. Collective."""
     state = model.hf.state_dict()
     names = model.export_names
     weights = {}
-    work = folder.with_suffix(".tmp")
     if distributed.is_main():
-        work.mkdir(parents=True)
-        write_files(files, work)
-        dtype = load_config(work).dtype or torch.float32
+        folder.mkdir(parents=True)
+        write_files(files, folder)
+        dtype = load_config(folder).dtype or torch.float32
     for name, kept_dtype in exported_dtypes(model).items():
         tensor = whole(state[name])
         if has_adapters(model.hf):
@@ -315,8 +297,10 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
 
             others = set(names.passengers) - weights.keys()
             weights |= dict(read_weights(model.path, sorted(others)))
-        checkpoint_files.write_safetensors(weights, work)
-        durable.replace_folder(work, folder)
+        save_torch_state_dict(weights, folder)
+        for file in folder.glob("*.safetensors"):
+            shutil.copymode(folder / "config.json", file)  # safetensors writes 0600
+        durable.write_checksums(folder)
     distributed.barrier()
 
 

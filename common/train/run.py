@@ -91,16 +91,6 @@ class Run:
             change = f"continues as if for {total_steps} from the start"
             plan = f"was planned for {self.planned_steps} steps, {change}"
             self.message(f"--lr_schedule {args.lr_schedule}: {plan}")
-        saves = min(args.keep_last + 1, math.ceil((total_steps - self.finished) / args.save_every))
-        needed = saves * self.checkpointer.size
-        free = self.checkpointer.free_space()
-        if free < needed:
-            problem = (
-                f"{free / 1e9:.3g} GB are free, {saves} checkpoints need {needed / 1e9:.3g} GB"
-            )
-            self.message(
-                f"--output_dir {args.output_dir}: {problem}; free some, or lower --keep_last"
-            )
 
     def state_dict(self) -> dict:
         state = dict(num_tokens=self.num_tokens, history=self.history, total_steps=self.total_steps)
@@ -235,7 +225,7 @@ class Run:
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
         self.best = value
-        self.checkpointer.export_hf("best")
+        self.checkpointer.export_hf(finished, "best")
         folder = f"{self.args.output_dir}/best"
         self.message(f"best {name} so far: {value:.4g} after step {finished}, in {folder}")
 
@@ -258,7 +248,7 @@ class Run:
         if self.finished > self.saved:
             self._save()
         if self.finished or not stopped:  # else nothing was trained
-            self.checkpointer.export_hf()
+            self.checkpointer.export_hf(self.finished)
         if stopped:
             self.message(f"stopped after step {self.finished}; the same command resumes from there")
         else:

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, run
-from model.test_convert import saved
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from bench.models import ARGS, checkpoint
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
@@ -103,17 +102,6 @@ def test_head_of_gpt_neox_has_its_name_in_files(neox, tmp_path, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
-def test_checkpoint_of_gpt_neox_converts_to_its_export(lora, neox, sums, tmp_path):
-    run(1, "sft.py", *STEPS, "--model", neox, "--dataset", sums, "--output_dir", tmp_path, *lora)
-    exported = stored(tmp_path / "hf")
-    found = resolve_model(str(tmp_path / "checkpoints" / "step_000002"))
-    converted = stored(found)
-    assert converted.keys() == exported.keys() == stored(neox).keys()
-    assert all(torch.equal(converted[name], exported[name]) for name in exported)
-
-
-@pytest.mark.slow
 def test_reward_model_of_gpt_neox_is_opened_by_transformers(neox, tmp_path, device):
     model = load_scalar_model(neox, ARGS, device)
     export_hf(model, load_tokenizer(neox), tmp_path / "hf")
@@ -149,14 +137,6 @@ def test_router_bias_keeps_its_precision(tmp_path, device):
     export_hf(policy, load_tokenizer(path), tmp_path / "hf")
     exported = stored(tmp_path / "hf")
     sent = dict(whole_weights(policy, torch.bfloat16))
-    training = saved(tmp_path / "run", device, path)  # a checkpoint after other weights
-    training.export_hf()
-    found = resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000001"))
-    after = stored(tmp_path / "run" / "hf")
-    converted = stored(found)
-    assert converted.keys() == after.keys()
-    assert all(converted[n].dtype == after[n].dtype for n in after)
-    assert all(torch.equal(converted[n], after[n]) for n in after)
     for name, bias in biases.items():
         assert exported[name].dtype == torch.float32
         for weights in (policy.hf.state_dict(), engine.replica.state_dict(), exported, sent):

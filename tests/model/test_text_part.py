@@ -156,14 +156,6 @@ def test_training_changes_the_language_model_alone(path, trained, device):
     torch.testing.assert_close(logprobs_T, expected_T, atol=2e-5, rtol=0)
 
 
-def test_checkpoint_converts_to_its_export(trained, device):
-    """With the other parts too, and the class of the base."""
-    found = Path(resolve_model(str(trained / "checkpoints" / "step_000002")))
-    assert same(stored(found), stored(trained / "hf"))
-    assert (found / "config.json").read_bytes() == (trained / "hf" / "config.json").read_bytes()
-    opens_whole(found)
-
-
 def test_weights_for_an_engine_are_those_of_the_policy(family, path, device):
     """They have the names of transformers' model, with a tied head too."""
     expected = load_policy(path, ARGS, device).hf.state_dict()
@@ -194,10 +186,8 @@ def test_second_generation_trains_from_an_export(path, trained, sums, tmp_path):
 
 @pytest.mark.slow
 def test_run_resumes_exactly(path, main, sums, tmp_path):
-    flags = (*STEPS, "--model", path, "--dataset", sums, "--keep_last", 1)
-    flags = (*flags, "--keep_last", 2)
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--keep_last", 2)
     main("sft", *flags, "--output_dir", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000001" / "hf", ignore_errors=True)
     assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=2)
 
 
@@ -222,15 +212,12 @@ def adapted(family, path, sums, device, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_adapters_are_merged_into_the_language_model(path, adapted, device):
-    """The export and a converted checkpoint are equal and open with the class of the base; other
-    weights have the bits of the base."""
+    """The export opens with the class of the base; other weights have the bits of the base."""
     before, after = stored(path), stored(adapted / "hf")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(is_of_text(name) for name in changed)
     assert all(before[name].ndim == 2 for name in changed)
     opens_whole(adapted / "hf")
-    found = Path(resolve_model(str(adapted / "checkpoints" / "step_000002")))
-    assert same(stored(found), after)
 
 
 @pytest.mark.slow
@@ -300,8 +287,6 @@ def test_reward_model_is_a_classifier_of_text(reward_run, device):
         score = scores(mb)[-1]
         expected = model(input_ids=torch.tensor([ids])).logits[0, 0]
     torch.testing.assert_close(score.cpu(), expected, atol=1e-5, rtol=0)
-    found = resolve_model(str(reward_run / "checkpoints" / "step_000002"))
-    assert same(stored(found), stored(hf))
 
 
 @pytest.mark.slow
@@ -314,9 +299,9 @@ def test_classifier_of_each_family_opens_or_is_refused(path, tmp_path, device):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    export_hf(model, load_tokenizer(path), tmp_path)
+    export_hf(model, load_tokenizer(path), tmp_path / "hf")
     opened, info = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path, dtype=torch.float32, output_loading_info=True
+        tmp_path / "hf", dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values()), info
     ids = [3, 17, 40, 8]
@@ -356,8 +341,6 @@ def test_value_model_starts_from_such_a_folder(lora, gemma, sums, tmp_path):
     opens_whole(tmp_path / "hf")
     for line in metrics(tmp_path):
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
-    found = Path(resolve_model(str(tmp_path / "checkpoints" / "step_000002")))
-    assert same(stored(found), stored(tmp_path / "hf"))
 
 
 # ---- engines ----
@@ -482,32 +465,8 @@ def test_other_parts_keep_their_dtype(gemma, tmp_path, device):
 
 
 @pytest.mark.slow
-def test_checkpoint_whose_base_is_gone_does_not_convert(gemma, sums, tmp_path):
-    """Else the export would lack the other parts."""
-    base = shutil.copytree(gemma, tmp_path / "base")
-    flags = (*STEPS, "--model", base, "--dataset", sums, "--output_dir", tmp_path / "run")
-    run(1, "sft.py", *flags)
-    shutil.rmtree(base)
-    with pytest.raises(ValueError, match="cannot write"):
-        resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000002"))
-
-
-@pytest.mark.slow
-def test_relative_base_is_found_from_other_folders(gemma, main, sums, tmp_path, monkeypatch):
-    shutil.copytree(gemma, tmp_path / "base")
-    monkeypatch.chdir(tmp_path)
-    flags = (*STEPS, "--model", "base", "--dataset", sums, "--output_dir", tmp_path / "run")
-    main("sft", *flags)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    found = resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000002"))
-    assert same(stored(found), stored(tmp_path / "run" / "hf"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
 def test_stacked_experts_stay_stacked(lora, sums, tmp_path):
-    """In an export and in a converted checkpoint."""
     path = checkpoint("qwen3_5_moe", tmp_path / "files")
     stacked = Path(shutil.copytree(path, tmp_path / "stacked"))
     for file in stacked.glob("*.safetensors*"):
@@ -518,9 +477,7 @@ def test_stacked_experts_stay_stacked(lora, sums, tmp_path):
     flags = (*STEPS, "--model", stacked, "--dataset", sums, "--output_dir", tmp_path / "run")
     run(1, "sft.py", *flags, *lora)
     assert stored(tmp_path / "run" / "hf").keys() == stored(stacked).keys()
-    found = Path(resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000002")))
-    assert same(stored(found), stored(tmp_path / "run" / "hf"))
-    opens_whole(found)
+    opens_whole(tmp_path / "run" / "hf")
 
 
 # ---- rows and flags ----
