@@ -9,10 +9,7 @@ It learns from pairs of a chosen and a rejected completion, with rewards r_c and
 
     L = mean_pairs [ -log sigma(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2 ]      loss()
 
-The trained model evaluates and relabels pairs:
-
-    rm.py --model runs/rm/hf --dataset pairs.jsonl --eval_only          # how often does it agree?
-    rm.py --model runs/rm/hf --dataset pairs.jsonl --relabel new.jsonl  # swap the others
+tools/relabel.py measures how often the trained model agrees with pairs, and swaps the others.
 
 Differences from the paper: pairs instead of rankings of several answers; a penalty centres the
 rewards, not a shift. See docs/rm.md.
@@ -20,11 +17,9 @@ rewards, not a shift. See docs/rm.md.
 Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch; sequences 2i and 2i + 1 are
 chosen and rejected of pair i."""
 
-import json
 import math
 from collections import Counter
 from itertools import chain
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -35,19 +30,17 @@ from torch.nn.functional import logsigmoid
 from common.config.flags import NotNegative, Positive
 from common.config.groups import TrainArgs
 from common.config.parse import parse
-from common.config.rules import require_default
 from common.config.training import PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups, positions_of_share
 from common.data.pairs import encode_pair, encode_pairs
-from common.data.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
+from common.data.rows import PAIR_COLUMNS
 from common.data.sample import Sample, at_end
-from common.evaluate.held_out import held_out_accuracy, wilson_interval
+from common.evaluate.held_out import held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import ScalarModel, load_scalar_model
-from common.model.score import score
 from common.parallel import distributed
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
@@ -86,7 +79,7 @@ class Args(PrefixArgs, TrainArgs):
     generates = False  # no flag: the model is a reward model
     output_dir: str = ""
     """folder for all that the run writes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/;
-    with --eval_only scores.jsonl; default: runs/ and the name of the script"""
+    default: runs/ and the name of the script"""
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
@@ -102,21 +95,12 @@ class Args(PrefixArgs, TrainArgs):
     """weight of (rc + rr)^2, rc and rr the rewards of chosen and rejected, which keeps the mean
     reward near 0 (arXiv:2312.09244)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    eval_only: bool = False
-    """do not train: score every pair of `dataset` with the reward model `model`"""
-    relabel: str | None = None
-    """.jsonl file to write: the pairs of `dataset`, swapped where the reward model disagrees
-    (implies --eval_only)"""
 
     def __post_init__(self) -> None:
         if self.max_length and 2 * self.max_length > self.pack_capacity:
             raise ValueError(
                 f"--max_length {self.max_length}: two sequences must fit in {self.pack_flags}"
             )
-        if self.relabel is not None and not self.relabel.endswith(".jsonl"):
-            raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
-        if self.eval_only or self.relabel:
-            require_default(self, ("dry_run",), "with --eval_only")
 
 
 def encode_rows(
@@ -199,108 +183,15 @@ def evaluate(
     return meter
 
 
-def agreement(accuracy: float, pairs: int) -> str:
-    low, high = wilson_interval(accuracy, pairs)
-    return f"{accuracy:.3f} of {pairs} pairs (95% interval {low:.3f} to {high:.3f})"
-
-
-def writable(flag: str, path: Path) -> Path:
-    """Where to write before `path` is replaced. Raises `ValueError` naming `flag`, before anything
-    slow."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work = path.with_name(f"{path.name}.tmp")
-        work.touch()
-        if path.is_dir():
-            raise IsADirectoryError(0, "is a folder")
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from error
-    return work
-
-
-def score_dataset(
-    args: Args, path: str, encoder: Encoder, device: torch.device, rank: int, world_size: int
-) -> None:
-    """`--eval_only` and `--relabel`: scores.jsonl in the output folder, agreement on the console,
-    and the swapped rows.
-
-    A pair of equal scores is no disagreement: it is left as it is, and counts as half in the
-    agreement."""
-    rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
-    columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS, args.on_bad_row)
-    pairs, counts = encode_rows(rows, columns, encoder, args)
-    if not pairs:
-        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
-    if args.relabel is not None and Path(args.relabel).resolve() in [
-        Path(data).resolve() for data in args.dataset
-    ]:
-        raise ValueError(f"--relabel {args.relabel} is the --dataset itself")
-    outputs = {"--output_dir": Path(args.output_dir) / "scores.jsonl"}
-    if args.relabel is not None:
-        outputs["--relabel"] = Path(args.relabel)
-        try:
-            json.dumps([pair[0].row for pair in pairs])
-        except TypeError as error:
-            raise ValueError(
-                f"--relabel: the rows of {args.dataset_flag} cannot be written as JSON: {error}"
-            ) from error
-    temporary_files = (
-        {flag: writable(flag, output) for flag, output in outputs.items()}
-        if distributed.is_main()
-        else {}
-    )
-    model = load_scalar_model(path, args, device, trainable=False)
-    # without the target that `at_end` appended
-    share = [[sample.ids[:-1] for sample in pair] for pair in pairs[rank::world_size]]
-    ranks = distributed.gather_objects(
-        score(model, share, args.pack_tokens, args.share_prefix, device)
-    )
-    if not distributed.is_main():
-        return
-    scores = [
-        ranks[i % world_size][2 * (i // world_size) : 2 * (i // world_size) + 2]
-        for i in range(len(pairs))
-    ]
-    right = sum(chosen > rejected for chosen, rejected in scores)
-    ties = sum(chosen == rejected for chosen, rejected in scores)
-    flat = torch.tensor(scores, dtype=torch.float64)
-    if counts:
-        print(f"of {len(rows)} rows {reasons(counts)}")
-    agreed = agreement((right + ties / 2) / len(pairs), len(pairs))
-    print(f"the reward model agrees with {agreed}, {ties} ties")
-    chosen, rejected = flat.mean(0).tolist()
-    spread = flat.std(correction=0)
-    means = f"mean reward of chosen {chosen:.3f}, of rejected {rejected:.3f}"
-    overall = f"std {spread:.3f}, from {flat.min():.3f} to {flat.max():.3f}"
-    print(f"{means}, margin {chosen - rejected:.3f}; all: {overall}")
-    for flag, work in temporary_files.items():
-        with work.open("w", encoding="utf-8") as file:
-            for pair, (chosen, rejected) in zip(pairs, scores, strict=True):
-                row = {k: v for k, v in pair[0].row.items() if k != "_source"}
-                if flag == "--output_dir":
-                    row = dict(row=pair[0].row["_source"], chosen=chosen, rejected=rejected)
-                elif chosen < rejected:
-                    row |= dict(chosen=row["rejected"], rejected=row["chosen"])
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        work.replace(outputs[flag])
-    if args.relabel is not None:
-        distributed.say(f"{len(pairs) - right - ties} pairs swapped: {args.relabel}")
-
-
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
-    training = not (args.eval_only or args.relabel)
-    if training:
-        prepare_output_dir(args)
+    prepare_output_dir(args)
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
     fit_max_length(args, path, room=args.pack_capacity // 2)
     tokenizer = load_tokenizer(path, args)
-    if not training:
-        score_dataset(args, path, Encoder(tokenizer, args), device, rank, world_size)
-        return distributed.cleanup()
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, kept=("margin",)
     )

@@ -321,7 +321,6 @@ FLAG_ERRORS = [
     ),
     ("rm", "--center_coefficient -1", "--center_coefficient -1 must be greater than or equal to 0"),
     ("rm", "--max_length 4097", "--max_length 4097: two sequences must fit in --pack_tokens 8192"),
-    ("rm", "--relabel out.csv", "--relabel out.csv must end in .jsonl"),
     (
         "rm",
         "--batch_size 7",
@@ -575,19 +574,6 @@ def test_bad_margins_are_refused(margin, first, tokenizer):
         rm.encode_rows(rows, columns, Encoder(tokenizer, args := rm.Args(max_length=2048)), args)
 
 
-@pytest.mark.parametrize("relabel", ["/proc/out.jsonl", "folder.jsonl", "pairs.jsonl"])
-def test_unwritable_relabel_path_is_refused(relabel, tokenizer, tmp_path, monkeypatch, device):
-    """The check precedes the loading of the model."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder.jsonl").mkdir()
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
-    args = rm.Args(
-        max_length=2048, relabel=relabel, dataset="pairs.jsonl", output_dir=str(tmp_path)
-    )
-    with pytest.raises(ValueError, match=f"--relabel {relabel}"):
-        rm.score_dataset(args, "/absent", Encoder(tokenizer, args), device, 0, 1)
-
-
 def test_overlong_rows_are_refused(tokenizer):
     args = sft.Args(max_length=5, overlong="error")
     with pytest.raises(ValueError, match="a:1: 6 tokens exceed --max_length 5"):
@@ -774,12 +760,6 @@ DATA_ERRORS = [
     ("rm", "--max_length 4", "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)"),
     ("dpo", "--reference_model /absent", "--reference_model /absent: no such folder"),
     ("kto", "--reference_model /absent", "--reference_model /absent: no such folder"),
-    (
-        "rm",
-        "--eval_only --dataset_split other",
-        "rows.jsonl has no split 'other': see --dataset_split",
-    ),
-    ("rm", "--eval_only", "without a reward head"),
 ]
 
 

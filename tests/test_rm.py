@@ -120,31 +120,31 @@ def test_transformers_gives_the_export_equal_scores(two_ranks, data, device):
 
 
 @pytest.mark.slow
-def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(
-    two_ranks, data, tmp_path, main, capsys
-):
+def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(two_ranks, data, tmp_path):
     """Two ranks relabel; on one rank, the model agrees with every relabelled pair."""
+    flags = ("tools/relabel.py", "--model", two_ranks / "hf", "--output_dir")
+    first = run(2, *flags, tmp_path, "--dataset", data).stdout
     out = tmp_path / "relabelled.jsonl"
-    flags = ("--model", two_ranks / "hf", "--output_dir", tmp_path)
-    first = run(2, "rm.py", *flags, "--dataset", data, "--relabel", out).stdout
     before, after = (
         [json.loads(line) for line in path.read_text().splitlines()] for path in (data, out)
     )
-    scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
-    assert len(after) == len(scores) == 40 and [s["row"] for s in scores] == [
-        f"pairs.jsonl:{i}" for i in range(1, 41)
-    ]
-    for old, new, s in zip(before, after, scores, strict=True):
-        swapped = old | dict(chosen=old["rejected"], rejected=old["chosen"])
-        assert new == (swapped if s["chosen"] < s["rejected"] else old)
-    wrong = sum(s["chosen"] < s["rejected"] for s in scores)
-    assert 0 < wrong < 40
-    assert (
-        f"agrees with {1 - wrong / 40:.3f} of 40 pairs" in first
-        and f"{wrong} pairs swapped" in first
-    )
-    main("rm", *flags, "--dataset", out, "--eval_only")
-    assert "agrees with 1.000 of 40 pairs" in capsys.readouterr().out
+    wrong = 0
+    for old, new in zip(before, after, strict=True):
+        swapped = dict(old, chosen=old["rejected"], rejected=old["chosen"], margin=0)
+        assert new in (old, swapped)
+        wrong += new == swapped
+    assert 0 < wrong < 40 and f"agrees with {1 - wrong / 40:.3f} (" in first
+    assert "agrees with 1.000 (" in run(1, *flags, tmp_path / "again", "--dataset", out).stdout
+    refused = run(1, *flags, tmp_path, "--dataset", data, code=1)
+    assert "it has a relabelled.jsonl; name another one" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_language_model_relabels_nothing(small, data, tmp_path):
+    flags = (*small[:2], "--dataset", data, "--output_dir", tmp_path)
+    done = run(1, "tools/relabel.py", *flags, code=1)
+    assert "a language model without a reward head" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_bradley_terry_loss_equals_a_calculation_by_hand():

@@ -1,0 +1,64 @@
+"""Swap chosen and rejected where a reward model prefers the rejected side.
+
+    torchrun --nproc_per_node 4 tools/relabel.py --model runs/rm/hf --dataset pairs.jsonl --output_dir runs/relabelled
+
+It takes the flags of rm.py for model and data, prints how often the model agrees with the pairs, and
+writes <output_dir>/relabelled.jsonl. A swapped pair has the margin 0, if there are margins."""  # noqa: E501
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.config.parse import parse
+from common.data.encode import Encoder
+from common.data.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
+from common.evaluate.held_out import wilson_interval
+from common.model.hub import fit_max_length, load_tokenizer, resolve_model
+from common.model.policy import load_scalar_model
+from common.model.score import score
+from common.parallel import distributed
+from rm import Args, encode_rows
+
+
+def main(args: Args) -> None:
+    device, rank, world_size = distributed.setup(args.seed)
+    file = Path(args.output_dir, "relabelled.jsonl")
+    if file.exists():
+        raise ValueError(f"--output_dir {args.output_dir}: it has a {file.name}; name another one")
+    path = resolve_model(args.model)
+    fit_max_length(args, path, room=args.pack_capacity // 2)
+    rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
+    columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS, args.on_bad_row)
+    encoder = Encoder(load_tokenizer(path, args), args)
+    pairs, counts = encode_rows(rows, columns, encoder, args)
+    if not pairs:
+        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
+    model = load_scalar_model(path, args, device, trainable=False)
+    # Without the target behind the last token.
+    share = [[sample.ids[:-1] for sample in pair] for pair in pairs[rank::world_size]]
+    scores = score(model, share, args.pack_tokens, args.share_prefix, device)
+    scores_of_ranks = distributed.gather_objects(list(zip(scores[::2], scores[1::2], strict=True)))
+    if distributed.is_main():
+        right = 0.0
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf-8") as lines:
+            for i, (pair, _) in enumerate(pairs):
+                chosen, rejected = scores_of_ranks[i % world_size][i // world_size]
+                row = {name: x for name, x in pair.row.items() if name != "_source"}
+                right += (chosen > rejected) + (chosen == rejected) / 2
+                if chosen < rejected:
+                    row |= dict(chosen=row["rejected"], rejected=row["chosen"])
+                    row |= dict(margin=0.0) if "margin" in row else {}
+                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+        low, high = wilson_interval(right / len(pairs), len(pairs))
+        print(f"of {len(rows)} rows {reasons(counts)}" if counts else f"{len(pairs)} pairs")
+        print(f"the reward model agrees with {right / len(pairs):.3f} ({low:.3f} to {high:.3f})")
+        print(file)
+    distributed.cleanup()
+
+
+if __name__ == "__main__":
+    main(parse(Args))
+    distributed.end_process()
