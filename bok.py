@@ -8,15 +8,13 @@ The policy samples G completions of every prompt and learns the best ones by max
 in sft.py. No term of the objective lowers the probability of the others:
 
     R_i  = r_i - beta log(pi(y_i) / pi_ref(y_i))                                ranking_PG in main()
-    kept = the `keep` completions of a prompt with the highest R_i, or all with
-           R_i > keep_above                                                                   best()
+    kept = the `keep` completions of a prompt with the highest R_i                            best()
     L    = mean_t [ -log pi(y_t) ]                 t: tokens of the kept completions          loss()
 
-With `--offline` the starting model samples once, for all prompts, and the best of these completions
-are the training set. Differences from the papers: a rollout is one optimizer step by default, where
-RAFT alternates large rounds of sampling and training; --prompts_per_step, --minibatches and
---epochs_per_rollout make such rounds. See docs/bok.md. The loss reads no log-prob of the engine, so
-the sampled distribution may be truncated (--top_p, --top_k, --min_p).
+Differences from the papers: a rollout is one optimizer step by default, where RAFT alternates large
+rounds of sampling and training; --prompts_per_step, --minibatches and --epochs_per_rollout make
+such rounds. See docs/bok.md, also for one round with eval.py and sft.py. The loss reads no log-prob
+of the engine, so the sampled distribution may be truncated (--top_p, --top_k, --min_p).
 
 Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
@@ -24,20 +22,17 @@ targets_T[t]."""
 
 import math
 from itertools import chain, compress
-from pathlib import Path
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import AtLeast2, NotNegative, Positive, Real
+from common.config.flags import AtLeast2, NotNegative, Positive
 from common.config.objectives import LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.config.rules import require_default
 from common.config.truncation_flags import TruncationArgs
 from common.data.packing import pack_minibatches, per_sample
-from common.data.sample import Completion
 from common.evaluate.greedy import evaluate_prompts
 from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
@@ -45,14 +40,9 @@ from common.model.policy import load_policy, load_reference
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement
-from common.rollout.completions_file import (
-    read_completions,
-    sample_completions,
-    samples_to_train_on,
-)
 from common.rollout.measure import measure_groups, truncation_penalties
-from common.rollout.prompts import Prompts, load_prompts
-from common.rollout.sampler import Sampler, make_sampler, serve
+from common.rollout.prompts import load_prompts
+from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, describe_rollouts, dry_run, num_steps
 from common.train.run import Run
@@ -64,12 +54,9 @@ SHOW = ("loss", "reward", "eval/solved", "time/step")
 # ---- the objective ----
 
 
-def best(ranking_PG: Tensor, *, keep: int, keep_above: float | None) -> Tensor:
+def best(ranking_PG: Tensor, keep: int) -> Tensor:
     """Return which completions are trained on, [P, G] bool: the `keep` highest of each group, the
-    first among equals, or all above `keep_above`. A completion without a reward (NaN) is not
-    kept."""
-    if keep_above is not None:
-        return ranking_PG > keep_above
+    first among equals. A completion without a reward (NaN) is not kept."""
     order_PG = ranking_PG.nan_to_num(nan=-math.inf).argsort(dim=-1, descending=True, stable=True)
     return (order_PG.argsort(dim=-1) < keep) & ~ranking_PG.isnan()
 
@@ -82,24 +69,15 @@ def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass
 class Args(TruncationArgs, LogKLArgs, OnlineArgs):
-    output_dir: str = ""
-    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png,
-    checkpoints/, hf/; with --offline completions.jsonl too"""
-
     lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 4
     """completions sampled for each prompt (G, the k of best-of-k)"""
     keep: Positive[int] = 1
     """number of completions of each prompt to train on: those of highest reward, the first of equal
     ones"""
-    keep_above: Real | None = None
-    """reward, less penalties, above which a completion is trained on; in place of `keep`"""
     beta: NotNegative[float] = 0.0
     """weight of a KL penalty in the ranking of completions, reward - beta log(policy / starting
     model); 0: no penalty, and no reference model in memory"""
-    offline: bool = False
-    """sample from the starting model, once before training, and train on the best of these
-    completions"""
 
     def __post_init__(self) -> None:
         if self.keep >= self.samples_per_prompt:
@@ -107,53 +85,6 @@ class Args(TruncationArgs, LogKLArgs, OnlineArgs):
             raise ValueError(
                 f"--keep {self.keep} must be at most {most}, below --samples_per_prompt"
             )
-        if self.keep_above is not None:
-            require_default(self, ("keep",), "with --keep_above")
-        if self.offline:
-            require_default(self, ("beta", "log_kl"), "with --offline: the starting model samples")
-            require_default(self, ("rollout_ranks",), "with --offline: nothing is sampled")
-
-
-def sample_offline(
-    args: Args, prompts: Prompts, rollouts: Sampler, rewards: Rewards, tokenizer
-) -> tuple[list[list[Completion]], Tensor]:
-    """Return the starting model's completions of all prompts, on every rank, and their rewards,
-    [prompts, G]; none after a stop. They are stored in completions.jsonl; a complete file is only
-    read. Collective.
-
-    Raises `ValueError` for a file that is damaged or has other prompts.
-    """
-    file = Path(args.output_dir) / "completions.jsonl"
-    lines = read_completions("--output_dir", file, prompts, tokenizer, own=True, to_train_on=True)
-    stored = len(lines[0]["completions"]) if lines else args.samples_per_prompt
-    if stored != args.samples_per_prompt:
-        problem = f"{stored} completions of a prompt"
-        raise ValueError(f"{file}: {problem}, --samples_per_prompt is {args.samples_per_prompt}")
-
-    def generate(asked: Prompts, seeds: list[int]) -> list[list[Completion]]:
-        return rollouts.sample_now(0, asked, seeds, args.samples_per_prompt, args.temperature)
-
-    lines = sample_completions(
-        file,
-        lines,
-        prompts,
-        generate,
-        rewards,
-        batch_size=args.prompts_per_step,
-        seed=args.seed,
-        to_train_on=True,
-    )
-    if len(lines) < len(prompts):
-        distributed.say(
-            f"stopped after {len(lines)} of {len(prompts)} prompts; the same command continues"
-        )
-        return [], torch.zeros(0)
-    scores = [
-        [math.nan if c["reward"] is None else c["reward"] for c in line["completions"]]
-        for line in lines
-    ]
-    groups = samples_to_train_on(lines, prompts, tokenizer, episodes=args.has_turns)
-    return groups, torch.tensor(scores, dtype=torch.float64)
 
 
 def main(args: Args) -> None:
@@ -179,11 +110,6 @@ def main(args: Args) -> None:
     reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
     rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # here or on rollout ranks
-    if args.offline:  # before a checkpoint is loaded: the policy still is the starting model
-        stored, stored_rewards = sample_offline(args, prompts, rollouts, rewards, tokenizer)
-        if not stored:  # a stop was requested
-            rollouts.close()
-            return distributed.cleanup()
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
@@ -195,31 +121,19 @@ def main(args: Args) -> None:
     meter = run.meter
     if args.truncation is not None:  # the engine's log-probs are those of another distribution
         run.message("engine and trainer are not compared: the sampled distribution is truncated")
-    if args.offline:
-        mean = stored_rewards.nanmean()
-        run.message(f"offline: {stored_rewards.numel()} completions, mean reward {mean:.4g}")
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
     for step in run.steps():  # saves checkpoints between steps
-        # ---- 1. rollout: G completions of each of P prompts, sampled now or before training ----
-        if args.offline:
-            positions = list(rollouts.positions)
-            drawn = rollouts.queue.order.draw(args.prompts_per_step)
-            rows = [drawn[position] for position in positions]
-            groups = [stored[row] for row in rows]
-            rewards_PG = stored_rewards[rows]
-            named_rewards = {}
-        else:
-            groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
-            if groups is None:  # a stop was requested
-                break
-            positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
-            with meter.time("reward"):
-                rewards_PG, named_rewards, _ = rewards(groups, meter)
+        # ---- 1. rollout: G completions of each of P prompts ----
+        groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
+        if groups is None:  # a stop was requested
+            break
+        positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
+        with meter.time("reward"):
+            rewards_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
-        is_own_rollout = step == 0 or not args.offline  # stored ones are the starting model's
-        if is_own_rollout and args.truncation is None and run.checks_engine(step):
+        if args.truncation is None and run.checks_engine(step):
             require_rollout_agreement(policy, groups, step, args)
 
         # ---- 2. rank and choose; pack: completions move to the ranks that train on them ----
@@ -235,7 +149,7 @@ def main(args: Args) -> None:
             kl_PG = kl_BG[positions]
             ranking_PG = ranking_PG - args.beta * kl_PG
             meter.mean("kl", kl_PG.sum(), kl_PG.numel())
-        kept_PG = best(ranking_PG, keep=args.keep, keep_above=args.keep_above)
+        kept_PG = best(ranking_PG, args.keep)
         kept = [
             list(compress(group, kept_G)) for group, kept_G in zip(groups, kept_PG, strict=True)
         ]

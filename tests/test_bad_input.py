@@ -332,10 +332,6 @@ FLAG_ERRORS = [
         "--samples_per_prompt 4 --keep 4",
         "--keep 4 must be at most 3, below --samples_per_prompt",
     ),
-    ("bok", "--keep 2 --keep_above 0.5", "--keep 2 has no effect with --keep_above"),
-    ("bok", "--keep_above nan", "--keep_above nan must be finite in float32"),
-    ("bok", "--offline --beta 0.1", "--beta 0.1 has no effect with --offline"),
-    ("bok", "--offline --rollout_ranks 1", "--rollout_ranks 1 has no effect with --offline"),
     (
         "self_distill",
         "--ema_rate 0.1 --teacher live",

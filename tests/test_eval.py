@@ -230,9 +230,7 @@ def test_thoughts_do_not_vote(thoughts, majority, device):
     ]
     args = evaluation.Args(reward="boxed", thoughts=thoughts)
     rewards = Rewards(args, [row], load_tokenizer(tiny_model()), device)
-    lines = completions_file.make_lines(
-        [group], Prompts([[1]], [row]), rewards, greedy=False, to_train_on=False
-    )
+    lines = completions_file.make_lines([group], Prompts([[1]], [row]), rewards, greedy=False)
     assert evaluation.measure(args, lines)["majority_at_k"][4]["mean"] == majority
 
 
@@ -362,10 +360,6 @@ GOOD = '{"completion": "2"}\n'
         GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n',
         "line 11: `source` is rows.jsonl:7, but",
     ),
-    (
-        GOOD * 10 + '{"prompt_ids": [8], "completion": "1"}\n',
-        "line 11: `prompt_ids` are not the prompt",
-    ),
     (GOOD * 10 + '["1"]\n', "line 11: Input should be an object"),
     (None, "No such file"),
 ])  # fmt: skip
@@ -394,6 +388,15 @@ def test_changed_line_is_refused_in_the_file_of_the_run_itself(device, tmp_path)
         ValueError, match="line 1: it was changed after it was written; delete the file to sample"
     ):
         read(own=True)
+    good = json.dumps(dict(source="rows.jsonl:1", completions=[stored])) + "\n"
+    for text, words in (
+        (good.replace('"reward"', '"rewarded"'), "line 1: completion: reward is missing"),
+        (good.replace('"ids": [', '"ids": ["a", '), "line 1: completions.0.ids.0: "),
+        (good + good, "line 2: `source` is rows.jsonl:1, but this row of the data is missing"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            read(own=True)
 
 
 @pytest.mark.slow

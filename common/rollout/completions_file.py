@@ -3,9 +3,8 @@
     {"source": "rows.jsonl:1", "completions": [{"text": "2", "reward": 1.0, "ids": [9, 353], ...},
     ...]}
 
-eval.py and bok.py --offline append to it while they sample, and continue it after a kill. bok.py,
-which trains on it, also stores `prompt_ids` and the `logprobs` of the engine. Files of other
-programs need only the texts.
+eval.py appends to it while it samples, and continues it after a kill. Files of other programs need
+only the texts.
 
 Every rank has all lines, and samples or scores its share of the prompts.
 
@@ -60,7 +59,6 @@ class StoredCompletion(TypedDict, total=False):
     turns: int
     turn_rewards: list[tuple[int, float]]
     error: str
-    logprobs: list[float]
 
 
 Stored = Annotated[
@@ -74,7 +72,6 @@ class StoredLine(TypedDict, total=False):
 
     source: str
     images: dict[str, str]  # digest of each file
-    prompt_ids: list[int]
     completion: Stored
     completions: Annotated[list[Stored], Field(min_length=1)]
 
@@ -90,9 +87,7 @@ def own_share(count: int) -> range:
 # ---- sampling ----
 
 
-def make_lines(
-    groups: list[Group], prompts: Prompts, rewards: Rewards, greedy: bool, to_train_on: bool
-) -> list[dict]:
+def make_lines(groups: list[Group], prompts: Prompts, rewards: Rewards, greedy: bool) -> list[dict]:
     """Return the lines of `prompts` with the rewards of their completions. `groups` is this rank's
     share of them, and `greedy` says whether the first completion of each is greedy. Collective."""
     own = own_share(len(prompts))
@@ -103,8 +98,6 @@ def make_lines(
         lines[i] = dict(source=prompts.rows[i]["_source"])
         if group[0].images:
             lines[i]["images"] = {span.file: span.digest for span in group[0].images}
-        if to_train_on:
-            lines[i]["prompt_ids"] = prompts.ids[i]
         lines[i]["completions"] = [
             dict(text=s.text, answer_at=len(s.text) - len(rewards.thoughts.answer(s)),
                  greedy=greedy and k == 0,
@@ -115,7 +108,6 @@ def make_lines(
                  finish_reason=s.finish_reason, ids=s.completion_ids,
                  sampled=[int(m) for m in s.loss_mask[s.prompt_length :]],
                  turns=s.turns, turn_rewards=s.turn_rewards, error=s.error)
-            | (dict(logprobs=s.rollout_logprobs[s.prompt_length :]) if to_train_on else {})
             for k, s in enumerate(group)
         ]  # fmt: skip
     lines = distributed.gather_dict(lines)
@@ -128,7 +120,7 @@ def _null(x: Tensor) -> float | None:
 
 def sample_completions(
     file: Path, lines: list[dict], prompts: Prompts, generate: Generate, rewards: Rewards, *,
-    batch_size: int, seed: int, greedy: bool = False, to_train_on: bool = False,
+    batch_size: int, seed: int, greedy: bool = False,
 ) -> list[dict]:  # fmt: skip
     """Sample the prompts that `lines`, read from `file`, lack, append their lines to the file in
     batches and return all lines; fewer than there are prompts if the run is to stop. Collective.
@@ -144,7 +136,7 @@ def sample_completions(
         end = start + batch_size
         batch = Prompts(prompts.ids[start:end], prompts.rows[start:end])
         seeds = [distributed.fold_seed(seed, start + i) for i in range(len(batch))]
-        new = make_lines(generate(batch, seeds), batch, rewards, greedy, to_train_on)
+        new = make_lines(generate(batch, seeds), batch, rewards, greedy)
         lines += new
         if distributed.is_main():
             with file.open("a", encoding="utf-8") as out:
@@ -214,8 +206,6 @@ def _completion(stored: StoredCompletion, prompt: list[int], row: dict) -> Compl
     mask = [False] * len(prompt) + [bool(sampled) for sampled in stored["sampled"]]
     names = ("finish_reason", "text", "turns", "turn_rewards", "error")
     fields = {name: stored[name] for name in names}
-    if "logprobs" in stored:
-        fields["rollout_logprobs"] = [0.0] * len(prompt) + stored["logprobs"]
     return Completion(prompt + stored["ids"], mask, len(prompt), row, **fields)
 
 
@@ -225,22 +215,11 @@ def _restore(lines: list[dict], prompts: Prompts, indices: Iterable[int]) -> lis
     ]
 
 
-def samples_to_train_on(
-    lines: list[dict], prompts: Prompts, tokenizer, episodes: bool
-) -> list[Group]:
-    """Return all stored completions as a rollout returns them; `episodes`: with transcripts."""
-    groups = _restore(lines, prompts, range(len(lines)))
-    for completion in chain(*groups):
-        completion.versions = [0 if sampled else -1 for sampled in completion.loss_mask]
-        completion.transcript = tokenizer.decode(completion.completion_ids) if episodes else ""
-    return groups
-
-
 def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[dict]:
     """Return the lines with the rewards of the present flags. Collective."""
     greedy = bool(lines[0]["completions"][0].get("greedy"))
     groups = _restore(lines, prompts, own_share(len(lines)))
-    return make_lines(groups, prompts, rewards, greedy, to_train_on=False)
+    return make_lines(groups, prompts, rewards, greedy)
 
 
 def score_stored(
@@ -268,12 +247,11 @@ def score_stored(
 
 def read_completions(
     flag: str, path: Path, prompts: Prompts, tokenizer, *, own: bool = False,
-    to_train_on: bool = False, episodes: bool = False,
+    episodes: bool = False,
 ) -> list[dict]:  # fmt: skip
     """Return the lines of a file, line i for prompt i. In a run's `own` file the last lines may be
-    missing. `to_train_on`: with the log-probs of the engine. `episodes`: with the rewards of an
-    environment. Collective: rank 0 reads, and raises `ValueError` naming the line that is not
-    valid."""
+    missing. `episodes`: with the rewards of an environment. Collective: rank 0 reads, and raises
+    `ValueError` naming the line that is not valid."""
     if not distributed.is_main():
         return from_main(None)
     try:
@@ -285,7 +263,7 @@ def read_completions(
     if not own and len(lines) != len(prompts):
         raise ValueError(f"{flag} {path}: {len(lines)} lines for {len(prompts)} rows of data")
     required = {"score", "reward", "rewards", "ids", "sampled"} if own else set()
-    required |= ({"logprobs"} if to_train_on else set()) | ({"turn_rewards"} if episodes else set())
+    required |= {"turn_rewards"} if episodes else set()
     records: list[dict] = []
     for i, line in enumerate(lines):
         try:
@@ -317,8 +295,6 @@ def _parse_line(text: str, i: int, prompts: Prompts) -> dict:
     source = prompts.rows[i]["_source"] if i < len(prompts) else "missing"
     if i >= len(prompts) or line.get("source", source) != source:
         raise ValueError(f"`source` is {line.get('source')}, but this row of the data is {source}")
-    if line.get("prompt_ids", prompts.ids[i]) != prompts.ids[i]:
-        raise ValueError("`prompt_ids` are not the prompt of this row of the data")
     images = {span.file: span.digest for span in Sample([], [], row=prompts.rows[i]).images}
     if [*line.get("images", {}).values()] not in ([], [*images.values()]):
         raise ValueError("`images` are not those of this row: a file has changed since")
@@ -328,7 +304,7 @@ def _parse_line(text: str, i: int, prompts: Prompts) -> dict:
 
 
 def _whole(stored: StoredCompletion, required: set[str], tokenizer, own: bool) -> StoredCompletion:
-    """Return a completion with all fields but rewards and log-probs. The tokens of a text are those
+    """Return a completion with all fields but rewards. The tokens of a text are those
     of the text and an EOS. Raises `ValueError` for a completion that is not valid or lacks
     `required` fields."""
     for name in sorted(required - stored.keys()):
@@ -339,9 +315,8 @@ def _whole(stored: StoredCompletion, required: set[str], tokenizer, own: bool) -
     defaults = dict(answer_at=0, finish_reason="stop", sampled=[1] * len(stored["ids"]))
     defaults |= dict(turns=1, turn_rewards=[], error="")
     stored = stored | {name: value for name, value in defaults.items() if name not in stored}
-    counts = {len(stored[name]) for name in ("ids", "sampled", "logprobs") if name in stored}
-    if len(counts) > 1:
-        raise ValueError("completion: `ids`, `sampled` and `logprobs` must have the same length")
+    if len(stored["ids"]) != len(stored["sampled"]):
+        raise ValueError("completion: `ids` and `sampled` must have the same length")
     # a head may have more rows than the tokenizer has tokens
     if not own and max(stored["ids"]) >= len(tokenizer):
         what = f"completion: `ids` must be below {len(tokenizer)}"
