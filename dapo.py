@@ -283,7 +283,7 @@ def masked(group: Group, rewards_G: Tensor, args: Args) -> Group:
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks, args.nccl_timeout)
+    device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     prepare_output_dir(args)

@@ -292,7 +292,7 @@ def evaluate(
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
+    device, rank, world_size = distributed.setup(args.seed)
     prepare_output_dir(args)
 
     # ---- data: pairs of token ids with masks, and their order ----

@@ -330,7 +330,7 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
 
 def main(args: Args) -> None:
     # ---- setup ----
-    device, _, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
+    device, _, world_size = distributed.setup(args.seed)
     prepare_output_dir(args)
     folder = Path(args.output_dir)
 

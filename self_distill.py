@@ -230,7 +230,7 @@ def hinted_pairs(
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks, args.nccl_timeout)
+    device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     prepare_output_dir(args)

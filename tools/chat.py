@@ -67,7 +67,6 @@ def merge_adapter(hf: nn.Module, folder: str, model: str) -> None:
         lora_rank="r",
         lora_alpha="lora_alpha",
         lora_targets="target_modules",
-        lora_rslora="use_rslora",
     )
     try:
         args = LoRAArgs(

@@ -136,8 +136,6 @@ class RunArgs:
     """number of neighbouring ranks that share one copy of each model (FSDP); gradients are averaged
     over all copies, once per step; default: the ranks of a machine, or all ranks if machines have
     different numbers of them"""
-    nccl_timeout: MayChange[Positive[float]] = 30.0
-    """NCCL timeout in minutes"""
     output_dir: MayChange[str] = ""
     """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png,
     checkpoints/, hf/; default: runs/ and the name of the script"""
@@ -195,8 +193,6 @@ class OptimArgs:
     """steps of linear warmup from 0"""
     min_lr_ratio: Fraction = 0.0
     """final learning rate of a linear or cosine schedule, as a fraction of the peak"""
-    adam_beta1: BelowOne = 0.9
-    """beta1 of AdamW: decay rate of the first moment"""
     adam_beta2: BelowOne = 0.95
     """beta2 of AdamW: decay rate of the second moment"""
     weight_decay: NotNegative[float] = 0.0

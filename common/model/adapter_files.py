@@ -79,7 +79,6 @@ def _peft_config(hf: nn.Module, path: str, args: LoRAArgs, prefix: str) -> dict[
         base_model_name_or_path=str(Path(path).resolve()) if is_local else args.model,
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
-        use_rslora=args.lora_rslora,
         target_modules=sorted(endings if is_whole else adapted),
         lora_dropout=0.0,
         bias="none",
@@ -130,12 +129,11 @@ def _require_same_kind(label: str, config: object, args: LoRAArgs) -> None:
     it."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{label}: {CONFIG} is not that of a LoRA adapter (peft_type LORA)")
-    flags = dict(r="lora_rank", lora_alpha="lora_alpha", use_rslora="lora_rslora")
-    for key, flag in flags.items():
-        stored = config.get(key, False)
+    for key, flag in dict(r="lora_rank", lora_alpha="lora_alpha").items():
+        stored = config.get(key)
         if stored != getattr(args, flag):
             raise ValueError(f"{label}: its {key} is {stored}, --{flag} is {getattr(args, flag)}")
-    changing = ("alpha_pattern", "fan_in_fan_out", "layer_replication")
+    changing = ("use_rslora", "alpha_pattern", "fan_in_fan_out", "layer_replication")
     unsupported = [key for key in changing if config.get(key)]
     # Other initialisations change W as well.
     if config.get("init_lora_weights", True) not in (True, False, "gaussian"):

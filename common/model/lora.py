@@ -7,7 +7,6 @@ same numbers. The two matrices are float32, so that small steps add up in them.
 Shapes: R rank, I inputs and O outputs of a layer.
 """
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -99,7 +98,7 @@ def add_adapters(hf: nn.Module, args: LoRAArgs, label: str) -> None:
             )
         adapted.update(names)
     hf.requires_grad_(False)
-    scale = args.lora_alpha / (math.sqrt(args.lora_rank) if args.lora_rslora else args.lora_rank)
+    scale = args.lora_alpha / args.lora_rank
     for name in adapted:
         hf.set_submodule(name, LoRALinear(linear[name], args.lora_rank, scale))
     if hasattr(hf, "score"):

@@ -250,7 +250,7 @@ def shard_and_read(
     """Shard a prepared model, and read the weights of its checkpoint. Raises `ValueError` if it
     does not fit on the GPU, or if its weights are not those of the checkpoint."""
     _set_threads(model, args, device)
-    setup_context_groups(args.context_ranks, args.nccl_timeout)
+    setup_context_groups(args.context_ranks)
     shard(model, model.hf.base_model.layers, args, device, reshard_root=not trainable)
     if args.trains and capacity_of(device):
         from common.model.capacity import require_memory
@@ -327,7 +327,7 @@ def shard(
     model.device = device
     model.compute_dtype = compute_dtype(args, device)
     model.compiled = args.compile
-    mesh, model.copies = shard_mesh(device, args.shard_ranks, args.nccl_timeout)
+    mesh, model.copies = shard_mesh(device, args.shard_ranks)
     options = dict(
         mesh=mesh,
         mp_policy=fsdp.MixedPrecisionPolicy(model.compute_dtype, reduce_dtype=torch.float32),

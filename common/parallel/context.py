@@ -10,25 +10,26 @@ Shapes: t tokens of this rank's part, H heads, d head width.
 import functools
 import math
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
+
+from common.parallel.distributed import NCCL_TIMEOUT
 
 _context_group: dist.ProcessGroup | None = (
     None  # of this rank; None: every rank runs its packs alone
 )
 
 
-def setup_context_groups(context_ranks: int, minutes: float) -> None:
-    """Make a context group of every `context_ranks` neighbours, with a timeout in minutes. The
-    first call is collective, later ones do nothing."""
+def setup_context_groups(context_ranks: int) -> None:
+    """Make a context group of every `context_ranks` neighbours. The first call is collective, later
+    ones do nothing."""
     global _context_group
     if context_ranks > 1 and _context_group is None:
         for first in range(0, dist.get_world_size(), context_ranks):  # every rank makes all groups
             ranks = range(first, first + context_ranks)
-            group = dist.new_group(list(ranks), timeout=timedelta(minutes=minutes))
+            group = dist.new_group(list(ranks), timeout=NCCL_TIMEOUT)
             _context_group = group if dist.get_rank() in ranks else _context_group
 
 

@@ -35,6 +35,7 @@ from common.parallel.failures import RunError as RunError
 from common.parallel.failures import explain, first_line
 
 DAY = timedelta(days=1)
+NCCL_TIMEOUT = timedelta(minutes=30)
 
 # Set by setup(). The store of the whole launch also decides which rank failed first. `_launch_rank`
 # is among all ranks of the launch; after setup(), RANK and WORLD_SIZE are those within the role.
@@ -74,15 +75,13 @@ def is_rollout_rank() -> bool:
     return _launch_rank in rollout_ranks
 
 
-def setup(
-    seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30
-) -> tuple[torch.device, int, int]:
+def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int]:
     """Join the process group of this rank's role, install the signal and failure handlers and seed
     torch. Exits with one line if the other ranks cannot be reached.
 
     Returns `(device, rank, world_size)`, the latter two within the role, from the environment that
     torchrun sets; plain `python script.py` is one rank. CUDA ranks use NCCL (gloo for CPU tensors),
-    others gloo. Collectives time out after `nccl_timeout` minutes on CUDA and after a day on the
+    others gloo. Collectives time out after `NCCL_TIMEOUT` on CUDA and after a day on the
     host, for a download or the longest completion. Every rank gets the same seed: initial weights
     must not depend on the rank, and nothing else draws from torch's generator."""
     global _store, _launch_rank, training_ranks, rollout_ranks
@@ -125,7 +124,7 @@ def setup(
         problem = f"cannot reach the other ranks at {address}: {first_line(error)}"
         fail(f"rank {_launch_rank} {problem}", code=2)
     if device.type == "cuda":
-        set_timeout(dist.group.WORLD, device, timedelta(minutes=nccl_timeout))
+        set_timeout(dist.group.WORLD, device, NCCL_TIMEOUT)
     sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds
     if not num_rollout_ranks:  # otherwise when both roles have met
         signals.install_signal_handlers()
@@ -189,7 +188,7 @@ def all_max(value: Tensor | float) -> Tensor:
 
 def barrier() -> None:
     """Wait for all ranks on the host. `dist.barrier` would wait on the device, where
-    `--nccl_timeout` ends it."""
+    `NCCL_TIMEOUT` ends it."""
     all_max(0)
 
 

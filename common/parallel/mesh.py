@@ -8,7 +8,6 @@ whatever the number of micro-batches."""
 import functools
 import socket
 from collections import Counter
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,11 @@ from common.parallel import distributed
 
 @functools.cache  # one set of communicators for all models
 def shard_mesh(
-    device: torch.device, shard_ranks: int | None, minutes: float
+    device: torch.device, shard_ranks: int | None
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the mesh of the ranks that share a copy of each model with this one, and the mesh of
     the ranks that hold the same shards in other copies; None if there is one copy. Without
-    `shard_ranks` a copy takes one machine. `minutes`: the timeout. The first call is collective."""
+    `shard_ranks` a copy takes one machine. The first call is collective."""
     ranks = distributed.world_size()
     per_copy = shard_ranks or _ranks_of_a_machine()
     if per_copy == ranks:
@@ -34,7 +33,7 @@ def shard_mesh(
         f"hybrid sharding: {copies} copies of each model, each on {per_copy} of the {ranks} ranks"
     )
     mesh = init_device_mesh(device.type, (copies, per_copy), mesh_dim_names=("copies", "shards"))
-    timeout = timedelta(minutes=minutes) if device.type == "cuda" else distributed.DAY
+    timeout = distributed.NCCL_TIMEOUT if device.type == "cuda" else distributed.DAY
     for group in mesh.get_all_groups():  # they do not inherit the timeout of the default group
         distributed.set_timeout(group, device, timeout)
     return mesh["shards"], mesh["copies"]

@@ -12,6 +12,8 @@ from common.config.groups import TrainArgs
 from common.parallel import distributed
 from common.parallel.mesh import average_over_copies
 
+BETA1 = 0.9  # decay rate of the first moment
+
 
 def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
     """Return AdamW (arXiv:1711.05101) over the sharded float32 master weights, with weight decay on
@@ -23,7 +25,7 @@ def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
     ]
     on_host = args.offload == "optimizer"
     kind = HostAdamW if on_host else torch.optim.AdamW
-    optimizer = kind(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
+    optimizer = kind(groups, lr=args.lr, betas=(BETA1, args.adam_beta2), fused=True)
     # Allocate its states at start: a colocated engine then sizes its memory by what remains free.
     for parameter in parameters:
         home = (

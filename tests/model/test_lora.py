@@ -246,11 +246,6 @@ def test_targets_choose_layers_by_name(targets, layers, path, device, tmp_path):
     ] == sorted(layers)
 
 
-def test_rslora_divides_by_the_root_of_the_rank(path, device):
-    policy = load_policy(path, replace(ARGS, lora_rslora=True), device)
-    assert policy.hf.model.layers[0].mlp.up_proj.scale == 8 / 2
-
-
 # ---- the reference ----
 
 
@@ -399,7 +394,6 @@ def by_peft(folder: Path, drop=(), **changes) -> str:
         lora_alpha=8, lora_bias=False, lora_dropout=0.05, megatron_config=None,
         megatron_core="megatron.core", modules_to_save=None, peft_type="LORA", r=4, rank_pattern={},
         revision=None, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM", use_dora=False,
-        use_rslora=False,
     )  # fmt: skip
     generator, tensors = torch.Generator().manual_seed(2), {}
     for block in range(3):
@@ -452,7 +446,7 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
         (None, dict(adapter="/nowhere"), "--adapter /nowhere: cannot read .*No such file"),
         (dict(r=8), {}, "its r is 8, --lora_rank is 4"),
         (dict(lora_alpha=16), {}, "its lora_alpha is 16, --lora_alpha is 8.0"),
-        (dict(use_rslora=True), {}, "its use_rslora is True, --lora_rslora is False"),
+        (dict(use_rslora=True), {}, "its use_rslora is True, which is not supported"),
         (
             dict(alpha_pattern=dict(q_proj=3)),
             {},

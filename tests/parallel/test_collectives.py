@@ -51,7 +51,7 @@ for world, rank in ((world, rank) for world in steps for rank in (0, 1, world - 
     args = TrainArgs(dtype="bfloat16", **dict(shard_ranks=world) | flags)
     os.environ |= dict(WORLD_SIZE=str(world), RANK=str(rank))
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    context.setup_context_groups(args.context_ranks, 30)
+    context.setup_context_groups(args.context_ranks)
     policy, seen = load_policy(folder, args, torch.device("meta")), []
     shard(policy, policy.hf.base_model.layers, args, device, False)
     with FakeTensorMode(allow_non_fake_inputs=True):

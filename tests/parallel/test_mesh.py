@@ -191,6 +191,6 @@ def test_default_replica_lies_on_one_machine(hosts, ranks, message, monkeypatch,
 
 
 def test_one_rank_has_one_replica(device):
-    shards, copies = mesh.shard_mesh(device, shard_ranks=None, minutes=30)
+    shards, copies = mesh.shard_mesh(device, shard_ranks=None)
     assert shards.size() == 1 and copies is None
     assert torch.distributed.get_world_size() == 1

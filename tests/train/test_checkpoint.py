@@ -174,7 +174,7 @@ def test_folder_belongs_to_the_run_with_its_flags(tmp_path, capsys):
             r"or use --resume never",
         ),
         (
-            dict(lr=1.0, seed=1, adam_beta1=0.5, adam_beta2=0.5),
+            dict(lr=1.0, seed=1, weight_decay=0.5, adam_beta2=0.5),
             r"lr was 1e-05, is 1.0, .* and 1 more\)",
         ),
     ):

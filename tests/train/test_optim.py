@@ -120,8 +120,8 @@ def test_weight_decay_applies_only_to_matrices(model):
 
 
 def test_adamw_takes_its_flags(model):
-    optimizer = adamw(model, TrainArgs(adam_beta1=0.5, adam_beta2=0.6, weight_decay=0.1))
-    assert all(group["betas"] == (0.5, 0.6) for group in optimizer.param_groups)
+    optimizer = adamw(model, TrainArgs(adam_beta2=0.6, weight_decay=0.1))
+    assert all(group["betas"] == (0.9, 0.6) for group in optimizer.param_groups)
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
         id(p) for p in model.parameters()
     }
