@@ -135,14 +135,14 @@ def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(two_ranks, d
         wrong += new == swapped
     assert 0 < wrong < 40 and f"agrees with {1 - wrong / 40:.3f} (" in first
     assert "agrees with 1.000 (" in run(1, *flags, tmp_path / "again", "--dataset", out).stdout
-    refused = run(1, *flags, tmp_path, "--dataset", data, code=1)
+    refused = run(1, *flags, tmp_path, "--dataset", data, code=2)
     assert "it has a relabelled.jsonl; name another one" in refused.stderr
 
 
 @pytest.mark.slow
 def test_a_language_model_relabels_nothing(small, data, tmp_path):
     flags = (*small[:2], "--dataset", data, "--output_dir", tmp_path)
-    done = run(1, "tools/relabel.py", *flags, code=1)
+    done = run(1, "tools/relabel.py", *flags, code=2)
     assert "a language model without a reward head" in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -197,8 +197,8 @@ def test_end_of_text_that_is_also_padding_is_scored(device, tmp_path):
     ids = [5, 6, 7, tokenizer.eos_token_id]
     for pad in (tokenizer.eos_token, "<|pad|>"):
         tokenizer.pad_token = pad
-        export_hf(model, tokenizer, tmp_path / "hf")
-        hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+        export_hf(model, tokenizer, tmp_path / pad)
+        hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / pad)
         assert (hf.config.pad_token_id is None) == (pad == tokenizer.eos_token)
         with torch.no_grad():
             theirs = hf(input_ids=torch.tensor([ids])).logits.item()

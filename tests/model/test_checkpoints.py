@@ -68,6 +68,8 @@ def test_checkpoint_has_the_export_of_its_step(name, dtype, load, tmp_path, devi
     path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
     run = saved(tmp_path / "run", device, path, load)
     run.saved = 0
+    (tmp_path / "run" / "hf").mkdir()
+    (tmp_path / "run" / "hf" / "stale").touch()
     run.export_hf(1)
     shutil.rmtree(path)  # the starting model may be another run's checkpoint
     run.save(2)
@@ -85,7 +87,7 @@ def test_run_killed_within_a_save_leaves_the_model_of_the_step_before(lora, smal
     """`kill -9` of both ranks when `hf/` has its weights but the folder has not its name: the model
     of the checkpoint before has the bits of a run that ended there, and the next start resumes."""
     flags = (*small, *lora, "--batch_size", 4, "--eval_every", 0, "--save_every", 2)
-    flags = (*flags, "--trace_every", 0)
+    flags = (*flags, "--trace_every", 0, "--lr_schedule", "constant")
     run_and_kill(
         2, "sft.py", *flags, "--max_steps", 4, "--output_dir", tmp_path / "run",
         folder=tmp_path / "run", after_step=3, at="common.data.durable.rename",
