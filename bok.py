@@ -34,9 +34,9 @@ from common.config.parse import parse
 from common.config.truncation_flags import TruncationArgs
 from common.data.packing import pack_minibatches, per_sample
 from common.evaluate.greedy import evaluate_prompts
-from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement

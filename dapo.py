@@ -49,9 +49,9 @@ from common.data.packing import PackedBatch, count_trained, pack_minibatches
 from common.data.sample import Completion, Group
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
-from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups, group_std, unequal
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate

@@ -49,9 +49,9 @@ from common.data.sample import Group, Sample
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.comparison import Comparison
-from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy
+from common.model.scoring import with_logprobs
 from common.model.student import Student, Teacher, by_teacher, find_teachers, load_teachers
 from common.objectives.advantages import centre_groups, group_std
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped

@@ -43,8 +43,8 @@ from common.evaluate.estimators import (
     wins,
 )
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.likelihood import log_likelihoods
 from common.model.policy import load_policy
+from common.model.scoring import log_likelihoods
 from common.parallel import distributed
 from common.parallel.console import visible
 from common.rewards.models import load_model, path_of

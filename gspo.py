@@ -35,9 +35,9 @@ from common.config.parse import parse
 from common.config.rules import require_default, require_effect
 from common.data.packing import count_trained, pack_minibatches
 from common.evaluate.greedy import evaluate_prompts
-from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups, group_std
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate

@@ -38,9 +38,9 @@ from common.data.packing import PackedBatch, pack_minibatches
 from common.data.sample import Completion, Group
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
-from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.objectives import preference
 from common.objectives.advantages import unequal
 from common.objectives.preference import OVER_BATCH, REFERENCE_FREE, Pairs

@@ -38,9 +38,9 @@ from common.data.packing import PackedBatch, count_trained, pack_minibatches, pe
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
 from common.metrics.moments import explained_variance, moments
-from common.model.fixed_streams import with_logprobs, with_values
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy, load_reference, load_scalar_model
+from common.model.scoring import with_logprobs, with_values
 from common.objectives.advantages import gae
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate

@@ -45,9 +45,9 @@ from common.data.packing import PackedBatch, count_trained, pack_minibatches, pe
 from common.data.sample import Group
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.moments import moments
-from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, centre_groups
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate

@@ -32,9 +32,9 @@ from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches, per_sample
 from common.evaluate.greedy import evaluate_prompts
-from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.shaping import KLCoefficient, shape_rewards

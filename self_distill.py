@@ -44,12 +44,11 @@ from common.data.sample import Completion, Group
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.comparison import Comparison
-from common.model.fixed_streams import with_logprobs
 from common.model.head import Logits
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.own_teacher import OwnTeacher, load_own_teacher
-from common.model.policy import load_policy
-from common.model.student import Teacher
+from common.model.policy import load_policy, move_towards
+from common.model.scoring import with_logprobs
+from common.model.student import OwnTeacher, Teacher, load_own_teacher
 from common.objectives.advantages import centre_groups, group_std
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.parallel import distributed
@@ -330,8 +329,6 @@ def main(args: Args) -> None:
                     measure_mismatch(meter, old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 if args.teacher == "ema":
-                    from common.model.ema import move_towards
-
                     move_towards(teacher, policy, args.ema_rate)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks

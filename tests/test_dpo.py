@@ -15,9 +15,8 @@ from common.data.packing import pack_groups
 from common.data.rows import PAIR_COLUMNS, train_and_eval_rows
 from common.data.tasks import arithmetic_rows
 from common.metrics.meter import Meter
-from common.model.ema import move_towards
 from common.model.hub import load_tokenizer
-from common.model.policy import load_policy
+from common.model.policy import load_policy, move_towards
 from common.model.reference import reference_logps, store_reference_logps
 from common.model.tiny import tiny_model
 from common.objectives.preference import OVER_BATCH, READS, Pairs, preference_loss

@@ -19,7 +19,7 @@ from common.config.groups import TrainArgs
 from common.data.sample import Completion, Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
-from common.model.score import score
+from common.model.scoring import score
 from common.model.tiny import tiny_model
 from common.parallel import signals
 from common.rewards.total import Rewards

@@ -16,7 +16,7 @@ from common.data.sample import at_end
 from common.data.tasks import arithmetic_rows
 from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
-from common.model.score import score
+from common.model.scoring import score
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
 

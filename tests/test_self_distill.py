@@ -21,11 +21,10 @@ from common.data.packing import count_trained, pack_minibatches
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.comparison import compare
-from common.model.ema import move_towards
 from common.model.head import Logits
 from common.model.hub import load_tokenizer
-from common.model.own_teacher import OwnTeacher, load_own_teacher
-from common.model.policy import load_policy
+from common.model.policy import load_policy, move_towards
+from common.model.student import OwnTeacher, load_own_teacher
 from common.model.tiny import tiny_model
 from common.rollout.hints import divide, hint_filler, hinted_prompt
 from self_distill import Args, advantages, aligned, hints_of, loss, pair

@@ -17,7 +17,7 @@ from common.data.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_spl
 from common.evaluate.held_out import wilson_interval
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
-from common.model.score import score
+from common.model.scoring import score
 from common.parallel import distributed
 from rm import Args, encode_rows
 

@@ -160,9 +160,9 @@ class RunLogger:
         for position, group, rewards_G, advantages_G in zip(positions, *columns, strict=True):
             samples = zip(group, rewards_G, advantages_G, strict=True)
             lines_at[position] = [_line(step, *sample) for sample in samples]
-        from common.parallel.main_rank import gather_on_main
-
-        items = chain.from_iterable(of_rank.items() for of_rank in gather_on_main(lines_at))
+        items = chain.from_iterable(
+            of_rank.items() for of_rank in distributed.gather_on_main(lines_at)
+        )
         if not self.active:
             return
         lines = [*chain(*(of_group for _, of_group in sorted(items)))]

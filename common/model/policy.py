@@ -14,11 +14,13 @@ from common.config.extra import extra
 from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch
 from common.data.tokens import Tokens
+from common.model.adapter_files import read_adapter
 from common.model.attention import packed_inputs
 from common.model.flops import capacity_of, forward_flops, matrix_weights
 from common.model.head import Logits, logits_of
 from common.model.loading import draw_head, load_file_names, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
+from common.model.lora import StartingModel, add_adapters, fill_adapters
 from common.model.packable import (
     check_packing,
     classifier_on_meta,
@@ -150,7 +152,7 @@ def load_policy(
     `--vision` the model reads images (tower.py).
 
     The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives
-    a frozen reference in the compute dtype, or in float32 if it `moves` (ema.py). Dropout is off.
+    a frozen reference in the compute dtype, or in float32 if it `moves` (`move_towards`). Dropout is off.
     On device meta the model is neither sharded nor filled. `flag` stands in errors; `kind` is the
     class of the result. Raises `ValueError` for a model that is not exact or does not fit."""
     label = f"{flag} {path}"
@@ -176,8 +178,6 @@ def load_reference(
     if not args.lora_rank:
         moves = args.reference_sync > 0
         return load_policy(policy.path, args, device, trainable=False, moves=moves)
-    from common.model.lora import StartingModel
-
     return StartingModel(policy)
 
 
@@ -187,9 +187,18 @@ def move_reference(
     """Move the reference towards the policy, as `--reference_sync` and `--reference_rate` say,
     after so many finished steps."""
     if reference is not None and args.reference_sync and finished % args.reference_sync == 0:
-        from common.model.ema import move_towards
-
         move_towards(reference, policy, args.reference_rate)
+
+
+@torch.no_grad()
+def move_towards(frozen: nn.Module, policy: nn.Module, rate: float) -> None:
+    """Move the weights of `frozen` towards the trained ones of `policy`, shard by shard: frozen <-
+    (1 - rate) frozen + rate policy. A rate of 1 copies. `frozen` has the trained weights under the
+    same names. Keep it in float32: a small rate is rounded away in bfloat16."""
+    averages = dict(frozen.named_parameters())
+    for name, weight in policy.named_parameters():
+        if weight.requires_grad:
+            averages[name].lerp_(weight.to(averages[name].dtype), rate)
 
 
 def load_scalar_model(
@@ -233,14 +242,10 @@ def prepare(
         require_context_ranks(hf, args.context_ranks, label)
     if not (trainable and args.lora_rank):
         return None
-    from common.model.lora import add_adapters
-
     add_adapters(hf, args, label)
     # The adapter belongs to --model; a value model beside it starts with a new one.
     if not args.adapter or not label.startswith("--model "):
         return {}
-    from common.model.adapter_files import read_adapter
-
     return read_adapter(hf, args)
 
 
@@ -275,8 +280,6 @@ def complete(
     """Fill adapters, if there are any, and test the packed forward of the loaded model. Raises
     `ValueError`."""
     if adapter is not None:
-        from common.model.lora import fill_adapters
-
         fill_adapters(model.hf, adapter, args.seed)
     check_packing(model, label)
     if args.share_prefix and not keeps_shared_prefixes(model, label):
@@ -335,11 +338,22 @@ def shard(
     if offloads_all(args):
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
     if args.compile:
-        from common.model.compiled import compile_blocks
-
         compile_blocks(blocks)
     for block in blocks:
         fsdp.fully_shard(block, **options)
     fsdp.fully_shard(model, reshard_after_forward=reshard_root, **options)
     for method in model.forward_methods:
         fsdp.register_fsdp_forward_method(model, method)
+
+
+def compile_blocks(blocks: nn.ModuleList) -> None:
+    """Compile each transformer block, except its experts."""
+    # A block has variants: with a graph or not, with shared prefixes or not, of fixed or any sizes.
+    torch._dynamo.config.recompile_limit = 32
+    for block in blocks:
+        for name, module in block.named_modules():
+            # The router decides the sizes of experts, and inductor fails to compile them in float32
+            # (torch 2.13).
+            if name.endswith("experts"):
+                module.forward = torch.compiler.disable(module.forward)
+        block.compile()

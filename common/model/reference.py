@@ -94,9 +94,7 @@ def store_reference_logps(
         groups = chain.from_iterable(datasets)
         digest = digest_of(chain.from_iterable(groups), path, folders, args.dtype)
         stored = _read(file, digest, sum(sizes)) if file.is_file() else {}
-    from common.parallel.main_rank import from_main
-
-    digest, stored = from_main((digest, stored))  # machines may have copies of the file
+    digest, stored = distributed.from_main((digest, stored))  # machines may have copies of the file
     if stored.get("digest") != digest:
         count = sum(map(len, datasets))
         used = getattr(args, "batch_size", 1) * (args.max_steps or math.inf)

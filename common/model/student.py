@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
@@ -18,6 +19,7 @@ from common.model.comparison import Comparison, TopK, compare
 from common.model.head import Logits
 from common.model.hub import load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.loading import load_config
+from common.model.lora import StartingModel
 from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence
 from common.parallel import distributed
@@ -145,3 +147,22 @@ def load_teachers(
                 continue
         teachers[name] = load(path)
     return teachers
+
+
+class OwnTeacher(Student, Teacher):
+    """Policy that learns from itself."""
+
+    forward_methods = Student.forward_methods + Teacher.forward_methods
+
+
+def load_own_teacher(policy: OwnTeacher, args: TrainArgs, device: torch.device) -> nn.Module:
+    """Return the model of `--teacher` of self_distill.py: the policy, or a frozen copy, in float32
+    if it is to move. With adapters a copy is the policy with other adapters. Collective."""
+    if args.teacher == "live":
+        return policy
+    if args.lora_rank:
+        return StartingModel(policy)
+    moves = args.teacher == "ema"
+    return load_policy(
+        policy.path, args, device, trainable=False, flag="--teacher", kind=Teacher, moves=moves
+    )

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from common.parallel.failures import explain, first_line
 
 DAY = timedelta(days=1)
 NCCL_TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
 
 # Set by setup(). The store of the whole launch also decides which rank failed first. `_launch_rank`
 # is among all ranks of the launch; after setup(), RANK and WORLD_SIZE are those within the role.
@@ -200,6 +201,23 @@ def gather_objects(value: object) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def from_main(value: T) -> T:
+    """Return the `value` of rank 0 on every rank. Pickles. Collective."""
+    box = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def gather_on_main(value: object) -> list:
+    """Return the `value` of every rank, in rank order, on rank 0, and an empty list on the others,
+    whose memory `gather_objects` would fill. Pickles. Collective."""
+    values = [value] * world_size() if rank() == 0 else None
+    if world_size() > 1:
+        dist.gather_object(value, values, 0)
+    return values or []
 
 
 def gather_dict(values: dict) -> dict:

@@ -14,7 +14,7 @@ from common.data.turns import conversation_of
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.loading import load_config
 from common.model.policy import load_scalar_model
-from common.model.score import require_context, score
+from common.model.scoring import require_context, score
 from common.parallel.distributed import first_line
 from common.rewards.result import Result
 

@@ -14,8 +14,8 @@ from common.config.sampling import LOGPROB_DIFFERENCE
 from common.data.packing import Minibatches, PackedBatch, pack_minibatches, positions_of_share
 from common.data.sample import Group
 from common.metrics.meter import Meter
-from common.model.fixed_streams import with_logprobs
 from common.model.policy import Policy, compute_dtype
+from common.model.scoring import with_logprobs
 from common.objectives.importance import Correction, importance_weights
 from common.parallel import distributed
 

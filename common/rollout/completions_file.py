@@ -31,7 +31,6 @@ from common.model.hub import eos_token_ids
 from common.model.loading import load_config
 from common.model.policy import load_policy
 from common.parallel import distributed
-from common.parallel.main_rank import from_main
 from common.rewards.total import Rewards
 from common.rollout.engine import Engine, make_engine
 from common.rollout.episodes import Episodes, PromptRequest
@@ -253,7 +252,7 @@ def read_completions(
     missing. `episodes`: with the rewards of an environment. Collective: rank 0 reads, and raises
     `ValueError` naming the line that is not valid."""
     if not distributed.is_main():
-        return from_main(None)
+        return distributed.from_main(None)
     try:
         text = path.read_text(encoding="utf-8") if not own or path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -280,7 +279,7 @@ def read_completions(
         except ValueError as error:
             advice = "; delete the file to sample again" if own else ""
             raise ValueError(f"{flag} {path}, line {i + 1}: {error}{advice}") from error
-    return from_main(records)
+    return distributed.from_main(records)
 
 
 def _parse_line(text: str, i: int, prompts: Prompts) -> dict:

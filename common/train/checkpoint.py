@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from common.config.groups import TrainArgs, flags_of, script_of
 from common.data import durable
 from common.model import checkpoint_files
+from common.model.adapter_files import save_adapter
 from common.model.checkpoint_files import checkpoints_in
 from common.model.export_files import base_dtype, config_file, generation_file, tokenizer_files
 from common.model.hub import eos_token_ids
@@ -34,6 +35,7 @@ from common.model.loading import (
     persistent_buffers,
     whole,
 )
+from common.model.lora import merged_weight
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
 
@@ -45,7 +47,7 @@ class Checkpointer:
     """Saving and loading of model, optimizer and other objects with a `state_dict` (small, the same
     on every rank).
 
-    `value` is a second model with its optimizer, `moving` a frozen one that moves (ema.py)."""
+    `value` is a second model with its optimizer, `moving` a frozen one that moves."""
 
     def __init__(
         self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None,
@@ -171,8 +173,6 @@ class Checkpointer:
             durable.replace_folder(work, folder)
         distributed.barrier()
         if self.args.lora_rank:
-            from common.model.adapter_files import save_adapter
-
             adapter = self.folder / ("adapter" if name == "hf" else f"{name}_adapter")
             save_adapter(self.model.hf, self.model.path, self.args, adapter)
 
@@ -279,8 +279,6 @@ def write_model(model: PackedModel, files: dict[str, bytes], folder: Path) -> No
     for name, kept_dtype in exported_dtypes(model).items():
         tensor = whole(state[name])
         if has_adapters(model.hf):
-            from common.model.lora import merged_weight
-
             tensor = merged_weight(model.hf, name, tensor, model.compute_dtype)
         if distributed.is_main():
             for hub_name, weight in hub_weights(model.hf.config.model_type, name, tensor, names):

@@ -25,9 +25,8 @@ from common.data.messages import opened_thought
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group, Sample
 from common.model.hub import load_tokenizer
-from common.model.likelihood import log_likelihoods
 from common.model.policy import load_policy
-from common.model.score import require_context
+from common.model.scoring import log_likelihoods, require_context
 from common.parallel import distributed
 from common.rewards.filler import template_filler
 from common.rewards.result import Result

@@ -25,7 +25,6 @@ from common.data.rows import (
 from common.data.sample import Sample
 from common.data.shards import open_shards
 from common.parallel import distributed
-from common.parallel.main_rank import from_main
 
 # epoch, shard by its place in the epoch, and number of rows of the shard before
 Place = tuple[int, int, int]
@@ -87,7 +86,7 @@ class StreamedSamples:
             drawn = list(islice(self.samples, count))
             self.batch = [sample for sample, _ in drawn]
             _, self.position = drawn[-1]
-        self.batch, self.position = from_main((self.batch, self.position))
+        self.batch, self.position = distributed.from_main((self.batch, self.position))
         return range(count)
 
     def __getitem__(self, i: int) -> Sample:
@@ -97,7 +96,7 @@ class StreamedSamples:
             return self.batch[i]
         ahead = [next(self.samples)] if distributed.is_main() else []
         self.samples = chain(ahead, self.samples)
-        (sample,) = from_main([sample for sample, _ in ahead])
+        (sample,) = distributed.from_main([sample for sample, _ in ahead])
         return sample
 
     def _samples(self, place: Place, drawn: int) -> Iterator[tuple[Sample, Position]]:

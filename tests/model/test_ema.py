@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from common.config.parse import parse
-from common.model.ema import move_towards
-from common.model.policy import load_policy, load_reference
+from common.model.policy import load_policy, load_reference, move_towards
 from common.model.tiny import tiny_model
 
 

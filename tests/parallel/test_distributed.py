@@ -14,7 +14,6 @@ from helpers import ROOT, ended, run, start
 
 from bench.fault_cases.shim import shim
 from common.parallel import distributed, signals
-from common.parallel.main_rank import from_main, gather_on_main
 
 RANK = f"""
 import sys
@@ -23,7 +22,6 @@ import os, signal
 from pathlib import Path
 import torch
 from common.parallel import distributed
-from common.parallel.main_rank import from_main, gather_on_main
 from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_groups
@@ -39,8 +37,8 @@ seen = dict(
     max=distributed.all_max(torch.tensor([rank, -rank])).tolist(),
     objects=distributed.gather_objects(dict(rank=rank)),
     dict=distributed.gather_dict({{rank: "x" * rank}}),
-    of_main=from_main(dict(rank=rank)),
-    on_main=distributed.gather_objects(gather_on_main("x" * rank)),
+    of_main=distributed.from_main(dict(rank=rank)),
+    on_main=distributed.gather_objects(distributed.gather_on_main("x" * rank)),
     world=(size, distributed.world_size()), same=torch.rand(1).item(),
     packs=len(pack([Sample([1, 2, 3], [True] * 3)] * (5 * rank), 4, device)),
     before=distributed.stop_requested(),
@@ -99,7 +97,7 @@ def test_reduction_on_one_rank_is_the_identity(device):
         and not distributed.all_sum(value).requires_grad
     )
     assert distributed.gather_objects("x") == ["x"] and distributed.gather_dict({1: 2}) == {1: 2}
-    assert gather_on_main("x") == ["x"] and from_main("x") == "x"
+    assert distributed.gather_on_main("x") == ["x"] and distributed.from_main("x") == "x"
 
 
 def test_folded_seed_depends_on_every_part_and_their_order():

@@ -14,7 +14,7 @@ from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
-from common.model.score import score
+from common.model.scoring import score
 from common.parallel.distributed import RunError
 from common.rewards.processes import Pool
 from common.rewards.registry import BUILT_IN, load_reward

@@ -8,9 +8,9 @@ import torch
 from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_minibatches
 from common.data.sample import Sample
-from common.model.fixed_streams import with_logprobs, with_values
 from common.model.policy import load_policy, load_scalar_model
 from common.model.reference import store_reference_logps
+from common.model.scoring import with_logprobs, with_values
 from common.model.tiny import tiny_model
 
 ARGS = TrainArgs(dtype="float32")
