@@ -152,9 +152,9 @@ def load_policy(
     `--vision` the model reads images (tower.py).
 
     The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives
-    a frozen reference in the compute dtype, or in float32 if it `moves` (`move_towards`). Dropout is off.
-    On device meta the model is neither sharded nor filled. `flag` stands in errors; `kind` is the
-    class of the result. Raises `ValueError` for a model that is not exact or does not fit."""
+    a frozen reference in the compute dtype, or in float32 if it `moves` (`move_towards`). Dropout
+    is off. On device meta the model is neither sharded nor filled. `flag` stands in errors; `kind`
+    is the class of the result. Raises `ValueError` for a model that is not exact or does not fit."""
     label = f"{flag} {path}"
     dtype = master_dtype(args, device, trainable or moves)
     if args.vision is None:
@@ -218,52 +218,40 @@ def load_scalar_model(
 def load(
     model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool
 ) -> PackedModel:
-    """Prepare, shard and fill a model on meta."""
-    adapter = prepare(model, label, args, device, trainable)
-    if device.type != "meta":
-        shard_and_read(model, label, args, device, trainable)
-        complete(model, label, args, adapter)
-    return model
-
-
-def prepare(
-    model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool
-) -> dict[str, Tensor] | None:
-    """Set what is trained and recomputed. Return the weights of `--adapter` by name, or None if no
-    adapters are trained. Raises `ValueError` for an unsupported architecture, and for adapters that
-    do not fit the model."""
+    """Shard a model on meta, read its weights, and test its packed forward. Raises `ValueError` for
+    an unsupported architecture, for adapters or weights that do not fit the model, and for a model
+    that does not fit on the GPU."""
+    # ---- what is trained and recomputed ----
     hf = model.hf.requires_grad_(trainable)
-    if trainable and recomputes(args, device):
+    recomputed = trainable and args.activation_checkpointing
+    # The default is true on CUDA, until `keep_activations_that_fit` (capacity.py) turns it off.
+    if recomputed or (recomputed is None and device.type == "cuda"):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(getattr(hf.base_model, "layers", None), nn.ModuleList):
         raise ValueError(f"{label}: {hf.config.model_type} does not keep its blocks in `layers`")
     if args.context_ranks > 1:
         require_context_ranks(hf, args.context_ranks, label)
-    if not (trainable and args.lora_rank):
-        return None
-    add_adapters(hf, args, label)
-    # The adapter belongs to --model; a value model beside it starts with a new one.
-    if not args.adapter or not label.startswith("--model "):
-        return {}
-    return read_adapter(hf, args)
+    adapter = {}
+    if trainable and args.lora_rank:
+        add_adapters(hf, args, label)
+        # The adapter belongs to --model; a value model beside it starts with a new one.
+        if args.adapter and label.startswith("--model "):
+            adapter = read_adapter(hf, args)
+    if device.type == "meta":
+        return model
 
-
-def shard_and_read(
-    model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool
-) -> None:
-    """Shard a prepared model, and read the weights of its checkpoint. Raises `ValueError` if it
-    does not fit on the GPU, or if its weights are not those of the checkpoint."""
+    # ---- shards, and this rank's slices of the files ----
     _set_threads(model, args, device)
     setup_context_groups(args.context_ranks)
-    shard(model, model.hf.base_model.layers, args, device, reshard_root=not trainable)
+    shard(model, hf.base_model.layers, args, device, reshard_root=not trainable)
     if args.trains and capacity_of(device):
         from common.model.capacity import require_memory
 
         require_memory(model, label, args)
-    home = home_of(args, device)
-    names = model.file_names = load_file_names(model.hf, model.path)
-    new_head = load_weights(model.hf, model.path, label, home, names, model.tower)
+    home = torch.device("cpu") if offloads_all(args) else device
+    names = model.file_names = load_file_names(hf, model.path)
+    new_head = load_weights(hf, model.path, label, home, names, model.tower)
     # Only parameters may stay on the host: FSDP gathers them on the device.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -272,18 +260,14 @@ def shard_and_read(
         if not trainable:
             raise ValueError(f"{label}: a language model without a reward head")
         draw_head(new_head, args.seed)
+    if trainable and args.lora_rank:
+        fill_adapters(hf, adapter, args.seed)
 
-
-def complete(
-    model: PackedModel, label: str, args: BaseArgs, adapter: dict[str, Tensor] | None
-) -> None:
-    """Fill adapters, if there are any, and test the packed forward of the loaded model. Raises
-    `ValueError`."""
-    if adapter is not None:
-        fill_adapters(model.hf, adapter, args.seed)
+    # ---- packs equal their sequences ----
     check_packing(model, label)
     if args.share_prefix and not keeps_shared_prefixes(model, label):
         args.share_prefix = 0  # for all models of the run: they have the same packs
+    return model
 
 
 def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> None:
@@ -298,21 +282,9 @@ def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> No
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
 
 
-def recomputes(args: TrainArgs, device: torch.device) -> bool:
-    """Return whether blocks are recomputed in the backward: `--activation_checkpointing`. The
-    default is true on CUDA, until `keep_activations_that_fit` (capacity.py) turns it off."""
-    given = args.activation_checkpointing
-    return device.type == "cuda" if given is None else given
-
-
 def offloads_all(args: BaseArgs) -> bool:
     """Return whether weights live on the host: frozen ones too, in scripts that train."""
     return args.trains and args.offload == "all"
-
-
-def home_of(args: BaseArgs, device: torch.device) -> torch.device:
-    """Return the device of the shards."""
-    return torch.device("cpu") if offloads_all(args) else device
 
 
 def shard(
