@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.config.extra import extra
-from common.config.groups import BaseArgs, TrainArgs
+from common.config.groups import BaseArgs
 from common.data.packing import PackedBatch
 from common.data.tokens import Tokens
 from common.model.adapter_files import read_adapter
