@@ -51,7 +51,7 @@ def explain(
 
 
 def _raised_here(trace: TracebackType | None) -> bool:
-    """Return whether a script or a module of common/ raised an exception."""
+    """Return whether a file of the project raised an exception."""
     if trace is None:
         return False
     name = traceback.extract_tb(trace)[-1].filename
@@ -60,7 +60,8 @@ def _raised_here(trace: TracebackType | None) -> bool:
     except FileNotFoundError:
         # the working directory was deleted; scripts may have names relative to it
         file = PROJECT / name
-    return file.parent == PROJECT or PROJECT / "common" in file.parents
+    folders = {PROJECT / name for name in ("common", "extras", "tools")}
+    return file.parent == PROJECT or not folders.isdisjoint(file.parents)
 
 
 # ---- errors of a full, read-only or failing disk, and of files that vanish ----

@@ -26,12 +26,14 @@ from common.parallel import distributed
 EXPORTS = ("hf", "best", "adapter", "best_adapter")  # folders that a new export replaces
 WRITTEN = (*EXPORTS, "checkpoints", "metrics.jsonl", "samples.jsonl")
 SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these
+# Flags that a run replaces by what it found, with their values before: a resume takes the found ones.
+FOUND = dict(max_length=None, max_new_tokens=None, prompt_format="auto")
 IN_USE = "uses it; wait for it or name another --output_dir"
 
 
 def prepare_output_dir(args: BaseArgs) -> None:
     """Lock `--output_dir` and check it, before any slow work; `begin_run` then writes. Collective.
-    A dry run only warns.
+    A dry run only warns. What an earlier run found for `FOUND` is set in `args`.
 
     Raises `ValueError` on every rank if the folder is not writable, is not shared by all machines,
     has a run with other flags or, with `--resume must`, has no run, and if an input of this run
@@ -53,9 +55,13 @@ def prepare_output_dir(args: BaseArgs) -> None:
                 mark.mkdir()
         except OSError as error:
             problem = f"--output_dir {folder}: {distributed.first_line(error)}"
-    problem, name = distributed.gather_objects((problem, mark.name))[0]
+    earlier = {} if problem or not distributed.is_main() else _earlier_flags(folder, args) or {}
+    problem, name, earlier = distributed.gather_objects((problem, mark.name, earlier))[0]
     if problem:
         raise ValueError(problem)
+    for flag, unset in FOUND.items():
+        if flag in earlier and getattr(args, flag) == unset:
+            setattr(args, flag, earlier[flag])
     mark = mark.with_name(name)
     blind_host = None if mark.is_dir() else socket.gethostname()
     blind_hosts = [host for host in distributed.gather_objects(blind_host) if host]
@@ -165,19 +171,13 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     Reads only."""
     if args.resume == "must" and not _can_resume(folder):
         return f"--resume must: {folder} has no checkpoint; use --resume auto"
-    file = folder / "args.yaml"
-    if args.resume == "never" or not _has_begun(folder) or not file.is_file():
-        return None
     label = f"--output_dir {folder}"
-    try:
-        earlier_flags = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, ValueError, RecursionError):
-        earlier_flags = None
-    if not isinstance(earlier_flags, dict):
+    earlier_flags = _earlier_flags(folder, args)
+    if earlier_flags is None:
         return f"{label}: args.yaml is damaged; delete it to resume with the flags given now"
     flags = flags_of(args)
-    earlier_flags = flags_of(type(args)()) | earlier_flags  # newer flags had their defaults
     free = may_change(args, earlier_flags)
+    free |= {name for name, unset in FOUND.items() if flags.get(name) == unset}
     changed = [
         name
         for name, value in earlier_flags.items()
@@ -192,6 +192,19 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
         changes += f" and {len(changed) - 3} more"
     advice = "name another --output_dir, or use --resume never to move that run aside"
     return f"{label}: the folder has a run with other flags ({changes}); {advice}"
+
+
+def _earlier_flags(folder: Path, args: BaseArgs) -> dict | None:
+    """Return the flags of the run that is resumed, newer ones with their defaults; none if there is
+    no such run, and None if args.yaml is damaged."""
+    file = folder / "args.yaml"
+    if args.resume == "never" or not _has_begun(folder) or not file.is_file():
+        return {}
+    try:
+        flags = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    return flags_of(type(args)()) | flags if isinstance(flags, dict) else None
 
 
 # ---- inputs in the folder ----
