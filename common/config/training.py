@@ -18,7 +18,6 @@ from common.config.flags import (
     Positive,
     Several,
 )
-from common.config.rules import require_default
 from common.config.specs import eval_sets_of, pairs_of, weights_of
 
 CHAT = Needs(prompt_format=("auto", "chat"))
@@ -225,8 +224,6 @@ class CheckpointArgs:
     """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or
     eval_loss/hard; the lowest value is best if the name ends with loss or perplexity, else the
     highest"""
-    early_stop: MayChange[NotNegative[int]] = 0
-    """stop after this many evaluations without improvement of `keep_best`; 0: off"""
     trace_every: Annotated[MayChange[NotNegative[int]], Needs(agent=None)] = 10
     """steps between traces, which show the update token by token (extras/trace); the first and the
     last step have one too; 0: off"""
@@ -239,13 +236,7 @@ class CheckpointArgs:
     WANDB_NAME, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE=offline; tensorboard"""
 
     @model_validator(mode="after")
-    def _check_evaluations(self) -> Self:
-        if "wandb" not in self.log:
-            require_default(
-                self,
-                ("wandb_project", "wandb_name", "wandb_group", "wandb_tags"),
-                "without --log wandb",
-            )
+    def _check_dry_run(self) -> Self:
         self.dry_run = dict(true=True, false=False).get(str(self.dry_run).lower(), self.dry_run)
         self.planned  # noqa: B018  raises for GPUs that cannot be read
         return self
@@ -272,9 +263,6 @@ class LoRAArgs:
     lora_targets: Annotated[Several[str], LORA] = ("all-linear",)
     """layers with an adapter: all-linear, attention, or endings of layer names such as q_proj
     v_proj"""
-    lora_rslora: Annotated[bool, LORA] = False
-    """scale of the adapters. true: lora_alpha / sqrt(lora_rank) (rsLoRA, arXiv:2312.03732); false:
-    lora_alpha / lora_rank"""
     adapter: Annotated[str | None, LORA] = None
     """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT
     library"""
