@@ -121,7 +121,9 @@ def truncated(run: Run) -> str | None:
 
 def kl_grows(run: Run) -> str | None:
     kl = late(run, "kl")
-    return f"KL to the reference is {kl:.3g} nats per token" if kl > 1 else None
+    if kl > 1 and reward_falls(run):
+        return f"KL to the reference is {kl:.3g} nats, and the reward fell"
+    return None
 
 
 def clips_often(run: Run) -> str | None:
@@ -170,10 +172,7 @@ RULES = {  # and what to try
     entropy_collapses: (
         "a lower `--lr`, a positive `--beta`, `--entropy_coef`, a higher `--clip_high`"
     ),
-    kl_grows: (
-        "samples.jsonl: does the policy exploit an error of the reward? A higher `--beta`, "
-        "`--keep_best` with a held-out metric"
-    ),
+    kl_grows: ("a higher `--beta`, `--keep_best` with a held-out metric"),
     clips_often: (
         "a lower `--lr`, `--minibatches 1`, fewer `--epochs_per_rollout`, a lower `--max_grad_norm`"
     ),

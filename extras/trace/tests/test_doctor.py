@@ -54,7 +54,7 @@ CASES = {  # beyond the threshold, just below it
         FALLS | dict(entropy=steps(1.0, 0.09)),
         FALLS | dict(entropy=steps(1.0, 0.11)),
     ),
-    "kl_grows": (dict(kl=steps(0.0, 1.1)), dict(kl=steps(0.0, 0.9))),
+    "kl_grows": (FALLS | dict(kl=steps(0.0, 1.1)), FALLS | dict(kl=steps(0.0, 0.9))),
     "clips_often": tuple({"clip_ratio/region_mean": [x] * 3} for x in (0.51, 0.49)),
     "length_drifts": tuple(FALLS | {"completions/mean_length": steps(10, x)} for x in (15.1, 14.9)),
 }
