@@ -2,7 +2,8 @@
 
 from common.data.sample import Group
 from common.rollout.engine import Engine
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episode import PromptRequest
+from common.rollout.episodes import Episodes
 
 
 def complete(

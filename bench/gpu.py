@@ -51,7 +51,7 @@ from common.model.logprobs import token_logprobs
 from common.model.policy import load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
-from common.rollout.engine import make_engine
+from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
 from common.train.optim import adamw, optimizer_step
 

@@ -45,7 +45,7 @@ from common.model.loading import has_other_parts, load_text_config
 from common.model.policy import Policy, load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
-from common.rollout.engine import make_engine
+from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
 

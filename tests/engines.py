@@ -11,7 +11,8 @@ from in_process import NEW_TOKENS, Args
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
-from common.rollout.engine import Engine, make_engine
+from common.rollout.engine import Engine
+from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
 
 RANK_0_OF_1 = dict(

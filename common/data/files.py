@@ -14,7 +14,6 @@ from pathlib import Path
 
 from common.parallel import distributed
 
-BUILT_IN = ("arithmetic", "calculator", "products", "guess_number", "squares")
 # Kinds of files: one JSON object per line, one JSON value, tables of text with their separators,
 # tables with types.
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from common.data import durable, folders, tables
 from common.data.files import (
-    BUILT_IN,
     KINDS,
     LINES,
     SEPARATORS,
@@ -35,7 +34,7 @@ def open_shards(
     """
     label = f"{flag} {dataset}"
     path = Path(dataset).expanduser()
-    if dataset in BUILT_IN:
+    if dataset in TASKS:
         return [Shard(partial(_task_rows, dataset, split))] if split in ("train", "test") else None
     files = files_of(path)
     if files and split != "train":

@@ -2,7 +2,7 @@
 every start.
 
 `arithmetic` is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that
-SFT, preference learning and RL each have something to learn. `products` is for `--tools python`, and
+SFT, preference learning and RL each have something to learn. `products` is for `--tools python`,
 `squares` for models of images; the others need an environment (common/rollout/environments.py)."""
 
 import random
@@ -21,10 +21,7 @@ def arithmetic_rows(split: str) -> list[dict]:
     it. So a model that imitates the `completion`s gets about 0.4 of the `answer`s right, and
     samples every right answer often enough for rewards to reinforce it. `chosen` is the answer,
     `rejected` the forgetful one, or an answer with one wrong digit where nothing is carried.
-
-    Raises `ValueError` for another split.
     """
-    require_split("arithmetic", split)
     rng = random.Random(0)
     questions = [(a, op * b) for a in range(100, 500) for op in (1, -1) for b in range(4, 10)]
     questions = [(a, b) for a, b in questions if a // 100 == (a + b) // 100]
@@ -46,12 +43,6 @@ def arithmetic_rows(split: str) -> list[dict]:
             rows["test" if number < 500 else "train"].append(row)
     rng.shuffle(rows["train"])
     return rows[split]
-
-
-def require_split(task: str, split: str) -> None:
-    """Raise `ValueError` unless `split` is train or test."""
-    if split not in ("train", "test"):
-        raise ValueError(f"the {task} task has no split {split!r}, only train and test")
 
 
 def _one_digit_off(number: str, rng: random.Random) -> str:

@@ -4,10 +4,16 @@ alone."""
 import dataclasses
 
 from common.config.groups import TrainArgs
+from common.config.online import OnlineArgs
 from common.data.encode import Encoder
 from common.data.rows import held_out_rows, train_and_eval_rows
+from common.evaluate.greedy import evaluate_prompts
 from common.model.hub import context_length
 from common.model.policy import Policy
+from common.rewards.registry import row_check
+from common.rewards.total import Rewards
+from common.rollout.prompts import encode_prompts, prompt_columns
+from common.rollout.sampler import make_sampler
 
 
 class Generation:
@@ -22,11 +28,6 @@ class Generation:
         self.sampler = None
         if not args.eval_generate:
             return
-        from common.rewards.registry import row_check
-        from common.rewards.total import Rewards
-        from common.rollout.prompts import encode_prompts, prompt_columns
-        from common.rollout.sampler import make_sampler
-
         online = sampling_args(args)
         row_check(online)
         if args.eval_dataset is None:
@@ -45,8 +46,6 @@ class Generation:
         `evaluate_prompts`. Collective."""
         if self.sampler is None:
             return {}
-        from common.evaluate.greedy import evaluate_prompts
-
         return evaluate_prompts(self.sampler, step, self.prompts, self.rewards)
 
     def close(self) -> None:
@@ -58,8 +57,6 @@ class Generation:
 def sampling_args(args: TrainArgs) -> TrainArgs:
     """Return the flags of a script that samples, `OnlineArgs`, for the evaluations of one that does
     not."""
-    from common.config.online import OnlineArgs
-
     names = {field.name for field in dataclasses.fields(OnlineArgs)}
     shared = {name: value for name, value in vars(args).items() if name in names}
     evaluation = dict(

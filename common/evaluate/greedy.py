@@ -5,8 +5,8 @@ from itertools import product
 
 from common.metrics.meter import Meter
 from common.rewards.total import Rewards
+from common.rollout.base_sampler import Sampler
 from common.rollout.prompts import Prompts
-from common.rollout.sampler import Sampler
 
 
 def evaluate_prompts(

@@ -1,20 +1,17 @@
 """The kinds of rewards, and how each is computed for groups of samples: built-in functions here,
-`math` and a user's functions in processes. A function may have a `make_scorer` of its own.
-
-A kind is imported when `--reward` names it."""
+`math` and a user's functions in processes. A function may have a `make_scorer` of its own."""
 
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
+from common.rewards.processes import Pool
 from common.rewards.registry import BY_LENGTH, load_reward, require_usable_rows, reward_of_row
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
-
-if TYPE_CHECKING:
-    from common.rewards.processes import Pool
+from common.rewards.user_code import reward_form
 
 
 class Scorer(NamedTuple):
@@ -22,7 +19,7 @@ class Scorer(NamedTuple):
 
     score: Callable[[list[Group]], list[Result]]
     """one result per sample, group by group; values are not checked yet"""
-    pool: "Pool | None" = None
+    pool: Pool | None = None
     """processes in which it runs; the caller closes them"""
     is_collective: bool = False
     """whether all ranks must call it at the same point"""
@@ -90,9 +87,6 @@ def _environment_result(sample: Completion) -> Result:
 def _user_scorer(name: str, function: Callable, columns: list[str], args: SamplingArgs) -> Scorer:
     """Return the scorer of a user's function of samples or, if it takes `completions`, of groups. A
     call for a group has the time limit times the number of its completions."""
-    from common.rewards.processes import Pool
-    from common.rewards.user_code import reward_form
-
     of_group, with_ids = reward_form(name, function, columns)
     pool = Pool(name, args.reward_workers, args.reward_timeout)
 
@@ -131,8 +125,6 @@ def _math_scorer(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
     """Return the scorer of `math`. An answer that exceeds the time or memory limit is wrong and not
     an error: otherwise such an answer would go unpunished. Only a gold answer that cannot be parsed
     is an error."""
-    from common.rewards.processes import Pool
-
     target = "common.rewards.math_reward:math"
     pool = Pool(target, args.reward_workers, args.reward_timeout, shared=True)
 

@@ -13,6 +13,7 @@ from common.model.hub import resolve_model
 from common.model.loading import load_config
 from common.rewards.kinds import Scorer
 from common.rewards.result import Result
+from common.rewards.reward_model import RewardModel
 
 
 def make_model_scorer(
@@ -45,8 +46,6 @@ def load_model(
         return judge if device is not None else None
     if device is None:
         return None
-    from common.rewards.reward_model import RewardModel
-
     try:
         return RewardModel(flag, folder, args, rows, tokenizer, device)
     except ValueError as error:

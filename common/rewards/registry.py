@@ -11,6 +11,7 @@ from common.config.online import SamplingArgs
 from common.config.sampling import JUDGE_KINDS, MODEL_KINDS
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
+from common.rewards.user_code import load_callable, reward_form
 
 OTHERS = dict(
     math="common.rewards.math_reward:math",
@@ -36,8 +37,6 @@ def load_reward(name: str) -> Reward:
             return getattr(importlib.import_module(module), function)
     if ":" not in name:
         raise ValueError(f"--reward {name}: unknown; {intention(name)}")
-    from common.rewards.user_code import load_callable, reward_form
-
     function = load_callable("--reward", name)
     reward_form(name, function)
     return function

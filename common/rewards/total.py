@@ -26,9 +26,12 @@ from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.rewards.kinds import Scorer, make_scorer, make_scorers_by_row
+from common.rewards.lengths import by_length
+from common.rewards.models import make_model_scorer
 from common.rewards.registry import BY_LENGTH, short_names
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
+from common.rewards.worker import one_line
 
 SAMPLES_AT_ONCE = 64  # that the thread scores together, at least
 
@@ -81,8 +84,6 @@ class Rewards:
             if name == "by_row":
                 added = make_scorers_by_row(rows, args, self.thoughts)
             elif name.startswith(MODEL_KINDS):
-                from common.rewards.models import make_model_scorer
-
                 scorer = make_model_scorer(name, args, rows, tokenizer, device)
                 added = {short[name]: scorer} if scorer else {}
             else:
@@ -162,8 +163,6 @@ class Rewards:
         failed_KPG = torch.tensor(failed, dtype=torch.bool).reshape(len(results), *shape)
         by_name = dict(zip(results, rewards_KPG, strict=True))
         for name in by_name.keys() & set(BY_LENGTH):
-            from common.rewards.lengths import by_length
-
             lengths = [sample.longest for sample in chain(*groups)]
             lengths_PG = torch.tensor(lengths).reshape(shape)
             first_PG = self.first(by_name)
@@ -257,8 +256,6 @@ def read(result: Result) -> tuple[Result, dict[str, float]]:
         reward = None if reward is None else _number(reward)
         numbers = {str(k): _number(number) for k, number in beside.items() if k != "feedback"}
     except Exception as error:  # of values that a user's code returned
-        from common.rewards.worker import one_line
-
         return Result(error=one_line(error)), {}
     if reward is not None and not math.isfinite(reward):
         return Result(error=f"returned {reward}"), {}

@@ -32,8 +32,10 @@ from common.model.loading import load_config
 from common.model.policy import load_policy
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.engine import Engine, make_engine
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.engine import Engine
+from common.rollout.engines import make_engine
+from common.rollout.episode import PromptRequest
+from common.rollout.episodes import Episodes
 from common.rollout.prompts import Prompts
 from common.rollout.weights import whole_weights
 

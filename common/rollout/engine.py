@@ -1,5 +1,5 @@
 """Base class of the engines: requests in flight, their priority and seeds, and their conversion to
-completions; the choice of an engine.
+completions.
 
 An engine is vLLM (one per rank or per tensor-parallel group) or, where vLLM is not installed,
 transformers. It works in rounds: `submit` adds a request, `advance` runs a round and returns the
@@ -11,7 +11,6 @@ training rank calls these methods in this order; a rollout rank never sleeps:
 """
 
 import contextlib
-import importlib.util
 import random
 import warnings
 from collections.abc import Iterator
@@ -28,10 +27,9 @@ from common.config.online import SamplingArgs
 from common.config.sampling import SLOTS
 from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.flops import num_delta_nets
-from common.model.loading import load_text_config
 from common.model.policy import compute_dtype
 from common.parallel import distributed, signals
+from common.rollout.stop_strings import StopStrings
 
 # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
 SEED_SPACING = 1 << 16
@@ -118,8 +116,6 @@ class Engine:
         self.names = map(str, count())
         self.stop_strings = None
         if args.stop:
-            from common.rollout.stop_strings import StopStrings
-
             self.stop_strings = StopStrings(args.stop, tokenizer, self.silent_ids)
         with untouched_rng(), warnings.catch_warnings():
             # vLLM walks over deprecated names of torch
@@ -280,40 +276,3 @@ def untouched_rng() -> Iterator[None]:
         yield
     np.random.set_state(numpy_state)
     random.setstate(python_state)
-
-
-def make_engine(
-    path: str,
-    args: SamplingArgs,
-    eos_ids: list[int],
-    tokenizer,
-    device: torch.device,
-    trained: bool = True,
-) -> Engine:
-    """Return the engine of `--engine` with the checkpoint in folder `path`. Call after
-    `load_policy`. It sleeps until `wake` and `load_weights`; if no model is `trained`, it is awake
-    with the weights of the checkpoint.
-
-    Raises `ValueError` for `--engine vllm` without vLLM, or a model or tensor-parallel size that
-    vLLM refuses."""
-    is_installed = importlib.util.find_spec("vllm") is not None
-    if args.engine == "vllm" and not is_installed:
-        raise ValueError(
-            "--engine vllm: vllm is not installed; use --engine transformers, which is slower"
-        )
-    has_delta_nets = num_delta_nets(load_text_config(path)) > 0
-    if args.engine == "auto" and is_installed and device.type == "cpu" and has_delta_nets:
-        distributed.say(
-            "sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16 only"
-        )
-    elif is_installed and args.engine != "transformers":
-        from common.rollout.vllm_engine import VLLMEngine
-
-        return VLLMEngine(path, args, eos_ids, tokenizer, device, trained)
-    if args.tensor_parallel_size > 1:
-        raise ValueError("--tensor_parallel_size needs --engine vllm")
-    if args.engine == "auto" and not is_installed and dist.get_rank() == 0:
-        print("vllm is not installed: sampling with transformers, which is slower")
-    from common.rollout.transformers_engine import TransformersEngine
-
-    return TransformersEngine(path, args, eos_ids, tokenizer, device, trained)

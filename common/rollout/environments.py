@@ -18,6 +18,7 @@ from typing import Protocol
 
 from common.rewards.arithmetic import arithmetic
 from common.rewards.functions import to_number
+from common.rewards.user_code import load_callable
 
 Message = dict[str, str]
 
@@ -36,8 +37,6 @@ def load_environment(name: str, with_state: bool = False) -> Callable[[], Enviro
     if ":" not in name:
         names = ", ".join(ENVIRONMENTS)
         raise ValueError(f"--environment {name}: unknown; there are {names}, path/to/file.py:Class")
-    from common.rewards.user_code import load_callable
-
     environment = load_callable("--environment", name)
     names = ["reset", "step"] + ["state"] * with_state
     methods = [getattr(environment, method, None) for method in names]

@@ -4,56 +4,13 @@
 Episodes do not wait for each other: an engine advances all of them, and a prompt is complete when
 its last episode has ended."""
 
-from dataclasses import dataclass
-
+from common.config.extra import extra
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
-from common.parallel import distributed
-from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
-
-
-@dataclass
-class PromptRequest:
-    """A prompt and the number of completions to sample."""
-
-    number: int
-    """name of the prompt; those with smaller numbers are sampled first"""
-    ids: list[int]
-    row: dict
-    """data row, for environments and rewards"""
-    seed: int
-    samples: int
-    temperature: float
-
-
-@dataclass(eq=False)
-class Episode:
-    """One completion of a prompt, in flight."""
-
-    prompt: PromptRequest
-    index: int
-    """among the completions of the prompt"""
-    number: int
-    """among all episodes"""
-    completion: Completion
-
-    def turn(self, max_tokens: int) -> Request:
-        """Return the request for the next turn."""
-        prompt = self.prompt
-        seed = self.seed(self.completion.turns - 1)
-        return Request(self.completion, max_tokens, seed, prompt.temperature, prompt.number)
-
-    def seed(self, number: int) -> int:
-        """Return the seed of a turn, numbered from 0."""
-        if number == 0:
-            return self.prompt.seed * SEED_SPACING + self.index
-        seed = distributed.fold_seed(self.prompt.seed, self.index)
-        return distributed.fold_seed(seed, number) * SEED_SPACING
-
-
-def row_for_engine(row: dict) -> dict:
-    """Return what an engine reads of the row of a prompt: the places of its images."""
-    return {name: row[name] for name in ("_images",) if name in row}
+from common.rewards.user_code import load_agent
+from common.rollout.engine import Engine, Request, empty_completion
+from common.rollout.episode import Episode, PromptRequest, row_for_engine
+from common.rollout.multi_turn import Turns
 
 
 class Episodes:
@@ -68,19 +25,15 @@ class Episodes:
         self.args = args
         self.turns = None
         if args.agent is not None:
-            from common.rewards.user_code import load_agent
-
             load_agent(args.agent)
-            from extras.agents.agents import Agents
-
+            with extra("agents", f"--agent {args.agent}"):
+                from extras.agents.agents import Agents
             self.turns = Agents(args, engine)
         elif args.tools:
-            from extras.tools.turns import ToolTurns
-
+            with extra("tools", f"--tools {' '.join(args.tools)}"):
+                from extras.tools.turns import ToolTurns
             self.turns = ToolTurns(args, tokenizer)
         elif args.has_turns:
-            from common.rollout.multi_turn import Turns
-
             self.turns = Turns(args, tokenizer)
         self.sampling: dict[Request, Episode] = {}  # episodes that wait for the engine
         # ended completions of each prompt in flight, None for the others

@@ -7,6 +7,7 @@ from common.data.messages import messages_field, text_field
 from common.data.packing import PackedBatch
 from common.data.sample import Completion
 from common.parallel import distributed
+from common.rewards.filler import template_filler
 
 SAMPLED = ("sibling", "feedback")  # hints that are no column
 
@@ -15,8 +16,6 @@ def hint_filler(hint: str | None, template: str, rows: list[dict]) -> Callable[[
     """Return the function that fills `--hint_template` with a row, its prompt and a hint. Raises
     `ValueError` without `--hint`, if it is a column without any value, or for one of `rows` that
     the template cannot use."""
-    from common.rewards.filler import template_filler
-
     if hint is None:
         raise ValueError("--hint: there is none; name a column, sibling or feedback")
     if hint not in SAMPLED and not any(hint_of_row(row, hint) for row in rows):

@@ -14,7 +14,7 @@ from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.parallel.failures import gloo_message
-from common.rollout.episodes import PromptRequest
+from common.rollout.episode import PromptRequest
 
 
 @dataclass

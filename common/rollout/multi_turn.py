@@ -18,7 +18,7 @@ from common.parallel import distributed
 from common.rollout.engine import Request
 from common.rollout.environment_pool import Answer, Environments
 from common.rollout.environments import Message, load_environment
-from common.rollout.episodes import Episode
+from common.rollout.episode import Episode
 
 
 def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Message]]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.config.extra import extra
 from common.config.online import OnlineArgs, SamplingArgs
 from common.data.encode import Encoder
 from common.data.rows import (
@@ -16,6 +17,9 @@ from common.data.rows import (
 from common.data.sample import Sample
 from common.parallel import distributed
 from common.rewards.registry import row_check
+from common.rewards.user_code import load_agent
+from common.rollout.multi_turn import prompt_maker_of_environment
+from common.rollout.templates import template_maker
 
 
 @dataclass
@@ -70,8 +74,6 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
     or, with `--prompt_template` or `--environment`, a column `_prompt`. Raises `ValueError` for
     columns that the data lacks. Without columns (`--agent`) prompts are empty."""
     if args.agent is not None:
-        from common.rewards.user_code import load_agent
-
         load_agent(args.agent)
         return ()
     if args.environment is not None or args.prompt_template is not None:
@@ -95,8 +97,8 @@ def encode_prompts(
     make_prompt = prompt_maker(args)
     select_tools = None
     if args.tools:
-        from extras.tools.schemas import tool_selector
-
+        with extra("tools", f"--tools {' '.join(args.tools)}"):
+            from extras.tools.schemas import tool_selector
         select_tools = tool_selector(args, encoder.tokenizer)
     check = row_check(args) if args.on_bad_row == "skip" else None
 
@@ -142,11 +144,7 @@ def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[dict]] | Non
     """Return the function row -> prompt of `--environment` or `--prompt_template`; None without
     them. It raises `ValueError` naming the row that the environment or the template cannot use."""
     if args.environment is not None:
-        from common.rollout.multi_turn import prompt_maker_of_environment
-
         return prompt_maker_of_environment(args)
     if args.prompt_template is not None:
-        from common.rollout.templates import template_maker
-
         return template_maker(args)
     return None

@@ -19,7 +19,8 @@ from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
 from common.parallel import distributed, signals
 from common.rewards.total import Rewards
-from common.rollout.episodes import PromptRequest, row_for_engine
+from common.rollout.base_sampler import Sampler
+from common.rollout.episode import PromptRequest, row_for_engine
 from common.rollout.mail import (
     CompleteGroups,
     Mail,
@@ -31,7 +32,6 @@ from common.rollout.mail import (
     weights_link,
 )
 from common.rollout.prompts import Prompts
-from common.rollout.sampler import Sampler
 from common.rollout.weights import whole_weights
 
 PORTIONS = 4  # portions of a step's prompts: reward models score each when it is complete

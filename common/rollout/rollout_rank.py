@@ -12,7 +12,8 @@ from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.parallel import distributed, signals
-from common.rollout.engine import Engine, make_engine
+from common.rollout.engine import Engine
+from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes
 from common.rollout.mail import (
     CompleteGroups,

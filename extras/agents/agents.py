@@ -30,7 +30,7 @@ from common.rewards.total import read
 from common.rewards.worker import one_line
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.environment_pool import GRACE, allow_files
-from common.rollout.episodes import Episode
+from common.rollout.episode import Episode
 from extras.agents.endpoint import MODEL, Call, Endpoint, Refusal
 from extras.agents.requests import (
     SOURCE,

@@ -13,7 +13,7 @@ from itertools import chain, islice
 
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
-from common.data.files import BUILT_IN, BadRows, Shard, collect_bad_rows
+from common.data.files import BadRows, Shard, collect_bad_rows
 from common.data.load import EncodeRows, Samples, in_memory, require_held_out_samples
 from common.data.rows import (
     Columns,
@@ -24,6 +24,7 @@ from common.data.rows import (
 )
 from common.data.sample import Sample
 from common.data.shards import open_shards
+from common.data.tasks import TASKS
 from common.parallel import distributed
 
 # epoch, shard by its place in the epoch, and number of rows of the shard before
@@ -177,7 +178,7 @@ class StreamedSamples:
 def _training_shards(dataset: str, args: TrainArgs) -> list[Shard]:
     """Open the training split of a dataset. Raises `ValueError` if there is none."""
     flag = f"--dataset {dataset}"
-    if dataset in BUILT_IN:
+    if dataset in TASKS:
         raise ValueError(f"{flag}: a built-in task cannot be streamed")
     split = args.dataset_split
     shards = open_shards("--dataset", dataset, split, args.dataset_config, streaming=True)

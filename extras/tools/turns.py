@@ -18,7 +18,7 @@ from common.rewards.processes import ForkServer, Process
 from common.rewards.thoughts import TAIL, before_last_turn
 from common.rollout.engine import Request
 from common.rollout.environment_pool import GRACE, allow_files
-from common.rollout.episodes import Episode
+from common.rollout.episode import Episode
 from common.rollout.multi_turn import next_request
 from extras.tools.parser import Call, make_parser
 from extras.tools.toolbox import PROBLEMS, Outcome, settings_of

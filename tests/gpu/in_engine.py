@@ -22,7 +22,7 @@ from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.parallel import distributed
-from common.rollout.engine import make_engine
+from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
 from common.train.optim import adamw, optimizer_step
 

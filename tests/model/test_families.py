@@ -32,7 +32,7 @@ from bench.models import rows
 from common.data.packing import pack
 from common.model.hub import eos_token_ids
 from common.parallel import distributed
-from common.rollout.engine import make_engine
+from common.rollout.engines import make_engine
 path, has_delta_nets = sys.argv[1:]
 device, _, _ = distributed.setup(0)
 if has_delta_nets == "True":

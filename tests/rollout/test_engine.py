@@ -19,7 +19,8 @@ from common.model.hub import context_length, load_tokenizer
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.rollout import engine as base
-from common.rollout.engine import Engine, Request, empty_completion, make_engine
+from common.rollout.engine import Engine, Request, empty_completion
+from common.rollout.engines import make_engine
 from common.rollout.vllm_engine import lost_asleep
 from common.rollout.weights import whole_weights
 

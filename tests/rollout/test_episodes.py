@@ -30,7 +30,8 @@ from common.rollout.environments import (
     GuessNumber,
     load_environment,
 )
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episode import PromptRequest
+from common.rollout.episodes import Episodes
 from common.rollout.prompts import encode_prompts, prompt_columns, prompt_maker
 from common.rollout.stop_strings import StopStrings
 

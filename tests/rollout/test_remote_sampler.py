@@ -26,7 +26,7 @@ import rloo
 from common.config.groups import flags_of
 from common.model.hub import load_tokenizer
 from common.parallel import distributed
-from common.rollout.episodes import PromptRequest
+from common.rollout.episode import PromptRequest
 from common.rollout.remote_sampler import RemoteSampler
 from common.train.run_folder import prepare_output_dir
 from tests.rewards.test_reward_model import by_transformers, save_classifier

@@ -16,9 +16,10 @@ from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rollout import engine as base
 from common.rollout import sampler as module
+from common.rollout.base_sampler import measure_staleness
 from common.rollout.engine import SEED_SPACING
 from common.rollout.prompts import Prompts
-from common.rollout.sampler import LocalSampler, make_sampler, measure_staleness
+from common.rollout.sampler import LocalSampler, make_sampler
 
 ROWS = 10
 

@@ -12,7 +12,7 @@ from common.data.packing import pack
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.rollout.engine import make_engine
+from common.rollout.engines import make_engine
 
 
 @torch.no_grad()

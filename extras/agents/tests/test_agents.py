@@ -22,7 +22,8 @@ from common.model.tiny import tiny_model
 from common.rewards import processes
 from common.rewards.total import Rewards
 from common.rewards.user_code import load_agent
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episode import PromptRequest
+from common.rollout.episodes import Episodes
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
 from extras.agents.endpoint import Refusal

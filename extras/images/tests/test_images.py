@@ -7,7 +7,7 @@ from helpers import EACH_STEP, assert_close_metrics, metrics, run, weights
 
 from common.model.hub import load_tokenizer
 from common.model.text_part import names_in, read_weight
-from common.rollout.engine import make_engine
+from common.rollout.engines import make_engine
 from common.train import run as train_run
 from extras.images.reader import Reader
 from extras.images.tests.checkpoints import FAMILIES, dataset, picture

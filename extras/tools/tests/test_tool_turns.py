@@ -11,7 +11,8 @@ from in_process import talkative
 from common.data.encode import Encoder
 from common.parallel.distributed import RunError
 from common.rollout.engine import Request
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episode import PromptRequest
+from common.rollout.episodes import Episodes
 from common.rollout.prompts import encode_prompts, prompt_columns
 from extras.tools.tests import episodes
 from extras.tools.tests.episodes import make_args
