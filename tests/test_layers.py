@@ -9,13 +9,11 @@ import pytest
 from helpers import ROOT
 
 LAYERS = [
-    "objectives parallel sandbox",
+    "objectives parallel",
     "config",
-    "images",
     "data",
     "model metrics",
     "rewards",
-    "tool_use",
     "rollout",
     "evaluate",
     "train",
@@ -52,11 +50,6 @@ def package(name: str) -> str:
     return name.split(".")[1]
 
 
-# Modules of common/ that a script loads before it reads its flags, and their lines.
-BUDGETS = dict(sft=(47, 8050), dpo=(52, 8650), kto=(50, 8500), rm=(48, 8100), demo=(3, 500))
-SAMPLING_BUDGET = (71, 11750)
-
-
 def imported_at_the_top(path: Path) -> set[str]:
     """Return the project's modules that a file imports when it is loaded."""
     found: set[str] = set()
@@ -66,30 +59,6 @@ def imported_at_the_top(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
     return {name for name in found & NAMES if name.count(".") == 2}
-
-
-def loaded(script: Path) -> set[str]:
-    """Return the modules of common/ that a script loads before it reads its flags."""
-    found = imported_at_the_top(script)
-    while new := {name for one in found for name in imported_at_the_top(file_of(one))} - found:
-        found |= new
-    return found
-
-
-def file_of(name: str) -> Path:
-    return ROOT.joinpath(*name.split(".")).with_suffix(".py")
-
-
-@pytest.mark.parametrize("script", sorted(ROOT.glob("*.py")), ids=lambda path: path.stem)
-def test_a_script_loads_what_its_flags_need(script):
-    """A module that a flag switches on is imported where the flag is read. Modules that are needed
-    for types alone are not loaded."""
-    names = loaded(script)
-    lines = sum(len(file_of(name).read_text(encoding="utf-8").splitlines()) for name in names)
-    modules_allowed, lines_allowed = BUDGETS.get(script.stem, SAMPLING_BUDGET)
-    assert len(names) <= modules_allowed and lines <= lines_allowed
-    if script.stem in BUDGETS:
-        assert {package(name) for name in names}.isdisjoint({"rollout", "rewards", "sandbox"})
 
 
 def test_training_knows_neither_rollouts_nor_rewards():

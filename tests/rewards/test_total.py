@@ -446,10 +446,7 @@ KINDS = {
     "extras.code.reward": "code",
     "extras.graders.ifeval": "ifeval",
     "common.rewards.math_reward": "math",
-    "common.rewards.processes": None,
     "extras.graders.puzzles": "countdown",
-    "common.rewards.reward_model": None,
-    "common.rewards.user_code": None,
     "extras.code.sandbox.program": "code",
 }
 
