@@ -31,7 +31,7 @@ from common.config.flags import AtLeast2, NotNegative, Positive
 from common.config.objectives import LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.config.truncation_flags import TruncationArgs
+from common.config.sampling import TruncationArgs
 from common.data.packing import pack_minibatches, per_sample
 from common.evaluate.greedy import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model
@@ -96,7 +96,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
-    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
+    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)

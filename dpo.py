@@ -35,13 +35,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import Fraction, NotNegative, Positive, PositiveFraction
-from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
-from common.config.image_flags import ImageArgs
 from common.config.parse import parse
 from common.config.preference_flags import PreferenceArgs
 from common.config.rules import require_default
-from common.config.training import PrefixArgs
+from common.config.training import GenerateArgs, ImageArgs, PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups
@@ -296,7 +294,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: pairs of token ids with masks, and their order ----
-    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
+    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     fit_max_length(args, path, room=args.pack_capacity // 2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(

@@ -27,10 +27,10 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import MayChange, Needs, NotNegative, Positive, Several
-from common.config.image_flags import ImageArgs
 from common.config.online import SamplingArgs
 from common.config.parse import parse
-from common.config.truncation_flags import TruncationArgs
+from common.config.sampling import TruncationArgs
+from common.config.training import ImageArgs
 from common.data import durable
 from common.data.encode import Encoder
 from common.data.rows import rows_of_split
@@ -78,10 +78,8 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
     ks: MayChange[Several[int]] = ()
     """values of k for which pass@k and majority@k are shown; default: 1, 2, 4, ... up to S.
     results.json has all"""
-    prompts_per_batch: MayChange[Positive[int]] = 256
+    prompts_per_step: MayChange[Positive[int]] = 256
     """prompts sampled between two writes to completions.jsonl, over all ranks"""
-    domain_column: MayChange[str] = "domain"
-    """column of the data by whose values results are also shown, if there is one of that name"""
     completions: Annotated[str | None, Needs(agent=None)] = None
     """file of completions to evaluate instead of sampling: JSONL with a line per row of the data
     and the column completions (list of texts, or of objects as in completions.jsonl) or completion
@@ -93,8 +91,6 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
     judge:PATH or, of pairs, rank:PATH; default judge: `reward`"""
     perplexity_model: Annotated[MayChange[str | None], Needs(agent=None)] = None
     """language model under which the perplexity of the completions is reported"""
-    bootstrap_samples: MayChange[Positive[int]] = 1000
-    """number of bootstrap resamples of the prompts, for confidence intervals"""
 
     def __post_init__(self) -> None:
         if self.completions is None:
@@ -116,7 +112,7 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
 def measure(args: Args, lines: list[dict]) -> dict:
     """Return the results of these prompts: the numbers of `overall` or of one domain in
     results.json."""
-    interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
+    interval = partial(mean_and_interval, seed=args.seed)
 
     def mean_of(value_of, groups: list[list[dict]]) -> dict[str, float]:
         values = [[value for c in group if (value := value_of(c)) is not None] for group in groups]
@@ -163,7 +159,6 @@ def shown_ks(args: Args, overall: dict) -> list[int]:
 def print_results(args: Args, results: dict) -> None:
     """Print a table of all prompts, with intervals, and one of the domains."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
@@ -193,7 +188,7 @@ def print_results(args: Args, results: dict) -> None:
     Console().print(table)
     if results["domains"]:
         columns = [name for name in shown(overall) if not name.startswith("majority")]
-        table = Table("prompts", *columns, escape(visible(args.domain_column)))
+        table = Table("prompts", *columns, "domain")
         for name, m in results["domains"].items():
             cells = {c: f"{scale * x['mean']:.4g}" for c, (x, scale) in shown(m).items()}
             table.add_row(
@@ -272,7 +267,7 @@ def answers(
         episodes = Episodes(engine, args, task.tokenizer)
         generate = partial(completions_file.greedy_and_sampled, episodes, **counts)
         lines = completions_file.sample_completions(
-            file, lines, task.prompts, generate, task.rewards, batch_size=args.prompts_per_batch,
+            file, lines, task.prompts, generate, task.rewards, batch_size=args.prompts_per_step,
             seed=args.seed, greedy=args.greedy,
         )  # fmt: skip
         episodes.close()
@@ -290,13 +285,13 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
     if args.completions is not None and max(args.ks, default=0) > counts[0]:
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
     folders = task.folders
-    interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
+    interval = partial(mean_and_interval, seed=args.seed)
     score_lines = partial(
         completions_file.score_stored, prompts=task.prompts, room=args.pack_capacity
     )
     lines_of_domain: dict[str, list[dict]] = {}
     for line, row in zip(outputs[0], task.prompts.rows, strict=True):
-        lines_of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
+        lines_of_domain.setdefault(str(row.get("domain")), []).append(line)
     domains = {name: measure(args, lines_of_domain[name]) for name in sorted(lines_of_domain)}
     if len(domains) == 1:
         domains = {}
@@ -339,7 +334,7 @@ def main(args: Args) -> None:
     if args.completions is not None and models[0][0] != folder:
         problem = f"are of one model, --model {args.model} has {len(models)}"
         raise ValueError(f"--completions {args.completions} {problem}")
-    task = load_task(args, resolve_model(models[-1][1], rope=args.rope), device)
+    task = load_task(args, resolve_model(models[-1][1], rope_factor=args.rope_factor), device)
     begin_run(args)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
@@ -352,7 +347,7 @@ def main(args: Args) -> None:
         if target != folder and not checkpoint_curve.still_exists(model):
             continue
         target.mkdir(exist_ok=True)
-        path = resolve_model(model, rope=args.rope)
+        path = resolve_model(model, rope_factor=args.rope_factor)
         lines, engine = answers(args, task, engine, "model", path, target / OWN_FILE)
         outputs = [lines]
         if args.against is not None and len(lines) == len(task.prompts):

@@ -27,11 +27,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.image_flags import ImageArgs
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, MovingArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default, require_effect
+from common.config.training import ImageArgs
 from common.data.packing import count_trained, pack_minibatches
 from common.evaluate.greedy import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model
@@ -297,7 +297,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
-    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
+    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)

@@ -30,9 +30,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
+from common.config.training import GenerateArgs
 from common.data.encode import Encoder, truncate
 from common.data.load import Samples, load_samples
 from common.data.order import make_order
@@ -280,7 +280,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
-    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
+    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     fit_max_length(args, path, room=args.pack_capacity)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(

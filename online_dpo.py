@@ -176,7 +176,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = not set(args.loss) <= REFERENCE_FREE
-    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
+    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
     context = min(context_length(path, args), args.pack_capacity // 2 + 1)  # a pair shares a pack
     prompts, held_out = load_prompts(args, tokenizer, context)

@@ -189,7 +189,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: pairs of token ids with masks, and their order ----
-    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
+    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     fit_max_length(args, path, room=args.pack_capacity // 2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(

@@ -24,11 +24,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import NotNegative, Positive
-from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
-from common.config.image_flags import ImageArgs
 from common.config.parse import parse
-from common.config.training import StreamArgs
+from common.config.training import GenerateArgs, ImageArgs, StreamArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import pack
@@ -151,7 +149,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: token ids with masks, and their order ----
-    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
+    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     fit_max_length(args, path, room=args.pack_capacity)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(

@@ -111,7 +111,7 @@ def test_every_recipe_of_a_benchmark_is_named_in_the_docs():
     ],
 )
 def test_bad_row_ends_the_run_in_one_line(row, problem, main, tmp_path):
-    good = dict(question="?", choices=["1", "2"], answer=1)
+    good = dict(question="?", choices=["1", "2"], answer=1, subject="physics")
     data = write(tmp_path / "rows.jsonl", [good, row])
     flags = ["--config", ROOT / "configs/eval_mmlu.yaml", "--model", "tiny", "--dataset", data]
     flags += ["--shots", 0, "--max_new_tokens", 4, "--output_dir", tmp_path / "out"]

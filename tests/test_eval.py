@@ -64,7 +64,7 @@ def flags(models):
     return (
         "--model", models / "policy", "--dataset", models / "rows.jsonl",
         "--reward", f"{models / 'reward.py'}:some", "--samples_per_prompt", 4,
-        "--max_new_tokens", 10, "--prompts_per_batch", 4, "--engine", "transformers",
+        "--max_new_tokens", 10, "--prompts_per_step", 4, "--engine", "transformers",
         "--reward_workers", 1,
     )  # fmt: skip
 
@@ -205,7 +205,7 @@ def test_killed_run_resumes_with_equal_results(one_rank, flags, models, main, tm
     (models / "hold").write_text("4")
     file = tmp_path / "completions.jsonl"
     with helpers.Ranks(
-        1, "eval.py", *flags, "--prompts_per_batch", 1, "--output_dir", tmp_path
+        1, "eval.py", *flags, "--prompts_per_step", 1, "--output_dir", tmp_path
     ) as started:
         helpers.until(
             lambda: (

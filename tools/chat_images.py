@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, GenerationConfig
 
 from common.config.flags import STRICT
 from common.config.groups import BaseArgs
-from common.config.image_flags import ImageArgs
+from common.config.training import ImageArgs
 from common.data.sample import Sample
 from common.model.loading import one_line_errors
 from extras.images.image_files import require_image, stored

@@ -11,7 +11,6 @@ from common.config.flags import (
     STRICT,
     AboveOne,
     BelowOne,
-    Fraction,
     MayChange,
     Needs,
     NotNegative,
@@ -42,21 +41,9 @@ class ModelArgs:
     context_ranks: MayChange[Positive[int]] = 1
     """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x
     context_ranks tokens"""
-    rope_scaling: Literal["yarn", "linear"] | None = None
-    """scaling of the rotary embeddings of `model`, for a longer context; needs rope_factor"""
     rope_factor: AboveOne | None = None
-    """context length as a multiple of the model's"""
-
-    @model_validator(mode="after")
-    def _check_rope(self) -> Self:
-        if (self.rope_scaling is None) != (self.rope_factor is None):
-            raise ValueError("--rope_scaling and --rope_factor need each other; give both or none")
-        return self
-
-    @property
-    def rope(self) -> tuple[str, float] | None:
-        """`--rope_scaling` and `--rope_factor`."""
-        return self.rope_scaling and (self.rope_scaling, self.rope_factor)
+    """context length as a multiple of the model's, by YaRN's scaling of its rotary embeddings
+    (arXiv:2309.00071)"""
 
     @property
     def pack_capacity(self) -> int:
@@ -186,12 +173,9 @@ class OptimArgs:
     lr: Positive[float] = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """learning rate after warmup: constant, or a linear or cosine decay to min_lr_ratio of the
-    peak"""
+    """learning rate after warmup: constant, or a linear or cosine decay to 0"""
     warmup_steps: NotNegative[int] = 0
     """steps of linear warmup from 0"""
-    min_lr_ratio: Fraction = 0.0
-    """final learning rate of a linear or cosine schedule, as a fraction of the peak"""
     adam_beta2: BelowOne = 0.95
     """beta2 of AdamW: decay rate of the second moment"""
     weight_decay: NotNegative[float] = 0.0
@@ -217,9 +201,6 @@ class CheckpointArgs:
     """steps between evaluations; there is always one after the last step; 0: off"""
     keep_last: MayChange[Positive[int]] = 2
     """number of newest checkpoints to keep"""
-    export_dtype: MayChange[Literal["base", "float32", "bfloat16"]] = "base"
-    """data type of hf/ and best/; base: that of the starting model. In float32 they keep small
-    updates, which bfloat16 rounds away"""
     keep_best: Annotated[MayChange[str | None], Needs(eval_every=True)] = None
     """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or
     eval_loss/hard; the lowest value is best if the name ends with loss or perplexity, else the
@@ -281,8 +262,6 @@ class StreamArgs:
     streaming: bool = False
     """read training rows, from files or the hub, when they are drawn; neither memory nor disk holds
     all of them"""
-    shuffle_buffer: Annotated[Positive[int], Needs(streaming=True)] = 10_000
-    """number of rows that are read ahead and drawn in random order"""
 
     @model_validator(mode="after")
     def _check_stream(self: Any) -> Any:  # reads flags of `TrainArgs`
@@ -297,4 +276,48 @@ class StreamArgs:
             raise ValueError(
                 "--streaming sets no rows aside; name an --eval_dataset, or set --eval_every 0"
             )
+        return self
+
+
+GENERATE = Needs(eval_generate=True)
+
+
+@dataclass(config=STRICT)
+class GenerateArgs:
+    """Evaluation by generation"""
+
+    eval_generate: Annotated[MayChange[NotNegative[int]], Needs(eval_every=True)] = 0
+    """number of held-out prompts that are completed greedily before training and at each
+    evaluation, for eval/solved and eval/reward; 0: off"""
+    eval_reward: Annotated[MayChange[Several[str]], GENERATE] = ("exact_match",)
+    """rewards of these completions (docs/rewards.md lists all)"""
+    eval_new_tokens: Annotated[MayChange[Positive[int]], GENERATE] = 256
+    """maximum length of these completions, in tokens"""
+
+    @model_validator(mode="after")
+    def _check_generation(self: Any) -> Any:  # reads flags of `TrainArgs`
+        if self.eval_generate and self.eval_new_tokens >= self.pack_capacity:
+            flag = f"--eval_new_tokens {self.eval_new_tokens}"
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; lower it")
+        return self
+
+
+@dataclass(config=STRICT)
+class ImageArgs:
+    """Images (extras/images/README.md)"""
+
+    takes_images = True  # no flag
+    vision: Literal["frozen", "train"] | None = None
+    """vision tower of a model of images and text, for rows with images. frozen: keep its weights;
+    train: train it too; default: the language model is trained alone"""
+    max_pixels: Positive[int] | None = None
+    """maximum number of pixels of an image, which is scaled down to it and thus has fewer tokens;
+    default: that of the model's image processor"""
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        if self.vision == "train" and getattr(self, "lora_rank", 0):
+            raise ValueError("--vision train: adapters are for the language model; use frozen")
+        if self.vision is not None and getattr(self, "context_ranks", 1) > 1:
+            raise ValueError(f"--vision {self.vision} needs --context_ranks 1")
         return self

@@ -53,7 +53,7 @@ def majority_at_k(
 
 
 def mean_and_interval(
-    totals_P: list[float], counts_P: list[float], draws: int, seed: int
+    totals_P: list[float], counts_P: list[float], seed: int, draws: int = 1000
 ) -> dict[str, float]:
     """Return sum of totals / sum of counts with its 95% interval by bootstrap over the prompts; {}
     for zero counts."""

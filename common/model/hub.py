@@ -16,20 +16,20 @@ def resolve_model(
     model: str,
     flag: str = "--model",
     weights: bool = True,
-    rope: tuple[str, float] | None = None,
+    rope_factor: float | None = None,
 ) -> str:
     """Return the local folder of a built-in model, a folder or a Hugging Face id: config.json,
-    tokenizer and, unless `weights` is false, safetensors. With `rope` (`--rope_scaling` and its
-    factor), return a folder of the same model with scaled rotary embeddings.
+    tokenizer and, unless `weights` is false, safetensors. With `rope_factor`, return a
+    folder of the same model with scaled rotary embeddings.
 
     The model of a resumable checkpoint is `hf/` in it. One rank of each machine downloads.
     Collective. Raises `ValueError` naming `flag` for a model that is not found."""
     if not model:
         raise ValueError(f"{flag}: the name is empty")
-    if rope is not None:
+    if rope_factor is not None:
         from common.model.rope import scaled_folder
 
-        return scaled_folder(resolve_model(model, flag, weights), rope)
+        return scaled_folder(resolve_model(model, flag, weights), rope_factor)
     if model == "tiny-images":
         with extra("images", "--model tiny-images"):
             from extras.images.tiny_images import tiny_images

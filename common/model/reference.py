@@ -54,8 +54,8 @@ def reference_or_logps(
     if not needed:
         return None, zeros
     name = args.reference_model or args.model
-    rope = args.rope if name == args.model else None
-    path = resolve_model(name, "--reference_model", rope=rope)
+    factor = args.rope_factor if name == args.model else None
+    path = resolve_model(name, "--reference_model", rope_factor=factor)
     require_same_tokenizer("--reference_model", path, tokenizer)
     context = context_length(path, args)
     if args.max_length > context:

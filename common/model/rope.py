@@ -1,4 +1,4 @@
-"""`--rope_scaling`: a model with scaled rotary embeddings, as a folder.
+"""`--rope_factor`: a model with rotary embeddings scaled as in YaRN, as a folder.
 
 The folder has links to the files of the model, and a config.json with the scaling. All that reads a
 model reads this one: trainer, references, engine, exports, checkpoints and the limits of lengths.
@@ -13,12 +13,12 @@ from common.model.loading import load_config
 from common.model.tiny import cached_folder
 
 
-def scaled_folder(path: str, rope: tuple[str, float]) -> str:
-    """Return the folder of the model in `path` with rotary embeddings of a kind and a factor. It is
-    made on first use, in the cache, and again after a change of the model. Raises `ValueError` for
-    a model whose embeddings cannot be scaled."""
+def scaled_folder(path: str, factor: float) -> str:
+    """Return the folder of the model in `path` with a context times `factor`. It is made on first
+    use, in the cache, and again after a change of the model. Raises `ValueError` for a model whose
+    embeddings cannot be scaled."""
     base = Path(path).resolve()
-    config = json.dumps(scaled_config(path, rope), indent=2).encode()
+    config = json.dumps(scaled_config(path, factor), indent=2).encode()
     unlinked = ("config.json", durable.CHECKSUMS)
     files = [file for file in sorted(base.iterdir()) if file.exists() and file.name not in unlinked]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -29,17 +29,15 @@ def scaled_folder(path: str, rope: tuple[str, float]) -> str:
             (folder / file.name).symlink_to(file)
         (folder / "config.json").write_bytes(config)
 
-    kind, factor = rope
-    name = f"{base.name}-{kind}-{factor:g}-{digest}"
-    return cached_folder(name, f"--rope_scaling {kind}", write)
+    name = f"{base.name}-yarn-{factor:g}-{digest}"
+    return cached_folder(name, f"--rope_factor {factor:g}", write)
 
 
-def scaled_config(path: str, rope: tuple[str, float]) -> dict[str, object]:
+def scaled_config(path: str, factor: float) -> dict[str, object]:
     """Return the fields of config.json with the scaling, in the form of the file: that of
     transformers 4 or 5. The model's context is the length that it was trained for."""
-    kind, factor = rope
     config = load_config(path).get_text_config()
-    label = f"--rope_scaling {kind}: {path}"
+    label = f"--rope_factor {factor:g}: {path}"
     parameters = getattr(config, "rope_parameters", None) or {}
     context = getattr(config, "max_position_embeddings", None)
     if "rope_theta" not in parameters or not context:
@@ -47,9 +45,7 @@ def scaled_config(path: str, rope: tuple[str, float]) -> dict[str, object]:
     known = parameters.get("rope_type", "default")
     if known != "default":
         raise ValueError(f"{label}: has {known} scaling already; leave the flag out")
-    scaling: dict[str, object] = dict(rope_type=kind, factor=factor)
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = context
+    scaling = dict(rope_type="yarn", factor=factor, original_max_position_embeddings=context)
     whole = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     fields = whole.get("text_config", whole)  # of a model of images and text
     fields["max_position_embeddings"] = int(factor * context)

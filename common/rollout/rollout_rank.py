@@ -53,7 +53,7 @@ class Activity:
 
 def generate_until_training_ends(args: OnlineArgs, device: torch.device) -> None:
     signals.default_signals()  # a stop cannot reach the training ranks yet
-    path = resolve_model(args.model, rope=args.rope)
+    path = resolve_model(args.model, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
     eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
     engine = make_engine(path, args, eos_ids, tokenizer, device)

@@ -65,7 +65,7 @@ class Checkpointer:
             self.trained["value_"] = value
         self.files: dict[str, bytes] = {}
         if distributed.is_main():
-            dtype = export_dtype(model, args.export_dtype)
+            dtype = export_dtype(model)
             self.files = hf_files(model, tokenizer, args.prompt_format, dtype, args.stop_token_ids)
             self.files[CARD] = model_card(args)
 
@@ -155,7 +155,7 @@ class Checkpointer:
         self.saved = step
 
     def export_hf(self, step: int, name: str = "hf") -> None:
-        """Write `hf/`, the model after `step` steps: safetensors in `--export_dtype`, config,
+        """Write `hf/`, the model after `step` steps: safetensors in the base's dtype, config,
         tokenizer and model card. Adapters are merged, and also written alone to `adapter/`
         (`best_adapter/` for `best/`). Collective.
 
@@ -185,14 +185,14 @@ def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = 
     write_model(model, files, folder)
 
 
-def export_dtype(model: PackedModel, name: str) -> torch.dtype:
-    """Return the dtype of `--export_dtype`, and warn if it is narrower than the compute dtype."""
-    dtype = base_dtype(model.path) if name == "base" else getattr(torch, name)
+def export_dtype(model: PackedModel) -> torch.dtype:
+    """Return the dtype of the base, and warn if it is narrower than the compute dtype."""
+    dtype = base_dtype(model.path)
     if torch.promote_types(dtype, model.compute_dtype) != dtype:
         narrow = str(dtype).removeprefix("torch.")
         wide = str(model.compute_dtype).removeprefix("torch.")
         loss = f"hf/ has {narrow}, training {wide}: small updates are rounded away"
-        distributed.say(f"warning: --export_dtype {name}: {loss}; --export_dtype {wide} keeps them")
+        distributed.say(f"warning: {loss}; start from a {wide} copy of --model to keep them")
     return dtype
 
 

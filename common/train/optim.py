@@ -69,15 +69,14 @@ def local(tensor: Tensor) -> Tensor:
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
     """Return the learning rate of the update after `step` finished ones: linear warmup from 0, then
-    `--lr_schedule`, which reaches `min_lr_ratio` of the peak after the last update. It has no state
-    to save."""
+    `--lr_schedule`, which reaches 0 after the last update. It has no state to save."""
     if step < args.warmup_steps:
         return args.lr * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":
         return args.lr
     done = min(1.0, (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps))
     remaining = 1 - done if args.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return args.lr * (args.min_lr_ratio + (1 - args.min_lr_ratio) * remaining)
+    return args.lr * remaining
 
 
 def optimizer_step(

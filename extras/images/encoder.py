@@ -10,7 +10,10 @@ from common.data.sample import ImageSpan
 from extras.images.image_files import digest, take_images
 from extras.images.reader import expanded, reader
 
-NO_IMAGES = "environment agent tools shots reward_models reward_model perplexity_model rope".split()
+NO_IMAGES = (
+    "environment", "agent", "tools", "shots", "reward_models", "reward_model", "perplexity_model",
+    "rope_factor",
+)  # fmt: skip
 
 
 class ImageEncoder:

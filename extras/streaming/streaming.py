@@ -1,7 +1,7 @@
 """`--streaming`: training rows that are read when they are drawn, from files or the hub.
 
 Rank 0 reads and tokenises; the other ranks get each batch from it. A pass reads the shards (files,
-or shards of a hub dataset) in an order drawn from (seed, epoch), `--shuffle_buffer` rows at a time,
+or shards of a hub dataset) in an order drawn from (seed, epoch), `SHUFFLE_BUFFER` rows at a time,
 and shuffles these by (seed, place of the first row). The position of a run is this place and the
 number of rows drawn from the buffer. A resumed run reads the buffer again and continues behind
 those rows."""
@@ -26,6 +26,8 @@ from common.data.sample import Sample
 from common.data.shards import open_shards
 from common.data.tasks import TASKS
 from common.parallel import distributed
+
+SHUFFLE_BUFFER = 10_000  # rows that are read ahead and drawn in random order
 
 # epoch, shard by its place in the epoch, and number of rows of the shard before
 Place = tuple[int, int, int]
@@ -135,7 +137,7 @@ class StreamedSamples:
         """Yield the rows of a pass behind a position, each with its columns and the position behind
         it."""
         reader = self._rows(place, bad)
-        while buffer := list(islice(reader, self.args.shuffle_buffer)):
+        while buffer := list(islice(reader, SHUFFLE_BUFFER)):
             _, end = buffer[-1]
             flag = self.args.dataset_flag
             rows = rename_columns(flag, [row for row, _ in buffer], self.args.columns)

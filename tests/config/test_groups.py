@@ -12,16 +12,13 @@ from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from common.config import (
-    generation_flags,
     groups,
-    image_flags,
     objectives,
     online,
     preference_flags,
     sampling,
     teacher_flags,
     training,
-    truncation_flags,
 )
 from common.config.flags import check_needs, needs_of, union_members
 from common.config.groups import BaseArgs, TrainArgs, check_ranks, may_change
@@ -45,9 +42,6 @@ def defined(module) -> set[type]:
 SHARED = (
     training,
     sampling,
-    generation_flags,
-    image_flags,
-    truncation_flags,
     objectives,
     preference_flags,
     teacher_flags,
@@ -164,8 +158,7 @@ def test_numeric_flags_have_bounds(args_class):
 
 MAY_CHANGE = {
     "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "trace_every",
-    "keep_last", "resume", "log", "keep_best",
-    "export_dtype", "shard_ranks", "offload",
+    "keep_last", "resume", "log", "keep_best", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
     "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout",
     "eval_generate", "eval_reward", "eval_new_tokens",
@@ -176,8 +169,7 @@ MAY_CHANGE = {
 def test_resumed_run_may_change_only_the_listed_flags(args_class):
     flags = {field.name for field in dataclasses.fields(args_class)}
     of_eval = {
-        "prompts_per_batch", "ks", "domain_column", "bootstrap_samples", "reward_model",
-        "perplexity_model", "against",
+        "prompts_per_step", "ks", "reward_model", "perplexity_model", "against",
     }  # fmt: skip
     expected = (MAY_CHANGE | (of_eval if args_class is args_of("eval") else set())) & flags
     assert may_change(args_class(), {}) == expected | {"max_staleness"}

@@ -1,4 +1,4 @@
-"""`--rope_scaling`: trainer, export, engine and limits have the scaled model, as transformers
+"""`--rope_factor`: trainer, export, engine and limits have the scaled model, as transformers
 computes it."""
 
 import json
@@ -20,7 +20,6 @@ from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
 
 LENGTHS = (40, 7, 250)  # longer than the model's 64
-ROPES = (("yarn", 4.0), ("linear", 2.5))
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +43,10 @@ def base(folder: Path, form: int) -> str:
     return str(path)
 
 
-def parameters_of(kind: str, factor: float) -> dict:
-    original = dict(original_max_position_embeddings=64) if kind == "yarn" else {}
-    return dict(rope_type=kind, factor=factor, rope_theta=5e4) | original
+def parameters_of(factor: float) -> dict:
+    return dict(
+        rope_type="yarn", factor=factor, rope_theta=5e4, original_max_position_embeddings=64
+    )
 
 
 @torch.no_grad()
@@ -58,14 +58,13 @@ def logprobs_of(path: str, device) -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", [4, 5])
-@pytest.mark.parametrize("rope", ROPES, ids=str)
-def test_scaled_model_is_that_of_transformers(rope, form, tmp_path, device):
+def test_scaled_model_is_that_of_transformers(form, tmp_path, device):
     path = base(tmp_path / "base", form)
-    scaled = resolve_model(path, rope=rope)
-    assert scaled == resolve_model(path, rope=rope) != path
+    scaled = resolve_model(path, rope_factor=4.0)
+    assert scaled == resolve_model(path, rope_factor=4.0) != path
     config = AutoConfig.from_pretrained(path)
-    config.rope_parameters = parameters_of(*rope)
-    config.max_position_embeddings = int(64 * rope[1])
+    config.rope_parameters = parameters_of(4.0)
+    config.max_position_embeddings = 256
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, config=config).eval()
     ours_T = logprobs_of(scaled, device)
     theirs_T = torch.cat([separate(plain, sample, 1.0)[0] for sample in samples(LENGTHS)])
@@ -77,37 +76,37 @@ def test_scaled_model_is_that_of_transformers(rope, form, tmp_path, device):
     policy = load_policy(scaled, TrainArgs(dtype="float32"), device)
     export_hf(policy, load_tokenizer(tiny_model()), tmp_path / "hf", "plain")
     fields = json.loads((tmp_path / "hf/config.json").read_text())
-    expected = parameters_of(*rope)
+    expected = parameters_of(4.0)
     theta = expected.pop("rope_theta")
-    assert fields["max_position_embeddings"] == 64 * rope[1]
+    assert fields["max_position_embeddings"] == 256
     assert (fields["rope_theta"], fields["rope_scaling"]) == (theta, expected)
-    assert AutoConfig.from_pretrained(tmp_path / "hf").rope_parameters == parameters_of(*rope)
+    assert AutoConfig.from_pretrained(tmp_path / "hf").rope_parameters == parameters_of(4.0)
     ids = torch.tensor([samples((200,))[0].ids])
     assert torch.equal(hf_model(str(tmp_path / "hf"))(ids).logits, plain(ids).logits)
 
 
 def test_scaled_folder_has_the_files_of_the_model_and_a_longer_context():
-    path, scaled = tiny_model(), resolve_model("tiny", rope=("yarn", 4.0))
+    path, scaled = tiny_model(), resolve_model("tiny", rope_factor=4.0)
     names = {file.name for file in Path(path).iterdir()}
     assert {file.name for file in Path(scaled).iterdir()} == names
     assert (Path(scaled) / "model.safetensors").resolve() == Path(path) / "model.safetensors"
     args = TrainArgs(pack_tokens=10**5)
     assert context_length(scaled, args) == 4 * context_length(path, args)
-    assert resolve_model("tiny", rope=("linear", 4.0)) != scaled == resolve_model(scaled)
+    assert resolve_model("tiny", rope_factor=2.0) != scaled == resolve_model(scaled)
 
 
 def test_changed_model_gets_another_folder(tmp_path):
     shutil.copytree(tiny_model(), tmp_path / "base")
-    first = resolve_model(str(tmp_path / "base"), rope=("yarn", 2.0))
+    first = resolve_model(str(tmp_path / "base"), rope_factor=2.0)
     (tmp_path / "base/README.md").write_text("new")
-    assert resolve_model(str(tmp_path / "base"), rope=("yarn", 2.0)) != first
+    assert resolve_model(str(tmp_path / "base"), rope_factor=2.0) != first
 
 
 @pytest.mark.parametrize(
     ("config", "what"),
     [
         (
-            lambda: transformers.LlamaConfig(**small(rope_parameters=parameters_of("yarn", 2.0))),
+            lambda: transformers.LlamaConfig(**small(rope_parameters=parameters_of(2.0))),
             "has yarn scaling already; leave the flag out",
         ),
         (
@@ -118,8 +117,8 @@ def test_changed_model_gets_another_folder(tmp_path):
 )
 def test_models_that_cannot_be_scaled_are_refused(config, what, tmp_path):
     path = write_checkpoint(config(), tmp_path / "base")
-    with pytest.raises(ValueError, match=f"--rope_scaling linear: {path}: {what}"):
-        resolve_model(path, rope=("linear", 2.0))
+    with pytest.raises(ValueError, match=f"--rope_factor 2: {path}: {what}"):
+        resolve_model(path, rope_factor=2.0)
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
@@ -129,7 +128,7 @@ def test_engine_samples_from_the_scaled_model(engine, tmp_path):
     if engine == "vllm":
         pytest.importorskip("vllm")
     flags = ["--model", "tiny", "--engine", engine, "--output_dir", tmp_path / "run"]
-    flags += ["--rope_scaling", "yarn", "--rope_factor", 4, "--max_logprob_difference", 1e-4]
+    flags += ["--rope_factor", 4, "--max_logprob_difference", 1e-4]
     flags += ["--prompts_per_step", 4, "--samples_per_prompt", 4, "--eval_every", 0]
     flags += ["--log_kl"]
     run(1, "grpo.py", *flags, "--max_steps", 1)

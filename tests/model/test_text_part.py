@@ -524,7 +524,7 @@ def test_dry_run_needs_no_weights(gemma, main, sums, tmp_path, capsys):
 def test_rotary_embeddings_of_text_are_scaled(model_type, main, sums, tmp_path, device):
     """With the numbers of the full class, whose export has them in its text_config."""
     path = checkpoint(model_type, tmp_path / "model")
-    flags = (*STEPS, "--model", path, "--dataset", sums, "--rope_scaling", "yarn", "--rope_factor")
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--rope_factor")
     main("sft", *flags, 2, "--output_dir", tmp_path / "run")
     hf = tmp_path / "run" / "hf"
     text = json.loads((hf / "config.json").read_text())["text_config"]

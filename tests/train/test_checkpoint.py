@@ -99,24 +99,19 @@ def test_model_card_may_be_edited(main, small, tmp_path):
     assert card.read_text() == "mine\n"
 
 
-@pytest.mark.parametrize("export_dtype", ["base", "float32"])
-def test_weights_are_rounded_to_the_dtype_of_the_base_unless_a_flag_keeps_them(
-    export_dtype, tmp_path, device, capsys
-):
+@pytest.mark.parametrize("base", [torch.bfloat16, torch.float32], ids=str)
+def test_weights_are_rounded_to_the_dtype_of_the_base(base, tmp_path, device, capsys):
     """A step that is too small for bfloat16 stays in float32, in hf/ and in the checkpoint as a
     model."""
-    path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "source", torch.bfloat16)
-    args = dataclasses.replace(ARGS, export_dtype=export_dtype, output_dir=str(tmp_path / "run"))
+    path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "source", base)
+    args = dataclasses.replace(ARGS, output_dir=str(tmp_path / "run"))
     policy = load_policy(path, args, device)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.0001)
     run = Checkpointer(args, policy, adamw(policy, args), AutoTokenizer.from_pretrained(path))
-    warned = (
-        "warning: --export_dtype base: hf/ has bfloat16, training float32"
-        in capsys.readouterr().out
-    )
-    assert warned == (export_dtype == "base")
+    warned = "warning: hf/ has bfloat16, training float32: small" in capsys.readouterr().out
+    assert warned == (base == torch.bfloat16)
     run.export_hf(1)
     run.save(1)
     before = load_file(tmp_path / "source" / "model.safetensors")
@@ -126,8 +121,8 @@ def test_weights_are_rounded_to_the_dtype_of_the_base_unless_a_flag_keeps_them(
     ):
         after = load_file(folder / "model.safetensors")
         for name, weight in before.items():
-            expected = weight.float() * 1.0001 if export_dtype == "float32" else weight
-            assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
+            expected = (weight * 1.0001).to(base) if base == torch.float32 else weight
+            assert after[name].dtype == base and torch.equal(after[name], expected), name
 
 
 def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, device):

@@ -40,16 +40,12 @@ def test_linear_schedule_follows_a_warmup():
     assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
 
 
-def test_cosine_schedule_is_half_way_in_the_middle_and_ends_at_the_floor():
-    decay = rates(100, lr_schedule="cosine", min_lr_ratio=0.2)
-    assert decay[0] == 1 and decay[50] == pytest.approx(0.6) and 0.2 < decay[-1] < 0.201
+def test_cosine_schedule_is_half_way_in_the_middle_and_ends_at_0():
+    decay = rates(100, lr_schedule="cosine")
+    assert decay[0] == 1 and decay[50] == pytest.approx(0.5) and 0 < decay[-1] < 0.001
     assert all(a > b for a, b in zip(decay, decay[1:], strict=False))
-    after = learning_rate(100, 100, TrainArgs(lr=1.0, lr_schedule="cosine", min_lr_ratio=0.2))
-    assert (
-        after
-        == pytest.approx(0.2)
-        == learning_rate(200, 100, TrainArgs(lr_schedule="linear", lr=1.0, min_lr_ratio=0.2))
-    )
+    after = learning_rate(100, 100, TrainArgs(lr=1.0, lr_schedule="cosine"))
+    assert after == learning_rate(200, 100, TrainArgs(lr_schedule="linear", lr=1.0)) == 0
 
 
 def test_warmup_may_be_longer_than_the_run():

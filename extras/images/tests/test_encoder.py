@@ -21,6 +21,7 @@ from extras.images.encoder import ImageEncoder
 from extras.images.image_files import take_images
 from extras.images.reader import ORIENTATION, reader
 from extras.images.tests.checkpoints import picture
+from extras.streaming import streaming
 
 
 def load(checkpoint, data, **flags):
@@ -149,7 +150,7 @@ def test_text_of_a_placeholder_is_no_image(family, prompt_format, encoder_of):
 @pytest.mark.parametrize(
     "flags",
     [dict(environment="x"), dict(agent="x"), dict(tools=["x"]), dict(reward_models=["model:x"]),
-     dict(rope="yarn")],
+     dict(rope_factor=2.0)],
 )  # fmt: skip
 def test_flags_without_support_are_refused(flags, checkpoints):
     (name,) = flags
@@ -214,12 +215,13 @@ def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):
 
 
 def stream_of(checkpoint, data, **flags):
-    flags = dict(streaming=True, max_steps=1, eval_every=0, shuffle_buffer=1) | flags
+    flags = dict(streaming=True, max_steps=1, eval_every=0) | flags
     _, stream, _ = load(checkpoint, data, **flags)
     return stream
 
 
-def test_stream_has_images(checkpoints, pictures):
+def test_stream_has_images(checkpoints, pictures, monkeypatch):
+    monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 1)
     stream = stream_of(checkpoints("idefics3"), pictures)
     found = [stream[i] for i in stream.draw(6)]
     assert [len(s.images) for s in found] == [1, 2, 1, 2, 1, 0]

@@ -15,6 +15,7 @@ from common.data.load import load_samples
 from common.data.rows import SFT_COLUMNS, load_rows
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
+from extras.streaming import streaming
 from extras.streaming.streaming import StreamedSamples
 
 
@@ -31,9 +32,14 @@ def data(tmp_path):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def small_buffer(monkeypatch):
+    monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 4)
+
+
 def a_stream(data, **flags) -> StreamedSamples:
-    flags = dict(max_length=100, shuffle_buffer=4) | flags
-    args = sft.Args(dataset=(str(data),), streaming=True, max_steps=1, eval_every=0, **flags)
+    flags = dict(max_length=100, max_steps=1, eval_every=0) | flags
+    args = sft.Args(dataset=(str(data),), streaming=True, **flags)
     task = (sft.encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model()), args)
     (stream, _), (held_out, counts) = load_samples(*task)
     assert list(held_out) == [] and counts == Counter()
@@ -44,7 +50,7 @@ def drawn(stream: StreamedSamples, count: int) -> list[str]:
     return [stream[i].row["_source"] for i in stream.draw(count)]
 
 
-def test_each_pass_yields_every_row_once_in_a_new_order(data):
+def test_each_pass_yields_every_row_once_in_a_new_order(data, monkeypatch):
     stream = a_stream(data)
     first, second = drawn(stream, 30), drawn(stream, 30)
     assert set(first) == {
@@ -57,20 +63,22 @@ def test_each_pass_yields_every_row_once_in_a_new_order(data):
     assert [place.split(":")[0] for place in first] != sorted(
         place.split(":")[0] for place in first
     )
-    assert len(set(drawn(a_stream(data, shuffle_buffer=1000), 30)) & set(first)) == 30
+    monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 1000)
+    assert len(set(drawn(a_stream(data), 30)) & set(first)) == 30
 
 
 @pytest.mark.parametrize("buffer", [1, 4, 1000])
-def test_stream_resumes_at_the_same_row(data, buffer):
+def test_stream_resumes_at_the_same_row(data, buffer, monkeypatch):
     """Positions include the end of a shuffle buffer, of a shard and of a pass."""
-    wanted = drawn(a_stream(data, shuffle_buffer=buffer), 75)
-    stream = a_stream(data, shuffle_buffer=buffer)
+    monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", buffer)
+    wanted = drawn(a_stream(data), 75)
+    stream = a_stream(data)
     for count in range(65):
         if count not in (0, 1, 4, 7, 18, 27, 28, 29, 30, 31, 60, 64):
             assert drawn(stream, 1) == [wanted[count]]
             continue
         state = json.loads(json.dumps(stream.state_dict()))
-        other = a_stream(data, shuffle_buffer=buffer)
+        other = a_stream(data)
         other.load_state_dict(state)
         assert other[0].row["_source"] == wanted[count]  # before the first draw, this draws no row
         assert drawn(other, 10) == wanted[count : count + 10]
@@ -197,8 +205,6 @@ def test_all_configurations_of_a_hub_dataset_are_read(monkeypatch):
 def test_invalid_flags_are_refused(flags, words):
     with pytest.raises(ValueError, match=words):
         sft.Args(streaming=True, **flags)
-    with pytest.raises(ValueError, match="--shuffle_buffer 3 has no effect without --streaming"):
-        sft.Args(shuffle_buffer=3)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +229,7 @@ def test_run_resumes_exactly_and_equals_a_run_on_two_ranks(small, data, tmp_path
     flags = (
         *small[:2], "--streaming", "true", "--dataset", data,
         "--eval_dataset", tmp_path / "held_out.jsonl", "--max_steps", 6, "--batch_size", 8,
-        "--save_every", 3, "--shuffle_buffer", 10, "--eval_every", 4, "--lr", 1e-3,
+        "--save_every", 3, "--eval_every", 4, "--lr", 1e-3,
     )  # fmt: skip
     main("sft", *flags, "--output_dir", tmp_path / "run")
     assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=6)
