@@ -312,12 +312,6 @@ def test_checkpoint_has_only_adapters_and_their_moments(path, device, tmp_path):
         (whole(s["exp_avg"]) == 1.5).all() and (whole(s["exp_avg_sq"]) == 2.5).all()
         for s in other.state.values()
     )
-    shutil.move(path, f"{path}_gone")
-    try:
-        with pytest.raises(ValueError, match=rf"the model under its adapters, {path}, has no "):
-            resolve_model(str(tmp_path / "checkpoints" / "step_000001"))
-    finally:
-        shutil.move(f"{path}_gone", path)
 
 
 # ---- PEFT's format ----

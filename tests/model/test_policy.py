@@ -126,13 +126,14 @@ def whole(tensor):
 
 
 def test_a_policy_loads_no_module_of_a_flag():
-    """Adapters, distillation, memory on a GPU, and models that are not built in."""
+    """Distillation, memory on a GPU, and models that are not built in."""
     loaded = "[name for name in sys.modules if name.startswith('common.model.')]"
     code = f"import sys, common.model.hub, common.model.policy; print(*{loaded})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     names = {name.rpartition(".")[2] for name in done.stdout.split()}
     assert names == {
-        "attention", "flops", "head", "hub", "loading", "logprobs", "packable", "policy",
+        "adapter_files", "attention", "flops", "head", "hub", "loading", "logprobs", "lora",
+        "packable", "policy",
     }  # fmt: skip
 
 
