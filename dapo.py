@@ -290,12 +290,14 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
+    needs_old = args.updates_per_rollout > 1 or args.top_entropy < 1 or args.correction_normalize
     path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.log_kl else [])
+        frozen = [path] * args.log_kl
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, own_forwards=needs_old)
     begin_run(args)
 
     # ---- models: FSDP2 shards ----
@@ -312,7 +314,6 @@ def main(args: Args) -> None:
     )
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
-    needs_old = args.updates_per_rollout > 1 or args.top_entropy < 1 or args.correction_normalize
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 

@@ -286,7 +286,7 @@ def main(args: Args) -> None:
     rewards = Rewards(args, rows, tokenizer, device)
     if args.dry_run:  # ends the process
         frozen = [*folders.values()] if args.teacher_logprobs == "live" else []
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, kind=Student)
     begin_run(args)
 
     # ---- models: FSDP2 shards; the teachers are frozen ----

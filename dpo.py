@@ -305,7 +305,8 @@ def main(args: Args) -> None:
         is_resident = needs_reference and args.reference_logprobs == "online"
         frozen = [args.reference_model or path] if is_resident else []
         all_counts = counts + eval_counts
-        dry_run(args, path, tokenizer, pairs, eval_pairs, frozen=frozen, counts=all_counts)
+        dry_run(args, path, tokenizer, pairs, eval_pairs, frozen=frozen, counts=all_counts,
+                moving=args.reference_sync > 0)  # fmt: skip
     begin_run(args)
     order = pairs.order(args)
 

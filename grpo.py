@@ -297,12 +297,14 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
+    needs_old = args.updates_per_rollout > 1 and args.old_logprobs == "trainer"
     path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] * needs_reference)
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] * needs_reference,
+                moving=args.reference_sync > 0, own_forwards=needs_old)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----
@@ -319,7 +321,6 @@ def main(args: Args) -> None:
               show=SHOW, curves=CURVES)  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
-    needs_old = args.updates_per_rollout > 1 and args.old_logprobs == "trainer"
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 

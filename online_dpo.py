@@ -182,8 +182,9 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
-        frozen = [path] if needs_reference else []
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+        frozen = [path] * needs_reference
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
+                trained_share=2 / args.samples_per_prompt)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----

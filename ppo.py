@@ -284,8 +284,9 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
-        frozen = [path] if needs_reference else []
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, value_path)
+        frozen = [path] * needs_reference
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, value_path=value_path,
+                own_forwards=2)  # fmt: skip  # old log-probs and values
     begin_run(args)
     turn_weight = args.reward_scale * rewards.weight_of("environment")
 

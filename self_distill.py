@@ -244,8 +244,9 @@ def main(args: Args) -> None:
     make_prompt = partial(hinted_prompt, Encoder(tokenizer, args), column, fill)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
-        frozen = [] if args.teacher == "live" else [path]
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+        is_own = args.teacher == "live"
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, [] if is_own else [path],
+                kind=OwnTeacher, moving=args.teacher == "ema", own_forwards=is_own)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----

@@ -3,6 +3,7 @@
 `lr: Positive[float]`, `max_steps: MayChange[Positive[int] | None]`, `reward: Several[str]`,
 `clip_low: Annotated[BelowOne, Needs(loss="clip")]`."""
 
+import re
 from collections.abc import Container, Iterable
 from functools import cache
 from types import UnionType
@@ -33,6 +34,12 @@ def as_tuple(value: Any) -> Any:
     return value if value is None or isinstance(value, list | tuple) else (value,)
 
 
+def _number_and_kind(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*x\w+", text):
+        raise ValueError("must be a number and a kind of GPUs, such as 8xH100")
+    return text
+
+
 Real = Annotated[float, AfterValidator(_in_float32)]
 Positive = Annotated[T, Field(gt=0), AfterValidator(_in_float32)]
 NotNegative = Annotated[T, Field(ge=0), AfterValidator(_in_float32)]
@@ -41,6 +48,7 @@ AtLeast2 = Annotated[int, Field(ge=2)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Gpus = Annotated[str, AfterValidator(_number_and_kind)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 

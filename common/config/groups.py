@@ -53,7 +53,6 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     reference_rate = 1.0
     teacher_logprobs = None
     streaming = False
-    planned = None
     environment = None
     tools = ()
     agent = None

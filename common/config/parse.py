@@ -44,7 +44,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
                 raise ValueError(
                     f"--{name} {other} contradicts --preset {args.preset}, which sets {value}"
                 )
-        check_ranks(args, args.planned.ranks if args.planned else distributed.world_size())
+        planned = args.planned_ranks if args.trains else None
+        check_ranks(args, planned or distributed.world_size())
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
     if built_in:

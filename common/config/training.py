@@ -11,6 +11,7 @@ from common.config.flags import (
     STRICT,
     AboveOne,
     BelowOne,
+    Gpus,
     MayChange,
     Needs,
     NotNegative,
@@ -208,28 +209,18 @@ class CheckpointArgs:
     trace_every: Annotated[MayChange[NotNegative[int]], Needs(agent=None)] = 10
     """steps between traces, which show the update token by token (extras/trace); the first and the
     last step have one too; 0: off"""
-    dry_run: MayChange[bool | str] = False
-    """check flags, all data and the rewards of ten rows, print the first batch, the predicted
-    memory and time and the plan, and end without loading weights or writing files. 8x80GB: plan for
-    8 GPUs of 80 GB, on any machine; 4x8xH100@900: on 4 machines, of a kind, for 900 new tokens"""
+    dry_run: MayChange[Gpus | bool] = False
+    """check flags, all data and the rewards of ten rows, print the first row and the predicted
+    memory and time, and end without loading weights or writing files; 8xH100: for 8 of these GPUs,
+    on any machine (extras/plan/README.md)"""
     log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
     """destinations of metrics in addition to metrics.jsonl: wandb, which reads WANDB_PROJECT,
     WANDB_NAME, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE=offline; tensorboard"""
 
-    @model_validator(mode="after")
-    def _check_dry_run(self) -> Self:
-        self.dry_run = dict(true=True, false=False).get(str(self.dry_run).lower(), self.dry_run)
-        self.planned  # noqa: B018  raises for GPUs that cannot be read
-        return self
-
     @property
-    def planned(self):
-        """GPUs of `--dry_run 8x80GB` or `8xH100`, a `gpu_kinds.Planned`, or None."""
-        if not isinstance(self.dry_run, str):
-            return None
-        from common.config.gpu_kinds import planned_gpus
-
-        return planned_gpus(self.dry_run)
+    def planned_ranks(self) -> int | None:
+        """Number of GPUs of `--dry_run 8xH100`; without it, None."""
+        return int(self.dry_run.partition("x")[0]) if isinstance(self.dry_run, str) else None
 
 
 @dataclass(config=STRICT)

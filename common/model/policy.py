@@ -21,6 +21,7 @@ from common.model.head import Logits, logits_of
 from common.model.loading import draw_head, load_file_names, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters
+from common.model.memory import require_memory
 from common.model.packable import (
     check_packing,
     classifier_on_meta,
@@ -45,6 +46,7 @@ class PackedModel(nn.Module):
     watch: Callable[[PackedBatch, Output], None] | None = None
     forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
     file_names = None  # see `load_file_names`
+    distils = False  # whether the loss compares every token with a teacher's distribution
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
@@ -224,7 +226,7 @@ def load(
     # ---- what is trained and recomputed ----
     hf = model.hf.requires_grad_(trainable)
     recomputed = trainable and args.activation_checkpointing
-    # The default is true on CUDA, until `keep_activations_that_fit` (capacity.py) turns it off.
+    # The default is true on CUDA, until `keep_activations_that_fit` (memory.py) turns it off.
     if recomputed or (recomputed is None and device.type == "cuda"):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
@@ -246,8 +248,6 @@ def load(
     setup_context_groups(args.context_ranks)
     shard(model, hf.base_model.layers, args, device, reshard_root=not trainable)
     if args.trains and capacity_of(device):
-        from common.model.capacity import require_memory
-
         require_memory(model, label, args)
     home = torch.device("cpu") if offloads_all(args) else device
     names = model.file_names = load_file_names(hf, model.path)

@@ -29,6 +29,7 @@ class Student(Policy):
     """Policy that learns from a teacher."""
 
     forward_methods = ("distill",)
+    distils = True
 
     def distill(
         self,

@@ -26,6 +26,7 @@ from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
 from common.model.flops import capacity_of, peak_flops, peak_memory
+from common.model.memory import keep_activations_that_fit
 from common.model.policy import PackedModel
 from common.parallel import distributed
 from common.train.checkpoint import Checkpointer
@@ -83,8 +84,6 @@ class Run:
         self.stop_requested = False
         self.warned = False  # by `message_once`
         if capacity_of(model.device):
-            from common.model.capacity import keep_activations_that_fit
-
             self.message(keep_activations_that_fit(self.models, args))
         is_changed = self.planned_steps != total_steps > self.finished
         if is_changed and args.lr_schedule != "constant":

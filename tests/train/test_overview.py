@@ -1,5 +1,6 @@
 """Lines of a run about its data and its evaluations."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import dpo
 import grpo
 import kto
 from common.data.sample import Sample
-from common.train.overview import repetitions
+from common.train.overview import dry_run, repetitions
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,9 @@ def test_unbalanced_labels_are_reported_with_their_weight(counts, flags, line):
 )
 def test_labels_of_tables_are_read(label, value):
     assert kto.label_of(dict(label=label, _source="x:1")) is value
+
+
+def test_a_dry_run_without_its_folder_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "extras.plan.plan", None)
+    with pytest.raises(ValueError, match="^--dry_run needs extras/plan, which is not here$"):
+        dry_run(grpo.Args(dry_run=True), "", None, [], [])

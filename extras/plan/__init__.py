@@ -1,0 +1,1 @@
+"""`--dry_run`: checks of a launch, and its memory and time."""

@@ -1,0 +1,243 @@
+"""`--dry_run`: check a launch and print its plan, without weights (README.md)."""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import replace
+from itertools import chain
+from typing import NoReturn
+
+import torch
+from rich.console import Console
+
+from common.config.groups import TrainArgs
+from common.data.order import make_order
+from common.data.sample import Completion, Sample
+from common.metrics.logger import preview
+from common.metrics.meter import Meter
+from common.model.flops import capacity_of
+from common.model.hub import resolve_model
+from common.model.memory import GIB, describe, fits, on_the_host, predict
+from common.model.policy import PackedModel, Policy, load_policy, load_scalar_model
+from common.parallel import distributed
+from common.train.overview import num_steps, repetitions
+from extras.plan.launch import BAND, DECODING, GPUS, MACHINE, TRAINING, Gpu, Launch
+
+META = torch.device("meta")
+# Columns with an answer; the first one that a row has is used.
+ANSWERS = ("answer", "solution", "completion", "canonical_solution", "code", "output")
+
+
+def dry_run(
+    args: TrainArgs, path: str | None, tokenizer, data, held_out: Sized,
+    rewards: Callable | None = None, frozen: Sequence[str] = (), *, value_path: str | None = None,
+    kind: type[Policy] = Policy, moving: bool = False, own_forwards: int = 0,
+    trained_share: float = 1.0, counts: Counter | None = None,
+) -> NoReturn:  # fmt: skip
+    """Print the first row of the run, the rewards of ten rows and the plan, and end the process.
+
+    `data`: the samples, or the prompts of a script with `rewards`; `counts`: dropped rows by
+    reason. `path`: the trained policy, of this `kind`; `value_path`: the trained scalar model;
+    `frozen`: policies in memory, in float32 if they are `moving`, which score the sequences of a
+    step once. `own_forwards`: how often a step runs trained models without a gradient;
+    `trained_share`: the share of its sequences that are trained.
+
+    Collective. Raises `ValueError` if the run does not fit, or a model is not supported, and
+    `RunError` if rewards cannot be computed."""
+    groups = first_groups(args, data)
+    lines = [f"{count} rows {reason}" for reason, count in (counts or {}).items()]
+    if rewards is not None:
+        lines.append(f"{data}, {held_out} held out")
+        lines += rewards_of_rows(args, tokenizer, [group[0] for group in groups[:10]], rewards)
+    gpus, machine, name, gpu = gpus_of(args)
+    if gpu.memory and args.dtype == "auto":
+        args = replace(args, dtype="bfloat16")
+    trained, others = build(args, path, value_path, frozen, moving, kind)
+    # With adapters, a frozen policy may be the trained one without them.
+    own_forwards += list(frozen).count(path) if args.lora_rank else 0
+    samples = [*chain.from_iterable(groups)]
+    launch = Launch(
+        args, gpus, gpu, machine, trained, others,
+        scorers=[trained[0]] * own_forwards + others,
+        prompt=sum(len(sample.ids) for sample in samples) / len(samples),
+        each=args.samples_per_prompt if args.samples else len(groups[0]),
+        trained_share=trained_share,
+    )  # fmt: skip
+    lines += [*repetitions(args, data), *describe_memory(launch)]
+    problem = launch.problem() if gpu.memory else None
+    lines += alternatives(launch) if problem else describe_time(launch, name, num_steps(args, data))
+    if distributed.is_main():
+        for sample in groups[0] if rewards is None else ():  # the first prompt is already shown
+            preview(sample, tokenizer, Console())
+        lines.append("dry run: no weights were loaded, nothing was written")
+        distributed.say("\n".join(lines))
+    if problem:
+        raise ValueError(f"--dry_run: {problem}")
+    distributed.cleanup()
+    distributed.end_process()
+    sys.exit(0)
+
+
+# ---- what is checked ----
+
+
+def first_groups(args: TrainArgs, data) -> list[list[Sample]]:
+    """Return the samples of each row of the first step. `data`: samples, groups of them, or prompts
+    with their rows."""
+    groups = []
+    order = make_order(data.rows, args) if args.samples else data.order(args)
+    for i in order.draw(args.rows_per_step):
+        match data[i]:
+            case list() as group:
+                groups.append(group)
+            case Sample() as sample:
+                groups.append([sample])
+            case ids, row:
+                groups.append([Completion(ids, [False] * len(ids), len(ids), row)])
+    return groups
+
+
+def rewards_of_rows(
+    args: TrainArgs, tokenizer, prompts: list[Completion], rewards: Callable
+) -> Iterator[str]:
+    """Yield a line for each reward except those of models: its mean over the rows' own answers, and
+    over empty completions. Collective."""
+    row = prompts[0].row
+    column = next((name for name in ANSWERS if row.get(name) is not None), None)
+    if args.has_turns:  # an answer is no episode
+        column = None
+    groups = []
+    for prompt in prompts:
+        value = prompt.row.get(column, "")
+        text = str(value[0] if isinstance(value, list) and value else value)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        # without the prompt, which may open a thought
+        answer = Completion(ids, [], row=prompt.row, text=text)
+        groups.append([answer, Completion(prompt.ids, [], prompt.prompt_length, prompt.row)])
+    for name, values_P2 in rewards(groups, Meter()).by_name.items():
+        answer_mean, empty_mean = (f"{mean:.3g}" for mean in values_P2.nanmean(0).tolist())
+        answered = f"{answer_mean} for column {column}, " if column else ""
+        start = f"reward {name}, mean of {len(groups)} rows:"
+        yield f"{start} {answered}{empty_mean} for empty completions"
+        if column and torch.equal(*values_P2.unbind(1)):
+            problem = f"column {column} scores no better than empty completions"
+            yield f"warning: reward {name}: {problem}"
+
+
+def build(
+    args: TrainArgs,
+    path: str | None,
+    value_path: str | None,
+    frozen: Sequence[str],
+    moving: bool = False,
+    kind: type[Policy] = Policy,
+) -> tuple[list[PackedModel], list[PackedModel]]:
+    """Return the trained and the frozen models of a run on meta, reward models among them. A frozen
+    policy equal to an adapted one takes no memory."""
+    trained = [load_policy(path, args, META, kind=kind)] if path is not None else []
+    if value_path is not None:
+        trained.append(load_scalar_model(value_path, args, META))
+    others = [
+        load_policy(resolve_model(name, weights=False), args, META, trainable=False, moves=moving)
+        for name in frozen
+        if name != path or not args.lora_rank
+    ]
+    for spec in args.reward_models:
+        form, _, name = spec.partition(":")
+        load = load_scalar_model if form == "model" else load_policy
+        folder = resolve_model(name, "--reward", weights=False)
+        others.append(load(folder, args, META, trainable=False, flag="--reward"))
+    return trained, others
+
+
+def gpus_of(args: TrainArgs) -> tuple[int, int, str, Gpu]:
+    """Return the number of GPUs, those of a machine, their kind and its numbers: of `--dry_run
+    8xH100`, or of this launch. The memory of a CPU, which other programs share, is 0."""
+    if args.planned_ranks:
+        kind = args.dry_run.partition("x")[2].upper()
+        if kind not in GPUS:
+            raise ValueError(f"--dry_run {args.dry_run}: unknown kind; use {', '.join(GPUS)}")
+        return args.planned_ranks, min(MACHINE, args.planned_ranks), kind, GPUS[kind]
+    ranks = distributed.world_size()
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if not torch.cuda.is_available():
+        return ranks, machine, "CPU", Gpu(0)
+    name = torch.cuda.get_device_name()
+    gpu = next((GPUS[kind] for kind in GPUS if kind in name), Gpu(0))
+    return ranks, machine, name, gpu._replace(memory=capacity_of(torch.device("cuda")))
+
+
+# ---- lines ----
+
+
+def describe_memory(launch: Launch) -> Iterator[str]:
+    """Yield lines about the size of a step, the memory of a rank and the engines."""
+    args, length = launch.args, launch.length
+    most = "at most " if args.samples else ""
+    tokens = f"{most}{launch.sequences * length:,.0f} tokens"
+    updates = args.updates_per_rollout if args.samples else 1
+    size = f"{args.rows_per_step} rows x {launch.each} = {launch.sequences} sequences, {tokens}"
+    yield f"step: {size}; training ranks: {launch.trainers}; optimizer steps: {updates}"
+    memory = describe(launch.shapes, launch.plan, launch.gpu.memory)
+    recomputed = "recomputed" if launch.plan.recompute else "kept"
+    yield f"memory of a training rank: {memory}; activations {recomputed}"
+    if launch.has_vllm and launch.gpu.memory:
+        cache = max(0.0, launch.engine - launch.engine_weights)
+        parts = f"weights {launch.engine_weights / GIB:.1f}, cache at most {cache / GIB:.1f}"
+        engines = f"{launch.engines} x {launch.engine / GIB:.1f} GiB per GPU ({parts})"
+        each = f"{launch.running} completions of {length:,.0f} tokens at a time"
+        yield f"engines: {engines}: {each}, of {launch.sequences / launch.engines:.4g} of a step"
+
+
+def alternatives(launch: Launch) -> Iterator[str]:
+    """Yield lines about the memory of a rank with `--offload` and with more GPUs, if a rank lacks
+    memory."""
+    if fits(launch.shapes, launch.plan, launch.gpu.memory):
+        return  # the engine does
+    for factor in (1, 2, 4):
+        ranks = launch.plan.ranks if factor == 1 else factor * launch.trainers
+        sharded = f" --shard_ranks {ranks}" if factor > 1 else ""
+        cells = []
+        for offload in ("none", "optimizer", "all"):
+            plan = replace(launch.plan, ranks=ranks, offload=offload, recompute=True)
+            size = f"{sum(predict(launch.shapes, plan).values()) / GIB:.1f}"
+            host = f" (and {on_the_host(launch.shapes, plan) / GIB:.1f} on the host)"
+            cells.append(f"--offload {offload} {size}{host if offload != 'none' else ''}")
+        yield f"GiB on each of {factor * launch.gpus} GPUs{sharded}: {', '.join(cells)}"
+
+
+def describe_time(launch: Launch, name: str, steps: int) -> Iterator[str]:
+    """Yield lines about the time of a step and of the run."""
+    args, gpu = launch.args, launch.gpu
+    if not gpu.flops or args.samples and not launch.has_vllm:
+        why = f"for a {name}" if not gpu.flops else "without vLLM"
+        yield f"time: not predicted {why}; --dry_run 8xH100 plans for 8 of these GPUs"
+        return
+    phases = launch.seconds()
+    step = sum(phases.values())
+    shares = ", ".join(f"{phase} {time / step:.0%}" for phase, time in phases.items() if time)
+    yield f"time of a step: {span(step)}: {shares}"
+    hours = band(steps * step * launch.gpus / 3600)
+    others = "without start, evaluations and checkpoints"
+    yield f"time of the run: {span(steps * step)}, {hours} GPU-hours: {steps} steps, {others}"
+    rates = f"training at {TRAINING:.0%} of {gpu.flops / 1e12:g} TFLOP/s"
+    if args.samples:
+        rates += f", decoding at {DECODING:.0%} of {gpu.bandwidth / 1e9:,.0f} GB/s, all"
+        rates += f" completions of {launch.new:,} tokens"
+    if args.offload != "none":
+        rates += ", without the traffic of --offload"
+    yield "assumed: x{:g} to x{:g} of a roofline for {}: {}".format(*BAND, name, rates)
+
+
+def span(seconds: float) -> str:
+    """Return the band around a time as text, in the unit of its end."""
+    units = ((172_800, 86_400, "days"), (7_200, 3_600, "hours"), (120, 60, "min"), (1, 1, "s"))
+    high = max(BAND) * seconds
+    size, unit = next(((size, unit) for least, size, unit in units if high >= least), (1e-3, "ms"))
+    return f"{band(seconds / size)} {unit}"
+
+
+def band(number: float) -> str:
+    """Return the band around a number as text, with two digits each."""
+    return " to ".join(f"{float(f'{bound * number:.2g}'):,g}" for bound in BAND)

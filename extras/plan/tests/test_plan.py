@@ -1,0 +1,320 @@
+"""`--dry_run`: what it checks, what it prints, and its arithmetic against hand numbers and the
+measurements of docs/gpu.md."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from config.test_groups import ALGORITHMS
+from helpers import ROOT, run
+
+import grpo
+import ppo
+import self_distill
+from bench.memory_plan import CONFIGS
+from bench.recipes import rows
+from common.config.groups import check_ranks
+from common.model.flops import forward_flops
+from common.model.memory import GIB
+from common.model.tiny import tiny_model
+from extras.plan.launch import BAND, GPUS, Launch, bytes_in_cache, flops_per_token
+from extras.plan.plan import alternatives, build, describe_memory, describe_time, gpus_of, span
+
+SETTINGS = dict(dtype="bfloat16", prompts_per_step=64, samples_per_prompt=8, pack_tokens=20_000)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """Return folders of Qwen3 models without weights, by size."""
+    folder = tmp_path_factory.mktemp("models")
+    for size in ("1.7B", "8B"):
+        CONFIGS[size].save_pretrained(folder / size)
+        (folder / size / "tokenizer_config.json").write_text("{}")
+    return {size: str(folder / size) for size in ("1.7B", "8B")}
+
+
+def launch_of(path: str, gpus: str = "8xH100", prompt: float = 84, **flags) -> Launch:
+    """Return the launch of grpo.py."""
+    args = grpo.Args(dry_run=gpus, **SETTINGS | flags)
+    count, machine, _, gpu = gpus_of(args)
+    trained, others = build(args, path, None, [])
+    return Launch(args, count, gpu, machine, trained, others, [], prompt, args.samples_per_prompt)
+
+
+# ---- the dry run of a script ----
+
+
+@pytest.fixture
+def no_weights(tmp_path) -> Path:
+    """Return a folder of a model that has no weights."""
+    ignored = shutil.ignore_patterns("*.safetensors")
+    return Path(shutil.copytree(tiny_model(), tmp_path / "model", ignore=ignored))
+
+
+def dry(ranks: int, script: str | Path, *flags: object, code: int = 0):
+    return run(ranks, script, *flags, "--max_steps", 4, "--dry_run", "8xH100", code=code)
+
+
+QUICK = ("grpo", "dpo")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        s if s in QUICK else pytest.param(s, marks=pytest.mark.slow)
+        for s in ALGORITHMS
+        if s != "eval"
+    ],
+)
+def test_dry_run_needs_no_weights_and_leaves_no_files(script, no_weights, sums, tmp_path):
+    flags = ["--model", no_weights, "--dataset", sums, "--output_dir", tmp_path / "run"]
+    flags += ["--teacher", no_weights] if script == "distill" else []
+    flags += ["--hint", "answer"] if script == "self_distill" else []
+    done = dry(2 if script in QUICK else 1, f"{script}.py", *flags)
+    assert re.search(r"memory of a training rank: [0-9.]+ GiB of 79.1 \(", done.stdout)
+    assert "time of a step: " in done.stdout
+    assert done.stdout.count("dry run: no weights were loaded") == 1  # on one of the ranks
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("script", ["grpo", "dpo"])
+def test_a_copied_script_has_the_same_plan(script, sums, tmp_path):
+    shutil.copy(ROOT / f"{script}.py", tmp_path / "mine.py")
+    flags = ["--dataset", sums, "--beta", 0.05, "--output_dir", tmp_path / "run"]
+    flags += ["--minibatches", 2] if script == "grpo" else ["--reference_logprobs", "online"]
+    plans = [dry(1, file, *flags).stdout for file in (f"{script}.py", tmp_path / "mine.py")]
+    assert plans[0] == plans[1] and "log-probs" in plans[0]
+
+
+def test_the_plan_has_the_first_row_the_step_and_the_rewards(sums, tmp_path):
+    flags = "--prompts_per_step 16 --samples_per_prompt 4 --max_new_tokens 10 --minibatches 2"
+    flags += " --epochs_per_rollout 3 --rollout_ranks 4 --reward characters format"
+    text = dry(1, "grpo.py", "--model", "tiny", *flags.split()).stdout
+    for line in (
+        "the first prompt:\n",
+        "reward characters, mean of 10 rows: 1 for column answer, 0 for empty completions\n",
+        "warning: reward format: column answer scores no better than empty completions\n",
+        "step: 16 rows x 4 = 64 sequences, at most ",
+        "; training ranks: 4; optimizer steps: 6\n",
+        "engines: 4 x 71.2 GiB per GPU (weights 0.0, cache at most 71.2): 256 completions of 16 ",
+        "4 steps, without start",
+        "x0.5 to x2 of a roofline for H100",
+    ):
+        assert line in text, line
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12", "completion": "345"}\n' * 16)
+    flags = ("--dataset", tmp_path / "rows.jsonl", "--batch_size", 8, "--eval_every", 0)
+    text = dry(1, "sft.py", *flags).stdout
+    assert "12⟦345<|eos|>⟧" in text and "step: 8 rows x 1 = 8 sequences, 48 tokens" in text
+
+
+@pytest.mark.slow
+def test_plans_without_gpus_and_without_a_number_of_rows(sums):
+    text = run(1, "dpo.py", "--max_steps", 4, "--dry_run", "true").stdout
+    assert "memory of a training rank: " in text and "time: not predicted for a CPU" in text
+    text = dry(1, "sft.py", "--dataset", sums, "--streaming", "true", "--eval_every", 0).stdout
+    assert "time of the run: " in text
+
+
+MUCH = ["--pack_tokens", "90000000"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "what"),
+    [
+        (1, ["--reward", "FILE:raises"], "rewards could not be computed .* ZeroDivisionError"),
+        (1, ["--reward", "exact_match"], "reads column answer; the dataset has prompt"),
+        (1, ["--model", "absent/absent"], "--model absent/absent: no such folder"),
+        (1, ["--reward", "model:absent"], "--reward model:absent|--reward absent"),
+        (1, MUCH, r"--dry_run: needs .* GiB of 79.1 \(activations .*\) on each GPU"),
+        (2, MUCH, r"--dry_run: needs .* GiB of 79.1 \(activations .*\) on each GPU"),
+        (2, ["--dry_run", "8xH10"], "--dry_run 8xH10: unknown kind; use A100, A100_40GB, H100"),
+        (1, ["--dry_run", "H100"], "--dry_run H100 must be a number and a kind of GPUs, such as"),
+        (1, ["--prompts_per_step", "12"], "--prompts_per_step 12 must be .* training ranks .8."),
+    ],
+)
+def test_a_wrong_launch_is_refused_in_one_line(ranks, flags, what, tmp_path):
+    lines = [json.dumps(dict(prompt=f"{i}+1=")) for i in range(64)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    rewards = "def raises(completion, row):\n    return 1 / 0\n\n\ndef fine(completion, row):\n"
+    (tmp_path / "mine.py").write_text(rewards + "    return 1.0\n")
+    flags = [flag.replace("FILE", str(tmp_path / "mine.py")) for flag in flags]
+    flags = ["--reward", f"{tmp_path}/mine.py:fine"] * ("--reward" not in flags) + flags
+    flags += ["--dry_run", "8xH100"] * ("--dry_run" not in flags)
+    data = ["--dataset", tmp_path / "rows.jsonl", "--max_new_tokens", 8, "--eval_every", 0]
+    code = 1 if ranks > 1 or "could not" in what else 2  # of several ranks, the launcher's
+    done = run(ranks, "grpo.py", *data, *flags, code=code)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert re.search(what, line) and "Traceback" not in done.stderr
+    if flags[2:4] == MUCH:
+        assert len(re.findall("GiB on each of .* --offload optimizer", done.stdout)) == 3
+
+
+def test_flags_are_checked_for_the_planned_ranks():
+    args = grpo.Args(dry_run="8xH100", rollout_ranks=8)
+    with pytest.raises(ValueError, match="--rollout_ranks 8 must be less than .* .8."):
+        check_ranks(args, args.planned_ranks)
+    assert grpo.Args(dry_run="true").planned_ranks is None
+
+
+# ---- memory and engines ----
+
+
+def test_frozen_models_that_move_take_four_bytes(folders):
+    """The reference of `--reference_sync`, and the teacher of `--teacher ema`."""
+    path = folders["1.7B"]
+    args = self_distill.Args(dry_run="8xH100", hint="answer", **SETTINGS)
+    sizes = []
+    for moving in (False, True):
+        launch = Launch(
+            args, 8, GPUS["H100"], 8, *build(args, path, None, [path], moving), [], 1, 8
+        )
+        sizes.append([m.size / m.weights for m in launch.shapes])
+    assert sizes == [[4, 2], [4, 4]]
+
+
+def test_reward_models_and_judges_are_counted(folders):
+    args = grpo.Args(dry_run="8xH100", reward=(f"judge:{folders['8B']}",), **SETTINGS)
+    (policy,), (judge,) = build(args, folders["1.7B"], None, [])
+    assert policy.matrix_weights < 2e9 < 7e9 < judge.matrix_weights
+    assert not any(parameter.requires_grad for parameter in judge.parameters())
+
+
+def test_adapters_share_the_weights_of_the_reference(folders):
+    path = folders["1.7B"]
+    args = ppo.Args(dry_run="8xH100", lora_rank=8, **SETTINGS)
+    trained, others = build(args, path, path, [path])
+    launch = Launch(args, 8, GPUS["H100"], 8, trained, others, [], 100, 8)
+    assert len(trained) == len(launch.shapes) == 2 and not others
+    assert launch.passes(trained[0]) == 2 + launch.plan.recompute
+
+
+def test_models_are_sharded_over_a_machine(folders):
+    path = folders["1.7B"]
+    ranks = [launch_of(path, gpus).plan.ranks for gpus in ("4xH100", "8xH100", "64xH100")]
+    assert ranks == [4, 8, 8]
+    assert launch_of(path, "64xH100", shard_ranks=32).plan.ranks == 32
+    assert launch_of(path, "8xH100", rollout_ranks=4, prompts_per_step=64).plan.ranks == 4
+
+
+def test_eight_billion_parameters_have_room_for_eight_long_completions(folders):
+    launch = launch_of(folders["8B"], max_new_tokens=16_300)
+    *_, line = describe_memory(launch)
+    expected = "engines: 8 x 31.6 GiB per GPU (weights 15.3, cache at most 16.4): 7 completions"
+    assert line == expected + " of 16,384 tokens at a time, of 64 of a step"
+    two = launch_of(folders["8B"], max_new_tokens=16_300, tensor_parallel_size=2)
+    assert two.engine_weights == launch.engine_weights / 2 and two.engines == 4
+    assert launch_of(folders["8B"], rollout_ranks=4).engine == 0.9 * GPUS["H100"].memory
+
+
+def test_vllm_needs_room_for_one_sequence(folders):
+    launch = launch_of(folders["8B"], gpu_memory_utilization=0.2)
+    assert "vLLM would not start: 15.3 GiB of weights and 2.7 for the" in launch.problem()
+    assert launch_of(folders["8B"]).problem() is None
+    assert not [*alternatives(launch)]  # a rank has enough memory
+
+
+def config(**changes) -> SimpleNamespace:
+    sizes = dict(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+    return SimpleNamespace(hidden_size=64, **sizes | changes)
+
+
+def test_cache_of_a_sequence_by_hand():
+    layer = 2 * 2 * 16 * 2  # keys and values of 2 heads of width 16, 2 bytes each
+    assert bytes_in_cache(config(), 100, 2, 1) == 4 * layer * 100
+    kinds = ["full_attention", "sliding_attention"] * 2
+    windowed = config(sliding_window=10, layer_types=kinds)
+    assert bytes_in_cache(windowed, 100, 2, 1) == 2 * layer * 100 + 2 * layer * 10
+    assert bytes_in_cache(config(sliding_window=10), 100, 2, 1) == 4 * layer * 10
+    assert bytes_in_cache(config(), 100, 2, 2) == 2 * layer * 100  # one head on each GPU
+    assert bytes_in_cache(config(), 100, 2, 8) == 2 * layer * 100  # a head cannot be divided
+    state = dict(linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    delta = config(layer_types=kinds, **state)
+    assert bytes_in_cache(delta, 100, 2, 2) == layer / 2 * 100 + 3 * 4 * (4 * 8 * 8) / 2
+
+
+# ---- time ----
+
+
+def documented(part: str) -> float:
+    """Return the seconds of a row of docs/gpu.md."""
+    text = (ROOT / "docs/gpu.md").read_text()
+    (row,) = re.findall(rf"^\| {re.escape(part)} \|.*", text, flags=re.MULTILINE)
+    return float(row.split("|")[4]) / 1000
+
+
+def test_operations_are_those_of_the_metrics(folders):
+    launch = launch_of(folders["1.7B"])
+    model = launch.trained[0]
+    tokens = SimpleNamespace(
+        lengths=[1000] * 3, keys=None, offsets=[0, 1000, 2000, 3000], targets_T=torch.zeros(3000)
+    )
+    counted = forward_flops(model.hf.config, model.matrix_weights, tokens)
+    assert 3000 * flops_per_token(model, 1000) == pytest.approx(counted, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("part", "gpus", "phase", "rows", "prompt", "flags"),
+    [
+        ("micro-batch", "1xH200", "update", 8, 1024, dict(activation_checkpointing=False)),
+        ("micro-batch, activation checkpointing", "1xH200", "update", 8, 1024,
+         dict(activation_checkpointing=True)),
+        ("vLLM: generate", "1xH100", "rollout", 256, 512, dict(gpu_memory_utilization=0.8)),
+    ],
+)  # fmt: skip
+def test_measurements_lie_in_the_band(folders, part, gpus, phase, rows, prompt, flags):
+    new = 256 if phase == "rollout" else 1
+    flags |= dict(prompts_per_step=rows, max_new_tokens=new)
+    launch = replace(launch_of(folders["1.7B"], gpus, prompt, **flags), each=1)
+    predicted = launch.seconds()[phase]
+    assert BAND[0] < documented(part) / predicted < BAND[1] * 0.75
+    if phase == "update":
+        assert predicted == pytest.approx(documented(part), rel=0.05)
+
+
+def test_times_by_hand(folders):
+    """Every further forward takes a third of the update, waves are whole, and epochs repeat the
+    update."""
+    launch = launch_of(folders["8B"], max_new_tokens=16_300, activation_checkpointing=False)
+    (model,) = launch.trained
+    forward = 64 * 8 * 16_384 / 8 * flops_per_token(model, 16_384) / (0.27 * 989e12)
+    scored = replace(launch, scorers=[model, model]).seconds()
+    assert scored["log-probs"] == pytest.approx(2 * forward)
+    assert scored["update"] == pytest.approx(3 * forward)
+    args = replace(launch.args, epochs_per_rollout=4)
+    assert replace(launch, args=args, trained_share=0.25).seconds() == launch.seconds()
+    token = launch.engine_weights + 64 / 10 * launch.cached(84 + 8150)  # in ten waves of at most 7
+    prompts = 8 * 84 * flops_per_token(model, 84) / (0.27 * 989e12)
+    assert launch.seconds()["rollout"] == pytest.approx(
+        10 * 16_300 * token / (0.8 * 3.35e12) + prompts
+    )
+
+
+def test_lines_about_time_name_what_is_assumed(folders):
+    launch = launch_of(folders["8B"], max_new_tokens=1000, offload="optimizer")
+    step, of_run, assumed = describe_time(launch, "H100", 100)
+    assert re.fullmatch("time of a step: .* to .* (s|min): rollout .*%, update .*%", step)
+    assert "GPU-hours: 100 steps, without start" in of_run
+    assert assumed.startswith("assumed: x0.5 to x2 of a roofline for H100: training at 27% of 989 ")
+    assert assumed.endswith("all completions of 1,000 tokens, without the traffic of --offload")
+    other = launch_of(folders["8B"], engine="transformers")
+    assert [*describe_time(other, "H100", 9)][0].startswith("time: not predicted without vLLM")
+    assert [span(x) for x in (0.02, 4, 100, 3000, 86400)] == [
+        "10 to 40 ms", "2 to 8 s", "0.83 to 3.3 min", "25 to 100 min", "0.5 to 2 days",
+    ]  # fmt: skip
+
+
+def test_table_of_recipes_is_the_prediction():
+    page = (ROOT / "docs/recipes.md").read_text().splitlines()
+    assert [line for line in page if "`torchrun" in line] == [*rows()]
+
+
+def test_memory_in_the_output_is_of_the_kind(folders):
+    for kind, gpu in GPUS.items():
+        line = [*describe_memory(launch_of(folders["1.7B"], f"2x{kind.lower()}"))][1]
+        assert f" GiB of {gpu.memory / GIB:.1f} (" in line
