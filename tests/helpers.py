@@ -31,7 +31,8 @@ from common.data.packing import PackedBatch
 from common.data.sample import Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+SHARED = next((f / "shared" for f in ROOT.parents if (f / "shared").is_dir()), ROOT)
+GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl"
 SIGNAL_AT = ROOT / "tests" / "signal_at.py"
 EACH_STEP = ROOT / "tests" / "each_step.py"
 PATIENCE = 600  # seconds after which a process counts as hanging; no test depends on less
@@ -299,6 +300,12 @@ def metrics(folder: Path) -> list[dict]:
         for line in (folder / "metrics.jsonl").read_text().splitlines(True)
         if line.endswith("\n")
     ]
+
+
+def samples(folder: Path, step: int | None = None) -> list[dict]:
+    """Return the samples that a run logged, or those of one step."""
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [line for line in lines if step in (None, line["step"])]
 
 
 def logged(folder: Path, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shutil
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 import torch
 from helpers import last
 from hypothesis import settings
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config.online import OnlineArgs
 from common.config.parse import parse
@@ -24,10 +25,23 @@ from common.parallel import distributed, signals
 from common.train import run
 
 NEW_TOKENS = 24
+REWARD = '''
+def digits(completion, row):
+    """Varies among the completions of an untrained model: each step has something to learn."""
+    return sum(c.isdigit() for c in completion) / (1 + len(completion))
+
+def first(completion, row):
+    """Often the same for all completions of a prompt."""
+    return float(completion[:1].isdigit())
+
+def longer(completion, row):
+    return float(len(completion) > 4)
+'''
+# No deadline: the first example may compile a template or load a file.
 settings.register_profile(
-    "no deadline", deadline=None
-)  # the first example may compile a template or load a file
-settings.load_profile("no deadline")
+    "examples", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", 25))
+)
+settings.load_profile("examples")
 
 
 Args = OnlineArgs  # flags of a script that samples and trains
@@ -104,4 +118,20 @@ def talkative(folder: Path, model: str | Path | None = None) -> Path:
     path.write_text(
         json.dumps(config | dict(eos_token_id=[*config["eos_token_id"], *range(10, 60)]))
     )
+    return folder
+
+
+def write_teacher(folder: Path, vocabulary: int = 364) -> Path:
+    """Write a teacher that differs from `tiny`: narrower, with fewer layers, vocabulary rows
+    without a token, and logits that are not flat."""
+    shutil.copytree(tiny_model(), folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.hidden_size, config.num_hidden_layers, config.vocab_size = 64, 2, vocabulary
+    config.layer_types = config.layer_types[:2]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        hf = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        hf.get_input_embeddings().weight.mul_(10)
+    hf.save_pretrained(folder)
     return folder

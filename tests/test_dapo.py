@@ -382,7 +382,7 @@ def test_equal_rewards_in_all_draws_are_an_error(flags, tmp_path):
     assert done.stderr.count("error: step 1: no group has unequal rewards after --max_draws 2") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 def test_policy_learns_to_write_digits(flags, reward, tmp_path):
     """Training starts from the untrained model."""
     extra = (

@@ -469,7 +469,7 @@ runpy.run_path({str(ROOT / "distill.py")!r}, run_name="__main__")
     assert {file.name for file in two.glob("teacher_logprobs/*")} == {"digest"} | written
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 @pytest.mark.parametrize(
     ("changed", "where"),
     [

@@ -221,7 +221,7 @@ def test_value_and_gradient_equal_a_calculation_by_hand():
                 assert x.grad.item() == pytest.approx(slope, rel=1e-9, abs=1e-300)
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 def test_model_learns_arithmetic_preferences(small, tmp_path, main):
     """Training starts from the untrained model."""
     rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:2240]]

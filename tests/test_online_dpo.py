@@ -185,7 +185,7 @@ def test_gradient_does_not_depend_on_ranks_packing_or_resume(
     assert_close_metrics(two_ranks, tmp_path, SMALL, rel=1e-5, floor=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 def test_policy_learns_to_write_digits(flags, main, tmp_path):
     """Training starts from the untrained model."""
     extra = (

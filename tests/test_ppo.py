@@ -415,7 +415,7 @@ def test_run_with_reward_model_value_model_warm_up_and_kl_stop(
     assert warm_up["rewards/model/mean"] == warm_up["reward"]
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 def test_policy_learns_to_write_digits(flags, main, tmp_path):
     """Training starts from the untrained model."""
     extra = (

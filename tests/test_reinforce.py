@@ -512,7 +512,7 @@ def test_rewards_are_scaled_scores_minus_penalty_and_kl(everything, main, tmp_pa
     assert line["beta"] * abs(kl) > 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 def test_policy_learns_to_write_digits(flags, main, tmp_path):
     """Training starts from the untrained model."""
     extra = ("--preset", "reinforce++_baseline", "--max_steps", 12, "--prompts_per_step", 16)

@@ -173,7 +173,7 @@ def test_rewards_are_scaled_scores_minus_penalty_and_kl(flags, main, tmp_path, m
     assert 3 * abs(line["kl"]) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 def test_policy_learns_to_write_digits(flags, main, tmp_path):
     """Training starts from the untrained model."""
     extra = (

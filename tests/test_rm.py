@@ -215,7 +215,7 @@ def test_new_head_depends_only_on_the_seed(device):
     assert head(0).std().item() == pytest.approx(1 / math.sqrt(129), rel=0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 def test_model_learns_arithmetic_preferences(small, tmp_path, main):
     """Training starts from the untrained model; from the demo's checkpoint the accuracy is more
     than 0.95 (docs/rm.md)."""

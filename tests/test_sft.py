@@ -258,7 +258,7 @@ def test_default_max_length_adapts_to_context_and_pack(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 @needs_gsm8k
 def test_model_learns_gsm8k(main, tmp_path):
     """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 20 small steps reach less
