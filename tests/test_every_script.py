@@ -1,0 +1,211 @@
+"""All training scripts, with every part of their objective on: one gradient whatever the ranks and
+the packing, and a resumed run that equals the uninterrupted one bit for bit."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from helpers import (
+    ROOT,
+    assert_close_metrics,
+    assert_resumes_exactly,
+    assert_same_weights,
+    metrics,
+    run,
+    run_and_kill,
+    samples,
+)
+from in_process import REWARD, write_teacher
+
+pytestmark = pytest.mark.slow
+
+STEPS = ("--max_steps", 3, "--save_every", 2, "--lr_schedule", "constant", "--warmup_steps", 0)
+ROWS = ("--batch_size", 8, "--eval_every", 2, "--eval_size", 7, "--lr", 1e-3)
+SAMPLED = (
+    "--engine", "transformers", "--reward", "digits", "--minibatches", 2, "--max_new_tokens", 12,
+    "--eval_every", 0, "--max_logprob_difference", 1e-4, "--lr", 1e-4,
+    "--prompts_per_step", 8, "--samples_per_prompt", 3,
+)  # fmt: skip
+GROUPED = ("--share_prefix", 1)
+PENALTY = ("--missing_eos_penalty", 0.1)
+
+# Everything at once: the gradient of the sum depends on the packing if that of one part does.
+# The words `pairs`, `short`, `digits` and others stand for files of the fixture `flags`.
+SCRIPTS = dict(
+    sft=(*ROWS, "--loss", "dft", "--dataset", "short:3", "long:1", "--eval_dataset", "short",
+         "long", "one"),
+    dpo=(*ROWS, *GROUPED, "--dataset", "pairs", "--loss", "sigmoid", "ipo", "cpo", "--sft_weight",
+         0.5, "--label_smoothing", 0.1, "--beta", 0.5, "--reference_model", "tiny"),
+    kto=(*ROWS, "--dataset", "pairs", "--beta", 0.5, "--desirable_weight", 1.5),
+    rm=(*ROWS, *GROUPED, "--dataset", "pairs", "--lr", 1e-4, "--center_coefficient", 0.01),
+    grpo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "digits", "first", "--reward_weights", 1, 0.5,
+          "--advantage", "gdpo", "--reduction", "sequence", "--off_policy_threshold", 0.1,
+          "--unbiased_kl", "true", "--beta", 0.05, "--entropy_coef", 0.01, "--clip_low", 0.001,
+          "--clip_high", 0.001, "--correction", "sequence"),
+    dapo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "longer", "--overlong_buffer", 0.5, "--mask_truncated",
+          "--correction", "sequence", "--prompts_per_step", 6),
+    reinforce=(*SAMPLED, *GROUPED, *PENALTY, "--preset", "reinforce++", "--entropy_coef", 0.01,
+               "--correction", "sequence"),
+    rloo=(*SAMPLED, *GROUPED, *PENALTY, "--beta", 0.05),
+    ppo=(*SAMPLED, *GROUPED, *PENALTY, "--samples_per_prompt", 2, "--value_lr", 3e-4,
+         "--value_warmup_steps", 1, "--beta", 0.05),
+    online_dpo=(*SAMPLED, *GROUPED, *PENALTY, "--epochs_per_rollout", 2, "--loss", "sigmoid", "ipo",
+                "--loss_weights", 1, 0.01, "--sft_weight", 0.1),
+    bok=(*SAMPLED, *GROUPED, *PENALTY, "--keep", 2, "--beta", 0.3),
+    distill=(*SAMPLED, *GROUPED, "--teacher", "usual=other", "rare=same", "--teacher_column",
+             "domain", "--dataset", "domains", "--on_policy_fraction", 0.5, "--sft_coef", 0.2,
+             "--divergence", "jsd", "--epochs_per_rollout", 2, "--temperature", 0.8),
+    self_distill=(*SAMPLED, "--hint", "sibling", "--hint_template", "{hint};{prompt}",
+                  "--epochs_per_rollout", 2, "--temperature", 0.8, "--lr", 1e-3),
+)  # fmt: skip
+OTHER_PACKS = ("--pack_tokens", 60)  # of a longest sequence of 26 tokens
+PACKS = dict(
+    sft=("--pack_tokens", 2048, "--max_length", 2048),
+    dpo=("--pack_tokens", 500, "--max_length", 250),
+    kto=("--pack_tokens", 700, "--max_length", 300),
+    rm=("--pack_tokens", 1000, "--max_length", 400),
+    self_distill=("--pack_tokens", 160),
+)
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choices(["apples", "7", "and", "pears", "sold", "12", "left"], k=count))
+
+
+@pytest.fixture(scope="module")
+def files(small, sums, tmp_path_factory) -> dict[str, str]:
+    """Data of very different lengths, so that a wrong denominator is detected, rewards that vary
+    among the completions of an untrained model, and teachers."""
+    rng, folder = random.Random(0), tmp_path_factory.mktemp("files")
+    lengths = sorted(rng.randint(1, 40) for _ in range(60))
+    rows = [dict(question=words(rng, 3), answer=words(rng, n)) for n in lengths]
+    some_sums = [json.loads(line) for line in sums.read_text().splitlines()]
+    data = dict(
+        short=rows[:20], long=rows[20:], one=rows[:1],  # `one` has fewer rows than ranks
+        pairs=[dict(prompt=words(rng, 3), chosen=words(rng, rng.randint(1, 30)),
+                    rejected=words(rng, rng.randint(1, 30) if i % 3 else 1)) for i in range(40)],
+        domains=[row | dict(domain=("usual", "rare")[i % 5 == 0]) for i, row in
+                 enumerate(some_sums)],
+    )  # fmt: skip
+    for name, lines in data.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (folder / "reward.py").write_text(REWARD)
+    named = {name: f"{folder / name}.jsonl" for name in data}
+    named |= {name: f"{folder / 'reward.py'}:{name}" for name in ("digits", "first", "longer")}
+    return named | dict(other=str(write_teacher(folder / "other")), same=str(small[1]))
+
+
+@pytest.fixture(scope="module")
+def flags(small, files) -> Callable[[str], tuple]:
+    """Return the flags of a script, with the files that its words stand for."""
+
+    def named(word: object) -> object:
+        head, equals, tail = str(word).partition("=")
+        name, colon, weight = (tail or head).partition(":")
+        return f"{head}=" * bool(equals) + files[name] + colon + weight if name in files else word
+
+    return lambda script: (*small, *STEPS, *map(named, SCRIPTS[script]))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(flags, tmp_path_factory) -> Callable[[str], Path]:
+    @cache
+    def folder_of(script: str) -> Path:
+        folder = tmp_path_factory.mktemp(script)
+        run(2, f"{script}.py", *flags(script), "--output_dir", folder)
+        return folder
+
+    return folder_of
+
+
+def of_each_step(folder: Path) -> list[dict]:
+    """Return the metrics of a run that do not depend on the machine or the packing."""
+    other = ("time/", "idle/", "speed/", "memory/", "packing/", "tokens_per_second")
+    return [{k: v for k, v in line.items() if not k.startswith(other)} for line in metrics(folder)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
+    script, two_ranks, flags, main, tmp_path
+):
+    """Two ranks against one with other packs, without shared prefixes, with all metrics; then a
+    copy of the latter goes on after step 2."""
+    whole = ("--share_prefix", 0) if "--share_prefix" in SCRIPTS[script] else ()
+    own = (*flags(script), *PACKS.get(script, OTHER_PACKS), *whole)
+    main(script, *own, "--output_dir", tmp_path / "one")
+    two, one = two_ranks(script), tmp_path / "one"
+    names = sorted({name for line in of_each_step(two) for name in line})
+    assert names == sorted({name for line in of_each_step(one) for name in line})
+    # Many are small differences of float32 numbers of size 1: 1e-5 of 0.1 is their precision.
+    assert_close_metrics(two, one, ("loss", "grad_norm"), rel=1e-5, floor=0.1)
+    assert_close_metrics(two, one, names, rel=1e-4, floor=0.1)
+    if (one / "samples.jsonl").exists():
+        for a, b in zip(samples(two), samples(one), strict=True):
+            assert a | dict(advantage=0) == b | dict(advantage=0)
+            assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4)
+    assert_resumes_exactly(main, script, *own, folder=one, finished=3)
+
+
+# ---- kill -9 ----
+
+
+@pytest.fixture(scope="module")
+def killed(flags, tmp_path_factory) -> Callable[[str], Path]:
+    """Return the folder of a run on two ranks that was killed after its second step: sft.py in the
+    third one, grpo.py while it saves."""
+
+    @cache
+    def folder_of(script: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"{script}_killed")
+        at, save = dict(sft=("torch.optim.AdamW.step", 2), grpo=("os.rename", 1))[script]
+        own = (*flags(script), "--save_every", save, "--output_dir", folder)
+        run_and_kill(2, f"{script}.py", *own, folder=folder, after_step=2, at=at)
+        assert not (folder / "hf").exists(), "killed too late"
+        return folder
+
+    return folder_of
+
+
+@pytest.mark.parametrize("script", ["sft", "grpo"])
+def test_killed_run_resumes_bitwise(script, two_ranks, killed, flags, tmp_path):
+    shutil.copytree(killed(script), tmp_path, dirs_exist_ok=True)
+    done = run(2, f"{script}.py", *flags(script), "--output_dir", tmp_path)
+    assert "resuming from" in done.stdout
+    assert_same_weights(two_ranks(script), tmp_path)
+    assert of_each_step(two_ranks(script)) == of_each_step(tmp_path)
+    if script == "grpo":
+        assert samples(two_ranks(script)) == samples(tmp_path)
+
+
+@pytest.mark.parametrize("script", ["sft", "grpo"])
+def test_killed_run_resumes_on_another_number_of_ranks(
+    script, two_ranks, killed, flags, main, tmp_path, capsys
+):
+    """With the same data in the same order."""
+    shutil.copytree(killed(script), tmp_path, dirs_exist_ok=True)
+    main(script, *flags(script), "--output_dir", tmp_path)
+    assert "resuming from" in capsys.readouterr().out
+    assert_close_metrics(two_ranks(script), tmp_path, ("epoch", "num_tokens"), rel=0)
+    assert_close_metrics(two_ranks(script), tmp_path, ("loss",), rel=1e-4, floor=0.1)
+
+
+# ---- negative control ----
+
+
+def test_denominator_per_rank_is_detected(two_ranks, flags, tmp_path):
+    """The same script with a token count per rank."""
+    source = (ROOT / "sft.py").read_text()
+    count = "distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))"
+    assert source.count(count) == 1
+    wrong = tmp_path / "sft.py"
+    wrong.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        + source.replace(count, "sum(mb.loss_mask_T.sum() for mb in micro_batches) * world_size")
+    )
+    run(2, wrong, *flags("sft"), "--output_dir", tmp_path / "out")
+    with pytest.raises(AssertionError, match="grad_norm"):
+        assert_close_metrics(two_ranks("sft"), tmp_path / "out", ("grad_norm",), rel=1e-5)
