@@ -21,16 +21,18 @@ course-base: .venv/installed  # the models of docs/lessons, besides the built-in
 
 # Two files at a time, in the order of tests/in_process.py. OPTIONS are pytest's.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+FIELD := tests/field $(wildcard extras/*/tests/test_field.py)
 COURSE := tests/course $(wildcard extras/*/tests/test_view.py extras/*/tests/test_lesson.py)
+LEFT_OUT := $(COURSE) $(FIELD)
 
 # The promises of the README: tests/ in a copy of the project without extras/, then the tests of each extra.
 test: test-core test-extras
 
 test-core: .venv/installed build/core
-	cd build/core && $(PYTEST) -m "not curve" --ignore tests/course --ignore tests/field $(OPTIONS) tests
+	cd build/core && $(PYTEST) -m "not curve" $(LEFT_OUT:%=--ignore %) $(OPTIONS) tests
 
 test-extras: .venv/installed
-	$(if $(wildcard extras/*/tests),$(PYTEST) -m "not curve" $(COURSE:%=--ignore %) $(OPTIONS) extras)
+	$(if $(wildcard extras/*/tests),$(PYTEST) -m "not curve" $(LEFT_OUT:%=--ignore %) $(OPTIONS) extras)
 
 .PHONY: build/core
 build/core:
@@ -38,7 +40,7 @@ build/core:
 	git ls-files -z --cached --others --exclude-standard -- ':!extras' | xargs -0 cp --parents -t $@
 
 test-fast: .venv/installed
-	$(PYTEST) -m "not slow and not curve" --ignore tests/course --ignore tests/field $(OPTIONS)
+	$(PYTEST) -m "not slow and not curve" $(LEFT_OUT:%=--ignore %) $(OPTIONS)
 
 course-test: .venv/installed  # site, exercises, lessons, short scripts, patches, glossary, pages of traces
 	$(PYTEST) $(OPTIONS) $(COURSE)
@@ -49,9 +51,9 @@ curves: .venv/installed  # models learn, in tests that make test leaves out
 faults: .venv/installed  # kills, full disks, power cuts, damaged files (docs/reliability.md); MINUTES=30 of them
 	$(BIN)/python bench/faults.py --minutes $(or $(MINUTES),30)
 
-# All of tests/field: real tokenizers and chat templates, and exports in other versions of transformers.
+# Real tokenizers and chat templates, and exports in other versions of transformers.
 field: .venv/installed $(patsubst FIELD_%,build/field/%,$(filter FIELD_%,$(.VARIABLES)))
-	$(PYTEST) $(OPTIONS) tests/field
+	$(PYTEST) $(OPTIONS) $(FIELD)
 
 build/field/%: Makefile | .venv/installed
 	rm -rf $@ $@.tmp

@@ -1,26 +1,22 @@
-"""distill.py: a gradient independent of ranks, exact resume, a stored teacher, a student that
-approaches the teacher, and refused input."""
+"""distill.py: the objective by hand, runs that equal others, a student that approaches the teacher,
+and refused input."""
 
 import json
 import math
 import shutil
 
-import helpers
 import pytest
 import torch
-from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, run
-from safetensors.torch import load_file, save_file
-from test_grpo import REWARD, samples
+from helpers import assert_close_metrics, metrics, samples
+from in_process import REWARD, write_teacher
 
 import distill
 from common.config.groups import TrainArgs
 from common.data.answers import read_samples
 from common.data.encode import Encoder
-from common.data.packing import pack
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
-from common.model import student as students
-from common.model.comparison import Comparison, most_likely
+from common.model.comparison import Comparison
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.student import Teacher
@@ -28,31 +24,11 @@ from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
 from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts
-from extras.teachers import stored as teachers
-from extras.teachers.tests.test_foreign_teacher import write_foreign_teacher
 
 SAME = (
     "loss", "grad_norm", "reverse_kl", "data/reverse_kl", "agreement", "data/agreement", "entropy",
     "teacher_entropy", "completions/mean_length", "num_tokens", "epoch", "reward",
 )  # fmt: skip
-
-
-def write_teacher(folder, vocabulary: int = 364):
-    """Write a teacher that differs from `tiny`: narrower, with fewer layers, vocabulary rows
-    without a token, and logits that are not flat."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shutil.copytree(tiny_model(), folder)
-    config = AutoConfig.from_pretrained(folder)
-    config.hidden_size, config.num_hidden_layers, config.vocab_size = 64, 2, vocabulary
-    config.layer_types = config.layer_types[:2]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        hf = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        hf.get_input_embeddings().weight.mul_(10)
-    hf.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -192,65 +168,6 @@ def several(flags, domains, teacher, small):
     return (*flags, *domains, *teachers, "--sft_coef", 0.2)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(several, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "distill.py", *several, "--output_dir", folder)
-    return folder
-
-
-@pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_or_packing(main, two_ranks, several, tmp_path):
-    """Each row has one of two teachers, and a minibatch may have no row of one of them."""
-    main("distill", *several, "--share_prefix", 0, "--pack_tokens", 40, "--output_dir", tmp_path)
-    assert samples(two_ranks, 1) == samples(tmp_path, 1)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=0.1)
-    assert {"data/reverse_kl", "data/cross_entropy"} <= metrics(tmp_path)[0].keys()
-
-
-@pytest.mark.slow
-def test_gradient_of_the_sampled_estimator_does_not_depend_on_ranks(
-    main, flags, domains, teacher, tmp_path
-):
-    """Each row has one of two teachers, one of which has another tokenizer."""
-    foreign = write_foreign_teacher(tmp_path / "foreign")
-    teachers = ("--teacher", f"usual={foreign}", f"rare={teacher}", "--model", "tiny-sft")
-    flags = (*flags, *domains, *teachers, *SAMPLED, "--reward_coef", 0.5, "--max_steps", 2)
-    run(2, "distill.py", *flags, "--output_dir", tmp_path / "two")
-    main("distill", *flags, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
-    assert samples(tmp_path / "two", 1) == samples(tmp_path / "one", 1)
-    names = [name for name in SAME if not name.startswith("data/")] + ["unaligned"]
-    assert_close_metrics(tmp_path / "two", tmp_path / "one", names, rel=1e-5, floor=0.1)
-    (line, _) = metrics(tmp_path / "one")
-    assert "data/reverse_kl" not in line and line["unaligned"] < 0.5
-
-
-@pytest.mark.slow
-def test_denominator_per_rank_is_detected(two_ranks, several, tmp_path):
-    """Negative control of the first test: the same script with a token count per rank."""
-    source, wrong = (ROOT / "distill.py").read_text(), tmp_path / "distill.py"
-    count = "tokens, _ = count_trained([*chain(*packs.values())])"
-    assert source.count(count) == 1
-    trained = "sum(mb.loss_mask_T.sum() for mb in chain(*packs.values()))"
-    per_rank = f"tokens = {trained} * world_size"
-    wrong.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(count, per_rank)
-    )
-    run(2, wrong, *several, "--output_dir", tmp_path / "out")
-    with pytest.raises(AssertionError, match="grad_norm"):
-        assert_close_metrics(two_ranks, tmp_path / "out", ("grad_norm",), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_killed_run_resumes_bitwise(two_ranks, several, tmp_path):
-    flags = (*several, "--save_every", 1, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "distill.py", *flags, folder=tmp_path, after_step=2, at="shutil.rmtree")
-    assert not (tmp_path / "hf").exists(), "killed too late"
-    assert "resuming from" in run(2, "distill.py", *flags).stdout
-    assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
-
-
 @pytest.mark.slow
 def test_top_k_of_the_whole_vocabulary_equals_the_full_divergence(main, flags, tmp_path):
     flags = (*flags, "--max_steps", 1, "--epochs_per_rollout", 1, "--minibatches", 1)
@@ -374,99 +291,6 @@ def test_held_out_rows_without_completions_have_no_eval_loss(main, flags, tmp_pa
     assert all(
         "eval_loss" not in line and "eval/solved" in line for line in metrics(tmp_path / "run")
     )
-
-
-@pytest.mark.slow
-def test_flops_include_the_forwards_of_the_teacher(main, flags, small, tmp_path):
-    """A teacher of the student's size adds a forward to a forward and backward: a third more than a
-    stored teacher."""
-    flops = []
-    for stored in ("live", "stored"):
-        own = (*OFFLINE, "--teacher", small[1], "--teacher_logprobs", stored, "--max_steps", 1)
-        main("distill", *flags, *own, "--output_dir", tmp_path / stored)
-        (line,) = metrics(tmp_path / stored)
-        flops.append(line["speed/tflops"] * (line["time/train"] + line["time/logprobs"]))
-    assert flops[0] == pytest.approx(4 / 3 * flops[1])
-
-
-OFFLINE = ("--on_policy_fraction", 0, "--reward", "--top_k", 7, "--pack_tokens", 200)
-
-
-@pytest.mark.slow
-def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(
-    main, flags, teacher, tmp_path, monkeypatch
-):
-    """The store is written by two ranks, by two of which one is killed, in two parts, or by an
-    earlier run, in which case the model is not loaded."""
-    flags, stored = (*flags, *OFFLINE), ("--teacher_logprobs", "stored")
-    main("distill", *flags, "--output_dir", tmp_path / "live")
-    monkeypatch.setattr(teachers, "CHUNK", 50)
-    main("distill", *flags, *stored, "--output_dir", tmp_path / "stored")
-    files = sorted((tmp_path / "stored/teacher_logprobs").glob("*.safetensors"))
-    assert len(files) == 8 and load_file(files[-1])["logprobs"].shape[1] == 8
-    names = [name for name in SAME if name.startswith("data/")] + [
-        "loss",
-        "grad_norm",
-        "data/teacher_mass",
-        "num_tokens",
-    ]
-    assert_close_metrics(tmp_path / "live", tmp_path / "stored", names, rel=1e-6, floor=0.1)
-    assert not any(
-        name.startswith(("sampling/", "completions/")) for name in metrics(tmp_path / "stored")[0]
-    )
-
-    went_on = tmp_path / "went_on"
-    shutil.copytree(tmp_path / "stored/teacher_logprobs", went_on / "teacher_logprobs")
-    for file in sorted(went_on.glob("teacher_logprobs/*.safetensors"))[2:5]:
-        file.unlink()
-    written = []
-    monkeypatch.setattr(
-        teachers,
-        "save_file",
-        lambda tensors, file: (written.append(file.name), save_file(tensors, file)),
-    )
-    main("distill", *flags, *stored, "--output_dir", went_on)
-    assert written == [f"{i:06d}.tmp" for i in (2, 3, 4)]
-    assert_same_weights(went_on, tmp_path / "stored")
-    assert all(
-        file.read_bytes() == (went_on / "teacher_logprobs" / file.name).read_bytes()
-        for file in files
-    )
-
-    shutil.rmtree(went_on / "checkpoints")
-    (went_on / "metrics.jsonl").unlink()
-    with monkeypatch.context() as patched:
-        patched.setattr(students, "load_policy", None)
-        main("distill", *flags, *stored, "--output_dir", went_on)
-    assert_same_weights(went_on, tmp_path / "stored")
-
-    with_kill, without, two = tmp_path / "killed.py", tmp_path / "whole.py", tmp_path / "two"
-    with_kill.write_text(f"""
-import os, runpy, signal
-from extras.teachers import stored as teachers
-teachers.CHUNK, save, written = 50, teachers.save_file, []
-
-def save_some(tensors, file):
-    save(tensors, file)
-    written.append(file)
-    if len(written) == 3:  # of this rank, and not renamed yet
-        os.kill(os.getpid(), signal.SIGKILL)
-
-teachers.save_file = save_some
-runpy.run_path({str(ROOT / "distill.py")!r}, run_name="__main__")
-""")
-    without.write_text(with_kill.read_text().replace("== 3", "== 0"))
-    run(2, with_kill, *flags, *stored, "--output_dir", two, code=1)
-    before = {file: file.stat().st_mtime_ns for file in two.glob("teacher_logprobs/*.safetensors")}
-    assert 4 <= len(before) < 8 and not (two / "metrics.jsonl").exists()
-    run(2, without, *flags, *stored, "--output_dir", two)
-    assert (
-        before.items()
-        <= {file: file.stat().st_mtime_ns for file in two.glob("teacher_logprobs/*")}.items()
-    )
-    assert_close_metrics(tmp_path / "live", two, names, rel=1e-5, floor=0.1)
-    written = {f"{file.stem}{end}" for file in files for end in (".safetensors", ".json")}
-    assert {file.name for file in two.glob("teacher_logprobs/*")} == {"digest"} | written
 
 
 @pytest.mark.curve
@@ -607,66 +431,6 @@ def test_data_without_completions_is_refused(main, flags, tmp_path):
 def load_teacher(path: str, device) -> Teacher:
     args = TrainArgs(dtype="float32")
     return load_policy(path, args, device, trainable=False, kind=Teacher)
-
-
-def stored(device, folder, teacher, samples, loaded=None):
-    """Return a teacher's store as in a script; `loaded` counts the loads of the model."""
-
-    def load(_):
-        loaded.append(1)
-        return load_teacher(str(teacher), device)
-
-    args = distill.Args(teacher_logprobs="stored", on_policy_fraction=0.0, top_k=2, dtype="float32")
-    return teachers.StoredTeacher(folder, str(teacher), load, samples, 356, args, device)
-
-
-def test_mismatched_store_is_rewritten_and_damaged_store_is_refused(
-    device, teacher, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(teachers, "CHUNK", 2)
-    rows, loaded, folder = (
-        [Sample([3, i, 4, 5], [False, False, True, True]) for i in range(10, 15)],
-        [],
-        tmp_path / "a",
-    )
-    stored(device, folder, teacher, rows, loaded)
-    stored(device, folder, teacher, rows, loaded)
-    assert len(loaded) == 1 and len([*folder.glob("*.safetensors")]) == 3
-    first, last = folder / "000000.safetensors", folder / "000002.safetensors"
-    content = first.read_bytes()
-    for damaged in (content[:-8], last.read_bytes(), content[:-1] + bytes([content[-1] ^ 1])):
-        first.write_bytes(damaged)
-        with pytest.raises(
-            ValueError, match="000000.safetensors is damaged; delete it: it was changed after"
-        ):
-            stored(device, folder, teacher, rows, loaded)
-    first.unlink()
-    stored(device, folder, teacher, rows, loaded)
-    assert first.read_bytes() == content and len(loaded) == 2
-    rows[4].ids[1] = 9
-    stored(device, folder, teacher, rows[:2] + rows[4:], loaded)
-    assert len(loaded) == 3 and len([*folder.glob("*.safetensors")]) == 2
-
-
-def test_store_returns_the_values_of_the_requested_tokens(device, teacher, tmp_path, monkeypatch):
-    """The samples are in another order, from several files, with untrained tokens between."""
-    monkeypatch.setattr(teachers, "CHUNK", 2)
-    rows = [
-        Sample(
-            [3, *range(i, i + 7)], [i % 2 == 0, False, True, False, i % 3 > 0, True, False, True]
-        )
-        for i in range(10, 17)
-    ]
-    store = stored(device, tmp_path / "a", teacher, rows, [])
-    policy = load_teacher(str(teacher), device)
-    (mb,) = pack([rows[i] for i in (5, 0, 6, 3)], 100, device)
-    ours, live = store.teach(mb), most_likely(policy.teach(mb), mb.targets_T, 1.0, 356, 2)
-    assert torch.equal(ours.tokens_TK[mb.loss_mask_T], live.tokens_TK[mb.loss_mask_T])
-    for name in ("logprobs_TS", "target_logprobs_T", "entropy_T"):
-        torch.testing.assert_close(
-            getattr(ours, name)[mb.loss_mask_T], getattr(live, name)[mb.loss_mask_T]
-        )
-    assert ours.logprobs_TS.isfinite().all()
 
 
 def test_token_outside_the_teacher_vocabulary_is_refused(device, teacher):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
+from helpers import assert_close_metrics, metrics
 
 import dpo
 from common.data.encode import Encoder
@@ -21,34 +21,9 @@ from common.model.reference import reference_logps, store_reference_logps
 from common.model.tiny import tiny_model
 from common.objectives.preference import OVER_BATCH, READS, Pairs, preference_loss
 
+
 # All objectives at once: each is logged separately, and the gradient is that of the sum. The
 # reference has other weights: equal log-ratios would be sorted by rounding errors.
-EVERY_OBJECTIVE = (
-    "--loss", *READS, "--label_smoothing", 0.1, "--f_divergence", "js", "--sft_weight", 0.5,
-    "--beta", 0.5, "--reference_model", "tiny",
-)  # fmt: skip
-STEPS = (
-    "--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3,
-    "--eval_size", 7, "--share_prefix", 1,
-)  # fmt: skip
-SMALL_PACKS = ("--pack_tokens", 500, "--max_length", 250, "--share_prefix", 0)
-COMMON = (
-    "loss",
-    "grad_norm",
-    "rewards/chosen",
-    "rewards/margins",
-    "logps/rejected",
-    "entropy",
-    "num_tokens",
-)
-PAIRED = (
-    *COMMON,
-    "loss/sft",
-    *(f"loss/{name}" for name in READS),
-    "rewards/accuracies",
-)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Pairs of very different lengths; every third rejected one is short."""
@@ -69,31 +44,6 @@ def data(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def two_ranks(data, small, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "dpo.py", *STEPS, *small, *EVERY_OBJECTIVE, "--dataset", data, "--output_dir", folder)
-    return folder
-
-
-@pytest.mark.slow
-def test_every_objective_does_not_depend_on_ranks_or_packing(
-    two_ranks, data, small, tmp_path, main
-):
-    flags = (*EVERY_OBJECTIVE, *small, *SMALL_PACKS)
-    main("dpo", *STEPS, *flags, "--dataset", data, "--output_dir", tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, PAIRED, rel=1e-5, floor=0.1)
-    evaluated = [
-        (a, b)
-        for a, b in zip(metrics(two_ranks), metrics(tmp_path), strict=True)
-        if "eval_loss" in a
-    ]
-    assert len(evaluated) == 2
-    for a, b in evaluated:
-        for name in ("loss", "loss/aot", "rewards/margins", "logps/chosen"):
-            assert a[f"eval_{name}"] == pytest.approx(b[f"eval_{name}"], rel=1e-5, abs=1e-6)
-
-
 def test_reference_that_copies_the_policy_gives_the_first_loss(data, device):
     """With --reference_sync 1 and a rate of 1, each step has the log-ratios of the first one."""
     args, pairs, model = setup(data, device)
@@ -105,37 +55,6 @@ def test_reference_that_copies_the_policy_gives_the_first_loss(data, device):
     after, metrics = objective_of(model, reference, pairs, args, device)
     assert after.item() == pytest.approx(len(pairs) * math.log(2), rel=1e-6) != before.item()
     assert metrics["rewards/margins"] == 0
-
-
-@pytest.mark.slow
-def test_sorting_within_a_micro_batch_is_detected(
-    two_ranks, data, small, tmp_path, main, monkeypatch
-):
-    """Negative control: each pack sorts its own pairs."""
-    monkeypatch.setattr(dpo, "OVER_BATCH", set())
-    flags = (*EVERY_OBJECTIVE, *small, *SMALL_PACKS)
-    main("dpo", *STEPS, *flags, "--dataset", data, "--output_dir", tmp_path)
-    with pytest.raises(AssertionError, match="loss/aot_unpaired"):
-        assert_close_metrics(two_ranks, tmp_path, ("loss/aot_unpaired",), rel=1e-5, floor=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "reference",
-    [
-        (),
-        ("--reference_logprobs", "online", "--reference_sync", 2, "--reference_rate", 0.6),
-    ],
-    ids=["stored", "moving"],
-)
-def test_run_resumes_exactly(reference, data, small, tmp_path, main):
-    """The log-probs of the reference are those stored by the first run, or those of a reference
-    that has moved before the checkpoint and moves after it."""
-    flags = (*STEPS, *small, "--loss", "sigmoid", "aot", "--beta", 0.5, "--dataset", data)
-    flags += reference
-    main("dpo", *flags, "--output_dir", tmp_path / "run")
-    assert (tmp_path / "run" / "reference_logps.json").is_file() == (not reference)
-    assert_resumes_exactly(main, "dpo", *flags, folder=tmp_path / "run", finished=6)
 
 
 # ---- in this process ----

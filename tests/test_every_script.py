@@ -19,7 +19,7 @@ from helpers import (
     run_and_kill,
     samples,
 )
-from in_process import REWARD, write_teacher
+from in_process import REWARD, talkative, write_teacher
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +46,8 @@ SCRIPTS = dict(
           "--advantage", "gdpo", "--reduction", "sequence", "--off_policy_threshold", 0.1,
           "--unbiased_kl", "true", "--beta", 0.05, "--entropy_coef", 0.01, "--clip_low", 0.001,
           "--clip_high", 0.001, "--correction", "sequence"),
-    dapo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "longer", "--overlong_buffer", 0.5, "--mask_truncated",
-          "--correction", "sequence", "--prompts_per_step", 6),
+    dapo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "longer", "--overlong_buffer", 0.5,
+          "--mask_truncated", "--correction", "sequence", "--model", "talkative"),
     reinforce=(*SAMPLED, *GROUPED, *PENALTY, "--preset", "reinforce++", "--entropy_coef", 0.01,
                "--correction", "sequence"),
     rloo=(*SAMPLED, *GROUPED, *PENALTY, "--beta", 0.05),
@@ -59,8 +59,15 @@ SCRIPTS = dict(
     distill=(*SAMPLED, *GROUPED, "--teacher", "usual=other", "rare=same", "--teacher_column",
              "domain", "--dataset", "domains", "--on_policy_fraction", 0.5, "--sft_coef", 0.2,
              "--divergence", "jsd", "--epochs_per_rollout", 2, "--temperature", 0.8),
-    self_distill=(*SAMPLED, "--hint", "sibling", "--hint_template", "{hint};{prompt}",
-                  "--epochs_per_rollout", 2, "--temperature", 0.8, "--lr", 1e-3),
+    self_distill=(*SAMPLED, "--samples_per_prompt", 4, "--hint", "sibling", "--hint_template",
+                  "{hint};{prompt}", "--epochs_per_rollout", 2, "--temperature", 0.8, "--lr", 1e-3),
+)  # fmt: skip
+# Metrics that show that a part has an effect.
+ACTIVE = dict(
+    kto="kl", grpo="kl clip_ratio/region_mean", dapo="dynamic_sampling/unequal_fraction",
+    reinforce="kl", rloo="kl", ppo="objective/kl value_loss", online_dpo="kl",
+    bok="kl kept/fraction", distill="data/reverse_kl data/cross_entropy reverse_kl",
+    self_distill="hints/used",
 )  # fmt: skip
 OTHER_PACKS = ("--pack_tokens", 60)  # of a longest sequence of 26 tokens
 PACKS = dict(
@@ -96,7 +103,9 @@ def files(small, sums, tmp_path_factory) -> dict[str, str]:
     (folder / "reward.py").write_text(REWARD)
     named = {name: f"{folder / name}.jsonl" for name in data}
     named |= {name: f"{folder / 'reward.py'}:{name}" for name in ("digits", "first", "longer")}
-    return named | dict(other=str(write_teacher(folder / "other")), same=str(small[1]))
+    models = dict(other=write_teacher(folder / "other"), same=small[1],
+                  talkative=talkative(folder / "talkative", small[1]))  # fmt: skip
+    return named | {name: str(path) for name, path in models.items()}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +156,8 @@ def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
         for a, b in zip(samples(two), samples(one), strict=True):
             assert a | dict(advantage=0) == b | dict(advantage=0)
             assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4)
+    for name in ACTIVE.get(script, "").split():
+        assert any(line.get(name) for line in metrics(one)), name
     assert_resumes_exactly(main, script, *own, folder=one, finished=3)
 
 

@@ -3,45 +3,31 @@ of ranks, exact resume, agreement of engine and trainer, real data. tests/object
 and tests/objectives/test_advantages.py have the formulas."""
 
 import itertools
-import json
 import math
-import shutil
 import typing
 
-import helpers
 import pytest
 import torch
 from helpers import (
     GSM8K,
     ROOT,
     assert_close_metrics,
-    assert_same_weights,
     ended,
     finished,
     metrics,
     needs_gsm8k,
     run,
+    samples,
     samples_of,
     start,
 )
+from in_process import REWARD
 
 import grpo
-import gspo
-import reinforce
-from common.config.parse import parse
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
 from common.metrics.meter import Meter
 
-REWARD = '''
-def digits(completion, row):
-    """Varies among the completions of an untrained model: each step has something to learn."""
-    return sum(c.isdigit() for c in completion) / (1 + len(completion))
-
-def first(completion, row):
-    """Often the same for all completions of a prompt."""
-    return float(completion[:1].isdigit())
-'''
 SAME = (
     "grad_norm",
     "reward",
@@ -51,11 +37,6 @@ SAME = (
     "num_tokens",
     "epoch",
 )
-
-
-def samples(folder, step=None):
-    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    return [line for line in lines if step is None or line["step"] == step]
 
 
 # ---- the objective on samples with random log-probs: no model, no engine ----
@@ -189,25 +170,6 @@ def test_presets_have_a_finite_objective(name):
     assert advantages(grpo.Args.PRESETS[name]["advantage"]).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("flag", "script", "names"),
-    [
-        ("preset", "dapo.py", ["dapo"]),
-        ("preset", "reinforce.py", reinforce.Args.PRESETS),
-        ("preset", "gspo.py", gspo.Args.PRESETS),
-        ("loss", "gspo.py", gspo.LOSSES),
-    ],
-)
-def test_choice_of_another_script_is_refused_by_name(flag, script, names, capsys):
-    for name in names:
-        with pytest.raises(SystemExit) as exit:
-            parse(grpo.Args, [f"--{flag}", name])
-        command = script if script == "dapo.py" else f"{script} --{flag} {name}"
-        assert exit.value.code == 2
-        error = f"error: --{flag} {name} is another script; run python {command}\n"
-        assert capsys.readouterr().err == error
-
-
 # ---- whole runs: vLLM, default flags ----
 
 
@@ -292,84 +254,6 @@ def test_start_and_end_of_vllm_print_no_warnings(flags, small, tmp_path):
 
 
 # ---- whole runs: transformers engine, every part of the objective ----
-
-
-@pytest.fixture(scope="module")
-def whole_flags(flags, small, reward):
-    """Return flags with weights of whole completions, rewards normalized separately over the batch,
-    KL to a moving reference and to the old policy, an adaptive entropy bonus and penalties."""
-    return (
-        *flags, *small, "--reward", f"{reward}:digits", f"{reward}:first",
-        "--reward_weights", 1, 0.5, "--loss", "cispo", "--cispo_mask", 0.2, 0.28,
-        "--reduction", "sequence", "--old_beta", 0.1,
-        "--advantage", "gdpo", "--beta", 0.05, "--kl_estimator", "k2", "--entropy_coef", 0.01,
-        "--reference_sync", 2, "--reference_rate", 0.5, "--entropy_target", 5.8385,
-        "--entropy_step", 0.02,
-        "--correction", "sequence", "--missing_eos_penalty", 0.1, "--prompts_per_step", 12,
-        "--minibatches", 3, "--samples_per_prompt", 3, "--max_steps", 6, "--save_every", 2,
-        "--engine", "transformers",
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def two_ranks(whole_flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ranks")
-    done = run(2, "grpo.py", *whole_flags, "--output_dir", folder)
-    assert "TransformersEngine, off-policy: 3 updates per rollout" in done.stdout
-    return folder
-
-
-@pytest.mark.slow
-def test_gradient_with_every_part_of_the_objective_does_not_depend_on_ranks(
-    two_ranks, whole_flags, main, tmp_path
-):
-    main("grpo", *whole_flags, "--pack_tokens", 60, "--output_dir", tmp_path)
-    assert [s["completion"] for s in samples(two_ranks)] == [
-        s["completion"] for s in samples(tmp_path)
-    ]
-    assert_close_metrics(two_ranks, tmp_path, ("loss", "kl"), rel=1e-4, floor=0.1)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-4)
-    first, *_, last = metrics(tmp_path)
-    assert 0 <= first["kl"] < last["kl"], "the policy starts at the reference and moves away"
-    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics(tmp_path)) <= 1e-4
-
-
-@pytest.fixture(scope="module")
-def killed(whole_flags, tmp_path_factory):
-    """Return the folder of a run on two ranks that was killed after its third step."""
-    folder = tmp_path_factory.mktemp("killed")
-    helpers.run_and_kill(
-        2,
-        "grpo.py",
-        *whole_flags,
-        "--output_dir",
-        folder,
-        folder=folder,
-        after_step=3,
-        at="os.rename",
-    )
-    assert not (folder / "hf").exists(), "killed too late"
-    return folder
-
-
-@pytest.mark.slow
-def test_killed_run_resumes_bitwise(two_ranks, killed, whole_flags, tmp_path):
-    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    assert "resuming from" in run(2, "grpo.py", *whole_flags, "--output_dir", tmp_path).stdout
-    assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, ("loss", "kl", "entropy_coef", *SAME), rel=0)
-    assert samples(two_ranks) == samples(tmp_path)
-
-
-@pytest.mark.slow
-def test_run_resumes_on_another_number_of_ranks(
-    two_ranks, killed, whole_flags, main, tmp_path, capsys
-):
-    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    main("grpo", *whole_flags, "--output_dir", tmp_path)
-    assert "resuming from" in capsys.readouterr().out
-    assert [s["prompt"] for s in samples(two_ranks)] == [s["prompt"] for s in samples(tmp_path)]
-    assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-4, floor=0.1)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
+from helpers import assert_close_metrics, metrics
 from test_dpo import disturbed, naive_logps
 
 import kto
@@ -20,15 +20,6 @@ from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-
-STEPS = (
-    "--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3,
-    "--eval_size", 7, "--wpo", "--desirable_weight", 1.5,
-)  # fmt: skip
-SAME = (
-    "loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
-    "logps/rejected", "entropy", "wpo/weight", "num_tokens",
-)  # fmt: skip
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -49,26 +40,6 @@ def data(tmp_path_factory):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_or_packing(data, small, tmp_path, main):
-    flags = (*STEPS, *small, "--dataset", data)
-    run(2, "kto.py", *flags, "--output_dir", tmp_path / "two")
-    main("kto", *flags, "--pack_tokens", 700, "--max_length", 300, "--output_dir", tmp_path / "one")
-    assert_close_metrics(tmp_path / "two", tmp_path / "one", SAME, rel=1e-5, floor=0.1)
-    assert any(line["kl"] > 0 for line in metrics(tmp_path / "two"))
-    for a, b in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
-        for name in [name for name in a if name.startswith("eval_")]:
-            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-5), name
-
-
-@pytest.mark.slow
-def test_run_resumes_exactly(data, small, tmp_path, main):
-    flags = (*STEPS, *small, "--dataset", data)
-    main("kto", *flags, "--output_dir", tmp_path / "run")
-    assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 6]
-    assert_resumes_exactly(main, "kto", *flags, folder=tmp_path / "run", finished=6)
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics, run, samples_of
+from helpers import metrics, run, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_grpo import REWARD, samples
+from in_process import REWARD
 
 from common.data.packing import pack_groups
 from common.data.sample import Sample
@@ -18,18 +18,6 @@ from online_dpo import Args, loss, make_pairs, measure_pairs, preferences
 
 NAN = math.nan
 PAIRWISE = [name for name in READS if name not in OVER_BATCH]
-SAME = (
-    "grad_norm", "reward", "entropy", "pairs/win_margin", "pairs/skipped_fraction",
-    "rewards/accuracies", "logps/chosen", "logps/rejected", "num_tokens", "epoch",
-)  # fmt: skip
-SMALL = (
-    "loss",
-    "kl",
-    "rewards/margins",
-    "rewards/chosen",
-)  # differences of float32 numbers of size 1
-
-
 # ---- pairs ----
 
 
@@ -162,27 +150,6 @@ def flags(small, tmp_path_factory):
         "--max_logprob_difference", 1e-4, "--engine", "transformers",
         "--share_prefix", 1,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def two_ranks(flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "online_dpo.py", *flags, "--output_dir", folder)
-    return folder
-
-
-@pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_packing_or_resume(
-    two_ranks, flags, main, tmp_path, capsys
-):
-    flags = (*flags, "--share_prefix", 0, "--pack_tokens", 60, "--output_dir", tmp_path)
-    main("online_dpo", *flags, "--max_steps", 2)
-    main("online_dpo", *flags)
-    assert "resuming from" in capsys.readouterr().out
-    assert samples(two_ranks, 1) == samples(tmp_path, 1)
-    assert {sample["advantage"] for sample in samples(tmp_path, 1)} == {-1, 0, 1}
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
-    assert_close_metrics(two_ranks, tmp_path, SMALL, rel=1e-5, floor=0.1)
 
 
 @pytest.mark.curve

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
+from helpers import metrics, run
 
 import rm
 from common.config.groups import TrainArgs
@@ -19,26 +19,6 @@ from common.model.policy import load_scalar_model
 from common.model.scoring import score
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
-
-STEPS = (
-    "--max_steps",
-    6,
-    "--batch_size",
-    8,
-    "--lr",
-    1e-4,
-    "--eval_every",
-    3,
-    "--save_every",
-    3,
-    "--eval_size",
-    7,
-)
-FLAGS = (*STEPS, "--center_coefficient", 0.01, "--share_prefix", 1)
-SAME = (
-    "loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins",
-    "rewards/accuracies", "rewards/std", "rewards/min", "rewards/max", "num_tokens",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,53 +43,27 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(small, data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "rm.py", *FLAGS, *small[:2], "--dataset", data, "--output_dir", folder)
+def trained(small, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    flags = (*small[:2], "--max_steps", 2, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 0)
+    run(1, "rm.py", *flags, "--dataset", data, "--output_dir", folder)
     return folder
 
 
 @pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, small, data, tmp_path, main):
-    flags = (
-        "--pack_tokens",
-        1000,
-        "--max_length",
-        400,
-        "--dataset",
-        data,
-        "--output_dir",
-        tmp_path,
-    )
-    main("rm", *FLAGS, *small[:2], *flags, "--share_prefix", 0)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=1.0)  # rewards are of size 1
-    assert metrics(two_ranks)[-1]["eval_loss"] == pytest.approx(
-        metrics(tmp_path)[-1]["eval_loss"], rel=1e-5
-    )
-
-
-@pytest.mark.slow
-def test_run_resumes_exactly(small, data, tmp_path, main):
-    flags = (*FLAGS, *small[:2], "--dataset", data)
-    main("rm", *flags, "--output_dir", tmp_path / "run")
-    assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 6]
-    assert_resumes_exactly(main, "rm", *flags, folder=tmp_path / "run", finished=6)
-
-
-@pytest.mark.slow
-def test_transformers_gives_the_export_equal_scores(two_ranks, data, device):
+def test_transformers_gives_the_export_equal_scores(trained, device):
     """Scores are computed one sequence at a time and in a padded batch; loading the export again
     gives equal scores."""
     from transformers import AutoModelForSequenceClassification
 
-    tokenizer = load_tokenizer(str(two_ranks / "hf"))
-    hf = AutoModelForSequenceClassification.from_pretrained(two_ranks / "hf")
+    tokenizer = load_tokenizer(str(trained / "hf"))
+    hf = AutoModelForSequenceClassification.from_pretrained(trained / "hf")
     assert hf.config.num_labels == 1 and hf.config.architectures == [
         "Qwen3ForSequenceClassification"
     ]
     texts = ["1+1=2", "a longer text, which is not of the same length", "x"]
     sequences = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
-    model = load_scalar_model(str(two_ranks / "hf"), TrainArgs(), device, trainable=False)
+    model = load_scalar_model(str(trained / "hf"), TrainArgs(), device, trainable=False)
     ours = score(model, [sequences], 100, 0, device)
     assert len(set(ours)) == 3
     padded = tokenizer.pad(dict(input_ids=sequences), return_tensors="pt")
@@ -120,9 +74,9 @@ def test_transformers_gives_the_export_equal_scores(two_ranks, data, device):
 
 
 @pytest.mark.slow
-def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(two_ranks, data, tmp_path):
+def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(trained, data, tmp_path):
     """Two ranks relabel; on one rank, the model agrees with every relabelled pair."""
-    flags = ("tools/relabel.py", "--model", two_ranks / "hf", "--output_dir")
+    flags = ("tools/relabel.py", "--model", trained / "hf", "--output_dir")
     first = run(2, *flags, tmp_path, "--dataset", data).stdout
     out = tmp_path / "relabelled.jsonl"
     before, after = (

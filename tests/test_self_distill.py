@@ -6,12 +6,11 @@ import json
 import math
 from functools import partial
 
-import helpers
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_same_weights, metrics, run
+from helpers import assert_close_metrics, metrics
+from in_process import REWARD
 from model.test_policy import whole
-from test_grpo import REWARD, samples
 from torch import nn
 
 import self_distill
@@ -28,11 +27,6 @@ from common.model.student import OwnTeacher, load_own_teacher
 from common.model.tiny import tiny_model
 from common.rollout.hints import divide, hint_filler, hinted_prompt
 from self_distill import Args, advantages, aligned, hints_of, loss, pair
-
-SAME = (
-    "loss", "grad_norm", "reverse_kl", "agreement", "entropy", "teacher_entropy", "hints/used",
-    "hints/too_long", "policy_loss", "completions/mean_length", "num_tokens", "reward",
-)  # fmt: skip
 
 
 def completion(prompt: list[int], ids: list[int], **fields) -> Completion:
@@ -362,39 +356,6 @@ def flags(small, tmp_path_factory):
         "--warmup_steps", 0, "--eval_every", 0, "--max_logprob_difference", 1e-4,
         "--engine", "transformers",
     )  # fmt: skip
-
-
-OWN = (
-    "--hint", "sibling", "--success_reward", 0.1, "--hint_template", "{hint};{prompt}",
-    "--ema_rate", 0.3, "--policy_coef", 0.5, "--skip_first", 1, "--pack_tokens", 160,
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def two_ranks(flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "self_distill.py", *flags, *OWN, "--output_dir", folder)
-    return folder
-
-
-@pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_or_packing(main, two_ranks, flags, tmp_path):
-    main("self_distill", *flags, *OWN, "--pack_tokens", 1000, "--output_dir", tmp_path)
-    assert samples(two_ranks, 1) == samples(tmp_path, 1)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=0.1)
-    assert all(0 < line["hints/used"] < 1 for line in metrics(tmp_path))
-
-
-@pytest.mark.slow
-def test_killed_run_with_a_moving_teacher_resumes_bitwise(two_ranks, flags, tmp_path):
-    flags = (*flags, *OWN, "--save_every", 1, "--output_dir", tmp_path)
-    helpers.run_and_kill(
-        2, "self_distill.py", *flags, folder=tmp_path, after_step=2, at="shutil.rmtree"
-    )
-    assert not (tmp_path / "hf").exists(), "killed too late"
-    assert "resuming from" in run(2, "self_distill.py", *flags).stdout
-    assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, assert_close_metrics, descendants, ended, kill, logged, metrics, until
+from in_process import REWARD, write_teacher
 from on_gpu import DTYPES, ON_CPU, gpu, launch, needs_vllm, started
-from test_distill import write_teacher
-from test_grpo import REWARD
 
 pytestmark = gpu(2, shared=True)
 ENGINES = (

@@ -7,9 +7,8 @@ import shutil
 import pytest
 import torch
 from helpers import assert_same_weights, metrics, run
-from in_process import Args
+from in_process import Args, write_teacher
 from model.test_policy import ARCHITECTURES, samples, write_checkpoint
-from test_distill import write_teacher
 
 from common.config.groups import TrainArgs
 from common.data.packing import pack

@@ -35,8 +35,8 @@ from common.model.tiny import build_tokenizer
 from common.train.checkpoint import export_hf
 
 QUICK = ("gemma3", "qwen3_vl")
-FAMILIES = (*QUICK, "gemma4", "mistral3", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_5",
-            "qwen3_5_moe")  # fmt: skip
+FAMILIES = (*QUICK, "gemma4", "mistral3", "smolvlm", "idefics3", "qwen2_5_vl")  # and in extras/
+with_runs = pytest.mark.parametrize("family", QUICK, indirect=True)  # the others: no run
 STEPS = ("--max_steps", 2, "--batch_size", 4, "--lr", 1e-2, "--eval_every", 0, "--save_every", 1,
          "--lr_schedule", "constant", "--dtype", "float32")  # fmt: skip
 
@@ -125,7 +125,19 @@ def test_names_are_those_that_transformers_writes(family, path, tmp_path, device
     assert not any(map(is_of_text, names.passengers)) and all(map(is_of_text, wanted))
 
 
-# ---- runs ----
+# ---- exports and runs ----
+
+
+@pytest.fixture(scope="module")
+def exported(family, path, device, tmp_path_factory) -> Path:
+    """Return the export of a policy of which all weights have changed."""
+    folder = tmp_path_factory.mktemp(f"{family}_export") / "hf"
+    policy = load_policy(path, ARGS, device)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    export_hf(policy, load_tokenizer(path), folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +148,20 @@ def trained(family, path, sums, device, tmp_path_factory) -> Path:
     return folder
 
 
+def test_export_changes_the_language_model_alone(path, exported, device):
+    require_changed_text_alone(path, exported, device)
+
+
+@with_runs
+@pytest.mark.slow
 def test_training_changes_the_language_model_alone(path, trained, device):
+    require_changed_text_alone(path, trained / "hf", device)
+
+
+def require_changed_text_alone(path, hf: Path, device) -> None:
     """An export opens with the class of its base. All other parts have the bits of the base, and
     the text has the numbers of training."""
-    before, after = stored(path), stored(trained / "hf")
+    before, after = stored(path), stored(hf)
     assert before.keys() == after.keys()
     text = {name for name in before if is_of_text(name)}
     assert 0 < len(text) < len(before)
@@ -148,11 +170,11 @@ def test_training_changes_the_language_model_alone(path, trained, device):
             assert torch.equal(before[name], after[name]), name
     changed = {name for name in text if not torch.equal(before[name], after[name])}
     assert len(changed) > 0.8 * len(text), text - changed
-    full = opens_whole(trained / "hf")
+    full = opens_whole(hf)
     ids = rows()[1]
     expected_TV = logits(full, ids)[:-1].log_softmax(-1)
     expected_T = expected_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-    logprobs_T = logprobs(str(trained / "hf"), device, ids).cpu()
+    logprobs_T = logprobs(str(hf), device, ids).cpu()
     torch.testing.assert_close(logprobs_T, expected_T, atol=2e-5, rtol=0)
 
 
@@ -172,6 +194,7 @@ def test_weights_for_an_engine_are_those_of_the_policy(family, path, device):
         assert torch.equal(weight, whole.cpu()), name
 
 
+@with_runs
 @pytest.mark.slow
 def test_second_generation_trains_from_an_export(path, trained, sums, tmp_path):
     """Two generations leave the other parts as they were."""
@@ -184,6 +207,7 @@ def test_second_generation_trains_from_an_export(path, trained, sums, tmp_path):
     opens_whole(tmp_path / "hf")
 
 
+@with_runs
 @pytest.mark.slow
 def test_run_resumes_exactly(path, main, sums, tmp_path):
     flags = (*STEPS, "--model", path, "--dataset", sums, "--keep_last", 2)
@@ -191,6 +215,7 @@ def test_run_resumes_exactly(path, main, sums, tmp_path):
     assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=2)
 
 
+@with_runs
 @pytest.mark.slow
 def test_update_does_not_depend_on_ranks(path, trained, sums, tmp_path):
     run(2, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", tmp_path)
@@ -210,6 +235,7 @@ def adapted(family, path, sums, device, tmp_path_factory) -> Path:
     return folder
 
 
+@with_runs
 @pytest.mark.slow
 def test_adapters_are_merged_into_the_language_model(path, adapted, device):
     """The export opens with the class of the base; other weights have the bits of the base."""
@@ -220,6 +246,7 @@ def test_adapters_are_merged_into_the_language_model(path, adapted, device):
     opens_whole(adapted / "hf")
 
 
+@with_runs
 @pytest.mark.slow
 def test_adapter_alone_has_the_names_of_the_whole_model(path, adapted):
     """PEFT would give adapters to exactly these layers of transformers' own class."""
@@ -239,6 +266,7 @@ def test_adapter_alone_has_the_names_of_the_whole_model(path, adapted):
     assert matched == layers and all(map(is_of_text, layers))
 
 
+@with_runs
 @pytest.mark.slow
 def test_training_continues_from_an_adapter(path, adapted, sums, tmp_path):
     flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2)
@@ -273,7 +301,7 @@ def gemma(device, tmp_path_factory) -> str:
 
 @pytest.mark.slow
 def test_reward_model_is_a_classifier_of_text(reward_run, device):
-    """Transformers opens it with the trained scores, and its checkpoints convert to it."""
+    """Transformers opens it with the trained scores."""
     hf = reward_run / "hf"
     model, info = AutoModelForSequenceClassification.from_pretrained(
         hf, dtype=torch.float32, output_loading_info=True
@@ -348,7 +376,7 @@ def test_value_model_starts_from_such_a_folder(lora, gemma, sums, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "smolvlm", "qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("model_type", QUICK)
 def test_engine_samples_from_the_trained_weights(model_type, engine, sums, tmp_path):
     """The weights change in every step."""
     if engine == "vllm":
@@ -365,7 +393,7 @@ def test_engine_samples_from_the_trained_weights(model_type, engine, sums, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "smolvlm", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", QUICK)
 def test_engines_evaluate_the_same_model(model_type, sums, tmp_path):
     """Without a trainer: greedy completions are those of transformers' own class."""
     pytest.importorskip("vllm")
@@ -462,22 +490,6 @@ def test_other_parts_keep_their_dtype(gemma, tmp_path, device):
     for name, weight in stored(tmp_path / "hf").items():
         expected = torch.float32 if is_of_text(name) else torch.bfloat16
         assert weight.dtype == expected, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
-def test_stacked_experts_stay_stacked(lora, sums, tmp_path):
-    path = checkpoint("qwen3_5_moe", tmp_path / "files")
-    stacked = Path(shutil.copytree(path, tmp_path / "stacked"))
-    for file in stacked.glob("*.safetensors*"):
-        file.unlink()
-    open_model(path).save_pretrained(stacked, save_original_format=False)
-    experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
-    assert experts in stored(stacked)
-    flags = (*STEPS, "--model", stacked, "--dataset", sums, "--output_dir", tmp_path / "run")
-    run(1, "sft.py", *flags, *lora)
-    assert stored(tmp_path / "run" / "hf").keys() == stored(stacked).keys()
-    opens_whole(tmp_path / "run" / "hf")
 
 
 # ---- rows and flags ----

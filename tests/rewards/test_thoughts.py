@@ -9,10 +9,9 @@ from in_process import Args
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.tiny import build_tokenizer
-from common.rewards.registry import BUILT_IN, load_reward
+from common.rewards.registry import BUILT_IN, OTHERS, load_reward
 from common.rewards.thoughts import Thoughts, answer_of
 from common.rewards.total import Rewards
-from extras.code.sandbox import program
 
 RIGHT = r"\boxed{18}"
 
@@ -43,29 +42,20 @@ def rows_of(name: str) -> dict:
 
 TEXTS = {
     "exact_match": "18", "characters": "18", "gsm8k": "#### 18", "gsm8k_flexible": "18",
-    "boxed": RIGHT, "math": RIGHT, "format": "#### 18", "countdown": "9+9",
-    "choice": RIGHT, "stated": RIGHT, "ifeval": "no such mark", "code": "```python\nprint(18)\n```",
-    "code_fraction": "```python\nprint(18)\n```",
+    "boxed": RIGHT, "math": RIGHT, "format": "#### 18",
 }  # fmt: skip
-FOUND_ANYWHERE = (
-    "gsm8k",
-    "gsm8k_flexible",
-    "boxed",
-    "math",
-    "choice",
-    "stated",
-    "code",
-    "code_fraction",
-    "ifeval",
-)  # in `<think>` too
+FOUND_ANYWHERE = ("gsm8k", "gsm8k_flexible", "boxed", "math")  # in `<think>` too
 WRONG = "perhaps ,\n```python\nprint(7)\n```\n#### 7 or \\boxed{7}\n7"
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_thoughts_are_no_answers(name):
-    if name.startswith("code") and program.problem() is not None:
-        pytest.skip(program.problem())
-    row, right = rows_of(name), TEXTS[name]
+    require_no_answers_in_thoughts(name, TEXTS[name], name in FOUND_ANYWHERE)
+
+
+def require_no_answers_in_thoughts(name: str, right: str, found_anywhere: bool) -> None:
+    """Check a reward that gives 1 to the text `right`."""
+    row = rows_of(name)
     texts = [
         f"<think>{WRONG}</think>\n{right}",
         f"<think>{right}",
@@ -82,12 +72,14 @@ def test_thoughts_are_no_answers(name):
         if thoughts == "cut":
             assert values[:3] == [1, 0, 0]
         else:
-            assert values[1] == (name in FOUND_ANYWHERE) or name == "characters"
+            assert values[1] == found_anywhere or name == "characters"
 
 
 def test_every_builtin_reward_reads_the_answer_or_says_what_it_reads():
-    form = {name for name in BUILT_IN if hasattr(load_reward(name), "reads")}
-    assert form == {"length", "repetition", "tag_format"} and set(TEXTS) >= set(BUILT_IN) - form
+    """tests/ of the extras have the others."""
+    names = {name for name in BUILT_IN if not OTHERS.get(name, "").startswith("extras.")}
+    form = {name for name in names if hasattr(load_reward(name), "reads")}
+    assert form == {"length", "repetition", "tag_format"} and set(TEXTS) == names - form
 
 
 def test_user_defined_reward_reads_all_of_the_text(tmp_path):

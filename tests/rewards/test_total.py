@@ -368,24 +368,6 @@ def test_environment_rewards_and_errors_are_counted():
     assert meter.reduce()["reward/error_fraction"] == 2 / 6
 
 
-def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
-    row = dict(tests=["assert f() == 1"], _source="a:1")
-    monkeypatch.setattr("extras.code.sandbox.program.problem", lambda: "the kernel has no Landlock")
-    with pytest.raises(
-        ValueError, match="--reward code: the kernel has no Landlock; --unsafe_code_execution"
-    ):
-        make(("code",), rows=[row])
-    args = Args(reward=("code",), unsafe_code_execution=True, reward_timeout=PATIENCE)
-    rewards = Rewards(args, [row], None, torch.device("cpu"))
-    batch = [
-        [
-            Completion([0], [True], text=text, row=row)
-            for text in ("def f(): return 1", "def f(): return 2")
-        ]
-    ]
-    assert rewards(batch, Meter())[0].tolist() == [[1, 0]]
-
-
 def test_rank_without_groups_returns_empty_rewards():
     total, parts, _ = make(("gsm8k",))([], Meter())
     assert total.numel() == 0 and parts["gsm8k"].numel() == 0
@@ -442,21 +424,19 @@ def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
 
 # ---- imports ----
 
-KINDS = {
-    "extras.code.reward": "code",
-    "extras.graders.ifeval": "ifeval",
+MODULES = {
     "common.rewards.math_reward": "math",
-    "extras.graders.puzzles": "countdown",
-    "extras.code.sandbox.program": "code",
 }
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "code", "countdown", "ifeval", "math"])
+@pytest.mark.parametrize("name", ["gsm8k", "math"])
 def test_kind_of_reward_is_imported_only_if_it_is_named(name):
+    """And no extra."""
     code = (
         "import sys; from common.rewards.registry import load_reward; import common.rewards.total; "
-        f"load_reward({name!r}); print(*{set(KINDS)} & sys.modules.keys())"
+        f"load_reward({name!r}); print(*(m for m in sys.modules if m.startswith('extras.') or m in "
+        f"{list(MODULES)}))"
     )
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {module for module, kind in KINDS.items() if kind == name}
+    assert set(done.stdout.split()) == {module for module, kind in MODULES.items() if kind == name}

@@ -20,7 +20,7 @@ from helpers import (
     until,
     weights,
 )
-from test_grpo import REWARD
+from in_process import REWARD
 
 import rloo
 from common.config.groups import flags_of

@@ -1,10 +1,17 @@
 """The code reward: every form of tests, and programs that try to forge results."""
 
+import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from helpers import PATIENCE, Clock
+from in_process import Args
 
+from common.data.sample import Completion
+from common.metrics.meter import Meter
+from common.rewards.total import Rewards
 from extras.code import reward as code_reward
 from extras.code.program_text import extract_program
 from extras.code.reward import fraction, same, same_output
@@ -740,11 +747,24 @@ KINDS = {
 ENDLESS = {"prints the right answer and never ends", "sleeps", "sleeps when called"}
 
 
+@pytest.fixture(scope="session")
+def hostile_rewards() -> dict[tuple[str, str], float]:
+    """All programs on all kinds of tests, at once: the endless ones wait together."""
+
+    def reward_of(case: tuple[str, str]) -> float:
+        name, kind = case
+        return passes(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS)
+
+    cases = list(itertools.product(HOSTILE, KINDS))
+    with ThreadPoolExecutor(6) as pool:
+        return dict(zip(cases, pool.map(reward_of, cases), strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_do_not_pass(name, kind):
-    assert passes(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS) == 0
+def test_hostile_programs_do_not_pass(name, kind, hostile_rewards):
+    assert hostile_rewards[name, kind] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -779,3 +799,21 @@ def test_missing_confinement_is_an_error(monkeypatch):
     with pytest.raises(ValueError, match="programs cannot be run safely here: no such kernel"):
         passes("print(3)", STDIN, LIMITS)
     assert passes("print(sum(map(int, input().split())))", STDIN, LIMITS, unsafe=True) == 1
+
+
+def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
+    row = dict(tests=["assert f() == 1"], _source="a:1")
+    monkeypatch.setattr("extras.code.sandbox.program.problem", lambda: "the kernel has no Landlock")
+    with pytest.raises(
+        ValueError, match="--reward code: the kernel has no Landlock; --unsafe_code_execution"
+    ):
+        Rewards(Args(reward=("code",)), [row], None, torch.device("cpu"))
+    args = Args(reward=("code",), unsafe_code_execution=True, reward_timeout=PATIENCE)
+    rewards = Rewards(args, [row], None, torch.device("cpu"))
+    batch = [
+        [
+            Completion([0], [True], text=text, row=row)
+            for text in ("def f(): return 1", "def f(): return 2")
+        ]
+    ]
+    assert rewards(batch, Meter())[0].tolist() == [[1, 0]]

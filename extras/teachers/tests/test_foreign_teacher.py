@@ -197,7 +197,7 @@ def test_log_probs_of_completions_are_those_of_a_plain_forward(device, folder):
 
 
 def test_equal_tokenizers_give_the_numbers_of_an_ordinary_teacher(device, tmp_path_factory):
-    from test_distill import write_teacher
+    from in_process import write_teacher
 
     path = write_teacher(tmp_path_factory.mktemp("same") / "hf", vocabulary=356)
     args = distill.Args(dtype="float32")
