@@ -60,7 +60,8 @@ SCRIPTS = dict(
              "domain", "--dataset", "domains", "--on_policy_fraction", 0.5, "--sft_coef", 0.2,
              "--divergence", "jsd", "--epochs_per_rollout", 2, "--temperature", 0.8),
     self_distill=(*SAMPLED, "--samples_per_prompt", 4, "--hint", "sibling", "--hint_template",
-                  "{hint};{prompt}", "--epochs_per_rollout", 2, "--temperature", 0.8, "--lr", 1e-3),
+                  "{hint};{prompt}", "--epochs_per_rollout", 2, "--temperature", 0.8, "--lr", 1e-3,
+                  "--reward", "longer", "--model", "talkative"),
 )  # fmt: skip
 # Metrics that show that a part has an effect.
 ACTIVE = dict(

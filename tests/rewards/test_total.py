@@ -424,19 +424,15 @@ def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
 
 # ---- imports ----
 
-MODULES = {
-    "common.rewards.math_reward": "math",
-}
-
 
 @pytest.mark.parametrize("name", ["gsm8k", "math"])
 def test_kind_of_reward_is_imported_only_if_it_is_named(name):
-    """And no extra."""
+    """math-verify takes a second. No extra is imported."""
     code = (
         "import sys; from common.rewards.registry import load_reward; import common.rewards.total; "
-        f"load_reward({name!r}); print(*(m for m in sys.modules if m.startswith('extras.') or m in "
-        f"{list(MODULES)}))"
+        f"load_reward({name!r}); print(*(module for module in sys.modules if module.startswith("
+        "'extras.') or module == 'common.rewards.math_reward'))"
     )
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {module for module, kind in MODULES.items() if kind == name}
+    assert done.stdout.split() == ["common.rewards.math_reward"] * (name == "math")
