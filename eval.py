@@ -42,6 +42,7 @@ from common.evaluate.estimators import (
     pass_at_k,
     wins,
 )
+from common.evaluate.judged import scores_of_outputs
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods
@@ -54,7 +55,6 @@ from common.rollout.engine import Engine
 from common.rollout.episodes import Episodes
 from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show_first
 from common.train.run_folder import begin_run, prepare_output_dir
-from extras.judges.judged import scores_of_outputs
 
 OWN_FILE = "completions.jsonl"
 OTHER_FILES = "against_*.jsonl"
@@ -264,7 +264,7 @@ def answers(
             samples_per_prompt=args.samples_per_prompt,
             temperature=args.temperature,
         )
-        episodes = Episodes(engine, args, task.tokenizer)
+        episodes = Episodes(engine, args)
         generate = partial(completions_file.greedy_and_sampled, episodes, **counts)
         lines = completions_file.sample_completions(
             file, lines, task.prompts, generate, task.rewards, batch_size=args.prompts_per_step,

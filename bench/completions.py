@@ -15,4 +15,4 @@ def complete(
         PromptRequest(i, ids, {}, seed, n, temperature)
         for i, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
-    return Episodes(engine, engine.args, engine.tokenizer).generate(requests)
+    return Episodes(engine, engine.args).generate(requests)

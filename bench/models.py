@@ -41,8 +41,9 @@ from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.flops import num_delta_nets
 from common.model.hub import eos_token_ids, load_tokenizer
-from common.model.loading import has_other_parts, load_text_config
+from common.model.loading import has_other_parts
 from common.model.policy import Policy, load_policy
+from common.model.text_part import load_text_config
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
 from common.rollout.engines import make_engine

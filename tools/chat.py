@@ -37,12 +37,8 @@ from common.data.messages import has_images
 from common.data.tasks import TASKS
 from common.model import adapter_files, lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
-from common.model.loading import (
-    has_other_parts,
-    load_config,
-    load_options,
-    one_line_errors,
-)
+from common.model.loading import has_other_parts, load_config, one_line_errors
+from common.model.text_part import load_options
 from common.parallel import distributed
 from common.parallel.console import print_any_text, visible
 from common.rollout.environments import ENVIRONMENTS, load_environment

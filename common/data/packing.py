@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.config.extra import extra
 from common.data.compact import compact_tokens
 from common.data.sample import Sample
 from common.data.tokens import Tokens
@@ -274,10 +273,9 @@ def _pack(
             computed = [*chain(*(placed[key] for key in keys))]
             mb.compact = compact_tokens(table_IC, computed, own, streams, context_group())
         if any(sequence.images for sequence in computed):
-            with extra("images", "images"):
-                from extras.images.packed import PackedImages
-            before = packs[-1].model_tokens.images if packs else None
-            mb.model_tokens.images = PackedImages(computed, before)
+            mb.model_tokens.with_images = computed
+            if packs:
+                packs[-1].model_tokens.next = mb.model_tokens
         packs.append(mb)
     return packs
 

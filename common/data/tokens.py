@@ -16,7 +16,9 @@ class Tokens:
 
     context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
     keys: Any = None  # compact.Keys of shared prefixes; None: each sequence has all its tokens
-    images: Any = None  # PackedImages (extras/images/packed.py)
+    with_images: Any = None  # the `Placed` samples of these tokens, if any of them has images
+    images: Any = None  # PackedImages (extras/images/packed.py), made from these when needed
+    next: "Tokens | None" = None  # with images: tokens that the model runs on after these
     stored_at_T: Tensor | None = None  # int64: places of targets in stored log-probs (teacher.py)
 
     def __init__(

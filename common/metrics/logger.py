@@ -16,6 +16,7 @@ from common.config.groups import TrainArgs, flags_of
 from common.data import durable
 from common.data.messages import IMAGE, PLACEHOLDER
 from common.data.sample import Completion, Group, Sample
+from common.metrics.curves import draw_curves
 from common.parallel import distributed
 from common.parallel.console import visible
 
@@ -197,8 +198,6 @@ class RunLogger:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl, which includes the steps before a resumption."""
         if self.active:
-            from common.metrics.curves import draw_curves
-
             began = time.monotonic()
             draw_curves([self.folder / "metrics.jsonl"], self.curves, self.folder / "curves.png")
             self.drawn = time.monotonic()

@@ -18,6 +18,7 @@ from common.model.loading import (
     whole,
 )
 from common.model.lora import layers_of, trained_parameters
+from common.model.text_part import prefix_in_whole_model
 from common.parallel import distributed
 
 # Names of the PEFT library: files, and the prefix of the model's names.
@@ -58,8 +59,6 @@ def _prefix_of_base(hf: nn.Module, path: str) -> str:
     prefix = f"{hf.base_model_prefix}."
     if not has_other_parts(load_config(path)) or hasattr(hf, "score"):
         return prefix
-    from common.model.text_part import prefix_in_whole_model
-
     return prefix_in_whole_model(hf, path)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.data.tokens import Tokens
+from common.model.full_attention import full_attention
 from common.parallel.context import exchange
 
 # SDPA on a CPU computes 512 keys at a time, with those that are later than its queries. In calls of
@@ -154,6 +155,4 @@ def causal_attention(
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
         )
-    from common.model.full_attention import full_attention
-
     return full_attention(query, key, value, mask, scaling, softcap, sinks_H)

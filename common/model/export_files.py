@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from common.model.hub import eos_token_ids, load_generation_config
-from common.model.loading import load_config, load_text_config
+from common.model.loading import load_config
+from common.model.text_part import load_text_config
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"

@@ -9,6 +9,9 @@ from common.config.groups import BUILT_IN_MODELS, BaseArgs
 from common.data.calls import end_of_calls_token
 from common.data.chat import end_of_turn, use_template
 from common.model.loading import load_config, named_errors
+from common.model.model_folder import find_model
+from common.model.rope import scaled_folder
+from common.model.tiny import tiny_model
 from common.parallel import distributed
 
 
@@ -27,19 +30,13 @@ def resolve_model(
     if not model:
         raise ValueError(f"{flag}: the name is empty")
     if rope_factor is not None:
-        from common.model.rope import scaled_folder
-
         return scaled_folder(resolve_model(model, flag, weights), rope_factor)
     if model == "tiny-images":
         with extra("images", "--model tiny-images"):
             from extras.images.tiny_images import tiny_images
         return tiny_images()
     if model in BUILT_IN_MODELS:
-        from common.model.tiny import tiny_model
-
         return tiny_model(model)
-    from common.model.model_folder import find_model
-
     return find_model(model, f"{flag} {model}", weights)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.data import durable
+from common.model.experts import expert_weights
 from common.parallel import distributed
 
 # Supported mixtures of experts, by model type (experts.py).
@@ -40,35 +41,6 @@ def is_plain(config) -> bool:
     return is_whole and getattr(config, "quantization_config", None) is None
 
 
-def load_text_config(path: str | Path):
-    """Return the config of the language model in a folder: that of the model, or a part of it."""
-    config = load_config(path)
-    if is_plain(config):
-        return config
-    from common.model.text_part import text_config
-
-    return text_config(config)
-
-
-def load_options(path: str) -> dict:
-    """Return options with which `from_pretrained` loads the language model of a folder alone."""
-    if is_plain(load_config(path)):
-        return {}
-    from common.model.text_part import text_options
-
-    return text_options(path)
-
-
-def load_file_names(hf: nn.Module, path: str):
-    """Return the names of a language model's weights in its files, None if they are those of
-    transformers' model."""
-    if is_plain(load_config(path)):
-        return None
-    from common.model.text_part import file_names
-
-    return file_names(hf, path)
-
-
 def require_unchanged(label: str, folder: Path) -> None:
     """Raise `ValueError` if a file of an export is damaged. One rank of each machine reads the
     files."""
@@ -91,8 +63,6 @@ def hub_weights(
         name = names.of(name)
     if model_type not in EXPERTS or (names is not None and names.has_stacked_experts):
         return [(name, weight)]
-    from common.model.experts import expert_weights
-
     return expert_weights(model_type, name, weight)
 
 

@@ -7,14 +7,8 @@ from pathlib import Path
 from common.data import durable
 from common.model.checkpoint_files import MANIFEST, checkpoints_in
 from common.model.flops import differs_by_layer
-from common.model.loading import (
-    load_config,
-    load_text_config,
-    named_errors,
-    one_line_errors,
-    require_unchanged,
-)
-from common.model.text_part import method_of_quantization
+from common.model.loading import load_config, named_errors, one_line_errors, require_unchanged
+from common.model.text_part import load_text_config, method_of_quantization
 from common.parallel import distributed
 
 # Largest sizes in a config.json that are not taken for a damaged file.

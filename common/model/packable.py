@@ -11,8 +11,9 @@ from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 from common.model.flops import num_delta_nets
-from common.model.loading import EXPERTS, load_text_config, named_errors
+from common.model.loading import EXPERTS, named_errors
 from common.model.logprobs import TokenStats
+from common.model.text_part import load_text_config
 from common.parallel import distributed
 
 

@@ -16,9 +16,10 @@ from common.data.packing import PackedBatch
 from common.data.tokens import Tokens
 from common.model.adapter_files import read_adapter
 from common.model.attention import packed_inputs
+from common.model.expert_balance import balance_of_samples, require_experts
 from common.model.flops import capacity_of, forward_flops, matrix_weights
 from common.model.head import Logits, logits_of
-from common.model.loading import draw_head, load_file_names, load_weights
+from common.model.loading import draw_head, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters
 from common.model.memory import require_memory
@@ -29,6 +30,7 @@ from common.model.packable import (
     language_model_on_meta,
     require_context_ranks,
 )
+from common.model.text_part import load_file_names
 from common.parallel.context import setup_context_groups
 from common.parallel.mesh import shard_mesh
 
@@ -67,8 +69,6 @@ class PackedModel(nn.Module):
         )
         output = self.hf.base_model(**inputs)
         if getattr(output, "router_logits", None):  # --router_aux_loss_coef
-            from common.model.expert_balance import balance_of_samples
-
             top_k = self.hf.config.num_experts_per_tok
             self.expert_balance_N = balance_of_samples(mb, output.router_logits, top_k)
         return output.last_hidden_state[0]
@@ -96,8 +96,6 @@ class PackedModel(nn.Module):
     def watch_experts(self, flag: str) -> None:
         """Keep `expert_balance_N` from now on. Raises `ValueError` naming `flag` for a model
         without experts."""
-        from common.model.expert_balance import require_experts
-
         require_experts(self.hf.config, flag)
         self.hf.config.output_router_logits = True
 

@@ -131,22 +131,24 @@ def load_teachers(
     by_teacher([[Sample([], [], row=row)] for row in rows], folders, args.teacher_column)
     teachers = {}
     for name, path in folders.items():
-        if args.teacher_logprobs == "stored":
-            with extra("teachers", "--teacher_logprobs stored"):
-                from extras.teachers.stored import StoredTeacher
-            folder = Path(args.output_dir) / "teacher_logprobs"
-            shared = shared_vocabulary(policy.path, path)
-            teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, device)
-            continue
+        own_tokenizer = tokenizer
         if args.estimator == "sampled":  # else `find_teachers` has required the same tokens
             own_tokenizer = load_tokenizer(path, flag="--teacher")
-            if own_tokenizer.get_vocab() != tokenizer.get_vocab():
-                with extra("teachers", f"--teacher {path} with another tokenizer"):
-                    from extras.teachers.foreign import ForeignTeacher
-                teachers[name] = load(path, ForeignTeacher)
-                teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
-                continue
-        teachers[name] = load(path)
+        is_foreign = own_tokenizer.get_vocab() != tokenizer.get_vocab()
+        is_stored = args.teacher_logprobs == "stored"
+        if not (is_stored or is_foreign):
+            teachers[name] = load(path)
+            continue
+        why = "--teacher_logprobs stored" if is_stored else "--teacher with another tokenizer"
+        with extra("teachers", why):
+            from extras.teachers import foreign, stored
+        if is_stored:
+            folder = Path(args.output_dir) / "teacher_logprobs"
+            shared = shared_vocabulary(policy.path, path)
+            teachers[name] = stored.StoredTeacher(folder, path, load, samples, shared, args, device)
+        else:
+            teachers[name] = load(path, foreign.ForeignTeacher)
+            teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
     return teachers
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model import mxfp4
-from common.model.loading import has_other_parts, hub_weights, load_config, load_text_config
+from common.model.loading import has_other_parts, hub_weights, is_plain, load_config
 
 # Language models without a causal class in transformers: on text alone they have the numbers of
 # another type. Rotary embeddings of images have three positions, which are equal for text.
@@ -22,6 +22,29 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # Prefix of the vision tower's weights in a policy (tower.py) and in files.
 TOWER = "tower.parts."
 TOWER_IN_FILES = "model."
+
+
+def load_text_config(path: str | Path):
+    """Return the config of the language model in a folder: that of the model, or a part of it."""
+    config = load_config(path)
+    if is_plain(config):
+        return config
+    return text_config(config)
+
+
+def load_options(path: str) -> dict:
+    """Return options with which `from_pretrained` loads the language model of a folder alone."""
+    if is_plain(load_config(path)):
+        return {}
+    return text_options(path)
+
+
+def load_file_names(hf: nn.Module, path: str):
+    """Return the names of a language model's weights in its files, None if they are those of
+    transformers' model."""
+    if is_plain(load_config(path)):
+        return None
+    return file_names(hf, path)
 
 
 def text_config(config):

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import torch
 
-from common.config.extra import extra
 from common.config.online import SamplingArgs
 from common.config.sampling import MODEL_KINDS
 from common.data.sample import Group
 from common.model.hub import resolve_model
 from common.model.loading import load_config
 from common.rewards.kinds import Scorer
+from common.rewards.registry import load_judges
 from common.rewards.result import Result
 from common.rewards.reward_model import RewardModel
 
@@ -40,9 +40,9 @@ def load_model(
     if kind != "model" and heads.endswith("ForSequenceClassification"):
         raise ValueError(f"{flag} {name}: a reward model; did you mean model:{path}?")
     if kind != "model":
-        with extra("judges", f"{flag} {name}"):
-            from extras.judges.judges import Judge
-        judge = Judge(flag, kind, folder, args, rows, tokenizer, device)
+        judge = load_judges(f"{flag} {name}").Judge(
+            flag, kind, folder, args, rows, tokenizer, device
+        )
         return judge if device is not None else None
     if device is None:
         return None

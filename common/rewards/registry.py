@@ -103,6 +103,13 @@ def require_usable_row(name: str, function: Reward, row: dict) -> None:
             raise ValueError(f"{source}: {problem} (--reward {name})") from error
 
 
+def load_judges(flag: str):
+    """Return the module of rewards that ask a chat model."""
+    with extra("judges", flag):
+        from extras.judges import judges
+    return judges
+
+
 def reward_of_row(row: dict) -> str:
     """Return the reward in the column `reward`. Raises `ValueError` unless it is built in."""
     name = row.get("reward")
@@ -121,13 +128,11 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
         for name in args.reward
         if name not in ("by_row", "environment", *BY_LENGTH) and not name.startswith(MODEL_KINDS)
     }
-    asks = any(name.startswith(JUDGE_KINDS) for name in args.reward)
+    judges = [name for name in args.reward if name.startswith(JUDGE_KINDS)]
 
     def check(row: dict) -> None:
-        if asks:
-            with extra("judges", "--reward judge: and rank:"):
-                from extras.judges.judges import criteria_of
-            criteria_of(row, args)
+        if judges:
+            load_judges(f"--reward {judges[0]}").criteria_of(row, args)
         for name, function in functions.items():
             require_usable_row(name, function, row)
         if "by_row" in args.reward:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from common.config.online import SamplingArgs
 from common.model.flops import num_delta_nets
-from common.model.loading import load_text_config
+from common.model.text_part import load_text_config
 from common.parallel import distributed
 from common.rollout.engine import Engine
 from common.rollout.transformers_engine import TransformersEngine

@@ -4,13 +4,11 @@
 Episodes do not wait for each other: an engine advances all of them, and a prompt is complete when
 its last episode has ended."""
 
-from common.config.extra import extra
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
-from common.rewards.user_code import load_agent
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.episode import Episode, PromptRequest, row_for_engine
-from common.rollout.multi_turn import Turns
+from common.rollout.partner import partner_of
 
 
 class Episodes:
@@ -20,21 +18,11 @@ class Episodes:
     environment included; if a limit truncates it, its finish_reason is `length`. Every turn has a
     seed of its own, so episodes depend neither on the number of ranks nor on other episodes."""
 
-    def __init__(self, engine: Engine, args: SamplingArgs, tokenizer):
+    def __init__(self, engine: Engine, args: SamplingArgs):
         self.engine = engine
         self.args = args
-        self.turns = None
-        if args.agent is not None:
-            load_agent(args.agent)
-            with extra("agents", f"--agent {args.agent}"):
-                from extras.agents.agents import Agents
-            self.turns = Agents(args, engine)
-        elif args.tools:
-            with extra("tools", f"--tools {' '.join(args.tools)}"):
-                from extras.tools.turns import ToolTurns
-            self.turns = ToolTurns(args, tokenizer)
-        elif args.has_turns:
-            self.turns = Turns(args, tokenizer)
+        partner = partner_of(args)
+        self.turns = None if partner is None else partner(args, engine)
         self.sampling: dict[Request, Episode] = {}  # episodes that wait for the engine
         # ended completions of each prompt in flight, None for the others
         self.groups: dict[int, list[Completion | None]] = {}

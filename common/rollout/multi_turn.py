@@ -15,7 +15,7 @@ from common.data.encode import Encoder
 from common.data.messages import is_message
 from common.data.sample import Completion
 from common.parallel import distributed
-from common.rollout.engine import Request
+from common.rollout.engine import Engine, Request
 from common.rollout.environment_pool import Answer, Environments
 from common.rollout.environments import Message, load_environment
 from common.rollout.episode import Episode
@@ -52,10 +52,10 @@ def on_turns(completion: Completion, values: list[float]) -> list[float]:
 class Turns:
     """Environments of episodes in flight, and the episodes that wait for one."""
 
-    def __init__(self, args: SamplingArgs, tokenizer):
+    def __init__(self, args: SamplingArgs, engine: Engine):
         self.args = args
-        self.tokenizer = tokenizer
-        self.encoder = Encoder(tokenizer, args)
+        self.tokenizer = engine.tokenizer
+        self.encoder = Encoder(engine.tokenizer, args)
         self.environments = Environments(
             args.environment, args.answer_seconds, records_states=args.records_states
         )

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config.extra import extra
 from common.config.online import OnlineArgs, SamplingArgs
 from common.data.encode import Encoder
 from common.data.rows import (
@@ -19,6 +18,7 @@ from common.parallel import distributed
 from common.rewards.registry import row_check
 from common.rewards.user_code import load_agent
 from common.rollout.multi_turn import prompt_maker_of_environment
+from common.rollout.partner import partner_of
 from common.rollout.templates import template_maker
 
 
@@ -95,11 +95,7 @@ def encode_prompts(
             f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt"
         )
     make_prompt = prompt_maker(args)
-    select_tools = None
-    if args.tools:
-        with extra("tools", f"--tools {' '.join(args.tools)}"):
-            from extras.tools.schemas import tool_selector
-        select_tools = tool_selector(args, encoder.tokenizer)
+    select_tools = partner_of(args).tools_of_rows(args, encoder.tokenizer) if args.tools else None
     check = row_check(args) if args.on_bad_row == "skip" else None
 
     def encode(row: dict) -> list[int]:

@@ -57,7 +57,7 @@ def generate_until_training_ends(args: OnlineArgs, device: torch.device) -> None
     tokenizer = load_tokenizer(path, args)
     eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
     engine = make_engine(path, args, eos_ids, tokenizer, device)
-    episodes = Episodes(engine, args, tokenizer)
+    episodes = Episodes(engine, args)
     engine.wake()
     signals.default_signals()  # the engine has installed our handlers
     mail = Mail()

@@ -65,7 +65,7 @@ class LocalSampler(Sampler):
         super().__init__(policy, prompts, args, rewards, order)
         eos_ids = eos_token_ids(policy.path, tokenizer, args.prompt_format, args.stop_token_ids)
         self.engine = make_engine(policy.path, args, eos_ids, tokenizer, policy.device)
-        self.episodes = Episodes(self.engine, args, tokenizer)
+        self.episodes = Episodes(self.engine, args)
 
     def __str__(self) -> str:
         return type(self.engine).__name__

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.model.loading import load_options
+from common.model.text_part import load_options
 from common.rollout.engine import Engine, Request
 
 BATCH = 64  # requests that `generate` samples together

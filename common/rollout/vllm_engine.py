@@ -16,7 +16,8 @@ from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
 from common.model.hub import context_length
-from common.model.loading import OWN_HEADS, hub_weights, is_plain, load_config, load_text_config
+from common.model.loading import OWN_HEADS, hub_weights, is_plain, load_config
+from common.model.text_part import load_text_config, text_weights
 from common.parallel import distributed
 from common.rollout.engine import Engine, Request
 
@@ -136,8 +137,6 @@ class VLLMEngine(Engine):
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
         if is_part and not self.trained and self.images is None:
-            from common.model.text_part import text_weights
-
             self._load((name, x.to(self.dtype)) for name, x in text_weights(path))
 
     def _set_environment(self) -> None:

@@ -37,6 +37,7 @@ from common.model.loading import (
 )
 from common.model.lora import merged_weight
 from common.model.policy import PackedModel, ScalarModel
+from common.model.text_part import read_weights
 from common.parallel import distributed
 
 CARD = "README.md"
@@ -291,8 +292,6 @@ def write_model(model: PackedModel, files: dict[str, bytes], folder: Path) -> No
             weights[name] = tensor.to("cpu", dtype, copy=True)
     if distributed.is_main():
         if names is not None:
-            from common.model.text_part import read_weights
-
             others = set(names.passengers) - weights.keys()
             weights |= dict(read_weights(model.path, sorted(others)))
         save_torch_state_dict(weights, folder)

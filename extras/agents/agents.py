@@ -27,6 +27,7 @@ from common.rewards.processes import ForkServer, Process
 from common.rewards.result import Result
 from common.rewards.thoughts import TAIL
 from common.rewards.total import read
+from common.rewards.user_code import load_agent
 from common.rewards.worker import one_line
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.environment_pool import GRACE, allow_files
@@ -89,7 +90,8 @@ class Agents:
     episode and writes the prompts, and several turns of an episode may be sampled at a time."""
 
     def __init__(self, args: SamplingArgs, engine: Engine):
-        """Start the endpoint."""
+        """Start the endpoint. Raises `ValueError` for a file that is no agent."""
+        load_agent(args.agent)
         self.args = args
         self.engine = engine
         self.encoder = Encoder(engine.tokenizer, args)

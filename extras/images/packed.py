@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.data.sample import ImageSpan
+from common.data.tokens import Tokens
 from extras.images.reader import Features, Pixels, Reader
 
 _thread = ThreadPoolExecutor(1, "images")
@@ -19,18 +20,15 @@ _thread = ThreadPoolExecutor(1, "images")
 class PackedImages:
     """Images of the sequences of a pack. A plain class, like `Tokens`."""
 
-    def __init__(self, sequences: Sequence, before: "PackedImages | None"):
-        """`sequences`: the samples of the pack, as `Placed` (common/data/transfer.py); `before`:
-        images of the pack that the model reads before this one. Raises `ValueError` for a sequence
-        that ends within an image."""
+    def __init__(self, tokens: Tokens):
+        """Raises `ValueError` for a sequence that ends within an image."""
+        sequences = tokens.with_images
+        self.next = tokens.next
         self.images = [_whole(sequence.images, sequence.num_targets) for sequence in sequences]
         self.shared = [sequence.shared for sequence in sequences]  # first tokens, not computed
         computed = (sequence.num_targets - sequence.shared for sequence in sequences)
         self.offsets = [0, *accumulate(computed)]
-        self.next: PackedImages | None = None
         self._decoded: Future | None = None
-        if before is not None:
-            before.next = self
 
     @property
     def spans(self) -> list[ImageSpan]:
@@ -56,8 +54,9 @@ class PackedImages:
         begun = self._begin(reader)
         self._decoded = None  # pixels of a later forward are decoded again
         pixels = begun.result()
-        if self.next is not None:
-            self.next._begin(reader)
+        following = None if self.next is None else images_of(self.next)
+        if following is not None:
+            following._begin(reader)
         return pixels
 
     def _begin(self, reader: Reader) -> Future:
@@ -76,6 +75,13 @@ class PackedImages:
         rest_T = positions_T[self.offsets[-1] :]  # padding
         parts.append(reader.positions(rest_T, []))
         return torch.cat(parts, dim=-1)
+
+
+def images_of(tokens: Tokens) -> PackedImages | None:
+    """Return the images of a pack, None if it has none."""
+    if tokens.images is None and tokens.with_images is not None:
+        tokens.images = PackedImages(tokens)
+    return tokens.images
 
 
 def _whole(images: Sequence[ImageSpan], length: int) -> list[ImageSpan]:

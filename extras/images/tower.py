@@ -24,7 +24,7 @@ from common.model.loading import load_config, one_line_errors, rebuild_buffers
 from common.model.packable import build_on_meta, packable_config
 from common.model.text_part import TOWER_IN_FILES, with_fields_of_whole
 from extras.images.image_files import digest, stored
-from extras.images.packed import to_device
+from extras.images.packed import images_of, to_device
 from extras.images.qwen3_vl import Qwen3VLForCausalLM
 from extras.images.reader import reader
 
@@ -92,20 +92,21 @@ class Tower(nn.Module):
         """Return the arguments of the language model `hf` for a pack: with images, the embeddings
         of the tokens in place of their ids."""
         inputs = packed_inputs(tokens)
-        if tokens.images is None and not self.is_trained:
+        images = images_of(tokens)
+        if images is None and not self.is_trained:
             return inputs
         ids_T = tokens.input_ids_T
         embeds_TD = hf.get_input_embeddings()(ids_T)
-        if tokens.images is not None:
+        if images is not None:
             device = ids_T.device
-            decoded = tokens.images.decode(self.reader)
+            decoded = images.decode(self.reader)
             pixels = [{name: x.to(device) for name, x in each.items()} for each in decoded]
             with torch.set_grad_enabled(self.is_trained and torch.is_grad_enabled()):
                 features = to_device(self.reader.features(self.parts, pixels), embeds_TD)
-            is_image_T = tokens.images.is_placeholder(ids_T, self.reader.image_id)
+            is_image_T = images.is_placeholder(ids_T, self.reader.image_id)
             assert is_image_T.sum() == len(features.embeds), "placeholders differ from features"
             embeds_TD = embeds_TD.masked_scatter(is_image_T[:, None], features.embeds)
-            positions = tokens.images.positions(tokens.position_ids_T, decoded, self.reader)
+            positions = images.positions(tokens.position_ids_T, decoded, self.reader)
             inputs["position_ids"] = positions[..., None, :]
             if features.deepstack:
                 inputs["visual_pos_masks"] = is_image_T[None]

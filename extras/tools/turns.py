@@ -16,11 +16,12 @@ from common.parallel import distributed
 from common.rewards import processes
 from common.rewards.processes import ForkServer, Process
 from common.rewards.thoughts import TAIL, before_last_turn
-from common.rollout.engine import Request
+from common.rollout.engine import Engine, Request
 from common.rollout.environment_pool import GRACE, allow_files
 from common.rollout.episode import Episode
 from common.rollout.multi_turn import next_request
 from extras.tools.parser import Call, make_parser
+from extras.tools.schemas import tool_selector
 from extras.tools.toolbox import PROBLEMS, Outcome, settings_of
 
 START = 900.0  # seconds to load the tools, such as the index of a large file
@@ -45,11 +46,13 @@ class Calls:
 class ToolTurns:
     """Tools of episodes in flight, and the episodes that wait for one."""
 
-    def __init__(self, args: SamplingArgs, tokenizer):
+    tools_of_rows = staticmethod(tool_selector)
+
+    def __init__(self, args: SamplingArgs, engine: Engine):
         self.args = args
-        self.tokenizer = tokenizer
-        self.encoder = Encoder(tokenizer, args)
-        self.parser = make_parser(tokenizer, args)
+        self.tokenizer = engine.tokenizer
+        self.encoder = Encoder(engine.tokenizer, args)
+        self.parser = make_parser(engine.tokenizer, args)
         target = "extras.tools.toolbox:load_toolbox"
         self.server = ForkServer(target, shared=True, grace=GRACE, argument=settings_of(args))
         allow_files()

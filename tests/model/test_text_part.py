@@ -28,9 +28,9 @@ from bench.models import ARCHITECTURES, ARGS, checkpoint, open_model, rows
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
-from common.model.loading import hub_weights, load_file_names
+from common.model.loading import hub_weights
 from common.model.policy import load_policy, load_scalar_model
-from common.model.text_part import meta_model, text_weights
+from common.model.text_part import load_file_names, meta_model, text_weights
 from common.model.tiny import build_tokenizer
 from common.train.checkpoint import export_hf
 

@@ -82,7 +82,7 @@ class Play:
         self.encoder = Encoder(engine.tokenizer, self.args)
         prompts = encode_prompts(rows, columns, self.encoder, 1000, self.args)
         self.prompts, self.rows = prompts.ids, prompts.rows
-        self.engine, self.episodes = engine, Episodes(engine, self.args, engine.tokenizer)
+        self.engine, self.episodes = engine, Episodes(engine, self.args)
 
     def requests(self, n=3) -> list[PromptRequest]:
         prompts = enumerate(zip(self.prompts, self.rows, strict=True))

@@ -215,7 +215,7 @@ class Play:
         self.encoder = Encoder(engine.tokenizer, self.args)
         columns = prompt_columns(self.args, self.rows)
         self.prompts = encode_prompts(self.rows, columns, self.encoder, 1000, self.args)
-        self.engine, self.episodes = engine, Episodes(engine, self.args, engine.tokenizer)
+        self.engine, self.episodes = engine, Episodes(engine, self.args)
         self.served: list[SimpleNamespace] = []
         if self.args.agent:
             self.serve = self.episodes.turns.answer

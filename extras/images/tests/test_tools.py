@@ -22,7 +22,7 @@ from common.data.rows import encode_each, load_rows
 from common.data.sample import Completion
 from common.metrics.logger import RunLogger
 from common.model.hub import load_tokenizer
-from common.model.loading import load_options
+from common.model.text_part import load_options
 from common.parallel import distributed
 from common.parallel.console import visible
 from common.rollout.completions_file import read_completions, require_same_architecture

@@ -91,7 +91,7 @@ class Play:
         self.encoder = Encoder(tokenizer, args)
         rows = [dict(prompt="1+1?", first="cup", _source="rows:1")]
         prompts = encode_prompts(rows, prompt_columns(args, rows), self.encoder, 4000, args)
-        episodes = Episodes(Script(tokenizer, turns), args, tokenizer)
+        episodes = Episodes(Script(tokenizer, turns), args)
         request = PromptRequest(0, prompts.ids[0], prompts.rows[0], 1, 1, 1.0)
         try:
             ((self.sample,),) = episodes.generate([request])
