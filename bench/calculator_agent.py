@@ -1,5 +1,5 @@
-"""An agent for `--agent` (extras/agents/README.md): it plays the calculator of `--environment calculator`,
-with the same prompts and answers.
+"""An agent for `--agent` (extras/agents/README.md): it plays the calculator of `--environment
+calculator`, with the same prompts and answers.
 
     torchrun --nproc_per_node 2 grpo.py --config configs/calculator_agent.yaml
 """

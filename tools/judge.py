@@ -1,4 +1,5 @@
-"""Reward of a judge behind an endpoint of chat completions, such as `vllm serve` (extras/judges/README.md).
+"""Reward of a judge behind an endpoint of chat completions, such as `vllm serve`
+(extras/judges/README.md).
 
     JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=Qwen/Qwen3-8B JUDGE_RUBRIC='It is polite.' \\
         python grpo.py ... --reward tools/judge.py:judge --reward_timeout 300

@@ -1,8 +1,8 @@
 """Seams between common/ and extras/: features that a flag switches on and that may be deleted."""
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 
 @contextmanager
@@ -20,4 +20,8 @@ def extra(name: str, flag: str) -> Iterator[None]:
 
 def has_extra(name: str) -> bool:
     """Return whether the folder extras/<name> is here."""
-    return Path(__file__).resolve().parents[2].joinpath("extras", name).is_dir()
+    try:
+        importlib.import_module(f"extras.{name}")
+    except ModuleNotFoundError:
+        return False
+    return True

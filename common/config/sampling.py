@@ -127,7 +127,8 @@ class ScoringArgs:
     """criteria of judges, for rows without a column `rubric`; rank:PATH default: overall quality"""
     judge_prompt: Annotated[str | None, JUDGES] = None
     """question of judges, a text or a file, with {criterion}, {prompt}, {completion} or
-    {transcript} (rank:PATH: {first} and {second}) or columns in braces; default: extras/judges/README.md"""
+    {transcript} (rank:PATH: {first} and {second}) or columns in braces; default:
+    extras/judges/README.md"""
     thoughts: Literal["cut", "keep"] = "cut"
     """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: only
     the text behind the last thought is an answer, and an unfinished thought has none; keep: they

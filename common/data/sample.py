@@ -115,7 +115,7 @@ class Completion(Sample):
     feedback: str = ""
     """text about the completion that a reward returned"""
     branches: "list[Completion]" = field(default_factory=list)
-    """further conversations of an agent's episode (extras/agents/README.md), which share its reward"""
+    """further conversations of an agent's episode (extras/agents/README.md), with its reward"""
     requests: int | None = None
     """requests of the agent in the episode, if there is one"""
 

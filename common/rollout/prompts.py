@@ -75,6 +75,7 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
     columns that the data lacks. Without columns (`--agent`) prompts are empty."""
     if args.agent is not None:
         load_agent(args.agent)
+        partner_of(args)  # before anything slow
         return ()
     if args.environment is not None or args.prompt_template is not None:
         return ("_prompt",)

@@ -26,7 +26,7 @@ from common.parallel import distributed
 EXPORTS = ("hf", "best", "adapter", "best_adapter")  # folders that a new export replaces
 WRITTEN = (*EXPORTS, "checkpoints", "metrics.jsonl", "samples.jsonl")
 SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these
-# Flags that a run replaces by what it found, with their values before: a resume takes the found ones.
+# Flags that a run replaces by what it found, with their values before: a resume takes those.
 FOUND = dict(max_length=None, max_new_tokens=None, prompt_format="auto")
 IN_USE = "uses it; wait for it or name another --output_dir"
 

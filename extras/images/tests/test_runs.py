@@ -97,7 +97,8 @@ def test_dpo_on_pictures(checkpoints, pictures, tmp_path, main):
     file = pictures.with_name("pairs.jsonl")
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     flags = ("--model", checkpoints("idefics3"), "--dataset", file, "--vision", "frozen",
-             "--batch_size", 4, "--max_steps", 2, "--lr", 1e-2, "--eval_every", 0, "--trace_every", 0)  # fmt: skip
+             "--batch_size", 4, "--max_steps", 2, "--lr", 1e-2, "--eval_every", 0,
+             "--trace_every", 0)  # fmt: skip
     for way in ("stored", "online"):
         folder = tmp_path / way
         main("dpo", *flags, "--reference_logprobs", way, "--output_dir", folder)

@@ -1,7 +1,9 @@
-"""The packages of common/ form layers: a package imports only from lower layers and itself, so that
-it can be understood without the higher ones, and modules have no import cycle."""
+"""The house: packages of common/ form layers without circles, extras/ enters at named seams, and
+sums bound the whole. Whoever adds must delete."""
 
 import ast
+import dataclasses
+import importlib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -50,17 +52,6 @@ def package(name: str) -> str:
     return name.split(".")[1]
 
 
-def imported_at_the_top(path: Path) -> set[str]:
-    """Return the project's modules that a file imports when it is loaded."""
-    found: set[str] = set()
-    for node in tree(path).body:
-        if isinstance(node, ast.ImportFrom):
-            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
-        elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-    return {name for name in found & NAMES if name.count(".") == 2}
-
-
 def test_training_knows_neither_rollouts_nor_rewards():
     names = {name for path in ROOT.glob("common/train/*.py") for name in imported(path)}
     assert {package(name) for name in names if name.count(".") == 2}.isdisjoint(
@@ -87,11 +78,68 @@ def test_package_imports_only_from_lower_layers():
 
 
 def test_imports_have_no_cycle_and_no_script_is_imported():
-    """A module may import in a function what is built on it: an interface its implementation."""
-    TopologicalSorter({dotted(path): imported_at_the_top(path) for path in FILES}).prepare()
+    """Imports in functions count."""
     graph = {dotted(path): imported(path) for path in FILES}
+    TopologicalSorter(graph).prepare()
     scripts = {name for name in NAMES if "." not in name}
     assert {name: found & scripts for name, found in graph.items() if found & scripts} == {}
+
+
+def seams(path: Path) -> list[str]:
+    """Return the extras that a file imports, each within `with extra(...)`, and an empty name for
+    every other import of common/ or extras/ in a function."""
+    found = []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.With) and "extra(" in ast.unparse(node.items[0].context_expr):
+            found += [x.module.split(".")[1] for x in node.body if isinstance(x, ast.ImportFrom)]
+    inside = [
+        node
+        for function in ast.walk(tree(path))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("common", "extras")
+    ]
+    return found + [""] * (len(set(map(id, inside))) - len(found))
+
+
+def test_extras_enter_at_the_seams_alone():
+    """docs/reading_order.md lists them. A reward is a seam by its name, in rewards/registry.py."""
+    found = {dotted(path): names for path in FILES if (names := seams(path))}
+    page = (ROOT / "docs/reading_order.md").read_text(encoding="utf-8")
+    missing = [
+        name for name in found if f"{name.removeprefix('common.').replace('.', '/')}.py" not in page
+    ]
+    assert missing == [] and "" not in sum(found.values(), [])
+    at_the_top = {
+        dotted(path)
+        for path in FILES
+        for node in tree(path).body
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("extras")
+    }
+    assert at_the_top == set()
+
+
+def lines(*patterns: str) -> int:
+    """Return the number of lines of files of the project, without tests of extras."""
+    files = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    files = [path for path in files if "tests" not in path.relative_to(ROOT).parts]
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+
+
+def test_sums():
+    scripts = [importlib.import_module(path.stem) for path in ROOT.glob("*.py")]
+    args = [script.Args for script in scripts if hasattr(script, "Args")]
+    flags = {field.name for args_class in args for field in dataclasses.fields(args_class)}
+    sums = dict(
+        common=(lines("common/**/*.py"), 18_500),
+        extras=(lines("extras/**/*.py"), 10_500),
+        scripts=(lines("*.py"), 4_400),
+        bench=(lines("bench/**/*.py", "bench/**/*.c"), 4_000),
+        tools=(lines("tools/*.py"), 2_200),
+        flags=(len(flags), 140),
+        imports_in_functions=(sum(len(seams(path)) for path in FILES), 15),
+    )
+    assert {name: each for name, each in sums.items() if each[0] > each[1]} == {}
 
 
 @pytest.mark.parametrize("path", PACKAGES, ids=dotted)
