@@ -26,7 +26,7 @@ class Generation:
         Raises `ValueError` for rows without a prompt or without the columns that the reward needs.
         """
         self.sampler = None
-        if not args.eval_generate:
+        if not (args.eval_generate and args.eval_every):
             return
         online = sampling_args(args)
         row_check(online)
