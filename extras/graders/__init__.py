@@ -1,0 +1,1 @@
+"""Rewards for multiple choice, short answers, instructions (IFEval) and countdown."""

@@ -1,2 +1,1 @@
-"""Images of rows: files, the text that stands for an image, and pixels; loaded only if rows have
-images."""
+"""Images of rows: files, placeholders in the prompt, pixels, and the vision tower (`--vision`)."""

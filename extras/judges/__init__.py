@@ -1,0 +1,1 @@
+"""Chat models that are asked about completions, or compare two of them (`judge:`, `rank:`)."""

@@ -1,0 +1,1 @@
+"""Training rows that are read when they are drawn (`--streaming`)."""

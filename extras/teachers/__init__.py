@@ -1,0 +1,1 @@
+"""Teachers of distill.py with stored log-probs or with another tokenizer."""

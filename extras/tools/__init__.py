@@ -1,1 +1,1 @@
-"""Tools that a model may call: their schemas, the calls in a completion, and their execution."""
+"""Functions that the model calls: their schemas, the calls in a completion, and their results."""

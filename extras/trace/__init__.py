@@ -1,0 +1,1 @@
+"""Traces of single steps, and what reads them: viewer, doctor, replay."""
