@@ -9,14 +9,12 @@ teacher q:
 
     full:     L   = mean_t [ D(pi, q) - sft_coef log pi(y_t) ]; D: --divergence               loss()
     sampled:  L   = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]
-              A_t = teacher_coef log(q(y_t) / pi_old(y_t)) + reward_coef A_i                  loss()
-              A_i = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                              advantages()
-              rho_t = pi(y_t) / pi_old(y_t)
+              A_t = log(q(y_t) / pi_old(y_t)); rho_t = pi(y_t) / pi_old(y_t)                  loss()
 
 `--on_policy_fraction` below 1 takes the other completions of a step from the data; sft_coef is 0
 for the student's own. c_t = pi_old(y_t) / pi_engine(y_t), bounded. A row may have its own teacher.
 Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin
-for each step; the sampling has no gradient (as in GKD); only `sampled` learns from a reward.
+for each step; the sampling has no gradient (as in GKD); a reward is measured, not trained on.
 
 Shapes: P prompts on this rank, G completions of each, T packed tokens; x_T[t]: of targets_T[t]."""
 
@@ -29,8 +27,8 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import BelowOne, Fraction, NotNegative, Positive, Several
-from common.config.objectives import CorrectionArgs
+from common.config.flags import Fraction, NotNegative, Positive, Several
+from common.config.objectives import CorrectionArgs, PolicyLossArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default, require_effect
@@ -53,12 +51,13 @@ from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import with_logprobs
 from common.model.student import Student, Teacher, by_teacher, find_teachers, load_teachers
-from common.objectives.advantages import centre_groups, group_std
-from common.objectives.importance import bounded_exp, importance_weights, is_clipped
+from common.objectives.divergence import DIVERGENCES
+from common.objectives.importance import importance_weights
+from common.objectives.policy import BY_TOKEN, Tokens
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
-from common.rollout.measure import measure_groups, truncation_penalties
+from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
@@ -74,28 +73,20 @@ CURVES = (
 ESTIMATOR_FLAGS = dict(
     full=("divergence", "top_k"),
     sampled=(
-        "clip_low", "clip_high", "teacher_coef", "reward_coef",
-        *(field.name for field in fields(CorrectionArgs)),
+        "loss", "clip_low", "clip_high", *(field.name for field in fields(CorrectionArgs)),
     ),
 )  # fmt: skip
 
 # ---- the objective ----
 
 
-def advantages(rewards_PG: Tensor) -> Tensor:
-    """Return the advantage A_i of every completion, [P, G] float64: 0 without a reward (NaN) or
-    where all are equal."""
-    return centre_groups(rewards_PG) / (group_std(rewards_PG) + 1e-6)
-
-
 def loss(
     comparison: Comparison, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor | None,
-    advantages_T: Tensor | None, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor,
-    args: "Args", c_mean: float = 1,
+    mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of L, a mean over the `tokens` of the *global* minibatch, and
     tensors [T] to log. `comparison`: student and teacher. Only the student's own completions have
-    `rollout_logprobs_T`, of the engine, and `advantages_T`, reward_coef A_i."""
+    `rollout_logprobs_T`, of the engine."""
     if args.estimator == "full":
         full_T = comparison.divergence_T
         logged = {}
@@ -105,29 +96,30 @@ def loss(
             full_T = full_T - args.sft_coef * comparison.logprobs_T
             logged["data/cross_entropy"] = -comparison.logprobs_T.detach()
         return full_T * mask_T / tokens, logged
-    A_T = args.teacher_coef * (comparison.teacher_logprobs_T - old_logprobs_T) + advantages_T
-    c_T = importance_weights(
-        old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
-    )
-    log_rho_T = comparison.logprobs_T - old_logprobs_T
-    rho_T = bounded_exp(log_rho_T)
-    clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
-    loss_T = -torch.min(rho_T * A_T, clipped_T * A_T) * c_T
-    logged = {"ratio": rho_T.detach(), "sampling/weight": c_T, "sampling/kept_fraction": c_T > 0}
-    clipped_T = is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)
-    return loss_T * mask_T / tokens, logged | {"clip_ratio/region_mean": clipped_T}
+    completions = mask_T, sequence_ids_T
+    A_T = comparison.teacher_logprobs_T - old_logprobs_T
+    bounds = args.clip_low, args.clip_high
+    x = Tokens(comparison.logprobs_T, old_logprobs_T, A_T, *completions, *bounds)
+    loss_T, ratio_T, stopped_T = BY_TOKEN[args.loss](x)
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *completions, args.correction_form)
+    logged = {
+        "ratio": ratio_T.detach(),
+        "clip_ratio/region_mean": stopped_T,
+        "sampling/weight": c_T,
+        "sampling/kept_fraction": c_T > 0,
+    }
+    return loss_T * c_T * mask_T / tokens, logged
 
 
 @dataclass
-class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
-    packs_branches = False  # no flag: advantages are streams of completions
+class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineArgs):
+    packs_branches = False  # no flag: teachers read whole completions
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(
         prompts_per_step=256, samples_per_prompt=1, reward="exact_match"
     )
     samples_per_prompt: Positive[int] = 1
     reward: Several[str] = ()
-    """rewards by which completions are measured (docs/rewards.md lists all); trained on only with
-    --reward_coef"""
+    """rewards by which completions are measured (docs/rewards.md lists all)"""
     lr: Positive[float] = 1e-5
     on_policy_fraction: Fraction = 1.0
     """fraction of a step's prompts that the student completes (the paper's lambda); the data
@@ -135,33 +127,18 @@ class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
     sft_coef: NotNegative[float] = 0.0
     """weight of the cross-entropy on the data's completions, added to their divergence"""
     estimator: Literal["full", "sampled"] = "full"
-    """full: the divergence; sampled: PPO's clipped loss with log(teacher / student) of each token
-    as its advantage"""
-    teacher_coef: NotNegative[float] = 1.0
-    """sampled: weight of log(teacher / student) in a token's advantage"""
-    reward_coef: NotNegative[float] = 0.0
-    """sampled: weight of the completion's advantage by `reward` within its group, (r - mean) / std
-    as in grpo.py"""
-    clip_low: BelowOne = 0.2
-    """sampled: lower clip bound of the importance ratio, 1 - clip_low"""
-    clip_high: NotNegative[float] = 0.2
-    """sampled: upper clip bound of the importance ratio, 1 + clip_high"""
+    """full: the divergence; sampled: a policy loss (--loss) with log(teacher / student) of each
+    token as its advantage"""
 
     def __post_init__(self) -> None:
         require_effect(self, "estimator", ESTIMATOR_FLAGS)
-        if not self.reward_coef:
-            require_default(self, ("missing_eos_penalty",), "with --reward_coef 0")
+        if self.missing_eos_penalty:
+            raise ValueError("--missing_eos_penalty has no effect here: rewards are only measured")
         if self.on_policy_fraction == 1:
             require_default(self, ("sft_coef",), "with --on_policy_fraction 1")
         if self.estimator == "sampled" and self.on_policy_fraction < 1:
             problem = "--estimator sampled is for the student's own samples"
             raise ValueError(f"{problem}; set --on_policy_fraction 1")
-        if self.reward_coef and (not self.reward or self.samples_per_prompt == 1):
-            flag = f"--reward_coef {self.reward_coef}"
-            raise ValueError(f"{flag} needs --reward and --samples_per_prompt above 1")
-        if not self.teacher_coef and not self.reward_coef:
-            problem = "--teacher_coef 0 leaves nothing to learn from"
-            raise ValueError(f"{problem}; set --reward_coef above 0")
         if not self.needs_engine:
             require_default(self, ("rollout_ranks",), "with --on_policy_fraction 0 and no --reward")
         if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
@@ -204,12 +181,6 @@ class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
             raise ValueError(f"{problem}; it must be a multiple of {divisor}")
 
 
-def with_advantages(group: Group, advantages_G: Tensor) -> Group:
-    """Return completions with the advantage of each one as a stream of its tokens."""
-    pairs = zip(group, advantages_G.tolist(), strict=True)
-    return [replace(x, streams=x.streams | dict(advantages=[A] * len(x.ids))) for x, A in pairs]
-
-
 def pack_by_teacher(
     groups: Sequence[Group], positions: Sequence[int], teachers: dict[str, Teacher], meter: Meter,
     args: Args, device: torch.device, share_prefix: int = 0,
@@ -248,7 +219,7 @@ def evaluate(
     """Compare student and teachers on held-out completions, divided among the ranks; {} without
     any. Teachers that read text are left out. Collective."""
     meter = Meter()
-    compare_with = args.divergence_form
+    compare_with = DIVERGENCES[args.divergence]
     groups = [[sample] for sample in samples]
     for name, groups_of_it in by_teacher(groups, teachers, args.teacher_column).items():
         teacher = teachers[name]
@@ -308,7 +279,7 @@ def main(args: Args) -> None:
         run.message("no eval_loss: the held-out rows have no completions")
     meter = run.meter
     reward_prompts = held_out if args.reward else []  # prompts whose completions have a reward
-    compare_with = args.divergence_form if args.estimator == "full" else None
+    compare_with = DIVERGENCES[args.divergence] if args.estimator == "full" else None
     if run.first_step == 0:
         first = evaluate_prompts(rollouts, 0, reward_prompts, rewards)
         run.log(0, first | evaluate(policy, teachers, held_samples, args, device))
@@ -324,24 +295,21 @@ def main(args: Args) -> None:
             with meter.time("reward"):
                 rewards_PG, named_rewards, _ = rewards(groups, meter)
             measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
-            penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
-            advantages_PG = args.reward_coef * advantages(rewards_PG + penalties_PG)
         drawn = order.draw(num_from_data * args.samples_per_prompt)
         from_data = [[samples[i]] for i in drawn[distributed.rank() :: world_size]]
 
         # ---- 2. pack, each teacher and each kind apart: completions move between ranks ----
         sampled = written = {name: [[]] * args.minibatches for name in teachers}
         if num_sampled:
-            given = [*map(with_advantages, groups, advantages_PG)]
             sampled = pack_by_teacher(
-                given, positions, teachers, meter, args, device, args.share_prefix
+                groups, positions, teachers, meter, args, device, args.share_prefix
             )
         if num_from_data:
             share = positions_of_share(len(from_data))
             written = pack_by_teacher(from_data, share, teachers, meter, args, device)
         checks_engine = num_sampled > 0 and run.checks_engine(step)
         with meter.time("logprobs"):  # None: those of the update serve as old ones
-            needs_old = checks_engine or args.updates_per_rollout > 1 or args.correction_normalize
+            needs_old = checks_engine or args.updates_per_rollout > 1
             old = policy if num_sampled and needs_old else None
             sampled = {k: with_logprobs(x, args.temperature, old=old) for k, x in sampled.items()}
         if checks_engine:
@@ -353,8 +321,6 @@ def main(args: Args) -> None:
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
                 packs = {name: sampled[name][m] + written[name][m] for name in teachers}
                 tokens, _ = count_trained([*chain(*packs.values())])  # of all ranks
-                own = [*chain(*(minibatches[m] for minibatches in sampled.values()))]
-                c_mean = mean_weight(own, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for teacher, mb in [(teachers[name], mb) for name in packs for mb in packs[name]]:
                     comparison = policy.distill(
@@ -364,13 +330,13 @@ def main(args: Args) -> None:
                     if old_logprobs_T is None:  # on policy
                         old_logprobs_T = comparison.logprobs_T.detach()
                     share_T, logged = loss(
-                        comparison, old_logprobs_T, mb.rollout_logprobs_T, mb.advantages_T,
-                        mb.loss_mask_T, mb.sequence_ids_T, tokens, args, c_mean,
+                        comparison, old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T,
+                        mb.sequence_ids_T, tokens, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
-                    is_sampled = mb.advantages_T is not None
+                    is_sampled = mb.rollout_logprobs_T is not None
                     prefix = "" if is_sampled else "data/"
                     meter.tokens(mb, logged | compared(comparison, prefix), share_T)
                     if is_sampled:
@@ -386,7 +352,8 @@ def main(args: Args) -> None:
             metrics |= evaluate(policy, teachers, held_samples, args, device)
         run.log(step + 1, metrics)
         if num_sampled:
-            run.show_samples(step + 1, groups, positions, rewards_PG, advantages_PG, named_rewards)
+            none_PG = torch.zeros_like(rewards_PG)  # no completion has an advantage
+            run.show_samples(step + 1, groups, positions, rewards_PG, none_PG, named_rewards)
 
     run.end()
     if rollouts is not None:

@@ -45,8 +45,7 @@ from common.evaluate.held_out import held_out_accuracy, signs_of_unlearning
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
-from common.model.reference import reference_logps, reference_or_logps
-from common.objectives.preference import wpo_weights
+from common.model.reference import reference_logps
 from common.parallel import distributed
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
@@ -90,9 +89,6 @@ class Args(GenerateArgs, TrainArgs):
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are
     counted); error: end the run"""
-    identical_pairs: Literal["drop", "keep", "error"] = "drop"
-    """treatment of pairs whose chosen and rejected are the same. drop: leave them out (counted);
-    error: end the run"""
     lr: Positive[float] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
@@ -106,11 +102,6 @@ class Args(GenerateArgs, TrainArgs):
     """weight of completions whose label is false"""
     reference_model: str | None = None
     """Hugging Face id or folder of the reference model; default: the starting model"""
-    reference_logprobs: Literal["stored", "online"] = "stored"
-    """log-probs of the reference model. stored: computed once before training; online: computed in
-    every step by the model, which stays in memory"""
-    wpo: bool = False
-    """weight each completion by its probability under the current policy (WPO, arXiv:2406.11827)"""
 
     def __post_init__(self) -> None:
         if self.max_length and self.max_length - 1 > self.pack_capacity:
@@ -215,8 +206,7 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """Return the loss of a micro-batch, summed over its completions; log it with implicit rewards
     and log-probs."""
-    # collision: log of the sum of squared probabilities, for --wpo
-    logprobs_T, entropy_T, _, collision_T = policy(mb)
+    logprobs_T, entropy_T, *_ = policy(mb)
     logps_N = mb.sequence_sums(logprobs_T)
     desirable_N = mb.select(desirable_B).bool()
     log_ratio_N = logps_N - mb.select(ref_logps_B)
@@ -226,12 +216,6 @@ def forward(
               "rewards/accuracies": (rewards_N > args.beta * baseline) == desirable_N}  # fmt: skip
     if args.loss == "kto":
         logged["kl"] = baseline.expand(mb.num_samples)
-    if args.wpo:
-        lengths_N = mb.sequence_sums(torch.ones_like(logprobs_T))
-        logged["wpo/weight"] = wpo_weights(
-            mb.sequence_sums(logprobs_T.detach() - collision_T) / lengths_N
-        )
-        loss_N = loss_N * logged["wpo/weight"]
     logged["loss"] = loss_N
     meter.rows(mb, logged, loss_N / args.batch_size, prefix)
     for name, side_N in (("chosen", desirable_N), ("rejected", ~desirable_N)):
@@ -242,35 +226,32 @@ def forward(
 
 
 def prepare(
-    policy: Policy, reference: Policy | None, groups: list[list[Sample]], stored_B2: Tensor,
-    args: Args, device: torch.device,
-) -> tuple[list[PackedBatch], Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the packed completions of this rank's groups of `with_mismatches`; of those of all
-    ranks the log-probs by the reference and which are desirable, [B] each, and the baseline z0.
-    Collective."""
+    policy: Policy, groups: list[list[Sample]], ref_logps_B2: Tensor, args: Args,
+    device: torch.device,
+) -> tuple[list[PackedBatch], Tensor, Tensor]:  # fmt: skip
+    """Return the packed completions of this rank's groups of `with_mismatches`; which of those of
+    all ranks are desirable, [B]; and the baseline z0. Collective."""
     completions = pack([group[0] for group in groups], args.pack_tokens, device)
-    ref_B = reference_logps(reference, completions, stored_B2[:, 0])
     desirable_P = torch.tensor([completion.row["label"] for completion, *_ in groups])
     desirable_B = distributed.gather_rows(desirable_P, positions_of_share(len(groups)))
     if args.loss == "apo_zero_unpaired":
-        return completions, ref_B, desirable_B, torch.zeros((), device=device)
+        return completions, desirable_B, torch.zeros((), device=device)
     mismatches = pack([group[1] for group in groups], args.pack_tokens, device)
-    ref_mismatch_B = reference_logps(reference, mismatches, stored_B2[:, 1])
-    return completions, ref_B, desirable_B, kl_baseline(policy, mismatches, ref_mismatch_B)
+    return completions, desirable_B, kl_baseline(policy, mismatches, ref_logps_B2[:, 1])
 
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy, reference: Policy | None, groups: Samples, indices: list[int],
-    stored_logps: Tensor, args: Args, device: torch.device,
+    policy: Policy, groups: Samples, indices: list[int], ref_logps_B2: Tensor, args: Args,
+    device: torch.device,
 ) -> Meter:  # fmt: skip
     """Measure this rank's share of the held-out completions with these indices."""
     meter = Meter()
     share = [groups[i] for i in distributed.share_of(indices)]
-    prepared = prepare(policy, reference, share, stored_logps[indices], args, device)
-    micro_batches, ref_logps_B, desirable_B, baseline = prepared
+    ref_logps_B2 = ref_logps_B2[indices]
+    micro_batches, desirable_B, baseline = prepare(policy, share, ref_logps_B2, args, device)
     for mb in micro_batches:
-        forward(policy, mb, ref_logps_B, desirable_B, baseline, args, meter, "eval_")
+        forward(policy, mb, ref_logps_B2[:, 0], desirable_B, baseline, args, meter, "eval_")
     return meter
 
 
@@ -289,19 +270,15 @@ def main(args: Args) -> None:
     groups, eval_groups = (with_mismatches(x, args) for x in (rows, eval_rows))
     balance = describe_labels(rows, args)
     if args.dry_run:  # ends the process
-        is_resident = args.reference_logprobs == "online"
-        frozen = [args.reference_model or path] if is_resident else []
-        all_counts = counts + eval_counts
-        dry_run(args, path, tokenizer, groups, eval_groups, frozen=frozen, counts=all_counts)
+        dry_run(args, path, tokenizer, groups, eval_groups, counts=counts + eval_counts)
     begin_run(args)
     order = make_order(groups.rows, args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the data before training ----
     policy = load_policy(path, args, device)
-    # Either the model or its stored log-probs: the other is None, or zeros.
-    reference, (stored_logps, eval_stored_logps) = reference_or_logps(
+    ref_logps_R2, eval_ref_logps_R2 = reference_logps(
         policy, (groups, eval_groups), tokenizer, args, device
-    )
+    )  # of all R rows
     optimizer = adamw(policy, args)
     generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
 
@@ -320,9 +297,12 @@ def main(args: Args) -> None:
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
         drawn = order.draw(args.batch_size)
         batch = [groups[i] for i in drawn[rank::world_size]]
+        ref_logps_B2 = ref_logps_R2[drawn]
         with meter.time("logprobs"):
-            prepared = prepare(policy, reference, batch, stored_logps[drawn], args, device)
-        micro_batches, ref_logps_B, desirable_B, baseline = prepared
+            micro_batches, desirable_B, baseline = prepare(
+                policy, batch, ref_logps_B2, args, device
+            )
+        ref_logps_B = ref_logps_B2[:, 0]
 
         # ---- 2. update: one optimizer step; the loss is a mean over all ranks' completions ----
         with meter.time("train"):
@@ -342,7 +322,7 @@ def main(args: Args) -> None:
             metrics |= evaluate_sets(
                 eval_groups,
                 lambda indices: evaluate(
-                    policy, reference, eval_groups, indices, eval_stored_logps, args, device
+                    policy, eval_groups, indices, eval_ref_logps_R2, args, device
                 ),
             )
             metrics |= generation.evaluate(step + 1)

@@ -16,7 +16,7 @@ There is no value model and no importance ratio: a pair stays a pair when older 
 it, so of the online scripts this one tolerates `--max_staleness` best.
 
 Differences from the papers (docs/online_dpo.md): G may be above two, and `--loss` has every
-objective of dpo.py that takes one pair at a time (common/objectives/preference.py).
+objective of dpo.py (common/objectives/preference.py).
 
 Shapes: P prompts on this rank, G completions per prompt; N pairs (2N sequences) and T packed tokens
 of a micro-batch, in which sequences 2i and 2i + 1 are chosen and rejected of pair i. Per-token
@@ -43,7 +43,7 @@ from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives import preference
 from common.objectives.advantages import unequal
-from common.objectives.preference import OVER_BATCH, REFERENCE_FREE, Pairs
+from common.objectives.preference import PER_TOKEN, REFERENCE_FREE, Pairs
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement
@@ -71,7 +71,7 @@ def preferences(rewards_PG: Tensor) -> Tensor:
 def loss(pairs: Pairs, args: "Args") -> Tensor:
     """Return the loss of each pair, [N] float64: the objectives of `--loss`, added up with
     `--loss_weights`, and `--sft_weight` times the negative log-likelihood of the chosen
-    completion."""
+    completion, per token."""
     losses = []
     for name in args.loss:
         if name == "sigmoid" and args.f_divergence == "reverse_kl":
@@ -83,8 +83,7 @@ def loss(pairs: Pairs, args: "Args") -> Tensor:
     weights = args.loss_weights or [1.0] * len(losses)
     loss_N = sum(weight * each_N for weight, each_N in zip(weights, losses, strict=True))
     if args.sft_weight:
-        nll_N = -pairs.mean_pc if args.sft_length_normalize else -pairs.chosen_logps
-        loss_N = loss_N + args.sft_weight * nll_N
+        loss_N = loss_N - args.sft_weight * pairs.mean_pc
     return loss_N
 
 
@@ -104,7 +103,6 @@ def make_pairs(mb: PackedBatch, logprobs_T: Tensor) -> Pairs:
         ref_rejected_logps=ref_logps_2N[1::2],
         chosen_lengths=lengths_2N[0::2],
         rejected_lengths=lengths_2N[1::2],
-        weights=torch.ones_like(logps_2N[0::2]),
     )
 
 
@@ -136,7 +134,7 @@ def measured(pairs: Pairs, loss_N: Tensor, args: "Args") -> dict[str, Tensor]:
     """Return the loss, log-probs and implicit rewards of each pair to log, the latter by the first
     objective."""
     referenced = args.loss[0] not in REFERENCE_FREE
-    per_token = preference.rewards_per_token(args.loss[0], args.length_normalize)
+    per_token = args.loss[0] in PER_TOKEN
     chosen_N, rejected_N = preference.implicit_rewards(
         pairs, per_token=per_token, referenced=referenced, beta=args.beta
     )
@@ -150,7 +148,6 @@ def measured(pairs: Pairs, loss_N: Tensor, args: "Args") -> dict[str, Tensor]:
 
 @dataclass
 class Args(PreferenceArgs, OnlineArgs):
-    MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
     packs_branches = False  # no flag: pairs have two sequences
     sequences_together = 2  # no flag: a pair shares a pack
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(
@@ -159,12 +156,6 @@ class Args(PreferenceArgs, OnlineArgs):
     samples_per_prompt: AtLeast2 = 2
     """completions sampled for each prompt (G); the best and the worst are the pair"""
     lr: Positive[float] = 1e-6
-
-    def __post_init__(self) -> None:
-        sorting = OVER_BATCH & set(self.loss)
-        if sorting:
-            problem = f"--loss {min(sorting)} compares all pairs of a batch"
-            raise ValueError(f"{problem}; use it with dpo.py")
 
 
 def main(args: Args) -> None:

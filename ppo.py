@@ -8,11 +8,11 @@ Each token y_t of a sampled completion is an action. A second model predicts its
 of future rewards:
 
     r_t   = -beta log(pi_old(y_t) / pi_ref(y_t)), plus the score at the last token   token_rewards()
-    A_t   = sum_j (gamma lambda)^j (r_{t+j} + gamma V_{t+j+1} - V_{t+j})                advantages()
+    A_t   = sum_j gae_lambda^j (r_{t+j} + V_{t+j+1} - V_{t+j}), then whitened           advantages()
     R_t   = A_t + V_t                                                                   advantages()
     L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]      loss()
     L_V   = mean_t [ max((v_t - R_t)^2, (v'_t - R_t)^2) / 2 ]                           value_loss()
-            v'_t = clip(v_t, V_t - value_clip, V_t + value_clip)
+            v'_t = clip(v_t, V_t - 0.2, V_t + 0.2)
     rho_t = pi(y_t) / pi_old(y_t)                   pi_old, V: the models at the time of the rollout
 
 Differences from the papers (docs/ppo.md): value and policy are separate models with an optimizer
@@ -30,7 +30,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from common.config.flags import Fraction, NotNegative, Positive
-from common.config.objectives import ClipArgs, CorrectionArgs, KLEstimateArgs, LogKLArgs, RewardArgs
+from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, PolicyLossArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
@@ -44,10 +44,10 @@ from common.model.scoring import with_logprobs, with_values
 from common.objectives.advantages import gae
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate
-from common.objectives.shaping import KLCoefficient, shape_rewards
+from common.objectives.policy import BY_TOKEN, PolicyLoss, Tokens
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -61,9 +61,7 @@ SHOW = ("reward", "objective/kl", "eval/solved", "time/step")
 # ---- the objective ----
 
 
-def token_rewards(
-    mb: PackedBatch, scores_BG: Tensor, turn_weight: float, beta: float, args: "Args"
-) -> Tensor:
+def token_rewards(mb: PackedBatch, scores_BG: Tensor, turn_weight: float, args: "Args") -> Tensor:
     """Return the reward of each token, [T] float32: the score of its completion on the last token,
     -beta KL on each. Rewards of an environment for earlier turns, times `turn_weight`, move from
     the last token to that of their turn."""
@@ -74,67 +72,60 @@ def token_rewards(
         rewards_T[mb.ends_N] -= mb.sequence_sums(earlier_T).float()
         rewards_T += earlier_T
     if mb.ref_logprobs_T is not None:
-        kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp)
-        rewards_T -= beta * kl_T
+        kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator)
+        rewards_T -= args.beta * kl_T
     return rewards_T
 
 
 def advantages(
-    rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, lengths_N: Tensor,
-    args: "Args",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return advantages for the policy and returns for the value model, [T] float32 each. The
-    returns may have a lambda of their own (VC-PPO, arXiv:2503.01491), the advantages one that grows
-    with the length of the completion (VAPO)."""
-    lambda_N = torch.full_like(lengths_N, args.gae_lambda)
-    value_lambda_N = lambda_N
-    if args.value_lambda is not None:
-        value_lambda_N = torch.full_like(lengths_N, args.value_lambda)
-    if args.lambda_alpha:
-        lambda_N = (1 - 1 / (args.lambda_alpha * lengths_N)).clamp(min=0)  # arXiv:2504.05118
-    A_T = gae(rewards_T, values_T, mask_T, sequence_ids_T, args.gamma, lambda_N)
-    value_A_T = gae(rewards_T, values_T, mask_T, sequence_ids_T, args.gamma, value_lambda_N)
-    return A_T.float(), (value_A_T + values_T).float()
+    rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Return advantages for the policy, before they are whitened, and returns for the value model,
+    [T] float32 each."""
+    A_T = gae(rewards_T, values_T, mask_T, sequence_ids_T, gae_lambda)
+    return A_T.float(), (A_T + values_T).float()
+
+
+def policy_loss(name: str, x: Tokens) -> PolicyLoss:
+    """Return the policy loss of each token, its ratio, and whether it is clipped."""
+    if name != "clip":
+        return BY_TOKEN[name](x)
+    rho_T = bounded_exp(x.log_rho_T)
+    clipped_T = rho_T.clamp(1 - x.clip_low, 1 + x.clip_high)
+    loss_T = -torch.min(rho_T * x.A_T, clipped_T * x.A_T)
+    return PolicyLoss(loss_T, rho_T, is_clipped(x.log_rho_T, x.A_T, x.clip_low, x.clip_high))
 
 
 def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, entropy_T: Tensor, A_T: Tensor,
-    importance_T: Tensor, mask_T: Tensor, tokens: Tensor, positives: Tensor, args: "Args",
+    importance_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the policy loss and per-token tensors to log. The loss is a mean
-    over the `tokens` of the *global* minibatch; that of `--positive_nll` over its `positives`, the
-    tokens with A > 0."""
-    log_rho_T = logprobs_T - old_logprobs_T
-    rho_T = bounded_exp(log_rho_T)
-    clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
-    loss_T = -torch.min(rho_T * A_T, clipped_T * A_T) * importance_T
+    over the `tokens` of the *global* minibatch."""
+    bounds = args.clip_low, args.clip_high
+    x = Tokens(logprobs_T, old_logprobs_T, A_T, mask_T, sequence_ids_T, *bounds)
+    loss_T, ratio_T, stopped_T = policy_loss(args.loss, x)
+    loss_T = loss_T * importance_T
     if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
-    share_T = loss_T * mask_T / tokens
-    positive_T = mask_T & (A_T > 0)
-    share_T = share_T - args.positive_nll * logprobs_T * positive_T / positives.clamp(min=1)
     logged = {
-        "ratio": rho_T.detach(),
+        "ratio": ratio_T.detach(),
+        "clip_ratio/region_mean": stopped_T,
         "policy/approx_kl": kl_estimate(old_logprobs_T, logprobs_T.detach()),
     }
-    clipped_T = is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)
-    return share_T, logged | {"clip_ratio/region_mean": clipped_T}
+    return loss_T * mask_T / tokens, logged
 
 
-def value_loss(
-    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_clip: float
-) -> Tensor:
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor) -> Tensor:
     """Return the loss of each value, [T]: half the squared error, without gradient for values that
-    have moved by more than `value_clip` towards their returns; 0: no clip."""
+    have moved by more than 0.2 towards their returns."""
     loss_T = (values_T - returns_T).square()
-    if value_clip:
-        clipped_T = torch.clamp(values_T, old_values_T - value_clip, old_values_T + value_clip)
-        loss_T = torch.max(loss_T, (clipped_T - returns_T).square())
-    return loss_T / 2
+    clipped_T = torch.clamp(values_T, old_values_T - 0.2, old_values_T + 0.2)
+    return torch.max(loss_T, (clipped_T - returns_T).square()) / 2
 
 
 @dataclass
-class Args(ClipArgs, KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
+class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     TINY_DEFAULTS = TINY_ONLINE | dict(
         value_lr=1e-3, prompts_per_step=256, samples_per_prompt=1, max_steps=30
     )
@@ -150,60 +141,39 @@ class Args(ClipArgs, KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, Onli
     prompts_per_step: Positive[int] = 512
     samples_per_prompt: Positive[int] = 1
     minibatches: Positive[int] = 4
-    gamma: Fraction = 1.0
-    """discount per token"""
     gae_lambda: Fraction = 0.95
     """lambda of the advantages: 0: one-step estimates by the value model; 1: sampled returns"""
-    value_lambda: Fraction | None = None
-    """lambda of the returns that the value model is trained on; default: gae_lambda; 1: unbiased
-    returns (VC-PPO)"""
-    lambda_alpha: NotNegative[float] = 0.0
-    """length-adaptive lambda of the advantages, 1 - 1 / (lambda_alpha x length of completion)
-    (VAPO: 0.05); 0: off"""
-    whiten_advantages: bool = True
-    """whiten advantages to mean 0 and standard deviation 1 over the tokens of a rollout"""
-    value_clip: NotNegative[float] = 0.2
-    """maximum change of a value from that at rollout time; 0: off"""
     beta: NotNegative[float] = 0.05
-    kl_stop: NotNegative[float] = 0.0
-    """maximum KL of the policy to the one that sampled a rollout, in nats per token of the next
-    minibatch; beyond it the rest of the rollout is skipped; 0: off"""
+    """weight of the KL penalty to the starting model in the rewards; 0: no penalty, and no
+    reference model in memory"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus"""
-    positive_nll: NotNegative[float] = 0.0
-    """weight of the mean NLL of tokens with a positive advantage (VAPO, arXiv:2504.05118)"""
 
     def __post_init__(self) -> None:
-        if self.lambda_alpha and self.value_lambda is not None:
-            require_default(self, ("gae_lambda",), "with --lambda_alpha and --value_lambda")
-        if self.updates_per_rollout == 1:
-            require_default(self, ("kl_stop",), "with one update per rollout")
         if self.max_steps is not None and self.value_warmup_steps >= self.max_steps:
             raise ValueError(
                 f"--value_warmup_steps {self.value_warmup_steps} must be below --max_steps"
             )
         if not (self.beta or self.log_kl):
-            require_default(self, ("kl_estimator", "kl_clamp"), "with --beta 0")
+            require_default(self, ("kl_estimator",), "with --beta 0")
 
 
 def estimate(
-    mb: PackedBatch, scores_BG: Tensor, turn_weight: float, beta: float, c_mean: float, args: Args,
-    meter: Meter,
-) -> PackedBatch:  # fmt: skip
+    mb: PackedBatch, scores_BG: Tensor, turn_weight: float, args: Args, meter: Meter
+) -> PackedBatch:
     """Return the micro-batch with advantages, returns and importance weights; measure its rewards
     and KL."""
-    rewards_T = token_rewards(mb, scores_BG, turn_weight, beta, args)
+    rewards_T = token_rewards(mb, scores_BG, turn_weight, args)
     meter.mean("objective/rlhf_reward", mb.sequence_sums(rewards_T).sum(), mb.num_samples)
     if mb.ref_logprobs_T is not None:
         log_ratio_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
         meter.mean("objective/kl", log_ratio_N.sum(), len(log_ratio_N))
-    lengths_N = mb.sequence_sums(mb.loss_mask_T)
     advantages_T, returns_T = advantages(
-        rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, lengths_N, args
+        rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, args.gae_lambda
     )
     importance_T = importance_weights(
         mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T, mb.sequence_ids_T,
-        args.correction_form, c_mean,
+        args.correction_form,
     )  # fmt: skip
     measure_mismatch(meter, mb.old_logprobs_T, mb)
     meter.masked_mean("sampling/kept_fraction", importance_T > 0, mb.loss_mask_T)
@@ -229,35 +199,30 @@ def whiten(rollout: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
 
 def add_policy_gradient(
     policy: Policy, minibatch: list[PackedBatch], tokens: Tensor, args: Args, meter: Meter
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Run forward and backward over a minibatch with `tokens` trained tokens on all ranks. Return
-    this rank's shares of the loss and of the KL to the policy of the rollout, a sum over tokens.
-    Collective."""
-    is_positive = (mb.loss_mask_T & (mb.advantages_T > 0) for mb in minibatch)
-    positives = distributed.all_sum(sum(positive_T.sum() for positive_T in is_positive))
+    this rank's share of the loss."""
     total_loss = torch.zeros((), device=tokens.device)
-    total_kl = torch.zeros((), device=tokens.device)
     for mb in minibatch:
         logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
         share_T, logged = loss(
             logprobs_T, mb.old_logprobs_T, entropy_T, mb.advantages_T, mb.importance_T,
-            mb.loss_mask_T, tokens, positives, args,
+            mb.loss_mask_T, mb.sequence_ids_T, tokens, args,
         )  # fmt: skip
         # FSDP averages gradients over ranks; undo that.
         (share_T.sum() * distributed.world_size()).backward()
         total_loss += share_T.detach().sum()
-        total_kl += (logged["policy/approx_kl"] * mb.loss_mask_T).sum()
         meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
-    return total_loss, total_kl
+    return total_loss
 
 
 def add_value_gradient(
-    value_model: nn.Module, minibatch: list[PackedBatch], tokens: Tensor, args: Args
+    value_model: nn.Module, minibatch: list[PackedBatch], tokens: Tensor
 ) -> Tensor:
     """Run forward and backward of the value model. Return this rank's share of its loss."""
     total_loss = torch.zeros((), device=tokens.device)
     for mb in minibatch:
-        loss_T = value_loss(value_model(mb), mb.values_T, mb.returns_T, args.value_clip)
+        loss_T = value_loss(value_model(mb), mb.values_T, mb.returns_T)
         share = (loss_T * mb.loss_mask_T).sum() / tokens
         (share * distributed.world_size()).backward()
         total_loss += share.detach()
@@ -288,7 +253,7 @@ def main(args: Args) -> None:
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, value_path=value_path,
                 own_forwards=2)  # fmt: skip  # old log-probs and values
     begin_run(args)
-    turn_weight = args.reward_scale * rewards.weight_of("environment")
+    turn_weight = rewards.weight_of("environment")
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
@@ -300,10 +265,9 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
-    beta = KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
     run = Run(
         args, policy, optimizer, tokenizer, total_steps, value=(value_model, value_optimizer),
-        rollouts=rollouts, beta=beta, show=SHOW,
+        rollouts=rollouts, show=SHOW,
         curves=(*CURVES, "objective/kl", "value_loss", "explained_variance"),
     )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
@@ -322,10 +286,7 @@ def main(args: Args) -> None:
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
-        shaped_PG = shape_rewards(
-            rewards_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip
-        )
-        scores_PG = shaped_PG + truncation_penalties(groups, args.missing_eos_penalty)
+        scores_PG = rewards_PG + truncation_penalties(groups, args.missing_eos_penalty)
         scores_BG = distributed.gather_rows(scores_PG, positions)
         if args.has_turns:
             for sample in chain(*(sample.sequences for sample in chain(*groups))):
@@ -341,35 +302,25 @@ def main(args: Args) -> None:
             require_agreement(minibatches, step, args, device)
 
         # ---- 3. rewards of tokens; advantages and returns ----
-        c_means = [mean_weight(mbs, args.correction_form) for mbs in minibatches]
         minibatches = [
-            [estimate(mb, scores_BG, turn_weight, beta.value, c_mean, args, meter) for mb in mbs]
-            for mbs, c_mean in zip(minibatches, c_means, strict=True)
+            [estimate(mb, scores_BG, turn_weight, args, meter) for mb in mbs] for mbs in minibatches
         ]
-        if args.whiten_advantages:
-            minibatches = whiten(minibatches)
+        minibatches = whiten(minibatches)
 
         # ---- 4. update: policy and value model, with an optimizer each ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             trains_policy = step >= args.value_warmup_steps
-            updates = 0
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, _ = count_trained(minibatch)  # of all ranks
                 if trains_policy:
-                    policy_loss, kl = add_policy_gradient(policy, minibatch, tokens, args, meter)
-                    has_moved = args.kl_stop and distributed.all_sum(kl) / tokens > args.kl_stop
-                values_loss = add_value_gradient(value_model, minibatch, tokens, args)
-                if trains_policy and has_moved:
-                    optimizer.zero_grad()
-                    value_optimizer.zero_grad()
-                    break
-                updates += 1
+                    total_loss = add_policy_gradient(policy, minibatch, tokens, args, meter)
+                values_loss = add_value_gradient(value_model, minibatch, tokens)
                 norm = args.max_grad_norm
                 if trains_policy:
-                    grad_norm = optimizer_step(policy, optimizer, lr, norm, policy_loss)
+                    grad_norm = optimizer_step(policy, optimizer, lr, norm, total_loss)
                     meter.mean("grad_norm", grad_norm)
-                    meter.mean("loss", policy_loss, 1 / world_size)  # a sum over ranks
+                    meter.mean("loss", total_loss, 1 / world_size)  # a sum over ranks
                 value_lr = lr * args.value_lr / args.lr
                 grad_norm = optimizer_step(
                     value_model, value_optimizer, value_lr, norm, values_loss
@@ -379,11 +330,7 @@ def main(args: Args) -> None:
 
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         explained = explained_variance(minibatches)
-        metrics = run.reduce(chain(*groups), lr=lr, updates=updates, explained_variance=explained)
-        if args.beta:
-            metrics["beta"] = beta.value
-            if trains_policy:
-                beta.update(metrics["objective/kl"], scores_BG.numel())
+        metrics = run.reduce(chain(*groups), lr=lr, explained_variance=explained)
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)

@@ -13,12 +13,11 @@ subtracted, with those of the whole batch. At a token, the KL counts from this t
     rho_t = pi(y_t) / pi_old(y_t)                        pi_old: the policy before the updates
 
 Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss.
-`--preset` has both and plain REINFORCE, -A log pi(y_t), as published; beta may follow the KL
-(`--kl_target`).
+`--preset` has both and plain REINFORCE, -A log pi(y_t), as published.
 
-In episodes of several turns (`--environment`), `--turn_credit` adds to R_t, times turn_coef, the
-advantage of the turn: its discounted return minus the mean return of comparable turns of the group,
-such as those that began in the same state (GiGPO, Feng et al. 2025, arXiv:2505.10978).
+In episodes of several turns (`--environment`), `--turn_credit` adds to R_t the advantage of the
+turn: its discounted return minus the mean return of comparable turns of the group, such as those
+that began in the same state (GiGPO, Feng et al. 2025, arXiv:2505.10978).
 
 Difference from the papers: weights c_t = pi_old(y_t) / pi_engine(y_t) (docs/corrections.md).
 
@@ -36,8 +35,8 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import BelowOne, Fraction, NotNegative, Positive
-from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, RewardArgs
+from common.config.flags import NotNegative, Positive
+from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, PolicyLossArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
@@ -48,13 +47,13 @@ from common.metrics.moments import moments
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
-from common.objectives.advantages import EPSILON, centre_groups
-from common.objectives.importance import bounded_exp, importance_weights, is_clipped
+from common.objectives.advantages import EPSILON, Scores, centre_groups, leave_one_out
+from common.objectives.importance import bounded_exp, importance_weights
 from common.objectives.kl import kl_estimate
-from common.objectives.shaping import KLCoefficient, shape_rewards
+from common.objectives.policy import BY_TOKEN, PolicyLoss, Tokens
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -62,6 +61,8 @@ from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
+
+TURN_DISCOUNT = 0.95  # of the rewards of later turns, with --turn_credit
 
 # ---- the objective ----
 
@@ -74,9 +75,8 @@ def less_baseline(name: str, rewards_BG: Tensor) -> Tensor:
             return centre_groups(rewards_BG.reshape(1, -1)).reshape(rewards_BG.shape)
         case "reinforce++_baseline":  # r - mean of the group
             return centre_groups(rewards_BG)
-        case "leave_one_out":  # RLOO (arXiv:2402.14740 Eq. 7): r - mean of the others of the group
-            size_B1 = (~rewards_BG.isnan()).sum(-1, keepdim=True)
-            return centre_groups(rewards_BG) * size_B1 / (size_B1 - 1).clamp(min=1)
+        case "leave_one_out":  # RLOO: r - mean of the others of the group
+            return leave_one_out(Scores(rewards_BG))
     raise ValueError(name)
 
 
@@ -90,10 +90,10 @@ def kl_to_come(kl_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
 
 
 def turn_advantages(
-    group: Group, scores: list[float], turn_weight: float, args: "Args"
+    group: Group, scores: list[float], turn_weight: float, turn_credit: str
 ) -> list[list[float]]:
     """Return the advantage of each turn of each completion (arXiv:2505.10978 Eq. 5-7): its return
-    R_k = r_k + turn_discount R_{k+1} minus the mean return of the turns that it is compared with.
+    R_k = r_k + 0.95 R_{k+1} minus the mean return of the turns that it is compared with.
     r_k is the environment's reward times `turn_weight`; the last turn has the rest of the score.
     Equal returns, and completions without a score (NaN), get exactly 0."""
     # All completions begin in one state; it is not recorded where the first turn was truncated.
@@ -103,9 +103,9 @@ def turn_advantages(
     for completion, score in zip(group, scores, strict=True):
         rewards = [turn_weight * r for _, r in completion.turn_rewards[: completion.turns - 1]]
         rewards.append(score - sum(rewards))
-        returns = [*accumulate(reversed(rewards), lambda R, r: r + args.turn_discount * R)][::-1]
+        returns = [*accumulate(reversed(rewards), lambda R, r: r + TURN_DISCOUNT * R)][::-1]
         keys = dict(group=repeat(0), turn=count(), state=completion.states or start)
-        pairs = zip(keys[args.turn_credit], returns, strict=False)
+        pairs = zip(keys[turn_credit], returns, strict=False)
         turns.append([] if math.isnan(score) else [*pairs])
         for key, value in turns[-1]:
             peers[key].append(value)
@@ -118,22 +118,22 @@ def turn_advantages(
 
 def sampled_kl(mb: PackedBatch, args: "Args") -> Tensor:
     """Return the estimated KL of the policy that sampled to the reference, [T]."""
-    return kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp)
+    return kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator)
 
 
-def token_advantages(mb: PackedBatch, less_BG: Tensor, beta: float, args: "Args") -> Tensor:
+def token_advantages(mb: PackedBatch, less_BG: Tensor, args: "Args") -> Tensor:
     """Return the advantage of each token before it is whitened, [T] float64: that of its completion
-    plus turn_coef times that of its turn (`mb.advantages_T`) minus beta times the KL to come."""
+    plus that of its turn (`mb.advantages_T`) minus beta times the KL to come."""
     A_T = mb.on_tokens(less_BG).double()
     if mb.advantages_T is not None:
-        A_T = A_T + args.turn_coef * mb.advantages_T
+        A_T = A_T + mb.advantages_T
     if args.kl_in == "return" and mb.ref_logprobs_T is not None:
-        A_T = A_T - beta * kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
+        A_T = A_T - args.beta * kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
     return A_T
 
 
 def with_advantages(
-    minibatches: list[list[PackedBatch]], rewards_BG: Tensor, beta: float, args: "Args"
+    minibatches: list[list[PackedBatch]], rewards_BG: Tensor, args: "Args"
 ) -> list[list[PackedBatch]]:
     """Return the micro-batches with `advantages_T`, whitened over the trained tokens of all ranks,
     but for leave_one_out. The words of an environment count in no statistic, and neither do
@@ -142,7 +142,7 @@ def with_advantages(
     scored = []  # with the tokens that count
     for mb in chain(*minibatches):
         mask_T = mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan()
-        A_T = torch.where(mask_T, token_advantages(mb, less_BG, beta, args), 0)
+        A_T = torch.where(mask_T, token_advantages(mb, less_BG, args), 0)
         scored.append(mb.with_streams(advantages_T=A_T, loss_mask_T=mask_T))
     A = (mb.advantages_T for mb in scored)
     if args.advantage != "leave_one_out":
@@ -151,11 +151,19 @@ def with_advantages(
     return [[mb.with_streams(advantages_T=next(A).float()) for mb in mbs] for mbs in minibatches]
 
 
+def policy_loss(name: str, x: Tokens) -> PolicyLoss:
+    """Return the policy loss of each token, its ratio, and whether it is clipped."""
+    if name != "reinforce":
+        return BY_TOKEN[name](x)
+    # Williams 1992: without rho, only the first update of a rollout is unbiased
+    never_T = torch.zeros_like(x.mask_T)
+    return PolicyLoss(-x.A_T * x.logprobs_T, bounded_exp(x.log_rho_T), never_T)
+
+
 def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
     ref_logprobs_T: Tensor | None, entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
-    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, beta: float, args: "Args",
-    c_mean: float = 1,
+    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
@@ -164,31 +172,21 @@ def loss(
     KL_t is there only with --kl_in loss. w_t = 1 / `tokens`, the trained tokens of the *global*
     minibatch, or 1 / `sequences` with --reduction sequence_sum. `mask_T`: trained tokens;
     `sequence_ids_T`: the completion of each token."""
-    log_rho_T = logprobs_T - old_logprobs_T
-    A_T = advantages_T
-    c_T = importance_weights(
-        old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
-    )
+    completions = mask_T, sequence_ids_T
+    bounds = args.clip_low, args.clip_high
+    x = Tokens(logprobs_T, old_logprobs_T, advantages_T, *completions, *bounds)
+    policy_T, ratio_T, stopped_T = policy_loss(args.loss, x)
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *completions, args.correction_form)
+    loss_T = policy_T * c_T
     logged = {
-        "ratio": bounded_exp(log_rho_T.detach()),
+        "ratio": ratio_T.detach(),
+        "clip_ratio/region_mean": stopped_T,
         "sampling/weight": c_T,
         "sampling/kept_fraction": c_T > 0,
     }
-    match args.loss:
-        case "clip":  # PPO (arXiv:1707.06347 Eq. 7)
-            rho_T = bounded_exp(log_rho_T)
-            clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
-            loss_T = -torch.min(rho_T * A_T, clipped_T * A_T)
-            logged["clip_ratio/region_mean"] = is_clipped(
-                log_rho_T.detach(), A_T, args.clip_low, args.clip_high
-            )
-        case "reinforce":
-            # Williams 1992: without rho, only the first update of a rollout is unbiased
-            loss_T = -A_T * logprobs_T
-    loss_T = loss_T * c_T
     if args.kl_in == "loss" and ref_logprobs_T is not None:
-        kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
-        loss_T = loss_T + beta * kl_T
+        kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator)
+        loss_T = loss_T + args.beta * kl_T
         logged["kl"] = kl_T
     if args.entropy_coef:  # skipped at 0: the backward pass of the entropy reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
@@ -197,7 +195,7 @@ def loss(
 
 
 @dataclass
-class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
+class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "reinforce": dict(loss="reinforce", reduction="sequence_sum", advantage="leave_one_out",
                           beta=0.0, minibatches=1, epochs_per_rollout=1),
@@ -211,9 +209,6 @@ class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     preset: Literal[tuple(PRESETS)] | None = None
     """flags of a published variant (table in docs/reinforce.md); another value for one of them is
     an error"""
-    loss: Literal["clip", "reinforce"] = "clip"
-    """policy loss of a token with advantage A. clip: PPO's, with a clipped importance ratio;
-    reinforce: -A log pi"""
     reduction: Literal["token", "sequence_sum"] = "token"
     """reduction of the loss of all tokens. token: their mean; sequence_sum: mean over completions
     of their sums"""
@@ -221,10 +216,6 @@ class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     """advantage of a completion. reinforce++: reward, whitened over the tokens of the batch;
     reinforce++_baseline: less the mean of its group first; leave_one_out: reward less the mean of
     the others in its group"""
-    clip_low: BelowOne = 0.2
-    """clip: lower clip bound of the importance ratio, 1 - clip_low"""
-    clip_high: NotNegative[float] = 0.2
-    """clip: upper clip bound of the importance ratio, 1 + clip_high"""
     beta: NotNegative[float] = 0.01
     """weight of the KL penalty to the starting model (--kl_in); 0: no penalty, and no reference
     model in memory"""
@@ -235,24 +226,18 @@ class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     """with --environment: turns of a group whose returns are compared, to give each an advantage.
     group: all; turn: those of the same number; state: those that begin in the same state, which
     the environment's method `state` returns (GiGPO); none: off"""
-    turn_coef: Positive[float] = 1.0
-    """weight of the advantage of a turn beside that of its completion"""
-    turn_discount: Fraction = 0.95
-    """discount of rewards per turn, in the returns of turns"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
     def __post_init__(self) -> None:
-        if self.loss == "reinforce":
-            require_default(self, ("clip_low", "clip_high"), "with --loss reinforce")
         if self.samples_per_prompt < 2 and self.advantage != "reinforce++":
             problem = f"--advantage {self.advantage} compares completions"
             raise ValueError(f"{problem}; set --samples_per_prompt above 1")
         if not (self.beta or self.log_kl):
-            require_default(self, ("kl_in", "kl_estimator", "kl_clamp"), "with --beta 0")
-        if self.turn_credit == "none":
-            require_default(self, ("turn_coef", "turn_discount"), "with --turn_credit none")
-        elif self.environment is None or self.max_turns == 1 or self.samples_per_prompt == 1:
+            require_default(self, ("kl_in", "kl_estimator"), "with --beta 0")
+        if self.turn_credit != "none" and (
+            self.environment is None or self.max_turns == 1 or self.samples_per_prompt == 1
+        ):
             need = "needs --environment, --max_turns and --samples_per_prompt above 1"
             raise ValueError(f"--turn_credit {self.turn_credit} {need}")
 
@@ -280,7 +265,7 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
     measures_kl = needs_reference and args.kl_in != "loss"  # of the policy that sampled
-    needs_old = measures_kl or args.updates_per_rollout > 1 or args.correction_normalize
+    needs_old = measures_kl or args.updates_per_rollout > 1
     path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
@@ -289,7 +274,7 @@ def main(args: Args) -> None:
         frozen = [path] * needs_reference
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, own_forwards=needs_old)
     begin_run(args)
-    turn_weight = args.reward_scale * rewards.weight_of("environment")
+    turn_weight = rewards.weight_of("environment")
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
@@ -299,11 +284,9 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
-    beta = KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta, show=SHOW,
-        curves=CURVES,
-    )  # fmt: skip
+        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=CURVES
+    )
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
     if run.first_step == 0:
@@ -320,15 +303,12 @@ def main(args: Args) -> None:
         with meter.time("reward"):
             scores_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
-        shaped_PG = shape_rewards(
-            scores_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip
-        )
-        shaped_PG += truncation_penalties(groups, args.missing_eos_penalty)
+        shaped_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
         if args.turn_credit != "none":
             from common.rollout.multi_turn import on_turns
 
             for group, scores in zip(groups, shaped_PG.tolist(), strict=True):
-                of_group = turn_advantages(group, scores, turn_weight, args)
+                of_group = turn_advantages(group, scores, turn_weight, args.turn_credit)
                 for sample, of_turns in zip(group, of_group, strict=True):
                     sample.streams["advantages"] = on_turns(sample, of_turns)
         minibatches = pack_minibatches(
@@ -349,15 +329,14 @@ def main(args: Args) -> None:
             if args.kl_in == "reward":  # of the whole completion
                 kl = (mb.sequence_sums(sampled_kl(mb, args)) for mb in chain(*minibatches))
                 kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
-                rewards_BG = rewards_BG - beta.value * kl_BG
-        minibatches = with_advantages(minibatches, rewards_BG, beta.value, args)
+                rewards_BG = rewards_BG - args.beta * kl_BG
+        minibatches = with_advantages(minibatches, rewards_BG, args)
 
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, sequences = count_trained(minibatch)  # of all ranks
-                c_mean = mean_weight(minibatch, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -367,7 +346,7 @@ def main(args: Args) -> None:
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.advantages_T, mb.loss_mask_T, mb.sequence_ids_T, tokens,
-                        sequences, beta.value, args, c_mean,
+                        sequences, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
@@ -378,11 +357,8 @@ def main(args: Args) -> None:
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
 
-        # ---- 5. metrics, with the tokens of samples; log and evaluate; beta follows the KL ----
+        # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
-        if "kl" in metrics:
-            metrics["beta"] = beta.value
-            beta.update(metrics["kl"], rewards_BG.numel())
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)

@@ -20,14 +20,14 @@ micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes 
 targets_T[t]."""
 
 from itertools import chain
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.objectives import CorrectionArgs, LogKLArgs, RewardArgs
+from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches, per_sample
@@ -37,10 +37,9 @@ from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
-from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -83,7 +82,7 @@ def loss(
 
 
 @dataclass
-class Args(LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
+class Args(LogKLArgs, CorrectionArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(beta=0.01)
     samples_per_prompt: AtLeast2 = 8
     """completions sampled for each prompt (G); the baseline of each is the mean reward of the
@@ -94,10 +93,9 @@ class Args(LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     clip_high: NotNegative[float] = 0.2
     """upper clip bound of a completion's importance ratio: 1 + clip_high"""
     beta: NotNegative[float] = 0.05
+    """weight of the KL penalty to the starting model in the rewards; 0: no penalty, and no
+    reference model in memory"""
     weights_completions = True
-    correction: Literal["none", "sequence"] = "sequence"
-    """importance weights of sampled completions. sequence: trainer / engine probability; none: no
-    weights"""
 
 
 def main(args: Args) -> None:
@@ -109,7 +107,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
-    needs_old = needs_reference or args.updates_per_rollout > 1 or args.correction_normalize
+    needs_old = needs_reference or args.updates_per_rollout > 1
     path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
@@ -127,11 +125,9 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
-    beta = KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta, show=SHOW,
-        curves=CURVES,
-    )  # fmt: skip
+        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=CURVES
+    )
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
     if run.first_step == 0:
@@ -159,11 +155,8 @@ def main(args: Args) -> None:
             require_agreement(minibatches, step, args, device)
 
         # ---- 3. rewards and advantages: the KL of a completion is subtracted from its score ----
-        shaped_PG = shape_rewards(
-            scores_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip
-        )
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
-        rewards_BG = distributed.gather_rows(shaped_PG + penalties_PG, positions)
+        rewards_BG = distributed.gather_rows(scores_PG + penalties_PG, positions)
         if needs_reference:
             kl = []  # of each micro-batch, [N]
             for mb in chain(*minibatches):
@@ -171,7 +164,7 @@ def main(args: Args) -> None:
                 meter.mean("kl", kl_N.sum(), len(kl_N))
                 kl.append(kl_N)
             kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
-            rewards_BG = rewards_BG - beta.value * kl_BG
+            rewards_BG = rewards_BG - args.beta * kl_BG
         advantages_BG = advantages(rewards_BG)
 
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
@@ -179,7 +172,6 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
                 completions = distributed.all_sum(sum(mb.num_samples for mb in minibatch))
-                c_mean = mean_weight(minibatch, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -188,7 +180,7 @@ def main(args: Args) -> None:
                         old_logprobs_T = logprobs_T.detach()
                     weights_T = importance_weights(
                         old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T, mb.sequence_ids_T,
-                        args.correction_form, c_mean,
+                        args.correction_form,
                     )  # fmt: skip
                     share_N, logged = loss(
                         mb.sequence_sums(logprobs_T), mb.sequence_sums(old_logprobs_T),
@@ -204,11 +196,8 @@ def main(args: Args) -> None:
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
 
-        # ---- 5. metrics, with the tokens of samples; log and evaluate; beta follows the KL ----
+        # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
-        if args.beta:
-            metrics["beta"] = beta.value
-            beta.update(metrics["kl"], rewards_BG.numel())
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)

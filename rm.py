@@ -88,9 +88,6 @@ class Args(PrefixArgs, TrainArgs):
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off
     (both are counted); error: end the run"""
-    identical_pairs: Literal["drop", "keep", "error"] = "drop"
-    """treatment of pairs whose chosen and rejected are the same. drop: leave them out (counted);
-    error: end the run"""
     center_coefficient: NotNegative[float] = 0.0
     """weight of (rc + rr)^2, rc and rr the rewards of chosen and rejected, which keeps the mean
     reward near 0 (arXiv:2312.09244)"""

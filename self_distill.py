@@ -7,23 +7,20 @@ arXiv:2601.19897; OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802; all of 2026).
 The student pi samples completions y of a prompt x. The teacher q scores the same tokens after a
 prompt with a hint. On each token the student is pulled to the teacher's distribution:
 
-    L     = mean_t D(pi, q) + policy_coef mean_t L_t                    D: --divergence       loss()
-    L_t   = -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i)
-    A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                      advantages()
-    rho_t = pi(y_t) / pi_old(y_t)
-    q     = pi, pi at its start, or q <- (1 - ema_rate) q + ema_rate pi: --teacher    move_towards()
+    L = mean_t D(pi, q)                                                 D: --divergence       loss()
+    q = pi, pi at its start, or q <- 0.95 q + 0.05 pi                   --teacher     move_towards()
 
 The hint is a column of the data (a demonstration: SDFT; the solution: OPSD), a successful
 completion of the group, or the text that a reward returns (SDPO). Completions without a hint have
 no divergence. Differences from the papers (docs/self_distill.md): means over the global minibatch;
-no importance weights of the divergence; one kind of hint; the top k tokens are the teacher's.
+no importance weights; one kind of hint; the top k tokens are the teacher's.
 
 Shapes: P prompts on this rank, B on all ranks, G completions of each, T packed tokens of a
 micro-batch, S tokens of the same completions after hinted prompts, D hidden size; x_T[t] describes
 targets_T[t]."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import ClassVar, Literal
@@ -32,14 +29,13 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import NotNegative, OpenFraction, Positive, Real, Several
-from common.config.objectives import ClipArgs, CorrectionArgs
+from common.config.flags import NotNegative, Positive, Several
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
 from common.config.teacher_flags import DivergenceArgs
 from common.data.encode import Encoder
-from common.data.packing import count_trained, pack_minibatches
+from common.data.packing import pack_minibatches
 from common.data.sample import Completion, Group
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
@@ -49,11 +45,10 @@ from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, move_towards
 from common.model.scoring import with_logprobs
 from common.model.student import OwnTeacher, Teacher, load_own_teacher
-from common.objectives.advantages import centre_groups, group_std
-from common.objectives.importance import bounded_exp, importance_weights, is_clipped
+from common.objectives.divergence import DIVERGENCES
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.hints import (
     divide,
     hint_filler,
@@ -61,7 +56,7 @@ from common.rollout.hints import (
     hinted_prompt,
     say_if_unused,
 )
-from common.rollout.measure import measure_groups, truncation_penalties
+from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts, prompt_columns
 from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
@@ -72,19 +67,12 @@ from common.train.run_folder import begin_run, prepare_output_dir
 SHOW = ("loss", "reward", "reverse_kl", "hints/used", "eval/solved", "time/step")
 CURVES = ("loss", "reward", "reverse_kl", "agreement", "hints/used", "eval/solved", "entropy",
           "teacher_entropy", "completions/mean_length", "grad_norm")  # fmt: skip
-# Flags that only --policy_coef reads.
-POLICY_FLAGS = ("clip_low", "clip_high", "missing_eos_penalty",
-                *(field.name for field in fields(CorrectionArgs)))  # fmt: skip
 COMPARED = {"reverse_kl": "reverse_kl_T", "agreement": "agree_T",
             "teacher_entropy": "teacher_entropy_T", "teacher_mass": "teacher_mass_T"}  # fmt: skip
 
+SUCCESS = 1.0  # first reward of a successful completion, for --hint sibling
+
 # ---- the objective ----
-
-
-def advantages(rewards_PG: Tensor) -> Tensor:
-    """Return the advantage A_i of every completion, [P, G] float64: 0 without a reward (NaN) or
-    where all are equal."""
-    return centre_groups(rewards_PG) / (group_std(rewards_PG) + 1e-6)
 
 
 def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
@@ -96,80 +84,44 @@ def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
     return teacher._replace(hidden_TD=hidden_TD)
 
 
-def loss(
-    comparison: Comparison, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
-    advantages_T: Tensor, mask_T: Tensor, hinted_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor,
-    hinted_tokens: Tensor, args: "Args", c_mean: float = 1,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return each token's share of L, and tensors [T] to log. `comparison`: student and teacher;
-    `mask_T`: trained tokens; `hinted_T`: those with a divergence. The global minibatch has `tokens`
-    and `hinted_tokens` of them."""
-    share_T = comparison.divergence_T * hinted_T / hinted_tokens
-    if not args.policy_coef:
-        return share_T, {}
-    c_T = importance_weights(
-        old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
-    )
-    log_rho_T = comparison.logprobs_T - old_logprobs_T
-    rho_T = bounded_exp(log_rho_T)
-    clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
-    policy_T = -torch.min(rho_T * advantages_T, clipped_T * advantages_T) * c_T
-    logged = {
-        "ratio": rho_T.detach(),
-        "clip_ratio/region_mean": is_clipped(
-            log_rho_T.detach(), advantages_T, args.clip_low, args.clip_high
-        ),
-        "sampling/weight": c_T,
-        "sampling/kept_fraction": c_T > 0,
-        "policy_loss": policy_T.detach(),
-    }
-    return share_T + args.policy_coef * policy_T * mask_T / tokens, logged
+def loss(comparison: Comparison, hinted_T: Tensor, hinted_tokens: Tensor) -> Tensor:
+    """Return each token's share of L. `comparison`: student and teacher; `hinted_T`: tokens with a
+    divergence, of which the global minibatch has `hinted_tokens`."""
+    return comparison.divergence_T * hinted_T / hinted_tokens
 
 
 @dataclass
-class Args(DivergenceArgs, CorrectionArgs, ClipArgs, OnlineArgs):
+class Args(DivergenceArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(reward="exact_match", hint="sibling")
     packs_branches = False  # no flag: pairs have two sequences
     sequences_together = 2  # no flag: a pair shares a pack
     teacher_logprobs = "live"  # no flag: predicted memory has a comparison
     samples_per_prompt: Positive[int] = 8
     reward: Several[str] = ()
-    """rewards of completions (docs/rewards.md lists all), for --hint sibling and feedback, and for
-    --policy_coef; else measured alone"""
+    """rewards of completions (docs/rewards.md lists all), for --hint sibling and feedback; else
+    measured alone"""
     lr: Positive[float] = 1e-5
     share_prefix: NotNegative[int] = 0
     """must be 0: a completion is packed with its two prompts, which differ"""
     hint: str | None = None
     """hint in the teacher's prompt; required. a name: this column of the data; sibling: another
-    completion of the group, a successful one; feedback: the text that a reward returns"""
+    completion of the group, whose first reward is at least 1; feedback: the text that a reward
+    returns"""
     hint_template: str = r"{prompt}\n\nA hint:\n\n{hint}\n\nNow answer in your own words."
     """text of the teacher's prompt, with {prompt}, {hint}, columns of the row; \\n: line break"""
-    success_reward: Real = 1.0
-    """sibling: smallest first reward of a successful completion"""
     teacher: Literal["live", "start", "ema"] = "ema"
     """weights of the teacher. live: the policy's; start: those at the start of the run; ema: moving
     average of the policy's"""
-    ema_rate: OpenFraction = 0.05
-    """ema: weight of the policy in the average after an optimizer step; near 0: like start, near 1:
-    like live"""
-    skip_first: NotNegative[int] = 0
-    """tokens at the start of a completion without a divergence"""
-    policy_coef: NotNegative[float] = 0.0
-    """weight of the clipped policy loss, with advantages as in grpo.py; 0: the divergence alone"""
 
     def __post_init__(self) -> None:
         why = "here: each completion is packed with its two prompts"
         require_default(self, ("share_prefix", "context_ranks"), why)
-        if self.teacher != "ema":
-            require_default(self, ("ema_rate",), f"with --teacher {self.teacher}")
-        if self.hint != "sibling":
-            require_default(self, ("success_reward",), f"with --hint {self.hint}")
-        if not self.policy_coef:
-            require_default(self, POLICY_FLAGS, "with --policy_coef 0")
-        flag = f"--policy_coef {self.policy_coef:g}" if self.policy_coef else f"--hint {self.hint}"
-        if not self.reward and (self.policy_coef or self.hint in ("sibling", "feedback")):
+        if self.missing_eos_penalty:
+            raise ValueError("--missing_eos_penalty has no effect here: rewards are only measured")
+        flag = f"--hint {self.hint}"
+        if not self.reward and self.hint in ("sibling", "feedback"):
             raise ValueError(f"{flag} needs --reward")
-        if self.samples_per_prompt == 1 and (self.policy_coef or self.hint == "sibling"):
+        if self.samples_per_prompt == 1 and self.hint == "sibling":
             raise ValueError(f"{flag} needs --samples_per_prompt above 1")
         if "{hint}" not in self.hint_template:
             raise ValueError(f"--hint_template {self.hint_template!r}: {{hint}} is missing")
@@ -178,24 +130,24 @@ class Args(DivergenceArgs, CorrectionArgs, ClipArgs, OnlineArgs):
 # ---- hints, and completions after hinted prompts ----
 
 
-def hints_of(group: Group, rewards_G: list[float], args: Args) -> list[str]:
+def hints_of(group: Group, rewards_G: list[float], hint: str) -> list[str]:
     """Return the hint of each completion of a prompt; "" where there is none. The hint `sibling` is
     the next successful completion, never the completion itself."""
-    if args.hint == "feedback":
+    if hint == "feedback":
         return [sample.feedback for sample in group]
-    if args.hint != "sibling":
-        return [hint_of_row(group[0].row, args.hint)] * len(group)
-    texts = [s.text * (r >= args.success_reward) for s, r in zip(group, rewards_G, strict=True)]
+    if hint != "sibling":
+        return [hint_of_row(group[0].row, hint)] * len(group)
+    texts = [s.text * (r >= SUCCESS) for s, r in zip(group, rewards_G, strict=True)]
     others = [texts[g + 1 :] + texts[:g] for g in range(len(group))]
     return [next(filter(None, each), "") for each in others]
 
 
-def pair(sample: Completion, prompt: list[int], skip_first: int) -> list[Completion]:
+def pair(sample: Completion, prompt: list[int]) -> list[Completion]:
     """Return a completion, and its copy after the hinted `prompt`. `weights` are 1 on tokens with a
     divergence, else 0. Without hinted prompt, [], the copy is a stub of two tokens."""
     start = sample.prompt_length
     kept = slice(start, None) if prompt else slice(start - 1, start + 1)
-    hinted = [i >= start + skip_first and bool(prompt) for i in range(len(sample.ids))]
+    hinted = [i >= start and bool(prompt) for i in range(len(sample.ids))]
     weights = [float(x and y) for x, y in zip(hinted, sample.loss_mask, strict=True)]
     own = replace(sample, weights=weights)
     n = len(prompt)
@@ -215,13 +167,13 @@ def hinted_pairs(
     prompts that do not fit, which are dropped. `make_prompt`: (row, hint) -> hinted prompt."""
     pairs = []
     for group, rewards_G in zip(groups, rewards_PG.tolist(), strict=True):
-        hints = hints_of(group, rewards_G, args)
+        hints = hints_of(group, rewards_G, args.hint)
         prompts = {hint: make_prompt(group[0].row, hint) for hint in {*hints} - {""}}
         for sample, hint in zip(group, hints, strict=True):
             prompt = prompts.get(hint, [])
             size = len(prompt) + len(sample.completion_ids)
             fits = size <= context and size - 1 + sample.num_targets <= args.pack_tokens
-            pairs.append(pair(sample, prompt if fits else [], args.skip_first))
+            pairs.append(pair(sample, prompt if fits else []))
             meter.mean("hints/used", any(pairs[-1][0].weights))
             meter.mean("hints/too_long", bool(prompt) and not fits)
     return pairs
@@ -267,7 +219,7 @@ def main(args: Args) -> None:
         run.log(0, evaluate_prompts(rollouts, 0, reward_prompts, rewards))
 
     for step in run.steps():  # saves checkpoints between steps
-        # ---- 1. rollout: G completions of each of P prompts; rewards and advantages ----
+        # ---- 1. rollout: G completions of each of P prompts; rewards ----
         groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
@@ -275,9 +227,6 @@ def main(args: Args) -> None:
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
-        penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
-        advantages_PG = advantages(rewards_PG + penalties_PG)
-        advantages_BG = distributed.gather_rows(advantages_PG, positions)
 
         # ---- 2. pack: each completion beside its copy after the hinted prompt, then apart ----
         first_PG = rewards.first(named_rewards) if args.reward else rewards_PG
@@ -291,46 +240,36 @@ def main(args: Args) -> None:
         halves = [[divide(mb) for mb in mbs] for mbs in packed]
         minibatches = [[own for own, _ in mbs] for mbs in halves]
         copies = [[copy for _, copy in mbs] for mbs in halves]
-        checks_engine = run.checks_engine(step)
-        with meter.time("logprobs"):  # None: those of the update serve as old ones
-            needs_old = args.updates_per_rollout > 1 or args.correction_normalize
-            old = policy if checks_engine or needs_old else None
-            minibatches = with_logprobs(minibatches, args.temperature, old=old)
-        if checks_engine:
-            require_agreement(minibatches, step, args, device)
+        if run.checks_engine(step):
+            with meter.time("logprobs"):
+                checked = with_logprobs(minibatches, args.temperature, old=policy)
+            require_agreement(checked, step, args, device)
 
         # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
-            for m in [*range(args.minibatches)] * args.epochs_per_rollout:
-                tokens, _ = count_trained(minibatches[m])  # of all ranks
-                c_mean = mean_weight(minibatches[m], args.correction_form)
+            for n in range(args.updates_per_rollout):
+                m = n % args.minibatches
                 hinted_tokens = distributed.all_sum(sum(mb.weights_T.sum() for mb in copies[m]))
                 total_loss = torch.zeros((), device=device)
                 for mb, copy in zip(minibatches[m], copies[m], strict=True):
                     hinted_T = mb.weights_T > 0
                     logits = aligned(teacher.teach(copy), copy.weights_T > 0, hinted_T)
                     comparison = policy.distill(
-                        mb, logits, args.divergence_form, args.top_k, args.temperature
+                        mb, logits, DIVERGENCES[args.divergence], args.top_k, args.temperature
                     )
-                    old_logprobs_T = mb.old_logprobs_T
-                    if old_logprobs_T is None:  # on policy
-                        old_logprobs_T = comparison.logprobs_T.detach()
-                    share_T, logged = loss(
-                        comparison, old_logprobs_T, mb.rollout_logprobs_T,
-                        mb.on_tokens(advantages_BG), mb.loss_mask_T, hinted_T, mb.sequence_ids_T,
-                        tokens, hinted_tokens.clamp(min=1), args, c_mean,
-                    )  # fmt: skip
+                    share_T = loss(comparison, hinted_T, hinted_tokens.clamp(min=1))
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
-                    meter.tokens(mb, logged | {"entropy": comparison.entropy_T}, share_T)
+                    meter.tokens(mb, {"entropy": comparison.entropy_T}, share_T)
                     for name, stream in COMPARED.items():
                         meter.masked_mean(name, getattr(comparison, stream), hinted_T)
-                    measure_mismatch(meter, old_logprobs_T, mb)
+                    if n < args.minibatches:  # in the first epoch
+                        measure_mismatch(meter, comparison.logprobs_T.detach(), mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 if args.teacher == "ema":
-                    move_towards(teacher, policy, args.ema_rate)
+                    move_towards(teacher, policy, rate=0.05)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
 
@@ -339,7 +278,8 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, reward_prompts, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, positions, rewards_PG, advantages_PG, named_rewards)
+        none_PG = torch.zeros_like(rewards_PG)  # no completion has an advantage
+        run.show_samples(step + 1, groups, positions, rewards_PG, none_PG, named_rewards)
 
     run.end()
     rollouts.close()

@@ -137,7 +137,7 @@ def evaluate(
     meter = Meter()
     share = [samples[i] for i in distributed.share_of(indices)]
     for mb in pack(share, args.pack_tokens, device):
-        logprobs_T, entropy_T, correct_T, _ = policy(mb)
+        logprobs_T, entropy_T, correct_T = policy(mb)
         measured = dict(loss=-logprobs_T, entropy=entropy_T, mean_token_accuracy=correct_T)
         meter.tokens(mb, {f"eval_{name}": x_T for name, x_T in measured.items()})
     return meter
@@ -188,7 +188,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             batch_loss = torch.zeros((), device=device)
             for mb in micro_batches:
-                logprobs_T, entropy_T, correct_T, _ = policy(mb)
+                logprobs_T, entropy_T, correct_T = policy(mb)
                 loss_T = loss(args.loss, logprobs_T)
                 share_T = loss_T * mb.loss_mask_T / tokens
                 mb_loss = share_T.sum()

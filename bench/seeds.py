@@ -30,8 +30,9 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import grpo
 import gspo
+
+import grpo
 import reinforce
 from common.metrics.curves import read_metrics
 

@@ -39,8 +39,8 @@ BUGS = [
     Bug(
         "bug_3",
         "grpo.py",
-        "log_rho_T = logprobs_T - old_logprobs_T",
-        "log_rho_T = logprobs_T - logprobs_T.detach()",
+        "Tokens(logprobs_T, old_logprobs_T, advantages_T",
+        "Tokens(logprobs_T, logprobs_T.detach(), advantages_T",
         {
             "tests/test_grpo.py::test_clip_fraction_counts_the_tokens_without_gradient": (
                 "look at the ratio"

@@ -7,21 +7,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import grpo
-import gspo
 import kto
 import ppo
 import rm
 import sft
 from common.objectives.divergence import forward_kl, jsd, reverse_kl
 from common.objectives.kl import KLEstimator, kl_estimate
-from common.objectives.preference import OVER_BATCH, READS, Pairs, preference_loss
+from common.objectives.policy import POLICY_LOSSES, Tokens
+from common.objectives.preference import READS, Pairs, preference_loss
 
 Settings = Mapping[str, Sequence]
 OLD = math.log(1 / 3)  # log-prob of the token at the time of the rollout
@@ -65,50 +64,34 @@ def chart(group: str, name: str, x: str, xs: Tensor, lines: list[dict], **start:
 
 # ---- policy losses ----
 
-VESPO = [0.0, 1.0, 2.0, 3.0, 4.0]
 CLIP = (
     dict(clip_high=[0.05, 0.1, 0.2, 0.28, 0.4, 0.6, 1.0]),
-    dict(clip_low=[0.05, 0.1, 0.2, 0.3, 0.5], dual_clip=[0.0, 1.2, 1.5, 2.0, 2.5]),
+    dict(clip_low=[0.05, 0.1, 0.2, 0.3, 0.5]),
 )
-DPPO = dict(dppo_bound=[0.02, 0.05, 0.1, 0.15, 0.3], dppo_divergence=["tv", "kl"])
-SIGNED: dict[str, tuple[Settings, Settings]] = {  # flags that are read for A = 1 and for A = -1
+SIGNED: dict[str, tuple[Settings, Settings]] = dict.fromkeys(POLICY_LOSSES, ({}, {})) | {
+    # flags that are read for A = 1 and for A = -1
     "clip": CLIP,
     "gspo": CLIP,
     "sequence_clip": CLIP,
     "gmpo": (dict(clip_high=[0.1, 0.2, 0.4, 0.8]), dict(clip_low=[0.1, 0.2, 0.4, 0.8])),
-    "dppo": (DPPO, DPPO),
-    "reinforce": ({}, {}),
-    "topr": ({}, {}),
-    "cispo": (dict(cispo_high=[0.1, 0.28, 0.5, 1.0, 1.5, 4.0]),) * 2,
-    "sapo": (
-        dict(sapo_tau_positive=[0.5, 1.0, 2.0, 4.0, 8.0]),
-        dict(sapo_tau_negative=[0.5, 1.05, 2.0, 4.0, 8.0]),
-    ),
-    "vespo": (
-        dict(vespo_k_positive=VESPO, vespo_lambda_positive=VESPO),
-        dict(vespo_k_negative=VESPO, vespo_lambda_negative=VESPO),
-    ),
 }
 
 
-def policy_chart(script: ModuleType, name: str) -> dict:
+def policy_chart(name: str) -> dict:
     """Return the chart of a completion of one token."""
-    rho_X, defaults = grid(0.03, 3, 100), vars(script.Args(loss=name))
-    if name == "gspo":  # its own bounds are too close to 1 for the picture
-        defaults = defaults | dict(clip_low=0.2, clip_high=0.28)
+    rho_X = grid(0.03, 3, 100)
+    low, high = (0.4, 0.4) if name == "gmpo" else (0.2, 0.28)  # gspo's are too close to 1
 
-    def f(A: float, logprobs_X: Tensor, **flags) -> Tensor:
-        args: Any = SimpleNamespace(**defaults | flags)
-        A_X, log_rho_X = torch.full_like(logprobs_X, A), logprobs_X - OLD
-        if script is gspo:
-            ids_X, mask_X = torch.arange(len(A_X)), torch.ones_like(A_X).bool()
-            log_rho_X = gspo.completion_log_ratio(log_rho_X, A_X, mask_X, ids_X, args)
-        return script.policy_loss(log_rho_X, A_X, logprobs_X, args)
+    def f(A: float, logprobs_X: Tensor, clip_low: float = low, clip_high: float = high) -> Tensor:
+        old_X, A_X = torch.full_like(logprobs_X, OLD), torch.full_like(logprobs_X, A)
+        mask_X, ids_X = torch.ones_like(A_X).bool(), torch.arange(len(A_X))
+        x = Tokens(logprobs_X, old_X, A_X, mask_X, ids_X, clip_low, clip_high)
+        return POLICY_LOSSES[name](x).loss_T
 
     logprobs = {"log-prob": rho_X.log() + OLD}
     signs = zip((1.0, -1.0), SIGNED[name], strict=True)
     lines = [line(f"A = {A:g}", partial(f, A), logprobs, settings) for A, settings in signs]
-    return chart("policy", name, "rho", rho_X, lines, **defaults)
+    return chart("policy", name, "rho", rho_X, lines, clip_low=low, clip_high=high)
 
 
 # ---- preference losses ----
@@ -116,33 +99,21 @@ def policy_chart(script: ModuleType, name: str) -> dict:
 CHOICES: Settings = dict(
     beta=[0.05, 0.1, 0.3, 1.0],
     label_smoothing=[0.0, 0.1, 0.3],
-    f_divergence=["reverse_kl", "forward_kl", "js"],
-    length_normalize=[True, False],
-    simpo_gamma=[0.0, 0.5, 1.0, 2.0],
-    alphapo_alpha=[-0.5, 0.0, 0.25, 1.0],
-    discopop_tau=[0.02, 0.05, 0.2, 1.0],
+    f_divergence=["reverse_kl", "forward_kl", "js", "alpha"],
 )
-DEFAULTS: dict[str, Any] = dict(
-    beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=1.0, length_normalize=True,
-    simpo_gamma=0.5, alphapo_alpha=0.25, discopop_tau=0.05,
-)  # fmt: skip
+DEFAULTS: dict[str, Any] = dict(beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl")
 
 
 def preference_chart(name: str) -> dict:
     margin_X, start = grid(-30, 30, 61), dict(DEFAULTS)
-    settings = {flag: CHOICES[flag] for flag in READS[name] if flag in CHOICES}
+    settings = {flag: CHOICES[flag] for flag in ("beta", *READS[name])}
     if name == "exo_pair":  # needs label smoothing
         settings["label_smoothing"], start["label_smoothing"] = [0.001, 0.1, 0.3], 0.001
 
     def f(chosen_X: Tensor, rejected_X: Tensor, **flags) -> Tensor:
         n = torch.full_like(chosen_X, LENGTH)
-        pairs = Pairs(chosen_X, rejected_X, -n, -n, n, n, torch.ones_like(n))
-        if name not in OVER_BATCH:
-            return preference_loss(name, pairs, **DEFAULTS | flags)
-        each = zip(
-            *(x.split(1) for x in pairs.tensors()), strict=True
-        )  # a batch of one pair at each margin
-        return torch.cat([preference_loss(name, Pairs(*one), **DEFAULTS | flags) for one in each])
+        pairs = Pairs(chosen_X, rejected_X, -n, -n, n, n)
+        return preference_loss(name, pairs, **DEFAULTS | flags)
 
     inputs = {"chosen": margin_X / 2 - LENGTH, "rejected": -margin_X / 2 - LENGTH}
     return chart("preference", name, "margin", margin_X, [line(name, f, inputs, settings)], **start)
@@ -152,12 +123,12 @@ def preference_chart(name: str) -> dict:
 
 
 def kl_chart() -> dict:
-    def f(estimator: KLEstimator, d_X: Tensor, kl_clamp: float) -> Tensor:
-        return kl_estimate(d_X, torch.zeros_like(d_X), estimator, kl_clamp)
+    def f(estimator: KLEstimator, d_X: Tensor) -> Tensor:
+        return kl_estimate(d_X, torch.zeros_like(d_X), estimator)
 
-    d_X, clamps = grid(-3, 3, 121), dict(kl_clamp=[0.0, 0.5, 1.0, 2.0])
-    lines = [line(k, partial(f, k), {"log-prob": d_X}, clamps) for k in ("k1", "k2", "k3")]
-    return chart("kl", "kl_estimate", "d", d_X, lines, kl_clamp=0.0)
+    d_X = grid(-3, 3, 121)
+    lines = [line(k, partial(f, k), {"log-prob": d_X}, {}) for k in ("k1", "k2", "k3")]
+    return chart("kl", "kl_estimate", "d", d_X, lines)
 
 
 def divergence_chart() -> dict:
@@ -166,12 +137,8 @@ def divergence_chart() -> dict:
         logq_X2 = torch.tensor([q, 1 - q], dtype=torch.float64).log().expand_as(logp_X2)
         return divergence(logp_X2, logq_X2, **flags)[0]
 
-    p_X, q, beta = (
-        grid(0.01, 0.99, 99),
-        dict(q=[0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98]),
-        dict(jsd_beta=[0.1, 0.5, 0.9]),
-    )
-    each = [(reverse_kl, q), (forward_kl, q), (jsd, q | beta)]
+    p_X, q = grid(0.01, 0.99, 99), dict(q=[0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98])
+    each = [(reverse_kl, q), (forward_kl, q), (jsd, q | dict(b=[0.1, 0.5, 0.9]))]
     lines = [
         line(d.__name__, partial(f, d), {"logit": p_X.logit()}, settings) for d, settings in each
     ]
@@ -188,12 +155,12 @@ def other_charts() -> list[dict]:
         args: Any = SimpleNamespace(**vars(kto.Args()) | dict(beta=beta))
         return kto.loss(l_N, torch.full_like(l_N, desirable).bool(), z0, args)
 
-    def of_value(v_T: Tensor, R: float, value_clip: float) -> Tensor:
-        return ppo.value_loss(v_T, torch.zeros_like(v_T), torch.full_like(v_T, R), value_clip)
+    def of_value(v_T: Tensor, R: float) -> Tensor:
+        return ppo.value_loss(v_T, torch.zeros_like(v_T), torch.full_like(v_T, R))
 
     margins: Settings = dict(margin=[0.0, 0.5, 1.0, 2.0], center_coefficient=[0.0, 0.01, 0.1])
     scales: Settings = dict(beta=[0.05, 0.1, 0.3, 1.0], z0=[0.0, 2.0, 5.0, 10.0])
-    values: Settings = dict(R=[-1.0, 0.0, 0.5, 1.0], value_clip=[0.0, 0.2, 0.5, 1.0])
+    values: Settings = dict(R=[-1.0, 0.0, 0.5, 1.0])
     sides = {"desirable": True, "undesirable": False}
     nll = [
         line(name, partial(sft.loss, name), {"log-prob": p_X.log()}, {}) for name in ("nll", "dft")
@@ -226,5 +193,5 @@ def other_charts() -> list[dict]:
 
 def charts() -> list[dict]:
     """Return all charts, for site.js."""
-    policy = [policy_chart(script, name) for script in (grpo, gspo) for name in script.LOSSES]
+    policy = map(policy_chart, POLICY_LOSSES)
     return [*policy, kl_chart(), *map(preference_chart, READS), divergence_chart(), *other_charts()]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics
+from helpers import metrics
 
 import dpo
 from common.data.encode import Encoder
@@ -16,14 +16,12 @@ from common.data.rows import PAIR_COLUMNS, train_and_eval_rows
 from common.data.tasks import arithmetic_rows
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
-from common.model.policy import load_policy, move_towards
-from common.model.reference import reference_logps, store_reference_logps
+from common.model.policy import load_policy
+from common.model.reference import store_reference_logps
 from common.model.tiny import tiny_model
-from common.objectives.preference import OVER_BATCH, READS, Pairs, preference_loss
+from common.objectives.preference import Pairs, preference_loss
 
 
-# All objectives at once: each is logged separately, and the gradient is that of the sum. The
-# reference has other weights: equal log-ratios would be sorted by rounding errors.
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Pairs of very different lengths; every third rejected one is short."""
@@ -44,19 +42,6 @@ def data(tmp_path_factory):
     return path
 
 
-def test_reference_that_copies_the_policy_gives_the_first_loss(data, device):
-    """With --reference_sync 1 and a rate of 1, each step has the log-ratios of the first one."""
-    args, pairs, model = setup(data, device)
-    reference = load_policy(tiny_model(), args, device, trainable=False)
-    disturbed(model)
-    before, _ = objective_of(model, reference, pairs, args, device)
-    model.reshard()
-    move_towards(reference, model, 1.0)
-    after, metrics = objective_of(model, reference, pairs, args, device)
-    assert after.item() == pytest.approx(len(pairs) * math.log(2), rel=1e-6) != before.item()
-    assert metrics["rewards/margins"] == 0
-
-
 # ---- in this process ----
 
 
@@ -68,16 +53,13 @@ def setup(data, device, **flags):
     return args, groups, load_policy(tiny_model(), args, device)
 
 
-def objective_of(model, reference, pairs, args, device, stored=None):
+def objective_of(model, pairs, args, device, ref_logps_B2=None):
     """Return the loss of dpo.py, a sum over these pairs, and its metrics."""
     meter, micro_batches = Meter(), pack_groups(pairs, args.pack_tokens, device)
-    stored = torch.zeros(len(pairs), 2) if stored is None else stored
-    logps = reference_logps(reference, micro_batches, stored)
-    others, places = dpo.gather_pairs(model, micro_batches, logps, args)
-    packs = zip(micro_batches, places, strict=True)
-    return sum(
-        dpo.forward(model, mb, logps, others, own, args, meter) for mb, own in packs
-    ), meter.reduce()
+    if ref_logps_B2 is None:
+        ref_logps_B2 = torch.zeros(len(pairs), 2)
+    losses = [dpo.forward(model, mb, ref_logps_B2, args, meter) for mb in micro_batches]
+    return sum(losses), meter.reduce()
 
 
 def disturbed(model):
@@ -88,106 +70,45 @@ def disturbed(model):
     return model
 
 
-def naive_logps(hf, sample, weights=None):
-    """Compute log-probs by plain transformers, one sequence at a time, and the mean of log p - log
-    sum_v p(v)^2."""
+def naive_logps(hf, sample):
+    """Compute the log-prob of a completion by plain transformers, one sequence at a time."""
     ids = torch.tensor([sample.ids])
     logp_TV = hf(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
     picked = logp_TV.gather(-1, ids[0, 1:, None])[:, 0]
-    adjusted = picked - (2 * logp_TV).logsumexp(-1)
-    mask = torch.tensor(sample.loss_mask[1:])
-    weights = torch.ones(len(mask)) if weights is None else torch.tensor(weights[1:])
-    return (picked * weights)[mask].sum().item(), adjusted[mask].mean().item()
+    return picked[torch.tensor(sample.loss_mask[1:])].sum().item()
 
 
-def test_logprobs_equal_those_of_plain_transformers(data, device):
-    """Sums over completions, WPO's weights and LD-DPO's discount are computed from packs."""
+def test_logprobs_equal_those_of_plain_transformers(data, device, tmp_path):
+    """Sums over completions, by the policy and by the reference, are computed from packs."""
     from transformers import AutoModelForCausalLM
 
-    args, groups, model = setup(
-        data, device, wpo=True, ld_alpha=0.3, pack_tokens=1200, max_length=500
-    )
+    args, groups, model = setup(data, device, pack_tokens=1200, max_length=500)
     hf = AutoModelForCausalLM.from_pretrained(tiny_model())
-    _, got = objective_of(model, None, groups, args, device)
-    expected = dict(chosen=[], rejected=[], weight=[])
-    for pair in groups:
-        shared = min(len(sample.completion_ids) for sample in pair)
-        adjusted = 0.0
-        for side, sample in zip(("chosen", "rejected"), pair, strict=True):
-            beyond = sample.prompt_length + shared
-            logp, mean = naive_logps(
-                hf, sample, [1.0 if i < beyond else 0.3 for i in range(len(sample.ids))]
-            )
-            expected[side].append(logp)
-            adjusted += mean
-        expected["weight"].append(min(1.0, math.exp(adjusted)))
-    assert any(len(c.completion_ids) != len(r.completion_ids) for c, r in groups)
-    for name, values in (
-        ("logps/chosen", expected["chosen"]),
-        ("logps/rejected", expected["rejected"]),
-        ("wpo/weight", expected["weight"]),
-    ):
-        assert got[name] == pytest.approx(sum(values) / len(values), rel=1e-5)
-
-
-def test_stored_and_online_references_agree(data, device, tmp_path):
-    args, pairs, model = setup(data, device, loss=("ipo", "aot", "aot_unpaired"))
-    reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
-    online, with_reference = objective_of(model, reference, pairs, args, device)
-    (logps,) = store_reference_logps(
-        [pairs], tiny_model(), lambda: reference, tmp_path, args, device
-    )
-    stored, with_numbers = objective_of(model, None, pairs, args, device, logps)
-    assert stored.item() == pytest.approx(online.item(), rel=1e-6)
-    assert (
-        with_numbers == pytest.approx(with_reference, rel=1e-5)
-        and with_numbers["rewards/margins"] != 0
-    )
-
-
-@pytest.mark.slow
-def test_online_reference_gives_the_run_of_a_stored_one(data, tmp_path, main):
-    flags = (
-        "--max_steps",
-        2,
-        "--batch_size",
-        8,
-        "--lr",
-        1e-3,
-        "--eval_every",
-        0,
-        "--dataset",
-        data,
-        "--beta",
-        0.5,
-    )
-    main("dpo", *flags, "--output_dir", tmp_path / "stored")
-    main("dpo", *flags, "--output_dir", tmp_path / "online", "--reference_logprobs", "online")
-    assert not (tmp_path / "online" / "reference_logps.json").exists()
-    assert_close_metrics(
-        tmp_path / "stored", tmp_path / "online", ("loss", "rewards/chosen"), rel=1e-5, floor=0.1
-    )
+    _, got = objective_of(model, groups, args, device)
+    for n, name in enumerate(("chosen", "rejected")):
+        expected = sum(naive_logps(hf, pair[n]) for pair in groups) / len(groups)
+        assert got[f"logps/{name}"] == pytest.approx(expected, rel=1e-5)
+    (stored,) = store_reference_logps([groups], tiny_model(), lambda: model, tmp_path, args, device)
+    expected = torch.tensor([[naive_logps(hf, sample) for sample in pair] for pair in groups])
+    torch.testing.assert_close(stored, expected.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_rank_without_pairs_has_zero_loss_and_gradient(data, device):
-    args, _, model = setup(data, device, loss=("sigmoid", "aot"))
-    loss, _ = objective_of(model, None, [], args, device)
+    args, _, model = setup(data, device, loss=("sigmoid", "ipo"))
+    loss, _ = objective_of(model, [], args, device)
     loss.backward()
     assert loss.item() == 0 and all(
         p.grad is None or not p.grad.full_tensor().any() for p in model.parameters()
     )
 
 
-@pytest.mark.parametrize("losses", [("sigmoid",), ("aot", "aot_unpaired", "ipo")])
-def test_gradient_does_not_depend_on_packing(losses, data, device):
-    """Objectives that sort are included: their gradient is that of all pairs sorted together."""
+def test_gradient_does_not_depend_on_packing(data, device):
     gradients = []
     for pack_tokens in (4000, 700):
         args, pairs, model = setup(
-            data, device, loss=losses, pack_tokens=pack_tokens, max_length=300
+            data, device, loss=("sigmoid", "ipo"), pack_tokens=pack_tokens, max_length=300
         )
-        reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
-        objective_of(model, reference, pairs, args, device)[0].backward()
+        objective_of(model, pairs, args, device)[0].backward()
         micro_batches = pack_groups(pairs, args.pack_tokens, device)
         gradients.append(
             (
@@ -215,13 +136,9 @@ def test_stated_loss_equals_the_sigmoid_objective_of_the_table(smoothing):
         [-3.0, -3, -1],
         [3.0, 4, 1],
         [5.0, 2, 1],
-        [1.0] * 3,
-    )
-    flags = dict(
-        length_normalize=True, f_alpha=0.5, simpo_gamma=0.5, alphapo_alpha=0.25, discopop_tau=0.05
     )
     table_N = preference_loss(
-        "sigmoid", pairs, beta=0.3, label_smoothing=smoothing, f_divergence="reverse_kl", **flags
+        "sigmoid", pairs, beta=0.3, label_smoothing=smoothing, f_divergence="reverse_kl"
     )
     loss_N, parts = dpo.loss(pairs, args)
     assert (
@@ -231,20 +148,14 @@ def test_stated_loss_equals_the_sigmoid_objective_of_the_table(smoothing):
     )
 
 
-def test_objectives_are_summed_with_loss_and_pair_weights():
-    rows = [-3.0, -5], [-4.0, -2], [-3.5, -4], [-3.0, -3], [3.0, 4], [5.0, 2]
+def test_objectives_are_summed_with_their_weights():
+    pairs = pairs_of([-3.0, -5], [-4.0, -2], [-3.5, -4], [-3.0, -3], [3.0, 4], [5.0, 2])
     args = dpo.Args(loss=("sigmoid", "ipo", "cpo"), loss_weights=(0.5, 2.0, 0.0))
-    loss_N, parts = dpo.loss(pairs_of(*rows, [1.0, 0.25]), args)
-    expected_N = torch.tensor([1.0, 0.25]) * (0.5 * parts["sigmoid"] + 2 * parts["ipo"])
+    loss_N, parts = dpo.loss(pairs, args)
+    expected_N = 0.5 * parts["sigmoid"] + 2 * parts["ipo"]
     torch.testing.assert_close(loss_N, expected_N, rtol=1e-12, atol=0)
     for name in parts:
-        assert torch.equal(
-            parts[name], dpo.loss(pairs_of(*rows, [1.0, 1.0]), dpo.Args(loss=(name,)))[0]
-        )
-
-
-def test_objectives_over_the_batch_are_the_aot_ones():
-    assert OVER_BATCH == {name for name in READS if name.startswith("aot")}
+        assert torch.equal(parts[name], dpo.loss(pairs, dpo.Args(loss=(name,)))[0])
 
 
 @pytest.mark.slow

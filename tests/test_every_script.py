@@ -45,7 +45,7 @@ SCRIPTS = dict(
     grpo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "digits", "first", "--reward_weights", 1, 0.5,
           "--advantage", "gdpo", "--reduction", "sequence", "--off_policy_threshold", 0.1,
           "--unbiased_kl", "true", "--beta", 0.05, "--entropy_coef", 0.01, "--clip_low", 0.001,
-          "--clip_high", 0.001, "--correction", "sequence"),
+          "--clip_high", 0.001, "--loss", "gmpo"),
     dapo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "longer", "--overlong_buffer", 0.5,
           "--mask_truncated", "--correction", "sequence", "--model", "talkative"),
     reinforce=(*SAMPLED, *GROUPED, *PENALTY, "--preset", "reinforce++", "--entropy_coef", 0.01,

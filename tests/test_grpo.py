@@ -1,6 +1,6 @@
 """grpo.py: the objective for its flags, and whole runs with the real engine: a gradient independent
-of ranks, exact resume, agreement of engine and trainer, real data. tests/objectives/test_policy.py
-and tests/objectives/test_advantages.py have the formulas."""
+of ranks, exact resume, agreement of engine and trainer, real data. tests/test_grpo_objective.py and
+tests/objectives/test_advantages.py have the formulas."""
 
 import itertools
 import math
@@ -27,6 +27,7 @@ import grpo
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
 from common.metrics.meter import Meter
+from common.objectives.advantages import Scores
 
 SAME = (
     "grad_norm",
@@ -85,17 +86,11 @@ def outcome(**flags) -> float:
     [
         *(({}, dict(loss=a), dict(loss=b)) for a, b in
           itertools.pairwise(("reinforce", "clip", "reinforce", "cispo", "sapo", "dppo"))),
+        *((dict(reduction="sequence"), dict(loss=a), dict(loss=b)) for a, b in
+          itertools.pairwise(("clip", "gspo", "sequence_clip", "gmpo", "topr", "vespo"))),
         *(({}, dict(reduction=a), dict(reduction=b)) for a, b in
           itertools.pairwise(("token", "sequence", "sequence_sum", "constant"))),
-        ({}, dict(dual_clip=0.0), dict(dual_clip=1.1)),
         *(({}, {flag: 0.1}, {flag: 0.3}) for flag in ("clip_low", "clip_high")),
-        (dict(loss="dppo"), dict(dppo_divergence="tv"), dict(dppo_divergence="kl")),
-        (dict(loss="dppo"), dict(dppo_bound=0.1), dict(dppo_bound=0.3)),
-        (dict(loss="cispo"), dict(cispo_mask=None), dict(cispo_mask=(0.2, 0.2))),
-        ({}, dict(old_beta=0.0), dict(old_beta=0.1)),
-        (dict(loss="cispo"), dict(cispo_high=1.0), dict(cispo_high=4.0)),
-        (dict(loss="sapo"), dict(sapo_tau_positive=1.0), dict(sapo_tau_positive=2.0)),
-        (dict(loss="sapo"), dict(sapo_tau_negative=1.0), dict(sapo_tau_negative=2.0)),
         (dict(reduction="constant"), dict(max_new_tokens=128), dict(max_new_tokens=256)),
     ],
 )  # fmt: skip
@@ -107,32 +102,28 @@ def test_clip_fraction_counts_the_tokens_without_gradient():
     """The logged fraction is that of trained tokens without gradient."""
     mb, logprobs_T, old_logprobs_T = batch(drift=2.0)
     logprobs_T.requires_grad_()
-    gradient_T = torch.autograd.grad(
-        loss(grpo.Args(dual_clip=3.0), mb, logprobs_T, old_logprobs_T)[0], logprobs_T
-    )[0]
+    total, logged = loss(grpo.Args(), mb, logprobs_T, old_logprobs_T)
+    (gradient_T,) = torch.autograd.grad(total, logprobs_T)
     without_T = (gradient_T == 0) & mb.loss_mask_T & (mb.on_tokens(ADVANTAGES) != 0)
-    meter, fractions = Meter(), {}
-    for dual_clip in (3.0, 0.0):
-        _, logged = loss(grpo.Args(dual_clip=dual_clip), mb, logprobs_T, old_logprobs_T)
-        meter.tokens(mb, logged)
-        fractions[dual_clip] = meter.reduce()["clip_ratio/region_mean"]
-    assert fractions[3.0] == pytest.approx((without_T.sum() / mb.loss_mask_T.sum()).item())
-    assert fractions[0.0] < fractions[3.0]
+    meter = Meter()
+    meter.tokens(mb, logged)
+    fraction = meter.reduce()["clip_ratio/region_mean"]
+    assert fraction == pytest.approx((without_T.sum() / mb.loss_mask_T.sum()).item()) and fraction
 
 
 # ---- advantages ----
 
-REWARDS = torch.tensor([[1.0, 0, 0, 3], [2, 2, 1, 0], [0, 0, 0, 0]]).double()
-PENALTIES = -torch.tensor([[4.0, 9, 2, 1], [8, 3, 1, 1], [5, 5, 5, 5]]).double()
+REWARDS = torch.tensor([[1.0, 0, 0, 3, 1, 2], [2, 2, 1, 0, 0, 2], [0] * 6]).double()
+PENALTIES = -torch.tensor([[4.0, 9, 2, 1, 2, 3], [8, 3, 1, 1, 4, 7], [5] * 6]).double()
 PARTS = torch.stack([REWARDS / 2, REWARDS.flip(1), PENALTIES])
 NAMES = typing.get_args(typing.get_type_hints(grpo.Args)["advantage"])
 
 
-TOKENS = torch.tensor([[5, 1, 9, 2], [3, 8, 1, 4], [2, 2, 2, 2]])
+TOKENS = torch.tensor([[5, 1, 9, 2, 3, 1], [3, 8, 1, 4, 2, 9], [2] * 6])
 
 
 def advantages(name, rewards=REWARDS, parts=PARTS, weights=(1.0, 1.0, 1.0)):
-    return grpo.advantages(name, rewards, parts, weights, TOKENS, k=2)
+    return grpo.advantages(name, Scores(rewards, parts, weights, TOKENS))
 
 
 def test_advantage_estimators_differ_and_give_zero_for_equal_rewards():

@@ -13,11 +13,10 @@ from in_process import REWARD
 from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.metrics.meter import Meter
-from common.objectives.preference import OVER_BATCH, READS
+from common.objectives.preference import READS
 from online_dpo import Args, loss, make_pairs, measure_pairs, preferences
 
 NAN = math.nan
-PAIRWISE = [name for name in READS if name not in OVER_BATCH]
 # ---- pairs ----
 
 
@@ -77,8 +76,7 @@ def sigmoid(x: float) -> float:
 @pytest.mark.parametrize("referenced", [True, False])
 @pytest.mark.parametrize("sft_weight", [0.0, 0.5])
 def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
-    """The loss is DPO and IPO of summed log-ratios, the second with another weight, plus the
-    log-likelihood of the chosen."""
+    """The loss is DPO and, with another weight, SPPO, plus the log-likelihood of the chosen."""
     groups = [
         [Sample([1] * (2 + n), [False] * 2 + [True] * n, prompt_length=2) for n in pair]
         for pair in LENGTHS
@@ -88,7 +86,7 @@ def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
     logprobs_T, ref_T = -2 * torch.rand(
         2, len(mb.targets_T), generator=generator, dtype=torch.float64
     )
-    args = Args(loss=("sigmoid", "ipo"), loss_weights=(1.0, 0.3), beta=0.7, length_normalize=False,
+    args = Args(loss=("sigmoid", "sppo_hard"), loss_weights=(1.0, 0.3), beta=0.7,
                 sft_weight=sft_weight, label_smoothing=0.1)  # fmt: skip
     mb = mb.with_streams(ref_logprobs_T=ref_T) if referenced else mb
     got_N = loss(make_pairs(mb, logprobs_T.requires_grad_()), args)
@@ -104,35 +102,32 @@ def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
         logp = [sum(logprobs_T[t].item() for t in trained[n]) for n in (c, r)]
         ref = [sum(ref_T[t].item() for t in trained[n]) if referenced else 0.0 for n in (c, r)]
         z = 0.7 * (logp[0] - ref[0] - logp[1] + ref[1])
-        ipo = z / 0.7 - 1 / 1.4
-        expected[c // 2] = -0.9 * math.log(sigmoid(z)) - 0.1 * math.log(sigmoid(-z)) + 0.3 * ipo**2
-        expected[c // 2] -= sft_weight * logp[0] / nc
-        slope = (
-            0.7 * (sigmoid(z) - 0.9) + 0.3 * 2 * ipo
-        )  # with respect to the log-prob of the chosen
-        for n, sign in ((c, 1), (r, -1)):
+        gaps = (logp[0] - ref[0] - 1 / 1.4, logp[1] - ref[1] + 1 / 1.4)
+        expected[c // 2] = -0.9 * math.log(sigmoid(z)) - 0.1 * math.log(sigmoid(-z))
+        expected[c // 2] += 0.3 * (gaps[0] ** 2 + gaps[1] ** 2) - sft_weight * logp[0] / nc
+        slope = 0.7 * (sigmoid(z) - 0.9)  # of DPO with respect to the log-prob of the chosen
+        for n, sign, gap in ((c, 1, gaps[0]), (r, -1, gaps[1])):
             for t in trained[n]:
-                slopes[t] = sign * slope - (sft_weight / nc if n == c else 0.0)
+                of_sft = sft_weight / nc if n == c else 0.0
+                slopes[t] = sign * slope + 0.3 * 2 * gap - of_sft
     assert got_N.tolist() == pytest.approx(expected, rel=1e-9)
     assert torch.autograd.grad(got_N.sum(), logprobs_T)[0].tolist() == pytest.approx(
         slopes, rel=1e-9
     )
 
 
-def test_pair_objectives_are_finite_and_sft_length_normalize_selects_the_mean():
+def test_every_objective_is_finite_and_sft_weight_adds_the_mean():
     groups = [[Sample([1] * 5, [False] + [True] * 4) for _ in range(2)] for _ in range(3)]
     (mb,) = pack_groups(groups, 100, torch.device("cpu"))
     pairs = make_pairs(mb, -torch.rand(len(mb.targets_T)))
-    for name in PAIRWISE:
+    for name in READS:
         assert (
             loss(pairs, Args(loss=(name,), label_smoothing=0.1 if name == "exo_pair" else 0.0))
             .isfinite()
             .all()
         )
-    (summed, mean) = (
-        loss(pairs, Args(sft_weight=1.0, sft_length_normalize=x)) for x in (False, True)
-    )
-    torch.testing.assert_close(summed - mean, -0.75 * pairs.chosen_logps)
+    without, with_sft = (loss(pairs, Args(sft_weight=x)) for x in (0.0, 1.0))
+    torch.testing.assert_close(with_sft - without, -0.25 * pairs.chosen_logps)
 
 
 # ---- whole runs ----

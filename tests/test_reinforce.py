@@ -1,5 +1,5 @@
-"""reinforce.py: the objective by naive formulas, a gradient independent of ranks, exact resume with
-an adapted beta, learning."""
+"""reinforce.py: the objective by naive formulas, a gradient independent of ranks, exact resume,
+learning."""
 
 import copy
 import itertools
@@ -32,7 +32,6 @@ SAME = (
     "completions/mean_length",
     "num_tokens",
     "epoch",
-    "beta",
 )
 REWARDS = torch.tensor([[1.0, 0.0, 3.0], [0.5, 2.0, 0.0]], dtype=torch.float64)
 
@@ -85,10 +84,10 @@ def on_trained_tokens(minibatches) -> list[list[float]]:
     return [found[index] for index in sorted(found)]
 
 
-def advantages(name, rewards, groups, beta=0.0, **flags) -> list[list[float]]:
-    args = reinforce.Args(advantage=name, **flags)
+def advantages(name, rewards, groups) -> list[list[float]]:
+    args = reinforce.Args(advantage=name)
     minibatches = packs(groups)
-    return on_trained_tokens(reinforce.with_advantages(minibatches, double(rewards), beta, args))
+    return on_trained_tokens(reinforce.with_advantages(minibatches, double(rewards), args))
 
 
 @given(groups, st.booleans(), st.lists(st.integers(0, 7), min_size=12, max_size=12))
@@ -190,7 +189,7 @@ PLAYED = [
 def test_kl_to_come_is_that_of_the_later_trained_tokens(device, estimator):
     """At the first trained token it is the KL of the completion."""
     for mb in with_logprobs(PLAYED, pack_tokens=20)[0]:
-        kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, estimator, 0.0)
+        kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, estimator)
         got_T = reinforce.kl_to_come(kl_T, mb.loss_mask_T, mb.sequence_ids_T)
         for t in range(len(kl_T)):
             later = [
@@ -215,7 +214,7 @@ def test_token_advantages_equal_naive_code(device, name, pack_tokens):
         numbers = [[-float(k < 2)] * len([*span]) for k, (_, span) in enumerate(spans)]
         sample.streams["advantages"] = sum(numbers, [])
     minibatches, beta = with_logprobs(played, pack_tokens), 0.3
-    args = turn_args("turn", advantage=name, kl_estimator="k1", turn_coef=0.7)
+    args = turn_args("turn", advantage=name, kl_estimator="k1", beta=beta)
     present = [r for r in rewards[0] + rewards[1] if not math.isnan(r)]
     less = {"reinforce++": [[r - naive.fmean(present) for r in group] for group in rewards]}
     less["reinforce++_baseline"] = [naive_centred(group) for group in rewards]
@@ -232,14 +231,14 @@ def test_token_advantages_equal_naive_code(device, name, pack_tokens):
             reward = less[name][index // 3][index % 3]
             has_one_turn = index in (1, 4)
             raw[index] = [
-                reward - 0.7 * (t == 0 or has_one_turn) - beta * math.fsum(gaps[t:])
+                reward - (t == 0 or has_one_turn) - beta * math.fsum(gaps[t:])
                 for t in range(len(gaps))
             ]
     unscored = raw.pop(2)
     expected = [x for index in sorted(raw) for x in raw[index]]
     expected = expected if name == "leave_one_out" else naive_whiten(expected)
     got = on_trained_tokens(
-        reinforce.with_advantages(minibatches, torch.tensor(rewards).double(), beta, args)
+        reinforce.with_advantages(minibatches, torch.tensor(rewards).double(), args)
     )
     assert got.pop(2) == [0.0] * len(unscored)
     assert sum(got, []) == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -273,23 +272,22 @@ def episodes(draw) -> tuple[list[Completion], list[float]]:
 
 
 @settings(max_examples=40)
-@given(episodes(), st.sampled_from(["group", "turn", "state"]), st.sampled_from([0.0, 0.9, 1.0]))
-def test_turn_advantages_equal_naive_code(played, credit, discount):
+@given(episodes(), st.sampled_from(["group", "turn", "state"]))
+def test_turn_advantages_equal_naive_code(played, credit):
     """The environment's rewards count twice; -0.25 belongs to the last turn."""
     group, scores = played
-    args = turn_args(credit, turn_discount=discount)
     turns = []  # (completion, turn, key, return)
     for i, (sample, score) in enumerate(zip(group, scores, strict=True)):
         rewards = [2 * reward for _, reward in sample.turn_rewards] or [0.0]
         rewards[-1] -= 0.25
         for k in range(sample.turns if not math.isnan(score) else 0):
-            value = sum(discount**n * reward for n, reward in enumerate(rewards[k:]))
+            value = sum(0.95**n * reward for n, reward in enumerate(rewards[k:]))
             state = sample.states[k] if sample.states else "start"
             turns.append((i, k, dict(group=0, turn=k, state=state)[credit], value))
     expected = [[0.0] * sample.turns for sample in group]
     for i, k, key, value in turns:
         expected[i][k] = value - naive.fmean([v for _, _, other, v in turns if other == key])
-    got = reinforce.turn_advantages(group, scores, 2.0, args)
+    got = reinforce.turn_advantages(group, scores, 2.0, credit)
     for a, b in zip(got, expected, strict=True):
         assert a == pytest.approx(b, abs=1e-9)
 
@@ -316,27 +314,28 @@ def played(rewards_of_turns: list[list[float]], states: list[list[str]]) -> list
     return group
 
 
-def test_turns_are_compared_with_those_of_the_same_state():
+def test_turns_are_compared_with_those_of_the_same_state(monkeypatch):
     """The second episode returns to its first state; the second turn of the third is alone."""
     group = played([[0, 1], [0, 0, 0], [0, 1]], [["s", "a"], ["s", "s", "a"], ["s", "b"]])
-    got = reinforce.turn_advantages(group, [1, 0, 1], 1.0, turn_args("state", turn_discount=0.5))
+    monkeypatch.setattr(reinforce, "TURN_DISCOUNT", 0.5)
+    got = reinforce.turn_advantages(group, [1, 0, 1], 1.0, "state")
     assert got == [[0.25, 0.5], [-0.25, -0.25, -0.5], [0.25, 0.0]]
     equal = played([[0, 0.1], [0, 0, 0.1]], [["s", "a"], ["s", "a", "a"]])
+    monkeypatch.setattr(reinforce, "TURN_DISCOUNT", 1.0)
     for credit in ("group", "turn", "state"):
-        args = turn_args(credit, turn_discount=1.0)
-        assert reinforce.turn_advantages(equal, [0.1, 0.1], 1.0, args) == [[0.0] * 2, [0.0] * 3]
+        assert reinforce.turn_advantages(equal, [0.1, 0.1], 1.0, credit) == [[0.0] * 2, [0.0] * 3]
 
 
 @pytest.mark.parametrize("credit", ["group", "turn", "state"])
 def test_episodes_of_one_turn_have_the_advantages_of_completions(device, credit):
     groups = [played([[r] for r in group], [["s"]] * 3) for group in REWARDS.tolist()]
     plain = advantages("reinforce++_baseline", REWARDS, groups)
-    args = turn_args(credit, advantage="reinforce++_baseline", turn_coef=0.7)
+    args = turn_args(credit, advantage="reinforce++_baseline")
     for group, rewards in zip(groups, REWARDS.tolist(), strict=True):
-        of_group = reinforce.turn_advantages(group, rewards, 1.0, args)
+        of_group = reinforce.turn_advantages(group, rewards, 1.0, credit)
         for sample, of_turns in zip(group, of_group, strict=True):
             sample.streams["advantages"] = on_turns(sample, of_turns)
-    got = on_trained_tokens(reinforce.with_advantages(packs(groups), REWARDS, 0.0, args))
+    got = on_trained_tokens(reinforce.with_advantages(packs(groups), REWARDS, args))
     assert sum(got, []) == pytest.approx(sum(plain, []), abs=1e-5)
 
 
@@ -346,11 +345,8 @@ def test_episodes_of_one_turn_have_the_advantages_of_completions(device, credit)
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0]).bool()
 IDS = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)
 ADVANTAGES = double([0, 1.5, 0.4, 0, 0, 0.3, 0.9, 0, -0.7, 0.2, -1.1, 0, 0])
-TOKENS, SEQUENCES, BETA = (
-    torch.tensor(17),
-    torch.tensor(5),
-    0.3,
-)  # number of trained tokens of the global minibatch
+TOKENS, SEQUENCES = torch.tensor(17), torch.tensor(5)  # of the global minibatch
+BETA = 0.3
 
 
 def streams() -> list[torch.Tensor]:
@@ -374,8 +370,9 @@ def streams() -> list[torch.Tensor]:
 @pytest.mark.parametrize(("kl_in", "entropy_coef"), [("loss", 0.0), ("loss", 0.2), ("reward", 0.2)])
 def test_loss_and_gradient_equal_naive_code(loss, reduction, kl_in, entropy_coef):
     args = reinforce.Args(
-        loss=loss, reduction=reduction, kl_in=kl_in, kl_estimator="k2", entropy_coef=entropy_coef
-    )
+        loss=loss, reduction=reduction, kl_in=kl_in, kl_estimator="k2", entropy_coef=entropy_coef,
+        beta=BETA,
+    )  # fmt: skip
     new, old, engine, ref, entropy = streams()
     entropy.requires_grad_()
     expected, slopes, clipped = 0.0, [0.0] * len(MASK), []
@@ -394,7 +391,7 @@ def test_loss_and_gradient_equal_naive_code(loss, reduction, kl_in, entropy_coef
         expected += (weight * value + kl - entropy_coef * entropy[t].item()) / count
         slopes[t] = (weight * slope + kl_slope) / count
     share_T, logged = reinforce.loss(
-        new, old, engine, ref, entropy, ADVANTAGES, MASK, IDS, TOKENS, SEQUENCES, BETA, args
+        new, old, engine, ref, entropy, ADVANTAGES, MASK, IDS, TOKENS, SEQUENCES, args
     )  # fmt: skip
     of_new, of_entropy = torch.autograd.grad(share_T.sum(), (new, entropy), materialize_grads=True)
     assert share_T.sum().item() == pytest.approx(expected, rel=1e-6)
@@ -422,7 +419,6 @@ def test_clipped_loss_has_the_gradient_of_reinforce_on_policy():
             IDS,
             TOKENS,
             SEQUENCES,
-            BETA,
             args,
         )
         gradients.append(torch.autograd.grad(share_T.sum(), new)[0])
@@ -432,7 +428,7 @@ def test_clipped_loss_has_the_gradient_of_reinforce_on_policy():
 @pytest.mark.parametrize("preset", reinforce.Args.PRESETS)
 def test_presets_have_a_finite_objective(preset):
     args = reinforce.Args(preset=preset, **reinforce.Args.PRESETS[preset])
-    share_T, _ = reinforce.loss(*streams(), ADVANTAGES, MASK, IDS, TOKENS, SEQUENCES, BETA, args)
+    share_T, _ = reinforce.loss(*streams(), ADVANTAGES, MASK, IDS, TOKENS, SEQUENCES, args)
     assert share_T.isfinite().all()
 
 
@@ -454,12 +450,11 @@ def flags(small, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def everything(flags):
-    """Return flags with the KL to come in the returns, an adapted beta, the clip, penalties and
-    normalised importance weights of completions."""
+    """Return flags with the KL to come in the returns, the clip, penalties and weights of
+    completions."""
     return (
-        *flags, "--preset", "reinforce++", "--kl_target", 0.01, "--kl_horizon", 100,
-        "--entropy_coef", 0.01, "--missing_eos_penalty", 0.1, "--reward_scale", 2,
-        "--correction", "sequence", "--correction_normalize",
+        *flags, "--preset", "reinforce++", "--entropy_coef", 0.01, "--missing_eos_penalty", 0.1,
+        "--reward_weights", 2, "--correction", "sequence",
     )  # fmt: skip
 
 
@@ -474,7 +469,6 @@ def two_ranks(everything, tmp_path_factory):
 def test_gradient_does_not_depend_on_ranks_packing_or_resume(
     two_ranks, everything, main, tmp_path, capsys
 ):
-    """A resumed run continues with the adapted beta."""
     flags = (*everything, "--share_prefix", 0, "--pack_tokens", 60, "--output_dir", tmp_path)
     main("reinforce", *flags, "--max_steps", 2)
     main("reinforce", *flags)
@@ -490,11 +484,10 @@ def test_gradient_does_not_depend_on_ranks_packing_or_resume(
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
     lines = metrics(two_ranks)
     assert abs(lines[0]["kl"]) < 1e-6 < abs(lines[-1]["kl"])
-    assert lines[0]["beta"] == 0.01 and len({line["beta"] for line in lines}) > 2, "beta adapts"
 
 
 @pytest.mark.slow
-def test_rewards_are_scaled_scores_minus_penalty_and_kl(everything, main, tmp_path, monkeypatch):
+def test_rewards_are_scores_minus_penalty_and_kl(everything, main, tmp_path, monkeypatch):
     seen, less_baseline = [], reinforce.less_baseline
 
     def look(name, rewards_BG):
@@ -502,14 +495,14 @@ def test_rewards_are_scaled_scores_minus_penalty_and_kl(everything, main, tmp_pa
         return less_baseline(name, rewards_BG)
 
     monkeypatch.setattr(reinforce, "less_baseline", look)
-    extra = ("--max_steps", 2, "--prompts_per_step", 4, "--kl_target", 0, "--kl_horizon", 10_000)
+    extra = ("--max_steps", 2, "--prompts_per_step", 4)
     flags = [flag for flag in everything if flag not in ("--preset", "reinforce++")]
     main("reinforce", *flags, *extra, "--kl_in", "reward", "--output_dir", tmp_path)
     for line, mean in zip(metrics(tmp_path), seen, strict=True):
         kl = line["kl"] * line["completions/mean_length"]  # of a completion
         penalty = 0.1 * line["completions/clipped_ratio"]
-        assert mean == pytest.approx(2 * line["reward"] - penalty - line["beta"] * kl, abs=1e-6)
-    assert line["beta"] * abs(kl) > 1e-5
+        assert mean == pytest.approx(line["reward"] - penalty - 0.01 * kl, abs=1e-6)
+    assert 0.01 * abs(kl) > 1e-5
 
 
 @pytest.mark.curve

@@ -49,8 +49,6 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     rollout_ranks = 0
     tensor_parallel_size = 1
     minibatches = 1
-    reference_sync = 0
-    reference_rate = 1.0
     teacher_logprobs = None
     streaming = False
     environment = None

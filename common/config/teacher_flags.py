@@ -1,14 +1,13 @@
 """Flags of a student's teachers and of the divergence from them."""
 
-from functools import partial
 from typing import Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT, NotNegative, OpenFraction, Several
-from common.config.rules import require_default, require_effect
-from common.objectives.divergence import DIVERGENCES, READS, Divergence
+from common.config.flags import STRICT, NotNegative, Several
+from common.config.rules import require_default
+from common.objectives.divergence import DIVERGENCES
 
 
 @dataclass(config=STRICT)
@@ -43,25 +42,6 @@ class DivergenceArgs:
     """divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl: KL(q || pi);
     jsd, skewed_kl, skewed_reverse_kl: of both, q, pi to a mixture; adaptive_kl: the first two,
     weighted at each token"""
-    jsd_beta: OpenFraction = 0.5
-    """jsd: weight of the teacher in the mixture; near 0: like forward_kl, near 1: like
-    reverse_kl"""
-    skew: OpenFraction = 0.1
-    """skewed_kl: weight of the teacher in the mixture; skewed_reverse_kl: of the student"""
-    head_mass: OpenFraction = 0.5
-    """adaptive_kl: teacher's probability of the tokens whose errors favour forward_kl"""
     top_k: NotNegative[int] = 0
     """number of the teacher's most likely tokens to compare, the others as one token: a lower
     bound; 0: all tokens"""
-
-    @model_validator(mode="after")
-    def _check_divergence(self) -> Self:
-        require_effect(self, "divergence", READS)
-        return self
-
-    @property
-    def divergence_form(self) -> Divergence:
-        """Function of the log-probs of student and teacher."""
-        settings = dict(jsd_beta=self.jsd_beta, skew=self.skew, head_mass=self.head_mass)
-        read = {name: settings[name] for name in READS[self.divergence]}
-        return partial(DIVERGENCES[self.divergence], **read)

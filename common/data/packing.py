@@ -52,7 +52,6 @@ class PackedBatch(Tokens):
     turn_rewards_T: Tensor | None = None  # of ppo.py
     # Streams that scripts add:
     old_logprobs_T: Tensor | None = None  # log-probs by the trainer at rollout time
-    old_entropy_T: Tensor | None = None  # entropies by the trainer at rollout time
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
     importance_T: Tensor | None = None  # importance weight of each token, pi_old / pi_engine

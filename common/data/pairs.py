@@ -70,8 +70,9 @@ def encode_pairs(
     rows: list[dict], encode: Callable[[dict], list[Sample]], args: BaseArgs
 ) -> tuple[list[list[Sample]], Counter]:
     """Encode rows to [chosen, rejected] or [completion] of at most `--max_length` tokens, and count
-    the rows that were dropped or changed, by reason. `--overlong` and `--identical_pairs` apply;
-    with `--on_bad_row skip` their errors are drops. Raises `ValueError` naming the row."""
+    the rows that were dropped or changed, by reason. Pairs whose chosen and rejected are the same
+    are dropped. `--overlong` applies; with `--on_bad_row skip` its errors are drops. Raises
+    `ValueError` naming the row."""
     pairs = []
     counts = Counter()
     is_strict = args.on_bad_row == "error"
@@ -88,11 +89,7 @@ def encode_pairs(
             counts["truncated (--max_length)"] += 1
             pair = [truncate(sample, args.max_length) for sample in pair]
         if len(pair) == 2 and pair[0].ids == pair[1].ids:
-            if args.identical_pairs == "error" and is_strict:
-                problem = "chosen and rejected are the same (--identical_pairs)"
-                raise ValueError(f"{row['_source']}: {problem}")
-            counts["with chosen = rejected (--identical_pairs)"] += 1
-            if args.identical_pairs != "keep":
-                continue
+            counts["with chosen = rejected, dropped"] += 1
+            continue
         pairs.append(pair)
     return pairs, counts

@@ -19,7 +19,6 @@ class TokenStats(NamedTuple):
     logprobs_T: Tensor  # log-prob of the target, with gradient
     entropy_T: Tensor  # with gradient
     correct_T: Tensor  # whether the target is the most likely token, bool
-    collision_T: Tensor  # log sum_v p_v^2: log-prob that two draws agree
 
 
 def token_logprobs(
@@ -45,8 +44,7 @@ def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
     exp_CV = logits_CV.exp()
     sum_C = exp_CV.sum(-1)
     entropy_C = sum_C.log() - logits_CV.mul_(exp_CV).sum(-1) / sum_C
-    collision_C = 2 * (torch.linalg.vector_norm(exp_CV, dim=-1).log() - sum_C.log())
-    return target_C - sum_C.log(), entropy_C, target_C == 0, collision_C, largest_C, sum_C
+    return target_C - sum_C.log(), entropy_C, target_C == 0, largest_C, sum_C
 
 
 def gradient(

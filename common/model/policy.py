@@ -176,18 +176,8 @@ def load_reference(
     if path is not None:
         return load_policy(path, args, device, trainable=False, flag="--reference_model")
     if not args.lora_rank:
-        moves = args.reference_sync > 0
-        return load_policy(policy.path, args, device, trainable=False, moves=moves)
+        return load_policy(policy.path, args, device, trainable=False)
     return StartingModel(policy)
-
-
-def move_reference(
-    reference: nn.Module | None, policy: Policy, finished: int, args: BaseArgs
-) -> None:
-    """Move the reference towards the policy, as `--reference_sync` and `--reference_rate` say,
-    after so many finished steps."""
-    if reference is not None and args.reference_sync and finished % args.reference_sync == 0:
-        move_towards(reference, policy, args.reference_rate)
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
 """The frozen reference of a preference run: its log-probs of a whole data set, stored before
-training or computed at every step."""
+training."""
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from common.config.groups import TrainArgs
 from common.data import durable
-from common.data.packing import PackedBatch, pack_minibatches, per_sample, positions_of_share
+from common.data.packing import pack_minibatches, per_sample, positions_of_share
 from common.data.sample import Sample
 from common.model.hub import context_length, require_same_tokenizer, resolve_model
 from common.model.loading import named_errors
@@ -23,36 +22,16 @@ from common.parallel import distributed, signals
 Datasets = Sequence[Sequence[list[Sample]]]
 
 
-def completion_logps(mb: PackedBatch, logprobs_T: Tensor) -> Tensor:
-    """Return the log-prob of each completion: nats, [N], float64. The stream `weights`, if there is
-    one, weights the tokens."""
-    return mb.sequence_sums(logprobs_T if mb.weights_T is None else logprobs_T * mb.weights_T)
-
-
-@torch.no_grad()
 def reference_logps(
-    reference: nn.Module | None, micro_batches: list[PackedBatch], stored: Tensor
-) -> Tensor:
-    """Return the log-prob of each packed completion of all ranks by the reference, in the shape of
-    `stored`: the stored ones, or computed now if the reference is in memory. Collective."""
-    if reference is None:
-        return stored
-    logps = [completion_logps(mb, reference(mb)[0]) for mb in micro_batches]
-    return per_sample(micro_batches, logps, stored.shape)
-
-
-def reference_or_logps(
     policy: Policy, datasets: Datasets, tokenizer, args, device: torch.device, needed: bool = True,
-) -> tuple[Policy | None, list[Tensor]]:  # fmt: skip
-    """Return the reference if it stays in memory (`--reference_logprobs online`), else None; and
-    its log-probs of all groups, [groups, samples of a group] for each data set, which are zeros if
-    it stays in memory or is not `needed`.
+) -> list[Tensor]:  # fmt: skip
+    """Return the log-probs of all completions by the reference, [groups, samples of a group] for
+    each data set; zeros if no reference is `needed`.
 
     Call this before a checkpoint is loaded: the reference often is the starting model. Collective.
     Raises `ValueError` for a reference that does not fit the policy."""
-    zeros = [torch.zeros(shape) for shape in _shapes(datasets)]
     if not needed:
-        return None, zeros
+        return [torch.zeros(shape) for shape in _shapes(datasets)]
     name = args.reference_model or args.model
     factor = args.rope_factor if name == args.model else None
     path = resolve_model(name, "--reference_model", rope_factor=factor)
@@ -64,13 +43,9 @@ def reference_or_logps(
         )
 
     def load() -> Policy:
-        return load_reference(policy, args, device, path if args.reference_model else None)
+        return load_reference(policy, args, device, path) if args.reference_model else policy
 
-    if args.reference_logprobs == "online":
-        return load(), zeros
-    load_once = load if args.reference_model else lambda: policy
-    folder = Path(args.output_dir)
-    return None, store_reference_logps(datasets, path, load_once, folder, args, device)
+    return store_reference_logps(datasets, path, load, Path(args.output_dir), args, device)
 
 
 def store_reference_logps(
@@ -97,11 +72,7 @@ def store_reference_logps(
     digest, stored = distributed.from_main((digest, stored))  # machines may have copies of the file
     if stored.get("digest") != digest:
         count = sum(map(len, datasets))
-        used = getattr(args, "batch_size", 1) * (args.max_steps or math.inf)
-        hint = ""
-        if 2 * used < len(datasets[0]):
-            hint = "; the steps use fewer: --reference_logprobs online is faster"
-        distributed.say(f"the reference scores {count} rows once{hint}")
+        distributed.say(f"the reference scores {count} rows once")
         with signals.signals_end_the_process():  # nothing is trained yet
             groups = chain.from_iterable(datasets)
             logps = _reference_logps(groups, count, load(), args, device)
@@ -144,7 +115,7 @@ def _reference_logps(
         (micro_batches,) = pack_minibatches(
             share, positions, 1, args.pack_tokens, device, args.share_prefix
         )
-        scores = [completion_logps(mb, reference(mb).logprobs_T) for mb in micro_batches]
+        scores = [mb.sequence_sums(reference(mb).logprobs_T) for mb in micro_batches]
         logps += per_sample(micro_batches, scores, (sum(map(len, batch)),)).tolist()
     reference.reshard()  # a forward without backward leaves the root unsharded
     return logps

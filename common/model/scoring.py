@@ -24,18 +24,13 @@ def with_logprobs(
     old: nn.Module | None = None,
     ref: nn.Module | None = None,
 ) -> Minibatches:
-    """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`,
-    `old_entropy_T` of the policy `old`, `ref_logprobs_T` of the frozen model `ref`; None adds
-    nothing. Collective."""
-    for model, names in ((old, ("old_logprobs_T", "old_entropy_T")), (ref, ("ref_logprobs_T",))):
+    """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`
+    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`; None adds nothing.
+    Collective."""
+    for model, name in ((old, "old_logprobs_T"), (ref, "ref_logprobs_T")):
         if model is not None:
             minibatches = [
-                [
-                    mb.with_streams(
-                        **dict(zip(names, model(mb, temperature=temperature), strict=False))
-                    )
-                    for mb in mbs
-                ]
+                [mb.with_streams(**{name: model(mb, temperature=temperature)[0]}) for mb in mbs]
                 for mbs in minibatches
             ]
             model.reshard()  # after a forward without backward the root is still whole

@@ -35,16 +35,16 @@ def forward_kl(logp_CV: Tensor, logq_CV: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.vecdot(q_CV, logq_CV - logp_CV), logp_CV.exp() - q_CV
 
 
-def jsd(logp_CV: Tensor, logq_CV: Tensor, *, jsd_beta: float) -> tuple[Tensor, Tensor]:
+def jsd(logp_CV: Tensor, logq_CV: Tensor, *, b: float = 0.5) -> tuple[Tensor, Tensor]:
     """Return b KL(q || m) + (1 - b) KL(pi || m) with m = b q + (1 - b) pi (arXiv:2306.13649 Eq. 1),
     and (1 - b) pi (log(pi / m) - KL(pi || m)).
 
     0 < b < 1: as b goes to 0 it approaches b forward_kl, as b goes to 1 (1 - b) reverse_kl.
     """
-    logm_CV = mixture(logq_CV, logp_CV, jsd_beta)
+    logm_CV = mixture(logq_CV, logp_CV, b)
     q_to_m_C = torch.linalg.vecdot(logq_CV.exp(), logq_CV - logm_CV)
     p_to_m_C, gradient_CV = reverse_kl(logp_CV, logm_CV)
-    return jsd_beta * q_to_m_C + (1 - jsd_beta) * p_to_m_C, (1 - jsd_beta) * gradient_CV
+    return b * q_to_m_C + (1 - b) * p_to_m_C, (1 - b) * gradient_CV
 
 
 def mixture(log_a_CV: Tensor, log_b_CV: Tensor, share: float) -> Tensor:
@@ -53,28 +53,30 @@ def mixture(log_a_CV: Tensor, log_b_CV: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_a_CV + s.log().item(), log_b_CV + torch.log1p(-s).item())
 
 
-def skewed_kl(logp_CV: Tensor, logq_CV: Tensor, *, skew: float) -> tuple[Tensor, Tensor]:
-    """Return KL(q || m) with m = a q + (1 - a) pi, a = `skew` (arXiv:2402.03898), and
+def skewed_kl(logp_CV: Tensor, logq_CV: Tensor, *, a: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Return KL(q || m) with m = a q + (1 - a) pi (arXiv:2402.03898), and
     (1 - a) (pi sum_j w_j - w) with w = q pi / m. As a goes to 0 it approaches forward_kl."""
-    logm_CV = mixture(logq_CV, logp_CV, skew)
+    logm_CV = mixture(logq_CV, logp_CV, a)
     value_C = torch.linalg.vecdot(logq_CV.exp(), logq_CV - logm_CV)
     w_CV = (logq_CV + logp_CV - logm_CV).exp()
-    return value_C, (1 - skew) * (logp_CV.exp() * w_CV.sum(-1, keepdim=True) - w_CV)
+    return value_C, (1 - a) * (logp_CV.exp() * w_CV.sum(-1, keepdim=True) - w_CV)
 
 
-def skewed_reverse_kl(logp_CV: Tensor, logq_CV: Tensor, *, skew: float) -> tuple[Tensor, Tensor]:
-    """Return KL(pi || m) with m = a pi + (1 - a) q, a = `skew` (arXiv:2402.03898), and
+def skewed_reverse_kl(logp_CV: Tensor, logq_CV: Tensor, *, a: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Return KL(pi || m) with m = a pi + (1 - a) q (arXiv:2402.03898), and
     pi (g - sum_j pi_j g_j) with g = log(pi / m) - a pi / m. As a goes to 0 it approaches
     reverse_kl."""
-    logm_CV = mixture(logp_CV, logq_CV, skew)
+    logm_CV = mixture(logp_CV, logq_CV, a)
     p_CV = logp_CV.exp()
     log_ratio_CV = logp_CV - logm_CV
-    slope_CV = log_ratio_CV - skew * log_ratio_CV.exp()
+    slope_CV = log_ratio_CV - a * log_ratio_CV.exp()
     mean_C = torch.linalg.vecdot(p_CV, slope_CV)
     return torch.linalg.vecdot(p_CV, log_ratio_CV), p_CV * (slope_CV - mean_C[:, None])
 
 
-def adaptive_kl(logp_CV: Tensor, logq_CV: Tensor, *, head_mass: float) -> tuple[Tensor, Tensor]:
+def adaptive_kl(
+    logp_CV: Tensor, logq_CV: Tensor, *, head_mass: float = 0.5
+) -> tuple[Tensor, Tensor]:
     """Return w forward_kl + (1 - w) reverse_kl (AKL, arXiv:2404.02657), with a weight w of each
     token that has no gradient: the part of sum_j |q_j - pi_j| that lies in the head. The head has
     the teacher's most likely token and the next ones, up to a probability of `head_mass`."""
@@ -91,12 +93,6 @@ def adaptive_kl(logp_CV: Tensor, logq_CV: Tensor, *, head_mass: float) -> tuple[
 
 ALL = (reverse_kl, forward_kl, jsd, skewed_kl, skewed_reverse_kl, adaptive_kl)
 DIVERGENCES = {divergence.__name__: divergence for divergence in ALL}
-READS = dict.fromkeys(DIVERGENCES, ()) | dict(  # keyword arguments
-    jsd=("jsd_beta",),
-    skewed_kl=("skew",),
-    skewed_reverse_kl=("skew",),
-    adaptive_kl=("head_mass",),
-)
 
 
 def coarsen(logp_CV: Tensor, tokens_CK: Tensor) -> Tensor:

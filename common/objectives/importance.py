@@ -4,9 +4,7 @@ samples of the engine, whose policy differs numerically from the trainer's and m
 Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): sequence of each
 token, 0..N-1."""
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,74 +22,49 @@ def bounded_exp(x: Tensor) -> Tensor:
     return torch.exp(x.clamp(max=EXPONENT_LIMIT))
 
 
-def is_clipped(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float = 0.0
-) -> Tensor:
-    """Return where the clipped surrogate of PPO has no gradient because the ratio is out of bounds.
-    Bool.
-
-    For A > 0 the bound is 1 + high. For A < 0 it is 1 - low and, if positive, `dual`
-    (arXiv:1912.09729 Eq. 5)."""
+def is_clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Return where the clipped surrogate of PPO has no gradient because the ratio is out of bounds:
+    above 1 + high for A > 0, below 1 - low for A < 0. Bool."""
     ratio = bounded_exp(log_ratio)
     is_above = (advantages > 0) & (ratio > 1 + high)
     is_below = (advantages < 0) & (ratio < 1 - low)
-    is_above_dual = (advantages < 0) & (ratio > (dual or math.inf))
-    return is_above | is_below | is_above_dual
+    return is_above | is_below
 
 
 # ---- the engine's policy ----
 
 
-@dataclass(frozen=True)
-class Correction:
+class Correction(NamedTuple):
     """Form of the importance weights: `--correction` and the flags that begin with this word."""
 
     level: Literal["none", "token", "sequence"]
     """the ratio of the token, or of its whole completion (sequence); none: all weights are 1"""
-    mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: clip the ratio to [low, high] (IMPALA's rho, arXiv:1802.01561); mask: set a ratio
-    outside of this interval to 0 (IcePop, at the level of tokens)"""
-    low: float = 0.0
     high: float = 2.0
+    """upper bound of a weight (IMPALA's rho, arXiv:1802.01561)"""
     filter: tuple[float, float] | None = None
     """bounds of a completion's geometric mean of token ratios; completions outside of them get 0"""
-    reject: str | None = None
-    bound: float | None = None
-    """criterion of rejection.py and its bound; tokens or completions beyond it get 0"""
-    normalize: bool = False
-    """divide the weights by their mean over the global minibatch"""
 
 
 def importance_weights(
     old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor,
-    correction: Correction, mean: float = 1,
+    correction: Correction,
 ) -> Tensor:  # fmt: skip
-    """Return the importance weight of each token, pi_old / pi_engine, bounded, over `mean`. [T],
-    without gradient. The log-probs are those of the trainer and of the engine that sampled. `mean`
-    is that of the weights of the global minibatch (`mean_weight`), with `normalize`."""
-    log_ratio_T = old_logprobs_T - rollout_logprobs_T
-    at_level_T = log_ratio_T
-    if correction.level == "sequence":
-        at_level_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T)
-    low = correction.low
-    high = correction.high
-    ratio_T = torch.exp(at_level_T).detach()
-    weights_T = ratio_T.clamp(low, high)
-    if correction.mode == "mask":
-        weights_T = torch.where((low <= ratio_T) & (ratio_T <= high), ratio_T, 0.0)
-    if correction.level == "none":
-        weights_T = torch.ones_like(ratio_T)
+    """Return the importance weight of each token, pi_old / pi_engine, bounded. [T], without
+    gradient. The log-probs are those of the trainer and of the engine that sampled."""
+    log_ratio_T = (old_logprobs_T - rollout_logprobs_T).detach()
+    where = mask_T, sequence_ids_T
+    match correction.level:
+        case "none":
+            weights_T = torch.ones_like(log_ratio_T)
+        case "token":
+            weights_T = log_ratio_T.exp().clamp(max=correction.high)
+        case "sequence":
+            weights_T = sequence_sum(log_ratio_T, *where).exp().clamp(max=correction.high)
     if correction.filter is not None:
         least, most = correction.filter
-        mean_ratio_T = sequence_mean(log_ratio_T, mask_T, sequence_ids_T).exp()
+        mean_ratio_T = sequence_mean(log_ratio_T, *where).exp()
         weights_T = weights_T * ((least <= mean_ratio_T) & (mean_ratio_T <= most))
-    if correction.reject:
-        from common.objectives.rejection import is_rejected
-
-        weights_T = weights_T * ~is_rejected(
-            old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, correction
-        )
-    return weights_T / mean
+    return weights_T
 
 
 def off_policy_mask(

@@ -14,23 +14,22 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(
-    logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: KLEstimator = "k3", clamp: float = 0
+    logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: KLEstimator = "k3"
 ) -> Tensor:
     """Estimate KL(policy || reference) on each token from the policy's own samples (Schulman,
     "Approximating KL divergence", 2020), in nats, with d = log(policy / reference):
 
     k1: d, unbiased; the expected gradient of its mean is zero. k2: d^2 / 2, biased; its gradient is
-    that of the KL. k3: exp(-d) - 1 + d, unbiased and never negative (GRPO, arXiv:2402.03300 Eq. 4).
-    A positive `clamp` bounds the estimate to [-clamp, clamp]; beyond the bound there is no
-    gradient."""
+    that of the KL. k3: exp(-d) - 1 + d, unbiased and never negative (GRPO, arXiv:2402.03300 Eq.
+    4)."""
     d_T = logprobs_T - ref_logprobs_T
     match estimator:
         case "k1":
-            kl_T = d_T
+            return d_T
         case "k2":
-            kl_T = d_T.square() / 2
+            return d_T.square() / 2
         case "k3":
             # exp stays finite, also on masked tokens; expm1 is accurate for small differences
             d_T = d_T.clamp(min=-EXPONENT_LIMIT)
-            kl_T = torch.expm1(-d_T) + d_T
-    return kl_T.clamp(-clamp, clamp) if clamp else kl_T
+            return torch.expm1(-d_T) + d_T
+    raise ValueError(estimator)

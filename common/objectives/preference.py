@@ -11,7 +11,7 @@ Shapes: N pairs.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 FDivergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
+SIMPO_GAMMA = 0.5  # margin by which the reward of chosen should exceed that of rejected
 EXPONENT_LIMIT = 60.0  # exp(60) = 1e26: exponentials stop growing there, and so do their gradients
 
 
@@ -33,7 +34,6 @@ class Pairs:
     ref_rejected_logps: Tensor
     chosen_lengths: Tensor
     rejected_lengths: Tensor
-    weights: Tensor  # weight of each pair in the mean: 1, or `wpo_weights`
 
     @property
     def lc(self) -> Tensor:
@@ -51,60 +51,50 @@ class Pairs:
     def mean_pr(self) -> Tensor:
         return self.rejected_logps / self.rejected_lengths
 
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self, field.name) for field in fields(self)]
 
-
-def f(u: Tensor, f_divergence: FDivergence, f_alpha: float) -> Tensor:
+def f(u: Tensor, f_divergence: FDivergence, order: float = 0.5) -> Tensor:
     """Return the derivative of the divergence's generator at the log-ratio u, up to constants that
     cancel (arXiv:2309.16240): reverse_kl u; forward_kl 1 - exp(-u); js log 2 + log sigma(u); alpha
-    (exp(a u) - 1) / a with a = f_alpha - 1."""
+    (exp(a u) - 1) / a with a = order - 1."""
     match f_divergence:
         case "js":
             return math.log(2) + logsigmoid(u)
         case "forward_kl":
             return -torch.expm1((-u).clamp(max=EXPONENT_LIMIT))
-        case "alpha" if f_alpha != 1:
-            a = f_alpha - 1
+        case "alpha":
+            a = order - 1
             return torch.expm1((a * u).clamp(max=EXPONENT_LIMIT)) / a
     return u
 
 
-# Flags of each objective.
-Z = ("beta", "f_divergence", "f_alpha")
+# Flags of each objective, beside beta.
 READS: dict[str, tuple[str, ...]] = {
-    "sigmoid": (*Z, "label_smoothing"),
-    "robust": (*Z, "label_smoothing"),
-    "hinge": Z,
-    "ipo": ("beta", "length_normalize"),
-    "sigmoid_norm": ("beta",),
-    "exo_pair": (*Z, "label_smoothing"),
-    "nca_pair": ("beta",),
-    "bco_pair": ("beta",),
-    "sppo_hard": ("beta",),
-    "apo_zero": ("beta",),
-    "apo_down": ("beta",),
-    "aot": ("beta",),
-    "aot_unpaired": ("beta",),
-    "discopop": (*Z, "discopop_tau"),
-    "simpo": ("beta", "simpo_gamma"),
-    "alphapo": ("beta", "simpo_gamma", "alphapo_alpha"),
-    "orpo": ("beta",),
-    "cpo": ("beta",),
+    "sigmoid": ("f_divergence", "label_smoothing"),
+    "robust": ("f_divergence", "label_smoothing"),
+    "hinge": ("f_divergence",),
+    "ipo": (),
+    "sigmoid_norm": (),
+    "exo_pair": ("f_divergence", "label_smoothing"),
+    "nca_pair": (),
+    "bco_pair": (),
+    "sppo_hard": (),
+    "apo_zero": (),
+    "apo_down": (),
+    "discopop": ("f_divergence",),
+    "simpo": (),
+    "alphapo": (),
+    "orpo": (),
+    "cpo": (),
 }
 REFERENCE_FREE = {"simpo", "alphapo", "orpo", "cpo"}
-OVER_BATCH = {"aot", "aot_unpaired"}  # sort the pairs, so they need the global batch at once
 PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "alphapo", "orpo"}  # implicit reward per token
 
 
 def preference_loss(
-    name: str, p: Pairs, *, beta: float, label_smoothing: float, length_normalize: bool,
-    f_divergence: FDivergence, f_alpha: float, simpo_gamma: float, alphapo_alpha: float,
-    discopop_tau: float,
-) -> Tensor:  # fmt: skip
-    """Return the objective `name` of each pair, [N], float64. Objectives in `OVER_BATCH` need all
-    pairs of the global batch."""
-    z = beta * (f(p.lc, f_divergence, f_alpha) - f(p.lr, f_divergence, f_alpha))
+    name: str, p: Pairs, *, beta: float, label_smoothing: float, f_divergence: FDivergence
+) -> Tensor:
+    """Return the objective `name` of each pair, [N], float64."""
+    z = beta * (f(p.lc, f_divergence) - f(p.lr, f_divergence))
     rc = beta * p.lc
     rr = beta * p.lr
     e = label_smoothing
@@ -116,9 +106,9 @@ def preference_loss(
             return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
         case "hinge":  # SLiC (arXiv:2305.10425, in the form of RSO, arXiv:2309.06657)
             return torch.relu(1 - z)
-        case "ipo":  # arXiv:2310.12036; by default with log-ratios per token
-            nc, nr = (p.chosen_lengths, p.rejected_lengths) if length_normalize else (1, 1)
-            return (p.lc / nc - p.lr / nr - 1 / (2 * beta)).square()
+        case "ipo":  # arXiv:2310.12036, with log-ratios per token; the paper has sums
+            gap = p.lc / p.chosen_lengths - p.lr / p.rejected_lengths
+            return (gap - 1 / (2 * beta)).square()
         case "sigmoid_norm":  # length-normalised DPO (Tulu 3, arXiv:2411.15124)
             return -logsigmoid(beta * (p.lc / p.chosen_lengths - p.lr / p.rejected_lengths))
         case "exo_pair":  # EXO (arXiv:2402.00856): KL(model's preference || smoothed label)
@@ -136,26 +126,16 @@ def preference_loss(
         case "apo_down":
             # arXiv:2408.06266: sigma(rc) + 1 - sigma(rc - rr); both down, rejected further
             return rc.sigmoid() + (-beta * (p.lc - p.lr)).sigmoid()
-        # optimal transport, paired (arXiv:2406.05882): i-th smallest gaps of policy and reference
-        case "aot":
-            gaps, order = (p.chosen_logps - p.rejected_logps).sort()
-            ref_gaps, _ = (p.ref_chosen_logps - p.ref_rejected_logps).sort()
-            return -logsigmoid(beta * (gaps - ref_gaps))[order.argsort()]
-        case "aot_unpaired":
-            # unpaired: i-th smallest log-ratios of chosen and of rejected; in the order of chosen
-            lc, order = p.lc.sort()
-            lr, _ = p.lr.sort()
-            return -logsigmoid(beta * (lc - lr))[order.argsort()]
         # arXiv:2406.08414: -sigma(-z/tau) log sigma(z) + sigma(z/tau) exp(-z), a product in the log
         case "discopop":
-            exponential = torch.exp(logsigmoid(z / discopop_tau) - z)
-            return -(-z / discopop_tau).sigmoid() * logsigmoid(z) + exponential
+            tau = 0.05
+            return -(-z / tau).sigmoid() * logsigmoid(z) + torch.exp(logsigmoid(z / tau) - z)
         case "simpo":  # arXiv:2405.14734 Eq. 6
-            return -logsigmoid(beta * (p.mean_pc - p.mean_pr) - simpo_gamma)
+            return -logsigmoid(beta * (p.mean_pc - p.mean_pr) - SIMPO_GAMMA)
         case "alphapo":  # arXiv:2501.03884: SimPO with (1 - P^-alpha) / alpha for log P, per token
-            order = 1 - alphapo_alpha
+            order = 1 - 0.25  # 1 - alpha
             gap = f(p.mean_pc, "alpha", order) - f(p.mean_pr, "alpha", order)
-            return -logsigmoid(beta * gap - simpo_gamma)
+            return -logsigmoid(beta * gap - SIMPO_GAMMA)
         case "orpo":  # arXiv:2403.07691 Eq. 6-7
             return -p.mean_pc - beta * logsigmoid(_log_odds(p.mean_pc) - _log_odds(p.mean_pr))
         case "cpo":  # arXiv:2401.08417
@@ -176,11 +156,6 @@ def _log_odds(mean_p: Tensor) -> Tensor:
     return mean_p - torch.log(-torch.expm1(mean_p))
 
 
-def rewards_per_token(name: str, length_normalize: bool) -> bool:
-    """Return whether the implicit reward of this objective is per token."""
-    return name in PER_TOKEN and (name != "ipo" or length_normalize)
-
-
 def implicit_rewards(
     pairs: Pairs, *, per_token: bool, referenced: bool, beta: float
 ) -> tuple[Tensor, Tensor]:
@@ -193,15 +168,3 @@ def implicit_rewards(
         chosen = chosen / pairs.chosen_lengths
         rejected = rejected / pairs.rejected_lengths
     return beta * chosen.detach(), beta * rejected.detach()
-
-
-# ---- weights ----
-
-
-def wpo_weights(mean_adjusted_logps: Tensor) -> Tensor:
-    """Return the weights of WPO (arXiv:2406.11827), which favour completions that are likely under
-    the policy.
-
-    `mean_adjusted_logps` [N] is the mean over tokens of log pi(y_t) - log sum_j pi(j)^2, of a
-    completion or summed over a pair. Weights are at most 1. [N], without gradient."""
-    return mean_adjusted_logps.detach().clamp(max=0).exp()

@@ -16,7 +16,6 @@ from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
 from common.model.scoring import with_logprobs
-from common.objectives.importance import Correction, importance_weights
 from common.parallel import distributed
 
 
@@ -67,28 +66,6 @@ def require_rollout_agreement(
     )
     minibatches = with_logprobs(minibatches, args.temperature, old=model)
     require_agreement(minibatches, step, args, model.device)
-
-
-def mean_weight(minibatch: list[PackedBatch], correction: Correction) -> float:
-    """Return the mean importance weight of a *global* minibatch: over its trained tokens or, at the
-    level of sequences, over its completions. 1 without `normalize` or positive weights. Reads
-    `old_logprobs_T`. Collective."""
-    if not correction.normalize:
-        return 1.0
-    total = count = 0
-    for mb in minibatch:
-        weights_T = importance_weights(
-            mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T, mb.sequence_ids_T, correction
-        )
-        weights_N = mb.sequence_sums(weights_T)
-        lengths_N = mb.sequence_sums(mb.loss_mask_T)
-        if correction.level == "sequence":  # each completion counts once
-            weights_N /= lengths_N.clamp(min=1)
-            lengths_N = lengths_N.clamp(max=1)
-        total += weights_N.sum()
-        count += lengths_N.sum()
-    mean = distributed.all_sum(total) / distributed.all_sum(count).clamp(min=1)
-    return float(mean) or 1.0
 
 
 def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> None:

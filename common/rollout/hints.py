@@ -32,7 +32,7 @@ def say_if_unused(pairs: list[list[Completion]], step: int) -> None:
     """Print a line if no completion of any rank has a divergence in the first step. Collective."""
     is_used = any(any(own.weights) for own, _ in pairs)
     if step == 0 and not any(distributed.gather_objects(is_used)):
-        flags = "--hint, --success_reward, --skip_first, --pack_tokens"
+        flags = "--hint, --reward, --pack_tokens"
         distributed.say(f"no completion of the first rollout has a divergence; see {flags}")
 
 

@@ -19,13 +19,13 @@ import grpo
 import ppo
 from common.config.flags import AtLeast2, MayChange, Needs, Positive
 from common.config.groups import check_ranks, flags_of
-from common.config.objectives import CorrectionArgs, RewardArgs
+from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 
 
 @dataclass
-class Args(CorrectionArgs, RewardArgs, OnlineArgs):
+class Args(CorrectionArgs, LogKLArgs, OnlineArgs):
     """Flags composed as in a script."""
 
     PRESETS: ClassVar[dict[str, dict]] = {

@@ -241,7 +241,6 @@ def test_malformed_rows_are_refused_by_name():
 def encoded_pairs(
     lengths: list[tuple[int, ...]],
     overlong: str,
-    identical_pairs: str = "drop",
     on_bad_row: str = "error",
 ):
     """Encode rows of the given lengths, with two prompt ids each. Completions of one length are
@@ -254,9 +253,7 @@ def encoded_pairs(
             for n in row["lengths"]
         ]
 
-    args = SimpleNamespace(
-        max_length=5, overlong=overlong, identical_pairs=identical_pairs, on_bad_row=on_bad_row
-    )
+    args = SimpleNamespace(max_length=5, overlong=overlong, on_bad_row=on_bad_row)
     pairs, counts = encode_pairs(rows, encode, args)
     return [[len(sample.ids) for sample in pair] for pair in pairs], dict(counts)
 
@@ -281,12 +278,8 @@ def test_pairs_with_an_overlong_side_are_refused_dropped_or_truncated():
     assert (sample.ids, sample.loss_mask) == ([1, 2], [False, True])
 
 
-def test_identical_pairs_are_refused_or_dropped():
-    same = {"with chosen = rejected (--identical_pairs)": 1}
+def test_identical_pairs_are_dropped():
+    same = {"with chosen = rejected, dropped": 1}
     assert encoded_pairs([(3, 3), (3, 4)], "drop") == ([[3, 4]], same)
-    assert encoded_pairs([(3, 3), (3, 4)], "drop", "keep") == ([[3, 3], [3, 4]], same)
-    with pytest.raises(ValueError, match="rows:0: chosen and rejected are the same"):
-        encoded_pairs([(3, 3)], "drop", "error")
-    assert encoded_pairs([(3, 3), (3, 4)], "drop", "error", on_bad_row="skip") == ([[3, 4]], same)
     # Truncated to the prompt and a common prefix, chosen and rejected are equal.
     assert encoded_pairs([(6, 7)], "truncate") == ([], same | {"truncated (--max_length)": 1})

@@ -27,7 +27,6 @@ SCRIPTS = (
     "kto",
     "rm",
     "grpo",
-    "gspo",
     "dapo",
     "reinforce",
     "rloo",

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.config.parse import parse
-from common.model.policy import load_policy, load_reference, move_towards
+from common.config.groups import TrainArgs
+from common.model.policy import load_policy, move_towards
 from common.model.tiny import tiny_model
 
 
@@ -15,12 +15,9 @@ def weights(model) -> torch.Tensor:
 @pytest.fixture
 def models(device):
     """The policy and a frozen model with other weights, which is to move."""
-    import dpo
-
-    flags = "--reference_sync 1 --reference_logprobs online --dtype bfloat16".split()
-    args = parse(dpo.Args, flags)
+    args = TrainArgs(dtype="bfloat16")
     policy = load_policy(tiny_model(), args, device)
-    frozen = load_reference(policy, args, device)
+    frozen = load_policy(tiny_model(), args, device, trainable=False, moves=True)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.02).add_(1e-3)

@@ -145,7 +145,7 @@ def test_packed_forward_equals_separate_forwards(checkpoint, device, temperature
     for pack_tokens in (63, 100, 1000):
         seen = 0
         for mb in pack(batch, pack_tokens, device):
-            logprobs_T, entropy_T, correct_T, _ = policy(mb, temperature=temperature)
+            logprobs_T, entropy_T, correct_T = policy(mb, temperature=temperature)
             for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False):
                 targets = mb.targets_T[begin:end].tolist()
                 (sample,) = [s for s in batch if s.ids[1:] == targets]

@@ -24,7 +24,7 @@ def samples(count: int = 6) -> list[Sample]:
 
 
 def test_added_logprobs_and_values_equal_those_of_a_forward(device):
-    """The temperature applies, entropies are added too, and no tensor keeps a graph."""
+    """The temperature applies, and no tensor keeps a graph."""
     policy, value = (
         load_policy(tiny_model(), ARGS, device),
         load_scalar_model(tiny_model(), ARGS, device),
@@ -39,10 +39,7 @@ def test_added_logprobs_and_values_equal_those_of_a_forward(device):
     minibatches = added
     for mb in (mb for minibatch in minibatches for mb in minibatch):
         with torch.no_grad():
-            logprobs_T, entropy_T, *_ = policy(mb, temperature=0.7)
-            assert torch.equal(mb.old_logprobs_T, logprobs_T) and torch.equal(
-                mb.old_entropy_T, entropy_T
-            )
+            assert torch.equal(mb.old_logprobs_T, policy(mb, temperature=0.7)[0])
             assert torch.equal(mb.ref_logprobs_T, policy(mb)[0]) and torch.equal(
                 mb.values_T, value(mb)
             )
@@ -66,16 +63,11 @@ def never():
 
 def test_stored_logprobs_are_completion_sums_and_computed_once(tmp_path, device):
     data, policy = samples(), load_policy(tiny_model(), ARGS, device, trainable=False)
-    data[3].weights = [0.5] * len(data[3].ids)
-    for sample in data:
-        sample.weights = sample.weights or [1.0] * len(sample.ids)
     first = store(data, lambda: policy, tmp_path)
     for sample, logp in zip(data, first, strict=True):
         (mb,) = pack([sample], 100, device)
         with torch.no_grad():
-            assert logp == pytest.approx(
-                mb.sequence_sums(policy(mb)[0] * mb.weights_T).item(), abs=1e-4
-            )
+            assert logp == pytest.approx(mb.sequence_sums(policy(mb)[0]).item(), abs=1e-4)
     assert store(data, never, tmp_path) == first and not list(tmp_path.glob("*.tmp"))
     for change in (
         lambda: store(data[:-1], never, tmp_path),
@@ -85,7 +77,7 @@ def test_stored_logprobs_are_completion_sums_and_computed_once(tmp_path, device)
     ):
         with pytest.raises(AssertionError, match="was not used"):
             change()
-    for name, value in (("ids", 7), ("loss_mask", False), ("weights", 0.25)):
+    for name, value in (("ids", 7), ("loss_mask", False)):
         kept = getattr(data[2], name)[:]
         getattr(data[2], name)[-1] = value
         with pytest.raises(AssertionError, match="was not used"):

@@ -9,8 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import grpo
-from common.objectives.advantages import centre_groups, gae, group_std, unequal, whiten
+from common.objectives.advantages import (
+    ADVANTAGES,
+    Scores,
+    best_of_k,
+    centre_groups,
+    gae,
+    group_std,
+    unequal,
+    whiten,
+)
 
 NAN = float("nan")
 reward = st.floats(-100, 100).map(lambda x: round(x, 3))
@@ -19,16 +27,16 @@ gappy = st.lists(st.lists(reward | st.just(NAN), min_size=3, max_size=3), min_si
 
 
 def group_advantages(rewards):
-    return grpo.advantages("group", rewards, rewards[None], [1.0])
+    return ADVANTAGES["group"](Scores(rewards))
 
 
 def group_mean_batch_std(rewards):
-    return grpo.advantages("group_mean_batch_std", rewards, rewards[None], [1.0])
+    return ADVANTAGES["group_mean_batch_std"](Scores(rewards))
 
 
 def gdpo(parts, weights):
     total = parts.nansum(0).masked_fill(parts.isnan().all(0), NAN)
-    return grpo.advantages("gdpo", total, parts, weights)
+    return ADVANTAGES["gdpo"](Scores(total, parts, weights))
 
 
 def double(x):
@@ -120,7 +128,7 @@ GROUPS = ([1.0, 0.0, 0.0, 0.0, 1.0], [0.25, 3.0, 0.25, 0.0, 1.5], [0.0] * 5, [2.
 
 def of(name, rewards, **also):
     rewards = double(rewards)
-    return grpo.advantages(name, rewards, rewards[None], [1.0], **also)
+    return ADVANTAGES[name](Scores(rewards, rewards[None], [1.0], **also))
 
 
 def test_group_ratio_divides_by_the_mean():
@@ -183,19 +191,20 @@ def naive_gain(group, k):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_pass_at_k_is_the_gain_of_the_best_of_k(k):
-    """PKPO (arXiv:2505.15201 Eq. 29), by all subsets."""
+    """PKPO (arXiv:2505.15201 Eq. 29, with its baseline over n), by all subsets."""
     for group in GROUPS:
         expected = pytest.approx(naive_gain(group, k), abs=1e-12)
-        assert of("pass_at_k", [group], k=k)[0].tolist() == expected
-    known_alone = of("pass_at_k", [[1.0, NAN, 0.25, 0.0, 0.5, NAN]], k=k)[0].tolist()
+        assert best_of_k(double([group]), k)[0].tolist() == expected
+    known_alone = best_of_k(double([[1.0, NAN, 0.25, 0.0, 0.5, NAN]]), k)[0].tolist()
     expected = naive_gain([1.0, 0.25, 0.0, 0.5], k) if k < 4 else [0.0] * 4
     assert [known_alone[n] for n in (0, 2, 3, 4)] == pytest.approx(expected, abs=1e-12)
     assert known_alone[1] == known_alone[5] == 0
-    assert (of("pass_at_k", GROUPS[2:], k=k) == 0).all()
+    assert (best_of_k(double(GROUPS[2:]), k) == 0).all()
 
 
-def test_pass_at_1_is_leave_one_out():
-    torch.testing.assert_close(of("pass_at_k", GROUPS, k=1), of("leave_one_out", GROUPS))
+def test_pass_at_k_has_k_4_and_k_1_is_leave_one_out():
+    assert torch.equal(of("pass_at_k", GROUPS), best_of_k(double(GROUPS), 4))
+    torch.testing.assert_close(best_of_k(double(GROUPS), 1), of("leave_one_out", GROUPS))
 
 
 def test_pass_at_k_of_binary_rewards_is_that_of_pass_at_k_training():
@@ -207,7 +216,7 @@ def test_pass_at_k_of_binary_rewards_is_that_of_pass_at_k_training():
     right = missed * k * 8 / (8 - k)
     bad = (missed - math.comb(wrong - 1, k - 1) / math.comb(7, k - 1)) * k * 8 / (8 - k)
     expected = pytest.approx([right if r else bad for r in group])
-    assert of("pass_at_k", [group], k=k)[0].tolist() == expected
+    assert best_of_k(double([group]), k)[0].tolist() == expected
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -217,7 +226,7 @@ def test_expected_gradient_of_pass_at_k_is_that_of_the_best_of_k(k):
     logp = logits.log_softmax(-1)
     total = 0.0
     for arms in torch.cartesian_prod(*[torch.arange(3)] * 4):
-        A = of("pass_at_k", pays[arms][None].tolist(), k=k)[0]
+        A = best_of_k(pays[arms][None], k)[0]
         total = total + logp[arms].sum().exp().detach() * (A * logp[arms]).mean()
     sets = torch.cartesian_prod(*[torch.arange(3)] * k).reshape(-1, k)
     best = (logp[sets].sum(-1).exp() * pays[sets].amax(-1)).sum()
@@ -329,7 +338,7 @@ unit = st.sampled_from([0.0, 0.3, 0.95, 1.0])
 # a prompt, then tokens of which some are not trained: tool output, or the whole of a masked
 # completion
 packed = st.lists(
-    st.tuples(st.integers(0, 3), st.lists(step, min_size=1, max_size=7), unit),
+    st.tuples(st.integers(0, 3), st.lists(step, min_size=1, max_size=7)),
     min_size=1,
     max_size=4,
 )
@@ -345,10 +354,10 @@ def naive_gae(rewards, values, gamma, lam):
     ]
 
 
-@given(packed, unit)
-def test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens(sequences, gamma):
+@given(packed, unit, unit)
+def test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens(sequences, gamma, lam):
     stream, expected = [], []  # (reward, value, trained, sequence)
-    for n, (prompt, steps, lam) in enumerate(sequences):
+    for n, (prompt, steps) in enumerate(sequences):
         stream += [(7.0, -5.0, False, n)] * prompt + [(r, v, trained, n) for trained, r, v in steps]
         rewards, values = (
             [r for trained, r, _ in steps if trained],
@@ -359,10 +368,8 @@ def test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens(sequences, gamm
             next(advantages) if trained else 0.0 for trained, _, _ in steps
         ]
     rewards, values, mask, ids = zip(*stream, strict=True)
-    lambda_N = double([lam for _, _, lam in sequences])
-    got = gae(
-        double(rewards), double(values), torch.tensor(mask), torch.tensor(ids), gamma, lambda_N
-    )
+    where = torch.tensor(mask), torch.tensor(ids)
+    got = gae(double(rewards), double(values), *where, lam, gamma)
     assert (
         got.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9) and got.dtype == torch.float64
     )
@@ -377,24 +384,21 @@ def test_gae_equals_a_calculation_by_hand():
         torch.tensor([9.0, 0, 9, 1, 9, 2]),
         torch.tensor([9.0, 0.5, 9, 0.25, 9, 1]),
     )
-    got = gae(rewards_T, values_T, mask_T, ids_T, 0.5, double([0.5, 0.5]))
+    got = gae(rewards_T, values_T, mask_T, ids_T, 0.5, 0.5)
     last = 1 - 0.25
     assert got.tolist() == [0, 0.5 * 0.25 - 0.5 + 0.25 * last, 0, last, 0, 2 - 1]
 
 
 def test_gae_without_discount_and_values_is_the_return_on_every_token():
     mask_T, ids_T = torch.tensor([False, True, True, True, True]), torch.tensor([0, 0, 0, 0, 1])
-    got = gae(torch.tensor([0, 0, 0, 3.0, -2]), torch.zeros(5), mask_T, ids_T, 1.0, torch.ones(2))
+    got = gae(torch.tensor([0, 0, 0, 3.0, -2]), torch.zeros(5), mask_T, ids_T, 1.0)
     assert got.tolist() == [0, 3, 3, 3, -2]
 
 
 def test_gae_of_a_masked_sequence_is_zero():
     nan_T = torch.full((3,), NAN)
-    assert gae(
-        nan_T, nan_T, torch.zeros(3).bool(), torch.zeros(3).long(), 1.0, torch.ones(0)
-    ).tolist() == [0, 0, 0]
+    none_T, ids_T = torch.zeros(3).bool(), torch.zeros(3).long()
+    assert gae(nan_T, nan_T, none_T, ids_T, 1.0).tolist() == [0, 0, 0]
     one_T = torch.tensor([NAN, 1.0, NAN])
-    got = gae(
-        one_T, one_T, torch.tensor([False, True, False]), torch.zeros(3).long(), 1.0, torch.ones(1)
-    )
+    got = gae(one_T, one_T, torch.tensor([False, True, False]), ids_T, 1.0)
     assert got.tolist() == [0, 0, 0]

@@ -21,13 +21,13 @@ EXACT = dict(rtol=1e-9, atol=1e-9)
 CHOSEN = {
     "reverse_kl": reverse_kl,
     "forward_kl": forward_kl,
-    "jsd_0.1": partial(jsd, jsd_beta=0.1),
-    "jsd_0.5": partial(jsd, jsd_beta=0.5),
-    "jsd_0.9": partial(jsd, jsd_beta=0.9),
-    "skewed_0.1": partial(skewed_kl, skew=0.1),
-    "skewed_0.7": partial(skewed_kl, skew=0.7),
-    "skewed_reverse_0.1": partial(skewed_reverse_kl, skew=0.1),
-    "skewed_reverse_0.7": partial(skewed_reverse_kl, skew=0.7),
+    "jsd_0.1": partial(jsd, b=0.1),
+    "jsd_0.5": partial(jsd, b=0.5),
+    "jsd_0.9": partial(jsd, b=0.9),
+    "skewed_0.1": partial(skewed_kl, a=0.1),
+    "skewed_0.7": partial(skewed_kl, a=0.7),
+    "skewed_reverse_0.1": partial(skewed_reverse_kl, a=0.1),
+    "skewed_reverse_0.7": partial(skewed_reverse_kl, a=0.7),
     "adaptive_0.2": partial(adaptive_kl, head_mass=0.2),
     "adaptive_0.8": partial(adaptive_kl, head_mass=0.8),
 }
@@ -120,9 +120,7 @@ def test_jsd_approaches_the_two_kl_divergences():
         for _ in range(2)
     )
     for b, other, scale in ((1e-7, forward_kl, 1e-7), (1 - 1e-7, reverse_kl, 1e-7)):
-        for ours, wanted in zip(
-            jsd(logp_CV, logq_CV, jsd_beta=b), other(logp_CV, logq_CV), strict=True
-        ):
+        for ours, wanted in zip(jsd(logp_CV, logq_CV, b=b), other(logp_CV, logq_CV), strict=True):
             torch.testing.assert_close(ours / scale, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -130,7 +128,7 @@ def test_skewed_divergences_approach_those_without_a_mixture():
     logp_CV, logq_CV = draw(4, 9).log_softmax(-1), draw(4, 9, seed=4).log_softmax(-1)
     for skewed, other in ((skewed_kl, forward_kl), (skewed_reverse_kl, reverse_kl)):
         for ours, wanted in zip(
-            skewed(logp_CV, logq_CV, skew=1e-9), other(logp_CV, logq_CV), strict=True
+            skewed(logp_CV, logq_CV, a=1e-9), other(logp_CV, logq_CV), strict=True
         ):
             torch.testing.assert_close(ours, wanted, rtol=1e-7, atol=1e-7)
 

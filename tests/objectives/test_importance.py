@@ -13,41 +13,23 @@ from common.objectives.importance import Correction, importance_weights, off_pol
 # ---- single log-ratios ----
 
 
-def bounded(log_ratio, mode, low, high):
+def bounded(log_ratio, high):
     """Return the weights of single tokens."""
     mask, ids = torch.ones(len(log_ratio)).bool(), torch.arange(len(log_ratio))
     engine = torch.zeros_like(log_ratio)
-    return importance_weights(log_ratio, engine, mask, ids, Correction("token", mode, low, high))
+    return importance_weights(log_ratio, engine, mask, ids, Correction("token", high))
 
 
-@given(
-    st.lists(st.floats(-8, 8), min_size=1, max_size=8),
-    st.sampled_from([(0.0, 2.0), (0.5, 5.0)]),
-    st.sampled_from(["truncate", "mask"]),
-)
-def test_importance_weights_equal_bounded_ratios(log_ratios, bounds, mode):
-    low, high = bounds
-    weights = bounded(
-        torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True), mode, low, high
-    )
+@given(st.lists(st.floats(-8, 8), min_size=1, max_size=8), st.sampled_from([2.0, 5.0]))
+def test_importance_weights_equal_bounded_ratios(log_ratios, high):
+    weights = bounded(torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True), high)
     assert not weights.requires_grad
-    for log_ratio, weight in zip(log_ratios, weights.tolist(), strict=True):
-        ratio = math.exp(log_ratio)
-        outside = min(max(ratio, low), high) if mode == "truncate" else 0.0
-        assert weight == pytest.approx(ratio if low <= ratio <= high else outside, rel=1e-12)
+    expected = [min(math.exp(log_ratio), high) for log_ratio in log_ratios]
+    assert weights.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_importance_weights_include_their_bounds():
-    log_ratio = torch.tensor([0.5, 2.0]).double().log()
-    low, high = log_ratio.exp().tolist()
-    assert bounded(log_ratio, "mask", low, high).tolist() == [low, high]
-
-
-def test_extreme_ratio_is_truncated_or_masked_to_a_finite_weight():
-    weights = [
-        bounded(torch.tensor([200.0]), mode, 0.0, 2.0).item() for mode in ("truncate", "mask")
-    ]
-    assert weights == [2.0, 0.0]
+def test_extreme_ratio_is_truncated_to_a_finite_weight():
+    assert bounded(torch.tensor([200.0]), 2.0).item() == 2.0
 
 
 # ---- a packed stream ----
@@ -66,18 +48,14 @@ MASK, IDS = (
         (dict(level="none"), [1, 1, 1, 1, 1]),
         ({}, [1, 2, 0.5, 2, 2]),
         (dict(high=3.5), [1, 3.5, 0.5, 3, 3]),
-        (dict(low=0.8), [1, 2, 0.8, 2, 2]),
-        (dict(mode="mask"), [1, 0, 0.5, 0, 0]),
-        (dict(mode="mask", low=0.8, high=5.0), [1, 4, 0, 3, 3]),
         (dict(level="sequence", high=100.0), [2, 2, 2, 9, 9]),
         (dict(level="sequence", high=4.0), [2, 2, 2, 4, 4]),
-        (dict(level="sequence", mode="mask", high=4.0), [2, 2, 2, 0, 0]),
         (dict(filter=(0.5, 2.0), high=5.0), [1, 4, 0.5, 0, 0]),  # 2^(1/3) and 3
         (dict(filter=(1.5, 4.0), high=5.0), [0, 0, 0, 3, 3]),
         (dict(level="sequence", high=100.0, filter=(0.5, 2.0)), [2, 2, 2, 0, 0]),
     ],
 )
-def test_weights_follow_level_mode_and_bounds(flags, expected):
+def test_weights_follow_level_and_bounds(flags, expected):
     correction = Correction(**dict(level="token") | flags)
     old_T = RATIOS.log().requires_grad_()
     weights_T = importance_weights(old_T, torch.zeros(7), MASK, IDS, correction)
@@ -95,89 +73,6 @@ def test_weights_without_trained_tokens_are_finite(flags):
     correction = Correction(**dict(level="token") | flags)
     streams = log_ratio_T, torch.zeros(3), none_T, ids_T
     assert importance_weights(*streams, correction).isfinite().all()
-
-
-# ---- rejection and normalisation ----
-
-OLD, ENGINE = torch.tensor(
-    [
-        [-9.0, -0.5, -1.0, -3.0, -9.0, -0.1, -0.2, -9.0, -1.5, -2.0],
-        [-1.0, -0.6, -0.2, -2.0, -1.0, -0.1, -0.3, -1.0, -1.4, -2.0],
-    ]
-).double()
-TRAINED = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 1, 1]).bool()
-COMPLETIONS = torch.tensor([0] * 4 + [1] * 3 + [2] * 3)
-NAIVE_STATISTICS = dict(
-    k2=lambda old, engine: (engine - old) ** 2 / 2,
-    k3=lambda old, engine: math.exp(old - engine) - 1 - (old - engine),
-    tv=lambda old, engine: abs(math.exp(old) - math.exp(engine)),
-)
-# The first completion has log-ratios 0.1, -0.8 and -1, the second 0 and 0.1, the third -0.1 and 0.
-REJECTIONS = {
-    ("veto", 0.5): [0, 0, 0, 1, 1, 1, 1],
-    ("veto", 0.95): [0, 0, 0, 1, 1, 0, 0],
-    ("token_k2", 0.3): [1, 0, 0, 1, 1, 1, 1],
-    ("token_k3", 0.3): [1, 1, 0, 1, 1, 1, 1],
-    ("token_tv", 0.08): [1, 0, 0, 1, 1, 1, 1],
-    ("token_tv", 0.06): [1, 0, 0, 1, 0, 1, 1],
-    ("seq_mean_k2", 0.1): [0, 0, 0, 1, 1, 1, 1],
-    ("seq_mean_k3", 0.003): [0, 0, 0, 1, 1, 1, 1],
-    ("seq_mean_k3", 0.0025): [0, 0, 0, 0, 0, 1, 1],
-    ("seq_mean_tv", 0.03): [0, 0, 0, 0, 0, 1, 1],
-    ("seq_max_k2", 0.0045): [0, 0, 0, 0, 0, 0, 0],
-    ("seq_max_k3", 0.0049): [0, 0, 0, 0, 0, 1, 1],
-    ("seq_max_tv", 0.03): [0, 0, 0, 0, 0, 1, 1],
-}
-
-
-def naive_kept(criterion, bound):
-    """Return which trained tokens of the stream a criterion keeps."""
-    kept = []
-    for n in range(3):
-        own = TRAINED & (COMPLETIONS == n)
-        pairs = list(zip(OLD[own].tolist(), ENGINE[own].tolist(), strict=True))
-        if criterion == "veto":
-            kept += [all(math.exp(old - engine) >= bound for old, engine in pairs)] * len(pairs)
-            continue
-        scope, statistic = criterion.rsplit("_", 1)
-        values = [NAIVE_STATISTICS[statistic](*pair) for pair in pairs]
-        of_completion = dict(seq_mean=sum(values) / len(values), seq_max=max(values))
-        kept += [of_completion.get(scope, value) <= bound for value in values]
-    return kept
-
-
-@pytest.mark.parametrize(("criterion", "bound"), REJECTIONS)
-@pytest.mark.parametrize("level", ["none", "token"])
-def test_rejection_equals_naive_code(criterion, bound, level):
-    """Prompts have extreme ratios. Engine and trainer are not exchangeable."""
-    correction = Correction(level, high=9.0, reject=criterion, bound=bound)
-    old_T = OLD.clone().requires_grad_()
-    weights_T = importance_weights(old_T, ENGINE, TRAINED, COMPLETIONS, correction)
-    ratios = (OLD - ENGINE)[TRAINED].exp().tolist()
-    kept = naive_kept(criterion, bound)
-    assert kept == [bool(x) for x in REJECTIONS[criterion, bound]]
-    expected = [
-        k * (ratio if level == "token" else 1) for k, ratio in zip(kept, ratios, strict=True)
-    ]
-    assert weights_T[TRAINED].tolist() == pytest.approx(expected, rel=1e-12)
-    assert not weights_T.requires_grad
-
-
-@pytest.mark.parametrize("level", ["none", "token", "sequence"])
-def test_wide_bounds_reject_nothing(level):
-    streams = OLD, ENGINE, TRAINED, COMPLETIONS
-    plain_T = importance_weights(*streams, Correction(level))[TRAINED]
-    for criterion, _ in REJECTIONS:
-        bound = 1e-30 if criterion == "veto" else 1e30
-        wide = Correction(level, filter=(0.0, 1e30), reject=criterion, bound=bound)
-        assert importance_weights(*streams, wide)[TRAINED].equal(plain_T)
-
-
-def test_weights_are_divided_by_their_mean():
-    correction = Correction("token", normalize=True)
-    streams = OLD, ENGINE, TRAINED, COMPLETIONS, correction
-    halved_T = importance_weights(*streams, 2.0)
-    assert halved_T.equal(importance_weights(*streams) / 2)
 
 
 # ---- off-policy sequence masking ----

@@ -165,7 +165,7 @@ for name, config in CONFIGS.items():
     packs = pack_groups(groups[rank::ranks], tokens, device, shortest, together=False)
     total = 0.0
     for mb in packs:
-        logprobs_T, entropy_T, correct_T, collision_T = policy(mb)
+        logprobs_T, entropy_T, correct_T = policy(mb)
         assert correct_T.dtype == torch.bool and len(correct_T) == len(mb.targets_T)
         means_T = sequence_mean(logprobs_T, mb.loss_mask_T, mb.sequence_ids_T)
         loss = loss_of(logprobs_T, entropy_T, mb.loss_mask_T, means_T, mb.on_tokens(advantages))
@@ -229,7 +229,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
             "dpo",
             4,
             ("--context_ranks", 2, "--pack_tokens", 40),
-            ("--batch_size", 16, "--reference_logprobs", "online"),
+            ("--batch_size", 16),
         ),
         ("ppo", 4, ("--context_ranks", 2, "--pack_tokens", 100), ("--samples_per_prompt", 4)),
         (

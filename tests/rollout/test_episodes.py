@@ -455,7 +455,7 @@ def test_credit_of_turns_does_not_depend_on_ranks(flags, main, tmp_path):
     (tmp_path / "counter.py").write_text(USER_FILE + STATE)
     flags = (
         *flags, "--environment", f"{tmp_path / 'counter.py'}:Counter", "--turn_credit", "state",
-        "--advantage", "reinforce++_baseline", "--kl_in", "return", "--turn_coef", 2,
+        "--advantage", "reinforce++_baseline", "--kl_in", "return",
     )  # fmt: skip
     main("reinforce", *flags, "--output_dir", tmp_path / "1")
     apart = ("--rollout_ranks", 1, "--max_staleness", 0, "--pack_tokens", 300)

@@ -219,7 +219,7 @@ def test_reward_models_score_complete_groups_during_sampling(flags, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
-    (2, 1, "dapo.py", ("--max_draws", 3)),
+    (2, 1, "dapo.py", ()),
     (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
     (2, 1, "reinforce.py", ("--preset", "reinforce++_baseline")), (4, 2, "online_dpo.py", ()),
     (2, 1, "distill.py", ("--teacher", "tiny")),

@@ -27,7 +27,7 @@ SCRIPTS = {
         *(*SAMPLING, "--beta", 0.1, "--entropy_coef", 0.01),
         *("--old_logprobs", "engine", "--correction", "none"),
     ),
-    "dapo": (*SAMPLING, "--max_draws", 0),
+    "dapo": SAMPLING,
     "reinforce": SAMPLING,
     "rloo": SAMPLING,
     "ppo": SAMPLING,
@@ -38,7 +38,7 @@ SCRIPTS = {
     ),  # a minibatch has any number of pairs, and the metric is their mean
     "bok": SAMPLING,
     "distill": (*SAMPLING, "--teacher", "tiny", "--on_policy_fraction", 0.5),
-    "self_distill": (*SAMPLING, "--hint", "answer", "--policy_coef", 0.5),
+    "self_distill": (*SAMPLING, "--hint", "answer"),
 }
 REWARD = "def digits(completion, row): return sum(map(str.isdigit, completion)) / 5"
 
