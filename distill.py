@@ -120,7 +120,7 @@ def loss(
 
 @dataclass
 class Args(DivergenceArgs, TeacherArgs, CorrectionArgs, OnlineArgs):
-    packs_branches = False  # no flag: advantages are streams of completions
+    PACKS_BRANCHES: ClassVar[bool] = False  # advantages are streams of completions
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(
         prompts_per_step=256, samples_per_prompt=1, reward="exact_match"
     )

@@ -97,7 +97,7 @@ def store_reference_logps(
     digest, stored = distributed.from_main((digest, stored))  # machines may have copies of the file
     if stored.get("digest") != digest:
         count = sum(map(len, datasets))
-        used = getattr(args, "batch_size", 1) * (args.max_steps or math.inf)
+        used = args.batch_size * (args.max_steps or math.inf)
         hint = ""
         if 2 * used < len(datasets[0]):
             hint = "; the steps use fewer: --reference_logprobs online is faster"
