@@ -113,7 +113,7 @@ def loss(
 
 @dataclass
 class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineArgs):
-    packs_branches = False  # no flag: teachers read whole completions
+    PACKS_BRANCHES: ClassVar[bool] = False  # teachers read whole completions
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(
         prompts_per_step=256, samples_per_prompt=1, reward="exact_match"
     )

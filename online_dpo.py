@@ -148,8 +148,7 @@ def measured(pairs: Pairs, loss_N: Tensor, args: "Args") -> dict[str, Tensor]:
 
 @dataclass
 class Args(PreferenceArgs, OnlineArgs):
-    packs_branches = False  # no flag: pairs have two sequences
-    sequences_together = 2  # no flag: a pair shares a pack
+    PACKS_BRANCHES: ClassVar[bool] = False  # pairs have two sequences
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(
         beta=1.0, sft_weight=1.0, prompts_per_step=64, samples_per_prompt=4
     )

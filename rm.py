@@ -76,7 +76,6 @@ def loss(
 
 @dataclass
 class Args(PrefixArgs, TrainArgs):
-    generates = False  # no flag: the model is a reward model
     output_dir: str = ""
     """folder for all that the run writes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/;
     default: runs/ and the name of the script"""

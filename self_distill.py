@@ -93,9 +93,7 @@ def loss(comparison: Comparison, hinted_T: Tensor, hinted_tokens: Tensor) -> Ten
 @dataclass
 class Args(DivergenceArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(reward="exact_match", hint="sibling")
-    packs_branches = False  # no flag: pairs have two sequences
-    sequences_together = 2  # no flag: a pair shares a pack
-    teacher_logprobs = "live"  # no flag: predicted memory has a comparison
+    PACKS_BRANCHES: ClassVar[bool] = False  # pairs have two sequences
     samples_per_prompt: Positive[int] = 8
     reward: Several[str] = ()
     """rewards of completions (docs/rewards.md lists all), for --hint sibling and feedback; else

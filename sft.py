@@ -153,7 +153,7 @@ def main(args: Args) -> None:
     fit_max_length(args, path, room=args.pack_capacity)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
-        encode_rows, SFT_COLUMNS, tokenizer, args
+        encode_rows, SFT_COLUMNS, tokenizer, args, streams=args.streaming
     )
     if args.dry_run:  # ends the process
         dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.memory_plan import CONFIGS
+from common.config.online import OnlineArgs
 from common.config.parse import read_file
 from common.model.memory import GIB, predict
 from common.model.policy import Policy
@@ -48,7 +49,7 @@ def launch_of(recipe: str, folders: dict[str, str]) -> tuple[str, Launch]:
     policy = folders[args.model]
     frozen = [folders[teacher] for teacher in getattr(args, "teacher", ())]
     own_forwards = 0
-    if args.samples:
+    if isinstance(args, OnlineArgs):
         rewards = (f"model:{folders[name]}" if name in folders else name for name in args.reward)
         args = replace(args, reward=tuple(rewards))
         frozen += [policy] if getattr(args, "beta", 0) else []
@@ -57,8 +58,8 @@ def launch_of(recipe: str, folders: dict[str, str]) -> tuple[str, Launch]:
     trained, others = build(args, *paths, frozen, kind=getattr(script, "Student", Policy))
     return command[0], Launch(
         args, gpus, GPUS[kind], gpus, trained, others, [trained[0]] * own_forwards + others,
-        prompt=PROMPT if args.samples else args.max_length,
-        each=args.samples_per_prompt if args.samples else 2,
+        prompt=PROMPT if isinstance(args, OnlineArgs) else args.max_length,
+        each=args.samples_per_prompt if isinstance(args, OnlineArgs) else 2,
     )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ class Needs:
 
     def is_met(self, args: Any) -> bool:
         """Return whether the flag has an effect. A flag that the script lacks is none."""
-        return any(_fits(getattr(args, name, None), wanted) for name, wanted in self.values.items())
+        return any(fits(getattr(args, name, None), wanted) for name, wanted in self.values.items())
 
     def unmet(self, args: Any) -> str:
         """Return why the flag has no effect: `with --loss cispo`, `without --tools`."""
@@ -88,7 +88,7 @@ class Needs:
         """Return the condition for the help of a script with these flags; empty if it always
         holds."""
         known = {name: wanted for name, wanted in self.values.items() if name in flags}
-        if not known and any(_fits(None, wanted) for wanted in self.values.values()):
+        if not known and any(fits(None, wanted) for wanted in self.values.values()):
             return ""
         if [*known.values()] == [None]:
             return f"only without {either(known)}"
@@ -96,7 +96,8 @@ class Needs:
         return f"only with {either(forms)}"
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def fits(value: Any, wanted: Any) -> bool:
+    """Return whether a value is wanted by a member of `Needs`."""
     if wanted is True or not wanted:
         return bool(value) == bool(wanted)
     return any(

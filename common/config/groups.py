@@ -42,27 +42,11 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     PRESETS: ClassVar[dict[str, dict]] = {}
     """flags that each value of `--preset` sets"""
 
-    # Values for scripts without these flags. An annotation would make flags of them.
-    lora_rank = 0
+    # Flags of some scripts that models, encoders and exports of all read; no flags here.
     share_prefix = 0
-    batch_size = 0
-    rollout_ranks = 0
-    tensor_parallel_size = 1
-    minibatches = 1
-    teacher_logprobs = None
-    streaming = False
-    environment = None
-    tools = ()
-    agent = None
     stop_token_ids = ()
-    reward = ()
-    adapter = None
-    takes_images = False
     vision = None
     max_pixels = None
-    trains = False  # no flag: whether the script trains a model
-    samples = False  # no flag: whether it samples completions
-    generates = True  # no flag: whether its model generates text
 
     @model_validator(mode="after")
     def _check_needs(self) -> Self:
@@ -75,7 +59,6 @@ class TrainArgs(LoRAArgs, CheckpointArgs, OptimArgs, HeldOutArgs, BaseArgs):
     """Flags of every script that trains."""
 
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING
-    trains = True
     ROWS_FLAG: ClassVar[str] = "batch_size"
     """flag with the number of rows of a step"""
 
@@ -84,29 +67,25 @@ class TrainArgs(LoRAArgs, CheckpointArgs, OptimArgs, HeldOutArgs, BaseArgs):
         """Number of rows of a step, over all ranks."""
         return getattr(self, self.ROWS_FLAG)
 
-    @property
-    def reward_models(self) -> list[str]:
-        """Reward models and judges in `--reward`, with their kinds: `model:PATH`."""
-        return []
-
 
 def check_ranks(args: BaseArgs, ranks: int) -> None:
     """Raise `ValueError` if the flags do not fit this number of ranks."""
-    if args.rollout_ranks >= ranks:
+    rollout_ranks = getattr(args, "rollout_ranks", 0)
+    if rollout_ranks >= ranks:
         raise ValueError(
-            f"--rollout_ranks {args.rollout_ranks} must be less than the number of ranks ({ranks})"
+            f"--rollout_ranks {rollout_ranks} must be less than the number of ranks ({ranks})"
         )
-    training = ranks - args.rollout_ranks
-    if args.trains:
+    training = ranks - rollout_ranks
+    if isinstance(args, TrainArgs):
         rows = f"--{args.ROWS_FLAG} {args.rows_per_step} must be a multiple of the number of"
         if args.rows_per_step % training:
             raise ValueError(f"{rows} training ranks ({training})")
-        if args.rows_per_step % (training * args.minibatches):
-            shares = training * args.minibatches
+        shares = training * getattr(args, "minibatches", 1)
+        if args.rows_per_step % shares:
             raise ValueError(f"{rows} training ranks times --minibatches ({shares})")
-    generating = args.rollout_ranks or ranks
-    if generating % args.tensor_parallel_size:
-        size = args.tensor_parallel_size
+    generating = rollout_ranks or ranks
+    size = getattr(args, "tensor_parallel_size", 1)
+    if generating % size:
         raise ValueError(
             f"--tensor_parallel_size {size} must divide the {generating} generating ranks"
         )
@@ -131,7 +110,7 @@ def may_change(args: BaseArgs, then: dict[str, Any]) -> set[str]:
     classes = [vars(cls).get("__pydantic_fields__", {}) for cls in type(args).__mro__]
     fields = chain(*(fields.items() for fields in classes))
     free = {name for name, field in fields if MAY_CHANGE in field.metadata}
-    has_effect = args.rollout_ranks and then.get("rollout_ranks")
+    has_effect = flags_of(args).get("rollout_ranks") and then.get("rollout_ranks")
     return free if has_effect else free | {"max_staleness"}
 
 

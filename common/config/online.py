@@ -22,11 +22,10 @@ TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, p
 class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs):
     """Flags of every script that samples completions."""
 
-    samples = True
     truncation = None  # `TruncationArgs` has flags for it
     records_states = False  # whether completions need the states of their environment
-    sequences_together = 1  # sequences that have to share a pack
-    packs_branches = True  # whether the script can train on the branches of an agent's episode
+    PACKS_BRANCHES: ClassVar[bool] = True
+    """whether the script can train on the branches of an agent's episode"""
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
@@ -37,9 +36,6 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
                 "--environment and --reward environment need each other; give both or neither"
             )
         if self.tools or self.agent is not None:
-            flag = "tools" if self.tools else "agent"
-            if self.prompt_format == "plain":
-                raise ValueError(f"--{flag} needs a chat template; set --prompt_format chat")
             self.prompt_format = "chat"
         if self.max_new_tokens is None:
             self.max_new_tokens = min(256, max(1, self.pack_capacity // 2))
@@ -67,7 +63,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     def _check_agent(self) -> None:
         if self.environment is not None or self.tools:
             raise ValueError("--agent excludes --environment and --tools; give one of them")
-        if not self.packs_branches:
+        if not self.PACKS_BRANCHES:
             raise ValueError("--agent: this script cannot train on the branches of an episode")
 
     @property

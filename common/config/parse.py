@@ -17,8 +17,9 @@ import tyro
 import yaml
 from pydantic import ValidationError
 
-from common.config.flags import needs_of, shown, union_members
-from common.config.groups import BUILT_IN_MODELS, BaseArgs, check_ranks, script_of
+from common.config.flags import fits, needs_of, shown, union_members
+from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs, check_ranks, script_of
+from common.config.online import SamplingArgs
 from common.parallel import distributed
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
@@ -44,31 +45,35 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
                 raise ValueError(
                     f"--{name} {other} contradicts --preset {args.preset}, which sets {value}"
                 )
-        planned = args.planned_ranks if args.trains else None
+        planned = args.planned_ranks if isinstance(args, TrainArgs) else None
         check_ranks(args, planned or distributed.world_size())
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
     if built_in:
         flags = " ".join(f"--{name} {value}" for name, value in built_in.items())
         distributed.say(f"defaults for the built-in model: {flags}")
-    if args.lora_rank and "lr" not in given:
+    if isinstance(args, TrainArgs) and args.lora_rank and "lr" not in given:
         distributed.say(f"LoRA usually needs 10 times the learning rate: --lr {10 * args.lr:g}")
-    if args.samples and args.max_new_tokens < 256 and "max_new_tokens" not in built_in | given:
+    is_default = isinstance(args, SamplingArgs) and "max_new_tokens" not in built_in | given
+    if is_default and args.max_new_tokens < 256:
         distributed.say(f"--max_new_tokens {args.max_new_tokens}: half of {args.pack_flags}")
     return args
 
 
 def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults for a built-in model that are not given: those for its task or, for
-    other data, the learning rates."""
+    """Return the defaults for a built-in model, without those that are given or that a given flag
+    excludes: those for its task or, for other data, the learning rates."""
     fields = args_class.__dataclass_fields__
     if given.get("model", fields["model"].default) not in BUILT_IN_MODELS:
         return {}
     is_built_in_task = given.get("dataset", "arithmetic") in ("arithmetic", ("arithmetic",))
+    needs = [need for name in given for need in needs_of(args_class).get(name, ())]
     return {
         name: value
         for name, value in args_class.TINY_DEFAULTS.items()
-        if name not in given and (is_built_in_task or name.endswith("lr"))
+        if name not in given
+        and (is_built_in_task or name.endswith("lr"))
+        and all(fits(value, need.values[name]) for need in needs if name in need.values)
     }
 
 

@@ -16,6 +16,7 @@ from common.config.flags import (
     Real,
     Several,
 )
+from common.config.training import CHAT
 
 # Requests that an engine runs at the same time: their float32 logits, 156 MB of 151,936 tokens,
 # exist several times.
@@ -62,10 +63,10 @@ class CompletionArgs:
     environment: str | None = None
     """environment that answers the model between its turns: calculator, guess_number, or a
     user-defined one as path/to/file.py:Class; needs `--reward environment`"""
-    agent: str | None = None
+    agent: Annotated[str | None, CHAT] = None
     """async function that plays an episode through an endpoint for chat completions, as
     path/to/file.py:function (extras/agents/README.md)"""
-    tools: Several[str] = ()
+    tools: Annotated[Several[str], CHAT] = ()
     """tools that the model may call between its turns: path/to/file.py (its functions with a
     docstring), path/to/file.py:name (a function, or a class whose methods are tools), python, or
     mcp:COMMAND, a server of the Model Context Protocol (extras/tools/README.md)"""

@@ -297,7 +297,6 @@ class GenerateArgs:
 class ImageArgs:
     """Images (extras/images/README.md)"""
 
-    takes_images = True  # no flag
     vision: Literal["frozen", "train"] | None = None
     """vision tower of a model of images and text, for rows with images. frozen: keep its weights;
     train: train it too; default: the language model is trained alone"""

@@ -65,14 +65,16 @@ def load_samples(
     tokenizer,
     args: TrainArgs,
     kept: Sequence[str] = (),
+    streams: bool = False,
 ) -> list[tuple[Samples, Counter]]:
     """Return the samples of the training rows and of the held-out rows, each with the number of
-    rows that were dropped or changed, by reason.
+    rows that were dropped or changed, by reason. With `streams` training rows are read when they
+    are drawn.
 
     `encode_rows(rows, columns, encoder, args)` makes the samples. The data needs all columns of one
     of `choices`; the columns of `kept` are encoded too if any row has them. Collective. Raises
     `ValueError` for a bad row, and if no row is left."""
-    if getattr(args, "streaming", False):
+    if streams:
         with extra("streaming", "--streaming"):
             from extras.streaming.streaming import load_stream
         return load_stream(encode_rows, choices, tokenizer, args)

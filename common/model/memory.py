@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from common.config.groups import TrainArgs
+from common.config.online import OnlineArgs
 from common.config.sampling import BESIDE_TRAINER
 from common.model.flops import attention_shape, capacity_of, kept_numbers, num_delta_nets
 from common.model.head import chunk_size
@@ -232,7 +233,7 @@ def make_plan(models: Sequence[Shapes], args: TrainArgs, ranks: int, capacity: f
     Without `--activation_checkpointing`, activations that do not fit are recomputed."""
     recompute = bool(args.activation_checkpointing)
     plan = Plan(ranks, args.pack_tokens, recompute, args.offload)
-    if args.samples and not args.rollout_ranks:
+    if isinstance(args, OnlineArgs) and not args.rollout_ranks:
         is_vllm = uses_vllm(args)
         engine = capacity * (args.gpu_memory_utilization or BESIDE_TRAINER)
         plan = replace(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.config.extra import extra
-from common.config.groups import BaseArgs
+from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch
 from common.data.tokens import Tokens
 from common.model.adapter_files import read_adapter
@@ -235,7 +235,7 @@ def load(
     _set_threads(model, args, device)
     setup_context_groups(args.context_ranks)
     shard(model, hf.base_model.layers, args, device, reshard_root=not trainable)
-    if args.trains and capacity_of(device):
+    if isinstance(args, TrainArgs) and capacity_of(device):
         require_memory(model, label, args)
     home = torch.device("cpu") if offloads_all(args) else device
     names = model.file_names = load_file_names(hf, model.path)
@@ -272,7 +272,7 @@ def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> No
 
 def offloads_all(args: BaseArgs) -> bool:
     """Return whether weights live on the host: frozen ones too, in scripts that train."""
-    return args.trains and args.offload == "all"
+    return isinstance(args, TrainArgs) and args.offload == "all"
 
 
 def shard(

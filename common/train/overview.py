@@ -26,7 +26,7 @@ def num_steps(args: TrainArgs, data: Sized) -> int:
 def repetitions(args: TrainArgs, data: Sized) -> list[str]:
     """Return a line if a step draws rows more than once."""
     size = args.rows_per_step
-    if args.streaming or size <= len(data):
+    if not isinstance(data, Sized) or size <= len(data):
         return []
     flag = f"--{args.ROWS_FLAG} {size}"
     times = f"each step draws every row {size / len(data):.3g} times"

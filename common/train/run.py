@@ -27,7 +27,7 @@ from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
 from common.model.flops import capacity_of, peak_flops, peak_memory
 from common.model.memory import keep_activations_that_fit
-from common.model.policy import PackedModel
+from common.model.policy import PackedModel, Policy
 from common.parallel import distributed
 from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
@@ -278,13 +278,13 @@ class Run:
             lines.append(f"look at {' and '.join(files)}")
         if has_extra("trace"):
             lines.append(f"doctor: python extras/trace/doctor.py {folder}")
-        if self.args.generates:
+        if isinstance(self.models[0], Policy):
             python = os.path.relpath(sys.executable)
             if python.startswith(".."):
                 python = "python"
             chat = f"{python} tools/chat.py --model {folder}/hf"
-            if self.args.environment:
-                chat += f" --environment {self.args.environment}"
+            if environment := getattr(self.args, "environment", None):
+                chat += f" --environment {environment}"
             if self.args.model in BUILT_IN_MODELS:
                 chat += ", or your own --model and --dataset"
             lines.append(f"next: {chat}")

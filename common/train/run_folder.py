@@ -18,7 +18,7 @@ from typing import TextIO
 import yaml
 
 from common.config.flags import as_tuple
-from common.config.groups import BaseArgs, flags_of, may_change
+from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change
 from common.data import durable
 from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
@@ -40,7 +40,7 @@ def prepare_output_dir(args: BaseArgs) -> None:
     lies where the run writes."""
     folder = Path(args.output_dir)
     _require_utf8(args)
-    if args.trains and args.dry_run:
+    if isinstance(args, TrainArgs) and args.dry_run:
         if problem := _conflict(folder, args) or _threatened_input(folder, args):
             distributed.say(f"warning: {problem}")
         return
@@ -218,17 +218,18 @@ def _threatened_input(folder: Path, args: BaseArgs) -> str | None:
         if inner in WRITTEN and _has_begun(run):
             return f"--output_dir {folder}: the run in {run} writes there; {advice}"
     has_begun = _has_begun(folder)
+    trains = isinstance(args, TrainArgs)
     inputs = [*_inputs(args)]
     if has_begun and args.resume == "never":
         inputs += [("the working folder", "."), ("the script", sys.argv[0])]
         taken, why = [folder], "--resume never would move it aside"
     else:
-        taken, why = [folder / name for name in WRITTEN if args.trains], "the run writes there"
+        taken, why = [folder / name for name in WRITTEN if trains], "the run writes there"
     for label, path in inputs:
         is_folder = os.path.realpath(path) == os.path.realpath(folder)
         if is_folder or any(_is_in(path, place) for place in taken):
             return f"{label}: {why}; {advice}"
-    for name in (*EXPORTS, "samples.jsonl") if args.trains and not has_begun else ():
+    for name in (*EXPORTS, "samples.jsonl") if trains and not has_begun else ():
         if (folder / name).exists():
             return f"--output_dir {folder}: the run would replace {name} there; {advice}"
     return None

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from common.config.groups import TrainArgs
+from common.config.online import OnlineArgs
 from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.model.flops import attention_shape, num_delta_nets, state_size
 from common.model.hub import context_length
@@ -82,13 +83,21 @@ class Launch:
     trained_share: float = 1.0  # of the sequences
 
     @property
+    def samples(self) -> bool:
+        return isinstance(self.args, OnlineArgs)
+
+    @property
+    def rollout_ranks(self) -> int:
+        return self.args.rollout_ranks if self.samples else 0
+
+    @property
     def trainers(self) -> int:
-        return self.gpus - self.args.rollout_ranks
+        return self.gpus - self.rollout_ranks
 
     @property
     def new(self) -> int:
         """Tokens of a completion of full length."""
-        return self.args.max_new_tokens if self.args.samples else 0
+        return self.args.max_new_tokens if self.samples else 0
 
     @property
     def length(self) -> float:
@@ -115,16 +124,16 @@ class Launch:
 
     @property
     def has_vllm(self) -> bool:
-        return self.args.samples and uses_vllm(self.args)
+        return self.samples and uses_vllm(self.args)
 
     @property
     def engines(self) -> int:
-        return (self.args.rollout_ranks or self.gpus) // self.args.tensor_parallel_size
+        return (self.rollout_ranks or self.gpus) // self.args.tensor_parallel_size
 
     @property
     def engine(self) -> float:
         """Bytes of an engine."""
-        default = ALONE if self.args.rollout_ranks else BESIDE_TRAINER
+        default = ALONE if self.rollout_ranks else BESIDE_TRAINER
         return self.gpu.memory * (self.args.gpu_memory_utilization or default)
 
     @property
@@ -163,7 +172,7 @@ class Launch:
         times = dict(rollout=self.rollout_seconds()) if self.has_vllm else {}
         times["log-probs"] = tokens * sum(flops_per_token(m, self.length) for m in self.scorers)
         trained = sum(flops_per_token(m, self.length) * self.passes(m) for m in self.trained)
-        epochs = self.args.epochs_per_rollout if self.args.samples else 1
+        epochs = self.args.epochs_per_rollout if self.samples else 1
         times["update"] = epochs * self.trained_share * tokens * trained
         return times
 

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from common.config.groups import TrainArgs
+from common.config.online import OnlineArgs
 from common.data.order import make_order
 from common.data.sample import Completion, Sample
 from common.metrics.logger import preview
@@ -61,7 +62,7 @@ def dry_run(
         args, gpus, gpu, machine, trained, others,
         scorers=[trained[0]] * own_forwards + others,
         prompt=sum(len(sample.ids) for sample in samples) / len(samples),
-        each=args.samples_per_prompt if args.samples else len(groups[0]),
+        each=args.samples_per_prompt if isinstance(args, OnlineArgs) else len(groups[0]),
         trained_share=trained_share,
     )  # fmt: skip
     lines += [*repetitions(args, data), *describe_memory(launch)]
@@ -86,7 +87,7 @@ def first_groups(args: TrainArgs, data) -> list[list[Sample]]:
     """Return the samples of each row of the first step. `data`: samples, groups of them, or prompts
     with their rows."""
     groups = []
-    order = make_order(data.rows, args) if args.samples else data.order(args)
+    order = make_order(data.rows, args) if isinstance(args, OnlineArgs) else data.order(args)
     for i in order.draw(args.rows_per_step):
         match data[i]:
             case list() as group:
@@ -105,7 +106,7 @@ def rewards_of_rows(
     over empty completions. Collective."""
     row = prompts[0].row
     column = next((name for name in ANSWERS if row.get(name) is not None), None)
-    if args.has_turns:  # an answer is no episode
+    if isinstance(args, OnlineArgs) and args.has_turns:  # an answer is no episode
         column = None
     groups = []
     for prompt in prompts:
@@ -143,7 +144,7 @@ def build(
         for name in frozen
         if name != path or not args.lora_rank
     ]
-    for spec in args.reward_models:
+    for spec in args.reward_models if isinstance(args, OnlineArgs) else ():
         form, _, name = spec.partition(":")
         load = load_scalar_model if form == "model" else load_policy
         folder = resolve_model(name, "--reward", weights=False)
@@ -174,9 +175,9 @@ def gpus_of(args: TrainArgs) -> tuple[int, int, str, Gpu]:
 def describe_memory(launch: Launch) -> Iterator[str]:
     """Yield lines about the size of a step, the memory of a rank and the engines."""
     args, length = launch.args, launch.length
-    most = "at most " if args.samples else ""
+    most = "at most " if launch.samples else ""
     tokens = f"{most}{launch.sequences * length:,.0f} tokens"
-    updates = args.updates_per_rollout if args.samples else 1
+    updates = args.updates_per_rollout if launch.samples else 1
     size = f"{args.rows_per_step} rows x {launch.each} = {launch.sequences} sequences, {tokens}"
     yield f"step: {size}; training ranks: {launch.trainers}; optimizer steps: {updates}"
     memory = describe(launch.shapes, launch.plan, launch.gpu.memory)
@@ -210,7 +211,7 @@ def alternatives(launch: Launch) -> Iterator[str]:
 def describe_time(launch: Launch, name: str, steps: int) -> Iterator[str]:
     """Yield lines about the time of a step and of the run."""
     args, gpu = launch.args, launch.gpu
-    if not gpu.flops or args.samples and not launch.has_vllm:
+    if not gpu.flops or launch.samples and not launch.has_vllm:
         why = f"for a {name}" if not gpu.flops else "without vLLM"
         yield f"time: not predicted {why}; --dry_run 8xH100 plans for 8 of these GPUs"
         return
@@ -222,7 +223,7 @@ def describe_time(launch: Launch, name: str, steps: int) -> Iterator[str]:
     others = "without start, evaluations and checkpoints"
     yield f"time of the run: {span(steps * step)}, {hours} GPU-hours: {steps} steps, {others}"
     rates = f"training at {TRAINING:.0%} of {gpu.flops / 1e12:g} TFLOP/s"
-    if args.samples:
+    if launch.samples:
         rates += f", decoding at {DECODING:.0%} of {gpu.bandwidth / 1e9:,.0f} GB/s, all"
         rates += f" completions of {launch.new:,} tokens"
     if args.offload != "none":

@@ -194,7 +194,7 @@ def test_max_staleness_may_change_unless_both_runs_depend_on_it():
         (dict(reward=("environment",)), "--environment and --reward environment need each other"),
         (dict(agent="x", tools="y"), "--agent excludes --environment and --tools; give one"),
         (dict(environment="x", tools="y"), "--tools and --environment exclude each other"),
-        (dict(agent="x", prompt_format="plain"), "--agent needs a chat template; set --prompt_f"),
+        (dict(agent="x", prompt_format="plain"), "--agent x has no effect with --prompt_format"),
         (
             dict(agent="x", overlong_prompts="drop"),
             "--overlong_prompts drop has no effect with --a",

@@ -291,12 +291,13 @@ def test_scripts_with_context_ranks_train_like_one_rank(
 
 
 def test_context_ranks_must_divide_ranks_and_heads(device):
+    import sft
     from common.config.groups import TrainArgs, check_ranks
     from common.model.policy import load_policy
     from common.model.tiny import tiny_model
 
     with pytest.raises(ValueError, match="^--context_ranks 3 must divide the 4 training ranks$"):
-        check_ranks(TrainArgs(context_ranks=3), 4)
+        check_ranks(sft.Args(context_ranks=3), 4)
     with pytest.raises(
         ValueError, match="--context_ranks 3: does not divide the 4 attention heads of --model "
     ):

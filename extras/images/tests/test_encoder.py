@@ -30,7 +30,9 @@ def load(checkpoint, data, **flags):
         model=str(checkpoint), dataset=[str(data)], max_length=900, vision="frozen", **flags
     )
     tokenizer = load_tokenizer(str(checkpoint), args)
-    (training, counts), (_, _) = load_samples(sft.encode_rows, SFT_COLUMNS, tokenizer, args)
+    (training, counts), (_, _) = load_samples(
+        sft.encode_rows, SFT_COLUMNS, tokenizer, args, streams=args.streaming
+    )
     return args, training, counts
 
 

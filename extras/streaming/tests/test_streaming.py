@@ -41,7 +41,7 @@ def a_stream(data, **flags) -> StreamedSamples:
     flags = dict(max_length=100, max_steps=1, eval_every=0) | flags
     args = sft.Args(dataset=(str(data),), streaming=True, **flags)
     task = (sft.encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model()), args)
-    (stream, _), (held_out, counts) = load_samples(*task)
+    (stream, _), (held_out, counts) = load_samples(*task, streams=True)
     assert list(held_out) == [] and counts == Counter()
     return stream
 

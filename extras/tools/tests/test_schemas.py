@@ -79,7 +79,7 @@ def test_wrong_tools_are_refused(tmp_path, text, tools, words):
             dict(tools=(), max_turns=3),
             "--max_turns 3 has no effect without --environment, --tools or --agent",
         ),
-        (dict(prompt_format="plain"), "--tools needs a chat template; set --prompt_format chat"),
+        (dict(prompt_format="plain"), "has no effect with --prompt_format plain"),
     ],
 )
 def test_wrong_flags_are_refused(flags, words):
