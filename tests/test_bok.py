@@ -1,5 +1,4 @@
-"""bok.py: the kept completions, a gradient independent of ranks, exact resume, and one round
-with eval.py and sft.py."""
+"""bok.py: the kept completions, and one round with eval.py and sft.py."""
 
 import json
 import math

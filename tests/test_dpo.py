@@ -1,5 +1,4 @@
-"""dpo.py: every objective has a gradient independent of ranks, log-probs are those of plain
-transformers, exact resume."""
+"""dpo.py: log-probs are those of plain transformers; stored and online references; the stated loss."""
 
 import json
 import math

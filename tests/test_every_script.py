@@ -159,6 +159,8 @@ def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
             assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4)
     for name in ACTIVE.get(script, "").split():
         assert any(line.get(name) for line in metrics(one)), name
+    if script in ("reinforce", "rloo", "bok"):
+        assert abs(metrics(one)[0]["kl"]) < 1e-6, "the policy starts at the reference"
     assert_resumes_exactly(main, script, *own, folder=one, finished=3)
 
 

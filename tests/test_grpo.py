@@ -1,5 +1,5 @@
-"""grpo.py: the objective for its flags, and whole runs with the real engine: a gradient independent
-of ranks, exact resume, agreement of engine and trainer, real data. tests/test_grpo_objective.py and
+"""grpo.py: the objective for its flags, and runs with the real engine: agreement of engine and
+trainer, ranks and packing, tensor parallelism, real data. tests/test_grpo_objective.py and
 tests/objectives/test_advantages.py have the formulas."""
 
 import itertools

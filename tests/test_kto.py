@@ -1,5 +1,4 @@
-"""kto.py: a gradient independent of ranks, baseline and loss by hand, exact resume; pairs and
-labelled rows are equivalent."""
+"""kto.py: baseline and loss by hand; pairs and labelled rows are equivalent."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""online_dpo.py: pairs, the loss by naive formulas, a gradient independent of ranks, exact
-resume."""
+"""online_dpo.py: pairs, and the loss by naive formulas."""
 
 import math
 

@@ -1,17 +1,16 @@
-"""ppo.py: token rewards, advantages, losses and moments by hand; a gradient independent of ranks,
-exact resume of both models, reward models and warm-up."""
+"""ppo.py: token rewards, advantages, losses and moments by hand; reward models and
+warm-up."""
 
 import itertools
 import math
 
-import helpers
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_same_weights, metrics, run, samples_of
+from helpers import metrics, run, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import check
-from test_grpo import REWARD, samples
+from test_grpo import REWARD
 
 import ppo
 from common.data.packing import PackedBatch, pack
@@ -256,22 +255,6 @@ def test_advantages_are_whitened_and_perfect_values_explain_all_variance():
 
 # ---- whole runs ----
 
-SAME = (
-    "grad_norm",
-    "value_grad_norm",
-    "value_loss",
-    "reward",
-    "entropy",
-    "num_tokens",
-    "epoch",
-)
-SMALL = (
-    "loss",
-    "objective/kl",
-    "explained_variance",
-    "policy/approx_kl",
-)  # differences of float32 numbers of size 1
-
 
 @pytest.fixture(scope="module")
 def flags(small, tmp_path_factory):
@@ -288,42 +271,15 @@ def flags(small, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "ppo.py", *flags, "--output_dir", folder)
+def trained(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    run(1, "ppo.py", *flags, "--output_dir", folder)
     return folder
 
 
 @pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, flags, main, tmp_path):
-    main("ppo", *flags, "--share_prefix", 0, "--pack_tokens", 60, "--output_dir", tmp_path)
-    for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
-        assert one | dict(advantage=0) == other | dict(
-            advantage=0
-        )  # the same completions and rewards
-        assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-4)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
-    assert_close_metrics(two_ranks, tmp_path, SMALL, rel=1e-5, floor=0.1)
-
-
-@pytest.mark.slow
-def test_killed_run_resumes_bitwise(two_ranks, flags, tmp_path):
-    """The run saves after every step, also during value warm-up, before the policy learns."""
-    flags = (*flags, "--save_every", 1, "--output_dir", tmp_path)
-    helpers.run_and_kill(
-        2, "ppo.py", *flags, folder=tmp_path, after_step=2, at="torch.distributed.checkpoint.save"
-    )
-    assert not (tmp_path / "hf").exists(), "killed too late"
-    assert "resuming from" in run(2, "ppo.py", *flags).stdout
-    assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(
-        two_ranks, tmp_path, (*SAME, *SMALL), rel=0
-    )  # value model and both optimizers
-
-
-@pytest.mark.slow
-def test_values_are_learned(two_ranks):
-    lines = metrics(two_ranks)
+def test_values_are_learned(trained):
+    lines = metrics(trained)
     assert lines[-1]["value_loss"] < lines[0]["value_loss"] / 2
 
 

@@ -1,4 +1,4 @@
-"""rm.py: a gradient independent of ranks, exact resume, an export that transformers scores equally,
+"""rm.py: an export that transformers scores equally,
 and relabelling."""
 
 import json

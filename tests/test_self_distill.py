@@ -1,5 +1,5 @@
 """self_distill.py: hints and the pairs of completions, the teacher's log-probs, gradients beside
-naive code, a moving teacher, and a gradient independent of ranks with exact resume."""
+naive code, and a moving teacher."""
 
 import copy
 import json

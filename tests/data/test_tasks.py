@@ -25,7 +25,7 @@ def test_arithmetic_rows_suit_imitation_and_rewards():
     assert 0.3 < solved < 0.7  # imitation can learn a part, and rewards the rest
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "squares"])  # of extras/
 def test_tasks_are_deterministic(name):
     test = TASKS[name]("test")
     assert TASKS[name]("test") == test and len(test) >= 200

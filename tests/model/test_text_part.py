@@ -521,16 +521,6 @@ def test_rows_with_images_are_refused(gemma, main, tmp_path):
         )
 
 
-def test_dry_run_needs_no_weights(gemma, main, sums, tmp_path, capsys):
-    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    flags = ("--model", folder, "--dataset", sums, "--dry_run", "true", "--output_dir", tmp_path)
-    with pytest.raises(SystemExit, match="0"):
-        main("sft", *flags)
-    assert "dry run: no weights were loaded" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
 def test_rotary_embeddings_of_text_are_scaled(model_type, main, sums, tmp_path, device):

@@ -163,22 +163,16 @@ def test_exception_reaches_the_caller_and_spares_other_groups():
 
 
 @pytest.mark.slow
-def test_run_ends_while_rewards_are_computed_and_programs_run(tmp_path):
+def test_run_ends_while_rewards_are_computed(tmp_path):
     """No process is left, and the run does not wait for pending rewards."""
     began = tmp_path / "began"
     code = f"""
 import os, sys
 sys.path.insert(0, "tests")
-from tests.rewards.test_begun_rewards import ROW, descendants, groups, make, until
-programs = make(("code",), rows=[ROW | dict(tests=["assert f()"])])
-batch = groups(*[["while True: pass"]] * 9)
-for (sample,) in batch: sample.row = dict(_source="a:1", tests=["assert f()"])
-programs.begin(batch)
-until(lambda: descendants(os.getpid()))
-rows = [ROW | dict(tests=["assert f()"])]
-functions = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r}, "code"), rows=rows)
+from tests.rewards.test_begun_rewards import descendants, groups, make, until
+functions = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r},))
 batch = groups(*[["late"]] * 9)
-for (sample,) in batch: sample.row = dict(here={str(began)!r}, open="nowhere", tests=["assert f()"])
+for (sample,) in batch: sample.row = dict(here={str(began)!r}, open="nowhere")
 functions.begin(batch)
 until(lambda: os.path.exists({str(began)!r}))
 assert functions.pools[0].server.process.pid in descendants(os.getpid())
@@ -194,12 +188,8 @@ raise SystemExit(3)
 
 def test_threads_and_processes_end_with_their_owner(tmp_path):
     threads, processes = set(threading.enumerate()), set(descendants(os.getpid()))
-    code_row = dict(tests=["assert True or f()"], answer="18", _source="a:1")
-    rewards = make((f"{user_file(tmp_path, CODE)}:each", "code"), rows=[code_row])
-    batch = groups(["abc", "d"])
-    for sample in batch[0]:
-        sample.row = code_row
-    assert rewards(batch, Meter())[1]["each"].tolist() == [[3, 1]]
+    rewards = make((f"{user_file(tmp_path, CODE)}:each", "math"))
+    assert rewards(groups(["abc", "d"]), Meter())[1]["each"].tolist() == [[3, 1]]
     assert set(threading.enumerate()) - threads and set(descendants(os.getpid())) - processes
     del rewards
     gc.collect()

@@ -298,29 +298,24 @@ async def meet(completion, row):
 
 
 def test_row_selects_its_reward():
-    sum_of_two = "def f(a, b):\n    return a + b\n"
     rows = [
         dict(reward="gsm8k", answer="18", _source="a:1"),
         dict(reward="math", answer=r"\frac{1}{2}", _source="a:2"),
-        dict(reward="code", tests=[dict(function="f", args=[1, 2], result=3)], _source="a:3"),
+        dict(reward="exact_match", answer="three", _source="a:3"),
     ]
     batch = [
         [
             Completion([0], [True], text=text, row=row)
-            for text in ("#### 18", r"so \boxed{0.5}", sum_of_two)
+            for text in ("#### 18", r"so \boxed{0.5}", "three")
         ]
         for row in rows
     ]
     rewards, meter = make(("by_row", "format"), weights=(2.0, 1.0), rows=rows), Meter()
     total, parts, _ = rewards(batch, meter)
-    assert list(parts) == ["code", "gsm8k", "math", "format"] and rewards.weights.tolist() == [
-        2,
-        2,
-        2,
-        1,
-    ]
+    assert list(parts) == ["exact_match", "gsm8k", "math", "format"]
+    assert rewards.weights.tolist() == [2, 2, 2, 1]
     assert parts["gsm8k"][0].tolist() == [1, 0, 0] and parts["gsm8k"][1:].isnan().all()
-    assert parts["math"][1].tolist() == [0, 1, 0] and parts["code"][2].tolist() == [0, 0, 1]
+    assert parts["math"][1].tolist() == [0, 1, 0] and parts["exact_match"][2].tolist() == [0, 0, 1]
     assert (
         total.tolist() == [[3, 0, 0], [1, 2, 0], [1, 0, 2]]
         and rewards.first(parts).tolist() == torch.eye(3).tolist()
@@ -335,9 +330,7 @@ def test_row_selects_its_reward():
         with pytest.raises(ValueError, match=f"a:4: column reward {what}"):
             make(("by_row",), rows=[*rows, dict(reward=name, answer="1", _source="a:4")])
     with pytest.raises(ValueError, match="reads column answer"):
-        make(("by_row",), rows=[*rows[2:], dict(reward="gsm8k", _source="a:5")])
-    with pytest.raises(ValueError, match="a:6"):
-        make(("by_row",), rows=[dict(reward="code", tests=[], _source="a:6")])
+        make(("by_row",), rows=[dict(reward="gsm8k", _source="a:5")])
 
 
 @pytest.mark.slow

@@ -91,8 +91,9 @@ def test_dropped_rows_are_reported_by_reason(tmp_path, capsys):
         asked([rows[0], rows[2]], **flags, on_bad_row="skip")
     named = [
         good | dict(reward=name, _source=f"b:{n}")
-        for n, name in enumerate(("gsm8k", None, "ifeval", "x"))
+        for n, name in enumerate(("gsm8k", None, "gsm8k", "x"))
     ]
+    named[2]["answer"] = None
     assert asked(named, reward=("by_row",), on_bad_row="skip") == ["b:0"]
     said = capsys.readouterr().out
     assert (

@@ -11,14 +11,13 @@ import torch
 from helpers import EACH_STEP, assert_close_metrics, assert_resumes_exactly, metrics, run
 from model.test_families import require_vllm_keeps_nothing
 from model.test_policy import write_checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.models import ARCHITECTURES, ARGS, DELTA, SIZES
+from bench.models import ARCHITECTURES, ARGS, SIZES
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.flops import forward_flops
-from common.model.memory import Plan, kept_by_delta_net, shapes_of
 from common.model.policy import load_policy
 from extras.architectures.delta_net import CONVOLUTION, ONE_TOKEN, RECURRENCE, keep_sequences_apart
 
@@ -229,46 +228,6 @@ def test_attention_is_counted_in_its_layers_alone(path, device):
     state *= config.linear_value_head_dim
     attention = 4 * config.num_attention_heads * config.head_dim * 100 * 101 / 2
     assert forward_flops(config, weights, one) == 100 * (2 * weights + 6 * state) + attention
-
-
-def saved_bytes(block: nn.Module, **inputs) -> int:
-    """Return the bytes of all tensors that a forward keeps for its backward, without weights."""
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    kept = {}
-
-    def keep(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = block(**inputs)
-        assert (out[0] if isinstance(out, tuple) else out).requires_grad
-    return sum(size for size, _ in kept.values())
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        dict(linear_key_head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8),
-        dict(linear_key_head_dim=128, linear_value_head_dim=128, hidden_size=256),
-    ],
-)
-def test_predicted_memory_of_a_delta_net_is_what_it_keeps(sizes, device):
-    """Without flash-linear-attention; 4 to 10% more in the shapes that were tried."""
-    config = AutoConfig.for_model(QUICK, **SIZES | DELTA | sizes)
-    config._attn_implementation = "eager"
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    keep_sequences_apart(hf)
-    T = 1024
-    (mb,) = pack(samples((T + 1,)), T, device)
-    x_1TD = torch.randn(1, T, config.hidden_size, requires_grad=True)
-    rotary = hf.model.rotary_emb(x_1TD, mb.position_ids_T[None])
-    kept = saved_bytes(hf.model.layers[0], hidden_states=x_1TD, position_embeddings=rotary, pack=mb)
-    plan = Plan(ranks=1, pack_tokens=T, recompute=False, bytes=4, on_cuda=False)
-    predicted = T * kept_by_delta_net(shapes_of(hf), plan)
-    assert 0.95 < predicted / kept < 1.2, predicted / kept
 
 
 # ---- runs ----

@@ -817,3 +817,17 @@ def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
         ]
     ]
     assert rewards(batch, Meter())[0].tolist() == [[1, 0]]
+
+
+def test_row_selects_the_code_reward():
+    rows = [
+        dict(reward="code", tests=[dict(function="f", args=[1, 2], result=3)], _source="a:1"),
+        dict(reward="gsm8k", answer="18", _source="a:2"),
+    ]
+    texts = ("def f(a, b): return a + b", "#### 18")
+    batch = [[Completion([0], [True], text=text, row=row) for text in texts] for row in rows]
+    args = Args(reward=("by_row",), reward_timeout=PATIENCE)
+    rewards = Rewards(args, rows, None, torch.device("cpu"))
+    assert rewards(batch, Meter())[0].tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(ValueError, match="a:6"):
+        Rewards(args, [dict(reward="code", tests=[], _source="a:6")], None, torch.device("cpu"))

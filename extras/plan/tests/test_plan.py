@@ -17,6 +17,7 @@ import grpo
 import ppo
 import self_distill
 from bench.memory_plan import CONFIGS
+from bench.models import checkpoint
 from bench.recipes import rows
 from common.config.groups import check_ranks
 from common.model.flops import forward_flops
@@ -318,3 +319,13 @@ def test_memory_in_the_output_is_of_the_kind(folders):
     for kind, gpu in GPUS.items():
         line = [*describe_memory(launch_of(folders["1.7B"], f"2x{kind.lower()}"))][1]
         assert f" GiB of {gpu.memory / GIB:.1f} (" in line
+
+
+def test_a_model_of_images_and_text_needs_no_weights(main, sums, tmp_path, capsys):
+    folder = Path(checkpoint("gemma3", tmp_path / "model"))
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    flags = ("--model", folder, "--dataset", sums, "--dry_run", "true", "--output_dir", tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        main("sft", *flags)
+    assert "dry run: no weights were loaded" in capsys.readouterr().out
