@@ -8,8 +8,6 @@ from itertools import chain
 import pytest
 from helpers import ROOT, metrics, run
 
-from extras.trace.file import read
-
 PATCHES = sorted(ROOT.glob("docs/changes/*.patch"))
 SHORT = (
     "--max_steps",
@@ -69,7 +67,8 @@ def test_patched_script_runs(patch, small, main, monkeypatch, tmp_path):
     if patch.stem == "model-as-reward":
         assert all(line["reward"] < -1 for line in lines)
     if patch.stem == "token-advantage":
-        _, *traced = read(folder / "trace" / "step_000001.jsonl.gz")
+        trace_file = pytest.importorskip("extras.trace.file")
+        _, *traced = trace_file.read(folder / "trace" / "step_000001.jsonl.gz")
         for completion in chain.from_iterable(group["completions"] for group in traced):
             decay = [0.9**count for count in reversed(range(len(completion["mask"])))]
             assert completion["fixed"]["advantages"] == pytest.approx(

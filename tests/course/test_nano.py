@@ -15,8 +15,6 @@ from helpers import ROOT, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.model.tiny import END_OF_TURN, tiny_model
-from extras.trace import trace
-from extras.trace.file import read
 
 SOURCES = {
     name: (ROOT / f"docs/lessons/nano_{name}.py").read_text(encoding="utf-8")
@@ -24,7 +22,7 @@ SOURCES = {
 }
 STEPS = 3
 LR = 3e-5
-P = 4  # rows, all of them in each step
+P = 4  # rows, all of them in each step and in its trace
 G = 8
 EPOCHS = 3
 
@@ -88,11 +86,12 @@ def model(tmp_path_factory) -> Path:
 
 def recorded(folder: Path) -> Callable[..., list[list[int]]]:
     """Return a replacement of `sample` in nano_grpo.py: the completions of a run of grpo.py."""
+    trace_file = pytest.importorskip("extras.trace.file")
     calls = 0
 
     def sample(_model, prompt: list[int], *_) -> list[list[int]]:
         nonlocal calls
-        _, *groups = read(folder / "trace" / f"step_{calls // P + 1:06}.jsonl.gz")
+        _, *groups = trace_file.read(folder / "trace" / f"step_{calls // P + 1:06}.jsonl.gz")
         calls += 1
         for group in groups:
             samples = [completion["ids"] for completion in group["completions"]]
@@ -123,11 +122,8 @@ def difference(name: str, source: str, model: Path, folder: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
-def test_short_script_has_losses_and_weights_of_the_script(
-    name, model, main, tmp_path, monkeypatch
-):
+def test_short_script_has_losses_and_weights_of_the_script(name, model, main, tmp_path):
     """grpo.py samples, and the short script gets its completions. All the rest is its own."""
-    monkeypatch.setattr(trace, "GROUPS", P)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
     folder = tmp_path / "out"

@@ -1,13 +1,18 @@
 """Tiny models of images and text, and a data set of pictures."""
 
+import contextlib
+import io
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import sft
 from common.data.encode import Encoder
 from common.model.hub import load_tokenizer
-from extras.images.tests.checkpoints import FAMILIES, dataset
+from common.parallel import distributed
+from extras.images.tests.checkpoints import FAMILIES, dataset, picture
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +43,26 @@ def encoder_of(checkpoints):
         return Encoder(load_tokenizer(path, args), args)
 
     return get
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoints, tmp_path_factory, device):
+    """A run with own pictures: `folder`, `pictures`, and what its console shows."""
+    folder = tmp_path_factory.mktemp("trained")
+    pictures = []
+    for i in range(2):
+        pictures.append(folder / f"{i}.png")
+        picture(60, 40, i).save(pictures[-1])
+    rows = [
+        dict(images=["0.png", "1.png"], prompt="Two?", completion="yes"),
+        dict(prompt="None?", completion="no"),
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    console = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(console):
+        patch.setattr(distributed, "setup", lambda *_, **__: (device, 0, 1))
+        patch.setattr(distributed, "cleanup", lambda: None)
+        flags = dict(prompt_format="chat", dataset=[str(folder / "rows.jsonl")], max_steps=1)
+        flags |= dict(model=str(checkpoints("idefics3")), output_dir=str(folder / "run"))
+        sft.main(sft.Args(**flags, batch_size=2, eval_every=0, vision="frozen"))
+    return SimpleNamespace(folder=folder / "run", pictures=pictures, console=console.getvalue())

@@ -1,14 +1,10 @@
 """Images in what a run shows, in the viewer, in a replay and in the chat."""
 
-import contextlib
 import io
 import json
 import runpy
 import sys
-import threading
-import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,41 +19,14 @@ from common.data.sample import Completion
 from common.metrics.logger import RunLogger
 from common.model.hub import load_tokenizer
 from common.model.text_part import load_options
-from common.parallel import distributed
 from common.parallel.console import visible
 from common.rollout.completions_file import read_completions, require_same_architecture
 from common.rollout.prompts import Prompts, show_first
 from extras.images.encoder import ImageEncoder
 from extras.images.reader import reader
 from extras.images.tests.checkpoints import picture
-from extras.trace import file as trace_file
-from extras.trace.tests.test_view import CHROMIUM, dom
 
 chat = runpy.run_path(str(ROOT / "tools/chat.py"), run_name="chat")
-view = runpy.run_path(str(ROOT / "extras/trace/view.py"), run_name="view")
-
-
-@pytest.fixture(scope="module")
-def trained(checkpoints, tmp_path_factory, device):
-    """A run with own pictures: `folder`, `pictures`, and what its console shows."""
-    folder = tmp_path_factory.mktemp("trained")
-    pictures = []
-    for i in range(2):
-        pictures.append(folder / f"{i}.png")
-        picture(60, 40, i).save(pictures[-1])
-    rows = [
-        dict(images=["0.png", "1.png"], prompt="Two?", completion="yes"),
-        dict(prompt="None?", completion="no"),
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    console = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(console):
-        patch.setattr(distributed, "setup", lambda *_, **__: (device, 0, 1))
-        patch.setattr(distributed, "cleanup", lambda: None)
-        flags = dict(prompt_format="chat", dataset=[str(folder / "rows.jsonl")], max_steps=1)
-        flags |= dict(model=str(checkpoints("idefics3")), output_dir=str(folder / "run"))
-        sft.main(sft.Args(**flags, batch_size=2, trace_every=1, eval_every=0, vision="frozen"))
-    return SimpleNamespace(folder=folder / "run", pictures=pictures, console=console.getvalue())
 
 
 def test_console_folds_runs_of_placeholders(trained, checkpoints, pictures, capsys):
@@ -74,79 +43,6 @@ def test_console_folds_runs_of_placeholders(trained, checkpoints, pictures, caps
     count = ids.count(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
     expected = f"<|vision_start|>[<|image_pad|> x {count}]<|vision_end|>What is number 0?"
     assert expected in capsys.readouterr().out
-
-
-def test_trace_has_the_images_and_their_places(trained):
-    _, *groups = trace_file.read(trained.folder / "trace" / "step_000001.jsonl.gz")
-    of_prompt = {group["prompt"]: group["completions"][0] for group in groups}
-    assert "images" not in of_prompt["None?"]
-    completion = of_prompt["<image><image>Two?"]
-    assert [image["file"] for image in completion["images"]] == [*map(str, trained.pictures)]
-    inside = [i for x in completion["images"] for i in range(x["start"], x["end"])]
-    placeholders = [i for i, token in enumerate(completion["tokens"]) if token == "<image>"]
-    assert {*placeholders} < {*inside} and completion["images"][1]["end"] == placeholders[-1] + 1
-
-
-def test_image_that_has_changed_is_a_problem(trained):
-    file = trained.pictures[1]
-    content = file.read_bytes()
-    picture(60, 40, 7).save(file)
-    try:
-        found = view["collect"]([trained.folder], embed=True)["pictures"].values()
-        assert sum("url" in x for x in found) == 1
-        assert [x["problem"] for x in found if "problem" in x] == [
-            "the file has changed since the run read it"
-        ]
-    finally:
-        file.write_bytes(content)
-
-
-def test_pictures_are_small_and_a_bad_one_is_a_problem(trained, tmp_path):
-    from extras.images.image_files import digest
-    from extras.trace import pictures
-
-    (tmp_path / "big.png").touch()
-    picture(900, 700, 0).save(tmp_path / "big.png")
-    (tmp_path / "bad.png").write_text("no image")
-    files = {
-        digest((tmp_path / name).read_bytes()): str(tmp_path / name)
-        for name in ("big.png", "bad.png")
-    }
-    found = pictures.pictures_of(files | {"0": str(tmp_path / "absent.png")})
-    big, bad, absent = found.values()
-    assert 30_000 < len(big["url"]) <= pictures.LIMIT
-    assert "cannot identify image file" in bad["problem"]
-    assert absent == dict(problem="No such file or directory")
-
-
-def test_live_page_gets_the_pictures_of_a_trace(trained):
-    ready, servers = threading.Event(), []
-    started = lambda server: (servers.append(server), ready.set())  # noqa: E731
-    thread = threading.Thread(target=view["serve"], args=([trained.folder], 0, started))
-    thread.start()
-    try:
-        assert ready.wait(30)
-        address = f"http://localhost:{servers[0].server_port}"
-        with urllib.request.urlopen(f"{address}/pictures/0/1") as answer:
-            found = json.load(answer)
-        with urllib.request.urlopen(f"{address}/data") as answer:
-            assert json.load(answer)["pictures"] == {}
-    finally:
-        servers[0].shutdown()
-        thread.join()
-    assert [x["url"][:22] for x in found.values()] == ["data:image/png;base64,"] * 2
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="chromium is missing: apt-get install chromium")
-def test_viewer_shows_pictures_and_folds_their_tokens(trained):
-    path = trained.folder / "trace" / "step_000001.jsonl.gz"
-    header, *groups = trace_file.read(path)
-    groups.sort(key=lambda group: "Two?" not in group["prompt"])  # the page shows the first one
-    trace_file.write(path, [header, *groups])
-    html = trained.folder / "view.html"
-    html.write_text(view["page"](view["collect"]([trained.folder], embed=True) | dict(live=0)))
-    assert html.read_text().count("data:image/png") == 2
-    assert dom(html).count("<img src=") == 2
 
 
 def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_path):
