@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from common.model.flops import CHUNK, has_kernels
+from common.parallel import distributed
 
 CONVOLUTION = "causal_conv1d_fn"
 RECURRENCE = "torch_chunk_gated_delta_rule"
@@ -28,7 +29,7 @@ ONE_TOKEN = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")  # in g
 def keep_sequences_apart(hf: nn.Module) -> None:
     """Replace the functions of transformers' module that mix tokens in delta nets. Raises
     `AttributeError` for a module that has other ones."""
-    # It warns of missing kernels on every rank; the dry run says so once (train/plan.py).
+    # It warns of missing kernels on every rank; once is enough.
     logging.get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     module = sys.modules[type(hf).__module__]
     if hasattr(getattr(module, RECURRENCE), "of_transformers"):
@@ -36,6 +37,8 @@ def keep_sequences_apart(hf: nn.Module) -> None:
     if not torch.cuda.is_available():  # kernels that are installed would be called all the same
         for name in (CONVOLUTION, RECURRENCE, *ONE_TOKEN):
             setattr(module, name, inspect.unwrap(getattr(module, name)))
+    elif not has_kernels():
+        distributed.say("gated delta nets: torch code, which is slow; pip install onefile[delta]")
     setattr(module, CONVOLUTION, packed_convolution(getattr(module, CONVOLUTION)))
     setattr(module, RECURRENCE, packed_recurrence(getattr(module, RECURRENCE)))
 
