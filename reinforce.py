@@ -55,6 +55,7 @@ from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
+from common.rollout.multi_turn import on_turns
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
@@ -305,8 +306,6 @@ def main(args: Args) -> None:
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         shaped_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
         if args.turn_credit != "none":
-            from common.rollout.multi_turn import on_turns
-
             for group, scores in zip(groups, shaped_PG.tolist(), strict=True):
                 of_group = turn_advantages(group, scores, turn_weight, args.turn_credit)
                 for sample, of_turns in zip(group, of_group, strict=True):

@@ -154,7 +154,7 @@ def load_policy(
     The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives
     a frozen reference in the compute dtype, or in float32 if it `moves` (`move_towards`). Dropout
     is off. On device meta the model is neither sharded nor filled. `flag` stands in errors; `kind`
-    is the class of the result. Raises `ValueError` for a model that is not exact or does not fit."""
+    is the class of the result. Raises `ValueError` for a model that is not exact or too large."""
     label = f"{flag} {path}"
     dtype = master_dtype(args, device, trainable or moves)
     if args.vision is None:
