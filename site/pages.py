@@ -29,7 +29,7 @@ LANGUAGES = {
 START = ("README", "docs/your_data", "docs/choosing", "docs/reading_order", "docs/changes/README")
 COURSE = (
     "docs/primer", "docs/glossary", "docs/lessons/README", "docs/lessons/*", "exercises/*",
-    "objectives", "docs/flags",
+    "objectives",
 )  # fmt: skip
 GREEK = {"rho": "ρ", "pi": "π", "beta": "β", "gamma": "γ", "lambda": "λ", "sigma": "σ"}
 # Not the articles: "a", and "A" in front of a word.
@@ -358,13 +358,15 @@ def make(target: Path) -> None:
     course = list(
         dict.fromkeys(name for each in COURSE for name in sorted(docs) if Path(name).match(each))
     )
-    shown = {*START, *course, *(f"docs/{name}" for name in scripts)}
+    extras = [name for name in docs if name.startswith("extras/")]
+    shown = {*START, *course, *extras, *(f"docs/{name}" for name in scripts)}
     groups = {
         "Start": ["README <README>", *START[1:]],
         "Course": course,
         "Scripts": [f"docs/{name}" for name in scripts],
         "Source beside equations": [f"{name}.py <code/{name}.py>" for name in scripts],
         "Topics": [name for name in docs if name not in shown],
+        "Extras": extras,
         "Source": ["code/index"],
     }
     for path in (

@@ -15,6 +15,8 @@ def extra(name: str, flag: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if not f"{error.name}.".startswith("extras."):
             raise
+        if "." in error.name:  # it may be an extra that this one imports
+            name = error.name.split(".")[1]
         raise ValueError(f"{flag} needs extras/{name}, which is not here") from None
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
+from common.config.extra import extra
 from common.rewards.worker import load_file
 
 TIME = 0.8  # of --environment_timeout; then the other tools of the episode keep their state
@@ -85,8 +86,8 @@ def load_source(spec: str, flags: Any) -> Source:
     raises."""
     label = f"--tools {spec}"
     if spec == "python":
-        from extras.tools.python_tool import Interpreter, require_confinement
-
+        with extra("code", label):
+            from extras.tools.python_tool import Interpreter, require_confinement
         require_confinement(flags.unsafe_code_execution)
         seconds = TIME * flags.answer_seconds
         make = partial(Interpreter, seconds, flags.unsafe_code_execution)
