@@ -24,13 +24,13 @@ the prediction of targets_T[t]."""
 import math
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import AtLeast2, Fraction, NotNegative, Positive
+from common.config.flags import AtLeast2, Fraction, Needs, NotNegative, Positive
 from common.config.objectives import CorrectionArgs, LogKLArgs, PolicyLossArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
@@ -183,7 +183,7 @@ class Args(PolicyLossArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 8
     """completions sampled for each prompt (G): a group, whose rewards are compared"""
-    clip_high: NotNegative[float] = 0.28
+    clip_high: Annotated[NotNegative[float], Needs(loss="clip")] = 0.28
     overlong_buffer: Fraction = 0.2
     """last fraction of max_new_tokens, in which the penalty on a completion's length grows to 1; 0:
     off"""

@@ -20,13 +20,13 @@ of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is ab
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
+from common.config.flags import AtLeast2, BelowOne, Needs, NotNegative, Positive
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
@@ -159,10 +159,10 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     """advantage by reward r. group: (r - mean) / std; group_mean: r - mean; group_ratio: (r - mean)
     / mean; group_mean_by_length: mean weighted by length; leave_one_out: r - mean of the others;
     pass_at_k: gain of the best of 4; group_mean_batch_std, gdpo: scaled over the batch"""
-    clip_low: BelowOne | None = None
+    clip_low: Annotated[BelowOne | None, Needs(loss=tuple(CLIP_BOUNDS))] = None
     """clip, gspo, sequence_clip: distance from 1 of the lower bound of the ratio; gmpo: of a
     token's log-ratio from 0; default: clip 0.2, gspo 3e-4, sequence_clip 0.2, gmpo 0.4"""
-    clip_high: NotNegative[float] | None = None
+    clip_high: Annotated[NotNegative[float] | None, Needs(loss=tuple(CLIP_BOUNDS))] = None
     """the same for the upper bound; default: clip 0.28, gspo 4e-4, sequence_clip 0.2, gmpo 0.4"""
     off_policy_threshold: Positive[float] | None = None
     """mask completions with A < 0 whose log-prob fell by more than this per token; default: off"""
@@ -177,8 +177,6 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     """source of pi_old. trainer: a forward pass before the updates; engine: its log-probs"""
 
     def __post_init__(self) -> None:
-        if self.loss not in CLIP_BOUNDS:
-            require_default(self, ("clip_low", "clip_high"), f"with --loss {self.loss}")
         allowed = ("sequence", "sequence_sum")
         if self.loss in ("sequence_clip", "gmpo"):  # no version times the length
             allowed = ("sequence",)

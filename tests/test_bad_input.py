@@ -83,7 +83,7 @@ FLAG_ERRORS = [
         "--preset gspo --correction token",
         "--correction token: a completion has one weight; use sequence",
     ),
-    ("grpo", "--loss topr --clip_low 0.1", "--clip_low 0.1 has no effect with --loss topr"),
+    ("grpo", "--preset topr --clip_low 0.1", "--clip_low 0.1 has no effect with --loss topr"),
     (
         "grpo",
         "--advantage pass_at_k --samples_per_prompt 4",

@@ -1,11 +1,11 @@
 """Flags of objectives that several scripts share: importance weights, policy loss, KL."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT, BelowOne, NotNegative, Positive
+from common.config.flags import STRICT, BelowOne, Needs, NotNegative, Positive
 from common.config.rules import require_default
 from common.objectives.importance import Correction
 from common.objectives.policy import BY_TOKEN
@@ -54,16 +54,10 @@ class PolicyLossArgs:
     loss: Literal[tuple(BY_TOKEN)] = "clip"
     """policy loss of a token with advantage A (docs/grpo.md). clip: PPO; dppo: bounded divergence;
     cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi"""
-    clip_low: BelowOne = 0.2
-    """clip: distance from 1 of the lower bound of the importance ratio"""
-    clip_high: NotNegative[float] = 0.2
-    """clip: distance from 1 of the upper bound of the importance ratio"""
-
-    @model_validator(mode="after")
-    def _check_loss(self) -> Self:
-        if self.loss != "clip":
-            require_default(self, ("clip_low", "clip_high"), f"with --loss {self.loss}")
-        return self
+    clip_low: Annotated[BelowOne, Needs(loss="clip")] = 0.2
+    """distance from 1 of the lower bound of the importance ratio"""
+    clip_high: Annotated[NotNegative[float], Needs(loss="clip")] = 0.2
+    """distance from 1 of the upper bound of the importance ratio"""
 
 
 @dataclass(config=STRICT)

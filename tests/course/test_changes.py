@@ -6,7 +6,7 @@ import subprocess
 from itertools import chain
 
 import pytest
-from helpers import ROOT, metrics, run
+from helpers import ROOT, metrics, run, samples
 
 PATCHES = sorted(ROOT.glob("docs/changes/*.patch"))
 SHORT = (
@@ -25,6 +25,7 @@ SHORT = (
 )
 FLAGS = {
     "curriculum": ("--save_every", 1),
+    "gfpo": ("--gfpo_keep", 2),
     "new-advantage": ("--advantage", "median"),
     "new-loss": ("--loss", "spo"),
     "positive-nll": ("--positive_nll", 0.1),
@@ -33,7 +34,7 @@ FLAGS = {
 
 def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
     page = (ROOT / "docs/changes/README.md").read_text()
-    assert len(PATCHES) == 8
+    assert len(PATCHES) == 9
     for patch in PATCHES:
         changed = [
             line
@@ -74,5 +75,9 @@ def test_patched_script_runs(patch, small, main, monkeypatch, tmp_path):
             assert completion["fixed"]["advantages"] == pytest.approx(
                 [completion["advantage"] * x for x in decay]
             )
+    if patch.stem == "gfpo":
+        trained = [line["advantage"] != 0 for line in samples(folder)]
+        groups = list(zip(*[iter(trained)] * 4, strict=True))
+        assert any(map(any, groups)) and all(sum(group) <= 2 for group in groups)
     if patch.stem == "metric-per-group":
         assert all("groups/reward_range" in line for line in lines)

@@ -83,11 +83,11 @@ def test_dry_run_needs_no_weights_and_leaves_no_files(script, no_weights, sums, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("script", ["grpo", "dpo"])
+@pytest.mark.parametrize("script", ["grpo", "rloo"])
 def test_a_copied_script_has_the_same_plan(script, sums, tmp_path):
     shutil.copy(ROOT / f"{script}.py", tmp_path / "mine.py")
     flags = ["--dataset", sums, "--beta", 0.05, "--output_dir", tmp_path / "run"]
-    flags += ["--minibatches", 2] if script == "grpo" else ["--reference_logprobs", "online"]
+    flags += ["--minibatches", 2]
     plans = [dry(1, file, *flags).stdout for file in (f"{script}.py", tmp_path / "mine.py")]
     assert plans[0] == plans[1] and "log-probs" in plans[0]
 
@@ -166,7 +166,7 @@ def test_flags_are_checked_for_the_planned_ranks():
 
 
 def test_frozen_models_that_move_take_four_bytes(folders):
-    """The reference of `--reference_sync`, and the teacher of `--teacher ema`."""
+    """The teacher of `--teacher ema`."""
     path = folders["1.7B"]
     args = self_distill.Args(dry_run="8xH100", hint="answer", **SETTINGS)
     sizes = []

@@ -29,7 +29,7 @@ def test_gradient_of_the_sampled_estimator_does_not_depend_on_ranks(
     """Each row has one of two teachers, one of which has another tokenizer."""
     foreign = write_foreign_teacher(tmp_path / "foreign")
     teachers = ("--teacher", f"usual={foreign}", f"rare={teacher}", "--model", "tiny-sft")
-    flags = (*flags, *domains, *teachers, *SAMPLED, "--reward_coef", 0.5, "--max_steps", 2)
+    flags = (*flags, *domains, *teachers, *SAMPLED, "--max_steps", 2)
     run(2, "distill.py", *flags, "--output_dir", tmp_path / "two")
     main("distill", *flags, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
     assert samples(tmp_path / "two", 1) == samples(tmp_path / "one", 1)
