@@ -1,4 +1,4 @@
-"""dpo.py: log-probs are those of plain transformers; stored and online references; the stated loss."""
+"""dpo.py: log-probs are those of plain transformers; references; the stated loss."""
 
 import json
 import math
