@@ -1,5 +1,4 @@
-"""rm.py: an export that transformers scores equally,
-and relabelling."""
+"""rm.py: an export that transformers scores equally, and relabelling."""
 
 import json
 import math

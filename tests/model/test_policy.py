@@ -3,14 +3,11 @@ checkpoint."""
 
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
@@ -123,18 +120,6 @@ def whole(tensor):
 
 
 # ---- the packed forward ----
-
-
-def test_a_policy_loads_no_module_of_a_flag():
-    """Distillation, memory on a GPU, and models that are not built in."""
-    loaded = "[name for name in sys.modules if name.startswith('common.model.')]"
-    code = f"import sys, common.model.hub, common.model.policy; print(*{loaded})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    names = {name.rpartition(".")[2] for name in done.stdout.split()}
-    assert names == {
-        "adapter_files", "attention", "flops", "head", "hub", "loading", "logprobs", "lora",
-        "packable", "policy",
-    }  # fmt: skip
 
 
 @torch.no_grad()

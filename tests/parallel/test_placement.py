@@ -225,12 +225,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     "script, ranks, flags, both",
     [
-        (
-            "dpo",
-            4,
-            ("--context_ranks", 2, "--pack_tokens", 40),
-            ("--batch_size", 16),
-        ),
         ("ppo", 4, ("--context_ranks", 2, "--pack_tokens", 100), ("--samples_per_prompt", 4)),
         (
             "grpo",
@@ -262,10 +256,7 @@ def test_scripts_with_context_ranks_train_like_one_rank(
     on many ranks only. Cases include two replicas of a model, with adapters, on the host. Torch
     checks that all ranks of a group make the same collectives in the same order: NCCL hangs where
     they do not."""
-    if script == "dpo":  # with the flags of the built-in task
-        data = ("--lr", 3e-3, "--warmup_steps", 10, "--beta", 1, "--sft_weight", 1)
-    else:
-        data = ("--engine", "transformers", "--prompts_per_step", 16, "--max_new_tokens", 16)
+    data = ("--engine", "transformers", "--prompts_per_step", 16, "--max_new_tokens", 16)
     steps = (
         *small,
         "--max_steps",

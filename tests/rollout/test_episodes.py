@@ -439,17 +439,6 @@ def test_gradient_does_not_depend_on_ranks(colocated, flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_gradient_with_turn_rewards_does_not_depend_on_ranks(flags, main, tmp_path):
-    flags = (*flags, "--samples_per_prompt", 1, "--minibatches", 1, "--prompts_per_step", 8)
-    main("ppo", *flags, "--output_dir", tmp_path / "1")
-    run(2, "ppo.py", *flags, "--pack_tokens", 300, "--output_dir", tmp_path / "2")
-    names = tuple(name for name in NUMBERS if name != "reward_std")
-    assert_close_metrics(
-        tmp_path / "1", tmp_path / "2", names, rel=1e-5, floor=0.1
-    )  # the loss is 0 up to rounding
-
-
-@pytest.mark.slow
 def test_credit_of_turns_does_not_depend_on_ranks(flags, main, tmp_path):
     """Two ranks train and a third samples: completions travel with the states of their turns."""
     (tmp_path / "counter.py").write_text(USER_FILE + STATE)
@@ -480,7 +469,7 @@ class Twice:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.curve
 def test_each_turn_learns_from_its_reward(flags, main, tmp_path):
     """The reward of a turn is its fraction of letters, and each letter ends a turn."""
     (tmp_path / "twice.py").write_text(TWICE)
