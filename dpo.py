@@ -255,7 +255,8 @@ def main(args: Args) -> None:
                 ),
             )
             metrics |= generation.evaluate(step + 1)
-            signs = signs_of_unlearning(args, run.logger.first, metrics, is_summed)
+            answered = len(generation.prompts)
+            signs = signs_of_unlearning(args.beta, run.logger.first, metrics, answered, is_summed)
             if signs and not args.sft_weight:
                 advice = "--sft_weight 1 adds the likelihood of chosen to the loss"
                 run.message_once(f"warning: {signs} by step {step + 1}; {advice} (docs/dpo.md)")

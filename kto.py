@@ -326,7 +326,8 @@ def main(args: Args) -> None:
                 ),
             )
             metrics |= generation.evaluate(step + 1)
-            signs = signs_of_unlearning(args, run.logger.first, metrics)
+            answered = len(generation.prompts)
+            signs = signs_of_unlearning(args.beta, run.logger.first, metrics, answered)
             if signs:
                 run.message_once(f"warning: {signs} by step {step + 1}; raise --beta or lower --lr")
         run.log(step + 1, metrics)

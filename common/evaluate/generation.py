@@ -2,6 +2,8 @@
 alone."""
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sized
 
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs
@@ -26,6 +28,7 @@ class Generation:
         Raises `ValueError` for rows without a prompt or without the columns that the reward needs.
         """
         self.sampler = None
+        self.prompts: Sized = ()
         if not (args.eval_generate and args.eval_every):
             return
         online = sampling_args(args)
@@ -37,7 +40,8 @@ class Generation:
         columns = prompt_columns(online, rows)
         room = context_length(policy.path, args) - online.max_new_tokens
         encoder = Encoder(tokenizer, args)
-        self.prompts = encode_prompts(rows[: args.eval_generate], columns, encoder, room, online)
+        rows = first_of_each_set(rows, args.eval_generate)
+        self.prompts = encode_prompts(rows, columns, encoder, room, online)
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
         self.sampler = make_sampler(policy, self.prompts, online, tokenizer, self.rewards)
 
@@ -52,6 +56,18 @@ class Generation:
         """Shut the engine down, before `distributed.cleanup`. Collective."""
         if self.sampler is not None:
             self.sampler.close()
+
+
+def first_of_each_set(rows: list[dict], count: int) -> list[dict]:
+    """Return `count` rows: the first ones of every held-out set, equally many of each if they have
+    so many."""
+    seen: Counter = Counter()
+    turns = []
+    for i, row in enumerate(rows):
+        name = row.get("_dataset")
+        turns.append((seen[name], i))
+        seen[name] += 1
+    return [rows[i] for i in sorted(i for _, i in sorted(turns)[:count])]
 
 
 def sampling_args(args: TrainArgs) -> TrainArgs:
