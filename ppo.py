@@ -293,7 +293,7 @@ def main(args: Args) -> None:
             for sample in chain(*(sample.sequences for sample in chain(*groups))):
                 sample.streams["turn_rewards"] = sample.rewards_before_last_turn()
         minibatches = pack_minibatches(
-            groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
+            groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         minibatches = [[without_unscored(mb, scores_BG) for mb in mbs] for mbs in minibatches]
         with meter.time("logprobs"):  # they stay fixed, like the values

@@ -5,8 +5,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sized
 
+from pydantic.dataclasses import dataclass
+
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs
+from common.config.training import ImageArgs
 from common.data.encode import Encoder
 from common.data.rows import held_out_rows, train_and_eval_rows
 from common.evaluate.greedy import evaluate_prompts
@@ -70,15 +73,16 @@ def first_of_each_set(rows: list[dict], count: int) -> list[dict]:
     return [rows[i] for i in sorted(i for _, i in sorted(turns)[:count])]
 
 
-def sampling_args(args: TrainArgs) -> TrainArgs:
-    """Return the flags of a script that samples, `OnlineArgs`, for the evaluations of one that does
-    not."""
-    names = {field.name for field in dataclasses.fields(OnlineArgs)}
+@dataclass
+class AnswerArgs(ImageArgs, OnlineArgs):
+    """Flags of the evaluations of a script that does not sample."""
+
+
+def sampling_args(args: TrainArgs) -> AnswerArgs:
+    """Return the flags with which a script that does not sample answers held-out prompts."""
+    names = {field.name for field in dataclasses.fields(AnswerArgs)}
     shared = {name: value for name, value in vars(args).items() if name in names}
     evaluation = dict(
         reward=args.eval_reward, max_new_tokens=args.eval_new_tokens, overlong_prompts="drop"
     )
-    online = OnlineArgs(**shared | evaluation)
-    online.vision = args.vision  # not a flag of every script that samples
-    online.max_pixels = args.max_pixels
-    return online
+    return AnswerArgs(**shared | evaluation)

@@ -55,13 +55,13 @@ def test_generation_scores_the_present_weights_and_changes_no_weight(sums, tmp_p
     assert f"eval/solved {first['eval/solved']:.3g} -> " in done.stdout
 
 
-def test_every_held_out_set_is_answered(main, small, tmp_path):
+def test_every_held_out_set_is_answered(small, tmp_path):
     rows = small[-1].read_text().splitlines(keepends=True)
     for name, some in dict(a=rows[:40], b=rows[40:80], c=rows[80:83]).items():
         (tmp_path / f"{name}.jsonl").write_text("".join(some))
     sets = [f"{name}={tmp_path}/{name}.jsonl" for name in "abc"]
-    main(
-        "sft", *small, "--eval_dataset", *sets, "--eval_generate", 40, "--eval_new_tokens", 5,
+    run(
+        1, "sft.py", *small, "--eval_dataset", *sets, "--eval_generate", 40, "--eval_new_tokens", 5,
         "--batch_size", 8, "--max_steps", 1, "--output_dir", tmp_path / "run",
     )  # fmt: skip
     assert {f"eval/solved/{name}" for name in "abc"} <= metrics(tmp_path / "run")[-1].keys()
