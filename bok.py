@@ -143,7 +143,7 @@ def main(args: Args) -> None:
         if reference is not None:
             with meter.time("logprobs"):
                 packed = pack_minibatches(
-                    groups, positions, 1, args.pack_tokens, device, args.share_prefix
+                    groups, positions, 1, args.pack_tokens, device, policy.share_prefix
                 )
                 (mbs,) = with_logprobs(packed, args.temperature, old=policy, ref=reference)
             kl = [mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T) for mb in mbs]
@@ -156,7 +156,7 @@ def main(args: Args) -> None:
             list(compress(group, kept_G)) for group, kept_G in zip(groups, kept_PG, strict=True)
         ]
         minibatches = pack_minibatches(
-            kept, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
+            kept, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         meter.mean("kept/reward", rewards_PG[kept_PG].sum(), kept_PG.sum())
         meter.mean("kept/fraction", kept_PG.sum(), kept_PG.numel())

@@ -253,7 +253,7 @@ def main(args: Args) -> None:
             kept_groups = [without_truncated(group) for group in kept_groups]
         count = min(args.minibatches, len(kept))
         minibatches = pack_minibatches(
-            kept_groups, positions, count, args.pack_tokens, device, args.share_prefix
+            kept_groups, positions, count, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
         old = policy if checks_engine or needs_old else None  # None: the update computes them

@@ -302,7 +302,7 @@ def main(args: Args) -> None:
         sampled = written = {name: [[]] * args.minibatches for name in teachers}
         if num_sampled:
             sampled = pack_by_teacher(
-                groups, positions, teachers, meter, args, device, args.share_prefix
+                groups, positions, teachers, meter, args, device, policy.share_prefix
             )
         if num_from_data:
             share = positions_of_share(len(from_data))

@@ -98,8 +98,8 @@ class Args(ImageArgs, PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: 2048, or less if context or
-    pack_tokens is smaller"""
+    """maximum tokens of prompt and completion together; default: that of the resumed run, or 2048,
+    or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off
     (both are counted); error: end the run"""
@@ -111,10 +111,7 @@ class Args(ImageArgs, PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
     def __post_init__(self) -> None:
         if set(self.loss) <= REFERENCE_FREE:
             require_default(self, ("reference_model",), f"with --loss {' '.join(self.loss)}")
-        if self.max_length and 2 * (self.max_length - 1) > self.pack_capacity:
-            raise ValueError(
-                f"--max_length {self.max_length}: two sequences must fit in {self.pack_flags}"
-            )
+        self.require_fit(self.max_length, sequences=2)
 
 
 def encode_rows(
@@ -183,7 +180,7 @@ def evaluate(
     """Measure this rank's share of the held-out pairs with these indices."""
     meter = Meter()
     share = [pairs[i] for i in distributed.share_of(indices)]
-    for mb in pack_groups(share, args.pack_tokens, device, args.share_prefix):
+    for mb in pack_groups(share, args.pack_tokens, device, policy.share_prefix):
         forward(policy, mb, ref_logps_B2[indices], args, meter, "eval_")
     return meter
 
@@ -191,11 +188,11 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    prepare_output_dir(args)
+    earlier = prepare_output_dir(args)  # flags of the run that goes on
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
-    fit_max_length(args, path, room=args.pack_capacity // 2)
+    args = fit_max_length(args, path, earlier, sequences=2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args
@@ -232,7 +229,7 @@ def main(args: Args) -> None:
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves pairs ----
         drawn = order.draw(args.batch_size)
         batch = [pairs[i] for i in drawn[rank::world_size]]
-        micro_batches = pack_groups(batch, args.pack_tokens, device, args.share_prefix)
+        micro_batches = pack_groups(batch, args.pack_tokens, device, policy.share_prefix)
 
         # ---- 2. update: one optimizer step; the loss is a mean over the pairs of all ranks ----
         with meter.time("train"):
@@ -255,7 +252,8 @@ def main(args: Args) -> None:
                 ),
             )
             metrics |= generation.evaluate(step + 1)
-            signs = signs_of_unlearning(args, run.logger.first, metrics, is_summed)
+            answered = len(generation.prompts)
+            signs = signs_of_unlearning(args.beta, run.logger.first, metrics, answered, is_summed)
             if signs and not args.sft_weight:
                 advice = "--sft_weight 1 adds the likelihood of chosen to the loss"
                 run.message_once(f"warning: {signs} by step {step + 1}; {advice} (docs/dpo.md)")

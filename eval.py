@@ -93,6 +93,8 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
     """language model under which the perplexity of the completions is reported"""
 
     def __post_init__(self) -> None:
+        if self.vision == "train":
+            raise ValueError("--vision train: eval.py trains nothing; use frozen")
         if self.completions is None:
             if not (self.greedy or self.samples_per_prompt):
                 raise ValueError("--greedy False --samples_per_prompt 0 leaves no completion")
@@ -315,7 +317,7 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
             folders["perplexity_model"], args, task.device, trainable=False,
             flag="--perplexity_model",
         )  # fmt: skip
-        settings = (args.pack_tokens, args.share_prefix, task.device)
+        settings = (args.pack_tokens, scorer.share_prefix, task.device)
         nats = score_lines(outputs[0], lambda groups: log_likelihoods(scorer, groups, *settings))
         totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in nats]
         estimate = interval(*zip(*totals, strict=True))

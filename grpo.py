@@ -272,7 +272,7 @@ def main(args: Args) -> None:
 
         # ---- 3. pack: completions move to the ranks that train on them; fixed log-probs ----
         minibatches = pack_minibatches(
-            groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
+            groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
         old = policy if checks_engine or needs_old else None  # None: the update computes them

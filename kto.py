@@ -84,8 +84,8 @@ class Args(GenerateArgs, TrainArgs):
     batch_size: Positive[int] = 64
     """completions per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: 2048, or less if context or
-    pack_tokens is smaller"""
+    """maximum tokens of prompt and completion together; default: that of the resumed run, or 2048,
+    or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are
     counted); error: end the run"""
@@ -104,10 +104,7 @@ class Args(GenerateArgs, TrainArgs):
     """Hugging Face id or folder of the reference model; default: the starting model"""
 
     def __post_init__(self) -> None:
-        if self.max_length and self.max_length - 1 > self.pack_capacity:
-            raise ValueError(
-                f"--max_length {self.max_length}: a sequence must fit in {self.pack_flags}"
-            )
+        self.require_fit(self.max_length)
 
 
 def encode_rows(
@@ -258,11 +255,11 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    prepare_output_dir(args)
+    earlier = prepare_output_dir(args)  # flags of the run that goes on
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
-    fit_max_length(args, path, room=args.pack_capacity)
+    args = fit_max_length(args, path, earlier)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(
         encode_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args, kept=("label",)
@@ -326,7 +323,8 @@ def main(args: Args) -> None:
                 ),
             )
             metrics |= generation.evaluate(step + 1)
-            signs = signs_of_unlearning(args, run.logger.first, metrics)
+            answered = len(generation.prompts)
+            signs = signs_of_unlearning(args.beta, run.logger.first, metrics, answered)
             if signs:
                 run.message_once(f"warning: {signs} by step {step + 1}; raise --beta or lower --lr")
         run.log(step + 1, metrics)

@@ -168,7 +168,7 @@ def main(args: Args) -> None:
     needs_reference = not set(args.loss) <= REFERENCE_FREE
     path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
-    context = min(context_length(path, args), args.pack_capacity // 2 + 1)  # a pair shares a pack
+    context = context_length(path, args, sequences=2)  # a pair shares a pack
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
@@ -214,7 +214,7 @@ def main(args: Args) -> None:
         if run.checks_engine(step):  # all completions, also those without a pair
             require_rollout_agreement(policy, groups, step, args)
         minibatches = pack_minibatches(
-            pairs, positions, args.minibatches, args.pack_tokens, device, args.share_prefix,
+            pairs, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix,
             together=True,
         )  # fmt: skip
         with meter.time("logprobs"):

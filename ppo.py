@@ -188,13 +188,14 @@ def without_unscored(mb: PackedBatch, scores_BG: Tensor) -> PackedBatch:
 
 
 def whiten(rollout: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
-    """Return the micro-batches with advantages of mean 0 and standard deviation 1 over the rollout.
-    Collective."""
+    """Return the micro-batches with advantages of mean 0 and standard deviation 1 over the trained
+    tokens of the rollout; 0 on the others. Collective."""
     mean, std = moments(rollout, lambda mb: mb.advantages_T)
-    return [
-        [mb.with_streams(advantages_T=(mb.advantages_T - mean) / (std + 1e-6)) for mb in mbs]
-        for mbs in rollout
-    ]
+
+    def whitened(mb: PackedBatch) -> Tensor:
+        return (mb.advantages_T - mean) / (std + 1e-6) * mb.loss_mask_T
+
+    return [[mb.with_streams(advantages_T=whitened(mb)) for mb in mbs] for mbs in rollout]
 
 
 def add_policy_gradient(
@@ -292,7 +293,7 @@ def main(args: Args) -> None:
             for sample in chain(*(sample.sequences for sample in chain(*groups))):
                 sample.streams["turn_rewards"] = sample.rewards_before_last_turn()
         minibatches = pack_minibatches(
-            groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
+            groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         minibatches = [[without_unscored(mb, scores_BG) for mb in mbs] for mbs in minibatches]
         with meter.time("logprobs"):  # they stay fixed, like the values

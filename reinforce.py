@@ -311,7 +311,7 @@ def main(args: Args) -> None:
                 for sample, of_turns in zip(group, of_group, strict=True):
                     sample.streams["advantages"] = on_turns(sample, of_turns)
         minibatches = pack_minibatches(
-            groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
+            groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
         old = policy if checks_engine or needs_old else None  # None: the update computes them

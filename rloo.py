@@ -145,7 +145,7 @@ def main(args: Args) -> None:
             scores_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         minibatches = pack_minibatches(
-            groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
+            groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
         old = policy if checks_engine or needs_old else None  # None: the update computes them

@@ -82,8 +82,8 @@ class Args(PrefixArgs, TrainArgs):
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: 2048, or less if context or
-    pack_tokens is smaller"""
+    """maximum tokens of prompt and completion together; default: that of the resumed run, or 2048,
+    or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off
     (both are counted); error: end the run"""
@@ -93,10 +93,7 @@ class Args(PrefixArgs, TrainArgs):
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
 
     def __post_init__(self) -> None:
-        if self.max_length and 2 * self.max_length > self.pack_capacity:
-            raise ValueError(
-                f"--max_length {self.max_length}: two sequences must fit in {self.pack_flags}"
-            )
+        self.require_fit(self.max_length, sequences=2)
 
 
 def encode_rows(
@@ -174,7 +171,7 @@ def evaluate(
     meter = Meter()
     share = [pairs[i] for i in distributed.share_of(indices)]
     margins_B2 = gather_margins(share)
-    for mb in pack_groups(share, args.pack_tokens, device, args.share_prefix):
+    for mb in pack_groups(share, args.pack_tokens, device, model.share_prefix):
         forward(model, mb, margins_B2, args, meter, "eval_")
     return meter
 
@@ -182,11 +179,11 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    prepare_output_dir(args)
+    earlier = prepare_output_dir(args)  # flags of the run that goes on
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
-    fit_max_length(args, path, room=args.pack_capacity // 2)
+    args = fit_max_length(args, path, earlier, sequences=2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, kept=("margin",)
@@ -213,7 +210,7 @@ def main(args: Args) -> None:
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves pairs ----
         batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
-        micro_batches = pack_groups(batch, args.pack_tokens, device, args.share_prefix)
+        micro_batches = pack_groups(batch, args.pack_tokens, device, model.share_prefix)
         margins_B2 = gather_margins(batch)
 
         # ---- 2. update: one optimizer step; the loss is a mean over the pairs of all ranks ----

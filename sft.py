@@ -68,8 +68,8 @@ class Args(ImageArgs, GenerateArgs, StreamArgs, TrainArgs):
     batch_size: Positive[int] = 64
     """sequences per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum length of a sequence, in tokens; default: 2048, or less if context or pack_tokens is
-    smaller"""
+    """maximum length of a sequence, in tokens; default: that of the resumed run, else 2048, or less
+    if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are
     counted); error: end the run"""
@@ -85,10 +85,7 @@ class Args(ImageArgs, GenerateArgs, StreamArgs, TrainArgs):
     (docs/moe.md); 0: off"""
 
     def __post_init__(self) -> None:
-        if self.max_length and self.max_length > self.pack_capacity + 1:
-            raise ValueError(
-                f"--max_length {self.max_length}: a sequence must fit in {self.pack_flags}"
-            )
+        self.require_fit(self.max_length)
 
 
 def encode_rows(
@@ -146,11 +143,11 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    prepare_output_dir(args)
+    earlier = prepare_output_dir(args)  # flags of the run that goes on
 
     # ---- data: token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
-    fit_max_length(args, path, room=args.pack_capacity)
+    args = fit_max_length(args, path, earlier)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
         encode_rows, SFT_COLUMNS, tokenizer, args, streams=args.streaming

@@ -47,6 +47,7 @@ FLAG_ERRORS = [
         "--batch_size 7 must be a multiple of the number of training ranks (2)",
     ),
     ("sft", "--samples_per_prompt 2", "unknown flag --samples_per_prompt"),
+    ("eval", "--vision train", "--vision train: eval.py trains nothing; use frozen"),
     ("grpo", "--samples_per_prompt 1", "--samples_per_prompt 1 must be greater than or equal to 2"),
     (
         "grpo",

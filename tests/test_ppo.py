@@ -2,6 +2,7 @@
 warm-up."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -275,6 +276,22 @@ def trained(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     run(1, "ppo.py", *flags, "--output_dir", folder)
     return folder
+
+
+@pytest.mark.slow
+def test_completion_without_a_reward_has_no_advantage_in_strict_json(flags, main, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def some(completion, row):\n"
+        "    return None if row['answer'][0] in '13579' else len(completion)\n"
+    )
+    at = flags.index("--reward") + 1
+    flags = (*flags[:at], f"{tmp_path / 'reward.py'}:some", *flags[at + 1 :])
+    main("ppo", *flags, "--max_reward_errors", 1, "--output_dir", tmp_path / "run")
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    read = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    missing = [line for line in read if line["reward"] is None]
+    assert 0 < len(missing) < len(read)
+    assert all((line["advantage"] == 0) == (line["reward"] is None) for line in read)
 
 
 @pytest.mark.slow

@@ -255,11 +255,14 @@ def main() -> None:
             draw(lesson, {}, lesson.path.with_suffix(".png"))
             return print(table(lesson))
         runs = {arm: ROOT / lesson.folder(arm) for arm in lesson.arms}
-        mine = {
+        found = {
             arm: read_run(folder)
             for arm, folder in runs.items()
             if (folder / "metrics.jsonl").is_file()
         }
+        mine = {arm: run for arm, run in found.items() if {*lesson.names} <= {*run.metrics}}
+        if found and not mine:
+            raise ValueError(f"{[*found.values()][0].folder}: no finished step; resume it")
         if not mine:
             raise ValueError(
                 f"lesson {options.name}: no run of yours; run {lesson.command(lesson.yours[0])}"

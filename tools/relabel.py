@@ -38,7 +38,7 @@ def main(args: Args) -> None:
     model = load_scalar_model(path, args, device, trainable=False)
     # Without the target behind the last token.
     share = [[sample.ids[:-1] for sample in pair] for pair in pairs[rank::world_size]]
-    scores = score(model, share, args.pack_tokens, args.share_prefix, device)
+    scores = score(model, share, args.pack_tokens, model.share_prefix, device)
     scores_of_ranks = distributed.gather_objects(list(zip(scores[::2], scores[1::2], strict=True)))
     if distributed.is_main():
         right = 0.0

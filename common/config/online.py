@@ -37,8 +37,6 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
             )
         if self.tools or self.agent is not None:
             self.prompt_format = "chat"
-        if self.max_new_tokens is None:
-            self.max_new_tokens = min(256, max(1, self.pack_capacity // 2))
         if self.max_new_tokens >= self.pack_capacity:
             flag = f"--max_new_tokens {self.max_new_tokens}"
             raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; raise it")

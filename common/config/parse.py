@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from common.config.flags import fits, needs_of, shown, union_members
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs, check_ranks, script_of
-from common.config.online import SamplingArgs
 from common.parallel import distributed
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
@@ -54,9 +53,6 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         distributed.say(f"defaults for the built-in model: {flags}")
     if isinstance(args, TrainArgs) and args.lora_rank and "lr" not in given:
         distributed.say(f"LoRA usually needs 10 times the learning rate: --lr {10 * args.lr:g}")
-    is_default = isinstance(args, SamplingArgs) and "max_new_tokens" not in built_in | given
-    if is_default and args.max_new_tokens < 256:
-        distributed.say(f"--max_new_tokens {args.max_new_tokens}: half of {args.pack_flags}")
     return args
 
 

@@ -52,8 +52,8 @@ class CompletionArgs:
     pack. error: end the run; drop: leave them out"""
     samples_per_prompt: Positive[int] = 8
     """completions sampled for each prompt (G)"""
-    max_new_tokens: Positive[int] | None = None
-    """maximum length of a completion, in tokens; default: 256, or half of a pack if that is less"""
+    max_new_tokens: Positive[int] = 256
+    """maximum length of a completion, in tokens"""
     temperature: Positive[float] = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     stop_token_ids: Several[NotNegative[int]] = ()

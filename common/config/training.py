@@ -51,6 +51,12 @@ class ModelArgs:
         """Maximum tokens of sequences that have to share a pack."""
         return self.pack_tokens * self.context_ranks
 
+    def require_fit(self, max_length: int | None, sequences: int = 1) -> None:
+        """Raise `ValueError` unless as many `sequences` of `max_length` tokens fit in a pack."""
+        if max_length and sequences * max_length > self.pack_capacity:
+            count = "a sequence" if sequences == 1 else f"{sequences} sequences"
+            raise ValueError(f"--max_length {max_length}: {count} must fit in {self.pack_flags}")
+
     @property
     def pack_flags(self) -> str:
         """Flags that set `pack_capacity`, for messages."""

@@ -23,7 +23,7 @@ class Encoder:
 
     def __init__(self, tokenizer, args: BaseArgs):
         self.tokenizer = tokenizer
-        self.prompt_format = args.prompt_format
+        self.prompt_format = format_of(tokenizer, args)
         self.system_prompt = args.system_prompt
         self.special_text = args.special_text
         self.chat = None
@@ -297,6 +297,11 @@ class Encoder:
             if "_images" not in row:
                 self.images.take(row, columns)
         row.pop("_folder", None)
+
+
+def format_of(tokenizer, args: BaseArgs) -> str:
+    """Return `--prompt_format`, as `load_tokenizer` has chosen it for the policy's tokenizer."""
+    return getattr(tokenizer, "prompt_format", args.prompt_format)
 
 
 def _require_no_chat_flags(args: BaseArgs) -> None:

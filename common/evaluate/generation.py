@@ -2,9 +2,14 @@
 alone."""
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sized
+
+from pydantic.dataclasses import dataclass
 
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs
+from common.config.training import ImageArgs
 from common.data.encode import Encoder
 from common.data.rows import held_out_rows, train_and_eval_rows
 from common.evaluate.greedy import evaluate_prompts
@@ -26,6 +31,7 @@ class Generation:
         Raises `ValueError` for rows without a prompt or without the columns that the reward needs.
         """
         self.sampler = None
+        self.prompts: Sized = ()
         if not (args.eval_generate and args.eval_every):
             return
         online = sampling_args(args)
@@ -37,7 +43,8 @@ class Generation:
         columns = prompt_columns(online, rows)
         room = context_length(policy.path, args) - online.max_new_tokens
         encoder = Encoder(tokenizer, args)
-        self.prompts = encode_prompts(rows[: args.eval_generate], columns, encoder, room, online)
+        rows = first_of_each_set(rows, args.eval_generate)
+        self.prompts = encode_prompts(rows, columns, encoder, room, online)
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
         self.sampler = make_sampler(policy, self.prompts, online, tokenizer, self.rewards)
 
@@ -54,15 +61,28 @@ class Generation:
             self.sampler.close()
 
 
-def sampling_args(args: TrainArgs) -> TrainArgs:
-    """Return the flags of a script that samples, `OnlineArgs`, for the evaluations of one that does
-    not."""
-    names = {field.name for field in dataclasses.fields(OnlineArgs)}
+def first_of_each_set(rows: list[dict], count: int) -> list[dict]:
+    """Return `count` rows: the first ones of every held-out set, equally many of each if they have
+    so many."""
+    seen: Counter = Counter()
+    turns = []
+    for i, row in enumerate(rows):
+        name = row.get("_dataset")
+        turns.append((seen[name], i))
+        seen[name] += 1
+    return [rows[i] for i in sorted(i for _, i in sorted(turns)[:count])]
+
+
+@dataclass
+class AnswerArgs(ImageArgs, OnlineArgs):
+    """Flags of the evaluations of a script that does not sample."""
+
+
+def sampling_args(args: TrainArgs) -> AnswerArgs:
+    """Return the flags with which a script that does not sample answers held-out prompts."""
+    names = {field.name for field in dataclasses.fields(AnswerArgs)}
     shared = {name: value for name, value in vars(args).items() if name in names}
     evaluation = dict(
         reward=args.eval_reward, max_new_tokens=args.eval_new_tokens, overlong_prompts="drop"
     )
-    online = OnlineArgs(**shared | evaluation)
-    online.vision = args.vision  # not a flag of every script that samples
-    online.max_pixels = args.max_pixels
-    return online
+    return AnswerArgs(**shared | evaluation)

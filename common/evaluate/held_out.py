@@ -4,8 +4,6 @@ signs that a preference loss unlearns good answers."""
 import math
 from collections.abc import Sized
 
-from common.config.groups import TrainArgs
-
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     """Return the 95% Wilson interval of a probability, estimated as a `fraction` of `count`
@@ -28,20 +26,21 @@ def held_out_accuracy(metrics: dict[str, float], held_out: Sized) -> str:
 
 
 def signs_of_unlearning(
-    args: TrainArgs, first: dict[str, float], metrics: dict[str, float], referenced: bool = True
-) -> str:
+    beta: float, first: dict[str, float], metrics: dict[str, float], answered: int,
+    referenced: bool = True,
+) -> str:  # fmt: skip
     """Return what an evaluation shows if the model unlearns good answers while the preference loss
-    falls, else an empty text: `eval/solved` is two standard errors below its `first` value, or the
-    log-prob of chosen completions is below the reference's by a nat and a tenth. `referenced`:
-    whether `rewards` are beta x summed log-ratios."""
+    falls, else an empty text: `eval/solved`, of so many `answered` prompts, is two standard errors
+    below its `first` value, or the log-prob of chosen completions is below the reference's by a nat
+    and a tenth. `referenced`: whether `rewards` are `beta` x summed log-ratios."""
     signs = []
     before = first.get("eval/solved", 0.0)
     solved = metrics.get("eval/solved", 1.0)
-    standard_error = math.sqrt(before * (1 - before) / max(1, args.eval_generate))
+    standard_error = math.sqrt(before * (1 - before) / max(1, answered))
     if before - solved > 2 * standard_error:
         signs.append(f"eval/solved fell from {before:.3g} to {solved:.3g}")
     logp = metrics.get("eval_logps/chosen", 0.0)
-    ratio = metrics.get("eval_rewards/chosen", 0.0) / args.beta if referenced else 0.0
+    ratio = metrics.get("eval_rewards/chosen", 0.0) / beta if referenced else 0.0
     reference_logp = logp - ratio
     if -ratio > max(1.0, 0.1 * abs(reference_logp)):
         signs.append(

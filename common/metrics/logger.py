@@ -4,6 +4,7 @@ Metrics go to `metrics.jsonl`, and to wandb and tensorboard on request. A progre
 terminals only."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -179,9 +180,8 @@ class RunLogger:
 
         table = Table("prompt", "completion", "reward", title=f"step {step}", title_justify="left")
         for line in lines[:: max(1, len(lines) // TABLE)][:TABLE]:
-            table.add_row(
-                _brief(str(line["prompt"])), _brief(line["completion"]), f"{line['reward']:.2f}"
-            )
+            reward = "none" if line["reward"] is None else f"{line['reward']:.2f}"
+            table.add_row(_brief(str(line["prompt"])), _brief(line["completion"]), reward)
         self.console.print(table)
 
     def sync(self) -> list[int] | None:
@@ -219,7 +219,7 @@ def _line(step: int, sample: Completion, reward: float, advantage: float) -> dic
         step=step,
         prompt=asked(sample.row),
         completion=sample.transcript or sample.text,
-        reward=reward,
+        reward=None if math.isnan(reward) else reward,  # NaN is no JSON
         advantage=advantage,
         finish_reason=sample.finish_reason,
         version=sample.version,

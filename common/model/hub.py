@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.config.extra import extra
-from common.config.groups import BUILT_IN_MODELS, BaseArgs
+from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.data.calls import end_of_calls_token
 from common.data.chat import end_of_turn, use_template
 from common.model.loading import load_config, named_errors
@@ -42,7 +44,8 @@ def resolve_model(
 
 def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
     """Return the tokenizer of a checkpoint, with the `--chat_template` of `args` if given; without
-    it, choose the `--prompt_format` of `args`. Raises `ValueError` if the tokenizer cannot be
+    it, `prompt_format` of the tokenizer is the `--prompt_format` of `args`, where auto is chat for
+    a chat model. Raises `ValueError` if the tokenizer cannot be
     loaded, has no EOS, which ends completions, or has more tokens than the model."""
     from transformers import AutoTokenizer
 
@@ -69,24 +72,17 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
     last_id = max(args.stop_token_ids, default=0) if args is not None else 0
     if last_id >= size:
         raise ValueError(f"--stop_token_ids {last_id}: the ids of the model end at {size - 1}")
-    if args is not None and args.chat_template is not None:
-        use_template(tokenizer, args.chat_template)
-    elif args is not None:
-        _choose_prompt_format(args, path, tokenizer)
+    if args is not None:
+        tokenizer.prompt_format = args.prompt_format
+        if args.chat_template is not None:
+            use_template(tokenizer, args.chat_template)
+        elif (end := chat_end(path, tokenizer)) and args.prompt_format != "chat":
+            if args.prompt_format == "auto":
+                tokenizer.prompt_format = "chat"
+            warning = "warning: " if args.prompt_format == "plain" else ""
+            chosen = f"--prompt_format {tokenizer.prompt_format}"
+            distributed.say(f"{warning}{chosen}: a chat model, it ends its turns with {end}")
     return tokenizer
-
-
-def _choose_prompt_format(args: BaseArgs, path: str, tokenizer) -> None:
-    """Set `--prompt_format auto` to chat for a chat model, and say so; warn about plain."""
-    end = chat_end(path, tokenizer)
-    if end is None or args.prompt_format == "chat":
-        return
-    if args.prompt_format == "auto":
-        args.prompt_format = "chat"
-    warning = "warning: " if args.prompt_format == "plain" else ""
-    distributed.say(
-        f"{warning}--prompt_format {args.prompt_format}: a chat model, it ends its turns with {end}"
-    )
 
 
 def _with_ids_of_file(tokenizer, path: str, label: str):
@@ -170,27 +166,30 @@ def eos_token_ids(
     return sorted(ids - {None})
 
 
-def context_length(path: str, args: BaseArgs) -> int:
-    """Return the maximum length of prompt and completion together: the model's context, or the
-    capacity of a pack."""
+def context_length(path: str, args: BaseArgs, sequences: int = 1) -> int:
+    """Return the maximum length of prompt and completion together: the model's context, or what a
+    pack holds of `sequences` that share it."""
     config = load_config(path).get_text_config()
-    longest = args.pack_capacity + 1
+    longest = args.pack_capacity // sequences + 1
     return min(getattr(config, "max_position_embeddings", longest), longest)
 
 
-def fit_max_length(args: BaseArgs, path: str, room: int) -> None:
-    """Set `--max_length`, if it was not given, to at most 2048, the model's context, and `room`:
-    the tokens of a sequence that `--pack_tokens` allows. Raises `ValueError` for a `--max_length`
-    beyond the context."""
+def fit_max_length(
+    args: TrainArgs, path: str, earlier: dict[str, Any], sequences: int = 1
+) -> TrainArgs:
+    """Return the flags with `--max_length`. If it is not given, a resumed run has that of its
+    `earlier` flags; others have 2048, or less if the model's context or a pack with so many
+    `sequences` is smaller. Raises `ValueError` for one that is too large for either."""
+    max_length = args.max_length or earlier.get("max_length")
     context = context_length(path, args)
-    if args.max_length is None:
-        args.max_length = min(2048, context, room)
-        if args.max_length < 2048:
-            distributed.say(
-                f"--max_length {args.max_length}: the maximum for the model's context and"
-                " --pack_tokens"
-            )
-    if args.max_length > context:
+    if max_length is None:
+        max_length = min(2048, context, args.pack_capacity // sequences)
+        if max_length < 2048:
+            what = "the maximum for the model's context and --pack_tokens"
+            distributed.say(f"--max_length {max_length}: {what}")
+    args.require_fit(max_length, sequences)
+    if max_length > context:
         raise ValueError(
-            f"--max_length {args.max_length}: the model's context has only {context} tokens"
+            f"--max_length {max_length}: the model's context has only {context} tokens"
         )
+    return replace(args, max_length=max_length)

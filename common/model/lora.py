@@ -142,6 +142,10 @@ class StartingModel(nn.Module):
         self.policy = (policy,)  # not a submodule
         self.start = {name: x.detach().clone() for name, x in trained_parameters(policy).items()}
 
+    @property
+    def share_prefix(self) -> int:
+        return self.policy[0].share_prefix
+
     def named_parameters(self, *_, **__) -> Iterator[tuple[str, Tensor]]:
         yield from self.start.items()
 

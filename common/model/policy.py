@@ -45,6 +45,8 @@ class PackedModel(nn.Module):
     prefixes; `expert_balance_N` is that of the last computed sequences, if watched. `watch` gets
     the outputs that have a graph, for the trace."""
 
+    share_prefix = 0  # `--share_prefix`, for packs of this model
+    needs_whole_sequences = False
     watch: Callable[[PackedBatch, Output], None] | None = None
     forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
     file_names = None  # see `load_file_names`
@@ -61,6 +63,8 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, mb: PackedBatch) -> Tensor:
         """Return the last hidden states [t, D]."""
+        if self.needs_whole_sequences and mb.compact is not None:  # packed for another model
+            raise ValueError(f"{self.path} needs whole sequences; set --share_prefix 0")
         tokens = mb.model_tokens
         self.flops += self._flops(tokens)
         self.whole_flops += self._flops(mb)
@@ -253,8 +257,9 @@ def load(
 
     # ---- packs equal their sequences ----
     check_packing(model, label)
-    if args.share_prefix and not keeps_shared_prefixes(model, label):
-        args.share_prefix = 0  # for all models of the run: they have the same packs
+    if args.share_prefix:
+        model.needs_whole_sequences = not keeps_shared_prefixes(model, label)
+        model.share_prefix = 0 if model.needs_whole_sequences else args.share_prefix
     return model
 
 

@@ -113,7 +113,7 @@ def _reference_logps(
         share = distributed.share_of(batch)
         positions = positions_of_share(len(share))
         (micro_batches,) = pack_minibatches(
-            share, positions, 1, args.pack_tokens, device, args.share_prefix
+            share, positions, 1, args.pack_tokens, device, reference.share_prefix
         )
         scores = [mb.sequence_sums(reference(mb).logprobs_T) for mb in micro_batches]
         logps += per_sample(micro_batches, scores, (sum(map(len, batch)),)).tolist()

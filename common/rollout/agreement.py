@@ -62,7 +62,7 @@ def require_rollout_agreement(
     Collective."""
     positions = positions_of_share(len(groups))
     minibatches = pack_minibatches(
-        groups, positions, 1, args.pack_tokens, model.device, args.share_prefix
+        groups, positions, 1, args.pack_tokens, model.device, model.share_prefix
     )
     minibatches = with_logprobs(minibatches, args.temperature, old=model)
     require_agreement(minibatches, step, args, model.device)

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator
 from copy import copy
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -118,6 +119,13 @@ class VLLMEngine(Engine):
                 if isinstance(error, ValidationError):  # its first line names only the class
                     reason = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
+        if self.device.type == "cpu" and self.args.tensor_parallel_size > 1:
+            # With AVX-512 the ranks share memory, under one name for all launches. All ranks have
+            # mapped it now; a file that stayed would stop the next launch.
+            distributed.barrier()
+            name = os.environ["VLLM_DIST_IDENT"].lstrip("/")
+            for file in Path("/dev/shm").glob(f"{name}-*cpushm*"):
+                file.unlink(missing_ok=True)
         lost = self.llm.collective_rpc(lost_asleep)[0] if self.device.type != "cpu" else []
         if lost:
             raise ValueError(

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from common.config.groups import TrainArgs, flags_of, script_of
 from common.data import durable
+from common.data.encode import format_of
 from common.model import checkpoint_files
 from common.model.adapter_files import save_adapter
 from common.model.checkpoint_files import checkpoints_in
@@ -67,7 +68,8 @@ class Checkpointer:
         self.files: dict[str, bytes] = {}
         if distributed.is_main():
             dtype = export_dtype(model)
-            self.files = hf_files(model, tokenizer, args.prompt_format, dtype, args.stop_token_ids)
+            prompt_format = format_of(tokenizer, args)
+            self.files = hf_files(model, tokenizer, prompt_format, dtype, args.stop_token_ids)
             self.files[CARD] = model_card(args)
 
     def load_latest(self) -> int:

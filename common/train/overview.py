@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sized
+from fractions import Fraction
 from typing import NoReturn
 
 from common.config.extra import extra
@@ -20,7 +21,8 @@ CURVES = (
 def num_steps(args: TrainArgs, data: Sized) -> int:
     """Return the number of steps of the run: `--max_steps`, or as many as `--epochs` passes over
     the data take."""
-    return args.max_steps or math.ceil(args.epochs * len(data) / args.rows_per_step)
+    epochs = Fraction(str(args.epochs))  # 1.1 is 11/10: as a float, 100 rows would be above 110
+    return args.max_steps or math.ceil(epochs * len(data) / args.rows_per_step)
 
 
 def repetitions(args: TrainArgs, data: Sized) -> list[str]:

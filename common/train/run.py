@@ -79,7 +79,9 @@ class Run:
         if args.trace_every and (has_extra("trace") or args.trace_every != TrainArgs.trace_every):
             with extra("trace", "--trace_every"):
                 from extras.trace.trace import Trace
-            self.trace = Trace(args, [*self.models], optimizer, tokenizer)
+            # The policy has no updates while a value model warms up.
+            stepping = optimizer if value is None else value[1]
+            self.trace = Trace(args, [*self.models], stepping, tokenizer)
             self.meter.keep = self.trace.keep
         self.stop_requested = False
         self.warned = False  # by `message_once`

@@ -13,11 +13,10 @@ import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import yaml
 
-from common.config.flags import as_tuple
 from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change
 from common.data import durable
 from common.model.checkpoint_files import checkpoints_in
@@ -26,14 +25,13 @@ from common.parallel import distributed
 EXPORTS = ("hf", "best", "adapter", "best_adapter")  # folders that a new export replaces
 WRITTEN = (*EXPORTS, "checkpoints", "metrics.jsonl", "samples.jsonl")
 SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these
-# Flags that a run replaces by what it found, with their values before: a resume takes those.
-FOUND = dict(max_length=None, max_new_tokens=None, prompt_format="auto")
+COMPUTED = ("max_length",)  # defaults that are computed once: a resumed run keeps them
 IN_USE = "uses it; wait for it or name another --output_dir"
 
 
-def prepare_output_dir(args: BaseArgs) -> None:
-    """Lock `--output_dir` and check it, before any slow work; `begin_run` then writes. Collective.
-    A dry run only warns. What an earlier run found for `FOUND` is set in `args`.
+def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
+    """Lock `--output_dir` and check it, before any slow work; `begin_run` then writes. Return the
+    flags of the run that will be resumed, {} for a new one. Collective. A dry run only warns.
 
     Raises `ValueError` on every rank if the folder is not writable, is not shared by all machines,
     has a run with other flags or, with `--resume must`, has no run, and if an input of this run
@@ -43,25 +41,23 @@ def prepare_output_dir(args: BaseArgs) -> None:
     if isinstance(args, TrainArgs) and args.dry_run:
         if problem := _conflict(folder, args) or _threatened_input(folder, args):
             distributed.say(f"warning: {problem}")
-        return
+        return _earlier_flags(folder, args) or {}
     problem = None
+    earlier = None
     # A new name: network file systems cache the absence of files.
     mark = folder / f"{secrets.token_hex(8)}.tmp"
     if distributed.is_main():
         try:
             problem = _lock(folder) or _conflict(folder, args)
             problem = problem or _threatened_input(folder, args)
+            earlier = _earlier_flags(folder, args)
             if not problem:
                 mark.mkdir()
         except OSError as error:
             problem = f"--output_dir {folder}: {distributed.first_line(error)}"
-    earlier = {} if problem or not distributed.is_main() else _earlier_flags(folder, args) or {}
-    problem, name, earlier = distributed.gather_objects((problem, mark.name, earlier))[0]
+    problem, earlier, name = distributed.gather_objects((problem, earlier, mark.name))[0]
     if problem:
         raise ValueError(problem)
-    for flag, unset in FOUND.items():
-        if flag in earlier and getattr(args, flag) == unset:
-            setattr(args, flag, earlier[flag])
     mark = mark.with_name(name)
     blind_host = None if mark.is_dir() else socket.gethostname()
     blind_hosts = [host for host in distributed.gather_objects(blind_host) if host]
@@ -70,6 +66,7 @@ def prepare_output_dir(args: BaseArgs) -> None:
     if blind_hosts:
         problem = f"files of rank 0 are not visible on {blind_hosts[0]}"
         raise ValueError(f"--output_dir {folder}: {problem}; use a folder that all machines share")
+    return earlier or {}
 
 
 def begin_run(args: BaseArgs) -> None:
@@ -172,39 +169,34 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     if args.resume == "must" and not _can_resume(folder):
         return f"--resume must: {folder} has no checkpoint; use --resume auto"
     label = f"--output_dir {folder}"
-    earlier_flags = _earlier_flags(folder, args)
-    if earlier_flags is None:
+    earlier = _earlier_flags(folder, args)
+    if earlier is None:
         return f"{label}: args.yaml is damaged; delete it to resume with the flags given now"
     flags = flags_of(args)
-    free = may_change(args, earlier_flags)
-    free |= {name for name, unset in FOUND.items() if flags.get(name) == unset}
+    free = may_change(args, earlier) | {name for name in COMPUTED if flags.get(name) is None}
     changed = [
-        name
-        for name, value in earlier_flags.items()
-        if value != flags.get(name) and name not in free
+        name for name, value in earlier.items() if value != flags.get(name) and name not in free
     ]
     if not changed:
         return None
-    changes = ", ".join(
-        f"{name} was {earlier_flags[name]}, is {flags.get(name)}" for name in changed[:3]
-    )
+    changes = ", ".join(f"{name} was {earlier[name]}, is {flags.get(name)}" for name in changed[:3])
     if len(changed) > 3:
         changes += f" and {len(changed) - 3} more"
     advice = "name another --output_dir, or use --resume never to move that run aside"
     return f"{label}: the folder has a run with other flags ({changes}); {advice}"
 
 
-def _earlier_flags(folder: Path, args: BaseArgs) -> dict | None:
-    """Return the flags of the run that is resumed, newer ones with their defaults; none if there is
-    no such run, and None if args.yaml is damaged."""
+def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any] | None:
+    """Return the flags of the run to resume, {} for a new one, None if args.yaml is damaged."""
     file = folder / "args.yaml"
     if args.resume == "never" or not _has_begun(folder) or not file.is_file():
         return {}
     try:
-        flags = yaml.safe_load(file.read_text())
+        earlier = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
-    return flags_of(type(args)()) | flags if isinstance(flags, dict) else None
+    # Flags that are newer than the run had their defaults.
+    return flags_of(type(args)()) | earlier if isinstance(earlier, dict) else None
 
 
 # ---- inputs in the folder ----
@@ -238,21 +230,22 @@ def _threatened_input(folder: Path, args: BaseArgs) -> str | None:
 def _inputs(args: BaseArgs) -> Iterator[tuple[str, str]]:
     """Yield the paths in flags that exist, each with its flag: `FILE`, `name=FILE`,
     `model:FOLDER`, `FILE.py:function`, `FILE:0.5`, `mcp:COMMAND FILE`, patterns."""
-    for flag, values in flags_of(args).items():
-        for value in as_tuple(values) or () if flag != "output_dir" else ():
-            words = re.split(r"[=:\s]", value) if isinstance(value, str) else []
-            for word in (value, *words) if len(words) > 1 else words:
+    flags = flags_of(args)
+    del flags["output_dir"]
+    for flag, value in flags.items():
+        texts = value if isinstance(value, list) else [value]
+        for text in (text for text in texts if isinstance(text, str)):
+            for word in dict.fromkeys((text, *re.split(r"[=:\s]", text))):
                 path = os.path.expanduser(word)
                 if "*" in path and "/" in path:
-                    yield from ((f"--{flag} {value}", name) for name in glob.iglob(path))
+                    yield from ((f"--{flag} {text}", name) for name in glob.iglob(path))
                 elif path.strip(".") and os.path.lexists(path):
-                    yield f"--{flag} {value}", path
+                    yield f"--{flag} {text}", path
 
 
 def _is_in(path: str, folder: Path) -> bool:
     """Return whether a path, or what it links to, is the folder or lies in it."""
-    for absolute in (os.path.abspath, os.path.realpath):
-        parts = Path(absolute(path))
-        if Path(absolute(folder)) in (parts, *parts.parents):
-            return True
-    return False
+    return any(
+        Path(absolute(path)).is_relative_to(absolute(folder))
+        for absolute in (os.path.abspath, os.path.realpath)
+    )

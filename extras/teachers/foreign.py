@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.config.online import SamplingArgs
-from common.data.encode import Encoder
+from common.data.encode import Encoder, format_of
 from common.data.packing import PackedBatch, pack_groups
 from common.data.pieces import continuation
 from common.data.rows import PROMPT_COLUMNS, require_columns
@@ -91,6 +91,7 @@ class ForeignTeacher(Teacher):
             if args.has_turns:
                 raise ValueError("another tokenizer than --model's cannot read several turns")
             self.bytes_of = bytes_of_tokens(tokenizer)
+            tokenizer.prompt_format = format_of(student_tokenizer, args)
             self.encoder = Encoder(tokenizer, args)
             self.column = "_prompt"
             if "_prompt" not in rows[0]:
@@ -166,7 +167,7 @@ class ForeignTeacher(Teacher):
     def _scores(self, samples: list[Sample]) -> list[Tensor]:
         """Return the log-probs of the completion's tokens of each sample. Collective."""
         groups = [[sample] for sample in samples]
-        packs = pack_groups(groups, self.args.pack_tokens, self.device, self.args.share_prefix)
+        packs = pack_groups(groups, self.args.pack_tokens, self.device, self.share_prefix)
         logprobs = {}  # of whole samples of all ranks, by index
         for mb in packs:
             logprobs_T = self(mb, self.args.temperature).logprobs_T.double().cpu()

@@ -434,19 +434,6 @@ def test_lora_without_a_learning_rate_is_said_and_changes_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    "argv, tokens, said",
-    [
-        ([], 256, ""),
-        (["--pack_tokens", "100"], 50, "--max_new_tokens 50: half of --pack_tokens 100\n"),
-        (["--pack_tokens", "100", "--max_new_tokens", "99"], 99, ""),
-    ],
-)
-def test_default_max_new_tokens_adapts_to_a_small_pack(argv, tokens, said, capsys):
-    assert parse(grpo.Args, ["--model", "other", *argv]).max_new_tokens == tokens
-    assert capsys.readouterr().out == said
-
-
 # ---- recipes ----
 
 

@@ -157,6 +157,15 @@ def test_errors_are_one_line(small, number, message, monkeypatch, capsys):
     assert call_main(module.main, ["lesson.py", number], 2, monkeypatch, capsys)[1] == message
 
 
+def test_run_that_has_not_finished_a_step_is_one_line(small, monkeypatch, capsys):
+    folder = module.ROOT / small.folder("once")
+    folder.mkdir(parents=True)
+    (folder / "args.yaml").write_text("seed: 0")
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/solved": 0.5}\n')
+    said = call_main(module.main, ["lesson.py", 7], 2, monkeypatch, capsys)[1]
+    assert said == f"error: {folder}: no finished step; resume it\n"
+
+
 @pytest.mark.slow
 def test_a_noisy_engine_is_refused(tmp_path):
     """Without noise, the same program trains."""

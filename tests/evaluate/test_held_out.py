@@ -2,7 +2,6 @@
 
 import pytest
 
-import dpo
 from common.evaluate.held_out import signs_of_unlearning, wilson_interval
 
 
@@ -18,6 +17,17 @@ def test_wilson_interval_equals_published_tables():
 
 
 @pytest.mark.parametrize(
+    ("before", "after", "answered", "warns"),
+    [(0.5, 0.42, 64, False), (0.5, 0.42, 256, True), (0.375, 0.25, 16, False)],
+)
+def test_fall_of_solved_prompts_is_compared_with_the_prompts_that_were_answered(
+    before, after, answered, warns
+):
+    said = signs_of_unlearning(0.1, {"eval/solved": before}, {"eval/solved": after}, answered)
+    assert said.startswith("eval/solved fell") == warns
+
+
+@pytest.mark.parametrize(
     ("solved", "reward", "logp", "referenced", "said"),
     [
         (0.41, 0.1, -2.0, True, ""),
@@ -29,8 +39,7 @@ def test_wilson_interval_equals_published_tables():
     ],
 )
 def test_falls_of_good_answers_are_reported(solved, reward, logp, referenced, said):
-    args = dpo.Args(eval_generate=256, beta=0.1)
     metrics = {"eval/solved": solved, "eval_rewards/chosen": reward, "eval_logps/chosen": logp}
-    assert signs_of_unlearning(args, {"eval/solved": 0.41}, metrics, referenced) == said
+    assert signs_of_unlearning(0.1, {"eval/solved": 0.41}, metrics, 256, referenced) == said
     without = {name: value for name, value in metrics.items() if name != "eval/solved"}
-    assert "solved" not in signs_of_unlearning(dpo.Args(), {}, without, referenced)
+    assert "solved" not in signs_of_unlearning(0.1, {}, without, 256, referenced)

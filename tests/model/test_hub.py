@@ -254,10 +254,9 @@ def test_chat_models_get_their_template_and_others_do_not(tmp_path, capsys):
         (dict(eos_token_id=eos), "chat", "chat", ""),
     ):
         (folder / "generation_config.json").write_text(json.dumps(generation))
-        args = TrainArgs(prompt_format=given)
-        load_tokenizer(str(folder), args)
+        found = load_tokenizer(str(folder), TrainArgs(prompt_format=given)).prompt_format
         out = capsys.readouterr().out
-        assert args.prompt_format == expected and out.startswith(said) and bool(out) == bool(said)
+        assert found == expected and out.startswith(said) and bool(out) == bool(said)
     ids = Encoder(tokenizer, TrainArgs(prompt_format="chat")).prompt(
         dict(prompt="a", _source="x"), ("prompt",)
     )

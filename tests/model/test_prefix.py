@@ -404,14 +404,15 @@ def test_few_groups_are_divided_among_many_ranks():
 def test_model_that_fails_the_check_computes_whole_sequences(monkeypatch, tmp_path, device, capsys):
     path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "model")
     args = OnlineArgs(dtype="float32")
-    load_policy(path, args, device)
-    assert args.share_prefix == 16 and capsys.readouterr().out == ""
+    assert load_policy(path, args, device).share_prefix == 16 and capsys.readouterr().out == ""
     with monkeypatch.context() as patch:
         patch.setattr(compact, "Keys", wrong_rows)
-        load_policy(path, args, device)
+        policy = load_policy(path, args, device)
     assert (
         "qwen3 needs every prefix with its sequence; continues as with --share_prefix 0"
         in capsys.readouterr().out
     )
-    load_policy(path, args, device)
-    assert args.share_prefix == 0, "packs serve all models of a run"
+    assert policy.share_prefix == 0
+    (mb,) = pack_groups([[Sample([5, 6, 7, 8], [True] * 4)] * 2], 100, device, share_prefix=1)
+    with pytest.raises(ValueError, match="model needs whole sequences; set --share_prefix 0"):
+        policy(mb)

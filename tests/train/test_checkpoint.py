@@ -155,15 +155,6 @@ def begin(folder, kind: type[TrainArgs] = TrainArgs, **flags) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
-def test_resume_takes_what_the_run_found_for_flags_that_are_not_given(tmp_path):
-    begin(tmp_path, sft.Args, max_length=700, prompt_format="chat")
-    args = sft.Args(output_dir=str(tmp_path), pack_tokens=4096)
-    prepare_output_dir(args)
-    assert (args.max_length, args.prompt_format) == (700, "chat")
-    with pytest.raises(ValueError, match="max_length was 700, is 600"):
-        prepare_output_dir(sft.Args(output_dir=str(tmp_path), max_length=600))
-
-
 def test_folder_belongs_to_the_run_with_its_flags(tmp_path, capsys):
     begin(tmp_path)
     begin(tmp_path, max_steps=9, save_every=1, resume="must")  # may change

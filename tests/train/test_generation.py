@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
 from common.data.rows import train_and_eval_rows
+from common.evaluate.generation import first_of_each_set
 
 pytestmark = pytest.mark.slow
 FLAGS = [
@@ -52,6 +53,28 @@ def test_generation_scores_the_present_weights_and_changes_no_weight(sums, tmp_p
     assert last["eval/solved"] == last["eval/reward"] == pytest.approx(solved(with_it / "hf", rows))
     assert first["eval/solved"] > 0.2 and "eval/solved" not in metrics(alone)[-1]
     assert f"eval/solved {first['eval/solved']:.3g} -> " in done.stdout
+
+
+def test_every_held_out_set_is_answered(small, tmp_path):
+    rows = small[-1].read_text().splitlines(keepends=True)
+    for name, some in dict(a=rows[:40], b=rows[40:80], c=rows[80:83]).items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(some))
+    sets = [f"{name}={tmp_path}/{name}.jsonl" for name in "abc"]
+    run(
+        1, "sft.py", *small, "--eval_dataset", *sets, "--eval_generate", 40, "--eval_new_tokens", 5,
+        "--batch_size", 8, "--max_steps", 1, "--output_dir", tmp_path / "run",
+    )  # fmt: skip
+    assert {f"eval/solved/{name}" for name in "abc"} <= metrics(tmp_path / "run")[-1].keys()
+    named = [
+        dict(_dataset=name, n=n)
+        for name, count in dict(a=9, b=9, c=1).items()
+        for n in range(count)
+    ]
+    chosen = first_of_each_set(named, 7)
+    assert [(row["_dataset"], row["n"]) for row in chosen] == [
+        *(("a", 0), ("a", 1), ("a", 2)), *(("b", 0), ("b", 1), ("b", 2)), ("c", 0),
+    ]  # fmt: skip
+    assert first_of_each_set([dict(n=n) for n in range(9)], 3) == [dict(n=n) for n in range(3)]
 
 
 def test_prompts_that_cannot_be_scored_are_refused(tmp_path):

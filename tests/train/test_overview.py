@@ -9,7 +9,7 @@ import dpo
 import grpo
 import kto
 from common.data.sample import Sample
-from common.train.overview import dry_run, repetitions
+from common.train.overview import dry_run, num_steps, repetitions
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,13 @@ from common.train.overview import dry_run, repetitions
 def test_steps_that_repeat_rows_are_reported(args, rows, line):
     lines = repetitions(args, range(rows))
     assert lines == [] if line is None else line in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "batch", "steps"), [(1.1, 100, 11, 10), (0.1, 30, 1, 3), (1.0, 101, 10, 11)]
+)
+def test_steps_of_a_fraction_of_an_epoch_are_counted_exactly(epochs, rows, batch, steps):
+    assert num_steps(dpo.Args(epochs=epochs, batch_size=batch), range(rows)) == steps
 
 
 @pytest.mark.parametrize(

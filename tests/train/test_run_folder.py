@@ -1,11 +1,12 @@
 """Nothing of the user's is deleted or replaced: a run that starts over moves the earlier one aside,
 and an input that would move, or that the run writes over, is refused before anything is written."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import run
+from helpers import metrics, run
 from test_bad_input import one_error
 
 from common.train.run_folder import unlock
@@ -35,7 +36,7 @@ INPUTS = [
     ("sft", "--dataset d/s*.jsonl"),
     ("sft", "--dataset d"),
     ("sft", "--eval_dataset hard=d/rows.jsonl"),
-    ("sft", "--chat_template d/template.jinja"),
+    ("sft", "--chat_template d/template.jinja --prompt_format chat"),
     ("sft", "--adapter d/adapter --lora_rank 2"),
     ("sft", "--model link"),
     ("distill", "--teacher d/hf"),
@@ -158,3 +159,45 @@ def test_two_ranks_move_once_and_refuse_in_one_message(small, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.old-1"}
     error = one_error(2, "sft.py", *flags, "--model", tmp_path / "run" / "hf")
     assert error.startswith(f"--model {tmp_path}/run/hf: --resume never would move it")
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "length"),
+    [
+        ("sft", "--overlong truncate", 32),
+        ("sft", "--overlong drop", 32),
+        ("sft", "--streaming", 32),
+        ("kto", "--overlong truncate", 32),
+        ("dpo", "--overlong truncate", 16),
+        ("rm", "--overlong truncate", 16),
+    ],
+)
+def test_default_lengths_are_those_of_the_run_that_is_resumed(
+    script, flags, length, main, small, tmp_path
+):
+    """`--pack_tokens` may change: rows, tokens and loss are those of an uninterrupted run."""
+    texts = [("2" * (40 if i % 2 else 10), "3" * 8) for i in range(32)]
+    rows = [
+        dict(prompt=f"{i}+1=", completion=long)
+        if script == "sft"
+        else dict(prompt=f"{i}+1=", chosen=long, rejected=short)
+        for i, (long, short) in enumerate(texts)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def train(folder: str, steps: int, pack_tokens: int) -> dict:
+        main(
+            script, *small[:2], "--dataset", tmp_path / "rows.jsonl", *flags.split(),
+            "--batch_size", 8, "--eval_every", 0, "--lr_schedule", "constant", "--max_steps", steps,
+            "--pack_tokens", pack_tokens, "--output_dir", tmp_path / folder,
+        )  # fmt: skip
+        return metrics(tmp_path / folder)[-1]
+
+    whole = train("whole", 4, 32)
+    train("resumed", 2, 32)
+    assert f"max_length: {length}\n" in (tmp_path / "resumed" / "args.yaml").read_text()
+    resumed = train("resumed", 4, 64)
+    assert resumed["num_tokens"] == whole["num_tokens"]
+    assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    with pytest.raises(ValueError, match=f"^--max_length {length}: .* must fit in --pack_tokens 8"):
+        train("resumed", 5, 8)
