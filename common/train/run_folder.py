@@ -48,8 +48,8 @@ def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
     mark = folder / f"{secrets.token_hex(8)}.tmp"
     if distributed.is_main():
         try:
-            problem = _lock(folder) or _conflict(folder, args)
-            problem = problem or _threatened_input(folder, args)
+            problem = _threatened_input(folder, args)  # writes nothing in a folder of the user's
+            problem = problem or _lock(folder) or _conflict(folder, args)
             earlier = _earlier_flags(folder, args)
             if not problem:
                 mark.mkdir()
