@@ -19,19 +19,18 @@ for each step; the sampling has no gradient (as in GKD); a reward is measured, n
 Shapes: P prompts on this rank, G completions of each, T packed tokens; x_T[t]: of targets_T[t]."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import Fraction, NotNegative, Positive, Several
+from common.config.flags import BelowOne, Fraction, Needs, NotNegative, Positive, Several
 from common.config.objectives import CorrectionArgs, PolicyLossArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.config.rules import require_default, require_effect
 from common.config.teacher_flags import DivergenceArgs, TeacherArgs
 from common.data.answers import read_samples
 from common.data.encode import Encoder
@@ -70,12 +69,7 @@ CURVES = (
     "loss", "eval_loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/solved", "entropy",
     "teacher_entropy", "completions/mean_length", "grad_norm",
 )  # fmt: skip
-ESTIMATOR_FLAGS = dict(
-    full=("divergence", "top_k"),
-    sampled=(
-        "loss", "clip_low", "clip_high", *(field.name for field in fields(CorrectionArgs)),
-    ),
-)  # fmt: skip
+SAMPLED = Needs(estimator="sampled")
 
 # ---- the objective ----
 
@@ -129,18 +123,28 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     estimator: Literal["full", "sampled"] = "full"
     """full: the divergence; sampled: a policy loss (--loss) with log(teacher / student) of each
     token as its advantage"""
+    loss: Annotated[Literal[tuple(BY_TOKEN)], SAMPLED] = "clip"
+    clip_low: Annotated[BelowOne, SAMPLED] = 0.2
+    clip_high: Annotated[NotNegative[float], SAMPLED] = 0.2
+    correction: Annotated[Literal["none", "token", "sequence"] | None, SAMPLED] = None
+    correction_high: Annotated[Positive[float], SAMPLED] = 2.0
+    correction_filter: Annotated[tuple[NotNegative[float], NotNegative[float]] | None, SAMPLED] = (
+        None
+    )
 
     def __post_init__(self) -> None:
-        require_effect(self, "estimator", ESTIMATOR_FLAGS)
         if self.missing_eos_penalty:
             raise ValueError("--missing_eos_penalty has no effect here: rewards are only measured")
-        if self.on_policy_fraction == 1:
-            require_default(self, ("sft_coef",), "with --on_policy_fraction 1")
+        if self.on_policy_fraction == 1 and self.sft_coef:
+            raise ValueError(
+                f"--sft_coef {self.sft_coef} has no effect with --on_policy_fraction 1"
+            )
         if self.estimator == "sampled" and self.on_policy_fraction < 1:
             problem = "--estimator sampled is for the student's own samples"
             raise ValueError(f"{problem}; set --on_policy_fraction 1")
-        if not self.needs_engine:
-            require_default(self, ("rollout_ranks",), "with --on_policy_fraction 0 and no --reward")
+        if not self.needs_engine and self.rollout_ranks:
+            why = "with --on_policy_fraction 0 and no --reward"
+            raise ValueError(f"--rollout_ranks {self.rollout_ranks} has no effect {why}")
         if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
             flag = "--teacher_logprobs stored"
             raise ValueError(f"{flag} needs --on_policy_fraction 0 and --top_k above 0")

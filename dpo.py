@@ -25,18 +25,17 @@ the prediction of targets_T[t]."""
 
 from collections import Counter
 from itertools import chain
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.config.flags import Positive
+from common.config.flags import Needs, Positive
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
 from common.config.preference_flags import PreferenceArgs
-from common.config.rules import require_default
 from common.config.training import GenerateArgs, ImageArgs, PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
@@ -51,7 +50,7 @@ from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
 from common.model.reference import reference_logps
 from common.objectives import preference
-from common.objectives.preference import PER_TOKEN, REFERENCE_FREE, Pairs
+from common.objectives.preference import PER_TOKEN, READS, REFERENCE_FREE, Pairs
 from common.parallel import distributed
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
@@ -105,12 +104,10 @@ class Args(ImageArgs, PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
     (both are counted); error: end the run"""
     lr: Positive[float] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    reference_model: str | None = None
+    reference_model: Annotated[str | None, Needs(loss=tuple(READS.keys() - REFERENCE_FREE))] = None
     """Hugging Face id or folder of the reference model; default: the starting model"""
 
     def __post_init__(self) -> None:
-        if set(self.loss) <= REFERENCE_FREE:
-            require_default(self, ("reference_model",), f"with --loss {' '.join(self.loss)}")
         self.require_fit(self.max_length, sequences=2)
 
 

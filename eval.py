@@ -69,7 +69,7 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
     """split to evaluate on; a file, which has no splits, is taken whole"""
     output_dir: str = ""
     """folder of args.yaml, completions.jsonl, results.json; default: runs/eval"""
-    max_prompts: Positive[int] | None = None
+    eval_size: Positive[int] | None = None
     """number of prompts to evaluate on, the first rows of the data; default: all"""
     samples_per_prompt: NotNegative[int] = 4
     """completions sampled for each prompt besides the greedy one (S); 0: none"""
@@ -220,7 +220,7 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     rows = rows_of_split(
         "--dataset", args.dataset, "--dataset_split", args.dataset_split, args, whole_file=True
     )
-    rows = rows[: args.max_prompts]
+    rows = rows[: args.eval_size]
     columns = prompt_columns(args, rows)
     max_prompt_length = context_length(path, args) - args.max_new_tokens
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), max_prompt_length, args)

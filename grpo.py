@@ -27,10 +27,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, Needs, NotNegative, Positive
-from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
+from common.config.objectives import KL, CorrectionArgs, KLEstimateArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.config.rules import require_default
 from common.config.training import ImageArgs
 from common.data.packing import count_trained, pack_minibatches
 from common.evaluate.greedy import evaluate_prompts
@@ -169,7 +168,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     beta: NotNegative[float] = 0.0
     """weight of the KL penalty to the starting model in the loss; 0: no reference model"""
     kl_estimator: KLEstimator = "k3"
-    unbiased_kl: bool = False
+    unbiased_kl: Annotated[bool, KL] = False
     """importance ratio, with its gradient, as a factor of the KL estimate (arXiv:2512.02556)"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
@@ -186,12 +185,9 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
         if self.advantage == "pass_at_k" and self.samples_per_prompt <= PASS_K:
             raise ValueError(f"--advantage pass_at_k needs --samples_per_prompt above {PASS_K}")
         if self.old_logprobs == "engine":
-            why = "with --old_logprobs engine"
-            if self.correction != "none":
-                raise ValueError(f"--correction must be none {why}")
-            require_default(self, ("correction_filter",), why)
-        if not (self.beta or self.log_kl):
-            require_default(self, ("kl_estimator", "unbiased_kl"), "with --beta 0")
+            if self.correction != "none" or self.correction_filter is not None:
+                flags = "--correction must be none, without --correction_filter,"
+                raise ValueError(f"{flags} with --old_logprobs engine")
 
     @property
     def clip_bounds(self) -> tuple[float, float]:

@@ -33,7 +33,6 @@ from common.config.flags import Fraction, NotNegative, Positive
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, PolicyLossArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.config.rules import require_default
 from common.data.packing import PackedBatch, count_trained, pack_minibatches, per_sample
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
@@ -154,8 +153,6 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
             raise ValueError(
                 f"--value_warmup_steps {self.value_warmup_steps} must be below --max_steps"
             )
-        if not (self.beta or self.log_kl):
-            require_default(self, ("kl_estimator",), "with --beta 0")
 
 
 def estimate(

@@ -29,17 +29,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate, chain, count, repeat
 from statistics import mean
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import NotNegative, Positive
-from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, PolicyLossArgs
+from common.config.objectives import KL, CorrectionArgs, KLEstimateArgs, LogKLArgs, PolicyLossArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.config.rules import require_default
 from common.data.packing import PackedBatch, count_trained, pack_minibatches, per_sample
 from common.data.sample import Group
 from common.evaluate.greedy import evaluate_prompts
@@ -220,7 +219,7 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     beta: NotNegative[float] = 0.01
     """weight of the KL penalty to the starting model (--kl_in); 0: no penalty, and no reference
     model in memory"""
-    kl_in: Literal["loss", "reward", "return"] = "return"
+    kl_in: Annotated[Literal["loss", "reward", "return"], KL] = "return"
     """place of the KL penalty. loss: on each token of the loss; reward: summed over a completion,
     in its reward; return: summed from a token on, in the advantage of this token (REINFORCE++)"""
     turn_credit: Literal["none", "group", "turn", "state"] = "none"
@@ -234,8 +233,6 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
         if self.samples_per_prompt < 2 and self.advantage != "reinforce++":
             problem = f"--advantage {self.advantage} compares completions"
             raise ValueError(f"{problem}; set --samples_per_prompt above 1")
-        if not (self.beta or self.log_kl):
-            require_default(self, ("kl_in", "kl_estimator"), "with --beta 0")
         if self.turn_credit != "none" and (
             self.environment is None or self.max_turns == 1 or self.samples_per_prompt == 1
         ):

@@ -32,7 +32,6 @@ from torch import Tensor
 from common.config.flags import NotNegative, Positive, Several
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.config.rules import require_default
 from common.config.teacher_flags import DivergenceArgs
 from common.data.encode import Encoder
 from common.data.packing import pack_minibatches
@@ -112,8 +111,10 @@ class Args(DivergenceArgs, OnlineArgs):
     average of the policy's"""
 
     def __post_init__(self) -> None:
-        why = "here: each completion is packed with its two prompts"
-        require_default(self, ("share_prefix", "context_ranks"), why)
+        for flag, value in (("share_prefix", 0), ("context_ranks", 1)):
+            if getattr(self, flag) != value:
+                why = "each completion is packed with its two prompts"
+                raise ValueError(f"--{flag} {getattr(self, flag)} has no effect here: {why}")
         if self.missing_eos_penalty:
             raise ValueError("--missing_eos_penalty has no effect here: rewards are only measured")
         flag = f"--hint {self.hint}"

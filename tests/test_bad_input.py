@@ -71,7 +71,7 @@ FLAG_ERRORS = [
     (
         "grpo",
         "--old_logprobs engine",
-        "--correction must be none with --old_logprobs engine",
+        "--correction must be none, without --correction_filter",
     ),
     (
         "grpo",
@@ -84,7 +84,7 @@ FLAG_ERRORS = [
         "--preset gspo --correction token",
         "--correction token: a completion has one weight; use sequence",
     ),
-    ("grpo", "--preset topr --clip_low 0.1", "--clip_low 0.1 has no effect with --loss topr"),
+    ("grpo", "--loss dppo --clip_low 0.1", "--clip_low 0.1 has no effect with --loss dppo"),
     (
         "grpo",
         "--advantage pass_at_k --samples_per_prompt 4",
@@ -278,7 +278,7 @@ FLAG_ERRORS = [
         "--samples_per_prompt -1",
         "--samples_per_prompt -1 must be greater than or equal to 0",
     ),
-    ("eval", "--max_prompts 0", "--max_prompts 0 must be greater than 0"),
+    ("eval", "--eval_size 0", "--eval_size 0 must be greater than 0"),
     ("eval", "--lr 1", "unknown flag --lr"),
 ]
 

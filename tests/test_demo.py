@@ -20,7 +20,7 @@ LESS = {  # than in the recipes
         100,
         "--eval_generate",
         0,
-        "--eval_new_tokens",
+        "--max_new_tokens",
         256,
     ),
     "grpo.py": (

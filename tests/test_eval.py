@@ -439,7 +439,7 @@ def test_stored_episodes_give_the_same_results(small, main, tmp_path):
     model = talkative(tmp_path / "model", small[1])
     flags = (
         "--model", model, "--dataset", "calculator", "--environment", "calculator",
-        "--max_prompts", 5, "--reward", "environment", "format", "--max_turns", 3,
+        "--eval_size", 5, "--reward", "environment", "format", "--max_turns", 3,
         "--max_new_tokens", 60, "--engine", "transformers",
     )  # fmt: skip
     main("eval", *flags, "--output_dir", tmp_path / "one")

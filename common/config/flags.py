@@ -70,8 +70,9 @@ class Needs:
         self.values = values
 
     def is_met(self, args: Any) -> bool:
-        """Return whether the flag has an effect. A flag that the script lacks is none."""
-        return any(fits(getattr(args, name, None), wanted) for name, wanted in self.values.items())
+        """Return whether the flag has an effect: also if the script has none of the others."""
+        known = {name: wanted for name, wanted in self.values.items() if hasattr(args, name)}
+        return not known or any(fits(getattr(args, name), x) for name, x in known.items())
 
     def unmet(self, args: Any) -> str:
         """Return why the flag has no effect: `with --loss cispo`, `without --tools`."""
@@ -88,7 +89,7 @@ class Needs:
         """Return the condition for the help of a script with these flags; empty if it always
         holds."""
         known = {name: wanted for name, wanted in self.values.items() if name in flags}
-        if not known and any(fits(None, wanted) for wanted in self.values.values()):
+        if not known:
             return ""
         if [*known.values()] == [None]:
             return f"only without {either(known)}"
@@ -101,8 +102,8 @@ def fits(value: Any, wanted: Any) -> bool:
     if wanted is True or not wanted:
         return bool(value) == bool(wanted)
     return any(
-        member == choice or (choice.endswith(":") and member.startswith(choice))
-        for member in as_tuple(value) or ()
+        member == choice or str(choice).endswith(":") and str(member).startswith(choice)
+        for member in as_tuple(value) or (None,)
         for choice in as_tuple(wanted)
     )
 
@@ -116,7 +117,7 @@ def either(names: Iterable[str]) -> str:
 def shown(value: Any, comma: str = " ") -> str:
     """Return a value as on the command line."""
     if isinstance(value, tuple | list):
-        return comma.join(map(shown, value))
+        return comma.join(shown(member) for member in value if member is not None)
     return str(value)
 
 

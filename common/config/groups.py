@@ -30,7 +30,7 @@ from common.config.training import (
 # Defaults for the built-in models and task, which need other values than real ones (parse.py).
 BUILT_IN_MODELS = ("tiny", "tiny-sft", "tiny-images")
 TINY_TRAINING = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20, prompt_format="plain")
-TINY_GENERATE = dict(eval_generate=256, eval_new_tokens=5)
+TINY_GENERATE = dict(eval_generate=256, max_new_tokens=5)
 
 
 @dataclass(config=STRICT)

@@ -6,7 +6,6 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import STRICT, BelowOne, Needs, NotNegative, Positive
-from common.config.rules import require_default
 from common.objectives.importance import Correction
 from common.objectives.policy import BY_TOKEN
 
@@ -20,7 +19,7 @@ class CorrectionArgs:
     """importance weights: trainer probability / engine probability of the sampled tokens. token:
     one weight per token; sequence: one per completion; none: off; default: token, or sequence if
     the loss has one ratio per completion"""
-    correction_high: Positive[float] = 2.0
+    correction_high: Annotated[Positive[float], Needs(correction=("token", "sequence", None))] = 2.0
     """upper bound of the importance weights"""
     correction_filter: tuple[NotNegative[float], NotNegative[float]] | None = None
     """two bounds, e.g. 0.5 2: completions are dropped if the geometric mean of their tokens'
@@ -33,8 +32,6 @@ class CorrectionArgs:
             if low >= high:
                 problem = "the lower bound must be below the upper one"
                 raise ValueError(f"--correction_filter {low:g} {high:g}: {problem}")
-        if self.correction == "none":
-            require_default(self, ("correction_high",), "with --correction none")
         if self.correction == "token" and self.weights_completions:
             raise ValueError("--correction token: a completion has one weight; use sequence")
         return self
@@ -60,11 +57,14 @@ class PolicyLossArgs:
     """distance from 1 of the upper bound of the importance ratio"""
 
 
+KL = Needs(beta=True, log_kl=True)
+
+
 @dataclass(config=STRICT)
 class KLEstimateArgs:
     """KL per token"""
 
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], KL] = "k1"
     """estimator of the KL per token, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3:
     exp(-d) - 1 + d"""
 

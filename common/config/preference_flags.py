@@ -5,9 +5,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT, NotNegative, Positive, Several
-from common.config.rules import require_effect
+from common.config.flags import STRICT, Needs, NotNegative, Positive, Several
 from common.objectives.preference import READS, FDivergence
+
+
+def read(flag: str) -> Needs:
+    """Return the losses that read a flag."""
+    return Needs(loss=tuple(name for name, flags in READS.items() if flag in flags))
 
 
 @dataclass(config=STRICT)
@@ -25,10 +29,10 @@ class PreferenceArgs:
     """weight of each loss; default: all 1"""
     beta: Positive[float] = 0.1
     """scale of the implicit rewards: larger values keep the policy closer to the reference"""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """sigmoid, robust, exo_pair: assumed probability that chosen and rejected are swapped"""
-    f_divergence: FDivergence = "reverse_kl"
-    """sigmoid, robust, hinge, exo_pair, discopop: divergence that keeps the policy close to the
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), read("label_smoothing")] = 0.0
+    """assumed probability that chosen and rejected are swapped"""
+    f_divergence: Annotated[FDivergence, read("f_divergence")] = "reverse_kl"
+    """divergence that keeps the policy close to the
     reference (js: Jensen-Shannon; alpha: of order 1/2, between reverse_kl and forward_kl)"""
     sft_weight: NotNegative[float] = 0.0
     """weight of the chosen completion's negative log-likelihood per token, added to the loss
@@ -51,7 +55,6 @@ class PreferenceArgs:
             raise ValueError(
                 f"--loss_weights has {len(self.loss_weights)} values for {len(self.loss)} losses"
             )
-        require_effect(self, "loss", READS)
         if "exo_pair" in self.loss and not self.label_smoothing:
             raise ValueError(
                 "--loss exo_pair needs --label_smoothing above 0 (its authors take 0.001)"

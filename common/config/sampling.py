@@ -47,7 +47,7 @@ class CompletionArgs:
     """column whose value examples share with the prompt, such as subject"""
     shot_template: str | None = None
     """text of an example, with columns in braces"""
-    overlong_prompts: Annotated[Literal["error", "drop"], Needs(agent=None)] = "error"
+    overlong: Annotated[Literal["error", "drop"], Needs(agent=None)] = "error"
     """treatment of prompts that leave no room for max_new_tokens in the model's context or in a
     pack. error: end the run; drop: leave them out"""
     samples_per_prompt: Positive[int] = 8

@@ -1,12 +1,11 @@
 """Flags of a student's teachers and of the divergence from them."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT, NotNegative, Several
-from common.config.rules import require_default
+from common.config.flags import STRICT, Needs, NotNegative, Several
 from common.objectives.divergence import DIVERGENCES
 
 
@@ -27,21 +26,26 @@ class TeacherArgs:
     @model_validator(mode="after")
     def _check_teachers(self) -> Self:
         if len(self.teacher) < 2:
-            require_default(self, ("teacher_column",), "without several --teacher")
+            if self.teacher_column is not None:
+                flag = f"--teacher_column {self.teacher_column}"
+                raise ValueError(f"{flag} has no effect without several --teacher")
         elif self.teacher_column is None or self.teacher_logprobs == "stored":
             need = "--teacher_logprobs live" if self.teacher_column else "--teacher_column"
             raise ValueError(f"--teacher {' '.join(self.teacher)}: several need {need}")
         return self
 
 
+FULL = Needs(estimator="full")
+
+
 @dataclass(config=STRICT)
 class DivergenceArgs:
     """Divergence from the teacher"""
 
-    divergence: Literal[tuple(DIVERGENCES)] = "reverse_kl"
+    divergence: Annotated[Literal[tuple(DIVERGENCES)], FULL] = "reverse_kl"
     """divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl: KL(q || pi);
     jsd, skewed_kl, skewed_reverse_kl: of both, q, pi to a mixture; adaptive_kl: the first two,
     weighted at each token"""
-    top_k: NotNegative[int] = 0
+    top_k: Annotated[NotNegative[int], FULL] = 0
     """number of the teacher's most likely tokens to compare, the others as one token: a lower
     bound; 0: all tokens"""

@@ -82,7 +82,4 @@ def sampling_args(args: TrainArgs) -> AnswerArgs:
     """Return the flags with which a script that does not sample answers held-out prompts."""
     names = {field.name for field in dataclasses.fields(AnswerArgs)}
     shared = {name: value for name, value in vars(args).items() if name in names}
-    evaluation = dict(
-        reward=args.eval_reward, max_new_tokens=args.eval_new_tokens, overlong_prompts="drop"
-    )
-    return AnswerArgs(**shared | evaluation)
+    return AnswerArgs(**shared | dict(overlong="drop"))

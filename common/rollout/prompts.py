@@ -87,7 +87,7 @@ def encode_prompts(
 ) -> Prompts:
     """Return the prompts of `rows` that have at most `room` tokens. With `--on_bad_row skip` rows
     that a reward cannot use are left out too; else `Rewards` names the first. Raises `ValueError`
-    for a longer prompt with `--overlong_prompts error`, unless bad rows are skipped, and if no row
+    for a longer prompt with `--overlong error`, unless bad rows are skipped, and if no row
     is left."""
     if not rows:
         return Prompts([], [])
@@ -122,13 +122,13 @@ def encode_prompts(
         if len(ids) <= room:
             prompts.ids.append(ids)
             prompts.rows.append(row)
-        elif args.overlong_prompts == "drop" or args.on_bad_row == "skip":
+        elif args.overlong == "drop" or args.on_bad_row == "skip":
             prompts.dropped += 1
         else:
             raise ValueError(
                 f"{row['_source']}: the prompt has {len(ids)} tokens, the context (or"
                 f" --pack_tokens) {room} beside --max_new_tokens {args.max_new_tokens};"
-                " --overlong_prompts drop leaves such rows out"
+                " --overlong drop leaves such rows out"
             )
     if not prompts.ids:
         raise ValueError(

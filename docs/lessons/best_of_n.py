@@ -36,7 +36,7 @@ RM = (
 EVAL = (
     "eval.py --model {model} --dataset {data} --prompt_format plain --max_new_tokens {tokens} "
     "--reward {reward}"
-    " model:{output_dir}/rm/hf --samples_per_prompt {samples} --greedy false --max_prompts "
+    " model:{output_dir}/rm/hf --samples_per_prompt {samples} --greedy false --eval_size "
     "{prompts}"
 )
 

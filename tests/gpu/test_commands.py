@@ -106,7 +106,7 @@ def test_readme_commands_run(words, tmp_path, from_the_hub):
     online, ranks = script not in OFFLINE, 8
     mine = [*flags, *SMALL, "--output_dir", tmp_path, *(SMALL_ONLINE if online else ())]
     if script == "eval.py":
-        mine += ["--max_prompts", 64]
+        mine += ["--eval_size", 64]
     else:
         mine += ["--max_steps", STEPS, "--eval_every", 0, "--save_every", 100]
     if script == "ppo.py":

@@ -267,7 +267,7 @@ def test_one_gpu_resumes_a_run_of_two_and_samples_from_its_export(engine, tmp_pa
         tmp_path / "whole", tmp_path / "resumed", ("loss", "grad_norm"), rel=2e-3, floor=0.1
     )
     assert_close_metrics(tmp_path / "whole", tmp_path / "resumed", ("num_tokens", "epoch"), rel=0)
-    model = ("--model", tmp_path / "resumed" / "hf", "--dataset", "arithmetic", "--max_prompts", 16)
+    model = ("--model", tmp_path / "resumed" / "hf", "--dataset", "arithmetic", "--eval_size", 16)
     launch(
         1,
         "eval.py",

@@ -405,7 +405,7 @@ def test_engines_evaluate_the_same_model(model_type, sums, tmp_path):
             *flags,
             "--max_new_tokens",
             8,
-            "--max_prompts",
+            "--eval_size",
             8,
             "--output_dir",
             tmp_path / engine,

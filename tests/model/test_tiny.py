@@ -83,7 +83,7 @@ def test_recorded_command_makes_tiny_sft(tmp_path):
     its steps."""
     with safe_open(SFT_WEIGHTS, "pt") as stored:
         recorded = stored.metadata()
-    without = ("--eval_every", 0, "--eval_generate", 0, "--eval_new_tokens", 256)
+    without = ("--eval_every", 0, "--eval_generate", 0, "--max_new_tokens", 256)
     moment = (0, "torch.optim.AdamW.step", tmp_path, 5, int(signal.SIGTERM))
     run(1, SIGNAL_AT, *moment, *recorded["command"].split(), "--output_dir", tmp_path, *without)
     losses = json.loads(recorded["losses"])

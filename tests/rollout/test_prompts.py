@@ -17,7 +17,7 @@ def encode(rows: list[dict], room: int, **flags):
     return encode_prompts(rows, prompt_columns(args, rows), Encoder(TOKENIZER, args), room, args)
 
 
-def test_overlong_prompts_are_refused_or_dropped():
+def test_long_prompts_are_refused_or_dropped():
     rows = [dict(prompt="a" * n, answer="", _source=f"rows.jsonl:{n}") for n in (3, 9, 5)]
     words = (
         r"rows.jsonl:9: the prompt has 9 tokens, "
@@ -25,18 +25,18 @@ def test_overlong_prompts_are_refused_or_dropped():
     )
     with pytest.raises(ValueError, match=words):
         encode(rows, 5)
-    prompts = encode(rows, 5, overlong_prompts="drop")
+    prompts = encode(rows, 5, overlong="drop")
     assert [len(ids) for ids in prompts.ids] == [3, 5] and prompts.rows == [rows[0], rows[2]]
     assert (len(prompts), prompts.dropped, str(prompts)) == (2, 1, "2 prompts (1 too long)")
     assert encode(rows, 5, on_bad_row="skip") == prompts
     with pytest.raises(
         ValueError, match="no prompt has at most 2 tokens: see --max_new_tokens and --pack_tokens"
     ):
-        encode(rows, 2, overlong_prompts="drop")
+        encode(rows, 2, overlong="drop")
     with pytest.raises(
         ValueError, match="--max_new_tokens 256 leaves the context no room for a prompt"
     ):
-        encode(rows, 0, overlong_prompts="drop")
+        encode(rows, 0, overlong="drop")
     args = Args()
     assert (
         len(encode_prompts([], ("prompt",), Encoder(TOKENIZER, args), 2, args)) == 0

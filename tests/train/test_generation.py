@@ -44,7 +44,7 @@ def test_generation_scores_the_present_weights_and_changes_no_weight(sums, tmp_p
     flags, alone, with_it = (*FLAGS, "--dataset", sums), tmp_path / "alone", tmp_path / "with"
     run(2, "sft.py", *flags, "--output_dir", alone, "--eval_generate", 0)
     done = run(
-        2, "sft.py", *flags, "--output_dir", with_it, "--eval_generate", 50, "--eval_new_tokens", 5
+        2, "sft.py", *flags, "--output_dir", with_it, "--eval_generate", 50, "--max_new_tokens", 5
     )
     assert_same_weights(alone, with_it)
     rows = train_and_eval_rows(sft.Args(dataset=(str(sums),), eval_size=60))[1][:50]
@@ -61,7 +61,7 @@ def test_every_held_out_set_is_answered(small, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(some))
     sets = [f"{name}={tmp_path}/{name}.jsonl" for name in "abc"]
     run(
-        1, "sft.py", *small, "--eval_dataset", *sets, "--eval_generate", 40, "--eval_new_tokens", 5,
+        1, "sft.py", *small, "--eval_dataset", *sets, "--eval_generate", 40, "--max_new_tokens", 5,
         "--batch_size", 8, "--max_steps", 1, "--output_dir", tmp_path / "run",
     )  # fmt: skip
     assert {f"eval/solved/{name}" for name in "abc"} <= metrics(tmp_path / "run")[-1].keys()
