@@ -145,7 +145,7 @@ FLAG_ERRORS = [
         "--loss simpo --reference_model x",
         "--reference_model x has no effect with --loss simpo",
     ),
-    ("dpo", "--max_length 4098", "--max_length 4098: two sequences must fit in --pack_tokens 8192"),
+    ("dpo", "--max_length 4098", "--max_length 4098: 2 sequences must fit in --pack_tokens 8192"),
     (
         "dpo",
         "--batch_size 7",
@@ -229,7 +229,7 @@ FLAG_ERRORS = [
         "--on_policy_fraction 0.001 of --prompts_per_step 64 is 0; use --on_policy_fraction 0 or 1",
     ),
     ("rm", "--center_coefficient -1", "--center_coefficient -1 must be greater than or equal to 0"),
-    ("rm", "--max_length 4097", "--max_length 4097: two sequences must fit in --pack_tokens 8192"),
+    ("rm", "--max_length 4097", "--max_length 4097: 2 sequences must fit in --pack_tokens 8192"),
     (
         "rm",
         "--batch_size 7",
