@@ -17,12 +17,14 @@ def template_filler(flag: str, template: str) -> Callable[[dict], str]:
         raise ValueError(f"{flag}: {error}") from error
     if "" in fields:
         raise ValueError(f"{flag}: {{}} names no column")
+    has_options = bool(fields & {"lettered_options", "right_letter"})
+    if has_options:
+        with extra("graders", f"{flag} with lettered options"):
+            from extras.graders.choice import option_columns
 
     def fill(row: dict) -> str:
         place = f"{row['_source']}: {flag}"
-        if fields & {"lettered_options", "right_letter"}:
-            with extra("graders", f"{flag} with lettered options"):
-                from extras.graders.choice import option_columns
+        if has_options:
             row = row | option_columns(row)
         values = {column: value for column, value in row.items() if value is not None}
         try:
