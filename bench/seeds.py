@@ -2,7 +2,7 @@
 online scripts.
 
     torchrun --nproc_per_node 2 sft.py --config configs/demo_sft.yaml    # the model they start from
-    python bench/seeds.py presets       # dapo.py; every --preset of grpo, gspo and reinforce
+    python bench/seeds.py presets       # dapo.py; every --preset of grpo and reinforce
     python bench/seeds.py rloo          # configs/demo_rloo.yaml
     python bench/seeds.py ppo           # configs/demo_ppo.yaml
     python bench/seeds.py lora          # configs/demo_grpo.yaml with adapters
@@ -29,8 +29,6 @@ from pathlib import Path
 from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import gspo
 
 import grpo
 import reinforce
@@ -172,7 +170,7 @@ def main() -> None:
                 f"{script.__name__}.py", *PRESET_FLAGS,
                 "--minibatches", str(flags.get("minibatches", 2)), "--preset", name,
             )
-            for script in (grpo, gspo, reinforce)
+            for script in (grpo, reinforce)
             for name, flags in script.Args.PRESETS.items()
         } | {"dapo": ("dapo.py", *PRESET_FLAGS, "--minibatches", "2")},
         "rloo": {"rloo.py": ("rloo.py", "--config", "configs/demo_rloo.yaml")},

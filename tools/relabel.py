@@ -28,7 +28,7 @@ def main(args: Args) -> None:
     if file.exists():
         raise ValueError(f"--output_dir {args.output_dir}: it has a {file.name}; name another one")
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.pack_capacity // 2)
+    args = fit_max_length(args, path, {}, sequences=2)
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
     columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS, args.on_bad_row)
     encoder = Encoder(load_tokenizer(path, args), args)

@@ -218,7 +218,8 @@ def sections(args_class: type[BaseArgs], words: Sequence[str] = ()) -> type:
         raise ValueError(f"--help {' '.join(words)}: no flag has this in its name or text")
     parts = {
         cls.__name__.removesuffix("Args").lower() or script_of(args_class).stem: Annotated[
-            TypedDict("Part", group, total=False), tyro.conf.arg(help=cls.__doc__)
+            TypedDict("Part", group, total=False),  # pyrefly: ignore[invalid-annotation]
+            tyro.conf.arg(help=cls.__doc__),
         ]
         for cls, group in groups.items()
     }

@@ -192,4 +192,4 @@ def fit_max_length(
         raise ValueError(
             f"--max_length {max_length}: the model's context has only {context} tokens"
         )
-    return replace(args, max_length=max_length)
+    return replace(args, max_length=max_length)  # pyrefly: ignore[unexpected-keyword]

@@ -21,11 +21,12 @@ import yaml
 from torch import Tensor
 
 import grpo
+from common.objectives.advantages import Scores
+from common.objectives.policy import Tokens
 
 BASELINES = ("none", "leave_one_out", "group_mean", "group")
 REWARDS_A = torch.tensor([1.0, 0.6, 0.3, 0.0], dtype=torch.float64)
 OUTCOMES_OG = torch.tensor([*product(range(4), repeat=4)])  # all groups of four arms
-REINFORCE = grpo.Args(loss="reinforce")
 
 
 def gradients(baseline: str, rewards_A: Tensor, logits_A: Tensor, outcomes_OG: Tensor) -> Tensor:
@@ -33,12 +34,14 @@ def gradients(baseline: str, rewards_A: Tensor, logits_A: Tensor, outcomes_OG: T
     rewards_OG = rewards_A[outcomes_OG]
     advantages_OG = rewards_OG
     if baseline != "none":
-        advantages_OG = grpo.advantages(baseline, rewards_OG, rewards_OG[None], [1.0])
+        advantages_OG = grpo.advantages(baseline, Scores(rewards_OG))
     logits_OA = logits_A.repeat(len(outcomes_OG), 1).requires_grad_()
     logprobs_OG = logits_OA.log_softmax(-1).gather(1, outcomes_OG)
-    losses_OG = grpo.policy_loss(
-        torch.zeros_like(logprobs_OG), advantages_OG, logprobs_OG, REINFORCE
+    ids_OG = torch.arange(outcomes_OG.numel()).view_as(outcomes_OG)
+    tokens = Tokens(
+        logprobs_OG, logprobs_OG.detach(), advantages_OG, torch.ones_like(ids_OG), ids_OG
     )
+    losses_OG = grpo.policy_loss("reinforce", tokens).loss_T
     return torch.autograd.grad(losses_OG.mean(1).sum(), logits_OA)[0]
 
 

@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 
 import grpo
+from common.objectives.advantages import Scores
 
 print("   k   group   group_mean   ratio")
 for right in (1, 2, 4, 8, 12, 15):
     rewards_BG = (torch.arange(16) < right).double()[None]
     group, mean = (
-        grpo.advantages(name, rewards_BG, rewards_BG[None], [1.0]).abs().sum()
-        for name in ("group", "group_mean")
+        grpo.advantages(name, Scores(rewards_BG)).abs().sum() for name in ("group", "group_mean")
     )
     print(f"{right:4} {group:7.2f} {mean:12.2f} {group / mean:7.2f}")

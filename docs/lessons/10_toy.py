@@ -8,7 +8,6 @@ distill.py uses, and starts from many places."""
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -55,7 +54,7 @@ def main() -> None:
     print("divergence   mean  width  mass of tokens 0-9, 10-20   KL(q || pi)  KL(pi || q)")
     for name, divergence in (
         ("forward_kl", forward_kl),
-        ("jsd", partial(jsd, jsd_beta=0.5)),
+        ("jsd", jsd),
         ("reverse_kl", reverse_kl),
     ):
         (mean, width), logp_V = fit(divergence)
