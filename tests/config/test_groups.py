@@ -205,7 +205,7 @@ def test_max_staleness_may_change_unless_both_runs_depend_on_it():
         ),
         (dict(shots=2), "--shots 2 needs {shots} in --prompt_template"),
         (dict(shots=2, prompt_template="{shots}"), "--shots 2 needs --shot_template"),
-        (dict(stop=("###", "")), "--stop: a stop string is empty"),
+        (dict(stop=("###", "")), "--stop is empty"),
         (
             dict(max_new_tokens=9, pack_tokens=9),
             "--max_new_tokens 9 leaves no room for a prompt in",
