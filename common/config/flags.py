@@ -13,10 +13,10 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 T = TypeVar("T")
 
-# Configuration of all classes of flags: unknown names are errors, also in Python, and defaults keep
-# their bounds too.
+# Configuration of all classes of flags: unknown names are errors, also in Python, defaults keep
+# their bounds too, and nothing is set after parsing.
 STRICT = ConfigDict(
-    extra="forbid", validate_default=True, coerce_numbers_to_str=True, defer_build=True
+    extra="forbid", validate_default=True, coerce_numbers_to_str=True, defer_build=True, frozen=True
 )
 MAX_FLOAT = 3e38
 

@@ -46,7 +46,6 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     share_prefix = 0
     stop_token_ids = ()
     vision = None
-    max_pixels = None
 
     @model_validator(mode="after")
     def _check_needs(self) -> Self:

@@ -1,8 +1,6 @@
 """Flags of scripts that sample: `SamplingArgs`, and `OnlineArgs` of those that train on their
 samples (groups.py)."""
 
-from os.path import isfile
-from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import model_validator
@@ -36,7 +34,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
                 "--environment and --reward environment need each other; give both or neither"
             )
         if self.tools or self.agent is not None:
-            self.prompt_format = "chat"
+            object.__setattr__(self, "prompt_format", "chat")
         if self.max_new_tokens >= self.pack_capacity:
             flag = f"--max_new_tokens {self.max_new_tokens}"
             raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; raise it")
@@ -49,8 +47,6 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
             raise ValueError("--rubric: a criterion is empty")
         if ranks and self.samples_per_prompt + getattr(self, "greedy", False) < 2:
             raise ValueError(f"--reward {ranks[0]} needs --samples_per_prompt 2 or more")
-        if self.judge_prompt is not None and isfile(self.judge_prompt):
-            self.judge_prompt = Path(self.judge_prompt).read_text(encoding="utf-8")
         return self
 
     @property

@@ -1,8 +1,10 @@
 """Groups of flags for sampling: completions, rewards, inference engine, rollouts."""
 
+from os.path import isfile
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import (
@@ -26,6 +28,19 @@ BESIDE_TRAINER = 0.4
 ALONE = 0.9
 # Default of --max_logprob_difference by compute dtype.
 LOGPROB_DIFFERENCE = dict(float32=1e-3, bfloat16=0.5)
+
+
+def stop_string(text: str) -> str:
+    """Return the text of one value of `--stop`."""
+    if not text:
+        raise ValueError("is empty")
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def text_of(value: str | None) -> str | None:
+    """Return a text, or that of the file of this name."""
+    is_file = value is not None and isfile(value)
+    return Path(value).read_text(encoding="utf-8") if is_file else value
 
 
 EPISODE = Needs(environment=True, tools=True, agent=True)
@@ -58,7 +73,7 @@ class CompletionArgs:
     """sampling temperature; the trainer divides its logits by it too"""
     stop_token_ids: Several[NotNegative[int]] = ()
     """ids of tokens that end a completion, in addition to the EOS tokens"""
-    stop: Several[str] = ()
+    stop: Several[Annotated[str, AfterValidator(stop_string)]] = ()
     """texts that end a completion, at the token that completes one; \\n: newline, \\t: tab"""
     environment: str | None = None
     """environment that answers the model between its turns: calculator, guess_number, or a
@@ -100,13 +115,6 @@ class CompletionArgs:
             raise ValueError("--tools and --environment exclude each other; give one of them")
         return self
 
-    @model_validator(mode="after")
-    def _check_stop(self) -> Self:
-        if "" in self.stop:
-            raise ValueError("--stop: a stop string is empty")
-        self.stop = tuple(x.replace("\\n", "\n").replace("\\t", "\t") for x in self.stop)
-        return self
-
 
 JUDGE_KINDS = ("judge:", "rank:")  # of rewards that ask a chat model
 MODEL_KINDS = ("model:", *JUDGE_KINDS)  # of rewards that are models
@@ -126,7 +134,7 @@ class ScoringArgs:
     """weight of each reward; default: all 1"""
     rubric: Annotated[Several[str], JUDGES] = ()
     """criteria of judges, for rows without a column `rubric`; rank:PATH default: overall quality"""
-    judge_prompt: Annotated[str | None, JUDGES] = None
+    judge_prompt: Annotated[str | None, AfterValidator(text_of), JUDGES] = None
     """question of judges, a text or a file, with {criterion}, {prompt}, {completion} or
     {transcript} (rank:PATH: {first} and {second}) or columns in braces; default:
     extras/judges/README.md"""

@@ -142,7 +142,7 @@ class RunArgs:
     @model_validator(mode="after")
     def _check_output_dir(self) -> Self:
         script = getattr(sys.modules.get(type(self).__module__), "__file__", None) or "run"
-        self.output_dir = self.output_dir or f"runs/{Path(script).stem}"
+        object.__setattr__(self, "output_dir", self.output_dir or f"runs/{Path(script).stem}")
         return self
 
 

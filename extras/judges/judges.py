@@ -1,9 +1,9 @@
 """Judges, `--reward judge:PATH` and `rank:PATH`: a frozen chat model reads a question about
 completions. The log-probs of its possible answers give the reward; nothing is sampled."""
 
-import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, permutations
 from typing import Annotated, Required
 
@@ -125,11 +125,12 @@ class Judge:
         """Keep the tokens of each spelling of each answer, as the model samples them."""
         if tokenizer.chat_template is None:
             raise ValueError(f"{self.label}: its tokenizer has no chat template; name a chat model")
-        args = copy.copy(self.args)
-        vars(args).update(prompt_format="chat", system_prompt=None, special_text="text")
-        vars(args).update(template_kwargs=())
+        args = replace(
+            self.args, prompt_format="chat", system_prompt=None, special_text="text",
+            template_kwargs=(),
+        )  # fmt: skip
         reads = Encoder(tokenizer, args).chat.reads
-        vars(args).update(template_kwargs=tuple(f"{name}=false" for name in OFF if name in reads))
+        args = replace(args, template_kwargs=[f"{name}=false" for name in OFF if name in reads])
         self.encoder = Encoder(tokenizer, args)
         chat = self.encoder.chat
         if opened_thought(chat.header) or chat.end is None:

@@ -1,6 +1,7 @@
 """Episodes: sampled tokens are unchanged, replies of environments have no loss, seeds determine
 completions, limits hold; the built-in environments; training on episodes."""
 
+import dataclasses
 import json
 import math
 import re
@@ -73,10 +74,9 @@ class Play:
     """Episodes of some rows."""
 
     def __init__(self, engine, environment, rows=ROWS, **flags):
-        flags = dict(environment_timeout=PATIENCE) | flags  # answers in these tests are fast
-        self.args = Args(
-            environment=environment, reward=("environment",), max_new_tokens=200, **flags
-        )
+        # Answers in these tests are fast.
+        flags = dict(environment_timeout=PATIENCE, max_new_tokens=200) | flags
+        self.args = Args(environment=environment, reward=("environment",), **flags)
         rows = [dict(row) for row in rows]
         columns = prompt_columns(self.args, rows)
         self.encoder = Encoder(engine.tokenizer, self.args)
@@ -221,8 +221,7 @@ def test_limits_on_turns_and_tokens_hold(synced, user_file):
         for s in flat(groups[2:])
         if s.turns == 2 and len(s.completion_ids) < 190
     )
-    play = Play(synced, user_file)
-    play.args.max_new_tokens = 60
+    play = Play(synced, user_file, max_new_tokens=60)
     groups = play()
     assert all(len(s.completion_ids) <= 60 and s.loss_mask[-1] for s in flat(groups))
     assert all(s.finish_reason == "length" for s in groups[3]) and any(
@@ -367,7 +366,7 @@ def test_bad_rows_are_refused_by_name(tmp_path, user_file):
     (tmp_path / "silent.py").write_text(
         "class A:\n    def reset(self, example): return []\n    def step(self, c): ...\n"
     )
-    args.environment = f"{tmp_path / 'silent.py'}:A"
+    args = dataclasses.replace(args, environment=f"{tmp_path / 'silent.py'}:A")
     with pytest.raises(
         ValueError, match="rows:0: --environment .*A: reset returns no list of messages"
     ):

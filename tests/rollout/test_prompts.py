@@ -1,5 +1,6 @@
 """Prompts of rows: prompts that fit, the row of each, and errors that name the row."""
 
+import dataclasses
 import json
 
 import pytest
@@ -129,7 +130,7 @@ def test_script_gets_training_and_held_out_prompts(tmp_path):
         )
     with pytest.raises(ValueError, match="the prompt has 5 tokens, .* 4 beside --max_new_tokens 8"):
         load_prompts(args, TOKENIZER, 12)
-    args.prompt_template = "Q: {prompt}"
+    args = dataclasses.replace(args, prompt_template="Q: {prompt}")
     assert {TOKENIZER.decode(ids[:6]) for ids in load_prompts(args, TOKENIZER, CONTEXT)[0].ids} <= {
         f"Q: {n}+" for n in range(10, 40)
     }

@@ -358,7 +358,7 @@ def test_newest_checkpoint_is_loaded(checkpointer, tmp_path, capsys):
     assert json.loads((tmp_path / "checkpoints/step_000003/state.json").read_text()) == dict(
         step=3, cursor=dict(at=3)
     )
-    checkpointer.args.keep_last = 2
+    checkpointer.args = dataclasses.replace(checkpointer.args, keep_last=2)
     fill(checkpointer, 30)
     checkpointer.save(3)  # a second save replaces the checkpoint of that step
     assert steps_in(tmp_path) == ["step_000002", "step_000003"]
