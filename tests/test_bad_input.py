@@ -73,10 +73,10 @@ distill --teacher a b --teacher_column x --teacher_logprobs stored -> need --tea
 distill --teacher a --teacher_column x -> --teacher_column x has no effect without several --teac
 distill --teacher_logprobs stored --top_k 5 -> --teacher_logprobs stored needs --on_policy_fracti
 distill --reward --on_policy_fraction 0 --rollout_ranks 1 -> --rollout_ranks 1 has no effect with
-distill --on_policy_fraction 0.001 -> of --prompts_per_step 256 is 0; use --on_policy_fraction 0 or 1
+distill --on_policy_fraction 0.001 -> of --prompts_per_step 256 is 0; use
 distill --missing_eos_penalty 1 -> --missing_eos_penalty has no effect here
 self_distill --hint feedback --reward -> --hint feedback needs --reward
-self_distill --hint sibling --samples_per_prompt 1 -> --hint sibling needs --samples_per_prompt above
+self_distill --hint sibling --samples_per_prompt 1 -> --hint sibling needs --samples_per_prompt
 self_distill --hint_template {prompt} -> --hint_template '{prompt}': {hint} is missing
 self_distill --share_prefix 8 -> --share_prefix 8 has no effect here
 self_distill --context_ranks 2 -> --context_ranks 2 has no effect
