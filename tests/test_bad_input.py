@@ -69,7 +69,6 @@ distill --estimator sampled --top_k 5 -> --top_k 5 has no effect with --estimato
 distill --estimator sampled --on_policy_fraction 0.5 -> sampled is for the student's own samples
 distill --sft_coef 0.5 -> --sft_coef 0.5 has no effect with --on_policy_fraction 1
 distill --teacher a b -> --teacher a b: several need --teacher_column
-distill --teacher a b --teacher_column x --teacher_logprobs stored -> need --teacher_logprobs live
 distill --teacher a --teacher_column x -> --teacher_column x has no effect without several --teac
 distill --teacher_logprobs stored --top_k 5 -> --teacher_logprobs stored needs --on_policy_fracti
 distill --reward --on_policy_fraction 0 --rollout_ranks 1 -> --rollout_ranks 1 has no effect with
@@ -88,6 +87,10 @@ eval --greedy false --samples_per_prompt 0 -> --samples_per_prompt 0 leaves no c
 eval --reward_model rank:x -> --reward_model rank:x compares two models; set --against
 eval --lr 1 -> unknown flag --lr
 """.strip().splitlines()
+FLAG_ERRORS.append(
+    "distill --teacher a b --teacher_column x --teacher_logprobs stored --on_policy_fraction 0"
+    " --top_k 5 -> several need --teacher_logprobs live"
+)
 
 
 @pytest.mark.parametrize("case", FLAG_ERRORS)
