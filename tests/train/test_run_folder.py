@@ -166,7 +166,6 @@ def test_two_ranks_move_once_and_refuse_in_one_message(small, tmp_path):
     [
         ("sft", "--overlong truncate", 32),
         ("sft", "--overlong drop", 32),
-        ("sft", "--streaming", 32),
         ("kto", "--overlong truncate", 32),
         ("dpo", "--overlong truncate", 16),
         ("rm", "--overlong truncate", 16),
