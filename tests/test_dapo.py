@@ -129,6 +129,8 @@ def reward(tmp_path_factory):
     path = tmp_path_factory.mktemp("reward") / "reward.py"
     path.write_text(
         REWARD + "\n\ndef longer(completion, row):\n    return float(len(completion) > 4)\n"
+        "\n\nimport zlib\n\ndef different(completion, row):\n"
+        "    return zlib.crc32(completion.encode()) % 1009 / 1009\n"
     )
     return path
 
@@ -187,7 +189,8 @@ def test_samples_include_all_draws_and_only_kept_groups_have_advantages(trained)
 @pytest.mark.slow
 def test_dapo_without_its_additions_equals_grpo(flags, reward, tmp_path):
     """All groups have unequal rewards."""
-    flags = (*flags, "--reward", f"{reward}:digits", "--prompts_per_step", 6, "--max_steps", 3)
+    flags = (*flags, "--reward", f"{reward}:different")
+    flags += ("--prompts_per_step", 6, "--max_steps", 3)
     run(1, "grpo.py", *flags, "--output_dir", tmp_path / "grpo")
     run(1, "dapo.py", *flags, "--overlong_buffer", 0, "--output_dir", tmp_path / "dapo")
     assert samples(tmp_path / "grpo") == samples(tmp_path / "dapo")

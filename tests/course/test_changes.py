@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 from helpers import ROOT, metrics, run, samples
+from test_grpo import REWARD
 
 PATCHES = sorted(ROOT.glob("docs/changes/*.patch"))
 SHORT = (
@@ -56,6 +57,9 @@ def test_patched_script_runs(patch, small, main, monkeypatch, tmp_path):
     script.write_text((ROOT / "grpo.py").read_text())
     subprocess.run(["patch", script, patch], check=True, capture_output=True)
     flags = (*small, *SHORT, *FLAGS.get(patch.stem, ()), "--output_dir", folder)
+    if patch.stem == "gfpo":
+        (tmp_path / "reward.py").write_text(REWARD)
+        flags += ("--reward", f"{tmp_path}/reward.py:digits")
     if patch.stem in ("curriculum", "muon"):
         run(2, script, *flags)
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EACH_STEP, ROOT, metrics, run
+from helpers import ROOT, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import Mxfp4Config
@@ -219,18 +219,3 @@ def test_packed_experts_need_their_quantization_config(path, tmp_path, device):
     folder = without(path, tmp_path, without_quantization)
     with pytest.raises(ValueError, match="gate_up_proj|down_proj|quantization_config"):
         load_policy(folder, ARGS, device)
-
-
-@pytest.mark.slow
-def test_vllm_samples_from_the_trained_weights(path, sums, tmp_path):
-    """In a run from packed experts whose weights change in every step."""
-    pytest.importorskip("vllm")
-    flags = ("--model", path, "--dataset", sums, "--output_dir", tmp_path, "--engine", "vllm",
-             "--dtype", "float32", "--max_steps", 3, "--prompts_per_step", 4,
-             "--samples_per_prompt", 2, "--max_new_tokens", 20, "--lr", 1e-2,
-             "--eval_every", 0)  # fmt: skip
-    run(1, EACH_STEP, "grpo.py", *flags)
-    lines = metrics(tmp_path)
-    assert len(lines) == 3
-    for line in lines:
-        assert line["sampling/sampling_logp_difference/max"] < 1e-4
