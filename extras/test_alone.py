@@ -4,10 +4,12 @@ line."""
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from helpers import ROOT
 
+import extras
 from bench.models import checkpoint
 
 EXTRAS = sorted(path.name for path in Path(__file__).parent.iterdir() if (path / "tests").is_dir())
@@ -20,17 +22,28 @@ USES = dict(
 )
 
 
+def forget() -> dict[str, ModuleType]:
+    """Remove the extras and the scripts from the imported modules, and return them."""
+    names = [name for name in sys.modules if name.startswith("extras.") or name in SCRIPTS]
+    return {name: sys.modules.pop(name) for name in names}
+
+
 @pytest.fixture
-def without(monkeypatch):
+def without():
     """`without("images")` makes imports fail as if the folder were not there."""
+    before = forget()
 
     def delete(name: str) -> None:
-        for module in [m for m in sys.modules if m.startswith("extras.") or m in SCRIPTS]:
-            monkeypatch.delitem(sys.modules, module)
-        monkeypatch.delattr(f"extras.{name}", raising=False)
-        monkeypatch.setitem(sys.modules, f"extras.{name}", None)
+        vars(extras).pop(name, None)
+        sys.modules[f"extras.{name}"] = None
 
-    return delete
+    yield delete
+    forget()
+    sys.modules.update(before)
+    for name, module in before.items():  # imports have set the new ones
+        parent, _, child = name.rpartition(".")
+        if parent and module is not None:
+            setattr(sys.modules[parent], child, module)
 
 
 def modules(name: str) -> list[str]:

@@ -19,8 +19,8 @@ OTHERS = dict(
     choice="extras.graders.choice:choice",
     stated="extras.graders.choice:stated",
     ifeval="extras.graders.ifeval:ifeval",
-    code="extras.code.reward:passes",
-    code_fraction="extras.code.reward:fraction",
+    code="extras.code.scorer:passes",
+    code_fraction="extras.code.scorer:fraction",
 )  # module and function
 BUILT_IN = (*REWARDS, *OTHERS)
 BY_LENGTH = ("cosine_length", "adaptive_length")  # computed from the first of --reward

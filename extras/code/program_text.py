@@ -5,7 +5,7 @@ import builtins
 import re
 from functools import lru_cache
 
-from extras.code.test_cases import AssertTest, CallTest, StdinTest, Test, tested_names
+from extras.code.cases import AssertTest, CallTest, StdinTest, Test, tested_names
 
 LIST_ITEM = r"^([ \t]*(?:[-*+]|\d+[.)])?[ \t]*)"  # before a fence
 BLOCK = re.compile(

@@ -1,5 +1,5 @@
 """The `code` rewards: whether the program in a completion (program_text.py) passes the tests of its
-row (test_cases.py).
+row (cases.py).
 
 The program gets inputs alone. Its outputs are compared here. Asserts run in a second confined
 process, the judge: the functions they call are stand-ins, whose calls are relayed to the program.
@@ -9,22 +9,13 @@ import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
-from itertools import chain
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from common.config.online import SamplingArgs
-from common.data.sample import Completion, Group
-from common.parallel import distributed
-from common.rewards.kinds import Scorer
-from common.rewards.result import Result
-from common.rewards.thoughts import Thoughts
+from extras.code.cases import AssertTest, CallTest, StdinTest, Test, parse_tests
 from extras.code.program_text import extract_program
-from extras.code.sandbox import child, program
+from extras.code.sandbox import child
 from extras.code.sandbox.program import Limits, Program, ProgramError, run_program
-from extras.code.test_cases import AssertTest, CallTest, StdinTest, Test, parse_tests
 
 FLOAT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 TOLERANCE = 1e-6  # of floats in stdout: absolute up to 1, then relative
@@ -189,31 +180,4 @@ def check_assert(program: Program, judge: Program, test: AssertTest, row: dict) 
     return verdict
 
 
-def make_scorer(function: Callable, name: str, args: SamplingArgs, thoughts: Thoughts) -> Scorer:
-    """Return the scorer of a reward that runs programs. Raises `ValueError` where they cannot be
-    confined."""
-    problem = program.problem()
-    if problem and not args.unsafe_code_execution:
-        hint = "--unsafe_code_execution runs programs without this protection"
-        raise ValueError(f"--reward {name}: {problem}; {hint}")
-    limits = program.Limits(seconds=args.reward_timeout)
-
-    def run(sample: Completion) -> Result:
-        answer = thoughts.answer(sample)
-        try:
-            return Result(function(answer, sample.row, limits, args.unsafe_code_execution))
-        except (ValueError, RuntimeError) as error:  # caused by bad tests or by the machine
-            return Result(error=distributed.first_line(error))
-
-    def score(groups: list[Group]) -> list[Result]:
-        # The threads only wait for programs. Unlike those of `concurrent.futures`, they do not
-        # delay the end of a run.
-        with ThreadPool(args.reward_workers) as threads:
-            return threads.map(run, chain(*groups), chunksize=1)
-
-    return Scorer(score)
-
-
 passes.check = fraction.check = parse_tests
-passes.make_scorer = partial(make_scorer, passes)
-fraction.make_scorer = partial(make_scorer, fraction)

@@ -163,7 +163,7 @@ def test_transformers_own_model_is_unchanged(path, device):
 def test_shared_prefixes_are_off(path, device, capsys):
     args = replace(ARGS, share_prefix=1)
     policy = load_policy(path, args, device)
-    assert args.share_prefix == 0
+    assert policy.share_prefix == 0
     out = capsys.readouterr().out
     model_type = policy.hf.config.model_type
     assert f"{model_type} needs every prefix with its sequence; continues as with" in out
@@ -179,8 +179,8 @@ def test_shared_prefixes_are_off_however_small_their_effect(dtype, path, tmp_pat
                 weight.mul_(0.01)
     model.save_pretrained(tmp_path)
     args = replace(ARGS, share_prefix=1, dtype=dtype)
-    load_policy(str(tmp_path), args, device)
-    assert args.share_prefix == 0
+    policy = load_policy(str(tmp_path), args, device)
+    assert policy.share_prefix == 0
 
 
 def test_context_ranks_are_refused(path, device):

@@ -13,11 +13,11 @@ from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.rewards.total import Rewards
 from extras.code import reward as code_reward
+from extras.code.cases import parse_tests
 from extras.code.program_text import extract_program
 from extras.code.reward import fraction, same, same_output
 from extras.code.sandbox import process, program
 from extras.code.sandbox.program import Limits, Outcome
-from extras.code.test_cases import parse_tests
 
 pytestmark = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
 LIMITS = Limits(seconds=PATIENCE)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from extras.code import test_cases as forms  # pytest would collect some of its functions as tests
-from extras.code.test_cases import AssertTest, CallTest, StdinTest, parse_tests, stub
+from extras.code import cases as forms  # pytest would collect some of its functions as tests
+from extras.code.cases import AssertTest, CallTest, StdinTest, parse_tests, stub
 
 
 def row(**columns) -> dict:

@@ -222,7 +222,10 @@ def test_data_without_streaming_support_is_refused(dataset, words, tmp_path):
 
 
 @pytest.mark.slow
-def test_run_resumes_exactly_and_equals_a_run_on_two_ranks(small, data, tmp_path, main):
+def test_run_resumes_exactly_and_equals_a_run_on_two_ranks(
+    small, data, tmp_path, main, monkeypatch
+):
+    monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 10_000)  # as in the other processes
     rng = random.Random(0)
     held_out = [dict(question=str(i), answer=str(rng.random())) for i in range(5)]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))

@@ -127,7 +127,7 @@ def test_each_token_of_a_span_has_an_equal_share_of_its_difference():
     starts_T = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
     teacher = torch.tensor([-1.0, -0.25, -9.0, -4.0]).double()
     shares_T = torch.tensor([-0.5, -0.5, -0.25, -3.0, -3.0, -3.0, -4.0]).double()
-    stats = TokenStats(old_T.clone().requires_grad_(), old_T, None, None)
+    stats = TokenStats(old_T.clone().requires_grad_(), old_T, None)
     found = Spans(starts_T, shares_T).compare(stats, None)
     wanted = [(-1.0 + 3) / 2] * 2 + [-0.25 + 0.5] + [(-9.0 + 6) / 3] * 3 + [-4.0 + 9]
     assert (found.teacher_logprobs_T - old_T).tolist() == wanted

@@ -1,0 +1,44 @@
+"""The `code` rewards in a run: programs of many completions at once."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from multiprocessing.pool import ThreadPool
+
+from common.config.online import SamplingArgs
+from common.data.sample import Completion, Group
+from common.parallel import distributed
+from common.rewards.kinds import Scorer
+from common.rewards.result import Result
+from common.rewards.thoughts import Thoughts
+from extras.code.reward import fraction, passes
+from extras.code.sandbox import program
+
+
+def make_scorer(function: Callable, name: str, args: SamplingArgs, thoughts: Thoughts) -> Scorer:
+    """Return the scorer of a reward that runs programs. Raises `ValueError` where they cannot be
+    confined."""
+    problem = program.problem()
+    if problem and not args.unsafe_code_execution:
+        hint = "--unsafe_code_execution runs programs without this protection"
+        raise ValueError(f"--reward {name}: {problem}; {hint}")
+    limits = program.Limits(seconds=args.reward_timeout)
+
+    def run(sample: Completion) -> Result:
+        answer = thoughts.answer(sample)
+        try:
+            return Result(function(answer, sample.row, limits, args.unsafe_code_execution))
+        except (ValueError, RuntimeError) as error:  # caused by bad tests or by the machine
+            return Result(error=distributed.first_line(error))
+
+    def score(groups: list[Group]) -> list[Result]:
+        # The threads only wait for programs. Unlike those of `concurrent.futures`, they do not
+        # delay the end of a run.
+        with ThreadPool(args.reward_workers) as threads:
+            return threads.map(run, chain(*groups), chunksize=1)
+
+    return Scorer(score)
+
+
+passes.make_scorer = partial(make_scorer, passes)
+fraction.make_scorer = partial(make_scorer, fraction)
