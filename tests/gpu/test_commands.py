@@ -50,13 +50,11 @@ def test_readme_contains_the_tested_commands():
     assert {words[0] for words in commands} >= {
         *OFFLINE,
         "grpo.py",
-        "dapo.py",
-        "ppo.py",
         "online_dpo.py",
         "eval.py",
     }
     recipes = [words[words.index("--config") + 1] for words in commands if "--config" in words]
-    assert len(recipes) >= 9 and all((ROOT / recipe).is_file() for recipe in recipes)
+    assert len(recipes) >= 5 and all((ROOT / recipe).is_file() for recipe in recipes)
 
 
 @gpu(1)

@@ -257,7 +257,7 @@ def test_curves_are_drawn_every_20_steps_but_cost_a_twentieth_of_the_time(tmp_pa
         drawn.append(now[0])
         now[0] += 2  # seconds
 
-    monkeypatch.setattr("common.metrics.curves.draw_curves", draw)
+    monkeypatch.setattr(module, "draw_curves", draw)
     log = logger(tmp_path)
     for step in range(1, 201):
         now[0] += 1

@@ -341,11 +341,13 @@ TRUNCATIONS = (
 
 @contextlib.contextmanager
 def truncating(engine: Engine, truncation: dict | None) -> Iterator[None]:
-    engine.args.truncation, engine.templates = truncation, {}
+    object.__setattr__(engine.args, "truncation", truncation)  # of scripts with these flags
+    engine.templates = {}
     try:
         yield
     finally:
-        engine.args.truncation, engine.templates = None, {}
+        object.__setattr__(engine.args, "truncation", None)
+        engine.templates = {}
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)

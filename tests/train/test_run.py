@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -290,10 +291,9 @@ def test_lowest_loss_of_one_held_out_set_is_best(parts, tmp_path):
     for step, hard in enumerate((3, 1, 2), 1):
         steps.run.log(step, {"eval_loss": step, "eval_loss/hard": hard})
     assert steps.run.best == 1
-    steps.run.args.keep_best, steps.run.best = (
-        "eval/solved/loss",
-        None,
-    )  # the set's name, not the metric's
+    # the set's name, not the metric's
+    steps.run.args = replace(steps.run.args, keep_best="eval/solved/loss")
+    steps.run.best = None
     for step, score in enumerate((3, 1, 4), 1):
         steps.run.log(step, {"eval/solved": 0, "eval/solved/loss": score})
     assert steps.run.best == 4
