@@ -28,6 +28,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 from transformers.utils import logging
 
+from common.config.extra import extra
 from common.config.groups import BaseArgs
 from common.config.parse import one_line
 from common.config.training import LoRAArgs
@@ -85,8 +86,8 @@ def merge_adapter(hf: nn.Module, folder: str, model: str) -> None:
 
 def chat_images():
     """Return the module for images, which is loaded if there is one."""
-    from tools import chat_images
-
+    with extra("images", "/image"):
+        from tools import chat_images
     return chat_images
 
 
@@ -216,8 +217,8 @@ class Speaker:
 
     def reader(self):
         """Return the reader of images. Raises `ValueError` for a model without one."""
-        from extras.images.reader import reader
-
+        with extra("images", "/image"):
+            from extras.images.reader import reader
         try:
             return reader(self.path, self.options.max_pixels)
         except ValueError as error:
