@@ -32,8 +32,7 @@ from common.config.objectives import CorrectionArgs, PolicyLossArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.config.teacher_flags import DivergenceArgs, TeacherArgs
-from common.data.answers import read_samples
-from common.data.encode import Encoder
+from common.data.encode import Encoder, truncate
 from common.data.order import make_order
 from common.data.packing import (
     Minibatches,
@@ -42,6 +41,7 @@ from common.data.packing import (
     pack_minibatches,
     positions_of_share,
 )
+from common.data.rows import SFT_COLUMNS, encode_each, require_columns
 from common.data.sample import Group, Sample
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
@@ -185,6 +185,29 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
             raise ValueError(f"{problem}; it must be a multiple of {divisor}")
 
 
+def read_samples(
+    rows: list[dict], encoder: Encoder, args: Args, needed: bool = True
+) -> list[Sample]:
+    """Return the prompt of each row with the data's completion, cut after `--max_new_tokens`; skip
+    others unless `needed`."""
+    pairs = [columns for columns in SFT_COLUMNS if len(columns) == 2]
+    columns = next((pair for pair in pairs if all({*pair} <= row.keys() for row in rows)), None)
+    if needed:
+        columns = require_columns(args.dataset_flag, rows, pairs)
+    if columns is None:
+        return []
+
+    def encode(row: dict) -> Sample:
+        sample = encoder.completion(row, "_prompt" if "_prompt" in row else columns[0], columns[1])
+        return truncate(sample, sample.prompt_length + args.max_new_tokens)
+
+    on_bad_row = args.on_bad_row if needed else "skip"
+    samples = [sample for _, sample in encode_each(rows, encode, on_bad_row)]
+    if needed and not samples:
+        raise ValueError(f"{args.dataset_flag}: no row has a completion that can be read")
+    return samples
+
+
 def pack_by_teacher(
     groups: Sequence[Group], positions: Sequence[int], teachers: dict[str, Teacher], meter: Meter,
     args: Args, device: torch.device, share_prefix: int = 0,
@@ -254,7 +277,7 @@ def main(args: Args) -> None:
     encoder = Encoder(tokenizer, args)
     num_sampled = args.own_prompts  # prompts of a step that the student completes
     num_from_data = args.prompts_per_step - num_sampled
-    samples = read_samples(prompts.rows, encoder, args, needed=True) if num_from_data else []
+    samples = read_samples(prompts.rows, encoder, args) if num_from_data else []
     held_samples = read_samples(held_out.rows, encoder, args, needed=False)
     order_args = replace(args, seed=distributed.fold_seed(args.seed, 1))
     order = make_order([sample.row for sample in samples] or prompts.rows, order_args)

@@ -31,7 +31,6 @@ from common.config.online import SamplingArgs
 from common.config.parse import parse
 from common.config.sampling import TruncationArgs
 from common.config.training import ImageArgs
-from common.data import durable
 from common.data.encode import Encoder
 from common.data.rows import rows_of_split
 from common.evaluate import checkpoint_curve
@@ -46,7 +45,7 @@ from common.evaluate.judged import scores_of_outputs
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods
-from common.parallel import distributed
+from common.parallel import distributed, durable
 from common.parallel.console import visible
 from common.rewards.models import load_model, path_of
 from common.rewards.total import Rewards

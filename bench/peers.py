@@ -119,7 +119,7 @@ def write_model(folder: Path, gpu: bool) -> None:
 def write_rows(dataset: str, folder: Path, count: int, lengths: list[int] | None) -> None:
     """Write `rows.jsonl` for our scripts, which shuffle it, and `ordered.jsonl` for TRL in our
     shuffled order. A token is a byte. `lengths`: means of prompts and completions."""
-    from common.data.order import RowOrder
+    from common.data.order import Order
 
     lines = Path(dataset).read_text().splitlines()
     rows = [json.loads(line) for line in random.Random(0).sample(lines, count)]
@@ -139,7 +139,7 @@ def write_rows(dataset: str, folder: Path, count: int, lengths: list[int] | None
             chosen=row["answer"],
             rejected=other["answer"],
         )
-    order = RowOrder(count, seed=0).draw(count)
+    order = Order({"": range(count)}, seed=0).draw(count)
     for name, ordered in (("rows", rows), ("ordered", [rows[i] for i in order])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
 

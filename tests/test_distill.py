@@ -12,7 +12,6 @@ from in_process import REWARD, write_teacher
 
 import distill
 from common.config.groups import TrainArgs
-from common.data.answers import read_samples
 from common.data.encode import Encoder
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
@@ -287,7 +286,7 @@ def test_given_completions_are_truncated_to_max_new_tokens():
     args = distill.Args(max_new_tokens=3)
     rows = [dict(prompt="1+1=", completion=text, _source="a:1") for text in ("2", "12345")]
     prompts = Prompts([tokenizer("1+1=")["input_ids"]] * 2, rows)
-    short, long = read_samples(prompts.rows, Encoder(tokenizer, args), args, needed=True)
+    short, long = distill.read_samples(prompts.rows, Encoder(tokenizer, args), args)
     assert short.completion_ids == tokenizer("2")["input_ids"] + [tokenizer.eos_token_id]
     assert (
         tokenizer.decode(long.completion_ids) == "123"

@@ -32,7 +32,6 @@ from common.config.extra import extra
 from common.config.groups import BaseArgs
 from common.config.parse import one_line
 from common.config.training import LoRAArgs
-from common.data import durable
 from common.data.encode import Encoder
 from common.data.messages import has_images
 from common.data.tasks import TASKS
@@ -40,7 +39,7 @@ from common.model import adapter_files, lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
 from common.model.loading import has_other_parts, load_config, one_line_errors
 from common.model.text_part import load_options
-from common.parallel import distributed
+from common.parallel import distributed, durable
 from common.parallel.console import print_any_text, visible
 from common.rollout.environments import ENVIRONMENTS, load_environment
 from tools.options import Options

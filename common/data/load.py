@@ -9,7 +9,7 @@ from common.config.extra import extra
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
 from common.data.files import BadRows, collect_bad_rows
-from common.data.order import RowOrder, WeightedOrder, make_order
+from common.data.order import Order, make_order
 from common.data.rows import (
     Columns,
     reasons,
@@ -45,7 +45,7 @@ class Samples(Sequence):
         chosen = range(len(self))[i]  # raises IndexError
         return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
 
-    def order(self, args: TrainArgs) -> RowOrder | WeightedOrder:
+    def order(self, args: TrainArgs) -> Order:
         return make_order(self.rows, args)
 
 

@@ -1,127 +1,96 @@
-"""Order of the training rows. It does not depend on the number of ranks: each rank takes its share
+"""Which rows each step draws. It does not depend on the number of ranks: each rank takes its share
 of a batch."""
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 from common.config.groups import TrainArgs
 from common.data.rows import sources_of
 from common.parallel import distributed
 
 
-class RowOrder:
-    """Infinite sequence of row numbers, with a new permutation each epoch. Every rank has the same
-    state."""
-
-    def __init__(self, num_rows: int, seed: int):
-        self.num_rows = num_rows
-        self.seed = seed
-        self.epoch = self.index = 0
-        self._shuffle()
-
-    def _shuffle(self) -> None:
-        self._order = list(range(self.num_rows))
-        random.Random(distributed.fold_seed(self.seed, self.epoch)).shuffle(self._order)
-
-    def draw(self, count: int) -> list[int]:
-        """Return the next `count` rows, across the end of an epoch."""
-        rows: list[int] = []
-        while len(rows) < count:
-            if self.index == self.num_rows:
-                self.epoch += 1
-                self.index = 0
-                self._shuffle()
-            taken = self._order[self.index : self.index + count - len(rows)]
-            self.index += len(taken)
-            rows += taken
-        return rows
-
-    @property
-    def cursor(self) -> dict:
-        return self.state_dict()
-
-    def state_dict(self) -> dict:
-        return dict(epoch=self.epoch, index=self.index, num_rows=self.num_rows)
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restore the position. Raises `ValueError` if the number of rows has changed."""
-        if state["num_rows"] != self.num_rows:
-            problem = f"{self.num_rows} training rows, but {state['num_rows']} in the checkpoint"
-            raise ValueError(f"--dataset: {problem}; use the data and flags of that run")
-        self.epoch = state["epoch"]
-        self.index = state["index"]
-        self._shuffle()
-
-
-class WeightedOrder:
-    """Infinite sequence of row numbers from several sources with weights. Every rank has the same
-    state.
+class Order:
+    """Infinite sequence of row numbers from one source, or from several with weights. Every rank
+    has the same state.
 
     The next row is from the source that is furthest behind its weight, so that every interval
-    follows the weights up to one or two rows. The order within a source does not depend on the
-    other sources."""
+    follows the weights up to one or two rows. A source has a new permutation each pass, which does
+    not depend on the other sources."""
 
-    def __init__(self, rows: Sequence[dict], weights: dict[str, float], seed: int):
-        """Divide the rows by `_dataset`, the keys of `weights`. Raises `ValueError` for a source
-        without rows."""
-        self.rows: dict[str, list[int]] = {name: [] for name in weights}
-        for i, row in enumerate(rows):
-            self.rows[row["_dataset"]].append(i)
-        for name, numbers in self.rows.items():
-            if not numbers:
+    def __init__(
+        self, rows: dict[str, Sequence[int]], seed: int, weights: dict[str, float] | None = None
+    ):
+        """`rows`: the row numbers of each source. Raises `ValueError` for a source without rows."""
+        for name in rows:
+            if not rows[name]:
                 raise ValueError(f"--dataset: no rows of {name} are left")
+        weights = weights or dict.fromkeys(rows, 1.0)
         total = math.fsum(weights.values())
-        self.shares = {name: weight / total for name, weight in weights.items()}
-        self.orders = {name: RowOrder(len(rows), seed) for name, rows in self.rows.items()}
+        self.shares = {name: weights[name] / total for name in rows}
+        self.rows = rows
+        self.seed = seed
+        self._begin(dict.fromkeys(rows, 0))
+
+    def _begin(self, drawn: dict[str, int]) -> None:
+        self.drawn = drawn
+        self.next_rows = {
+            name: passes(self.rows[name], self.seed, name, drawn[name]) for name in self.rows
+        }
 
     def draw(self, count: int) -> list[int]:
-        """Return the next `count` rows."""
-        drawn = {name: rows_drawn(order.state_dict()) for name, order in self.orders.items()}
-        rows: list[int] = []
-        for _ in range(count):
-            number = sum(drawn.values()) + 1
-            behind = {name: share * number - drawn[name] for name, share in self.shares.items()}
-            name = max(behind, key=behind.get)
-            drawn[name] += 1
-            rows.append(self.rows[name][self.orders[name].draw(1)[0]])
-        return rows
+        """Return the next `count` rows, across the end of a pass."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> int:
+        number = sum(self.drawn.values()) + 1
+        name = max(self.rows, key=lambda name: self.shares[name] * number - self.drawn[name])
+        self.drawn[name] += 1
+        return next(self.next_rows[name])
+
+    def state_dict(self) -> dict:
+        """Return the position: of each source the number of rows drawn, and of rows in all."""
+        return dict(sources={name: [self.drawn[name], len(self.rows[name])] for name in self.rows})
 
     @property
     def cursor(self) -> dict:
         return self.state_dict()
 
-    def state_dict(self) -> dict:
-        return dict(sources={name: order.state_dict() for name, order in self.orders.items()})
-
     def load_state_dict(self, state: dict) -> None:
-        """Restore the positions. Raises `ValueError` if a source's number of rows has changed."""
-        for name, order in self.orders.items():
-            order.load_state_dict(state["sources"][name])
+        """Restore the position. Raises `ValueError` if a source's number of rows has changed."""
+        for name, (_, size) in state["sources"].items():
+            if size != len(self.rows[name]):
+                problem = f"{len(self.rows[name])} training rows, but {size} in the checkpoint"
+                raise ValueError(f"--dataset: {problem}; use the data and flags of that run")
+        self._begin({name: drawn for name, (drawn, _) in state["sources"].items()})
 
 
-Order = RowOrder | WeightedOrder
+def passes(rows: Sequence[int], seed: int, name: str, drawn: int) -> Iterator[int]:
+    """Yield the rows of a source behind the first `drawn` ones, pass after pass."""
+    first, start = divmod(drawn, len(rows))
+    for number in count(first):
+        order = list(rows)
+        random.Random(distributed.fold_seed(seed, number, *name.encode())).shuffle(order)
+        yield from order[start:]
+        start = 0
 
 
 def make_order(rows: Sequence[dict], args: TrainArgs) -> Order:
     """Return the order in which a run draws `rows`, by the weights of `--dataset`."""
     sources = sources_of(args.dataset)
     if len(sources) == 1:
-        return RowOrder(len(rows), args.seed)
-    return WeightedOrder(rows, {name: weight for name, (_, weight) in sources.items()}, args.seed)
+        return Order({"": range(len(rows))}, args.seed)
+    numbers: dict[str, list[int]] = {name: [] for name in sources}
+    for number, row in enumerate(rows):
+        numbers[row["_dataset"]].append(number)
+    return Order(numbers, args.seed, {name: weight for name, (_, weight) in sources.items()})
 
 
-def rows_drawn(state: dict) -> int:
-    """Return the number of rows drawn, from the state of a `RowOrder`."""
-    return state["epoch"] * state["num_rows"] + state["index"]
-
-
-def epochs_of(cursor: dict) -> dict[str, float]:
-    """Return the passes over the data, from an order's state: the metrics `epoch` and, per source,
-    `epoch/<name>`."""
-    if "sources" not in cursor:
-        return dict(epoch=cursor["epoch"] + cursor["index"] / cursor["num_rows"])
-    sources = cursor["sources"]
-    drawn = sum(map(rows_drawn, sources.values()))
-    epochs = {f"epoch/{name}": epochs_of(state)["epoch"] for name, state in sources.items()}
-    return dict(epoch=drawn / sum(state["num_rows"] for state in sources.values())) | epochs
+def epochs_of(state: dict) -> dict[str, float]:
+    """Return the passes over the data, from an order's state: the metrics `epoch` and, with several
+    sources, `epoch/<name>`."""
+    sources = state["sources"]
+    epochs = {f"epoch/{name}": drawn / size for name, (drawn, size) in sources.items() if name}
+    drawn, sizes = map(sum, zip(*sources.values(), strict=True))
+    return dict(epoch=drawn / sizes) | epochs

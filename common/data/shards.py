@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from common.data import durable, folders, tables
+from common.data import folders, tables
 from common.data.files import (
     KINDS,
     LINES,
@@ -21,7 +21,7 @@ from common.data.files import (
     texts,
 )
 from common.data.tasks import TASKS
-from common.parallel import distributed
+from common.parallel import distributed, durable
 
 
 def open_shards(

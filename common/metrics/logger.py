@@ -14,11 +14,10 @@ from pathlib import Path
 from torch import Tensor
 
 from common.config.groups import TrainArgs, flags_of
-from common.data import durable
 from common.data.messages import IMAGE, PLACEHOLDER
 from common.data.sample import Completion, Group, Sample
 from common.metrics.curves import draw_curves
-from common.parallel import distributed
+from common.parallel import distributed, durable
 from common.parallel.console import visible
 
 LINES = ("metrics.jsonl", "samples.jsonl")  # appended to at each step

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from common.config.groups import BUILT_IN_MODELS
 from common.config.training import LoRAArgs
-from common.data import durable
 from common.model.loading import (
     has_other_parts,
     load_config,
@@ -19,7 +18,7 @@ from common.model.loading import (
 )
 from common.model.lora import layers_of, trained_parameters
 from common.model.text_part import prefix_in_whole_model
-from common.parallel import distributed
+from common.parallel import distributed, durable
 
 # Names of the PEFT library: files, and the prefix of the model's names.
 CONFIG = "adapter_config.json"

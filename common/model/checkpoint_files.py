@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common.data import durable
+from common.parallel import durable
 from common.parallel.failures import first_line
 
 # Files beside those of PyTorch.

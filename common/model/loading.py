@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from common.data import durable
 from common.model.experts import expert_weights
-from common.parallel import distributed
+from common.parallel import distributed, durable
 
 # Supported mixtures of experts, by model type (experts.py).
 EXPERTS = ["qwen3_moe", "olmoe", "mixtral", "gpt_oss", "glm4_moe", "granitemoe"]

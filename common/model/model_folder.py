@@ -4,12 +4,11 @@ before a library fails on them."""
 import os
 from pathlib import Path
 
-from common.data import durable
 from common.model.checkpoint_files import MANIFEST, checkpoints_in
 from common.model.flops import differs_by_layer
 from common.model.loading import load_config, named_errors, one_line_errors, require_unchanged
 from common.model.text_part import load_text_config, method_of_quantization
-from common.parallel import distributed
+from common.parallel import distributed, durable
 
 # Largest sizes in a config.json that are not taken for a damaged file.
 SIZES = dict(

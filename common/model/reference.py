@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from common.config.groups import TrainArgs
-from common.data import durable
 from common.data.packing import pack_minibatches, per_sample, positions_of_share
 from common.data.sample import Sample
 from common.model.hub import context_length, require_same_tokenizer, resolve_model
 from common.model.loading import named_errors
 from common.model.policy import Policy, load_reference
-from common.parallel import distributed, signals
+from common.parallel import distributed, durable, signals
 
 # Groups of samples of the training rows, and of the held-out rows.
 Datasets = Sequence[Sequence[list[Sample]]]

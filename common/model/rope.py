@@ -8,9 +8,9 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
-from common.data import durable
 from common.model.loading import load_config
 from common.model.tiny import cached_folder
+from common.parallel import durable
 
 
 def scaled_folder(path: str, factor: float) -> str:

@@ -24,13 +24,12 @@ from torch import Tensor
 from typing_extensions import TypedDict  # before Python 3.12 pydantic needs this one
 
 from common.config.online import SamplingArgs
-from common.data import durable
 from common.data.sample import Completion, Group, Sample
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
 from common.model.loading import load_config
 from common.model.policy import load_policy
-from common.parallel import distributed
+from common.parallel import distributed, durable
 from common.rewards.total import Rewards
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine

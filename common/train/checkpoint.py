@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.config.groups import TrainArgs, flags_of, script_of
-from common.data import durable
 from common.data.encode import format_of
 from common.model import checkpoint_files
 from common.model.adapter_files import save_adapter
@@ -39,7 +38,7 @@ from common.model.loading import (
 from common.model.lora import merged_weight
 from common.model.policy import PackedModel, ScalarModel
 from common.model.text_part import read_weights
-from common.parallel import distributed
+from common.parallel import distributed, durable
 
 CARD = "README.md"
 PATHS = re.compile(r"(?<![^\s=:'\"])[~/]\S*/(?=[^/\s])")  # an absolute path up to its last name

@@ -18,9 +18,8 @@ from typing import Any, TextIO
 import yaml
 
 from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change
-from common.data import durable
 from common.model.checkpoint_files import checkpoints_in
-from common.parallel import distributed
+from common.parallel import distributed, durable
 
 EXPORTS = ("hf", "best", "adapter", "best_adapter")  # folders that a new export replaces
 WRITTEN = (*EXPORTS, "checkpoints", "metrics.jsonl", "samples.jsonl")

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.config.groups import TrainArgs
-from common.data import durable
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Group, Sample
 from common.model.comparison import TopK, most_likely
 from common.model.student import Teacher
-from common.parallel import distributed
+from common.parallel import distributed, durable
 
 CHUNK = 512  # samples whose tokens share a file
 

@@ -12,10 +12,10 @@ from model.test_policy import ARCHITECTURES, write_checkpoint
 from safetensors.torch import load_file
 
 from common.config.groups import TrainArgs
-from common.data import durable
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
+from common.parallel import durable
 from common.train.checkpoint import Checkpointer
 from common.train.optim import adamw
 from common.train.run_folder import prepare_output_dir
@@ -90,7 +90,7 @@ def test_run_killed_within_a_save_leaves_the_model_of_the_step_before(lora, smal
     flags = (*flags, "--trace_every", 0, "--lr_schedule", "constant")
     run_and_kill(
         2, "sft.py", *flags, "--max_steps", 4, "--output_dir", tmp_path / "run",
-        folder=tmp_path / "run", after_step=3, at="common.data.durable.rename",
+        folder=tmp_path / "run", after_step=3, at="common.parallel.durable.rename",
     )  # fmt: skip
     run(2, "sft.py", *flags, "--max_steps", 2, "--output_dir", tmp_path / "two")
     unfinished = tmp_path / "run/checkpoints/step_000004.tmp"

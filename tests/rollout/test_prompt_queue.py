@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 
-from common.data.order import RowOrder, epochs_of
+from common.data.order import Order, epochs_of
 from common.rollout.prompt_queue import PromptQueue
 
 ROWS = 10
@@ -16,7 +16,8 @@ class Queues:
 
     def __init__(self, ranks: int = 1, ahead: int = 0):
         self.queues = [
-            PromptQueue(RowOrder(ROWS, 0), 4, rank, ranks, steps=ahead) for rank in range(ranks)
+            PromptQueue(Order({"": range(ROWS)}, 0), 4, rank, ranks, steps=ahead)
+            for rank in range(ranks)
         ]
 
     def begin(self, step: int, total: int = ENDLESS, size: int | None = None) -> range:

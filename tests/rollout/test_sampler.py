@@ -8,7 +8,7 @@ import pytest
 import torch
 from in_process import Args
 
-from common.data.order import RowOrder
+from common.data.order import Order
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
@@ -69,7 +69,7 @@ def make(device, monkeypatch):
     monkeypatch.setattr(module, "whole_weights", lambda model, dtype: f"{model.version} as {dtype}")
     prompts = Prompts([[i] for i in range(ROWS)], [dict(prompt=f"{i}?") for i in range(ROWS)], 0)
 
-    def make(rank: int = 0, ranks: int = 1, order: RowOrder | None = None, **flags) -> LocalSampler:
+    def make(rank: int = 0, ranks: int = 1, order: Order | None = None, **flags) -> LocalSampler:
         args = Args(**dict(prompts_per_step=4, samples_per_prompt=2) | flags)
         with monkeypatch.context() as patch:
             patch.setattr(torch.distributed, "get_rank", lambda: rank)
@@ -108,16 +108,18 @@ def test_completions_have_the_row_seed_and_version_of_their_step(make):
 
 
 def test_order_of_your_own_chooses_the_prompts(make):
-    class Backwards(RowOrder):
-        def _shuffle(self) -> None:
-            self._order = [*reversed(range(self.num_rows))]
+    class Backwards(Order):
+        def draw(self, count: int) -> list[int]:
+            start = self.drawn[""]
+            super().draw(count)
+            return [-n % ROWS for n in range(start + 1, start + count + 1)]
 
-    sampler = make(order=Backwards(ROWS, seed=0))
+    sampler = make(order=Backwards({"": range(ROWS)}, seed=0))
     assert [rows(step(sampler, number)) for number in range(2)] == [
         ["9?", "8?", "7?", "6?"],
         ["5?", "4?", "3?", "2?"],
     ]
-    resumed = make(order=Backwards(ROWS, seed=0))
+    resumed = make(order=Backwards({"": range(ROWS)}, seed=0))
     resumed.load_state_dict(sampler.state_dict())
     assert rows(step(resumed, 2)) == ["1?", "0?", "9?", "8?"]
 

@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import sft
 from common.config.groups import TrainArgs, flags_of
 from common.config.parse import parse
-from common.data import durable
 from common.model.checkpoint_files import checkpoints_in
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.parallel import durable
 from common.parallel.failures import disk_error
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw

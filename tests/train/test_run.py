@@ -13,13 +13,12 @@ from safetensors.torch import load_file
 
 from common.config.extra import has_extra
 from common.config.groups import TrainArgs
-from common.data import durable
-from common.data.order import RowOrder
+from common.data.order import Order
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.parallel import signals
+from common.parallel import durable, signals
 from common.train.optim import adamw
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
@@ -48,7 +47,7 @@ class Steps:
         self.args = TrainArgs(output_dir=str(folder), **(dict(eval_every=0, save_every=2) | flags))
         prepare_output_dir(self.args)
         begin_run(self.args)
-        self.order, self.begun, self.saves = RowOrder(10, 0), [], []
+        self.order, self.begun, self.saves = Order({"": range(10)}, 0), [], []
         self.run = Run(
             self.args, self.model, optimizer, load_tokenizer(tiny_model()), total, show=("loss",),
             curves=("loss",), order=self.order,
@@ -121,7 +120,7 @@ def test_state_has_step_data_and_totals(parts, tmp_path):
     assert state == dict(
         step=5,
         totals=dict(num_tokens=15, history=durable.fingerprint(metrics), total_steps=5, ranks=1),
-        order=dict(epoch=0, index=10, num_rows=10),
+        order=dict(sources={"": [10, 10]}),
     )
 
 
@@ -216,7 +215,7 @@ def test_resume_with_other_data_is_refused(parts, tmp_path):
             TOTAL,
             show=(),
             curves=(),
-            order=RowOrder(11, 0),
+            order=Order({"": range(11)}, 0),
         )
 
 
