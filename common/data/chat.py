@@ -1,17 +1,16 @@
-"""The chat template: messages -> text, in the form that the template reads, and the token that ends
-a turn."""
+"""The chat template: messages -> text, in the form that the template reads, and the tokens that end
+turns."""
 
 import contextlib
+import json
 import os
 import re
-import signal
-import threading
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.meta import find_undeclared_variables
 
 from common.config.specs import pairs_of
@@ -24,13 +23,22 @@ from common.data.messages import (
 )
 from common.parallel import distributed
 
-# texts of a probe turn: templates may trim a turn or depend on earlier ones
+# a probe conversation: templates may trim a turn or depend on earlier ones
 MARK = "(here the model spoke)"
-THOUGHT_MARK = "(here it thought)"
 ASKED = dict(role="user", content="?")
 SAID = dict(role="assistant", content=MARK)
 CALL = dict(type="function", id="probecall", function=dict(name="probe", arguments=dict(x=1)))
-SECONDS = 20  # for the first rendering
+CALLED = dict(role="assistant", content="", tool_calls=[CALL])
+MARKED_CALL = "marked_call"
+RESULT = dict(role="tool", name="probe", tool_call_id=CALL["id"], content="?")
+_PARAMETERS = dict(
+    type="object",
+    properties=dict(
+        x=dict(type="integer", description="number"), s=dict(type="string", description="text")
+    ),
+)
+_PROBED = dict(name="probe", description="Probe.", parameters=_PARAMETERS)
+PROBE = dict(_source="--tools", tools=[dict(type="function", function=_PROBED)])
 # Errors of templates: their own, and those of Python expressions in them.
 _ERRORS = (
     TemplateError,
@@ -55,8 +63,6 @@ class TurnEnd:
     """text from the end of the answer up to and with `token`, in the last turn"""
     tail: str
     """all text after the answer of the last turn; begins with `last`"""
-    earlier: str | None
-    """like `last`, in earlier turns; None if they end in another way, so that they are context"""
     appended: bool = False
     """whether the template leaves the token of a last turn out, so that it is added here"""
 
@@ -74,35 +80,41 @@ class ChatTemplate:
         tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
         tokens = sorted(filter(str.strip, tokens), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
-        self.thought_key = self.thought_key_of_calls = "reasoning_content"
-        label = label or f"--model {tokenizer.name_or_path}"
-        with _time_limit(label):
-            self.in_parts = self._reads_parts(label)
-            self.reads = _names_read(tokenizer)
-            self.kwargs = _variables(template_kwargs, self.reads)
-            self.thought_key = self._key_of_thoughts(SAID | dict(content="!"))
-            # gpt-oss: a thought or content, not both
-            self.thought_key_of_calls = self._key_of_thoughts(
-                SAID | dict(content="", tool_calls=[CALL])
-            )
-            self.shows_developer = MARK in self._probe(SAID | dict(role="developer"), ASKED)
-            self.end = self._find_end()
-            self.header = self._find_header()
-            self.markup = self._find_markup()
-        # structures of conversations whose messages are all in the rendering
-        self.shown: set[tuple] = set()
+        self._shows_thoughts = {False: True, True: True}  # by whether the turn has calls
+        self.in_parts = self._reads_parts(label or f"--model {tokenizer.name_or_path}")
+        self.reads, self.words = _names_read(tokenizer)
+        self.kwargs = _variables(template_kwargs)
+        self._require_read("--template_kwargs", self.kwargs)
+        for turn in (SAID | dict(content="!"), CALLED):  # gpt-oss: a thought or content, not both
+            text = self._probe(ASKED, turn | dict(reasoning_content=MARK))
+            self._shows_thoughts["tool_calls" in turn] = MARK in text
+        self.shows_developer = MARK in self._probe(SAID | dict(role="developer"), ASKED)
+        prompt = self._probe(ASKED, add_generation_prompt=True)
+        shared = os.path.commonprefix([prompt, self._probe(ASKED)])
+        self.header = prompt[len(shared) :] if shared else ""  # from a question to the reply
+        self.end = self._find_end(SAID, ASKED, MARK)
+        """None if the template does not show the text of an assistant's turn"""
+        marked = CALL | dict(function=dict(name=MARKED_CALL, arguments=dict(x=1)))
+        self.end_of_calls = self._find_end(CALLED | dict(tool_calls=[marked]), RESULT, MARKED_CALL)
+        # found in turns.py, by the structure of a conversation
+        self.shown: set[tuple] = set()  # all its messages are in the rendering
+        self.usual: dict[tuple, bool] = {}  # its last turn has no text of other messages
 
     # ---- text ----
 
     def render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; with `add_generation_prompt` up to the start of the
-        next reply. The row's `tools`, if any, are a list of schemas."""
+        next reply. The row's `tools`, if any, are a list of schemas; its `chat_template_kwargs` are
+        variables of the template."""
         label = row.get("_source")
         tools = row.get("tools") or None
         if tools and "tools" not in self.reads:
             example = "configs/templates/chatml_tools.jinja"
             advice = f"set --chat_template to one that does, such as {example}"
             raise ValueError(f"{label}: column tools: the chat template does not read it; {advice}")
+        kwargs = self.kwargs
+        if row.get("chat_template_kwargs"):
+            kwargs = kwargs | self._variables_of(row)
         messages = [self._as_read(message) for message in messages]
         if row.get("images"):
             messages = [in_parts(message) for message in messages]
@@ -113,20 +125,32 @@ class ChatTemplate:
             f"{label}: the",
             tools=tools,
             add_generation_prompt=add_generation_prompt,
-            **self.kwargs,
+            **kwargs,
         )
 
     def _as_read(self, message: dict) -> dict:
         """Return a message in the form that the template reads."""
-        key = self._thought_key(message)
-        if key is not None:
-            message = {key if k == "reasoning_content" else k: v for k, v in message.items()}
+        if "reasoning_content" in message:
+            message = message | dict.fromkeys(THOUGHT_KEYS, message["reasoning_content"])
         return in_one_part(message) if self.in_parts else message
 
-    def _thought_key(self, message: dict) -> str | None:
-        """Return the key under which the template reads the thought of a message; None if it reads
-        none."""
-        return self.thought_key_of_calls if message.get("tool_calls") else self.thought_key
+    def _variables_of(self, row: dict) -> dict[str, object]:
+        label = f"{row['_source']}: column chat_template_kwargs"
+        value = row["chat_template_kwargs"]
+        with contextlib.suppress(ValueError):
+            value = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(value, dict):
+            raise ValueError(f"{label} is no object")
+        variables = {name: item for name, item in value.items() if item is not None}
+        self._require_read(label, variables)
+        return variables
+
+    def _require_read(self, label: str, variables: Mapping[str, object]) -> None:
+        for name in variables:
+            if name in _OURS:
+                raise ValueError(f"{label} {name}: the data determines it")
+            if name not in self.reads:
+                raise ValueError(f"{label} {name}: the chat template does not read it")
 
     def normal(self, messages: list[dict]) -> list[dict]:
         """Return the messages without what the template adds itself or has no place for: an
@@ -145,18 +169,15 @@ class ChatTemplate:
 
     def _without_end(self, text: str) -> str:
         """Return the text of a turn without the tokens that end it."""
-        ends = [self.end.token if self.end else "", self.tokenizer.eos_token]
-        ends = sorted(filter(None, ends), key=len, reverse=True)
-        while text.rstrip().endswith(tuple(ends)):
-            text = text.rstrip()
-            text = text.removesuffix(next(end for end in ends if text.endswith(end)))
-        return text
+        ends = {self.end.token if self.end else "", self.tokenizer.eos_token} - {"", None}
+        pattern = "|".join(map(re.escape, sorted(ends, key=len, reverse=True)))
+        return re.sub(rf"(?:\s*(?:{pattern}))+\s*\Z", "", text) if ends else text
 
     def _with_thought_in_place(self, message: dict) -> dict:
         """Return a turn with its thought where the template reads thoughts: beside the content, or
         in it."""
         thought = message.get("reasoning_content")
-        if self._thought_key(message) is None:
+        if not self._shows_thoughts["tool_calls" in message]:
             if not thought:
                 return message
             others = {name: value for name, value in message.items() if name != "reasoning_content"}
@@ -171,16 +192,9 @@ class ChatTemplate:
         """Return the special and added tokens in a text, each with the place where it ends."""
         return [(match[0], match.end()) for match in self._added.finditer(text)]
 
-    def reply(self, messages: list[dict]) -> str:
-        """Return the text of `messages` between two turns of the model: from the token that ends
-        the first one to the start of the second."""
-        row = dict(_source="the environment's messages")
-        text = self.render(row, [ASKED, SAID, *messages], add_generation_prompt=True)
-        after = text[text.index(MARK) + len(MARK) :]
-        if self.end.earlier and after.startswith(self.end.earlier):
-            return after[len(self.end.earlier) :]
-        ends = [end for _, end in self.added_tokens(after)]
-        return after[ends[0] :] if ends else after
+    def end_of(self, message: dict) -> TurnEnd | None:
+        """Return how the template ends a turn of the model."""
+        return self.end_of_calls if message.get("tool_calls") else self.end
 
     # ---- probes ----
 
@@ -205,119 +219,66 @@ class ChatTemplate:
 
     def _probe(self, *messages: dict, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; empty if the template refuses it."""
+        has_calls = any("tool_calls" in message for message in messages)
+        row = PROBE if has_calls and "tools" in self.reads else {}
         try:
-            return self.render({}, [*messages], add_generation_prompt)
+            return self.render(row, [*messages], add_generation_prompt)
         except ValueError:
             return ""
 
-    def _key_of_thoughts(self, turn: dict) -> str | None:
-        """Return the key under which the template reads the thought of such a turn; None if it
-        reads none."""
-        turns = {key: turn | {key: MARK} for key in THOUGHT_KEYS}
-        return next((key for key in turns if MARK in self._probe(ASKED, turns[key])), None)
-
-    def _find_header(self) -> str:
-        """Return what a prompt has after the question, up to the start of the reply."""
-        question = self._probe(ASKED)
-        prompt = self._probe(ASKED, add_generation_prompt=True)
-        return prompt[len(os.path.commonprefix([prompt, question])) :] if question else ""
-
-    def _find_markup(self) -> re.Pattern:
-        """Return a pattern of what the template writes into each turn of the model beside its
-        thought and its answer: blanks, tags of thoughts, and names of channels."""
-        markup = {r"\s", "</?think>"}
-        prompt = self._probe(ASKED, add_generation_prompt=True)
-        thinking = SAID | dict(reasoning_content=THOUGHT_MARK)
-        for messages in ([SAID], [SAID, ASKED], [thinking], [thinking, ASKED]):
-            text = self._probe(ASKED, *messages)
-            if prompt and text.startswith(prompt) and MARK in text:
-                before, _, _ = text[len(prompt) :].partition(MARK)
-                markup |= {re.escape(part.strip()) for part in before.split(THOUGHT_MARK)} - {""}
-        return re.compile(f"(?:{'|'.join(sorted(markup, key=len, reverse=True))})*")
-
-    def _find_end(self) -> TurnEnd | None:
-        """Return how turns end; None if the template does not show the text of an assistant's
-        turn."""
-        _, mark, tail = self._probe(ASKED, SAID).partition(MARK)
-        _, _, earlier = self._probe(ASKED, SAID, ASKED).partition(MARK)
-        if not mark:
+    def _find_end(self, turn: dict, after: dict, mark: str) -> TurnEnd | None:
+        """Return how the template ends `turn`, whose text has `mark`: the last token that stands
+        behind it whether or not the conversation goes on, up to other text."""
+        _, found, tail = self._probe(ASKED, turn).partition(mark)
+        _, _, earlier = self._probe(ASKED, turn, after).partition(mark)
+        if not found:
             return None
-        last_tokens = self.added_tokens(tail)
-        earlier_tokens = self.added_tokens(earlier)
-        # <|END_RESPONSE|><|END_OF_TURN_TOKEN|> end a turn together; text stands between an end and
-        # the next turn
-        shared = 0
-        for (token, end), (other, _) in zip(last_tokens, earlier_tokens, strict=False):
-            is_next = shared == 0 or last_tokens[shared - 1][1] == end - len(token)
-            if token != other or not is_next:
-                break
-            shared += 1
-        if shared:  # closed turns: <|im_end|>
-            token, end = last_tokens[shared - 1]
-            _, earlier_end = earlier_tokens[shared - 1]
-            return TurnEnd(token, tail[:end], tail, earlier[:earlier_end])
-        if last_tokens:  # gpt-oss: <|return|> ends the last turn, another token earlier ones
-            token, end = last_tokens[0]
-            return TurnEnd(token, tail[:end], tail, None)
-        if earlier_tokens:
-            token, end = earlier_tokens[0]
-            follows = not earlier[: end - len(token)].strip()
-            if follows and token != self.tokenizer.bos_token:
-                # GLM: the next role's token ends a turn
-                return TurnEnd(token, tail + token, tail + token, earlier[:end], appended=True)
+        shared = os.path.commonprefix([tail, earlier or tail])
+        tokens = self.added_tokens(tail)
+        common = [(token, end) for token, end in tokens if end <= len(shared)]
+        appends = mark != MARK and self.end is not None and self.end.appended
+        if common and not appends:  # <|im_end|>; Cohere ends turns with two tokens
+            token, end = common[-1]
+            return TurnEnd(token, tail[:end], tail)
+        if tokens and not appends:  # gpt-oss: <|return|> ends the last turn, <|end|> earlier ones
+            token, end = tokens[0]
+            return TurnEnd(token, tail[:end], tail)
+        behind = earlier[len(shared) :]
+        token, end = next(iter(self.added_tokens(behind)), ("", 0))
+        if token and behind[:end].strip() == token != self.tokenizer.bos_token:
+            # GLM: the token of the next role ends a turn
+            return TurnEnd(token, tail + token, tail + token, appended=True)
         token = self.tokenizer.eos_token or ""
-        return TurnEnd(token, tail + token, tail + token, None, appended=True)
+        return TurnEnd(token, tail + token, tail + token, appended=True)
 
 
-def _names_read(tokenizer) -> set[str]:
-    """Return the variables that the tokenizer's template, or one of its templates, reads."""
+def _names_read(tokenizer) -> tuple[set[str], set[str]]:
+    """Return the variables that the tokenizer's template, or one of its templates, reads, and all
+    names of attributes and keys in it."""
     templates = tokenizer.chat_template
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    names = set()
+    names: set[str] = set()
+    words: set[str] = set()
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         # tags of transformers around an assistant's text, which plain jinja does not parse
         plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
-        names |= find_undeclared_variables(environment.parse(plain))
-    return names
+        parsed = environment.parse(plain)
+        words |= {node.attr for node in parsed.find_all(nodes.Getattr)}
+        words |= {node.value for node in parsed.find_all(nodes.Const) if type(node.value) is str}
+        names |= find_undeclared_variables(parsed)
+    return names, words
 
 
-def _variables(template_kwargs: tuple[str, ...], names_read: set[str]) -> dict[str, object]:
+def _variables(template_kwargs: tuple[str, ...]) -> dict[str, object]:
     """Return `--template_kwargs`: true, 3, 0.5 and null as in YAML, anything else as text."""
-    variables = {}
+    variables: dict[str, object] = {}
     for name, text in pairs_of("template_kwargs", template_kwargs).items():
-        if name in _OURS:
-            raise ValueError(f"--template_kwargs {name}: the data determines it")
-        if name not in names_read:
-            raise ValueError(f"--template_kwargs {name}: the chat template does not read it")
         variables[name] = text
         with contextlib.suppress(yaml.YAMLError):
             value = yaml.safe_load(text)
             if value is None or isinstance(value, bool | int | float):
                 variables[name] = value
     return variables
-
-
-@contextlib.contextmanager
-def _time_limit(label: str) -> Iterator[None]:
-    """Raise `ValueError` if the block takes more than `SECONDS`; only in the main thread, which has
-    the signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    except TimeoutError as error:
-        problem = f"the chat template does not render within {SECONDS} seconds"
-        raise ValueError(f"{label}: {problem}") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
@@ -344,10 +305,13 @@ def use_template(tokenizer, file: str) -> None:
         raise ValueError(f"{flag}: the template changes the text of an assistant turn")
 
 
-def end_of_turn(tokenizer) -> int | None:
-    """Return the token that the tokenizer's chat template writes at the end of an assistant's turn;
-    None without such a token. Some tokenizers list it as an added token only."""
-    end = ChatTemplate(tokenizer).end
-    if end is None or (end.appended and end.earlier is None):
+def end_of_turn(tokenizer, calls: bool = False) -> int | None:
+    """Return the token that the tokenizer's chat template writes at the end of a turn of the model,
+    which may be another one for turns with calls; None without such a token. Some tokenizers list
+    it as an added token only."""
+    chat = ChatTemplate(tokenizer)
+    end = chat.end_of_calls if calls else chat.end
+    is_written = end and not (end.appended and end.token == (tokenizer.eos_token or ""))
+    if not is_written or (calls and "tools" not in chat.reads):
         return None
     return tokenizer.convert_tokens_to_ids(end.token)

@@ -1,19 +1,16 @@
 """Rows -> token ids with loss masks. The columns of a row determine its use, as in TRL."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import BaseArgs
-from common.data.calls import after_calls
-from common.data.chat import ASKED, SAID, ChatTemplate
-from common.data.literals import hidden, pieces_with_literals
-from common.data.messages import has_images, messages_field, text_field
-from common.data.pieces import pieces_of
+from common.data.chat import SAID, ChatTemplate
+from common.data.messages import has_images, messages_field, text_field, unread_keys
 from common.data.sample import Sample
-from common.data.turns import Rendering, conversation_of, prompt_of, require_shown
+from common.data.text_ids import TextIds
+from common.data.turns import Rendering, conversation_of, prompt_of, reply_of, text_of
 from common.parallel import distributed
 
 
@@ -34,13 +31,9 @@ class Encoder:
         self.ends = {tokenizer.eos_token} - {None, ""}  # texts that end a completion
         if self.chat and self.chat.end and self.chat.end.token:
             self.ends.add(self.chat.end.token)
-        self.added = tokenizer.added_tokens_decoder  # built at each call
-        tokens = {str(token) for token in self.added.values() if token.special} - {""}
-        self.special_tokens = sorted(tokens, key=len, reverse=True)
-        self.special_pattern = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
-        self.has_reported = False
+        self.text_ids = TextIds(tokenizer, reads_hidden=args.special_text == "text")
+        self.said: set[str] = set()  # kinds of notes, each of which is given once
         self.say = distributed.say
-        self.args = args
         self.images = None
         if args.vision is not None:
             with extra("images", f"--vision {args.vision}"):
@@ -57,9 +50,8 @@ class Encoder:
             return []
         messages = self._prompt_messages(row, columns[0])
         if messages is not None:
-            return self._chat_sample(
-                row, prompt_of(self.chat, row, self._read_messages(row, messages))
-            ).ids
+            messages = self._read_messages(row, messages)
+            return self._chat_sample(row, prompt_of(self.chat, row, messages)).ids
         (ids,) = self._pieces(row, self._plain_prompt(row, columns[0]), [], adds_bos=True)
         return ids
 
@@ -68,34 +60,21 @@ class Encoder:
         messages = self._prompt_messages(row, column)
         return _plain_text(row, column) if messages is None else messages
 
-    def reply(self, messages: list[dict], last_token: int | None = None) -> list[int]:
-        """Return the ids of `messages` between two assistant turns: from the EOS of the first to
-        the start of the second. They begin with the EOS if the first turn ends with another
-        `last_token`."""
-        if self.chat.end is None:
-            raise ValueError("the chat template does not show the text of the model's turns")
-        row = dict(_source="the messages between two turns")
-        messages = self._read_messages(row, self.chat.normal(messages))
-        text = self.chat.reply(messages)
-        shown = ASKED["content"] + SAID["content"] + text
-        require_shown(self.chat, row, [ASKED, SAID, *messages], shown)
-        end = self.chat.end
-        return self._behind(end.token, end.last, text, last_token)
-
-    def reply_to_calls(
-        self, row: dict, calls: list[dict], results: list[dict], last_token: int | None = None
+    def reply(
+        self,
+        messages: list[dict],
+        last_token: int | None = None,
+        calls: list[dict] | None = None,
+        tools: list[dict] | None = None,
     ) -> list[int]:
-        """Return the ids of the `results` of tool calls, like `reply`. A turn with calls may end
-        with another token. `--special_text` applies to the results."""
-        results = self._read_messages(row, results)
-        end, text = after_calls(self.chat, row, calls, results)
-        return self._behind(end, end, text, last_token)
-
-    def _behind(self, end: str, last: str, text: str, last_token: int | None) -> list[int]:
-        """Return the ids of `text` behind the token `end` of a turn; with those of `last` if the
-        turn ends with another token."""
-        row = dict(_source="the messages between two turns")
+        """Return the ids of `messages` between two turns of the model, the first of which may be
+        one with `calls`: from the token that ends the first to the start of the second. They begin
+        with that token if the first turn ends with another `last_token`."""
+        row = dict(_source="the messages between two turns", tools=tools)
+        turn = SAID | dict(content="", tool_calls=calls) if calls else SAID
+        end, text = reply_of(self.chat, row, turn, self._read_messages(row, messages))
         if last_token not in (None, self.tokenizer.convert_tokens_to_ids(end)):
+            last = end if calls else self.chat.end.last
             return self._pieces(row, last + text, [])[0]
         _, ids = self._pieces(row, end + text, [len(end)])
         return ids
@@ -107,7 +86,7 @@ class Encoder:
         with `train_on_all` everything."""
         self.take_images(row, columns)
         if columns == ("messages",):
-            sample = self._conversation(row)
+            sample = self._conversation(row, train_on_all)
         elif columns == ("text",):
             text = self._read(row, text_field(row, "text"), has_end=True, has_bos=True)
             (ids,) = self._pieces(row, text, [], adds_bos=True)
@@ -135,21 +114,25 @@ class Encoder:
             raise ValueError(f"{label}: {problem}")
         return truncate(sample, len(sample.ids) - sample.loss_mask[::-1].index(True))
 
-    def _conversation(self, row: dict) -> Sample:
-        messages = messages_field(row, "messages")
+    def _conversation(self, row: dict, train_on_all: bool) -> Sample:
+        messages = self._messages(row, "messages")
         if not messages:
             raise ValueError(f"{row['_source']}: column messages must be a list of messages")
         if self.chat is None:
             raise ValueError(f"{row['_source']}: column messages needs a chat template, not plain")
-        messages = self._read_messages(row, self._with_system(messages))
-        return self._chat_sample(row, conversation_of(self.chat, row, messages, first_trained=0))
+        messages = self._read_messages(row, self._with_system(row, messages))
+        if train_on_all:
+            return self._chat_sample(row, Rendering(text_of(self.chat, row, messages), []))
+        return self._chat_sample(row, conversation_of(self.chat, row, messages))
 
     def _prompt_completion(self, row: dict, prompt: str, completion: str) -> Sample:
         messages = self._prompt_messages(row, prompt)
         if messages is not None:
-            answer = messages_field(row, completion)
+            answer = self._messages(row, completion)
             if not answer:
                 answer = [dict(role="assistant", content=text_field(row, completion))]
+            elif answer[0]["role"] in ("system", "user"):
+                answer = behind_prompt(row, completion, answer, messages_field(row, prompt) or [])
             conversation = self._read_messages(row, messages + answer)
             return self._chat_sample(
                 row, conversation_of(self.chat, row, conversation, first_trained=len(messages))
@@ -182,30 +165,51 @@ class Encoder:
 
     # ---- messages and text ----
 
+    def _messages(self, row: dict, column: str) -> list[dict] | None:
+        """Return a column as messages, None if it is none. Report keys that nothing reads."""
+        messages = messages_field(row, column)
+        if messages and self.chat:
+            for key in sorted(unread_keys(row[column], self.chat.words) - self.said):
+                self._say_once(f"not used: the key {key} of messages", kind=key)
+        return messages
+
     def _prompt_messages(self, row: dict, column: str) -> list[dict] | None:
         """Return the prompt as messages, None for plain text."""
-        messages = messages_field(row, column)
+        messages = self._messages(row, column)
         if messages is None:
             if self.chat is None or (self.prompt_format == "auto" and column != "question"):
-                if self.system_prompt:
+                if system := self._system(row):
                     problem = f"column {column} is plain text; set --prompt_format chat"
-                    raise ValueError(f"--system_prompt: {problem}")
+                    raise ValueError(f"{row['_source']}: the system text {system!r:.40}: {problem}")
                 return None
             messages = [dict(role="user", content=text_field(row, column))]
         elif self.chat is None:
             problem = f"column {column} lists messages, which need a chat template"
             raise ValueError(f"{row['_source']}: {problem}")
-        return self._with_system(messages)
+        return self._with_system(row, messages)
 
-    def _with_system(self, messages: list[dict]) -> list[dict]:
-        if not self.system_prompt or (messages and messages[0]["role"] in ("system", "developer")):
+    def _system(self, row: dict) -> str | None:
+        """Return the system text beside the messages: the row's own, or `--system_prompt`."""
+        for column in ("system", "system_prompt"):
+            if row.get(column):
+                return text_field(row, column)
+        return self.system_prompt
+
+    def _with_system(self, row: dict, messages: list[dict]) -> list[dict]:
+        has_system = messages[:1] and messages[0]["role"] in ("system", "developer")
+        system = self._system(row)
+        if has_system and system not in (None, self.system_prompt, messages[0]["content"]):
+            problem = "has a system text, and the messages begin with another one"
+            raise ValueError(f"{row['_source']}: the row {problem}")
+        if not system or has_system:
             return messages
-        return [dict(role="system", content=self.system_prompt), *messages]
+        return [dict(role="system", content=system), *messages]
 
     def _plain_prompt(self, row: dict, column: str) -> str:
-        if row.get("tools"):
-            problem = f"column tools needs chat format, column {column} is plain text"
-            raise ValueError(f"{row['_source']}: {problem}")
+        for name in ("tools", "chat_template_kwargs"):
+            if row.get(name):
+                problem = f"column {name} needs chat format, column {column} is plain text"
+                raise ValueError(f"{row['_source']}: {problem}")
         return self._read(row, _plain_text(row, column), has_bos=True)
 
     def _read_messages(self, row: dict, messages: list[dict]) -> list[dict]:
@@ -232,17 +236,20 @@ class Encoder:
         bos = self.tokenizer.bos_token or ""
         start = len(bos) if has_bos and value.startswith(bos) else 0
         ends = [len(end) for end in self.ends if has_end and value.endswith(end)]
-        end = len(value) - max(ends, default=0)
+        end = max(start, len(value) - max(ends, default=0))
         if self.special_text == "text":
-            inner = hidden(row["_source"], value[start:end], self.special_tokens)
+            inner = self.text_ids.hidden(row["_source"], value[start:end])
             return value[:start] + inner + value[end:]
-        token = self.special_pattern.search(value[start:end])
-        if token and not self.has_reported:
+        if token := self.text_ids.special.search(value[start:end]):
             problem = f"the text {token[0]} in the data is read as this special token"
             advice = "--special_text text reads it as text"
-            self.say(f"{row.get('_source')}: {problem}; {advice}")
-            self.has_reported = True
+            self._say_once(f"{row.get('_source')}: {problem}; {advice}", kind="special text")
         return value
+
+    def _say_once(self, note: str, kind: str) -> None:
+        if kind not in self.said:
+            self.said.add(kind)
+            self.say(note)
 
     def _with_eos(self, ids: list[int]) -> list[int]:
         """Return the ids with one EOS at the end, also if the text has its own."""
@@ -257,12 +264,7 @@ class Encoder:
         if row.get("images"):
             text, cuts = self.images.expand(row, text, cuts, not adds_bos)
         try:
-            if self.special_text == "text":
-                pieces = pieces_with_literals(
-                    self.tokenizer, text, cuts, adds_bos, self.added, self.special_tokens
-                )
-            else:
-                pieces = pieces_of(self.tokenizer, text, cuts, adds_bos, self.added)
+            pieces = self.text_ids.pieces(text, cuts, adds_bos)
         except ValueError as error:
             raise ValueError(f"{row['_source']}: {error}") from error
         limit = getattr(self.tokenizer, "model_vocab_size", None)
@@ -299,6 +301,15 @@ class Encoder:
         row.pop("_folder", None)
 
 
+def behind_prompt(row: dict, column: str, messages: list[dict], prompt: list[dict]) -> list[dict]:
+    """Return the messages of a column without the prompt that they repeat. Raises `ValueError` if
+    they begin otherwise."""
+    if messages[: len(prompt)] != prompt or len(messages) == len(prompt):
+        problem = f"column {column} begins with a question, but not with the prompt"
+        raise ValueError(f"{row['_source']}: {problem}")
+    return messages[len(prompt) :]
+
+
 def format_of(tokenizer, args: BaseArgs) -> str:
     """Return `--prompt_format`, as `load_tokenizer` has chosen it for the policy's tokenizer."""
     return getattr(tokenizer, "prompt_format", args.prompt_format)
@@ -323,13 +334,10 @@ def _plain_text(row: dict, column: str) -> str:
 
 def _is_empty(row: dict, column: str) -> bool:
     """Return whether a completion has no text and no tool calls."""
-    text = row.get(column)
-    if isinstance(text, list):
-        messages = messages_field(row, column)
-        if not messages:
-            return True
-        text = None if messages[-1].get("tool_calls") else messages[-1]["content"]
-    return isinstance(text, str) and not text.strip()
+    messages = messages_field(row, column)
+    if messages is None:
+        return not str(row.get(column, "?")).strip()
+    return not messages or not (messages[-1].get("tool_calls") or messages[-1]["content"].strip())
 
 
 def _all_but_images(sample: Sample) -> list[bool]:

@@ -1,12 +1,21 @@
-"""Columns of a row: text and conversations, checked and in one form."""
+"""Columns of a row: text, messages, tools and calls, checked and in one form."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, Required
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, WrapValidator
+from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
 IMAGE = "\ufffc"  # object replacement character: where an image stands in a text
 PLACEHOLDER = "<image>"  # the same in the texts of many data sets, and for people
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # a thought beside the content
+SHAREGPT_ROLES = dict(human="user", gpt="assistant", observation="tool")
+WITH_OTHER_KEYS = ConfigDict(extra="allow")  # which templates may read
+
+
+# ---- text ----
 
 
 def text_field(row: dict, column: str) -> str:
@@ -20,17 +29,101 @@ def text_field(row: dict, column: str) -> str:
     return value
 
 
-def require_characters(label: str, text: str) -> None:
-    """Raise `ValueError` for half a surrogate pair, which JSON may contain: it has no UTF-8."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+def require_characters(label: str, value: object) -> None:
+    """Raise `ValueError` for half a surrogate pair in a value of JSON: it has no UTF-8."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if not text.isascii() and re.search("[\ud800-\udfff]", text):
         raise ValueError(f"{label} contains a lone surrogate, which is not a character")
 
 
-def is_message(message: object) -> bool:
-    """Return whether the value is an object with string role and content."""
+# ---- messages ----
+
+
+def _object_of(value: object) -> object:
+    """Return the arguments of a call, which may be JSON text; there may be none."""
+    if value in ("", None):
+        return {}
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _text_of(content: object) -> object:
+    """Return the text of content that is a list of parts."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part["text"] for part in _PARTS.validate_python(content))
+
+
+def _in_one_form(message: object) -> object:
+    """Return a message without empty fields, with its thought under one name. ShareGPT's `from` and
+    `value` are role and content."""
     if not isinstance(message, dict):
-        return False
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        return message
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.keys() >= {"from", "value"}:
+        role = message.pop("from")
+        message["role"] = SHAREGPT_ROLES.get(role, role)
+        message["content"] = message.pop("value")
+    if "function_call" in message:
+        raise ValueError("it has a function_call, an old form; give tool_calls")
+    thoughts = [message.pop(key) for key in THOUGHT_KEYS if key in message]
+    if thought := next(filter(None, thoughts), None):
+        message["reasoning_content"] = thought
+        if str(message.get("content")).lstrip().startswith("<think>"):
+            raise ValueError("it has its thought twice, in the content and beside it")
+    if message.get("tool_calls") == []:
+        del message["tool_calls"]
+    if "tool_calls" in message:
+        if message.get("role") != "assistant":
+            raise ValueError("tool_calls stand in an assistant's message only")
+        message.setdefault("content", "")
+    return message
+
+
+def _in_given_order(value: object, check: Callable[[object], dict]) -> dict:
+    """Return a checked value with its keys in their order: templates may write it as JSON."""
+    checked = check(value)
+    return {key: checked[key] for key in value}
+
+
+class Part(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class Function(TypedDict):
+    __pydantic_config__ = WITH_OTHER_KEYS
+    name: str
+    arguments: Annotated[dict, BeforeValidator(_object_of)]
+
+
+class Call(TypedDict):
+    __pydantic_config__ = WITH_OTHER_KEYS
+    function: Annotated[Function, WrapValidator(_in_given_order)]
+
+
+class Message(TypedDict, total=False):
+    __pydantic_config__ = WITH_OTHER_KEYS
+    role: Required[str]
+    content: Required[Annotated[str, BeforeValidator(_text_of)]]
+    reasoning_content: str
+    tool_calls: list[Annotated[Call, WrapValidator(_in_given_order)]]
+    weight: bool
+    """whether the model's turn is trained, as OpenAI's fine-tuning has it"""
+    train: bool
+    """the same, as Axolotl has it"""
+
+
+class Schema(TypedDict):
+    name: str
+
+
+class Tool(TypedDict):
+    function: Schema
+
+
+_PARTS = TypeAdapter(list[Part])
+_MESSAGES = TypeAdapter(list[Annotated[Message, BeforeValidator(_in_one_form)]])
+_TOOLS = TypeAdapter(list[Tool | Schema])
 
 
 def messages_field(row: dict, column: str) -> list[dict] | None:
@@ -44,7 +137,90 @@ def messages_field(row: dict, column: str) -> list[dict] | None:
     if not isinstance(value, list):
         return None
     label = f"{row.get('_source')}: column {column}"
-    return [_message(label, number, message) for number, message in enumerate(value, 1)]
+    try:
+        messages = _MESSAGES.validate_python(value)
+    except ValidationError as error:
+        number, *path = error.errors()[0]["loc"]
+        raise ValueError(f"{label}: turn {number + 1}: {_problem(error, path)}") from None
+    require_characters(label, messages)
+    return messages
+
+
+def tools_field(row: dict) -> list[dict]:
+    """Return the column `tools`: JSON schemas of functions, as objects or text. Raises `ValueError`
+    otherwise."""
+    label = f"{row['_source']}: column tools"
+    try:
+        tools = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+        _TOOLS.validate_python(tools or [])
+    except ValidationError:
+        problem = "must list JSON schemas of functions, each with a name"
+        raise ValueError(f"{label} {problem}") from None
+    except ValueError as error:
+        raise ValueError(f"{label} is not JSON: {error}") from error
+    require_characters(label, tools)
+    return tools or []
+
+
+def _problem(error: ValidationError, path: Sequence[int | str]) -> str:
+    """Return the first problem that pydantic found, at a path in a message."""
+    problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(map(str, path))}: {problem}" if path else problem
+
+
+READ_KEYS = {*"role content type text tool_calls function arguments id index tool_call_id".split(),
+             *"from value weight train".split(), *THOUGHT_KEYS}  # fmt: skip
+
+
+def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
+    """Return the keys with a value, of messages, their parts and calls, that neither we nor the
+    chat template read."""
+    keys: set[str] = set()
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        calls = message.get("tool_calls") or []
+        for value in (message, *parts, *calls):
+            keys |= {key for key, item in value.items() if item is not None}
+        if message.get("role") == "tool":  # the calls have the names of functions
+            keys.discard("name")
+    return keys - READ_KEYS - template_reads
+
+
+def is_message(message: object) -> bool:
+    """Return whether the value is an object with string role and content."""
+    if not isinstance(message, dict):
+        return False
+    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+
+
+def with_results_in_order(label: str, messages: list[dict]) -> list[dict]:
+    """Return the messages with the results of calls in the order of the calls: templates without
+    ids pair them by their places. Raises `ValueError` if the results behind a turn with calls are
+    not one for each call."""
+    ordered = list(messages)
+    for i, message in enumerate(messages):
+        ids = [call.get("id") for call in message.get("tool_calls", ())]
+        end = i + 1
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        results = messages[i + 1 : end]
+        if not ids or not results:
+            continue
+        given = [result.get("tool_call_id") for result in results]
+        if None in ids or None in given:
+            if len(results) != len(ids):
+                problem = f"{len(results)} results for {len(ids)} calls"
+                raise ValueError(f"{label}: turn {i + 1}: {problem}")
+        elif sorted(given) != sorted(ids) or len({*ids}) < len(ids):
+            problem = f"results of the calls {', '.join(given)} for the calls {', '.join(ids)}"
+            raise ValueError(f"{label}: turn {i + 1}: {problem}; give one for each")
+        else:
+            ordered[i + 1 : end] = sorted(results, key=lambda x: ids.index(x["tool_call_id"]))
+    return ordered
+
+
+# ---- images ----
 
 
 def has_images(row: dict, columns: Sequence[str] | None = None) -> bool:
@@ -61,43 +237,6 @@ def _has_image(message: object) -> bool:
     if not isinstance(content, list):
         return False
     return any(isinstance(p, dict) and p.get("type") in ("image", "image_url") for p in content)
-
-
-def _message(label: str, number: int, value: object) -> dict:
-    turn = f"{label}: turn {number}"
-    value = value if isinstance(value, dict) else {}
-    message = {key: item for key, item in value.items() if item is not None}
-    if "function_call" in message:
-        raise ValueError(f"{turn} has a function_call, an old form; give tool_calls")
-    thoughts = [message.pop(key) for key in THOUGHT_KEYS if key in message]
-    for thought in thoughts:
-        if not isinstance(thought, str):
-            problem = f"its thought is {type(thought).__name__}, expected a string"
-            raise ValueError(f"{turn}: {problem}")
-        require_characters(label, thought)
-    thought = next(filter(None, thoughts), None)
-    if message.get("tool_calls") == []:
-        del message["tool_calls"]
-    if "tool_calls" in message:
-        message["tool_calls"] = calls_of(label, number, message)
-        message.setdefault("content", "")
-    if isinstance(message.get("content"), list):
-        message["content"] = "".join(_text_of_part(turn, part) for part in message["content"])
-    if not is_message(message):
-        raise ValueError(f"{label} must list objects with string role and content")
-    require_characters(label, message["role"] + message["content"])
-    if thought:
-        if message["content"].lstrip().startswith("<think>"):
-            raise ValueError(f"{turn} has its thought twice, in the content and beside it")
-        message["reasoning_content"] = thought
-    return message
-
-
-def _text_of_part(turn: str, part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f"{turn} has a part of type {kind}; only text and images are supported")
-    return part["text"]
 
 
 def in_one_part(message: dict) -> dict:
@@ -121,13 +260,13 @@ def in_parts(message: dict) -> dict:
     return message | dict(content=[part for part in parts if part.get("text") != ""])
 
 
+# ---- thoughts ----
+
+
 def texts_of(message: dict) -> list[str]:
     """Return the thought of a message and its answer, without blanks around them and tags."""
     texts = [message.get("reasoning_content") or "", *re.split("</?think>", message["content"])]
     return [text.strip() for text in texts if text.strip()]
-
-
-# ---- thoughts ----
 
 
 def opened_thought(prompt: str) -> str | None:
@@ -143,65 +282,3 @@ def closing(tag: str) -> str:
 def with_thought(thought: str, answer: str, tag: str = "<think>") -> str:
     """Return a thought, with its tags, and the answer."""
     return f"{tag}\n{thought}\n{closing(tag)}\n\n{answer}"
-
-
-# ---- tools and calls ----
-
-
-def tools_field(row: dict) -> list[dict]:
-    """Return the column `tools`: JSON schemas of functions, as objects or text. Raises `ValueError`
-    otherwise."""
-    tools = row["tools"]
-    label = f"{row['_source']}: column tools"
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) or []
-        except ValueError as error:
-            raise ValueError(f"{label} is not JSON: {error}") from error
-    if not isinstance(tools, list) or not all(map(_is_schema, tools)):
-        raise ValueError(f"{label} must list JSON schemas of functions, each with a name")
-    require_characters(label, json.dumps(tools, ensure_ascii=False, default=str))
-    return tools
-
-
-def _is_schema(tool: object) -> bool:
-    return isinstance(tool, dict) and _has_name(tool.get("function", tool))
-
-
-def _has_name(function: object) -> bool:
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def calls_of(label: str, number: int, message: dict) -> list[dict]:
-    """Return the tool calls of a message with their arguments as objects, the form that templates
-    expect. Raises `ValueError` that begins with `label` for malformed calls."""
-    calls = message["tool_calls"]
-    if not isinstance(calls, list) or message.get("role") != "assistant":
-        raise ValueError(f"{label}: tool_calls must be a list, in an assistant's message")
-    calls = [_call(f"{label}: turn {number}", call) for call in calls]
-    require_characters(label, json.dumps(calls, ensure_ascii=False, default=str))
-    return calls
-
-
-def _call(label: str, call: object) -> dict:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not _has_name(function):
-        problem = "a tool call must be an object with a `function` that has a `name`"
-        raise ValueError(f"{label}: {problem}")
-    label = f"{label}: the arguments of {function['name']}"
-    arguments = function.get("arguments")
-    if "arguments" in function and arguments in ("", None):  # a call without arguments
-        arguments = {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"{label} are not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{label} are not an object")
-    return call | dict(function=function | dict(arguments=arguments))
-
-
-def named(call: dict, name: str) -> dict:
-    """Return a call of another function."""
-    return call | dict(function=call["function"] | dict(name=name))

@@ -12,24 +12,23 @@ from common.data.sample import Sample
 
 def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[Sample]:
     """Encode [chosen, rejected] of a preference row. The prompt has its own column or is the start
-    of both. Message lists that do not start with an assistant turn contain the prompt, even if the
-    row has a column `prompt`."""
+    of both. Messages of a side may repeat the prompt."""
     encoder.take_images(row, columns)
-    chosen = messages_field(row, "chosen")
-    rejected = messages_field(row, "rejected")
     if "prompt" not in columns:
         row = _split_prompt(row)
-    elif _has_prompt(chosen) and _has_prompt(rejected):
-        prompt = messages_field(row, "prompt") or []
-        if chosen[: len(prompt)] != prompt or rejected[: len(prompt)] != prompt:
+    elif isinstance(row["prompt"], str) and _has_prompt(row, "chosen", "rejected"):
+        text = row["prompt"].strip()
+        row = _split_prompt(row)
+        if text not in [message["content"].strip() for message in row["prompt"]]:
             problem = "chosen and rejected do not begin with column prompt"
             raise ValueError(f"{row['_source']}: {problem}")
-        row = _split_prompt(row)
     return [encoder.completion(row, "prompt", side) for side in ("chosen", "rejected")]
 
 
-def _has_prompt(messages: list[dict] | None) -> bool:
-    return bool(messages) and messages[0]["role"] != "assistant"
+def _has_prompt(row: dict, *sides: str) -> bool:
+    """Return whether each side is messages that begin with those of a prompt."""
+    firsts = [(messages_field(row, side) or [dict(role="assistant")])[0] for side in sides]
+    return all(message["role"] != "assistant" for message in firsts)
 
 
 def _split_prompt(row: dict) -> dict:
@@ -50,8 +49,11 @@ def _split_prompt(row: dict) -> dict:
         has_prompt = bool(chosen[:shared].strip())
     else:
         shared = _shared(chosen, rejected)
-        if shared == len(chosen) == len(rejected):  # the same answer
-            shared -= 1
+        if shared == min(len(chosen), len(rejected)):  # one continues the other: before its answer
+            turns = [
+                i for i, message in enumerate(chosen[:shared]) if message["role"] == "assistant"
+            ]
+            shared = turns[-1] if turns else 0
         answers = (*chosen[shared : shared + 1], *rejected[shared : shared + 1])
         has_prompt = shared > 0 and all(answer["role"] == "assistant" for answer in answers)
     if not has_prompt:

@@ -1,21 +1,22 @@
 """Conversations -> text with the places of the model's turns, for training and for sampling.
 
-A turn of the model is trained as it is sampled: from the end of its prompt up to the token that
-ends it. A turn that the template shows in another form than the sampled one, such as an earlier
-turn without its thought, is context."""
+A turn of the model is trained as it is sampled: what the chat template writes behind its prompt
+when the turn is the last one, up to the token that ends it. A turn that the whole text shows in
+another form, such as an earlier turn without its thought, is context."""
 
+import contextlib
 import os
+import re
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import NamedTuple
 
-from common.data.calls import end_of_calls
-from common.data.chat import MARK, ChatTemplate
+from common.data.chat import ASKED, MARK, ChatTemplate
 from common.data.messages import (
     closing,
-    named,
     opened_thought,
     texts_of,
     tools_field,
+    with_results_in_order,
     with_thought,
 )
 
@@ -42,66 +43,86 @@ class Rendering:
     """turns that were to be trained and are context"""
 
 
+class Sampled(NamedTuple):
+    """A conversation when the model has sampled its last message."""
+
+    prompt: str | None
+    """None, like `text`, if the template refuses it"""
+    text: str | None
+    token: str
+    """token that ends the turn; empty without one"""
+
+
 def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> Rendering:
     """Return the text from which the model's next turn is sampled. A turn of the model at the end
     of `messages` is continued. Raises `ValueError` if the template leaves a message out."""
-    row = _with_tools(row)
-    messages = chat.normal(messages)
+    row, messages = _in_one_form(chat, row, messages)
     begun = messages.pop() if is_answer(messages) else None
     text = chat.render(row, messages, add_generation_prompt=True)
     require_shown(chat, row, messages, text)
     turns = []
-    places = _model_turns(messages)
-    if places:
-        whole = chat.render(row, messages)
-        shared = _shared(whole, text)
-        turns = [_turn(chat, row, whole, messages, i, shared) for i in places]
-    if begun:
-        text = with_begun(chat, row, messages, text, begun)
-    return Rendering(text, [turn for turn in turns if isinstance(turn, Turn)])
+    for i, sampled in _sampled_turns(chat, row, messages).items():
+        with contextlib.suppress(ValueError):  # context
+            turns.append(_turn(chat, row, text, messages[: i + 1], sampled))
+    return Rendering(_with_begun(chat, row, messages, text, begun) if begun else text, turns)
 
 
 def conversation_of(
-    chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int
+    chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int = 0
 ) -> Rendering:
-    """Return a conversation whose turns of the model from message `first_trained` on are trained.
-    The first trained message continues the one before it if both are the model's. Raises
-    `ValueError` if the template leaves a message out, or shows no turn as it is sampled."""
-    row = _with_tools(row)
+    """Return a conversation whose turns of the model from message `first_trained` on are trained,
+    except those with `weight` 0. The first trained message continues the one before it if both are
+    the model's. Raises `ValueError` if the template leaves a message out, or shows no turn as it is
+    sampled."""
     if is_answer(messages[:first_trained]) and messages[first_trained]["role"] == "assistant":
-        return continuation_of(chat, row, messages, first_trained)
-    messages = chat.normal(messages)
-    places = _model_turns(messages)
-    if max(places, default=-1) < first_trained:
+        return _continuation_of(chat, row, messages, first_trained)
+    if not any(message["role"] == "assistant" for message in messages[first_trained:]):
         raise ValueError(f"{row['_source']}: no message with the role assistant to train on")
-    whole = chat.render(row, messages)
-    require_shown(chat, row, messages, whole)
-    text = _as_sampled(chat, row, whole, messages)
-    shared = _shared(whole, text)
+    row, messages = _in_one_form(chat, row, messages)
+    sampled = _sampled_turns(chat, row, messages)
+    text = _whole(chat, row, messages, sampled)
     turns: list[Turn] = []
     untrained: list[str] = []
-    for i in places:
-        if i == len(messages) - 1:
-            turn = _turn(chat, row, text, messages, i, len(text))
+    for i in sampled:
+        is_trained = i >= first_trained and all(
+            messages[i].get(k, True) for k in ("weight", "train")
+        )
+        try:
+            turn = _turn(chat, row, text, messages[: i + 1], sampled[i])
+        except ValueError as reason:
+            untrained += [f"turn {i + 1} (assistant): {reason}"] * is_trained
         else:
-            turn = _turn(chat, row, whole, messages, i, shared)
-        if isinstance(turn, Turn):
-            turns.append(Turn(turn.start, turn.end, i >= first_trained))
-        elif i >= first_trained:
-            untrained.append(f"turn {i + 1} (assistant): {turn}")
+            turns.append(Turn(turn.start, turn.end, is_trained))
     if untrained and not any(turn.trained for turn in turns):
         raise ValueError(f"{row['_source']}: {untrained[-1]}")
-    assert all(before.end <= after.start for before, after in pairwise(turns)), "two turns overlap"
     return Rendering(text, turns, len(untrained))
 
 
-def _with_tools(row: dict) -> dict:
-    if not row.get("tools"):
-        return row
-    return row | dict(tools=tools_field(row))
+def text_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> str:
+    """Return the text of a conversation, whose turns need not be shown as they are sampled. Raises
+    `ValueError` if the template leaves a message out."""
+    row, messages = _in_one_form(chat, row, messages)
+    return _whole(chat, row, messages, _sampled_turns(chat, row, messages))
 
 
-# ---- turns of the model ----
+def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) -> tuple[str, str]:
+    """Return the token that ends a turn of the model like `turn`, and the text behind it:
+    `messages`, up to the start of the model's next turn. Raises `ValueError` if the template writes
+    no such token or leaves a message out."""
+    row, messages = _in_one_form(chat, row, [ASKED, turn, *messages])
+    text = chat.render(row, messages, add_generation_prompt=True)
+    require_shown(chat, row, messages, text)
+    sampled = as_sampled(chat, row, messages[:2])
+    done, token, _ = (sampled.text or "").rpartition(sampled.token or "\0")
+    if token and text.startswith(done + token):
+        return token, text[len(done + token) :]
+    with contextlib.suppress(ValueError):  # without an empty thought
+        return sampled.token, text[_turn(chat, row, text, messages[:2], sampled).end :]
+    if turn.get("tool_calls") or MARK not in text:
+        raise ValueError("the chat template puts no end-of-turn token after a turn of the model")
+    _, _, text = text.partition(MARK)  # another token ends earlier turns
+    ends = [end for _, end in chat.added_tokens(text)]
+    return sampled.token, text[ends[0] :] if ends else text
 
 
 def is_answer(messages: list[dict]) -> bool:
@@ -111,61 +132,91 @@ def is_answer(messages: list[dict]) -> bool:
     return not messages[-1].get("tool_calls")
 
 
-def _model_turns(messages: list[dict]) -> list[int]:
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+def _in_one_form(chat: ChatTemplate, row: dict, messages: list[dict]) -> tuple[dict, list[dict]]:
+    """Return the row with its tools as schemas, and the messages as the template has them."""
+    if row.get("tools"):
+        row = row | dict(tools=tools_field(row))
+    return row, with_results_in_order(str(row.get("_source")), chat.normal(messages))
 
 
-def _turn(
-    chat: ChatTemplate, row: dict, text: str, messages: list[dict], i: int, limit: int
-) -> Turn | str:
-    """Return turn `i` of a conversation, or why the first `limit` characters of its text do not
-    show it as it is sampled."""
-    try:
-        prompt = chat.render(row, messages[:i], add_generation_prompt=True)
-    except ValueError:
-        return "it has no prompt"
-    start = len(prompt)
+# ---- turns of the model ----
+
+
+def _sampled_turns(chat: ChatTemplate, row: dict, messages: list[dict]) -> dict[int, Sampled]:
+    """Return the conversation after each turn of the model, by the turn's number."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return {i: as_sampled(chat, row, messages[: i + 1]) for i in turns}
+
+
+def _whole(chat: ChatTemplate, row: dict, messages: list[dict], sampled: dict[int, Sampled]) -> str:
+    """Return the text of a conversation, where the model's turn at the end is as it is sampled."""
+    last = sampled.get(len(messages) - 1)
+    text = last.text if last and last.text else chat.render(row, messages)
+    require_shown(chat, row, messages, text)
+    return text
+
+
+def as_sampled(chat: ChatTemplate, row: dict, messages: list[dict]) -> Sampled:
+    """Return a conversation when the model has sampled its last message. A template may leave out
+    the token that ends the turn, or a thought that it opens in the prompt: then the prompt and the
+    turn are put together here."""
+    prompt = text = None
+    with contextlib.suppress(ValueError):
+        prompt = chat.render(row, messages[:-1], add_generation_prompt=True)
+    with contextlib.suppress(ValueError):
+        text = chat.render(row, messages)
+    end = chat.end_of(messages[-1])
+    if end is None or text is None:
+        return Sampled(prompt, text, "")
+    if prompt and is_answer(messages) and opened_thought(prompt) and not text.startswith(prompt):
+        return Sampled(prompt, prompt + after_prompt(prompt, messages[-1]) + end.tail, end.token)
+    return Sampled(prompt, text + end.token if end.appended else text, end.token)
+
+
+def _turn(chat: ChatTemplate, row: dict, text: str, messages: list[dict], sampled: Sampled) -> Turn:
+    """Return the turn at the end of `messages`, the start of a conversation with this text. Raises
+    `ValueError` if the text does not show the turn as it is sampled."""
+    turn = _text_of_turn(sampled)
+    place = 0
+    for part in texts_of(messages[-1]):
+        place = turn.find(part, place) + len(part)
+        if place < len(part):
+            raise ValueError("the chat template changes its text or drops its thought")
+    structure = _structure(row, messages)
+    if structure not in chat.usual:  # none of the turn is from another message
+        tools = row.get("tools") if messages[-1].get("tool_calls") else None
+        alone = as_sampled(chat, row | dict(tools=tools), [ASKED, messages[-1]])
+        chat.usual[structure] = _squeezed(turn) in _squeezed(_text_of_turn(alone))
+    if not chat.usual[structure]:
+        raise ValueError("the chat template writes other text into it")
+    start = end = len(sampled.prompt)
+    while text.startswith(sampled.prompt) and (end := text.find(sampled.token, end)) >= 0:
+        end += len(sampled.token)
+        if _squeezed(text[start:end]) == _squeezed(turn):
+            return Turn(start, end)
+    same = len(os.path.commonprefix([sampled.text, text]))
+    forms = f"{text[same:][:20]!r}, not {sampled.text[same:][:20]!r}"
+    raise ValueError(f"{ANOTHER_FORM}: {forms}")
+
+
+def _text_of_turn(sampled: Sampled) -> str:
+    """Return the turn from the end of its prompt to the end of its last token."""
+    prompt, text, token = sampled
+    if prompt is None or text is None:
+        raise ValueError("it has no prompt")
     if not text.startswith(prompt):
-        same = _shared(prompt, text)
+        same = len(os.path.commonprefix([prompt, text]))
         forms = f"the prompt goes on with {prompt[same:][:20]!r}, the turn with"
-        return f"{ANOTHER_FORM}: {forms} {text[same:][:20]!r}"
-    if messages[i].get("tool_calls"):
-        end = end_of_calls(chat, row, text, messages, i, start)
-    else:
-        end = _end(chat, text, start, messages[i], is_last=i == len(messages) - 1)
-    if isinstance(end, str):
-        return end
-    return Turn(start, end) if end <= limit else f"{ANOTHER_FORM}: it ends in another way"
+        raise ValueError(f"{ANOTHER_FORM}: {forms} {text[same:][:20]!r}")
+    end = text.rfind(token, len(prompt)) + len(token)
+    if not token or end < len(token):
+        raise ValueError("the chat template changes its text or puts no end-of-turn token after it")
+    return text[len(prompt) : end]
 
 
-def _end(chat: ChatTemplate, text: str, start: int, message: dict, is_last: bool) -> int | str:
-    """Return the end of the turn that begins at `start`: its thought, its answer, the token that
-    ends it, and between them only what the template writes into each turn."""
-    place = start
-    for part in texts_of(message):
-        place = chat.markup.match(text, place).end()
-        if not text.startswith(part, place):
-            return "the chat template changes its text, drops its thought or adds other text"
-        place += len(part)
-    token = chat.end and (chat.end.last if is_last else chat.end.earlier)
-    end = text.find(token, place) if token else -1
-    if end < 0 or not chat.markup.fullmatch(text, place, end):
-        return "the chat template puts no end-of-turn token after it"
-    return end + len(token)
-
-
-def _as_sampled(chat: ChatTemplate, row: dict, text: str, messages: list[dict]) -> str:
-    """Return the text of a conversation with the token that ends the model's last turn. A template
-    may open a thought in the prompt and leave it out of the turn: then the prompt and the turn are
-    put together here."""
-    if chat.end is None or not is_answer(messages):
-        return text
-    *before, last = messages
-    if before and opened_thought(chat.header):
-        prompt = chat.render(row, before, add_generation_prompt=True)
-        if opened_thought(prompt) and not text.startswith(prompt):
-            return prompt + after_prompt(prompt, last) + chat.end.tail
-    return text + chat.end.token if chat.end.appended else text
+def _squeezed(text: str) -> str:
+    """Return a text without blanks and the tags of an empty thought, which earlier turns lack."""
+    return re.sub(r"\s|</?think>", "", text)
 
 
 def after_prompt(prompt: str, message: dict) -> str:
@@ -182,11 +233,6 @@ def after_prompt(prompt: str, message: dict) -> str:
     return f"{thought or ''}\n{closing(tag)}\n\n{answer}"
 
 
-def _shared(a: str, b: str) -> int:
-    """Return the number of characters that two texts have in common at their start."""
-    return len(os.path.commonprefix([a, b]))
-
-
 # ---- messages that the template leaves out ----
 
 
@@ -194,34 +240,34 @@ def require_shown(chat: ChatTemplate, row: dict, messages: list[dict], text: str
     """Raise `ValueError` if the template leaves out a message or a tool call. Conversations of one
     structure are shown alike, so each structure is probed once, with a mark in place of each
     content and of each call's name."""
-    structure = (bool(row.get("tools")), *map(_structure, messages))
+    structure = _structure(row, messages)
     if structure in chat.shown:
         return
     marked = [_marked(message, i) for i, message in enumerate(messages)]
     try:
-        shown = chat.render(row, marked)
+        text = chat.render(row, marked)
     except ValueError:  # the template reads the content; then the text itself must be there
-        shown = text
         marked = messages
-    shown = shown.lower()  # some templates change the case
     for number, (message, mark) in enumerate(zip(messages, marked, strict=True), 1):
-        problem = ""
-        if mark["content"].strip().lower() not in shown:
-            problem = "leaves it out; change the role"
+        turn = f"{row.get('_source')}: turn {number} ({message['role']}): the chat template"
+        if mark["content"].strip().lower() not in text.lower():  # some templates change the case
+            raise ValueError(f"{turn} leaves it out; change the role")
         for call, marked_call in zip(_calls(message), _calls(mark), strict=True):
-            if marked_call["name"].lower() not in shown:
-                problem = f"omits the tool call of {call['name']}"
-                break
-        if problem:
-            turn = f"turn {number} ({message['role']})"
-            raise ValueError(f"{row['_source']}: {turn}: the chat template {problem}")
+            if marked_call["name"].lower() not in text.lower():
+                raise ValueError(f"{turn} omits the tool call of {call['name']}")
     chat.shown.add(structure)
 
 
-def _structure(message: dict) -> tuple[str, bool, bool, int]:
-    """Return what decides whether a template shows a message."""
-    has_thought = "reasoning_content" in message
-    return message["role"], bool(message["content"].strip()), has_thought, len(_calls(message))
+def _structure(row: dict, messages: list[dict]) -> tuple:
+    """Return what decides whether a template shows the messages."""
+    return (
+        bool(row.get("tools")),
+        str(row.get("chat_template_kwargs")),
+        *(
+            (m["role"], bool(m["content"].strip()), "reasoning_content" in m, len(_calls(m)))
+            for m in messages
+        ),
+    )
 
 
 def _calls(message: dict) -> list[dict]:
@@ -230,21 +276,23 @@ def _calls(message: dict) -> list[dict]:
 
 def _marked(message: dict, number: int) -> dict:
     """Return a message with marks in place of its content and of the names of its calls."""
-    content = f"(this is turn {number})" if message["content"].strip() else ""
+    message = message | dict(content=f"(turn {number})" if message["content"].strip() else "")
     if not message.get("tool_calls"):
-        return message | dict(content=content)
-    calls = [named(call, f"turn_{number}_call_{i}") for i, call in enumerate(message["tool_calls"])]
-    return message | dict(content=content, tool_calls=calls)
+        return message
+    names = [f"turn_{number}_call_{i}" for i in range(len(message["tool_calls"]))]
+    calls = zip(message["tool_calls"], names, strict=True)
+    marked = [call | dict(function=call["function"] | dict(name=name)) for call, name in calls]
+    return message | dict(tool_calls=marked)
 
 
 # ---- a turn of the model that a prompt begins and a completion continues ----
 
 
-def with_begun(
+def _with_begun(
     chat: ChatTemplate, row: dict, messages: list[dict], prompt: str, begun: dict
 ) -> str:
     """Return a prompt with the beginning of the model's turn, behind what the template writes
-    before the answer."""
+    before the answer. `continue_final_message` would drop blanks at its end."""
     if not begun["content"].lstrip().startswith("<think>"):
         text = chat.render(row, [*messages, begun | dict(content=MARK)])
         head, mark, _ = text.partition(MARK)
@@ -253,18 +301,16 @@ def with_begun(
     return prompt + after_prompt(prompt, begun)
 
 
-def continuation_of(
+def _continuation_of(
     chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int
 ) -> Rendering:
     """Return a conversation whose only trained message continues the turn before it."""
-    number = first_trained + 1
-    if len(messages) > number:
-        problem = f"turn {number + 1}: no turn may follow one that is continued"
-        raise ValueError(f"{row['_source']}: {problem}")
+    label = f"{row['_source']}: turn {first_trained + 1}"
     completion = messages[first_trained]
+    if len(messages) > first_trained + 1:
+        raise ValueError(f"{label}: no further turn may follow one that is continued")
     if completion.get("tool_calls") or completion.get("reasoning_content") or chat.end is None:
-        problem = f"turn {number}: only text can continue a turn of the model"
-        raise ValueError(f"{row['_source']}: {problem}")
+        raise ValueError(f"{label}: only text can continue a turn of the model")
     prompt = prompt_of(chat, row, messages[:first_trained])
     (completion,) = chat.normal([completion])
     text = prompt.text + completion["content"]

@@ -8,7 +8,6 @@ from typing import Any
 
 from common.config.extra import extra
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
-from common.data.calls import end_of_calls_token
 from common.data.chat import end_of_turn, use_template
 from common.model.loading import load_config, named_errors
 from common.model.model_folder import find_model
@@ -162,7 +161,7 @@ def eos_token_ids(
         eos = _fields(path, name).get("eos_token_id")
         ids.update(eos if isinstance(eos, list) else [eos])
     if prompt_format != "plain" and tokenizer.chat_template is not None:
-        ids |= {_template_end(tokenizer), end_of_calls_token(tokenizer)}
+        ids |= {_template_end(tokenizer), end_of_turn(tokenizer, calls=True)}
     return sorted(ids - {None})
 
 

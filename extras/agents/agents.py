@@ -294,10 +294,8 @@ class Agents:
             has_end = False
         last_token = None if has_end else completion.ids[-1]
         new = row["messages"][len(branch.history) :]
-        if calls := branch.history[-1].get("tool_calls"):
-            ids = self.encoder.reply_to_calls(row, calls, new, last_token)
-        else:
-            ids = self.encoder.reply(new, last_token)
+        calls = branch.history[-1].get("tool_calls")
+        ids = self.encoder.reply(new, last_token, calls, row["tools"])
         length = len(completion.completion_ids) + len(ids)
         room = self.args.max_new_tokens - length
         _require_room(room - 1, f"the conversation has {length} tokens after its prompt")

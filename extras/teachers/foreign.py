@@ -19,7 +19,6 @@ from torch import Tensor
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder, format_of
 from common.data.packing import PackedBatch, pack_groups
-from common.data.pieces import continuation
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group, Sample
 from common.model.comparison import Comparison
@@ -139,9 +138,7 @@ class ForeignTeacher(Teacher):
         try:
             text = b"".join(pieces).decode()
             end = self._end(sample.row) if has_end else ""
-            own_ids, end_ids = continuation(
-                self.tokenizer, text + end, [len(text)], self.encoder.added
-            )
+            own_ids, end_ids = self.encoder.text_ids.pieces(text + end, [len(text)], follows=True)
         except ValueError as error:  # of UTF-8 too: half of a character
             return distributed.first_line(error)
         own_pieces = [self.bytes_of.get(i) for i in own_ids]

@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from common.config.online import SamplingArgs
-from common.data.calls import PROBE, PROBED_RESULT, after_calls
-from common.data.chat import ASKED, CALL, SAID, ChatTemplate
+from common.data.chat import ASKED, CALL, PROBE, SAID, ChatTemplate
+from common.data.turns import as_sampled
 from common.parallel import distributed
 from common.rewards.thoughts import answer_of, marks_of, template_text
 
@@ -124,7 +124,7 @@ def make_parser(tokenizer, args: SamplingArgs) -> Parser:
             f" {text!r:.200}; name another parser, or set another --chat_template"
         )
     before, _, _ = text.partition(function["name"])
-    parser.marker = marker_of(chat.markup.sub("", before, count=1))
+    parser.marker = marker_of(re.sub(r"\A(\s|</?think>)*", "", before))
     return parser
 
 
@@ -132,15 +132,12 @@ def written_calls(chat: ChatTemplate, row: dict, calls: list[dict]) -> tuple[str
     """Return a prompt and the turn that the chat template writes after it for `calls`, without the
     token that ends it. The prompt is empty if the template opens a thought in it that it leaves out
     of the turn. Raises `ValueError` if no token ends a turn with calls."""
-    prompt = chat.render(row, [ASKED], add_generation_prompt=True)
-    results = [PROBED_RESULT | dict(tool_call_id=call["id"]) for call in calls]
-    try:
-        token, behind = after_calls(chat, row, calls, results)
-    except ValueError as error:
-        raise ValueError(f"--tools: {error}; set another --chat_template") from error
     turn = SAID | dict(content="", tool_calls=calls)
-    text = chat.render(row, [ASKED, turn, *results], add_generation_prompt=True)
-    text = text.removesuffix(behind).removesuffix(token)
+    prompt, text, token = as_sampled(chat, row, [ASKED, turn])
+    if prompt is None or text is None or not token:
+        problem = "the chat template puts no end-of-turn token after a tool call"
+        raise ValueError(f"--tools: {problem}; set another --chat_template")
+    text = text[: text.rindex(token)]
     if text.startswith(prompt):
         return prompt, text[len(prompt) :]
     shared = os.path.commonprefix([text, prompt])

@@ -189,5 +189,4 @@ def reply_ids(
         function = dict(name=call.name, arguments=dict(x=1))
         made.append(dict(type="function", id=name, function=function))
         results.append(dict(role="tool", name=call.name, tool_call_id=name, content=text))
-    row = dict(_source="the results of tools", tools=row["tools"])
-    return encoder.reply_to_calls(row, made, results, last_token)
+    return encoder.reply(results, last_token, made, row["tools"])

@@ -229,7 +229,7 @@ def test_malformed_rows_are_refused_by_name():
         (dict(prompt="a", completion=3), PAIR, "completion is int"),
         (dict(prompt="a", completion=None), PAIR, "completion is missing"),
         (dict(messages="a"), MESSAGES, "messages must be a list"),
-        (dict(messages=[dict(role="user")]), MESSAGES, "string role and content"),
+        (dict(messages=[dict(role="user")]), MESSAGES, "turn 1: content: Field required"),
     ):
         with pytest.raises(ValueError, match=f"rows.jsonl:7.*{what}"):
             encoder().sft(row | dict(_source="rows.jsonl:7"), columns)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data.pieces import pieces_of
+from common.data.text_ids import TextIds
 
 TEXT = st.text(alphabet="a4bx \n'.<s>é字", max_size=8)
 
@@ -59,14 +59,8 @@ def ids(tokenizer, text: str) -> list[int]:
 @settings(max_examples=200, derandomize=True)
 @given(prompt=TEXT, completion=TEXT)
 def test_prompt_has_the_tokens_that_it_has_alone(tokenizer, prompt, completion):
-    before, after = pieces_of(tokenizer, prompt + completion, [len(prompt)])
+    before, after = TextIds(tokenizer).pieces(prompt + completion, [len(prompt)])
     assert before == ids(tokenizer, prompt)
-    assert pieces_of(
-        tokenizer, prompt + completion, [len(prompt)], added=tokenizer.added_tokens_decoder
-    ) == [
-        before,
-        after,
-    ]
     assert tokenizer.decode(before + after) == tokenizer.decode(ids(tokenizer, prompt + completion))
 
 
@@ -76,7 +70,7 @@ def test_pieces_between_special_tokens_are_those_of_the_whole_text(tokenizer, wo
     text = "<s>".join(words)
     ends = [len("<s>".join(words[: i + 1])) for i in range(len(words) - 1)]
     cuts = [cut for end in ends for cut in (end, end + len("<s>"))]
-    pieces = pieces_of(tokenizer, text, cuts)
+    pieces = TextIds(tokenizer).pieces(text, cuts)
     assert [i for piece in pieces for i in piece] == ids(tokenizer, text)
     assert pieces[1::2] == [ids(tokenizer, "<s>")] * len(ends)
 
@@ -88,7 +82,7 @@ def test_continuation_cannot_change_the_prompt(prompt, completion):
     """GPT-2's rules split the last of several blanks off if a word follows, and these pairs are one
     token."""
     tokenizer = byte_level()
-    before, after = pieces_of(tokenizer, prompt + completion, [len(prompt)])
+    before, after = TextIds(tokenizer).pieces(prompt + completion, [len(prompt)])
     assert before == ids(tokenizer, prompt) and tokenizer.decode(after) == completion
     assert before + after != ids(tokenizer, prompt + completion)
 
@@ -102,5 +96,5 @@ def test_continuation_begins_with_a_blank_only_if_the_text_has_one(tmp_path):
         ("The", ["The"]),
         (" The", ["▁The"]),
     ):
-        _, after = pieces_of(tokenizer, f"A:{completion}", [2])
+        _, after = TextIds(tokenizer).pieces(f"A:{completion}", [2])
         assert tokenizer.convert_ids_to_tokens(after) == tokens

@@ -1,0 +1,90 @@
+"""Text -> token ids, with places that must lie between two tokens: the ends of prompts and
+completions."""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise, takewhile
+
+FIRST = 0x100000  # of a private range of Unicode: characters that stand for special tokens as text
+STAND_IN = re.compile("[\U00100000-\U0010ffff]")
+
+
+class TextIds:
+    """Token ids of texts in pieces, by one tokenizer."""
+
+    def __init__(self, tokenizer, reads_hidden: bool = False):
+        """With `reads_hidden` the characters of `hidden` stand for special tokens that are text."""
+        self.tokenizer = tokenizer
+        self._stand_in = STAND_IN if reads_hidden else any_of(())
+        tokens = sorted(tokenizer.added_tokens_decoder.values(), key=lambda x: -len(str(x)))
+        self.special_tokens = [str(token) for token in tokens if token.special and str(token)]
+        self.special = any_of(self.special_tokens)
+        self._added = any_of(str(token) for token in tokens if str(token))
+        self._ids = lru_cache(maxsize=64)(self._ids_of)
+        self._bos = [*takewhile(lambda i: i != self._ids("a")[0], tokenizer("a")["input_ids"])]
+
+    def _ids_of(self, text: str, as_text: bool = False) -> list[int]:
+        options = dict(split_special_tokens=True) if as_text else {}
+        return self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+
+    def pieces(
+        self, text: str, cuts: Sequence[int], adds_bos: bool = False, follows: bool = False
+    ) -> list[list[int]]:
+        """Return the ids of the pieces of `text` between the places `cuts`, in characters.
+
+        The first piece has the ids that it has alone, like a prompt; each later one those that it
+        has behind the text before it. With `adds_bos` the tokenizer adds BOS, once; it never adds
+        EOS. If the text `follows` other text, it has no blank of SentencePiece in front. Raises
+        `ValueError` if no token ends at a cut."""
+        literals = {match.start() for match in self._stand_in.finditer(text)}
+        behind_literals = {place + 1 for place in literals}
+        # nothing before an added token changes the ids behind it
+        starts = [0, *(match.start() for match in self._added.finditer(text))]
+        ids: dict[int, list[int]] = {}  # of the text from each place up to the next one
+        places = sorted({0, *literals, *behind_literals, *cuts, len(text)})
+        for place, end in pairwise(places):
+            if place in literals:
+                token = self.special_tokens[ord(text[place]) - FIRST]
+                ids[place] = self._behind("", token, as_text=True)
+            elif place == 0 and not follows:
+                ids[place] = self._ids(text[:end], False)
+            else:
+                start = max(starts[bisect_left(starts, place) - 1], 0)
+                head = "" if place in behind_literals else text[start:place]
+                ids[place] = self._behind(head, text[place:end])
+        first, *others = [
+            [*chain(*(ids[place] for place in places if start <= place < end))]
+            for start, end in pairwise([0, *cuts, len(text)])
+        ]
+        if adds_bos and first[: len(self._bos)] != self._bos:
+            first = self._bos + first
+        return [first, *others]
+
+    def _behind(self, head: str, text: str, as_text: bool = False) -> list[int]:
+        """Return the ids of `text` behind `head`. Without `head`, or if one token would cover the
+        place between them, return those behind other text. With `as_text` special tokens are text.
+        Raises `ValueError` if no token ends between them."""
+        if not text:
+            return []
+        for before in filter(None, (head, "a", "\n", ".")):
+            ids = self._ids(before, as_text)
+            both = self._ids(before + text, as_text)
+            if both[: len(ids)] == ids:
+                return both[len(ids) :]
+        raise ValueError(f"the tokenizer cannot separate {text[:20]!r} from the text before it")
+
+    def hidden(self, source: str, text: str) -> str:
+        """Return a text with a character that stands for each special token in it, which keeps its
+        place while the chat template is rendered and the rest is tokenised. Raises `ValueError`
+        for a text with such characters of its own; `source` is its row."""
+        if STAND_IN.search(text):
+            problem = "a character beyond U+FFFFF cannot be read with --special_text text"
+            raise ValueError(f"{source}: {problem}")
+        return self.special.sub(lambda m: chr(FIRST + self.special_tokens.index(m[0])), text)
+
+
+def any_of(words: Iterable[str]) -> re.Pattern:
+    """Return a pattern of the first of `words` at a place; with none it never matches."""
+    return re.compile("|".join(map(re.escape, words)) or r"(?!)")
