@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import distill
 from common.data.encode import Encoder
 from common.data.packing import pack_minibatches
-from common.data.pieces import continuation
 from common.data.sample import Completion
+from common.data.text_ids import TextIds
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.logprobs import TokenStats
@@ -79,7 +79,7 @@ def write_foreign_teacher(folder):
 @settings(max_examples=100, derandomize=True)
 @given(text=TEXT)
 def test_bytes_of_the_tokens_are_those_of_the_text(tokenizer, text):
-    (ids,) = continuation(tokenizer, text, [])
+    (ids,) = TextIds(tokenizer).pieces(text, [], follows=True)
     bytes_of = bytes_of_tokens(tokenizer)
     assert b"".join(bytes_of[i] for i in ids) == text.encode()
     assert not bytes_of.keys() & set(tokenizer.all_special_ids)
