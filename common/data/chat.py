@@ -5,22 +5,16 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.meta import find_undeclared_variables
 
 from common.config.specs import pairs_of
-from common.data.messages import (
-    THOUGHT_KEYS,
-    in_one_part,
-    in_parts,
-    opened_thought,
-    with_thought,
-)
+from common.data.messages import IMAGE, THOUGHT_KEYS, in_parts, opened_thought, with_thought
 from common.parallel import distributed
 
 # a probe conversation: templates may trim a turn or depend on earlier ones
@@ -53,18 +47,13 @@ _ERRORS = (
 _OURS = ("messages", "tools", "add_generation_prompt")  # variables that `ChatTemplate.render` sets
 
 
-@dataclass(frozen=True)
-class TurnEnd:
+class TurnEnd(NamedTuple):
     """How a template ends a turn of the model."""
 
-    token: str
-    """last token that the model samples"""
-    last: str
-    """text from the end of the answer up to and with `token`, in the last turn"""
-    tail: str
-    """all text after the answer of the last turn; begins with `last`"""
-    appended: bool = False
-    """whether the template leaves the token of a last turn out, so that it is added here"""
+    token: str  # the last one that the model samples
+    last: str  # text from the end of the answer up to and with `token`, in the last turn
+    tail: str  # all text after the answer of the last turn; begins with `last`
+    appended: bool = False  # the template leaves the token of a last turn out; it is added here
 
 
 class ChatTemplate:
@@ -77,14 +66,11 @@ class ChatTemplate:
         """Parse `--template_kwargs`. Raises `ValueError` if the template does not render or ignores
         a variable."""
         self.tokenizer = tokenizer
-        tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-        tokens = sorted(filter(str.strip, tokens), key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+        self._added = any_of(map(str, tokenizer.added_tokens_decoder.values()))
         self._shows_thoughts = {False: True, True: True}  # by whether the turn has calls
         self.in_parts = self._reads_parts(label or f"--model {tokenizer.name_or_path}")
         self.reads, self.words = _names_read(tokenizer)
-        self.kwargs = _variables(template_kwargs)
-        self._require_read("--template_kwargs", self.kwargs)
+        self.kwargs = self._checked("--template_kwargs", _variables(template_kwargs))
         for turn in (SAID | dict(content="!"), CALLED):  # gpt-oss: a thought or content, not both
             text = self._probe(ASKED, turn | dict(reasoning_content=MARK))
             self._shows_thoughts["tool_calls" in turn] = MARK in text
@@ -115,24 +101,19 @@ class ChatTemplate:
         kwargs = self.kwargs
         if row.get("chat_template_kwargs"):
             kwargs = kwargs | self._variables_of(row)
-        messages = [self._as_read(message) for message in messages]
-        if row.get("images"):
-            messages = [in_parts(message) for message in messages]
-            label = f"{label} has images"
-        return rendered(
-            self.tokenizer,
-            messages,
-            f"{label}: the",
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **kwargs,
-        )
+        has_images = bool(row.get("images"))
+        messages = [self._as_read(message, has_images) for message in messages]
+        label = f"{label} has images" if has_images else label
+        options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
+        return rendered(self.tokenizer, messages, f"{label}: the", **options, **kwargs)
 
-    def _as_read(self, message: dict) -> dict:
+    def _as_read(self, message: dict, has_images: bool) -> dict:
         """Return a message in the form that the template reads."""
         if "reasoning_content" in message:
             message = message | dict.fromkeys(THOUGHT_KEYS, message["reasoning_content"])
-        return in_one_part(message) if self.in_parts else message
+        if self.in_parts or (has_images and IMAGE in message["content"]):
+            return in_parts(message, has_images)
+        return message
 
     def _variables_of(self, row: dict) -> dict[str, object]:
         label = f"{row['_source']}: column chat_template_kwargs"
@@ -141,16 +122,18 @@ class ChatTemplate:
             value = json.loads(value) if isinstance(value, str) else value
         if not isinstance(value, dict):
             raise ValueError(f"{label} is no object")
-        variables = {name: item for name, item in value.items() if item is not None}
-        self._require_read(label, variables)
-        return variables
+        return self._checked(label, {k: item for k, item in value.items() if item is not None})
 
-    def _require_read(self, label: str, variables: Mapping[str, object]) -> None:
+    def _checked(self, label: str, variables: dict[str, object]) -> dict[str, object]:
         for name in variables:
-            if name in _OURS:
-                raise ValueError(f"{label} {name}: the data determines it")
-            if name not in self.reads:
-                raise ValueError(f"{label} {name}: the chat template does not read it")
+            if name in _OURS or name not in self.reads:
+                what = (
+                    "the data determines it"
+                    if name in _OURS
+                    else "the chat template does not read it"
+                )
+                raise ValueError(f"{label} {name}: {what}")
+        return variables
 
     def normal(self, messages: list[dict]) -> list[dict]:
         """Return the messages without what the template adds itself or has no place for: an
@@ -169,9 +152,8 @@ class ChatTemplate:
 
     def _without_end(self, text: str) -> str:
         """Return the text of a turn without the tokens that end it."""
-        ends = {self.end.token if self.end else "", self.tokenizer.eos_token} - {"", None}
-        pattern = "|".join(map(re.escape, sorted(ends, key=len, reverse=True)))
-        return re.sub(rf"(?:\s*(?:{pattern}))+\s*\Z", "", text) if ends else text
+        ends = any_of([self.end.token if self.end else "", self.tokenizer.eos_token or ""])
+        return re.sub(rf"(?:\s*(?:{ends.pattern}))+\s*\Z", "", text)
 
     def _with_thought_in_place(self, message: dict) -> dict:
         """Return a turn with its thought where the template reads thoughts: beside the content, or
@@ -201,20 +183,16 @@ class ChatTemplate:
     def _reads_parts(self, label: str) -> bool:
         """Return whether the template reads content as a list of parts. Raises `ValueError` if it
         does not render a plain conversation."""
-        refusal = None
+        for messages in ([ASKED, SAID], [in_parts(ASKED), in_parts(SAID)]):
+            with contextlib.suppress(*_ERRORS):
+                if MARK in self.tokenizer.apply_chat_template(messages, tokenize=False):
+                    return messages[0] is not ASKED
         try:
-            if MARK in self.tokenizer.apply_chat_template([ASKED, SAID], tokenize=False):
-                return False
+            self.tokenizer.apply_chat_template([ASKED, SAID], tokenize=False)
         except _ERRORS as error:
             problem = distributed.first_line(error) or type(error).__name__
             problem += f" (line {error.lineno})" if hasattr(error, "lineno") else ""
-            refusal = ValueError(f"{label}: the chat template does not render: {problem}")
-        parts = [in_one_part(ASKED), in_one_part(SAID)]
-        with contextlib.suppress(*_ERRORS):
-            if MARK in self.tokenizer.apply_chat_template(parts, tokenize=False):
-                return True
-        if refusal:
-            raise refusal
+            raise ValueError(f"{label}: the chat template does not render: {problem}") from error
         return False
 
     def _probe(self, *messages: dict, add_generation_prompt: bool = False) -> str:
@@ -279,6 +257,12 @@ def _variables(template_kwargs: tuple[str, ...]) -> dict[str, object]:
             if value is None or isinstance(value, bool | int | float):
                 variables[name] = value
     return variables
+
+
+def any_of(words: Iterable[str]) -> re.Pattern:
+    """Return a pattern of the longest of `words` that stands at a place; never of blanks."""
+    words = sorted(filter(str.strip, words), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
 
 def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:

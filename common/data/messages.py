@@ -5,14 +5,19 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Required
 
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, WrapValidator
+from pydantic import (
+    BeforeValidator,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    with_config,
+)
 from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
 IMAGE = "\ufffc"  # object replacement character: where an image stands in a text
 PLACEHOLDER = "<image>"  # the same in the texts of many data sets, and for people
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # a thought beside the content
 SHAREGPT_ROLES = dict(human="user", gpt="assistant", observation="tool")
-WITH_OTHER_KEYS = ConfigDict(extra="allow")  # which templates may read
 
 
 # ---- text ----
@@ -90,19 +95,19 @@ class Part(TypedDict):
     text: str
 
 
+@with_config(extra="allow")  # which templates may read
 class Function(TypedDict):
-    __pydantic_config__ = WITH_OTHER_KEYS
     name: str
     arguments: Annotated[dict, BeforeValidator(_object_of)]
 
 
+@with_config(extra="allow")  # which templates may read
 class Call(TypedDict):
-    __pydantic_config__ = WITH_OTHER_KEYS
     function: Annotated[Function, WrapValidator(_in_given_order)]
 
 
+@with_config(extra="allow")  # which templates may read
 class Message(TypedDict, total=False):
-    __pydantic_config__ = WITH_OTHER_KEYS
     role: Required[str]
     content: Required[Annotated[str, BeforeValidator(_text_of)]]
     reasoning_content: str
@@ -239,25 +244,14 @@ def _has_image(message: object) -> bool:
     return any(isinstance(p, dict) and p.get("type") in ("image", "image_url") for p in content)
 
 
-def in_one_part(message: dict) -> dict:
-    """Return a message whose content is a list of one part, the form of templates for images and
-    text."""
-    return message | dict(content=[dict(type="text", text=message["content"])])
-
-
-def in_parts(message: dict) -> dict:
-    """Return a message with a mark in its text in the form of templates for images and text: parts,
-    an image for each mark."""
-    content = message["content"]
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    if IMAGE not in content:
-        return message
-    texts = content.split(IMAGE)
+def in_parts(message: dict, has_images: bool = False) -> dict:
+    """Return a message in the form of templates for images and text: parts, with an image for each
+    mark in its text."""
+    texts = message["content"].split(IMAGE) if has_images else [message["content"]]
     parts = [dict(type="text", text=texts[0])]
     for text in texts[1:]:
         parts += [dict(type="image"), dict(type="text", text=text)]
-    return message | dict(content=[part for part in parts if part.get("text") != ""])
+    return message | dict(content=[part for part in parts if part.get("text") or len(parts) == 1])
 
 
 # ---- thoughts ----

@@ -3,9 +3,11 @@ completions."""
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, pairwise, takewhile
+
+from common.data.chat import any_of
 
 FIRST = 0x100000  # of a private range of Unicode: characters that stand for special tokens as text
 STAND_IN = re.compile("[\U00100000-\U0010ffff]")
@@ -18,10 +20,10 @@ class TextIds:
         """With `reads_hidden` the characters of `hidden` stand for special tokens that are text."""
         self.tokenizer = tokenizer
         self._stand_in = STAND_IN if reads_hidden else any_of(())
-        tokens = sorted(tokenizer.added_tokens_decoder.values(), key=lambda x: -len(str(x)))
-        self.special_tokens = [str(token) for token in tokens if token.special and str(token)]
+        tokens = tokenizer.added_tokens_decoder.values()
+        self.special_tokens = [str(token) for token in tokens if token.special]
         self.special = any_of(self.special_tokens)
-        self._added = any_of(str(token) for token in tokens if str(token))
+        self._added = any_of(map(str, tokens))
         self._ids = lru_cache(maxsize=64)(self._ids_of)
         self._bos = [*takewhile(lambda i: i != self._ids("a")[0], tokenizer("a")["input_ids"])]
 
@@ -83,8 +85,3 @@ class TextIds:
             problem = "a character beyond U+FFFFF cannot be read with --special_text text"
             raise ValueError(f"{source}: {problem}")
         return self.special.sub(lambda m: chr(FIRST + self.special_tokens.index(m[0])), text)
-
-
-def any_of(words: Iterable[str]) -> re.Pattern:
-    """Return a pattern of the first of `words` at a place; with none it never matches."""
-    return re.compile("|".join(map(re.escape, words)) or r"(?!)")

@@ -7,7 +7,6 @@ another form, such as an earlier turn without its thought, is context."""
 import contextlib
 import os
 import re
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.data.chat import ASKED, MARK, ChatTemplate
@@ -23,8 +22,7 @@ from common.data.messages import (
 ANOTHER_FORM = "the chat template shows it in another form than the sampled one"
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """A turn of the model in a text, as it is sampled: from the end of its prompt to the end of its
     last token."""
 
@@ -33,24 +31,20 @@ class Turn:
     trained: bool = False
 
 
-@dataclass(frozen=True)
-class Rendering:
+class Rendering(NamedTuple):
     """Text of a conversation with the turns of the model that it shows as they are sampled."""
 
     text: str
     turns: list[Turn]
-    context_turns: int = 0
-    """turns that were to be trained and are context"""
+    context_turns: int = 0  # that were to be trained
 
 
 class Sampled(NamedTuple):
     """A conversation when the model has sampled its last message."""
 
-    prompt: str | None
-    """None, like `text`, if the template refuses it"""
+    prompt: str | None  # None, like `text`, if the template refuses it
     text: str | None
-    token: str
-    """token that ends the turn; empty without one"""
+    token: str  # that ends the turn; empty without one
 
 
 def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> Rendering:
@@ -92,7 +86,7 @@ def conversation_of(
         except ValueError as reason:
             untrained += [f"turn {i + 1} (assistant): {reason}"] * is_trained
         else:
-            turns.append(Turn(turn.start, turn.end, is_trained))
+            turns.append(turn._replace(trained=is_trained))
     if untrained and not any(turn.trained for turn in turns):
         raise ValueError(f"{row['_source']}: {untrained[-1]}")
     return Rendering(text, turns, len(untrained))
@@ -113,9 +107,10 @@ def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) ->
     text = chat.render(row, messages, add_generation_prompt=True)
     require_shown(chat, row, messages, text)
     sampled = as_sampled(chat, row, messages[:2])
-    done, token, _ = (sampled.text or "").rpartition(sampled.token or "\0")
-    if token and text.startswith(done + token):
-        return token, text[len(done + token) :]
+    if sampled.text and sampled.token:
+        done, token, _ = sampled.text.rpartition(sampled.token)
+        if token and text.startswith(done + token):
+            return token, text[len(done + token) :]
     with contextlib.suppress(ValueError):  # without an empty thought
         return sampled.token, text[_turn(chat, row, text, messages[:2], sampled).end :]
     if turn.get("tool_calls") or MARK not in text:
