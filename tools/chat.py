@@ -33,7 +33,6 @@ from common.config.groups import BaseArgs
 from common.config.parse import one_line
 from common.config.training import LoRAArgs
 from common.data.encode import Encoder
-from common.data.messages import has_images
 from common.data.tasks import TASKS
 from common.model import adapter_files, lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
@@ -88,6 +87,11 @@ def chat_images():
     with extra("images", "/image"):
         from tools import chat_images
     return chat_images
+
+
+def has_images(prompt: str | list[dict]) -> bool:
+    """Return whether a conversation has images, of which `/image` makes parts of messages."""
+    return isinstance(prompt, list) and any(isinstance(m["content"], list) for m in prompt)
 
 
 class Printer(TextStreamer):
@@ -165,7 +169,7 @@ class Speaker:
         """Print the answer to the column `prompt`, text or messages. Return it and whether Ctrl-C
         stopped it."""
         row = row | dict(_source="the conversation")
-        if has_images(row):
+        if has_images(row["prompt"]):
             row = chat_images().as_row(row)
             if self.encoder.images is None:
                 self.reader()  # names the model, if it reads no images
@@ -186,7 +190,7 @@ class Speaker:
             else dict(do_sample=False)
         )
         model, ends, images = self.hf, self.ends, {}
-        if has_images(row):
+        if row.get("images"):
             if self.whole is None:
                 self.whole = chat_images().whole_model(self.hf, self.path, self.flag)
             model, reader = self.whole, self.reader()

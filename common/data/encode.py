@@ -1,13 +1,11 @@
 """Rows -> token ids with loss masks. The columns of a row determine its use, as in TRL."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import BaseArgs
 from common.data.chat import SAID, ChatTemplate
-from common.data.messages import has_images, messages_field, text_field, unread_keys
+from common.data.messages import messages_field, text_field, unread_keys
 from common.data.sample import Sample
 from common.data.text_ids import TextIds
 from common.data.turns import Rendering, conversation_of, prompt_of, reply_of, text_of
@@ -45,7 +43,6 @@ class Encoder:
     def prompt(self, row: dict, columns: tuple[str, ...]) -> list[int]:
         """Return the prompt ids of an RL row, up to the start of the reply. A turn of the model at
         the end of the prompt is continued. Without columns there is no prompt."""
-        self.take_images(row, columns)
         if not columns:
             return []
         messages = self._prompt_messages(row, columns[0])
@@ -84,11 +81,10 @@ class Encoder:
     def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
         """Encode a supervised row. The completion or every assistant turn is trained, with its EOS;
         with `train_on_all` everything."""
-        self.take_images(row, columns)
         if columns == ("messages",):
             sample = self._conversation(row, train_on_all)
         elif columns == ("text",):
-            text = self._read(row, text_field(row, "text"), has_end=True, has_bos=True)
+            text = self._plain(row, text_field(row, "text"), has_end=True)
             (ids,) = self._pieces(row, text, [], adds_bos=True)
             ids = self._with_eos(ids)
             sample = Sample(ids, [True] * len(ids), row=row)
@@ -100,7 +96,6 @@ class Encoder:
         """Encode a prompt and a completion up to the last trained token, for objectives that score
         completions. Raises `ValueError` for a completion without text, or one with a turn that is
         not trained."""
-        self.take_images(row, (prompt, completion))
         label = f"{row['_source']}: column {completion}"
         if _is_empty(row, completion):
             raise ValueError(f"{label} is empty")
@@ -210,12 +205,12 @@ class Encoder:
             if row.get(name):
                 problem = f"column {name} needs chat format, column {column} is plain text"
                 raise ValueError(f"{row['_source']}: {problem}")
-        return self._read(row, _plain_text(row, column), has_bos=True)
+        return self._plain(row, _plain_text(row, column))
 
     def _read_messages(self, row: dict, messages: list[dict]) -> list[dict]:
-        """Return the messages with their texts as `_read` returns them."""
+        """Return the messages with their texts as `_read` returns them, and marks of images."""
         read = []
-        for message in messages:
+        for message in self._with_images(row, messages):
             has_end = message["role"] == "assistant"
             texts = {key: self._read(row, value, has_end) for key, value in message.items()}
             read.append(texts | dict(role=message["role"]))
@@ -261,8 +256,6 @@ class Encoder:
     ) -> list[list[int]]:
         """Return the ids of the pieces of a text. Raises `ValueError` for a token that the model
         lacks."""
-        if row.get("images"):
-            text, cuts = self.images.expand(row, text, cuts, not adds_bos)
         try:
             pieces = self.text_ids.pieces(text, cuts, adds_bos)
         except ValueError as error:
@@ -274,31 +267,31 @@ class Encoder:
                 token = self.tokenizer.convert_ids_to_tokens(largest)
                 problem = f"the model has no embedding for the token {token!r}; take it out"
                 raise ValueError(f"{row['_source']}: {problem}")
-        if row.get("images"):
-            row["_images"] = self.images.spans(row, [*chain(*pieces)])
-        elif self.images is not None:
-            self.images.require_no_placeholder(row, [*chain(*pieces)])
-        return pieces
+        return pieces if self.images is None else self.images.expanded(row, pieces)
 
     # ---- images ----
 
-    def take_images(self, row: dict, columns: Sequence[str]) -> None:
-        """Store the images of a row as files, and put marks in those of its `columns` that are
-        prompts, see images/image_files.py. Changes the row; does nothing the next time. Raises
+    def _with_images(self, row: dict, messages: list[dict]) -> list[dict]:
+        """Return messages with a mark for each image of the row, which becomes a file. Raises
         `ValueError` for a run without support for images, and for videos and sounds."""
         for name in ("video", "videos", "audio", "audios"):
             if row.get(name):
                 advice = f"only text and images are supported; --columns _{name}={name} ignores it"
                 raise ValueError(f"{row['_source']}: column {name}: {advice}")
-        if has_images(row, columns):
-            if self.images is None:
-                raise ValueError(
-                    f"{row['_source']}: the row has images; set --vision frozen, or --vision train"
-                    " to train the vision tower too (sft.py, dpo.py, grpo.py and eval.py have it)"
-                )
-            if "_images" not in row:
-                self.images.take(row, columns)
-        row.pop("_folder", None)
+        if self.images is not None:
+            return self.images.take(row, messages)
+        if row.get("images") or row.get("image") or any("images" in m for m in messages):
+            raise ValueError(
+                f"{row['_source']}: the row has images; set --vision frozen, or --vision train"
+                " to train the vision tower too (sft.py, dpo.py, grpo.py and eval.py have it)"
+            )
+        return messages
+
+    def _plain(self, row: dict, text: str, has_end: bool = False) -> str:
+        """Return the text of a prompt without a chat template as the tokenizer gets it."""
+        (message,) = self._with_images(row, [dict(role="user", content=text)])
+        text = self._read(row, message["content"], has_end, has_bos=True)
+        return text if self.images is None else self.images.in_plain_text(text)
 
 
 def behind_prompt(row: dict, column: str, messages: list[dict], prompt: list[dict]) -> list[dict]:
@@ -349,5 +342,8 @@ def _all_but_images(sample: Sample) -> list[bool]:
 
 
 def truncate(sample: Sample, length: int) -> Sample:
-    """Return the first `length` tokens of a sample."""
+    """Return the first `length` tokens of a sample. Raises `ValueError` if an image is cut."""
+    if any(span.start < length <= span.end for span in sample.images):
+        problem = f"its first {length} tokens end within an image; set --overlong drop"
+        raise ValueError(f"{sample.row['_source']}: {problem}")
     return replace(sample, ids=sample.ids[:length], loss_mask=sample.loss_mask[:length])

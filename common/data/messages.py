@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Required
 
 from pydantic import (
     BeforeValidator,
+    Field,
     TypeAdapter,
     ValidationError,
     WrapValidator,
@@ -16,6 +17,8 @@ from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
 IMAGE = "\ufffc"  # object replacement character: where an image stands in a text
 PLACEHOLDER = "<image>"  # the same in the texts of many data sets, and for people
+IMAGE_TYPES = ("image", "image_url")  # of parts of messages
+IMAGE_KEYS = ("image", "url", "path", "image_url")  # that have the image in such a part
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # a thought beside the content
 SHAREGPT_ROLES = dict(human="user", gpt="assistant", observation="tool")
 
@@ -52,15 +55,23 @@ def _object_of(value: object) -> object:
 
 
 def _text_of(content: object) -> object:
-    """Return the text of content that is a list of parts."""
+    """Return the text of content that is a list of parts, with a mark for each image."""
     if not isinstance(content, list):
         return content
-    return "".join(part["text"] for part in _PARTS.validate_python(content))
+    parts = _PARTS.validate_python(content)
+    return "".join(part["text"] if part["type"] == "text" else IMAGE for part in parts)
+
+
+def _image_of(part: dict) -> object:
+    """Return the image of a part, in the forms of Qwen and of OpenAI; None if the row's columns
+    have it."""
+    image = next((part[key] for key in IMAGE_KEYS if part.get(key)), None)
+    return image["url"] if isinstance(image, dict) and "url" in image else image
 
 
 def _in_one_form(message: object) -> object:
-    """Return a message without empty fields, with its thought under one name. ShareGPT's `from` and
-    `value` are role and content."""
+    """Return a message without empty fields, with its thought under one name, and the images of its
+    parts under `images`. ShareGPT's `from` and `value` are role and content."""
     if not isinstance(message, dict):
         return message
     message = {key: value for key, value in message.items() if value is not None}
@@ -75,6 +86,10 @@ def _in_one_form(message: object) -> object:
         message["reasoning_content"] = thought
         if str(message.get("content")).lstrip().startswith("<think>"):
             raise ValueError("it has its thought twice, in the content and beside it")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    images = [_image_of(p) for p in parts if isinstance(p, dict) and p.get("type") in IMAGE_TYPES]
+    message |= dict(images=images) if images else {}
     if message.get("tool_calls") == []:
         del message["tool_calls"]
     if "tool_calls" in message:
@@ -90,9 +105,13 @@ def _in_given_order(value: object, check: Callable[[object], dict]) -> dict:
     return {key: checked[key] for key in value}
 
 
-class Part(TypedDict):
+class TextPart(TypedDict):
     type: Literal["text"]
     text: str
+
+
+class ImagePart(TypedDict):
+    type: Literal["image", "image_url"]
 
 
 @with_config(extra="allow")  # which templates may read
@@ -126,7 +145,7 @@ class Tool(TypedDict):
     function: Schema
 
 
-_PARTS = TypeAdapter(list[Part])
+_PARTS = TypeAdapter(list[Annotated[TextPart | ImagePart, Field(discriminator="type")]])
 _MESSAGES = TypeAdapter(list[Annotated[Message, BeforeValidator(_in_one_form)]])
 _TOOLS = TypeAdapter(list[Tool | Schema])
 
@@ -174,7 +193,7 @@ def _problem(error: ValidationError, path: Sequence[int | str]) -> str:
 
 
 READ_KEYS = {*"role content type text tool_calls function arguments id index tool_call_id".split(),
-             *"from value weight train".split(), *THOUGHT_KEYS}  # fmt: skip
+             *"from value weight train".split(), *THOUGHT_KEYS, *IMAGE_KEYS}  # fmt: skip
 
 
 def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
@@ -228,22 +247,6 @@ def with_results_in_order(label: str, messages: list[dict]) -> list[dict]:
 # ---- images ----
 
 
-def has_images(row: dict, columns: Sequence[str] | None = None) -> bool:
-    """Return whether a row has images, in columns of their own or as parts of the messages in
-    `columns`, by default in any."""
-    if row.get("images") or row.get("image"):
-        return True
-    values = row.values() if columns is None else map(row.get, columns)
-    return any(isinstance(value, list) and any(map(_has_image, value)) for value in values)
-
-
-def _has_image(message: object) -> bool:
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return False
-    return any(isinstance(p, dict) and p.get("type") in ("image", "image_url") for p in content)
-
-
 def in_parts(message: dict, has_images: bool = False) -> dict:
     """Return a message in the form of templates for images and text: parts, with an image for each
     mark in its text."""
@@ -251,7 +254,8 @@ def in_parts(message: dict, has_images: bool = False) -> dict:
     parts = [dict(type="text", text=texts[0])]
     for text in texts[1:]:
         parts += [dict(type="image"), dict(type="text", text=text)]
-    return message | dict(content=[part for part in parts if part.get("text") or len(parts) == 1])
+    shown = [part for part in parts if part != dict(type="text", text="")]
+    return message | dict(content=shown or parts)
 
 
 # ---- thoughts ----

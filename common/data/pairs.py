@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from common.config.groups import BaseArgs
 from common.data.encode import Encoder, truncate
-from common.data.messages import messages_field, text_field
+from common.data.messages import IMAGE, messages_field, text_field
 from common.data.rows import encode_each
 from common.data.sample import Sample
 
@@ -13,13 +13,13 @@ from common.data.sample import Sample
 def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[Sample]:
     """Encode [chosen, rejected] of a preference row. The prompt has its own column or is the start
     of both. Messages of a side may repeat the prompt."""
-    encoder.take_images(row, columns)
     if "prompt" not in columns:
         row = _split_prompt(row)
     elif isinstance(row["prompt"], str) and _has_prompt(row, "chosen", "rejected"):
         text = row["prompt"].strip()
         row = _split_prompt(row)
-        if text not in [message["content"].strip() for message in row["prompt"]]:
+        contents = [message["content"].replace(IMAGE, "").strip() for message in row["prompt"]]
+        if text not in contents:
             problem = "chosen and rejected do not begin with column prompt"
             raise ValueError(f"{row['_source']}: {problem}")
     return [encoder.completion(row, "prompt", side) for side in ("chosen", "rejected")]

@@ -1,14 +1,12 @@
-"""Prompts with images -> texts that show them, and their places among the ids."""
+"""Images of rows -> marks in the messages, and the ids that show them."""
 
-from collections.abc import Sequence
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
 from common.data.messages import IMAGE
 from common.data.sample import ImageSpan
 from extras.images.image_files import digest, take_images
-from extras.images.reader import expanded, reader
+from extras.images.reader import reader
 
 NO_IMAGES = (
     "environment", "agent", "tools", "shots", "reward_models", "reward_model", "perplexity_model",
@@ -30,52 +28,50 @@ class ImageEncoder:
         self.tokenizer = tokenizer
         self.reader = reader(tokenizer.name_or_path, args.max_pixels)
         self.token = tokenizer.convert_ids_to_tokens(self.reader.image_id)
-        self.shown = lru_cache(maxsize=1024)(self._shown)  # by file
+        self.take = take_images
+        self._shown = lru_cache(maxsize=1024)(self._show)  # by file
 
-    def _shown(self, file: str) -> tuple[str, ImageSpan]:
-        """Return the text that shows an image in a prompt, and the image at place 0."""
+    def _show(self, file: str) -> tuple[list[int], ImageSpan]:
+        """Return the ids that show an image in a prompt, and the image among them."""
         content = Path(file).read_bytes()
         layout = self.reader.layout_of(content)
-        span = ImageSpan(file, digest(content), 0, layout.placeholders, layout.patches)
-        return self.reader.text(layout, self.tokenizer), span
+        text = self.reader.text(layout, self.token)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        places = [place for place, token in enumerate(ids) if token == self.reader.image_id]
+        span = ImageSpan(file, digest(content), places[0], places[-1] + 1, layout.patches)
+        return ids, span
 
-    def take(self, row: dict, columns: Sequence[str]) -> None:
-        """Store the images of a row as files: see `take_images`."""
-        take_images(row, columns)
+    def in_plain_text(self, text: str) -> str:
+        """Return a text with the placeholder of an image in place of each mark, as chat templates
+        write it."""
+        return text.replace(IMAGE, self.reader.around(self.token, self.tokenizer))
 
-    def expand(
-        self, row: dict, text: str, cuts: list[int], has_template: bool
-    ) -> tuple[str, list[int]]:
-        """Return a prompt with the text of each image of the row in place of its placeholder, and
-        its cuts. Raises `ValueError` if it has another number of placeholders than the row has
-        images."""
-        mark = self.token if has_template else IMAGE
-        shown = [self.shown(file)[0] for file in row["images"]]
-        if not has_template:
-            shown = [self.reader.around(each, self.tokenizer) for each in shown]
-        found = text.count(mark)
-        if found != len(shown):
-            what = f"{found} placeholders of images ({mark!r}) for {len(shown)} images"
+    def expanded(self, row: dict, pieces: list[list[int]]) -> list[list[int]]:
+        """Return the ids of a row with those that show an image in place of each placeholder, and
+        set the row's `_images`. Raises `ValueError` for another number of placeholders than the row
+        has images."""
+        files = row.get("images") or []
+        found = sum(piece.count(self.reader.image_id) for piece in pieces)
+        if found != len(files):
+            what = f"{found} placeholders of images ({self.token!r}) for {len(files)} images"
             advice = "take the mark out of texts (--special_text text reads it as text)"
-            if found < len(shown):
+            if found < len(files):
                 advice = "set --chat_template to one of images and text"
             raise ValueError(f"{row['_source']}: the prompt has {what}; {advice}")
-        return expanded(text, cuts, mark, shown)
-
-    def require_no_placeholder(self, row: dict, ids: Sequence[int]) -> None:
-        """Raise `ValueError` if a row without images has a placeholder."""
-        if self.reader.image_id in ids:
-            problem = f"the text has {self.token}, the placeholder of an image, but no image"
-            advice = "add the image, or --special_text text, which reads it as text"
-            raise ValueError(f"{row['_source']}: {problem}; {advice}")
-
-    def spans(self, row: dict, ids: Sequence[int]) -> list[ImageSpan]:
-        """Return the images of a row with their places among the ids."""
-        places = iter([place for place, token in enumerate(ids) if token == self.reader.image_id])
-        spans = []
-        for file in row["images"]:
-            _, span = self.shown(file)
-            own = [*islice(places, span.end)]
-            spans.append(span._replace(start=own[0], end=own[-1] + 1))
-        assert next(places, None) is None, "a placeholder without an image"
-        return spans
+        if not files:
+            return pieces
+        rest = iter(files)
+        spans: list[ImageSpan] = []
+        place = 0
+        longer = []
+        for piece in pieces:
+            longer.append([])
+            for token in piece:
+                shown = [token]
+                if token == self.reader.image_id:
+                    shown, span = self._shown(next(rest))
+                    spans.append(span._replace(start=place + span.start, end=place + span.end))
+                longer[-1] += shown
+                place += len(shown)
+        row["_images"] = spans
+        return longer

@@ -21,10 +21,9 @@ class PackedImages:
     """Images of the sequences of a pack. A plain class, like `Tokens`."""
 
     def __init__(self, tokens: Tokens):
-        """Raises `ValueError` for a sequence that ends within an image."""
         sequences = tokens.with_images
         self.next = tokens.next
-        self.images = [_whole(sequence.images, sequence.num_targets) for sequence in sequences]
+        self.images = [_kept(sequence.images, sequence.num_targets) for sequence in sequences]
         self.shared = [sequence.shared for sequence in sequences]  # first tokens, not computed
         computed = (sequence.num_targets - sequence.shared for sequence in sequences)
         self.offsets = [0, *accumulate(computed)]
@@ -81,17 +80,12 @@ def images_of(tokens: Tokens) -> PackedImages | None:
     """Return the images of a pack, None if it has none."""
     if tokens.images is None and tokens.with_images is not None:
         tokens.images = PackedImages(tokens)
-    return tokens.images
+    return tokens.images if tokens.images and tokens.images.spans else None
 
 
-def _whole(images: Sequence[ImageSpan], length: int) -> list[ImageSpan]:
-    """Return the images of the first `length` tokens of a sequence. Raises `ValueError` if one of
-    them is cut off."""
-    begun = [span for span in images if span.start <= length]
-    if begun and begun[-1].end > length:
-        problem = "a row is cut off within this image; set --overlong drop or raise --max_length"
-        raise ValueError(f"{begun[-1].file}: {problem}")
-    return begun
+def _kept(images: Sequence[ImageSpan], length: int) -> list[ImageSpan]:
+    """Return the images in the first `length` tokens of a sequence: `truncate` cuts none in two."""
+    return [span for span in images if span.end <= length]
 
 
 def _decode(reader: Reader, spans: list[ImageSpan]) -> list[Pixels]:

@@ -6,7 +6,6 @@ same numbers on every machine. The layout of an image, which decides its number 
 of a blank one of its size."""
 
 import io
-import re
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from extras.images.image_files import FORMATS, digest
 
 Pixels = dict[str, Tensor]  # arguments of transformers' `get_image_features`, for one image
 ORIENTATION = 0x0112  # of a photograph, in its EXIF data
-EXIF_IN_PNG = (b"eXIf", b"Raw profile type", b"adobe.xmp")  # where PIL looks for it
 
 
 class Layout(NamedTuple):
@@ -41,7 +39,10 @@ class Features(NamedTuple):
 
 
 class Reader:
-    """Base class of the families."""
+    """What all families have. Each one has besides: `limit` to at most so many pixels, `process`
+    of an RGB picture to pixels, `text` that shows an image in a prompt in place of its placeholder,
+    and, for the images of several sequences in order, `arguments` of transformers' models and
+    `features` of its vision tower."""
 
     def __init__(self, path: str, config, max_pixels: int | None):
         from transformers import AutoImageProcessor
@@ -77,75 +78,49 @@ class Reader:
         try:
             content = Path(file).read_bytes()
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                upright = ImageOps.exif_transpose(image)
-                if upright.mode.startswith("I;16"):  # `convert` would cut its values off at 255
-                    upright = upright.point(lambda value: value / 256, "L")
-                upright = upright.convert("RGB")
+                picture = as_served(image)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             problem = f"cannot be decoded ({getattr(error, 'strerror', None) or error})"
             raise ValueError(f"{file}: the image {problem}; restore or replace it") from error
         if digest(content) != expected:
             problem = "the image has changed since it was tokenised"
             raise ValueError(f"{file}: {problem}; restore it, or delete the tokenised data")
-        return self.process(upright)
+        return self.process(picture)
 
     def layout_of(self, content: bytes) -> Layout:
-        """Return the layout of the image in a file with this content, without decoding it."""
+        """Return the layout of the image in a file with this content, by its size alone."""
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             width, height = image.size
-            # For EXIF data, which may stand behind the pixels, PIL decodes a PNG.
-            may_turn = image.format != "PNG" or any(mark in content for mark in EXIF_IN_PNG)
-            may_turn = may_turn and image.format != "TIFF"  # which PIL turns itself
-            if may_turn and image.getexif().get(ORIENTATION) in range(5, 9):  # lies on its side
-                width, height = height, width
+            # PIL turns a TIFF itself.
+            if image.format != "TIFF" and image.getexif().get(ORIENTATION) in range(5, 9):
+                width, height = height, width  # it lies on its side
         return self.layout(width, height)
 
-    def token(self, tokenizer) -> str:
-        """Return the text of a placeholder."""
-        return tokenizer.convert_ids_to_tokens(self.image_id)
-
-    # ---- implemented by each family ----
-
-    @property
-    def patches_per_placeholder(self) -> int:
-        raise NotImplementedError
-
-    def limit(self, max_pixels: int) -> None:
-        """Make the processor scale images down to at most so many pixels."""
-        raise NotImplementedError
-
-    def process(self, image: Image.Image) -> Pixels:
-        """Return the pixels of an upright image in RGB."""
-        raise NotImplementedError
-
-    def _layout(self, width: int, height: int) -> Layout:
-        raise NotImplementedError
-
-    def text(self, layout: Layout, tokenizer) -> str:
-        """Return the text that shows an image in a prompt, in place of its placeholder."""
-        raise NotImplementedError
+    # ---- of a family, unless it has its own ----
 
     def around(self, text: str, tokenizer) -> str:
-        """Return the text of an image with what a chat template writes around it."""
+        """Return the placeholder of an image with what a chat template writes around it."""
         return text
-
-    def arguments(self, pixels: list[Pixels]) -> Pixels:
-        """Return the arguments of transformers' models for images, in the order of their
-        placeholders."""
-        raise NotImplementedError
 
     def generation_arguments(self, pixels: list[Pixels], ids: Tensor) -> Pixels:
         """Return the arguments of transformers' `generate` for the images of prompts `ids`."""
         return self.arguments(pixels)
 
-    def features(self, tower, pixels: list[Pixels]) -> Features:
-        """Run transformers' vision tower."""
-        raise NotImplementedError
-
     def positions(self, positions_T: Tensor, images: list[tuple[ImageSpan, Pixels]]) -> Tensor:
         """Return the positions of the tokens of a sequence for its rotary embeddings: [T], or
         [3, T] of time, row and column. `positions_T`: places in the sequence."""
         return positions_T
+
+
+def as_served(image: Image.Image) -> Image.Image:
+    """Return a picture as a server of the model sees it: upright, in RGB, on a white ground."""
+    upright = ImageOps.exif_transpose(image)
+    if not upright.has_transparency_data:
+        return upright.convert("RGB")
+    upright = upright.convert("RGBA")
+    ground = Image.new("RGB", upright.size, "white")
+    ground.paste(upright, mask=upright.getchannel("A"))
+    return ground
 
 
 class Idefics3Reader(Reader):
@@ -177,9 +152,9 @@ class Idefics3Reader(Reader):
         rows, columns = pixels["grid"].tolist()
         return Layout(rows, columns, patches // self.patches_per_placeholder, patches)
 
-    def text(self, layout: Layout, tokenizer) -> str:
+    def text(self, layout: Layout, token: str) -> str:
         count = layout.rows * layout.columns + 1
-        tile = self.token(tokenizer) * (layout.placeholders // count)
+        tile = token * (layout.placeholders // count)
         around = "<fake_token_around_image>"
         tiles = ""
         for row in range(1, layout.rows + 1):
@@ -223,8 +198,8 @@ class QwenReader(Reader):
         rows, columns = self.grid(pixels)
         return Layout(rows, columns, rows * columns, len(pixels["pixel_values"]))
 
-    def text(self, layout: Layout, tokenizer) -> str:
-        return self.token(tokenizer) * layout.placeholders
+    def text(self, layout: Layout, token: str) -> str:
+        return token * layout.placeholders
 
     def around(self, text: str, tokenizer) -> str:
         ids = (self.config.vision_start_token_id, self.config.vision_end_token_id)
@@ -287,15 +262,3 @@ def reader(path: str, max_pixels: int | None) -> Reader:
     except (OSError, ValueError) as error:
         problem = f"its image processor cannot be loaded: {str(error).splitlines()[0]}"
         raise ValueError(f"--model {path}: {problem}") from error
-
-
-def expanded(
-    text: str, cuts: list[int], placeholder: str, texts: list[str]
-) -> tuple[str, list[int]]:
-    """Return a text with `texts` in place of the placeholders, and its cuts moved alike."""
-    moved = [*cuts]
-    for match, shown in zip(re.finditer(re.escape(placeholder), text), texts, strict=True):
-        longer = len(shown) - len(placeholder)
-        moved = [m + longer * (cut >= match.end()) for m, cut in zip(moved, cuts, strict=True)]
-    rest = iter(texts)
-    return re.sub(re.escape(placeholder), lambda _: next(rest), text), moved

@@ -53,9 +53,10 @@ def user(content) -> list[dict]:
     return [dict(role="user", content=content)]
 
 
-def taken(row: dict, columns=("prompt",)) -> dict:
+def taken(row: dict, column: str = "prompt") -> dict:
+    """Return a row after `take_images`, with its messages in the column."""
     row = dict(_source="x:1") | row
-    take_images(row, columns)
+    row[column] = take_images(row, messages_field(row, column) or user(row[column]))
     return row
 
 
@@ -101,12 +102,12 @@ def test_images_in_tables_are_not_decoded(kind, column, folder):
     else:
         table.to_parquet(path)
     (row,) = load_rows("--dataset", str(path), "train")
-    columns = ("messages",) if column == "messages" else ("prompt",)
-    assert contents(taken(row | dict(prompt="?"), columns)) == expected
+    column = "messages" if column == "messages" else "prompt"
+    assert contents(taken(row | dict(prompt="?"), column)) == expected
     if kind != "saved":
         (shard,) = open_shards("--dataset", str(path), "train", None, streaming=True)
         (row,) = shard.rows(BadRows("error"))
-        assert contents(taken(row | dict(prompt="?"), columns)) == expected
+        assert contents(taken(row | dict(prompt="?"), column)) == expected
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -128,7 +129,7 @@ def test_renamed_columns_have_the_folder_of_the_data(folder):
     columns = ("image=photo", "prompt=problem")
     (row,) = load_rows("--dataset", str(folder / "rows.jsonl"), "train", columns=columns)
     assert taken(row)["images"] == [str((folder / "one.png").resolve())]
-    assert taken(row | dict(image="one.png"))["prompt"] == f"{IMAGE}?"
+    assert taken(row | dict(image="one.png"))["prompt"] == user(f"{IMAGE}?")
 
 
 def test_columns_of_ours_in_the_data_are_ignored(folder):
@@ -140,7 +141,7 @@ def test_columns_of_ours_in_the_data_are_ignored(folder):
 
 def test_rows_for_rewards_have_paths_that_pil_opens():
     row = taken(dict(image=picture(5, 4, 3), prompt="?"))
-    assert "image" not in row and "_folder" not in row
+    assert "image" not in row
     with Image.open(row["images"][0]) as image:
         assert image.tobytes() == picture(5, 4, 3).tobytes()
 
@@ -168,10 +169,7 @@ MARKED = [
 @pytest.mark.parametrize(("row", "expected"), MARKED)
 def test_marks_stand_where_images_belong(row, expected):
     found = taken(row)
-    if isinstance(expected, str) and isinstance(found["prompt"], list):
-        (message,) = messages_field(found, "prompt")
-        found["prompt"] = message["content"]
-    assert found["prompt"] == expected
+    assert found["prompt"] == (user(expected) if isinstance(expected, str) else expected)
     assert contents(found)[0] == ONE
 
 
@@ -219,19 +217,14 @@ def saved(image: Image.Image, kind: str, **options) -> bytes:
     return content.getvalue()
 
 
-TWO_FRAMES = dict(save_all=True, append_images=[picture(9, 9, 5)])
 BAD = {
     "none": (None, "image 1 is missing; give a path"),
     "number": (5, "is of type int; give a path"),
     "empty struct": (dict(bytes=None, path=None), "image 1 is missing"),
-    "empty": (b"", "cannot be read: it is empty; replace it"),
-    "text": (b"no picture", "cannot be read: no image, or of an unknown format; replace it"),
+    "empty": (b"", "cannot be read: it is empty"),
+    "text": (b"no picture", "cannot be read: no image, or of an unknown format"),
     "cut png": (ONE[:40], "cannot be read"),
-    "gif": (saved(picture(9, 9, 4), "GIF", **TWO_FRAMES), "an animation of 2 pictures"),
-    "webp": (saved(picture(9, 9, 4), "WEBP", **TWO_FRAMES), "an animation of 2 pictures"),
-    "huge": (saved(Image.new("1", (12_000, 8_000)), "PNG"), "12000 x 8000, more than"),
     "bomb": (saved(Image.new("1", (20_000, 10_000)), "PNG"), "cannot be read: .* exceeds limit"),
-    "thin": (saved(Image.new("1", (900, 4)), "PNG"), "an aspect ratio above 200; cut it"),
     "http": ("https://a.b/c.png", "is not fetched; download it"),
     "file url": ("file:///etc/passwd", "is not fetched"),
     "missing": ("no.png", "no such file in"),
@@ -242,9 +235,9 @@ BAD = {
     "parent": ("../secret.png", "is outside of the data's folder"),
     "absolute": ("/etc/passwd", "is outside of the data's folder"),
     "link": ("link.png", "is outside of the data's folder"),
-    "empty file": ("empty.png", "cannot be read: it is empty; replace it"),
-    "data url": ("data:image/png,abc", "write it in base64"),
-    "no base64": ("data:image/png;base64,a%b", "no base64 .*; encode it again"),
+    "empty file": ("empty.png", "cannot be read: it is empty"),
+    "data url": ("data:image/png,abc", "no base64 .it is in another form"),
+    "no base64": ("data:image/png;base64,a%b", "no base64"),
 }  # fmt: skip
 
 
@@ -256,7 +249,7 @@ def test_bad_image_is_one_clear_error(kind, folder):
     (folder / "empty.png").touch()
     with pytest.raises(ValueError, match=rf"(?s)^x:1: image 1\W.*{expected}|^x:1: {expected}") as e:
         taken(dict(images=[image], prompt="?", _folder=str(folder)))
-    assert "\n" not in str(e.value) and ";" in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 def test_path_in_a_table_without_a_folder_is_refused(folder):
@@ -269,37 +262,23 @@ BAD_PLACES = {
     "more": (dict(images=[ONE, TWO], prompt="<image>"), "1 places for images, the row has 2"),
     "parts": (dict(prompt=user([dict(type="image")])), "1 places for images, the row has 0"),
     "mark": (dict(images=[ONE], prompt=f"a{IMAGE}"), "contains U"),
-    "reply": (dict(prompt=[*ASKED, dict(ASKED[0], role="assistant")]), "a turn of the model has"),
-    "completion": (dict(prompt="?", completion=ASKED), "column completion has an image"),
+    "reply": (dict(prompt=[*ASKED, dict(ASKED[0], role="assistant")]), "turn 2 .assistant. has an"),
+    "text": (dict(images=[], prompt="<image>?"), "1 places for images, the row has 0"),
+    "null": (dict(images=None, prompt=user("<image>?")), "1 places for images, the row has 0"),
     "no user": (dict(images=[ONE], prompt=[dict(role="system", content="a")]), "no turn of the"),
-    "no text": (dict(images=[ONE], prompt=[1, None]), "no turn of the user"),
-    "pair": (dict(chosen=ASKED + SAY, rejected=user([dict(type="image", image=TWO)]) + NO),
-             "chosen and rejected have different images"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BAD_PLACES)
 def test_images_in_the_wrong_places_are_refused(kind):
     row, expected = BAD_PLACES[kind]
-    columns = [name for name in ("prompt", "completion", "chosen", "rejected") if name in row]
-    with pytest.raises(ValueError, match=f"^x:1: .*{expected}") as error:
-        taken(row, columns)
-    assert ";" in str(error.value) or kind == "pair"
+    with pytest.raises(ValueError, match=f"^x:1.*{expected}"):
+        taken(row)
 
 
 def test_same_content_is_stored_once():
     assert stored(ONE) == stored(bytes(ONE)) != stored(TWO)
     assert stored(ONE).endswith(digest(ONE))
-
-
-def test_other_parts_are_not_lost():
-    """A video beside a picture of the columns is refused, not left out."""
-    content = [dict(type="video", video="a.mp4"), dict(type="text", text="Hi")]
-    row = dict(_source="a:1", images=[picture(8, 8, 0)])
-    row["messages"] = [dict(role="user", content=content), dict(role="user", content="?")]
-    take_images(row, ["messages"])
-    with pytest.raises(ValueError, match="part of type video; only text and images"):
-        messages_field(row, "messages")
 
 
 def test_formats(tmp_path):
