@@ -236,7 +236,7 @@ def with_results_in_order(label: str, messages: list[dict]) -> list[dict]:
             if len(results) != len(ids):
                 problem = f"{len(results)} results for {len(ids)} calls"
                 raise ValueError(f"{label}: turn {i + 1}: {problem}")
-        elif sorted(given) != sorted(ids) or len({*ids}) < len(ids):
+        elif {*given} != {*ids} or not len(given) == len(ids) == len({*ids}):
             problem = f"results of the calls {', '.join(given)} for the calls {', '.join(ids)}"
             raise ValueError(f"{label}: turn {i + 1}: {problem}; give one for each")
         else:

@@ -80,9 +80,9 @@ def test_null_fields_are_dropped_and_arguments_become_objects():
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (turn("user", [dict(type="video", video="x")]), "content.0.type: Input should be 'text'"),
+        (turn("user", [dict(type="video", video="x")]), "content.0: Input tag 'video' found"),
         (turn("user", ["x"]), "content.0: Input should be a valid dictionary"),
-        (turn("user", [dict(type="text")]), "content.0.text: Field required"),
+        (turn("user", [dict(type="text")]), "content.0.text.text: Field required"),
         (turn("assistant", None), "content: Field required"),
         (turn("tool", dict(a=1)), "content: Input should be a valid string"),
         (turn("user", "x", tool_calls=[CALL]), "tool_calls stand in an assistant's message only"),
