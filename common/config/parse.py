@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
@@ -36,6 +37,7 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
     try:
         given = read_command_line(args_class, list(sys.argv[1:] if argv is None else argv))
         given = (read_file(args_class, given.pop("config")) if "config" in given else {}) | given
+        given = {name: from_home(value) for name, value in given.items()}
         preset = args_class.PRESETS.get(str(given.get("preset")), {})
         built_in = built_in_defaults(args_class, preset | given)
         args = args_class(**built_in | preset | given)
@@ -48,12 +50,24 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         check_ranks(args, planned or distributed.world_size())
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
+    for name, value in given.items():
+        if "\\n" in str(value) and name not in ("stop", "hint_template"):
+            advice = "a line break is $'\\n' in bash and \"\\n\" in a file"
+            distributed.say(f"--{name}: the \\n in it is not a line break; {advice}")
     if built_in:
         flags = " ".join(f"--{name} {value}" for name, value in built_in.items())
         distributed.say(f"defaults for the built-in model: {flags}")
     if isinstance(args, TrainArgs) and args.lora_rank and "lr" not in given:
         distributed.say(f"LoRA usually needs 10 times the learning rate: --lr {10 * args.lr:g}")
     return args
+
+
+def from_home(value: Any) -> Any:
+    """Return a value where `~/` in front of a path is the home folder, as a shell has it: a file or
+    quotes keep it from the shell."""
+    if isinstance(value, list | tuple):
+        return tuple(map(from_home, value))
+    return os.path.expanduser(value) if str(value).startswith("~/") else value
 
 
 def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ terminals only."""
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from itertools import chain, groupby
@@ -286,7 +287,8 @@ def _start_wandb(args: TrainArgs, folder: Path):
                 "--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
             )
         if not file.is_file():
-            file.write_text(f"{folder.name}-{time.time_ns():x}")
+            name = re.sub("[:;,#?/']", "-", folder.name)  # wandb refuses these
+            file.write_text(f"{name}-{time.time_ns():x}")
         return wandb.init(
             project=os.environ.get("WANDB_PROJECT", "onefile"),
             dir=folder,

@@ -44,7 +44,7 @@ def scaled_config(path: str, factor: float) -> dict[str, object]:
         raise ValueError(f"{label}: {config.model_type} has no single kind of rotary embeddings")
     known = parameters.get("rope_type", "default")
     if known != "default":
-        raise ValueError(f"{label}: has {known} scaling already; leave the flag out")
+        raise ValueError(f"{label}: config.json has {known} scaling already; leave the flag out")
     scaling = dict(rope_type="yarn", factor=factor, original_max_position_embeddings=context)
     whole = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     fields = whole.get("text_config", whole)  # of a model of images and text

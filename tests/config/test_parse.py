@@ -249,6 +249,20 @@ def test_stop_strings_have_newlines_and_survive_a_file(tmp_path):
     round_trip(args, tmp_path)
 
 
+def test_line_breaks_in_other_texts_are_explained(capsys):
+    assert parse(Args, ["--prompt_template", r"{a}\nAnswer:"]).prompt_template == r"{a}\nAnswer:"
+    assert r"--prompt_template: the \n in it is not a line break; " in capsys.readouterr().out
+
+
+def test_paths_from_home_are_those_of_the_shell(tmp_path, monkeypatch):
+    """A file and quotes keep `~` from the shell."""
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "f.yaml").write_text("output_dir: ~/runs/a\ndataset: [~/a.jsonl, b~/c.jsonl]")
+    args = parse(Args, ["--config", str(tmp_path / "f.yaml"), "--model", "~/m"])
+    assert args.output_dir == "/home/me/runs/a" and args.model == "/home/me/m"
+    assert args.dataset == ("/home/me/a.jsonl", "b~/c.jsonl")
+
+
 def test_truncation_is_none_only_if_it_changes_nothing():
     assert parse(evaluation.Args, []).truncation is None
     args = parse(evaluation.Args, ["--top_p", "0.9"])

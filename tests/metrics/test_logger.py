@@ -202,8 +202,11 @@ def test_wandb_project_is_onefile_unless_the_environment_names_another(
         monkeypatch.setenv("WANDB_PROJECT", project)
     given = {}
     monkeypatch.setattr(wandb, "init", lambda **flags: given.update(flags))
-    logger(tmp_path, log=("wandb",))
-    assert given["project"] == (project or "onefile") and given["dir"] == tmp_path
+    folder = tmp_path / "lr=1e-5,beta: 'a' #1"  # wandb's ids have none of these marks
+    folder.mkdir()
+    logger(folder, log=("wandb",))
+    assert given["project"] == (project or "onefile") and given["dir"] == folder
+    assert given["id"].startswith("lr=1e-5-beta- -a- -1-")
 
 
 def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
