@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from common.config.online import SamplingArgs
 from common.data.chat import ASKED, CALL, PROBE, SAID, ChatTemplate
-from common.data.turns import as_sampled
+from common.data.turns import as_sampled, require_shown
 from common.parallel import distributed
 from common.rewards.thoughts import answer_of, marks_of, template_text
 
@@ -137,6 +137,7 @@ def written_calls(chat: ChatTemplate, row: dict, calls: list[dict]) -> tuple[str
     if prompt is None or text is None or not token:
         problem = "the chat template puts no end-of-turn token after a tool call"
         raise ValueError(f"--tools: {problem}; set another --chat_template")
+    require_shown(chat, row, [ASKED, turn], text)
     text = text[: text.rindex(token)]
     if text.startswith(prompt):
         return prompt, text[len(prompt) :]
