@@ -109,6 +109,8 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would retry for minutes
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        if os.environ["MASTER_PORT"] == "0":  # one rank: the store has chosen a free one
+            os.environ["MASTER_PORT"] = str(store.port)
         # After a restart torchrun's store still holds the addresses of the dead ranks.
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         _store = dist.PrefixStore(f"attempt/{restarts}", store)
@@ -137,11 +139,9 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
 
 
 def _set_torchrun_environment() -> None:
-    """Set the variables of torchrun for one rank, at a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    """Set the variables of torchrun for one rank, at any free port."""
     os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
