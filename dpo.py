@@ -23,7 +23,6 @@ Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch; sequences 2
 chosen and rejected of pair i. Per-token tensors are aligned with the *targets*: x_T[t] describes
 the prediction of targets_T[t]."""
 
-from collections import Counter
 from itertools import chain
 from typing import Annotated, ClassVar, Literal
 
@@ -40,7 +39,7 @@ from common.config.training import GenerateArgs, ImageArgs, PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups
-from common.data.pairs import encode_pair, encode_pairs
+from common.data.pairs import encode_pair
 from common.data.rows import PAIR_COLUMNS
 from common.data.sample import Sample
 from common.evaluate.generation import Generation
@@ -111,12 +110,9 @@ class Args(ImageArgs, PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
         self.require_fit(self.max_length, sequences=2)
 
 
-def encode_rows(
-    rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
-) -> tuple[list[list[Sample]], Counter]:
-    """Tokenize rows into [chosen, rejected] pairs of at most `--max_length` tokens; count the rows
-    that were dropped or changed."""
-    return encode_pairs(rows, lambda row: encode_pair(encoder, row, columns), args)
+def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:
+    """Tokenise a row: [chosen, rejected]."""
+    return encode_pair(encoder, row, columns)
 
 
 def make_pairs(mb: PackedBatch, logprobs_T: Tensor, ref_logps_B2: Tensor) -> Pairs:
@@ -192,7 +188,7 @@ def main(args: Args) -> None:
     args = fit_max_length(args, path, earlier, sequences=2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
-        encode_rows, PAIR_COLUMNS, tokenizer, args
+        encode_row, PAIR_COLUMNS, tokenizer, args
     )
     needs_reference = not set(args.loss) <= REFERENCE_FREE
     if args.dry_run:  # ends the process

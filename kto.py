@@ -20,7 +20,6 @@ Shapes: N completions and T packed tokens of a micro-batch, P completions of thi
 Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
-from collections import Counter
 from dataclasses import replace
 from itertools import chain
 from typing import ClassVar, Literal
@@ -35,9 +34,9 @@ from common.config.parse import parse
 from common.config.training import GenerateArgs
 from common.data.encode import Encoder, truncate
 from common.data.load import Samples, load_samples
-from common.data.order import make_order
+from common.data.messages import messages_field
 from common.data.packing import PackedBatch, pack, positions_of_share
-from common.data.pairs import encode_pair, encode_pairs
+from common.data.pairs import encode_pair
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.sample import Sample
 from common.evaluate.generation import Generation
@@ -107,34 +106,30 @@ class Args(GenerateArgs, TrainArgs):
         self.require_fit(self.max_length)
 
 
-def encode_rows(
-    rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
-) -> tuple[list[list[Sample]], Counter]:
-    """Tokenize rows into [completion] or, for a pair, [desirable, undesirable], with a bool `label`
-    in their rows; count the rows that were dropped or changed."""
-
-    def encode(row: dict) -> list[Sample]:
-        if "chosen" in columns:
-            return encode_pair(encoder, row, columns)
-        return [encoder.completion(row | dict(label=label_of(row)), "prompt", "completion")]
-
-    groups, counts = encode_pairs(rows, encode, args)
+def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:
+    """Tokenise a row: [completion] or, for a pair, [desirable, undesirable]; their rows have a bool
+    `label`. The completion of a conversation is its last turn."""
     if "chosen" in columns:
-        groups = [
-            [replace(s, row=s.row | dict(label=i == 0)) for i, s in enumerate(pair)]
-            for pair in groups
-        ]
-    return groups, counts
+        pair = encode_pair(encoder, row, columns)
+        return [replace(s, row=s.row | dict(label=i == 0)) for i, s in enumerate(pair)]
+    row = row | dict(label=label_of(row))
+    if "prompt" not in columns:
+        messages = messages_field(row, columns[0])
+        if not messages or messages[-1]["role"] != "assistant":
+            problem = f"column {columns[0]} must end with a turn of the assistant"
+            raise ValueError(f"{row['_source']}: {problem}")
+        row = row | dict(prompt=messages[:-1], completion=messages[-1:])
+    return [encoder.completion(row, "prompt", "completion")]
 
 
 def label_of(row: dict) -> bool:
     """Return the label of a row: true or false, also as 1 or 0 and as the text of a .csv file."""
     label = str(row.get("label")).lower()
-    if label not in ("true", "1", "false", "0"):
+    if label not in ("true", "1", "1.0", "false", "0", "0.0"):
         raise ValueError(
             f"{row['_source']}: column label is {row.get('label')!r}, expected true or false"
         )
-    return label in ("true", "1")
+    return label in ("true", "1", "1.0")
 
 
 def with_mismatches(rows: Samples, args: Args) -> Samples:
@@ -262,14 +257,14 @@ def main(args: Args) -> None:
     args = fit_max_length(args, path, earlier)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(
-        encode_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args, kept=("label",)
+        encode_row, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args
     )
     groups, eval_groups = (with_mismatches(x, args) for x in (rows, eval_rows))
     balance = describe_labels(rows, args)
     if args.dry_run:  # ends the process
         dry_run(args, path, tokenizer, groups, eval_groups, counts=counts + eval_counts)
     begin_run(args)
-    order = make_order(groups.rows, args)
+    order = groups.order(args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the data before training ----
     policy = load_policy(path, args, device)

@@ -18,7 +18,6 @@ Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch; sequences 2
 chosen and rejected of pair i."""
 
 import math
-from collections import Counter
 from itertools import chain
 from typing import Literal
 
@@ -34,7 +33,7 @@ from common.config.training import PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups, positions_of_share
-from common.data.pairs import encode_pair, encode_pairs
+from common.data.pairs import encode_pair
 from common.data.rows import PAIR_COLUMNS
 from common.data.sample import Sample, at_end
 from common.evaluate.held_out import held_out_accuracy
@@ -96,20 +95,16 @@ class Args(PrefixArgs, TrainArgs):
         self.require_fit(self.max_length, sequences=2)
 
 
-def encode_rows(
-    rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
-) -> tuple[list[list[Sample]], Counter]:
-    """Tokenize rows into [chosen, rejected] pairs of at most `--max_length` tokens, whose last
-    token is trained; count the rows that were dropped or changed. If any row has a `margin`, all
-    need one."""
+def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:
+    """Tokenise a row: [chosen, rejected]. If any row has a `margin`, all need one."""
+    if "margin" in columns:
+        row = row | dict(margin=margin_of(row))
+    return encode_pair(encoder, row, columns)
 
-    def encode(row: dict) -> list[Sample]:
-        if "margin" in columns:
-            row = row | dict(margin=margin_of(row))
-        return encode_pair(encoder, row, columns)
 
-    pairs, counts = encode_pairs(rows, encode, args)
-    return [[at_end(sample.ids, sample.row) for sample in pair] for pair in pairs], counts
+def at_ends(pairs: Samples) -> Samples:
+    """Return the pairs with the last token of each sample as the only trained one."""
+    return Samples(pairs.rows, lambda i: [at_end(sample.ids, sample.row) for sample in pairs[i]])
 
 
 def margin_of(row: dict) -> float:
@@ -186,8 +181,9 @@ def main(args: Args) -> None:
     args = fit_max_length(args, path, earlier, sequences=2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
-        encode_rows, PAIR_COLUMNS, tokenizer, args, kept=("margin",)
+        encode_row, PAIR_COLUMNS, tokenizer, args, optional=("margin",)
     )
+    pairs, eval_pairs = at_ends(pairs), at_ends(eval_pairs)
     if args.dry_run:  # ends the process
         dry_run(
             args, None, tokenizer, pairs, eval_pairs, counts=counts + eval_counts, value_path=path

@@ -14,9 +14,6 @@ sg(x) is x without gradient. See docs/sft.md.
 Shapes: T packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t]
 describes the prediction of targets_T[t]."""
 
-from collections import Counter
-from dataclasses import replace
-from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -30,7 +27,7 @@ from common.config.training import GenerateArgs, ImageArgs, StreamArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import pack
-from common.data.rows import SFT_COLUMNS, encode_each
+from common.data.rows import SFT_COLUMNS
 from common.data.sample import Sample
 from common.evaluate.generation import Generation
 from common.metrics.meter import Meter, evaluate_sets
@@ -88,41 +85,12 @@ class Args(ImageArgs, GenerateArgs, StreamArgs, TrainArgs):
         self.require_fit(self.max_length)
 
 
-def encode_rows(
-    rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
-) -> tuple[list[Sample], Counter]:
-    """Tokenise rows into samples of at most `--max_length` tokens. Count dropped or changed rows,
-    by reason."""
-    samples = []
-    counts = Counter()
-    encode = partial(encoder.sft, columns=columns, train_on_all=args.train_on == "all")
-    for row, sample in encode_each(rows, encode, args.on_bad_row):
-        length = len(sample.ids)
-        if length > args.max_length:
-            if args.overlong == "error" and args.on_bad_row == "error":
-                problem = f"{length} tokens exceed --max_length {args.max_length}"
-                raise ValueError(f"{row['_source']}: {problem}; set --overlong drop or truncate")
-            if args.overlong != "truncate":
-                counts["dropped as too long"] += 1
-                continue
-            counts["truncated"] += 1
-            sample = replace(
-                sample,
-                ids=sample.ids[: args.max_length],
-                loss_mask=sample.loss_mask[: args.max_length],
-            )
-        if not any(sample.loss_mask[1:]):  # the first token is never predicted
-            counts["dropped because no token is trained"] += 1
-            continue
-        if sample.context_turns:
-            counts[
-                "with turns left untrained, which the chat template shows in another form than the"
-                " sampled one"
-            ] += 1
-        if encoder.tokenizer.unk_token_id in sample.ids:
-            counts["with characters that the tokenizer lacks"] += 1
-        samples.append(sample)
-    return samples, counts
+def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:
+    """Tokenise a row: one sample."""
+    if columns == ("conversations",):  # the name in ShareGPT
+        row = row | dict(messages=row["conversations"])
+        columns = ("messages",)
+    return [encoder.sft(row, columns, args.train_on == "all")]
 
 
 @torch.no_grad()
@@ -132,7 +100,7 @@ def evaluate(
     """Measure this rank's share of the held-out samples with these indices: nll in nats per token,
     entropy, accuracy of the targets."""
     meter = Meter()
-    share = [samples[i] for i in distributed.share_of(indices)]
+    share = [samples[i][0] for i in distributed.share_of(indices)]
     for mb in pack(share, args.pack_tokens, device):
         logprobs_T, entropy_T, correct_T = policy(mb)
         measured = dict(loss=-logprobs_T, entropy=entropy_T, mean_token_accuracy=correct_T)
@@ -150,7 +118,7 @@ def main(args: Args) -> None:
     args = fit_max_length(args, path, earlier)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
-        encode_rows, SFT_COLUMNS, tokenizer, args, streams=args.streaming
+        encode_row, SFT_COLUMNS, tokenizer, args, streams=args.streaming
     )
     if args.dry_run:  # ends the process
         dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
@@ -170,14 +138,14 @@ def main(args: Args) -> None:
         args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES
     )
     run.message(*describe_data(args, samples, eval_samples, counts, eval_counts))
-    run.logger.preview(samples[0], tokenizer)
+    run.logger.preview(samples[0][0], tokenizer)
     meter = run.meter
     if run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
-        batch = [samples[i] for i in order.draw(args.batch_size)[rank::world_size]]
+        batch = [samples[i][0] for i in order.draw(args.batch_size)[rank::world_size]]
         micro_batches = pack(batch, args.pack_tokens, device)
         tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))
 

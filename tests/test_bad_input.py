@@ -20,8 +20,8 @@ import rm
 import sft
 from common.config.parse import parse
 from common.data.encode import Encoder
-from common.data.load import Samples
-from common.data.rows import SFT_COLUMNS, columns_of, load_rows, require_columns
+from common.data.load import encode_all
+from common.data.rows import SFT_COLUMNS, load_rows, require_columns
 from common.data.sample import Completion
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.tiny import tiny_model
@@ -146,10 +146,11 @@ def test_bad_row_is_refused_by_name(bad, words, tokenizer, tmp_path):
     good = dict(messages=[USER, ANSWER]) if "messages" in bad else GOOD
     path = tmp_path / "deep.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*[good] * 298, bad, good]))
-    rows, args = load_rows("--dataset", str(path), "train"), sft.Args(max_length=2048)
+    args = sft.Args(max_length=2048)
+    rows = load_rows("--dataset", str(path), "train", args)
     columns = require_columns("--dataset", rows, SFT_COLUMNS)
     with pytest.raises(ValueError) as error:
-        sft.encode_rows(rows, columns, Encoder(tokenizer, args), args)
+        encode_all(sft.encode_row, rows, columns, Encoder(tokenizer, args), args)
     assert str(error.value).startswith("deep.jsonl:299: ") and words in str(error.value)
 
 
@@ -204,81 +205,65 @@ def test_bad_pair_is_refused_by_name(bad, words, script, tokenizer):
         else dict(chosen="1+1= 2", rejected="1+1= 3", _source="pairs.jsonl:1")
     )
     with pytest.raises(ValueError) as error:
-        script.encode_rows(rows, columns, Encoder(tokenizer, args), args)
+        encode_all(script.encode_row, rows, columns, Encoder(tokenizer, args), args)
     assert str(error.value).startswith("pairs.jsonl:2: ") and words in str(error.value)
+
+
+def encoded(script, rows: list[dict], columns: tuple[str, ...], tokenizer, **flags):
+    """Return the samples of rows from x:0, x:1, ..., and the counts of rows that were dropped."""
+    args = script.Args(**dict(max_length=2048) | flags)
+    rows = [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)]
+    return args, *encode_all(script.encode_row, rows, columns, Encoder(tokenizer, args), args)
 
 
 @pytest.mark.parametrize("script", [dpo, kto, rm])
 def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
-    rows = [dict(PAIR, _source="x:1"), dict(prompt="2+1=", chosen="2", rejected="2", _source="x:2"),
-            dict(PAIR, prompt="3+1=", _source="x:3")]  # fmt: skip
-
-    args = script.Args(max_length=2048)
-    found, counts = script.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args), args)
+    rows = [PAIR, dict(prompt="2+1=", chosen="2", rejected="2"), dict(PAIR, prompt="3+1=")]
+    _, found, counts = encoded(script, rows, tuple(PAIR), tokenizer)
     assert len(found) == 2 and counts == {"with chosen = rejected, dropped": 1}
+
+
+KTO = ("prompt", "completion", "label")
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
         (
-            [("2", True), ("3", True)],
+            [("2", True), ("3", 1.0)],
             "kto.py needs rows with label true and rows with label false; all are True",
         ),
         ([("2", True), ("3", "no")], "x:1: column label is 'no', expected true or false"),
         ([("2", True), ("3", None)], "x:1: column label is None, expected true or false"),
+        ([("2", True), ("3", 0.5)], "x:1: column label is 0.5, expected true or false"),
         ([("2", True), ("", False)], "x:1: column completion is empty"),
         ([("2", True)], "kto.py needs rows with different prompts"),
     ],
 )
 def test_bad_kto_rows_are_refused(rows, words, tokenizer):
-    args = kto.Args(max_length=2048)
-    rows = [
-        dict(prompt=f"{i}+1=", completion=completion, label=label, _source=f"x:{i}")
-        for i, (completion, label) in enumerate(rows)
-    ]
+    rows = [dict(prompt=f"{i}+1=", completion=x, label=y) for i, (x, y) in enumerate(rows)]
     with pytest.raises(ValueError, match=words):
-        found, _ = kto.encode_rows(
-            rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args
-        )
-        kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
+        args, found, _ = encoded(kto, rows, KTO, tokenizer)
+        kto.with_mismatches(found, args)
         kto.describe_labels(found, args)
-    del rows[-1]["label"]
-    with pytest.raises(ValueError, match=f"x:{len(rows) - 1}: column label"):
-        kto.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
 
 
-def test_kto_refuses_rows_with_a_single_prompt(tokenizer):
-    args = kto.Args(max_length=2048)
+def test_kto_refuses_pairs_with_a_single_prompt(tokenizer):
+    args, found, _ = encoded(kto, [PAIR], tuple(PAIR), tokenizer)
     with pytest.raises(ValueError, match="kto.py needs rows with different prompts"):
-        found, _ = kto.encode_rows(
-            [dict(PAIR, _source="x:1")], tuple(PAIR), Encoder(tokenizer, args), args
-        )
-        kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
+        kto.with_mismatches(found, args)
 
 
 @pytest.mark.parametrize("margin", ["x", "nan", None, float("nan"), True])
-@pytest.mark.parametrize("first", [0, 1])
-def test_bad_margins_are_refused(margin, first, tokenizer):
-    rows = (
-        [dict(PAIR, margin=1), dict(PAIR, margin=margin)]
-        if first
-        else [dict(PAIR), dict(PAIR, margin=1)]
-    )
-    rows = [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)]
-    with pytest.raises(
-        ValueError, match=f"x:{first}: column margin is .*, expected a finite number"
-    ):
-        columns = columns_of(rows, tuple(PAIR), ("margin",))
-        rm.encode_rows(rows, columns, Encoder(tokenizer, args := rm.Args(max_length=2048)), args)
+def test_bad_margins_are_refused(margin, tokenizer):
+    for rows, bad in (([{}, dict(margin=1)], 0), ([dict(margin="1"), dict(margin=margin)], 1)):
+        with pytest.raises(ValueError, match=f"x:{bad}: column margin is .*, expected a finite"):
+            encoded(rm, [PAIR | row for row in rows], (*PAIR, "margin"), tokenizer)
 
 
 def test_overlong_rows_are_refused(tokenizer):
-    args = sft.Args(max_length=5, overlong="error")
-    with pytest.raises(ValueError, match="a:1: 6 tokens exceed --max_length 5"):
-        sft.encode_rows(
-            [GOOD | dict(_source="a:1")], ("prompt", "completion"), Encoder(tokenizer, args), args
-        )
+    with pytest.raises(ValueError, match="x:0: 6 tokens exceed --max_length 5"):
+        encoded(sft, [GOOD], ("prompt", "completion"), tokenizer, max_length=5, overlong="error")
 
 
 # ---- rewards ----
@@ -444,7 +429,7 @@ DATA_ERRORS = [
     (
         "sft",
         "--max_length 3",
-        "rows.jsonl: no rows are left: 12 dropped as too long; see --max_length",
+        "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)",
     ),
     (
         "dpo",

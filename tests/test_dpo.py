@@ -10,6 +10,7 @@ from helpers import metrics
 
 import dpo
 from common.data.encode import Encoder
+from common.data.load import encode_all
 from common.data.packing import pack_groups
 from common.data.rows import PAIR_COLUMNS, train_and_eval_rows
 from common.data.tasks import arithmetic_rows
@@ -48,8 +49,9 @@ def setup(data, device, **flags):
     args = dpo.Args(dataset=str(data), **(dict(eval_every=0, max_length=2048) | flags))
     tokenizer = load_tokenizer(tiny_model())
     rows = train_and_eval_rows(args)[0][:6]
-    groups, _ = dpo.encode_rows(rows, PAIR_COLUMNS[0], Encoder(tokenizer, args), args)
-    return args, groups, load_policy(tiny_model(), args, device)
+    encoder = Encoder(tokenizer, args)
+    groups, _ = encode_all(dpo.encode_row, rows, PAIR_COLUMNS[0], encoder, args)
+    return args, list(groups), load_policy(tiny_model(), args, device)
 
 
 def objective_of(model, pairs, args, device, ref_logps_B2=None):

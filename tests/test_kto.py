@@ -11,7 +11,7 @@ from test_dpo import disturbed, naive_logps
 
 import kto
 from common.data.encode import Encoder
-from common.data.load import Samples
+from common.data.load import encode_all
 from common.data.packing import pack
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.tasks import arithmetic_rows
@@ -49,10 +49,9 @@ def data(tmp_path_factory):
 def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags):
     args = kto.Args(**(dict(eval_every=0, max_length=2048) | flags))
     rows = [row | dict(_source=f"rows:{i}") for i, row in enumerate(rows)]
-    found, _ = kto.encode_rows(rows, columns, Encoder(load_tokenizer(tiny_model()), args), args)
-    return args, list(
-        kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
-    )
+    encoder = Encoder(load_tokenizer(tiny_model()), args)
+    found, _ = encode_all(kto.encode_row, rows, columns, encoder, args)
+    return args, list(kto.with_mismatches(found, args))
 
 
 def objective_of(model, groups, ref_logps_B2, args, device):
@@ -62,6 +61,26 @@ def objective_of(model, groups, ref_logps_B2, args, device):
     ref_logps_B = ref_logps_B2[:, 0]
     losses = [kto.forward(model, mb, ref_logps_B, *compared, args, meter) for mb in micro_batches]
     return sum(losses), meter.reduce()
+
+
+def test_conversations_and_labels_of_tables_are_read():
+    """The last turn is the completion; pandas and parquet write 1.0 and 0.0."""
+    turns = [dict(role="user", content="1+1="), dict(role="assistant", content="2")]
+    turns += [dict(role="user", content="2+1="), dict(role="assistant", content="3")]
+    for name in ("messages", "conversations"):
+        rows = [{name: turns, "label": 0.0}, {name: turns[:2], "label": "1"}]
+        _, found = encode(rows, (name, "label"), prompt_format="chat", loss="apo_zero_unpaired")
+        split = [
+            dict(prompt=turns[:3], completion=turns[3:], label=False),
+            dict(prompt=turns[:1], completion=turns[1:2], label=True),
+        ]
+        _, expected = encode(split, KTO_COLUMNS[0], prompt_format="chat", loss="apo_zero_unpaired")
+        for [ours], [theirs] in zip(found, expected, strict=True):
+            assert (ours.ids, ours.loss_mask) == (theirs.ids, theirs.loss_mask)
+            assert ours.row["label"] is theirs.row["label"]
+    for messages in ([], turns[:3], "1+1"):
+        with pytest.raises(ValueError, match="rows:0: column messages must end with a turn of the"):
+            encode([dict(messages=messages, label=True)], ("messages", "label"))
 
 
 @pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])

@@ -13,13 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.config.parse import parse
 from common.data.encode import Encoder
-from common.data.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
+from common.data.load import encode_all, reasons
+from common.data.rows import OUR_COLUMNS, PAIR_COLUMNS, require_columns, rows_of_split
 from common.evaluate.held_out import wilson_interval
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
 from common.model.scoring import score
 from common.parallel import distributed
-from rm import Args, encode_rows
+from rm import Args, encode_row
 
 
 def main(args: Args) -> None:
@@ -32,12 +33,11 @@ def main(args: Args) -> None:
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
     columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS, args.on_bad_row)
     encoder = Encoder(load_tokenizer(path, args), args)
-    pairs, counts = encode_rows(rows, columns, encoder, args)
+    pairs, counts = encode_all(encode_row, rows, columns, encoder, args)
     if not pairs:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
     model = load_scalar_model(path, args, device, trainable=False)
-    # Without the target behind the last token.
-    share = [[sample.ids[:-1] for sample in pair] for pair in pairs[rank::world_size]]
+    share = [[sample.ids for sample in pair] for pair in pairs[rank::world_size]]
     scores = score(model, share, args.pack_tokens, model.share_prefix, device)
     scores_of_ranks = distributed.gather_objects(list(zip(scores[::2], scores[1::2], strict=True)))
     if distributed.is_main():
@@ -46,7 +46,7 @@ def main(args: Args) -> None:
         with file.open("w", encoding="utf-8") as lines:
             for i, (pair, _) in enumerate(pairs):
                 chosen, rejected = scores_of_ranks[i % world_size][i // world_size]
-                row = {name: x for name, x in pair.row.items() if name != "_source"}
+                row = {name: x for name, x in pair.row.items() if name not in OUR_COLUMNS}
                 right += (chosen > rejected) + (chosen == rejected) / 2
                 if chosen < rejected:
                     row |= dict(chosen=row["rejected"], rejected=row["chosen"])

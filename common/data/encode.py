@@ -30,7 +30,7 @@ class Encoder:
         if self.chat and self.chat.end and self.chat.end.token:
             self.ends.add(self.chat.end.token)
         self.text_ids = TextIds(tokenizer, reads_hidden=args.special_text == "text")
-        self.said: set[str] = set()  # kinds of notes, each of which is given once
+        self.said: dict[str, str] = {}  # by kind: notes, each of which is given once
         self.say = distributed.say
         self.images = None
         if args.vision is not None:
@@ -90,7 +90,9 @@ class Encoder:
             sample = Sample(ids, [True] * len(ids), row=row)
         else:
             sample = self._prompt_completion(row, *columns)
-        return replace(sample, loss_mask=_all_but_images(sample)) if train_on_all else sample
+        if not train_on_all:
+            return sample
+        return replace(sample, loss_mask=_all_but_images(sample), context_turns=0)
 
     def completion(self, row: dict, prompt: str, completion: str) -> Sample:
         """Encode a prompt and a completion up to the last trained token, for objectives that score
@@ -243,7 +245,7 @@ class Encoder:
 
     def _say_once(self, note: str, kind: str) -> None:
         if kind not in self.said:
-            self.said.add(kind)
+            self.said[kind] = note
             self.say(note)
 
     def _with_eos(self, ids: list[int]) -> list[int]:

@@ -1,35 +1,32 @@
-"""Files of data: their kinds, their texts, and their rows as shards. The column `_source` is the
-location of a row: `train.jsonl:17`."""
+"""A dataset by name -> its rows: JSON, tables, folders, the hub, built-in tasks.
+
+A row has its place in `_source`: the line of a file (`train.jsonl:17`) or the number in a table."""
 
 import contextlib
+import csv
 import glob
 import io
+import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
+from common.data.tasks import TASKS
 from common.parallel import distributed
+from common.parallel.distributed import first_line
 
-# Kinds of files: one JSON object per line, one JSON value, tables of text with their separators,
-# tables with types.
-LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-WHOLE = (".json", ".json.gz", ".json.zst")
+JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TABLES = (".parquet", ".arrow")
 KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .arrow, .csv or .tsv"
-LONGEST = 1 << 26  # characters of a line
-LARGEST = 1 << 30  # characters of a .json file
-
-_reports: ContextVar[list[list[str]] | None] = ContextVar("reports", default=None)
 
 
 class BadRows:
     """Errors of unusable rows. With `--on_bad_row error` the first one ends the run; with `skip`
-    they are reported."""
+    they are reported, one line for each kind: those that differ in locations and numbers only."""
 
     def __init__(self, on_bad_row: str):
         self.skip = on_bad_row == "skip"
@@ -43,98 +40,342 @@ class BadRows:
         self.errors.append(str(error))
 
     def report(self) -> None:
-        """Print one line per kind of error on rank 0. Errors of one kind differ in locations and
-        numbers only."""
-        reports = _reports.get()
-        if reports is not None:
-            reports.append(self.errors)
-            return
         kinds: dict[str, list[str]] = {}
         for error in self.errors:
-            _, _, problem = error.partition(": ")
-            kinds.setdefault(re.sub(r"\d+", "N", problem), []).append(error)
+            kinds.setdefault(re.sub(r"\d+", "N", error.partition(": ")[2]), []).append(error)
         for errors in kinds.values():
             distributed.say(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}")
 
 
 @contextlib.contextmanager
-def collect_bad_rows() -> Iterator[list[list[str]]]:
-    """Collect the errors of each report instead of printing them, for another process or for a
-    later time."""
-    reports: list[list[str]] = []
-    token = _reports.set(reports)
+def depth_errors(row: dict) -> Iterator[None]:
+    """Raise `ValueError` for a row with a value that is nested thousands deep."""
     try:
-        yield reports
-    finally:
-        _reports.reset(token)
+        yield
+    except RecursionError as error:
+        raise ValueError(f"{row['_source']}: a value is nested too deeply") from error
 
 
-# ---- datasets as shards ----
+Shard = Callable[[BadRows], Iterator[dict]]  # reads the rows of a file or of a table
 
 
-@dataclass(frozen=True)
-class Shard:
-    """File of a dataset, or part of a table."""
+def open_split(
+    flag: str, dataset: str, split: str, config: str | None = None, streaming: bool = False
+) -> list[Shard] | None:
+    """Open a split of a dataset, or return None if the dataset has no such split. With `streaming`
+    data of the hub is not downloaded first. Raises `ValueError` if there is no such dataset, or if
+    it cannot be read."""
+    label = f"{flag} {dataset}"
+    path = Path(dataset).expanduser()
+    files = files_named(dataset)
+    if dataset in TASKS:
+        rows = TASKS[dataset](split) if split in ("train", "test") else None
+        return rows and [partial(_numbered, f"{dataset}/{split}", rows)]
+    if os.path.isdir(path):
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return _saved_shards(label, path, split)
+        files = _files_of_folder(label, path, split, config)
+    elif not files:
+        if kind_of(path) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset:
+            raise ValueError(f"{label}: no such file")
+        return _hub_shards(label, dataset, split, config, streaming)
+    elif split != "train":
+        return None
+    for file in files:
+        _require_file(label, file)
+    has_twins = len({file.name for file in files}) < len(files)
+    return [
+        partial(_file_rows, f"{flag} {file}", file, str(file) if has_twins else file.name)
+        for file in files
+    ] or None
 
-    read: Callable[[BadRows], Iterator[dict]]
-    files: tuple[Path, ...] = ()
-    """files that determine the rows"""
-    folder: str | None = None
-    """folder of the paths in the rows"""
 
-    def rows(self, bad: BadRows) -> Iterator[dict]:
-        """Yield the rows, with `_folder` and without columns of the data with names of ours."""
-        own = {} if self.folder is None else dict(_folder=self.folder)
-        for row in self.read(bad):
-            for name in ("_dataset", "_folder", "_images"):
-                row.pop(name, None)
-            yield row | own
+def files_named(dataset: str) -> list[Path]:
+    """Return the file, or what matches a pattern except folders, sorted; none for a folder."""
+    path = Path(dataset).expanduser()
+    names = [path] if os.path.lexists(path) else sorted(glob.glob(str(path), recursive=True))
+    return [Path(name) for name in names if not os.path.isdir(name)]
 
 
 def kind_of(path: Path) -> str:
-    """Return the file's suffix from `KINDS`, or an empty string for other files."""
-    kinds = (*LINES, *WHOLE, *SEPARATORS, *TABLES)
+    """Return the suffix of a file that can be read, an empty string for other files."""
+    kinds = (*JSON, *SEPARATORS, *TABLES)
     return next((kind for kind in kinds if path.name.endswith(kind)), "")
 
 
-def files_of(path: Path) -> list[Path]:
-    """Return the file, or whatever matches a pattern except folders, sorted; none for a folder or a
-    missing file."""
-    if os.path.exists(path):  # unlike Path.exists, also of names that are too long
-        return [path] if path.is_file() else []
-    matches = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-    return [match for match in matches if not match.is_dir()]
+def _require_file(label: str, file: Path) -> None:
+    if not file.is_file():  # reading a pipe or a device could block or never end
+        raise ValueError(f"{label}: {file} is a broken link or no regular file; delete it")
 
 
-def is_file_name(dataset: str) -> bool:
-    """Return whether the name of a missing dataset looks like a file or a pattern, not like a hub
-    id."""
-    is_pattern = glob.escape(dataset) != dataset
-    return bool(kind_of(Path(dataset))) or dataset.startswith((".", "/", "~")) or is_pattern
+# ---- folders ----
 
 
-def number_rows(name: str, rows: Iterable[dict]) -> Iterator[dict]:
-    """Yield the rows with their `_source`, `name:1` and so on."""
+def _files_of_folder(label: str, folder: Path, split: str, config: str | None) -> list[Path]:
+    """Return the files of a split, sorted. Raises `ValueError` for a folder without files that can
+    be read, for a file that is in two splits, and for files of several kinds."""
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    splits = _splits_of_folder(label, folder, config)
+    if not any(splits.values()):
+        raise ValueError(f"{label}: no {KINDS} files with a split in it")
+    if split not in splits:  # dev is validation
+        names = [str(name) for name, words in SPLIT_KEYWORDS.items() if split in words]
+        split = (names or [split])[0]
+    own = splits.pop(split, set())
+    for other, files in splits.items():
+        if shared := own & files:
+            problem = f"{min(shared)} belongs to the splits {split} and {other} by its name"
+            advice = "rename it, or name files with --dataset and --eval_dataset"
+            raise ValueError(f"{label}: {problem}; {advice}")
+    kinds = sorted({f".{kind_of(Path(file)).split('.')[1]}" for file in own})
+    if len(kinds) > 1:  # often the same rows twice
+        raise ValueError(f"{label}: {' and '.join(kinds)} files; name one kind by a pattern")
+    return [folder / file for file in sorted(own)]
+
+
+def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str, set[str]]:
+    """Return the files of each split, relative to the folder, by the rules of `datasets`: `configs`
+    of a README.md, else names such as `math_train/` or `test_2.jsonl`, else all are train."""
+    from datasets import data_files
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    for path in sorted(folder.rglob("*")):
+        if kind_of(path) and not path.is_dir():
+            _require_file(label, path)  # `datasets` would leave it out
+    readme = folder / "README.md"
+    root = os.path.abspath(folder)
+    try:
+        card = DatasetCard.load(readme).data if readme.is_file() else {}
+        configs = MetadataConfigs.from_dataset_card_data(card)
+        name = config or configs.get_default_config_name() or "main"
+        if configs and name not in configs:
+            raise ValueError(f"it has no configuration {name}, but {', '.join(configs)}")
+        chosen = configs.get(name, {})
+        base = glob.escape(os.path.join(root, chosen.get("data_dir") or ""))
+        listed = chosen.get("data_files")
+        splits = data_files.DataFilesDict.from_patterns(
+            data_files.sanitize_patterns(listed) if listed else data_files.get_data_patterns(base),
+            base_path=base,
+            allowed_extensions=[".jsonl", ".json", *SEPARATORS, *TABLES],
+        )
+    except data_files.EmptyDatasetError:
+        return {}
+    except Exception as error:  # of YAML, of the hub's library, or for a file that is not there
+        raise ValueError(f"{label}: README.md: {first_line(error)}") from error
+    return {str(s): {os.path.relpath(file, root) for file in splits[s]} for s in splits}
+
+
+# ---- files ----
+
+
+def _numbered(name: str, rows: Iterable[dict], bad: BadRows) -> Iterator[dict]:
     for number, row in enumerate(rows, 1):
         yield row | {"_source": f"{name}:{number}"}
 
 
-def texts(label: str, path: Path, is_whole: bool) -> Iterator[str]:
-    """Yield the lines of a file, or all of it at once. `load_dataset("text")` would read a
-    truncated .zst file without an error, and `str.splitlines` would also split at U+2028, which
-    JSON may contain."""
+def _file_rows(label: str, path: Path, name: str, bad: BadRows) -> Iterator[dict]:
+    """Yield the rows of a file, with the folder of the paths in them. Raises `ValueError` for an
+    unreadable file or, unless skipped, a bad row."""
+    from pyarrow import ArrowException
+
+    kind = kind_of(path)
+    if kind in JSON:
+        rows = _json_rows(label, path, name, bad)
+    elif kind in SEPARATORS:
+        rows = _csv_rows(label, path, name, bad)
+    elif kind in TABLES:
+        rows = _numbered(name, _typed_rows(path, kind), bad)
+    else:
+        raise ValueError(f"{label}: expected a {KINDS} file")
+    try:
+        for row in rows:
+            yield _without_ours(row) | dict(_folder=str(path.parent))
+    except (OSError, UnicodeError, csv.Error, ArrowException) as error:
+        raise ValueError(f"{label}: cannot be read: {first_line(error)}") from error
+
+
+def _without_ours(row: dict) -> dict:
+    return {name: row[name] for name in row if name not in ("_dataset", "_folder", "_images")}
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file. Only a line feed ends one: JSON may contain U+2028, at which
+    `str.splitlines` would split. pyarrow notices a truncated .gz or .zst file."""
     import pyarrow
 
-    limit = LARGEST if is_whole else LONGEST
+    with pyarrow.input_stream(str(path), compression="detect") as stream:
+        # utf-8-sig: without the byte order mark of some editors
+        yield from io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="\n")
+
+
+def _json_rows(label: str, path: Path, name: str, bad: BadRows) -> Iterator[dict]:
+    """Yield the row of each line or, of a file that begins with `[`, the members of this list."""
+    first = next((text for text in _lines(path) if text.strip()), "")
+    if first.lstrip().startswith("["):
+        values = enumerate(_parsed(label, 1, "".join(_lines(path))), 1)
+    else:
+        values = _json_lines(label, path, bad)
+    for number, value in values:
+        source = f"{name}:{number}"
+        if isinstance(value, dict):
+            yield value | {"_source": source}
+        else:
+            bad.add(ValueError(f"{label}: {source} is not an object"), label)
+
+
+def _json_lines(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, object]]:
+    for line, text in enumerate(_lines(path), 1):
+        try:
+            if text.strip():
+                yield line, _parsed(label, line, text)
+        except ValueError as error:
+            bad.add(error, label)
+
+
+def _parsed(label: str, line: int, text: str):
+    """Return the value of a text that begins in `line` of its file."""
     try:
-        with pyarrow.input_stream(str(path), compression="detect") as stream:
-            # utf-8-sig: without the byte order mark of some editors
-            file = io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="\n")
-            read = partial(file.read if is_whole else file.readline, limit)
-            for number, text in enumerate(iter(read, ""), 1):
-                if len(text) == limit:
-                    what = "convert it to .jsonl; it" if is_whole else f"line {number}"
-                    raise ValueError(f"{label}: {what} has {len(text):,} characters or more")
-                yield text.removesuffix("\n")
-    except (OSError, UnicodeError) as error:  # of the content, or of the file's name
-        raise ValueError(f"{label}: {distributed.first_line(error)}") from error
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        problem = "nested too deep"
+    except ValueError as error:  # bad syntax, a key twice, or a number of 5,000 digits
+        line += getattr(error, "lineno", 1) - 1
+        problem = getattr(error, "msg", None) or first_line(error)
+    raise ValueError(f"{label}: line {line} is not valid JSON: {problem}")
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {twice} twice")
+    return value
+
+
+def _csv_rows(label: str, path: Path, name: str, bad: BadRows) -> Iterator[dict]:
+    """Yield the rows of a table of text. Every value is the text in the file, such as 07, NA or
+    None; an empty one is None. Columns without a name, such as an index, are left out."""
+    csv.field_size_limit(sys.maxsize)
+    rows = (
+        row
+        for row in csv.reader(_lines(path), delimiter=SEPARATORS[path.suffix], strict=True)
+        if row
+    )
+    columns = next(rows, [])
+    if not columns:
+        raise ValueError(f"{label}: cannot be read: it is empty")
+    if twice := [column for column in columns if column and columns.count(column) > 1]:
+        raise ValueError(f"{label}: two columns have the name {twice[0]}")
+    for number, row in enumerate(rows, 1):
+        source = f"{name}:{number}"
+        if len(row) == len(columns):
+            values = zip(columns, row, strict=True)
+            yield {column: x or None for column, x in values if column} | {"_source": source}
+        else:
+            problem = f"{source} has {len(row)} values for {len(columns)} columns"
+            bad.add(ValueError(f"{label}: {problem}"), label)
+
+
+def _typed_rows(path: Path, kind: str) -> Iterator[dict]:
+    """Yield the rows of a table with types."""
+    from pyarrow import ArrowInvalid, ipc, memory_map, parquet
+
+    if kind == ".parquet":
+        batches = parquet.ParquetFile(path).iter_batches()
+    else:
+        file = memory_map(str(path))
+        try:
+            batches = ipc.open_stream(file)  # as `datasets` writes them
+        except ArrowInvalid:
+            batches = ipc.open_file(file).read_all().to_batches()
+    for batch in batches:
+        yield from batch.to_pylist()
+
+
+# ---- the library `datasets` ----
+
+
+def _saved_shards(label: str, folder: Path, split: str) -> list[Shard] | None:
+    """Open a split that `save_to_disk` of a `Dataset` or `DatasetDict` wrote; None without it."""
+    import datasets
+
+    saved = _loaded(label, datasets.load_from_disk, str(folder))
+    splits = saved if isinstance(saved, datasets.DatasetDict) else dict(train=saved)
+    if split not in splits:
+        return None
+    return [partial(_table_rows, label, f"{folder}/{split}", splits[split], {})]
+
+
+def _hub_shards(
+    label: str, dataset: str, split: str, config: str | None, streaming: bool
+) -> list[Shard] | None:
+    """Open a split of a hub dataset, None without the split. The configuration `*` is all of them,
+    by name in the column `config`."""
+    import datasets
+
+    is_all = config == "*"
+    names = _loaded(label, datasets.get_dataset_config_names, dataset) if is_all else [config]
+    shards = []
+    for name in names:
+        table = _hub_table(label, dataset, name, split, streaming)
+        if table is None:
+            continue
+        place = "/".join(filter(None, (dataset, name, split)))
+        columns = dict(config=name) if is_all else {}
+        count = table.num_shards if streaming else 1
+        parts = [table.shard(count, i) for i in range(count)] if count > 1 else [table]
+        for i, part in enumerate(parts):
+            whole = f"{place}/{i}" if count > 1 else place
+            shards.append(partial(_table_rows, label, whole, part, columns))
+    return shards or None
+
+
+@cache  # memory-mapped files: the rows are not held in memory
+def _hub_table(label: str, dataset: str, config: str | None, split: str, streaming: bool):
+    """The default configuration is `main` where several exist, as in openai/gsm8k."""
+    import datasets
+
+    options = dict(split=split, streaming=streaming)
+    try:
+        return _loaded(label, datasets.load_dataset, dataset, config, **options)
+    except ValueError as error:
+        lacks_name = config is None and "Config name is missing" in str(error)
+        if not lacks_name or "'main'" not in str(error.__cause__):
+            raise
+        return _loaded(label, datasets.load_dataset, dataset, "main", **options)
+
+
+def _loaded(label: str, load: Callable, *names: str | None, **options):
+    """Return the result of a function of `datasets`, without progress bars and warnings; None
+    without the split."""
+    import datasets
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    huggingface_hub.logging.set_verbosity_error()
+    try:
+        return load(*names, **options)
+    except Exception as error:  # of the disk, the network, the hub, pyarrow or datasets
+        if "Unknown split" in str(error) or "Bad split" in str(error):
+            return None
+        is_missing = isinstance(error, OSError) and load is not datasets.load_from_disk
+        missing = "no such file or folder, and not found on the hub: " if is_missing else ""
+        raise ValueError(f"{label}: {missing}{first_line(error)}") from error
+
+
+def _table_rows(label: str, name: str, table, columns: dict, bad: BadRows) -> Iterator[dict]:
+    """Yield the rows of a `datasets.Dataset` or `IterableDataset`, with images as bytes, and with
+    further `columns`."""
+    import datasets
+
+    try:
+        is_whole = isinstance(table, datasets.Dataset)
+        for row in _numbered(name, table.to_list() if is_whole else table.decode(False), bad):
+            yield _without_ours(row) | columns
+    except Exception as error:  # of the disk, the network, pyarrow or datasets
+        problem = first_line(error.__cause__ or error)
+        raise ValueError(f"{label}: cannot be read: {problem}") from error

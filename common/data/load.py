@@ -1,47 +1,44 @@
 """Rows -> samples of the training rows and of the held-out rows. The ranks share the encoding."""
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
-from common.data.encode import Encoder
-from common.data.files import BadRows, collect_bad_rows
+from common.data.encode import Encoder, truncate
+from common.data.files import BadRows, depth_errors
 from common.data.order import Order, make_order
 from common.data.rows import (
     Columns,
-    reasons,
+    require_columns,
     require_held_out,
-    require_training_rows,
-    train_and_eval_columns,
+    train_and_eval_rows,
+    unread_columns,
 )
 from common.data.sample import Sample
 from common.parallel import distributed
 
 ROWS_AT_ONCE = 1000  # that a rank encodes before the ranks exchange their samples
 
-Item = Sample | list[Sample]  # samples or groups; all items of a script have the same kind and size
-EncodeRows = Callable[[list[dict], Columns, Encoder, TrainArgs], tuple[list[Item], Counter]]
+Group = list[Sample]  # the samples of a row
+EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], Group]
 
 
 class Samples(Sequence):
-    """Samples or groups of them, which `make` makes when they are read; `rows` has the data row of
-    each."""
+    """Groups of samples, which `make` makes when they are read; `rows` has the data row of each."""
 
-    def __init__(self, rows: list[dict], make: Callable[[int], Item]):
+    def __init__(self, rows: list[dict], make: Callable[[int], Group]):
         self.rows = rows
         self.make = make
-
-    @property
-    def num_rows(self) -> int:
-        return len(self)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int | slice) -> Item | list[Item]:
+    def __getitem__(self, i: int | slice) -> Group | list[Group]:
         chosen = range(len(self))[i]  # raises IndexError
         return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
 
@@ -49,84 +46,133 @@ class Samples(Sequence):
         return make_order(self.rows, args)
 
 
-class Part(NamedTuple):
-    """Samples of the training rows, or of the held-out rows."""
-
-    samples: Samples
-    counts: Counter
-    """rows that were dropped or changed, by reason"""
-    rows: list[dict]
-    """rows of the data before any was dropped"""
-
-
 def load_samples(
-    encode_rows: EncodeRows,
-    choices: Sequence[Columns],
-    tokenizer,
-    args: TrainArgs,
-    kept: Sequence[str] = (),
-    streams: bool = False,
-) -> list[tuple[Samples, Counter]]:
+    encode_row: EncodeRow, choices: Sequence[Columns], tokenizer, args: TrainArgs,
+    optional: Sequence[str] = (), streams: bool = False,
+) -> list[tuple[Samples, Counter]]:  # fmt: skip
     """Return the samples of the training rows and of the held-out rows, each with the number of
     rows that were dropped or changed, by reason. With `streams` training rows are read when they
     are drawn.
 
-    `encode_rows(rows, columns, encoder, args)` makes the samples. The data needs all columns of one
-    of `choices`; the columns of `kept` are encoded too if any row has them. Collective. Raises
-    `ValueError` for a bad row, and if no row is left."""
+    `encode_row(row, columns, encoder, args)` makes the group of samples of a row. The columns are
+    the first of `choices` that the data has, and those of `optional` that any row has. Collective.
+    Raises `ValueError` for a bad row, and if no row is left."""
     if streams:
         with extra("streaming", "--streaming"):
             from extras.streaming.streaming import load_stream
-        return load_stream(encode_rows, choices, tokenizer, args)
+        return load_stream(encode_row, choices, tokenizer, args)
+    train, held_out = train_and_eval_rows(args)
+    columns = require_columns(args.dataset_flag, train, choices, args.on_bad_row)
+    say_unread(train, (*columns, *optional))
     encoder = Encoder(tokenizer, args)
-    training, held_out = (
-        in_memory(*encode_on_all_ranks(encode_rows, rows, columns, encoder, args), rows)
-        for rows, columns in train_and_eval_columns(args, choices, kept)
-    )
-    require_training_rows(args.dataset_flag, len(training.samples), training.counts)
-    require_held_out_samples(held_out)
-    return [training[:2], held_out[:2]]
+    loaded = []
+    for rows in (train, held_out):
+        found = [name for name in optional if any(name in row for row in rows)]
+        loaded.append(encode_all(encode_row, rows, (*columns, *found), encoder, args))
+    (samples, counts), (held_out_samples, held_out_counts) = loaded
+    if not samples:
+        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
+    require_held_out(held_out, held_out_samples.rows, f": {reasons(held_out_counts)}")
+    return loaded
 
 
-def encode_on_all_ranks(
-    encode_rows: EncodeRows, rows: list[dict], columns: Columns, encoder: Encoder, args: TrainArgs
-) -> tuple[list[Item], Counter]:
-    """Return `encode_rows` of all rows on every rank; each rank has encoded a part. Collective.
-    Raises the error of the first bad row on every rank."""
-    items: list[Item] = []
+def say_unread(rows: list[dict], columns: Columns) -> None:
+    """Print the columns that are neither among `columns` nor read beside them."""
+    if unread := unread_columns(rows, columns):
+        distributed.say(f"not used in training: {', '.join(unread)}")
+
+
+class Encoded(NamedTuple):
+    """What has become of a row."""
+
+    group: Group | None = None
+    """None: it was dropped"""
+    counts: tuple[str, ...] = ()
+    """why it was dropped, or how it was changed"""
+    error: ValueError | None = None
+
+
+def encode_all(
+    encode_row: EncodeRow, rows: list[dict], columns: Columns, encoder: Encoder, args: TrainArgs
+) -> tuple[Samples, Counter]:
+    """Return the samples of all rows on every rank, and the number of rows that were dropped or
+    changed, by reason; each rank has encoded a part. Collective. Raises the error of the first bad
+    row on every rank."""
+    groups: list[Group] = []
     counts: Counter = Counter()
     bad = BadRows(args.on_bad_row)
-    notes: list[str] = []
-    encoder.say = notes.append
+    said = {**encoder.said}
+    encoder.say = lambda note: None  # other ranks may have the same kind of note
+    in_order = iter(rows)
     for start in range(0, len(rows), ROWS_AT_ONCE * distributed.world_size()):
         first = start + ROWS_AT_ONCE * distributed.rank()
-        error = None
-        found: tuple[list[Item], Counter] = ([], Counter())
-        with collect_bad_rows() as reports:
-            try:
-                found = encode_rows(rows[first : first + ROWS_AT_ONCE], columns, encoder, args)
-            except ValueError as caught:
-                error = caught
-        parts = distributed.gather_objects((*found, reports, error))
-        for own_items, own_counts, own_reports, own_error in parts:
-            if own_error is not None:
-                raise own_error
-            items += own_items
-            counts.update(own_counts)
-            bad.errors += chain(*own_reports)
-    for note in [*chain(*distributed.gather_objects(notes))][:1]:
-        distributed.say(note)
+        own_rows = rows[first : first + ROWS_AT_ONCE]
+        own = [encode(encode_row, row, columns, encoder, args) for row in own_rows]
+        parts = distributed.gather_objects((own, encoder.said))
+        for encoded, row in zip(chain(*(own for own, _ in parts)), in_order, strict=False):
+            if encoded.error:
+                bad.add(encoded.error, row["_source"])
+            counts.update(encoded.counts)
+            if encoded.group:
+                groups.append([replace(s, row=s.row or row) for s in encoded.group])
+        for _, notes in reversed(parts):
+            encoder.said = encoder.said | notes
+    for kind in [kind for kind in encoder.said if kind not in said]:
+        distributed.say(encoder.said[kind])
+    encoder.say = distributed.say
     bad.report()
-    return items, counts
+    return Samples([group[0].row for group in groups], lambda i: unpacked(groups[i])), counts
 
 
-def in_memory(items: list[Item], counts: Counter, rows: list[dict]) -> Part:
-    """Return the samples of `rows`, some of which may have none."""
-    sample_rows = [(item[0] if isinstance(item, list) else item).row for item in items]
-    return Part(Samples(sample_rows, items.__getitem__), counts, rows)
+def encode(
+    encode_row: EncodeRow, row: dict, columns: Columns, encoder: Encoder, args: TrainArgs
+) -> Encoded:
+    """Encode a row to samples of at most `--max_length` tokens; their ids and masks are arrays, and
+    their `row` is empty where it is `row` itself."""
+    try:
+        with depth_errors(row):
+            group = encode_row(dict(row), columns, encoder, args)
+        length = max(len(sample.ids) for sample in group)
+        is_strict = args.overlong == "error" and args.on_bad_row == "error"
+        if length > args.max_length and is_strict:
+            problem = f"{length} tokens exceed --max_length {args.max_length}"
+            raise ValueError(f"{row['_source']}: {problem}; set --overlong drop or truncate")
+    except ValueError as error:
+        return Encoded(error=error)
+    counts = []
+    if length > args.max_length:
+        if args.overlong != "truncate":
+            return Encoded(counts=("dropped as too long (--max_length)",))
+        counts.append("truncated (--max_length)")
+        group = [truncate(sample, args.max_length) for sample in group]
+    if not all(any(sample.loss_mask[1:]) for sample in group):  # the first is never predicted
+        return Encoded(counts=("dropped because no token is trained",))
+    if len(group) == 2 and group[0].ids == group[1].ids:
+        return Encoded(counts=("with chosen = rejected, dropped",))
+    if any(sample.context_turns for sample in group):
+        counts.append("with turns not trained: the chat template rewrites them")
+    unknown = encoder.tokenizer.unk_token_id  # of GPT-2 it is the EOS, too
+    if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
+        counts.append("with characters that the tokenizer lacks")
+    return Encoded([packed(sample, row) for sample in group], tuple(counts))
 
 
-def require_held_out_samples(part: Part) -> None:
-    """Raise `ValueError` if no held-out sample is left, or none of one held-out set."""
-    why = f": {reasons(part.counts)}; see --max_length and --eval_split"
-    require_held_out(part.rows, part.samples.rows, why)
+def packed(sample: Sample, row: dict) -> Sample:
+    """A list of Python's integers takes seven times the memory of an array."""
+    given = {name: value for name, value in row.items() if name != "_folder"}
+    own_row = {} if sample.row == given else sample.row
+    return replace(
+        sample, ids=array("i", sample.ids), loss_mask=bytes(sample.loss_mask), row=own_row
+    )
+
+
+def unpacked(group: Group) -> Group:
+    return [
+        replace(sample, ids=[*sample.ids], loss_mask=[*map(bool, sample.loss_mask)])
+        for sample in group
+    ]
+
+
+def reasons(counts: Counter) -> str:
+    """Return the number of rows by reason as text: `3 dropped as too long, 1 truncated`."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items())

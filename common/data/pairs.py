@@ -1,12 +1,7 @@
 """Preference rows -> pairs of samples, for the scripts that score completions."""
 
-from collections import Counter
-from collections.abc import Callable
-
-from common.config.groups import BaseArgs
-from common.data.encode import Encoder, truncate
+from common.data.encode import Encoder
 from common.data.messages import IMAGE, messages_field, text_field
-from common.data.rows import encode_each
 from common.data.sample import Sample
 
 
@@ -66,32 +61,3 @@ def _shared(a: str | list, b: str | list) -> int:
     """Return the number of characters or messages at which both start."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def encode_pairs(
-    rows: list[dict], encode: Callable[[dict], list[Sample]], args: BaseArgs
-) -> tuple[list[list[Sample]], Counter]:
-    """Encode rows to [chosen, rejected] or [completion] of at most `--max_length` tokens, and count
-    the rows that were dropped or changed, by reason. Pairs whose chosen and rejected are the same
-    are dropped. `--overlong` applies; with `--on_bad_row skip` its errors are drops. Raises
-    `ValueError` naming the row."""
-    pairs = []
-    counts = Counter()
-    is_strict = args.on_bad_row == "error"
-    for row, pair in encode_each(rows, encode, args.on_bad_row):
-        length = max(len(sample.ids) for sample in pair)
-        if length > args.max_length:
-            if args.overlong == "error" and is_strict:
-                problem = f"{length} tokens exceed --max_length {args.max_length}"
-                raise ValueError(f"{row['_source']}: {problem}; set --overlong drop or truncate")
-            prompt_length = max(sample.prompt_length for sample in pair)
-            if args.overlong != "truncate" or prompt_length >= args.max_length:
-                counts["dropped as too long (--max_length)"] += 1
-                continue
-            counts["truncated (--max_length)"] += 1
-            pair = [truncate(sample, args.max_length) for sample in pair]
-        if len(pair) == 2 and pair[0].ids == pair[1].ids:
-            counts["with chosen = rejected, dropped"] += 1
-            continue
-        pairs.append(pair)
-    return pairs, counts

@@ -34,7 +34,7 @@ def examples_maker(args: SamplingArgs) -> Callable[[dict], str]:
 
     def make(row: dict) -> str:
         value = value_of(row, args.shots_by)
-        others = [one for one in examples[value] if one["_source"] != row["_source"]]
+        others = [one for one in examples[value] if place_of(one) != place_of(row)]
         if len(others) < args.shots:
             kind = f" with {args.shots_by} {value!r:.80}" if args.shots_by else ""
             problem = f"--shots_split {args.shots_split} has {len(others)} other rows{kind}"
@@ -42,6 +42,11 @@ def examples_maker(args: SamplingArgs) -> Callable[[dict], str]:
         return "".join(map(fill, others[: args.shots]))
 
     return make
+
+
+def place_of(row: dict) -> tuple[str | None, str]:
+    """Files in several folders may have one name."""
+    return row.get("_folder"), row["_source"]
 
 
 def value_of(row: dict, column: str | None) -> object:

@@ -52,7 +52,8 @@ def describe_data(
         for name, reasons in named_counts
         for reason, count in reasons.items()
     ]
-    lines.append(f"{data.num_rows} training rows, {len(held_out)} held out, {length(args, data)}")
+    num_rows = len(data) if isinstance(data, Sized) else "a stream of"
+    lines.append(f"{num_rows} training rows, {len(held_out)} held out, {length(args, data)}")
     return lines + repetitions(args, data)
 
 

@@ -84,16 +84,14 @@ def dry_run(
 
 
 def first_groups(args: TrainArgs, data) -> list[list[Sample]]:
-    """Return the samples of each row of the first step. `data`: samples, groups of them, or prompts
-    with their rows."""
+    """Return the samples of each row of the first step. `data`: groups of samples, or prompts with
+    their rows."""
     groups = []
     order = make_order(data.rows, args) if isinstance(args, OnlineArgs) else data.order(args)
     for i in order.draw(args.rows_per_step):
         match data[i]:
             case list() as group:
                 groups.append(group)
-            case Sample() as sample:
-                groups.append([sample])
             case ids, row:
                 groups.append([Completion(ids, [False] * len(ids), len(ids), row)])
     return groups

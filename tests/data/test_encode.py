@@ -1,20 +1,17 @@
 """Rows become exact ids and masks, and a prompt has the same ids in training and in sampling."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config.groups import BaseArgs
-from common.data.encode import Encoder, truncate
-from common.data.pairs import encode_pair, encode_pairs
+from common.data.encode import Encoder
+from common.data.pairs import encode_pair
 from common.data.rows import PAIR_COLUMNS, SFT_COLUMNS
-from common.data.sample import Sample
 from common.model.tiny import build_tokenizer
 
 TOKENIZER = build_tokenizer()
-MESSAGES, PAIR, QA, TEXT, INPUT = SFT_COLUMNS
+MESSAGES, PAIR, QA, TEXT, INPUT, _ = SFT_COLUMNS
 EOT, EOS = "<|end_of_turn|>", "<|eos|>"
 
 
@@ -236,50 +233,3 @@ def test_malformed_rows_are_refused_by_name():
 
 
 # ---- overlong and identical pairs ----
-
-
-def encoded_pairs(
-    lengths: list[tuple[int, ...]],
-    overlong: str,
-    on_bad_row: str = "error",
-):
-    """Encode rows of the given lengths, with two prompt ids each. Completions of one length are
-    equal."""
-    rows = [dict(lengths=row, _source=f"rows:{i}") for i, row in enumerate(lengths)]
-
-    def encode(row):
-        return [
-            Sample(list(range(n)), [i >= 2 for i in range(n)], prompt_length=2, row=row)
-            for n in row["lengths"]
-        ]
-
-    args = SimpleNamespace(max_length=5, overlong=overlong, on_bad_row=on_bad_row)
-    pairs, counts = encode_pairs(rows, encode, args)
-    return [[len(sample.ids) for sample in pair] for pair in pairs], dict(counts)
-
-
-def test_pairs_with_an_overlong_side_are_refused_dropped_or_truncated():
-    lengths = [(3, 4), (3, 6), (6, 4), (5, 4)]
-    assert encoded_pairs(lengths, "drop") == (
-        [[3, 4], [5, 4]],
-        {"dropped as too long (--max_length)": 2},
-    )
-    assert encoded_pairs(lengths, "truncate") == (
-        [[3, 4], [3, 5], [5, 4], [5, 4]],
-        {"truncated (--max_length)": 2},
-    )
-    with pytest.raises(
-        ValueError, match="rows:1: 6 tokens exceed --max_length 5; set --overlong drop or truncate"
-    ):
-        encoded_pairs(lengths, "error")
-    assert encoded_pairs(lengths, "error", on_bad_row="skip") == encoded_pairs(lengths, "drop")
-    assert encoded_pairs([(4,), (9,)], "truncate") == ([[4], [5]], {"truncated (--max_length)": 1})
-    sample = truncate(Sample([1, 2, 3], [False, True, True]), 2)
-    assert (sample.ids, sample.loss_mask) == ([1, 2], [False, True])
-
-
-def test_identical_pairs_are_dropped():
-    same = {"with chosen = rejected, dropped": 1}
-    assert encoded_pairs([(3, 3), (3, 4)], "drop") == ([[3, 4]], same)
-    # Truncated to the prompt and a common prefix, chosen and rejected are equal.
-    assert encoded_pairs([(6, 7)], "truncate") == ([], same | {"truncated (--max_length)": 1})

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from common.config.online import SamplingArgs
+from common.data.rows import load_rows
 from common.rollout.prompts import prompt_maker
 
 
@@ -37,8 +38,15 @@ def test_examples_are_the_first_rows_of_the_split(flags, prompt, tmp_path):
 
 
 def test_a_row_is_no_example_of_itself(tmp_path):
-    args = args_of(tmp_path, shots=1, shots_split="test")
-    assert prompt_maker(args)(ROW | dict(_source="test.jsonl:1")) == "test1=1\n7="
+    """Two files may have one name."""
+    (tmp_path / "b").mkdir()
+    args_of(tmp_path / "b")
+    two = tuple(f"{tmp_path}/{name}test.jsonl" for name in ("", "b/"))
+    args = args_of(tmp_path, shots=3, dataset=two, shots_split="train")
+    for row in load_rows("--dataset", two[0], "train", args):
+        prompt = prompt_maker(args)(row)
+        assert prompt.count("test0=0") + prompt.count("test1=1") == 3
+        assert prompt.count(f"{row['question']}={row['answer']}") == 1
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,18 @@ from extras.images.tests.checkpoints import picture
 from extras.streaming import streaming
 
 
-def load(checkpoint, data, **flags):
-    """Return the flags and the samples of a run."""
-    args = sft.Args(
+def flags_of(checkpoint, data, **flags):
+    return sft.Args(
         model=str(checkpoint), dataset=[str(data)], max_length=900, vision="frozen", **flags
     )
+
+
+def load(checkpoint, data, **flags):
+    """Return the flags and the samples of a run."""
+    args = flags_of(checkpoint, data, **flags)
     tokenizer = load_tokenizer(str(checkpoint), args)
-    (training, counts), (_, _) = load_samples(
-        sft.encode_rows, SFT_COLUMNS, tokenizer, args, streams=args.streaming
-    )
-    return args, training, counts
+    (training, counts), _ = load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args)
+    return args, [group[0] for group in training], counts
 
 
 # ---- ids ----
@@ -232,14 +234,15 @@ def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):
 
 def stream_of(checkpoint, data, **flags):
     flags = dict(streaming=True, max_steps=1, eval_every=0) | flags
-    _, stream, _ = load(checkpoint, data, **flags)
-    return stream
+    args = flags_of(checkpoint, data, **flags)
+    tokenizer = load_tokenizer(str(checkpoint), args)
+    return load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args, streams=True)[0][0]
 
 
 def test_stream_has_images(checkpoints, pictures, monkeypatch):
     monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 1)
     stream = stream_of(checkpoints("idefics3"), pictures)
-    found = [stream[i] for i in stream.draw(6)]
+    found = [stream[i][0] for i in stream.draw(6)]
     assert [len(s.images) for s in found] == [1, 2, 1, 2, 1, 0]
     assert all(s.row.keys() <= {"_source", "_images"} for s in found)
 

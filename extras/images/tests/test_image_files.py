@@ -10,10 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from common.data.files import BadRows
+from common.config.groups import TrainArgs
 from common.data.messages import in_parts, messages_field
 from common.data.rows import load_rows
-from common.data.shards import open_shards
 from extras.images.image_files import (
     IMAGE,
     digest,
@@ -101,13 +100,9 @@ def test_images_in_tables_are_not_decoded(kind, column, folder):
             file.write_table(table.data.table)
     else:
         table.to_parquet(path)
-    (row,) = load_rows("--dataset", str(path), "train")
+    (row,) = load_rows("--dataset", str(path), "train", TrainArgs())
     column = "messages" if column == "messages" else "prompt"
     assert contents(taken(row | dict(prompt="?"), column)) == expected
-    if kind != "saved":
-        (shard,) = open_shards("--dataset", str(path), "train", None, streaming=True)
-        (row,) = shard.rows(BadRows("error"))
-        assert contents(taken(row | dict(prompt="?"), column)) == expected
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -120,14 +115,14 @@ def test_paths_are_relative_to_the_data(name, folder):
     (folder / name).write_text(
         "\n".join(map(json.dumps, rows)) if name == "rows.jsonl" else json.dumps(rows)
     )
-    found = load_rows("--dataset", str(folder / name), "train")
+    found = load_rows("--dataset", str(folder / name), "train", TrainArgs())
     assert [contents(taken(row)) for row in found] == [[ONE], [TWO, ONE], [ONE]]
 
 
 def test_renamed_columns_have_the_folder_of_the_data(folder):
     (folder / "rows.jsonl").write_text(json.dumps(dict(photo="one.png", problem="<image>?")))
-    columns = ("image=photo", "prompt=problem")
-    (row,) = load_rows("--dataset", str(folder / "rows.jsonl"), "train", columns=columns)
+    args = TrainArgs(columns=("image=photo", "prompt=problem"))
+    (row,) = load_rows("--dataset", str(folder / "rows.jsonl"), "train", args)
     assert taken(row)["images"] == [str((folder / "one.png").resolve())]
     assert taken(row | dict(image="one.png"))["prompt"] == user(f"{IMAGE}?")
 
@@ -135,7 +130,7 @@ def test_renamed_columns_have_the_folder_of_the_data(folder):
 def test_columns_of_ours_in_the_data_are_ignored(folder):
     """Data must not choose its own folder, nor places of images."""
     (folder / "rows.jsonl").write_text(json.dumps(dict(_folder="/", _images=[1], prompt="?")))
-    (row,) = load_rows("--dataset", str(folder / "rows.jsonl"), "train")
+    (row,) = load_rows("--dataset", str(folder / "rows.jsonl"), "train", TrainArgs())
     assert row["_folder"] == str(folder) and "_images" not in row
 
 

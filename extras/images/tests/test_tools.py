@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import eval as evaluation
 import sft
+from common.config.groups import TrainArgs
 from common.data.encode import Encoder
 from common.data.rows import encode_each, load_rows
 from common.data.sample import Completion
@@ -35,7 +36,7 @@ def test_console_folds_runs_of_placeholders(trained, checkpoints, pictures, caps
     assert "<image><image>" not in shown
     args = sft.Args(model=str(checkpoints("qwen3_vl")), vision="frozen")
     tokenizer = load_tokenizer(args.model, args)
-    row = dict(load_rows("--dataset", str(pictures), "train")[0])
+    row = dict(load_rows("--dataset", str(pictures), "train", TrainArgs())[0])
     ((row, ids),) = encode_each(
         [row], lambda row: Encoder(tokenizer, args).prompt(row, ("prompt",)), "error"
     )
@@ -49,7 +50,7 @@ def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_pa
     args = sft.Args(model=str(checkpoints("idefics3")), vision="frozen", output_dir=str(tmp_path))
     tokenizer = load_tokenizer(args.model, args)
     encoder = Encoder(tokenizer, args)
-    rows = load_rows("--dataset", str(pictures), "train")
+    rows = load_rows("--dataset", str(pictures), "train", TrainArgs())
     encoded = encode_each(rows, lambda row: encoder.prompt(row, ("prompt",)), "error")
     rows, ids = map(list, zip(*encoded, strict=True))
     prompts = Prompts(ids, rows)

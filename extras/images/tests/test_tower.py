@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common.config.groups import TrainArgs
 from common.data.encode import Encoder
 from common.data.packing import pack_groups
 from common.data.rows import encode_each, load_rows
@@ -17,7 +18,7 @@ def loaded(path, pictures, device, **flags):
     args = Args(model=str(path), dataset=[str(pictures)], **dict(vision="frozen") | flags)
     tokenizer = load_tokenizer(str(path), args)
     encoder = Encoder(tokenizer, args)
-    rows = load_rows("--dataset", str(pictures), "train")
+    rows = load_rows("--dataset", str(pictures), "train", TrainArgs())
     encode = lambda row: encoder.sft(row, ("prompt", "completion"))  # noqa: E731
     samples = [sample for _, sample in encode_each(rows, encode, "error")]
     return args, samples, load_policy(str(path), args, device)
