@@ -71,14 +71,15 @@ EXERCISES = [
     Exercise(
         "pack",
         "common.data.packing:_micro_batch",
-        ("rows_T = ... targets_TC =",),
+        ("ids_T = ... streams_T =",),
         "Masks, EOS, truncation",
-        """Put N samples into one stream of T tokens, without padding. table_IC has a row for each
-        id of each sample: the id, whether it is trained, and its streams. A sample s has
-        s.num_targets + 1 rows, the first of which is s.first_row: the model reads all its ids
-        except the last, and predicts all except the first. Set rows_T, the rows of the ids that
-        the model reads; position_ids_T, 0..L - 1 in each sequence of L targets; and targets_TC, the
-        columns of table_IC for the targets. All on `device`.""",
+        """Put sequences into one stream of T tokens, without padding. A sequence s has arrays with
+        one number for each of its ids: s.ids, s.loss_mask (whether it is trained) and s.streams[x]
+        for each name x of `streams`. The model reads all ids except the last, and predicts all
+        except the first. Set ids_T, the ids that the model reads; targets_T, those that it
+        predicts; position_ids_T, 0..L - 1 in each sequence of L targets; loss_mask_T; and
+        streams_T, a dict by name. The last two are aligned with the targets. joined(arrays, device)
+        is a tensor of arrays in a row.""",
         {
             f"{DATA}::test_targets_are_the_next_tokens": (
                 "a target must be the token after its input, in each sample"
@@ -91,17 +92,13 @@ EXERCISES = [
             ),
         },
         (
-            {"table_IC[rows_T + 1]": "table_IC[rows_T]"},
+            {"s.ids[1:]": "s.ids[:-1]"},
             {
-                "torch.cat([torch.arange(length) for length in lengths])": (
-                    "torch.arange(sum(lengths))"
+                "[np.arange(s.num_targets) for s in sequences]": (
+                    "[np.arange(sum(s.num_targets for s in sequences))]"
                 ),
             },
-            {
-                "table_IC[rows_T + 1]": (
-                    "torch.cat([table_IC[rows_T + 1, :1], table_IC[rows_T, 1:]], 1)"
-                ),
-            },
+            {"s.streams[x][1:]": "s.streams[x][:-1]"},
         ),
     ),
     Exercise(

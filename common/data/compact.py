@@ -15,15 +15,15 @@ Shapes: N sequences, T tokens of the micro-batch, t computed tokens of this rank
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from common.data.tokens import Tokens
-from common.data.transfer import Placed
+from common.data.tokens import Tokens, TokenSequence, joined, padding
 
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or (
     collectives.all_gather_tensor_autograd
@@ -33,10 +33,10 @@ all_gather = getattr(collectives, "all_gather_single_autograd", None) or (
 class CompactTokens(Tokens):
     """Computed tokens. Their results belong to the tokens of a micro-batch."""
 
-    def __init__(self, *tokens, rows_T: Tensor, group: dist.ProcessGroup | None):
+    def __init__(self, *tokens, rows_T: Tensor, context_group: dist.ProcessGroup | None):
         super().__init__(*tokens)
         self.rows_T = rows_T  # computed token of each token of the micro-batch, in the whole stream
-        self.context_group = group
+        self.context_group = context_group
 
     def expand(self, streams_t: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return computed streams [t] on the tokens of the micro-batch, [T]. Their gradients go to
@@ -82,40 +82,38 @@ def rows_of_sequences(lengths: list[int], shared: list[int]) -> list[Tensor]:
 
 
 def compact_tokens(
-    table_IC: Tensor, samples: list[Placed], own: list[Placed], streams: list[str],
-    group: dist.ProcessGroup | None,
+    groups: list[list[TokenSequence]], streams: list[str], device: torch.device,
+    context_group: dist.ProcessGroup | None,
 ) -> CompactTokens:  # fmt: skip
-    """Return the tokens that this rank computes of `samples`, which are those of its micro-batch,
-    `own`, or, in a context group, of the micro-batches of all its ranks. `table_IC` has the columns
-    id, loss mask and `streams` (packing.py)."""
-    device = table_IC.device
-    R = 1 if group is None else dist.get_world_size(group)
-    lengths = [sample.num_targets - sample.shared for sample in samples]
-    shared = [sample.shared for sample in samples]
-    first_rows = [sample.first_row + sample.shared for sample in samples]
-    in_stream = rows_of_sequences(lengths, shared)
-    rows = {s.first_row: rows for s, rows in zip(samples, in_stream, strict=True)}
-    # A padding token takes any result.
-    rows_T = torch.cat([rows[s.first_row] for s in own] or [torch.zeros(1).long()])
+    """Return the tokens that this rank computes. `groups` are those of its micro-batch or, in a
+    context group, of the micro-batches of all its ranks, to which they belong in turn."""
+    R, r = 1, 0
+    if context_group is not None:
+        R, r = dist.get_world_size(context_group), dist.get_rank(context_group)
+    sequences = [*chain(*groups)]
+    num_tokens = sum(s.num_targets - s.shared for s in sequences)
+    part = math.ceil(max(1, num_tokens) / R)  # tokens of each rank of the context group
+    if part * R > num_tokens:  # makes the parts equal
+        sequences.append(padding(part * R - num_tokens, streams))
+    lengths = [s.num_targets - s.shared for s in sequences]
+    shared = [s.shared for s in sequences]
+    rest = iter(rows_of_sequences(lengths, shared))
+    rows_of_groups = [[*islice(rest, len(group))] for group in groups]
+    own_rows = [*chain(*rows_of_groups[r::R])] or [torch.tensor([0])]  # padding takes any result
 
-    part = math.ceil(max(1, sum(lengths)) / R)  # tokens of each rank of the context group
-    padding = part * R - sum(lengths)
-    if padding:  # a sequence of zeros makes the parts equal
-        lengths.append(padding)
-        shared.append(0)
-        first_rows.append(len(table_IC) - R - 1)
-    r = 0 if group is None else dist.get_rank(group)
     here = slice(r * part, (r + 1) * part)
-    behind_prefix_t = torch.cat([torch.arange(length) for length in lengths])[here]
-    of_sequences = torch.tensor([first_rows, shared]).repeat_interleave(torch.tensor(lengths), 1)
-    rows_t, position_ids_t = (of_sequences[:, here] + behind_prefix_t).to(device)
-    targets_tC = table_IC[rows_t + 1]
+    position_ids = [np.arange(s.shared, s.num_targets) for s in sequences]
     tokens = CompactTokens(
-        table_IC[rows_t, 0].long(), targets_tC[:, 0].long(), position_ids_t, lengths,
-        rows_T=rows_T.to(device), group=group,
-    )  # fmt: skip
+        joined([s.ids[s.shared : -1] for s in sequences], device)[here],
+        joined([s.ids[s.shared + 1 :] for s in sequences], device)[here],
+        joined(position_ids, device)[here],
+        lengths,
+        rows_T=torch.cat(own_rows).to(device),
+        context_group=context_group,
+    )
     if any(shared):
         tokens.keys = Keys(lengths, shared, device)
     if "stored_at" in streams:
-        tokens.stored_at_T = targets_tC[:, 2 + streams.index("stored_at")].long()
+        places = [s.streams["stored_at"][s.shared + 1 :] for s in sequences]
+        tokens.stored_at_T = joined(places, device)[here]
     return tokens

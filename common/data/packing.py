@@ -1,40 +1,32 @@
 """Samples -> packed micro-batches: several sequences in one stream of tokens, without padding.
 
-A rank reads or samples its share of a step. Before packing, whole samples move to the ranks that
-train on them, so that all ranks have the same work (placement.py). From then on a micro-batch is
-this rank's own: the model runs on its tokens, and the loss is computed from its tokens. A number
-that a sample got before, such as its advantage, is found by the index of the sample among those of
-all ranks: `mb.select(advantages_BG)`.
+A rank reads or samples its share of a step. Before packing, the sequences of samples move to the
+ranks that train on them, so that all ranks have the same work (placement.py). From then on a
+micro-batch is this rank's own: the model runs on its tokens, and the loss is computed from its
+tokens. A number that a sample got before, such as its advantage, is found by the index of the
+sample among those of all ranks: `mb.select(advantages_BG)`.
 
 This module shifts tokens, and compact.py those of shared prefixes. In a `Sample`, streams are
 aligned with `ids`: `x[i]` describes the token `ids[i]`. The packer makes inputs `ids[:-1]` and
 targets `ids[1:]`, and aligns every stream with the targets: in a `PackedBatch`, `x_T[t]` describes
 the prediction of `targets_T[t]`.
 
-Shapes: N sequences and T tokens in one micro-batch, I ids of samples, B groups of all ranks.
+Shapes: N sequences and T tokens in one micro-batch, B groups of all ranks.
 """
 
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, islice, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, pairwise, product
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.data.compact import compact_tokens
 from common.data.sample import Sample
-from common.data.tokens import Tokens
-from common.data.transfer import (
-    INTEGERS,
-    Outline,
-    Placed,
-    placed_samples,
-    sample_table,
-    send_rows,
-    streams_of,
-)
+from common.data.tokens import Tokens, TokenSequence, joined, padding, sequence_of
 from common.parallel import distributed
 from common.parallel.context import context_group, context_group_size
 from common.parallel.placement import GroupShape, place
@@ -111,8 +103,7 @@ class PackedBatch(Tokens):
     def source_masks_T(self) -> dict[str, Tensor]:
         """Masks of the trained tokens of each named dataset, by `/name`: [T] each, bool."""
         masks_T = {}
-        names = {name for name in self.datasets if name is not None}
-        for name in sorted(names):
+        for name in sorted({name for name in self.datasets if name is not None}):
             is_of_dataset_N = torch.tensor([dataset == name for dataset in self.datasets])
             is_of_dataset_T = is_of_dataset_N.to(self.loss_mask_T.device)[self.sequence_ids_T]
             masks_T[f"/{name}"] = self.loss_mask_T & is_of_dataset_T
@@ -136,7 +127,8 @@ def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[
     FSDP collectives. A rank without samples in a micro-batch gets padding, whose loss is exactly
     zero.
 
-    Raises `ValueError` for a sample that does not fit.
+    Raises `ValueError` for a sample that does not fit, and for a stream that has not one number for
+    each id of every sample.
     """
     return pack_groups([[sample] for sample in samples], pack_tokens, device)
 
@@ -167,19 +159,20 @@ def pack_minibatches(
     once (docs/prefix.md; 0: never). With `together` the samples of a group are neighbours in one
     micro-batch; otherwise a group may be divided among micro-batches and ranks. The branches of a
     completion are sequences with its index. Collective."""
-    sizes = {position: len(group) for position, group in zip(positions, groups, strict=True)}
-    sizes = dict(sorted(distributed.gather_dict(sizes).items()))
-    first_index = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-    cuts = [len(sizes) * m // count for m in range(count + 1)]
+    own = dict(zip(positions, groups, strict=True))
+    sizes = distributed.gather_dict({position: len(group) for position, group in own.items()})
+    order = sorted(sizes)
+    firsts = accumulate((sizes[position] for position in order), initial=0)
+    first_index = dict(zip(order, firsts, strict=False))
     minibatches = []
-    for start, end in pairwise(cuts):
-        chosen = set(islice(sizes, start, end))
-        packables = [
-            _packables(group, first_index[position])
-            for position, group in zip(positions, groups, strict=True)
+    for start, end in pairwise(len(order) * m // count for m in range(count + 1)):
+        chosen = own.keys() & order[start:end]
+        by_index = [
+            dict(enumerate(group, first_index[position]))
+            for position, group in own.items()
             if position in chosen and group
         ]
-        minibatches.append(_pack(packables, pack_tokens, device, share_prefix, together))
+        minibatches.append(_pack(by_index, pack_tokens, device, share_prefix, together))
     return minibatches
 
 
@@ -195,17 +188,16 @@ def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
 
 def positions_of_share(count: int) -> range:
     """Return the positions of this rank's share `[rank::ranks]` of a batch, of `count` items."""
-    rank = distributed.rank()
-    ranks = distributed.world_size()
+    rank, ranks = distributed.rank(), distributed.world_size()
     return range(rank, rank + count * ranks, ranks)
 
 
 def per_sample(
     micro_batches: Iterable[PackedBatch], values: Iterable[Tensor], shape: tuple[int, ...]
 ) -> Tensor:
-    """Return the numbers of all packed samples of all ranks by their index, the inverse of
-    `PackedBatch.select`; those of the branches of a completion add up. `values` has [N] for each
-    micro-batch; `shape` is [B, G] for groups. Float64, on the host. Collective."""
+    """Gather one number for each sample of all ranks, by its index: the inverse of
+    `PackedBatch.select`. Branches of a completion add up. `values` has [N] for each micro-batch;
+    `shape` is [B, G] for groups. Float64, on the host. Collective."""
     out = torch.zeros(math.prod(shape), dtype=torch.float64)
     for mb, values_N in zip(micro_batches, values, strict=True):
         out.index_add_(0, mb.index_N, values_N.detach().double().cpu())
@@ -221,56 +213,51 @@ def sent_values(micro_batches: list[PackedBatch], values: Iterable[Tensor]) -> l
     return [numbers[index] for index in sorted(sent)]
 
 
-# ---- from the samples of all ranks to the micro-batches of this one ----
-
-
-class Packable(NamedTuple):
-    """A sample before it is packed, with its index among those of all ranks."""
-
-    index: int
-    sample: Sample
-
-
-def _packables(group: list[Sample], first_index: int) -> list[Packable]:
-    packables = []
-    for index, sample in enumerate(group, first_index):
-        packables += [Packable(index, sequence) for sequence in sample.sequences]
-    return packables
+# ---- one minibatch ----
 
 
 def _pack(
-    groups: list[list[Packable]], pack_tokens: int, device: torch.device, share_prefix: int,
+    groups: list[dict[int, Sample]], pack_tokens: int, device: torch.device, share_prefix: int,
     together: bool,
 ) -> list[PackedBatch]:  # fmt: skip
-    if not together:  # in lexical order, neighbours have the longest common prefixes
-        groups = [sorted(group, key=lambda packable: packable.sample.ids) for group in groups]
-    shapes = [shape_of([each.sample for each in group], share_prefix) for group in groups]
-    indices = [each.index for each in chain(*groups)]
-    samples = [each.sample for each in chain(*groups)]
-    datasets = [sample.row.get("_dataset") for sample in samples]
-    names = [*streams_of(samples[0])] if samples else []
-    images = [sample.images for sample in samples]
-    outlines = distributed.gather_objects(Outline(shapes, indices, datasets, images, names))
-    streams = sorted(set().union(*(outline.streams for outline in outlines)))
+    """Pack this rank's groups, by the index of each sample, with those of all other ranks. In three
+    stages: all ranks place the groups of all by their shapes, the sequences travel to the ranks
+    that train on them, and each rank joins its own. Collective."""
+    rank, ranks, R = distributed.rank(), distributed.world_size(), context_group_size()
 
-    R = context_group_size()
-    all_shapes = [outline.shapes for outline in outlines]
-    parts, rows = place(all_shapes, len(outlines) // R, pack_tokens * R, together)
-    table_IC, first_rows = send_rows(sample_table(samples, streams).to(device), parts, rows)
-    placed = placed_samples(outlines, parts, first_rows)
+    # Place. A key (rank, i) stands for part i of that rank's groups.
+    sequences = [_sequences(group, together) for group in groups]
+    shapes = [_shape(group, share_prefix) for group in sequences]
+    names = {name for sequence in chain(*sequences) for name in sequence.streams}
+    of_ranks = distributed.gather_objects((shapes, names))
+    streams = sorted(set().union(*(names for _, names in of_ranks)))
+    parts, rows = place([shapes for shapes, _ in of_ranks], ranks // R, pack_tokens * R, together)
+    _require_streams([*chain(*sequences)], streams)
 
-    sent = dict(zip(indices, samples, strict=True))
-    packs = []
+    # Travel. The ranks of a context group get the same sequences.
+    rest = chain(*sequences)
+    own = {}
+    for key, part in parts.items():
+        if key[0] == rank:
+            own[key] = [next(rest)._replace(shared=shared) for shared in part.shared]
+    outgoing = []
+    for to in range(ranks):
+        keys = chain(*(row[to // R] for row in rows))
+        outgoing.append({key: own[key] for key in keys if key in own})
+    arrived = {}
+    for of_rank in distributed.exchange_objects(outgoing):
+        arrived |= of_rank
+
+    # Join. The ranks of a context group compute the same sequences, and divide them for the loss.
+    sent = {index: sample for group in groups for index, sample in group.items()}
+    packs: list[PackedBatch] = []
     for row in rows:
-        keys = row[distributed.rank() // R]
-        trained = keys[distributed.rank() % R :: R]  # the ranks of a context group divide them
-        own = [*chain(*(placed[key] for key in trained))]
-        computed = own
-        mb = _micro_batch(table_IC, own, streams)
+        here = [arrived[key] for key in row[rank // R]]
+        mb = _micro_batch([*chain(*here[rank % R :: R])], streams, device)
         mb.sent = sent
-        if R > 1 or any(any(parts[key].shared) for key in keys):
-            computed = [*chain(*(placed[key] for key in keys))]
-            mb.compact = compact_tokens(table_IC, computed, own, streams, context_group())
+        computed = [*chain(*here)]
+        if R > 1 or any(sequence.shared for sequence in computed):
+            mb.compact = compact_tokens(here, streams, device, context_group())
         if any(sequence.images for sequence in computed):
             mb.model_tokens.with_images = computed
             if packs:
@@ -279,45 +266,53 @@ def _pack(
     return packs
 
 
-def shape_of(samples: list[Sample], share_prefix: int) -> GroupShape:
-    """Return the shape of a group. Each sample shares with the one before it the longest prefix
-    that leaves it a target of its own."""
-    lengths = [sample.num_targets for sample in samples]
-    shared = [0] * len(samples)
-    for n, (before, sample) in enumerate(pairwise(samples), 1) if share_prefix else ():
-        pairs = zip(before.ids, sample.ids, strict=False)
-        equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(before.ids))
-        prefix = min(equal - 1, lengths[n] - 1)
-        has_equal_images = before.images == sample.images
-        shared[n] = prefix if prefix + 1 >= share_prefix and has_equal_images else 0
-    patches = [sum(image.patches for image in sample.images) for sample in samples]
-    return GroupShape(lengths, shared, patches)
+def _sequences(group: dict[int, Sample], together: bool) -> list[TokenSequence]:
+    sequences = [(i, each) for i, sample in group.items() for each in sample.sequences]
+    if not together:  # in lexical order, neighbours have the longest common prefixes
+        sequences.sort(key=lambda pair: pair[1].ids)
+    return [sequence_of(index, each) for index, each in sequences]
 
 
-def _micro_batch(table_IC: Tensor, samples: list[Placed], streams: list[str]) -> PackedBatch:
-    """Shift the rows of the samples: a model reads all ids but the last and predicts all but the
-    first."""
-    index_N = torch.tensor([sample.index for sample in samples], dtype=torch.int64)
-    datasets = [sample.dataset for sample in samples]
-    padding = Placed(len(table_IC) - 2, 1, 0, -1, None)
-    sequences = samples or [padding]
-    lengths = [sequence.num_targets for sequence in sequences]
-    device = table_IC.device
-    rows_T = torch.cat([torch.arange(s.num_targets) + s.first_row for s in sequences]).to(device)
-    position_ids_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    targets_TC = table_IC[rows_T + 1]
-    targets_T, mask_T, *columns = targets_TC.unbind(1)
+def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
+    """Each sequence shares with the one before it the longest prefix that leaves it a target of its
+    own."""
+    shared = [0] * len(group)
+    for n, (before, sequence) in enumerate(pairwise(group), 1) if share_prefix else ():
+        length = min(len(before.ids), len(sequence.ids))
+        differs = before.ids[:length] != sequence.ids[:length]
+        equal = int(differs.argmax()) if differs.any() else length
+        prefix = min(equal, sequence.num_targets) - 1
+        if prefix + 1 >= share_prefix and before.images == sequence.images:
+            shared[n] = prefix
+    patches = [sum(image.patches for image in sequence.images) for sequence in group]
+    return GroupShape([sequence.num_targets for sequence in group], shared, patches)
+
+
+def _require_streams(sequences: list[TokenSequence], streams: list[str]) -> None:
+    for name, sequence in product(streams, sequences):
+        count, length = len(sequence.streams.get(name, ())), len(sequence.ids)
+        if count != length:
+            advice = "give every sample of a batch one number for each of its ids"
+            raise ValueError(f"stream {name}: {count} numbers for {length} ids; {advice}")
+
+
+def _micro_batch(
+    trained: list[TokenSequence], streams: list[str], device: torch.device
+) -> PackedBatch:
+    """Join sequences. The model reads all ids of each but the last, and predicts all but the first.
+    Without any there is padding."""
+    sequences = trained or [padding(1, streams)]
+    ids_T = joined([s.ids[:-1] for s in sequences], device)
+    targets_T = joined([s.ids[1:] for s in sequences], device)
+    position_ids_T = joined([np.arange(s.num_targets) for s in sequences], device)
+    loss_mask_T = joined([s.loss_mask[1:] for s in sequences], device)
+    streams_T = {x: joined([s.streams[x][1:] for s in sequences], device) for x in streams}
     batch = PackedBatch(
-        table_IC[rows_T, 0].long(), targets_T.long(), position_ids_T, lengths,
-        loss_mask_T=mask_T.bool(), index_N=index_N, datasets=datasets,
+        ids_T, targets_T, position_ids_T, [s.num_targets for s in sequences],
+        loss_mask_T=loss_mask_T, datasets=[s.dataset for s in trained],
+        index_N=torch.tensor([s.index for s in trained], dtype=torch.int64),
     )  # fmt: skip
-    streams_T = {}
-    for name, bits_T in zip(streams, columns, strict=True):
-        values_T = bits_T.long() if name in INTEGERS else bits_T.view(torch.float32)
-        streams_T[f"{name}_T"] = values_T.clone()
-    taken = streams_T.keys() & vars(batch).keys()
-    if taken:
-        name = min(taken)
-        what = f"a micro-batch has another {name}; rename it"
-        raise ValueError(f"stream {name.removesuffix('_T')}: {what}")
-    return batch.with_streams(**streams_T)
+    for name in streams:
+        if f"{name}_T" in vars(batch):
+            raise ValueError(f"stream {name}: a micro-batch has another {name}_T; rename it")
+    return batch.with_streams(**{f"{name}_T": x_T for name, x_T in streams_T.items()})

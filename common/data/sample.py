@@ -9,42 +9,28 @@ class ImageSpan(NamedTuple):
     """An image of a sample. extras/images reads the file."""
 
     file: str
-    digest: str
-    """of the content of `file`"""
-    start: int
-    """place among the sample's ids of its first placeholder"""
-    end: int
-    """place behind its last one; between two placeholders may be other tokens"""
-    patches: int
-    """number of patches that the vision tower reads"""
+    digest: str  # of the content of `file`
+    start: int  # place among the sample's ids of its first placeholder
+    end: int  # place behind its last one; between two placeholders may be other tokens
+    patches: int  # number of patches that the vision tower reads
 
 
 @dataclass
 class Sample:
-    """A prompt and its completion as token ids. Lists, not tensors: samples are small, many and
-    travel by pickle.
+    """A prompt and its completion as token ids. Every per-token list has the length of `ids`:
+    `x[i]` describes the token `ids[i]`."""
 
-    Every per-token list has the length of `ids`: `x[i]` describes the token `ids[i]`.
-    """
-
-    ids: list[int]
-    """prompt, then completion"""
-    loss_mask: list[bool]
-    """whether each of `ids` is trained. The first entry is ignored, because the first token is
-    never predicted"""
-    prompt_length: int = 0
-    """tokens of the prompt; `ids[prompt_length:]` is the completion"""
-    row: dict = field(default_factory=dict)
-    """data row of the prompt"""
-    weights: list[float] | None = None
-    """weight of each token in a sum over the sequence"""
+    ids: list[int]  # prompt, then completion
+    loss_mask: list[bool]  # whether each is trained; the first is ignored: nothing predicts it
+    prompt_length: int = 0  # tokens of the prompt; `ids[prompt_length:]` is the completion
+    row: dict = field(default_factory=dict)  # data row of the prompt
+    weights: list[float] | None = None  # weight of each token in a sum over the sequence
+    # Place of its first trained token in the stored log-probs (extras/teachers/stored.py).
     stored_at: int | None = None
-    """place of its first trained token in the stored log-probs (extras/teachers/stored.py)"""
+    # Turns of the model that are not trained: the chat template shows them in another form.
     context_turns: int = 0
-    """turns of the model that are not trained: the chat template shows them in another form"""
+    # Further per-token lists from a script of your own: `streams["x"]` is `x_T` of a micro-batch.
     streams: dict[str, list[float]] = field(default_factory=dict)
-    """further per-token lists by name, from a script of your own: `streams["x"]` is `x_T` of a
-    micro-batch"""
 
     @property
     def images(self) -> list[ImageSpan]:
@@ -89,35 +75,28 @@ class Sample:
 class Completion(Sample):
     """A sample whose completion an engine or another program sampled."""
 
+    # Of each of `ids`: log-prob by the engine that sampled it, and number of finished steps of the
+    # weights that did; 0 and -1 on tokens that were not sampled.
     rollout_logprobs: list[float] | None = None
-    """log-probs of `ids` by the engine that sampled them, 0 on tokens that were not sampled"""
     versions: list[int] | None = None
-    """number of finished steps of the weights that sampled each of `ids`, -1 on tokens that were
-    not sampled"""
+    # `stop` (an EOS or a stop string was sampled) or `length` (truncated by max_new_tokens or
+    # max_turns)
     finish_reason: str = ""
-    """`stop` (an EOS or a stop string was sampled) or `length` (truncated by max_new_tokens or
-    max_turns)"""
-    text: str = ""
-    """decoded completion, or its last turn of several: for rewards and logs, not tokenised again"""
-    turns: int = 1
-    """number of turns of the model; the tokens of an environment between them are not trained on"""
+    text: str = ""  # decoded completion, or its last turn of several: for rewards and logs
+    turns: int = 1  # of the model; tokens of an environment between them are not trained on
+    # Rewards of the environment, each with the index in `ids` of the turn's last token.
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
-    """rewards of the environment, each with the index in `ids` of the turn's last token"""
+    # State of the environment before each turn of the model, if recorded; none if the first turn
+    # was truncated.
     states: list[str] = field(default_factory=list)
-    """state of the environment before each turn of the model, if recorded; none if the first turn
-    was truncated"""
-    transcript: str = ""
-    """all turns decoded, for logs; empty without an environment"""
-    error: str = ""
-    """error that the environment raised, if any"""
+    transcript: str = ""  # all turns decoded, for logs; empty without an environment
+    error: str = ""  # that the environment raised, if any
+    # With `--tools`: number of calls, and of those with each problem (extras/tools/toolbox.py).
     tool_counts: dict[str, int] | None = None
-    """with `--tools`: number of calls, and of those with each problem (tool_use/toolbox.py)"""
-    feedback: str = ""
-    """text about the completion that a reward returned"""
+    feedback: str = ""  # text about the completion that a reward returned
+    # Further conversations of an agent's episode (extras/agents/README.md), with its reward.
     branches: "list[Completion]" = field(default_factory=list)
-    """further conversations of an agent's episode (extras/agents/README.md), with its reward"""
-    requests: int | None = None
-    """requests of the agent in the episode, if there is one"""
+    requests: int | None = None  # requests of the agent in the episode, if there is one
 
     @property
     def sequences(self) -> "list[Completion]":

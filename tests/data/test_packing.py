@@ -1,99 +1,63 @@
 """Packing shifts streams once, keeps every sample and never exceeds its budget."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers import samples_of
+from helpers import ROOT, run, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.packing import pack, pack_groups, pack_minibatches, per_sample
+from common.data.packing import PackedBatch, pack, pack_groups, pack_minibatches, per_sample
 from common.data.sample import Completion, Sample
 from common.objectives.reduction import sequence_mean, sequence_sum
 
 CPU = torch.device("cpu")
 
 
-def sample(length: int, start: int = 0) -> Sample:
+def sample(length: int, start: int = 0) -> Completion:
     ids = list(range(start, start + length))
     return Completion(
         ids=ids,
         loss_mask=[i % 2 == 0 for i in ids],
         rollout_logprobs=[float(-i) for i in ids],
         weights=[float(10 * i) for i in ids],
+        streams=dict(advantages=[i / 2 for i in ids], curiosity=[i / 4 for i in ids]),
     )
+
+
+def starts(mb: PackedBatch) -> list[int]:
+    return [s.ids[0] for s in samples_of(mb)]
+
+
+# ---- streams ----
 
 
 @given(st.lists(st.integers(2, 30), max_size=40), st.integers(30, 100))
 def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
     samples = [sample(length, start=1000 * n) for n, length in enumerate(lengths)]
-    micro_batches = pack(samples, pack_tokens, CPU)
     targets = []
-    for mb in micro_batches:
-        assert len(mb.targets_T) <= pack_tokens
-        assert mb.offsets == mb.cu_seqlens_N1.tolist() and mb.offsets[-1] == len(mb.targets_T)
+    for mb in pack(samples, pack_tokens, CPU):
+        x_T = mb.targets_T
+        assert len(x_T) <= pack_tokens
+        assert mb.offsets == mb.cu_seqlens_N1.tolist() and mb.offsets[-1] == len(x_T)
         if not samples:
             continue
-        assert torch.equal(
-            mb.rollout_logprobs_T, -mb.targets_T.float()
-        )  # streams are aligned with the targets
-        assert torch.equal(mb.weights_T, 10 * mb.targets_T.float())
-        assert torch.equal(mb.loss_mask_T, mb.targets_T % 2 == 0)
-        assert torch.equal(
-            mb.targets_T, mb.input_ids_T + 1
-        )  # the ids of a sample are consecutive: targets are shifted by one
-        assert torch.equal(
-            mb.position_ids_T, mb.input_ids_T % 1000
-        )  # positions restart in every sequence
-        targets += mb.targets_T.tolist()
+        assert torch.equal(x_T, mb.input_ids_T + 1)  # the ids of a sample are consecutive
+        assert torch.equal(mb.position_ids_T, mb.input_ids_T % 1000)
+        assert torch.equal(mb.loss_mask_T, x_T % 2 == 0)
+        assert torch.equal(mb.rollout_logprobs_T, -x_T.float())
+        assert torch.equal(mb.weights_T, 10 * x_T.float())
+        assert torch.equal(mb.advantages_T, x_T / 2) and torch.equal(mb.curiosity_T, x_T / 4)
+        targets += x_T.tolist()
     assert sorted(targets) == sorted(i for s in samples for i in s.ids[1:])
-
-
-def test_streams_of_your_own_are_aligned_with_the_targets():
-    samples = [sample(3), sample(4, 100)]
-    for each in samples:
-        each.streams = dict(
-            advantages=[i / 2 for i in each.ids], curiosity=[i / 4 for i in each.ids]
-        )
-    (mb,) = pack(samples, 100, CPU)
-    assert torch.equal(mb.advantages_T, mb.targets_T / 2) and torch.equal(
-        mb.curiosity_T, mb.targets_T / 4
-    )
-
-
-@pytest.mark.parametrize(
-    ("streams", "words"),
-    [
-        (
-            dict(x=[0.0] * 3),
-            "^stream x: 3 numbers for 4 ids; "
-            "give every sample of a batch one number for each of its",
-        ),
-        (dict(y=[0.0] * 4), "^stream x: 0 numbers for 4 ids; give"),
-        (
-            dict(x=[0.0] * 4, loss_mask=[0.0] * 4),
-            "^stream loss_mask: a micro-batch has another loss_mask_T; rename it",
-        ),
-    ],
-)
-def test_wrong_streams_are_refused(streams, words):
-    samples = [sample(4), sample(4)]
-    for each, own in zip(
-        samples, (dict.fromkeys(("x", *streams), [0.0] * 4), streams), strict=True
-    ):
-        each.streams = own
-    with pytest.raises(ValueError, match=words):
-        pack(samples, 100, CPU)
 
 
 def test_targets_are_the_next_tokens():
     (mb,) = pack([sample(3), sample(4, 100)], 100, CPU)
-    assert mb.input_ids_T.tolist() == [100, 101, 102, 0, 1] and mb.targets_T.tolist() == [
-        101,
-        102,
-        103,
-        1,
-        2,
-    ]
+    assert mb.input_ids_T.tolist() == [100, 101, 102, 0, 1]
+    assert mb.targets_T.tolist() == [101, 102, 103, 1, 2]
+    assert mb.sequence_ids_T.tolist() == [0, 0, 0, 1, 1] and mb.max_seqlen == 3
 
 
 def test_positions_restart_in_every_sequence():
@@ -101,15 +65,81 @@ def test_positions_restart_in_every_sequence():
     assert mb.position_ids_T.tolist() == [0, 1, 2, 0, 1]
 
 
-def test_sequence_ids_and_offsets_mark_the_samples():
-    (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
-    assert mb.offsets == [0, 4, 6] and mb.max_seqlen == 4 and mb.num_samples == 2
-    assert mb.sequence_ids_T.tolist() == [0, 0, 0, 0, 1, 1]
+def test_places_of_stored_logprobs_are_exact():
+    first = 2**31 - 1
+    (mb,) = pack([Sample([5, 6, 7, 8], [False, True, False, True], stored_at=first)], 9, CPU)
+    assert mb.stored_at_T.tolist() == [first, first + 1, first + 1]
 
 
-def test_empty_batch_gives_one_masked_pack():
-    (mb,) = pack([], 10, CPU)
-    assert len(mb.targets_T) == 1 and not mb.loss_mask_T.any()
+PLAIN = Sample([5, 6, 7], [True] * 3)
+ADVICE = "give every sample of a batch one number for each of its ids"
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        (replace(PLAIN, weights=[0.0] * 3), f"stream weights: 0 numbers for 3 ids; {ADVICE}"),
+        (dict(x=[0.0] * 3), f"stream x: 0 numbers for 3 ids; {ADVICE}"),
+        (dict(x=[0.0] * 2), f"stream x: . numbers for 3 ids; {ADVICE}"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_stream_that_not_all_samples_have_is_refused(other, error, turned):
+    other = replace(PLAIN, streams=other) if isinstance(other, dict) else other
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        pack([other, PLAIN] if turned else [PLAIN, other], 100, CPU)
+
+
+def test_stream_with_a_name_of_the_micro_batch_is_refused():
+    error = "stream loss_mask: a micro-batch has another loss_mask_T; rename it"
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        pack([replace(PLAIN, streams=dict(loss_mask=[0.0] * 3))], 100, CPU)
+
+
+RANKS = """
+import sys, torch
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+from common.data import packing
+from common.parallel import distributed
+from data.test_packing import sample
+
+device, rank, ranks = distributed.setup(0)
+samples = [sample(3 + n * 7 % 11, start=1000 * n) for n in range(23)]
+numbers = torch.tensor([s.ids[0] for s in samples])
+exchange, arrived = distributed.exchange_objects, []
+def recorded(outgoing):
+    arrived.extend(exchange(outgoing))
+    return arrived
+distributed.exchange_objects = recorded
+mbs = packing.pack(samples[rank::ranks], 20, device)
+trained = [n for mb in mbs for n in mb.index_N.tolist()]
+came = [s.index for of_rank in arrived for group in of_rank.values() for s in group]
+assert sorted(came) == sorted(trained)
+for mb in mbs:
+    x_T = mb.targets_T
+    if mb.num_samples:
+        assert torch.equal(x_T, mb.input_ids_T + 1) and torch.equal(mb.advantages_T, x_T / 2)
+        assert torch.equal(mb.on_tokens(numbers), (x_T // 1000 * 1000).float())
+assert sorted(mbs[0].sent) == [*range(23)][rank::ranks]
+trained = distributed.gather_objects(trained)
+assert sorted(sum(trained, [])) == [*range(23)] and all(trained)
+if rank == ranks - 1:
+    samples[rank].streams["x"] = [0.0] * 3
+packing.pack(samples[rank::ranks][:1], 20, device)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_receives_what_it_trains_on(ranks, tmp_path):
+    """And a stream that only a sample of another rank has ends the run with one line."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = run(ranks, tmp_path / "ranks.py", ROOT, code=1)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: stream x: ") and line.endswith(f" ids; {ADVICE}")
+
+
+# ---- sequences and groups ----
 
 
 def test_overlong_sample_is_refused_and_names_the_flag():
@@ -126,59 +156,38 @@ def test_first_fit_decreasing_fills_the_bins():
     st.lists(st.tuples(st.integers(2, 15), st.integers(2, 15)), max_size=20), st.integers(30, 60)
 )
 def test_packs_keep_groups_together_and_in_order(lengths, pack_tokens):
-    groups = [
-        [sample(a, start=1000 * n), sample(b, start=1000 * n + 500)]
-        for n, (a, b) in enumerate(lengths)
-    ]
+    pairs = [(sample(a, 1000 * n), sample(b, 1000 * n + 500)) for n, (a, b) in enumerate(lengths)]
     seen = []
-    for mb in pack_groups(groups, pack_tokens, CPU):
-        assert mb.num_samples % 2 == 0 and (not mb.num_samples or len(mb.targets_T) <= pack_tokens)
-        for first, second in zip(samples_of(mb)[0::2], samples_of(mb)[1::2], strict=True):
-            assert second.ids[0] == first.ids[0] + 500
-            seen.append(first.ids[0] // 1000)
-        starts = [mb.input_ids_T[begin].item() for begin in mb.offsets[:-1]]
-        assert not mb.num_samples or starts == [s.ids[0] for s in samples_of(mb)]
-    assert sorted(seen) == list(range(len(groups)))
-
-
-def test_sequence_sums_count_only_trained_tokens():
-    (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
-    x_T = torch.tensor([1.0, 2, 4, 8, 16, 32]).requires_grad_()
-    assert mb.loss_mask_T.tolist() == [False, True, False, True, False, True]
-    sums = mb.sequence_sums(x_T)
-    assert sums.tolist() == [2 + 8, 32] and sums.dtype == torch.float64
-    (filler,) = pack([], 10, CPU)
-    y_T = torch.tensor([float("nan")], requires_grad=True)
-    empty = filler.sequence_sums(y_T)
-    assert empty.shape == (0,)
-    empty.sum().backward()
-    assert y_T.grad.tolist() == [0.0]
+    for mb in pack_groups([*map(list, pairs)], pack_tokens, CPU):
+        assert len(mb.targets_T) <= pack_tokens
+        first, second = starts(mb)[0::2], starts(mb)[1::2]
+        assert second == [start + 500 for start in first]
+        if mb.num_samples:
+            assert mb.input_ids_T[mb.offsets[:-1]].tolist() == starts(mb)
+        seen += first
+    assert sorted(seen) == [1000 * n for n in range(len(pairs))]
 
 
 # ---- sums, means and values per sequence ----
 
 
-def test_broadcast_sequence_sums_and_means_count_only_trained_tokens():
+def test_sums_and_means_count_only_trained_tokens():
     (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
+    where = mb.loss_mask_T, mb.sequence_ids_T
+    assert mb.loss_mask_T.tolist() == [False, True, False, True, False, True]
     x_T = torch.tensor([float("nan"), 2, float("inf"), 4, float("nan"), 32]).requires_grad_()
-    assert sequence_sum(x_T, mb.loss_mask_T, mb.sequence_ids_T).tolist() == [6] * 4 + [32] * 2
-    means_T = sequence_mean(x_T, mb.loss_mask_T, mb.sequence_ids_T)
+    sums = mb.sequence_sums(x_T)
+    assert sums.tolist() == [2 + 4, 32] and sums.dtype == torch.float64
+    assert sequence_sum(x_T, *where).tolist() == [6] * 4 + [32] * 2
+    means_T = sequence_mean(x_T, *where)
     assert means_T.tolist() == [3] * 4 + [32] * 2 and means_T.dtype == torch.float64
     means_T.sum().backward()
-    assert x_T.grad.tolist() == [
-        0,
-        2,
-        0,
-        2,
-        0,
-        2,
-    ]  # 4 tokens get a mean over 2, 2 tokens get a mean over 1
+    # 4 tokens have a mean over 2, 2 tokens a mean over 1
+    assert x_T.grad.tolist() == [0, 2, 0, 2, 0, 2]
 
 
 def test_mean_of_a_sequence_without_trained_tokens_is_zero():
-    masked = sample(4)
-    masked.loss_mask = [False] * 4
-    (mb,) = pack([masked], 100, CPU)
+    (mb,) = pack([replace(sample(4), loss_mask=[False] * 4)], 100, CPU)
     assert sequence_mean(torch.ones(3), mb.loss_mask_T, mb.sequence_ids_T).tolist() == [0, 0, 0]
     assert mb.sequence_sums(torch.ones(3)).tolist() == [0]
 
@@ -191,38 +200,25 @@ def test_sample_values_are_broadcast_to_their_tokens_in_pack_order(lengths):
     for mb in micro_batches:
         first_T = (mb.input_ids_T // 1000 * 1000).float()
         assert torch.equal(mb.on_tokens(numbers), first_T)
-        assert mb.select(numbers).tolist() == [s.ids[0] for s in samples_of(mb)]
+        assert mb.select(numbers).tolist() == starts(mb)
         assert mb.targets_T[mb.ends_N].tolist() == [s.ids[-1] for s in samples_of(mb)]
-    back = per_sample(
-        micro_batches, [2 * mb.select(numbers) for mb in micro_batches], (len(samples), 1)
-    )
-    assert torch.equal(back, 2 * numbers[:, None])
+    twice = [2 * mb.select(numbers) for mb in micro_batches]
+    assert torch.equal(per_sample(micro_batches, twice, (len(samples), 1)), 2 * numbers[:, None])
 
 
-def test_padding_pack_has_a_token_and_no_sequences():
+def test_padding_is_one_masked_token_of_no_sample():
     (filler,) = pack([], 10, CPU)
-    assert (
-        filler.on_tokens(torch.zeros(0)).tolist()
-        == filler.on_tokens(torch.ones(2, 3)).tolist()
-        == [0.0]
-    )
-    assert filler.select(torch.ones(2, 3)).shape == (0,)
+    assert len(filler.targets_T) == 1 and not filler.loss_mask_T.any()
+    assert filler.num_samples == 0 and filler.ends_N.tolist() == []
+    for values in (torch.zeros(0), torch.ones(2, 3)):
+        assert filler.on_tokens(values).tolist() == [0.0] and filler.select(values).shape == (0,)
     where = filler.loss_mask_T, filler.sequence_ids_T
-    assert filler.ends_N.tolist() == [] and sequence_mean(torch.ones(1), *where).tolist() == [0.0]
+    assert sequence_mean(torch.ones(1), *where).tolist() == [0.0]
     assert sequence_sum(filler.loss_mask_T, *where).tolist() == [0.0]
-
-
-def test_group_values_are_assigned_to_the_samples_of_every_minibatch():
-    groups = [
-        [sample(3), sample(4)],
-        [sample(5), sample(6)],
-        [sample(4), sample(2)],
-        [sample(3), sample(9)],
-    ]
-    lengths_PG = torch.tensor([[len(s.ids) for s in group] for group in groups])
-    for minibatch in pack_minibatches(groups, range(4), 2, 12, CPU):
-        for mb in minibatch:
-            assert mb.select(lengths_PG).tolist() == [len(s.ids) for s in samples_of(mb)]
+    y_T = torch.tensor([float("nan")], requires_grad=True)
+    empty = filler.sequence_sums(y_T)
+    empty.sum().backward()
+    assert empty.shape == (0,) and y_T.grad.tolist() == [0.0]
 
 
 # ---- minibatches ----
@@ -231,21 +227,16 @@ def test_group_values_are_assigned_to_the_samples_of_every_minibatch():
 @pytest.mark.parametrize("together", [False, True])
 def test_minibatch_has_the_samples_of_its_groups(together):
     """Groups have any lengths; `together` puts a minibatch into one micro-batch."""
-    groups = [
-        [sample(3 + n % 4, start=1000 * n), sample(9, start=1000 * n + 500)] for n in range(6)
-    ]
-    minibatches = pack_minibatches(groups, range(6), 3, 16, CPU, together=together)
-    for m, minibatch in enumerate(minibatches):
-        firsts = [s.ids[0] for mb in minibatch for s in samples_of(mb)]
-        assert sorted(firsts) == sorted(
-            s.ids[0] for group in groups[2 * m : 2 * m + 2] for s in group
-        )
+    groups = [[sample(3 + n % 4, 1000 * n), sample(9, 1000 * n + 500)] for n in range(6)]
+    numbers_BG = torch.tensor([[s.ids[0] for s in group] for group in groups])
+    for m, minibatch in enumerate(pack_minibatches(groups, range(6), 3, 16, CPU, 0, together)):
+        firsts = [start for mb in minibatch for start in starts(mb)]
+        assert sorted(firsts) == numbers_BG[2 * m : 2 * m + 2].flatten().tolist()
+        assert all(mb.select(numbers_BG).tolist() == starts(mb) for mb in minibatch)
         if together:
-            assert all(
-                a // 1000 == b // 1000 for a, b in zip(firsts[0::2], firsts[1::2], strict=True)
-            )
+            assert [a // 1000 for a in firsts[0::2]] == [b // 1000 for b in firsts[1::2]]
     groups[2] = groups[3] = []  # dropped: the second minibatch would be empty
-    _, (filler,), _ = pack_minibatches(groups, range(6), 3, 16, CPU, together=together)
+    _, (filler,), _ = pack_minibatches(groups, range(6), 3, 16, CPU, 0, together)
     assert filler.num_samples == 0 and not filler.loss_mask_T.any()
 
 
@@ -259,16 +250,11 @@ def test_minibatch_has_the_samples_of_its_groups(together):
 )
 def test_indivisible_groups_are_divided_consistently_across_ranks(mine, count, expected):
     """Empty groups count: online_dpo.py has them for prompts without a pair."""
-    groups = [
-        [sample(4, start=100 * n), sample(5, start=100 * n)] if n in mine else [] for n in range(5)
-    ]
+    groups = [[sample(4, 100 * n), sample(5, 100 * n)] if n in mine else [] for n in range(5)]
     minibatches = pack_minibatches(groups, range(5), count, 8, CPU)
-    firsts = [
-        [s.ids[0] // 100 for mb in minibatch for s in samples_of(mb)] for minibatch in minibatches
-    ]
-    assert [sorted({*of_one}) for of_one in firsts] == expected
-    numbers_PG = torch.tensor([[n + 0.4, n + 0.5] for n in mine])
-    for mb in (mb for minibatch in minibatches for mb in minibatch):
-        assert mb.select(numbers_PG).tolist() == pytest.approx(
-            [s.ids[0] // 100 + len(s.ids) / 10 for s in samples_of(mb)]
-        )
+    numbers_PG = torch.tensor([[n + 0.4, n + 0.5] for n in mine]).double()
+    for minibatch, positions in zip(minibatches, expected, strict=True):
+        found = [s for mb in minibatch for s in samples_of(mb)]
+        assert sorted({s.ids[0] // 100 for s in found}) == positions
+        numbers = [x for mb in minibatch for x in mb.select(numbers_PG).tolist()]
+        assert numbers == pytest.approx([s.ids[0] // 100 + len(s.ids) / 10 for s in found])
