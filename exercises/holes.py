@@ -77,9 +77,9 @@ EXERCISES = [
         one number for each of its ids: s.ids, s.loss_mask (whether it is trained) and s.streams[x]
         for each name x of `streams`. The model reads all ids except the last, and predicts all
         except the first. Set ids_T, the ids that the model reads; targets_T, those that it
-        predicts; position_ids_T, 0..L - 1 in each sequence of L targets; loss_mask_T; and
-        streams_T, a dict by name. The last two are aligned with the targets. joined(arrays, device)
-        is a tensor of arrays in a row.""",
+        predicts; position_ids_T, 0..L - 1 in each sequence of L targets (`lengths` has the L of
+        all); loss_mask_T; and streams_T, a dict in which stream x has the name x_T. The last two
+        are aligned with the targets. joined(arrays, device) is a tensor of arrays in a row.""",
         {
             f"{DATA}::test_targets_are_the_next_tokens": (
                 "a target must be the token after its input, in each sample"
@@ -94,9 +94,7 @@ EXERCISES = [
         (
             {"s.ids[1:]": "s.ids[:-1]"},
             {
-                "[np.arange(s.num_targets) for s in sequences]": (
-                    "[np.arange(sum(s.num_targets for s in sequences))]"
-                ),
+                "[np.arange(length) for length in lengths]": "[np.arange(sum(lengths))]",
             },
             {"s.streams[x][1:]": "s.streams[x][:-1]"},
         ),

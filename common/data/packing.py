@@ -1,10 +1,9 @@
 """Samples -> packed micro-batches: several sequences in one stream of tokens, without padding.
 
-A rank reads or samples its share of a step. Before packing, the sequences of samples move to the
-ranks that train on them, so that all ranks have the same work (placement.py). From then on a
-micro-batch is this rank's own: the model runs on its tokens, and the loss is computed from its
-tokens. A number that a sample got before, such as its advantage, is found by the index of the
-sample among those of all ranks: `mb.select(advantages_BG)`.
+A rank reads or samples its share of a step. The sequences then travel to the ranks that train on
+them, so that all ranks have the same work (placement.py). A number that a sample got before, such
+as its advantage, is found by the sample's index among those of all ranks:
+`mb.select(advantages_BG)`.
 
 This module shifts tokens, and compact.py those of shared prefixes. In a `Sample`, streams are
 aligned with `ids`: `x[i]` describes the token `ids[i]`. The packer makes inputs `ids[:-1]` and
@@ -17,7 +16,7 @@ Shapes: N sequences and T tokens in one micro-batch, B groups of all ranks.
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, chain, islice, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -88,9 +87,8 @@ class PackedBatch(Tokens):
     def on_tokens(self, values: Tensor) -> Tensor:
         """Return, on each token, the number of its sample: [T], float32; 0 on padding. `values` as
         for `select`."""
-        values_N = self.select(values)
         # Padding belongs to sequence 0, which has no sample.
-        padded = torch.cat([values_N, values_N.new_zeros(1)])
+        padded = torch.nn.functional.pad(self.select(values), (0, 1))
         return padded[self.sequence_ids_T].float()
 
     def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
@@ -125,11 +123,8 @@ def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[
 
     Collective: every rank gets the same number of micro-batches, because forward and backward run
     FSDP collectives. A rank without samples in a micro-batch gets padding, whose loss is exactly
-    zero.
-
-    Raises `ValueError` for a sample that does not fit, and for a stream that has not one number for
-    each id of every sample.
-    """
+    zero. Raises `ValueError` for a sample that does not fit, and for a stream without one number
+    for each id of every sample."""
     return pack_groups([[sample] for sample in samples], pack_tokens, device)
 
 
@@ -159,17 +154,15 @@ def pack_minibatches(
     once (docs/prefix.md; 0: never). With `together` the samples of a group are neighbours in one
     micro-batch; otherwise a group may be divided among micro-batches and ranks. The branches of a
     completion are sequences with its index. Collective."""
-    own = dict(zip(positions, groups, strict=True))
-    sizes = distributed.gather_dict({position: len(group) for position, group in own.items()})
-    order = sorted(sizes)
-    firsts = accumulate((sizes[position] for position in order), initial=0)
-    first_index = dict(zip(order, firsts, strict=False))
+    sizes = {position: len(group) for position, group in zip(positions, groups, strict=True)}
+    sizes = dict(sorted(distributed.gather_dict(sizes).items()))
+    first_index = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     minibatches = []
-    for start, end in pairwise(len(order) * m // count for m in range(count + 1)):
-        chosen = own.keys() & order[start:end]
+    for start, end in pairwise(len(sizes) * m // count for m in range(count + 1)):
+        chosen = {*islice(sizes, start, end)}
         by_index = [
             dict(enumerate(group, first_index[position]))
-            for position, group in own.items()
+            for position, group in zip(positions, groups, strict=True)
             if position in chosen and group
         ]
         minibatches.append(_pack(by_index, pack_tokens, device, share_prefix, together))
@@ -220,12 +213,13 @@ def _pack(
     groups: list[dict[int, Sample]], pack_tokens: int, device: torch.device, share_prefix: int,
     together: bool,
 ) -> list[PackedBatch]:  # fmt: skip
-    """Pack this rank's groups, by the index of each sample, with those of all other ranks. In three
-    stages: all ranks place the groups of all by their shapes, the sequences travel to the ranks
+    """Pack one minibatch. `groups` are this rank's, with the index of each sample. In three stages:
+    all ranks place the groups of all of them by their shapes, the sequences travel to the ranks
     that train on them, and each rank joins its own. Collective."""
     rank, ranks, R = distributed.rank(), distributed.world_size(), context_group_size()
 
-    # Place. A key (rank, i) stands for part i of that rank's groups.
+    # Place. A key (rank, i) stands for part i of that rank's groups; a row of keys has those of
+    # one micro-batch, by context group.
     sequences = [_sequences(group, together) for group in groups]
     shapes = [_shape(group, share_prefix) for group in sequences]
     names = {name for sequence in chain(*sequences) for name in sequence.streams}
@@ -302,17 +296,18 @@ def _micro_batch(
     """Join sequences. The model reads all ids of each but the last, and predicts all but the first.
     Without any there is padding."""
     sequences = trained or [padding(1, streams)]
+    lengths = [s.num_targets for s in sequences]
     ids_T = joined([s.ids[:-1] for s in sequences], device)
     targets_T = joined([s.ids[1:] for s in sequences], device)
-    position_ids_T = joined([np.arange(s.num_targets) for s in sequences], device)
+    position_ids_T = joined([np.arange(length) for length in lengths], device)
     loss_mask_T = joined([s.loss_mask[1:] for s in sequences], device)
-    streams_T = {x: joined([s.streams[x][1:] for s in sequences], device) for x in streams}
+    streams_T = {f"{x}_T": joined([s.streams[x][1:] for s in sequences], device) for x in streams}
     batch = PackedBatch(
-        ids_T, targets_T, position_ids_T, [s.num_targets for s in sequences],
-        loss_mask_T=loss_mask_T, datasets=[s.dataset for s in trained],
+        ids_T, targets_T, position_ids_T, lengths, loss_mask_T=loss_mask_T,
         index_N=torch.tensor([s.index for s in trained], dtype=torch.int64),
+        datasets=[s.dataset for s in trained],
     )  # fmt: skip
     for name in streams:
         if f"{name}_T" in vars(batch):
             raise ValueError(f"stream {name}: a micro-batch has another {name}_T; rename it")
-    return batch.with_streams(**{f"{name}_T": x_T for name, x_T in streams_T.items()})
+    return batch.with_streams(**streams_T)

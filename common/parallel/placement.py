@@ -79,8 +79,8 @@ Rows = list[list[list[Key]]]  # for each micro-batch, for each bin: the keys of 
 def place(
     ranks: list[list[GroupShape]], num_bins: int, max_tokens: int, together: bool
 ) -> tuple[dict[Key, GroupShape], Rows]:
-    """Return the groups of all ranks, in parts unless the sequences of a group have to stay
-    `together`, and the rows that `assign` makes of them.
+    """Split the groups of all ranks into parts, unless their sequences have to stay `together`, and
+    `assign` these so that every rank has the same work. Return them with the rows.
 
     Large parts compute few prefixes, small parts can be divided evenly. The cheapest of several
     sizes is taken, for the groups of the first `TRIED` ranks."""
