@@ -166,7 +166,7 @@ class Encoder:
         """Return a column as messages, None if it is none. Report keys that nothing reads."""
         messages = messages_field(row, column)
         if messages and self.chat:
-            for key in sorted(unread_keys(row[column], self.chat.words) - self.said.keys()):
+            for key in sorted(unread_keys(row[column], self.chat.words)):
                 self._say_once(f"not used: the key {key} of messages", kind=key)
         return messages
 

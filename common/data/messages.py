@@ -204,10 +204,11 @@ def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
         calls = message.get("tool_calls") or []
-        for value in (message, *parts, *calls):
-            keys |= {key for key, item in value.items() if item is not None}
+        items = [item for value in (message, *parts, *calls) for item in value.items()]
+        own = {key for key, value in items if value is not None}
         if message.get("role") == "tool":  # the calls have the names of functions
-            keys.discard("name")
+            own.discard("name")
+        keys |= own
     return keys - READ_KEYS - template_reads
 
 
@@ -237,7 +238,8 @@ def with_results_in_order(label: str, messages: list[dict]) -> list[dict]:
                 problem = f"{len(results)} results for {len(ids)} calls"
                 raise ValueError(f"{label}: turn {i + 1}: {problem}")
         elif {*given} != {*ids} or not len(given) == len(ids) == len({*ids}):
-            problem = f"results of the calls {', '.join(given)} for the calls {', '.join(ids)}"
+            named, called = (", ".join(map(str, names)) for names in (given, ids))
+            problem = f"results of the calls {named} for the calls {called}"
             raise ValueError(f"{label}: turn {i + 1}: {problem}; give one for each")
         else:
             ordered[i + 1 : end] = sorted(results, key=lambda x: ids.index(x["tool_call_id"]))

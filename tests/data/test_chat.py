@@ -1,208 +1,276 @@
-"""Messages are parsed, errors name their position, and the chat template is rendered as the flags
-specify."""
+"""Conversations are read in every usual form or refused by row, and the chat template is rendered
+as the flags and the rows specify."""
 
 import json
 
 import pytest
+from data.chats import (
+    ASKED,
+    CALL,
+    CALLS,
+    EOS,
+    EOT,
+    READS_ALL,
+    TOOL,
+    chat,
+    encoded,
+    encoder,
+    prompt,
+    refused,
+    said,
+    samples,
+    spans,
+    turn,
+)
 
 from common.config.groups import BaseArgs
-from common.data.chat import end_of_turn
 from common.data.encode import Encoder
-from common.data.messages import messages_field, tools_field
-from common.data.pairs import encode_pair
 from common.model.hub import load_tokenizer
 from common.model.tiny import build_tokenizer, tiny_model
 
-TOKENIZER = build_tokenizer()
-EOT = "<|end_of_turn|>"
-SOURCE = dict(_source="rows.jsonl:3")
-CALL = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
-# the tiny template with tools, tool calls and a switch
-WITH_TOOLS = (
-    "{% if tools %}{{ '<|turn|>tools\n' + tools | tojson + '<|end_of_turn|>\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}"
-    "{% endfor %}"
-    "{{ '<|end_of_turn|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% if brief %}{{ '!' }}{% endif %}"
-    "{% endif %}"
-)
+
+def calling(arguments: object) -> dict:
+    return said("", tool_calls=[dict(function=dict(name="f", arguments=arguments))])
 
 
-def turn(role: str, content: object, **more) -> dict:
-    return dict(role=role, content=content, **more)
+def share(role: str, value: str) -> dict:
+    return {"from": role, "value": value}
 
 
-def tokenizer_with(template: str):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
+SYSTEM, ANSWER = turn("system", "S"), said("4")
+PARTS = [dict(type="text", text="a"), dict(type="text", text="b")]
+# two calls in one turn, and their results
+A, B = (dict(CALL, id=x, function=dict(name=x, arguments={})) for x in ("call_a", "call_b"))
+BOTH = [ASKED, said("", tool_calls=[A, B])]
+BEGUN, OTHER = [ASKED, ANSWER], [turn("user", "Sure?"), ANSWER]
+A_TOLD, B_TOLD = (turn("tool", x, tool_call_id=x) for x in ("call_a", "call_b"))
+TOLD = turn("tool", "x")
+
+# ---- forms of a row ----
+
+# Messages in two forms, between other ones.
+SAME = {
+    "text in parts": ([turn("user", PARTS)], [turn("user", "ab")]),
+    "null fields": (
+        [turn("user", "a", tool_calls=None, weight=None), said(None, tool_calls=[CALL])],
+        [turn("user", "a"), said("", tool_calls=[CALL])],
+    ),
+    "no calls": ([said("a", tool_calls=[])], [said("a")]),
+    "arguments as JSON text": ([calling('{"x": 1}')], [calling(dict(x=1))]),
+    "no arguments": ([calling(""), calling(None)], [calling({}), calling({})]),
+    "reasoning": ([said("4", reasoning="R")], [said("4", reasoning_content="R")]),
+    "thinking": ([said("4", reasoning="", thinking="R")], [said("4", reasoning_content="R")]),
+    "thought in the text": ([said("<think>\nR\n</think>\n4")], [said("4", reasoning_content="R")]),
+    "end of turn": ([said("4" + EOT), ASKED, said("4" + EOT + EOS)], [said("4"), ASKED, said("4")]),
+    "EOS": ([said("4" + EOS)], [said("4")]),
+    "ShareGPT": (
+        [share("system", "S"), share("human", "a"), share("gpt", "b"), share("tool", "c")],
+        [SYSTEM, turn("user", "a"), said("b"), turn("tool", "c")],
+    ),
+    "results in another order": ([*BOTH, B_TOLD, A_TOLD], [*BOTH, A_TOLD, B_TOLD]),
+}
 
 
-def encoder(tokenizer=TOKENIZER, **flags) -> Encoder:
-    return Encoder(tokenizer, BaseArgs(**flags))
+@pytest.mark.parametrize("case", SAME)
+def test_forms_of_a_conversation_have_the_same_ids(case):
+    coder = encoder(READS_ALL)
+    form, usual = ([ASKED, *messages, ASKED] for messages in SAME[case])
+    assert encoded(coder, prompt=form) == encoded(coder, prompt=usual)
+    assert encoded(coder, messages=[*form, ANSWER]) == encoded(coder, messages=[*usual, ANSWER])
 
 
-def trained(encoder: Encoder, row: dict, columns: tuple[str, ...] = ("messages",)) -> list[str]:
-    """Return the trained spans."""
-    sample = encoder.sft(row | SOURCE, columns)
-    text = "".join(
-        encoder.tokenizer.decode([i]) if mask else "\0"
-        for i, mask in zip(sample.ids, sample.loss_mask, strict=True)
-    )
-    return [stretch for stretch in text.split("\0") if stretch]
-
-
-# ---- messages ----
-
-
-def test_text_parts_are_concatenated():
-    parts = [dict(type="text", text="a"), dict(type="text", text="b")]
-    row = dict(prompt=[turn("user", parts)], **SOURCE)
-    assert encoder().prompt(row, ("prompt",)) == encoder().prompt(
-        dict(prompt=[turn("user", "ab")], **SOURCE), ("prompt",)
-    )
-
-
-def test_null_fields_are_dropped_and_arguments_become_objects():
-    """Every message of a table has every column."""
-    call = dict(CALL, id=None, function=dict(name="add", arguments='{"a": 1}'))
-    row = dict(
-        messages=[turn("user", "hi", tool_calls=None), turn("assistant", None, tool_calls=[call])],
-        **SOURCE,
-    )
-    assert messages_field(row, "messages") == [
-        turn("user", "hi"),
-        turn("assistant", "", tool_calls=[dict(call, function=CALL["function"])]),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        (turn("user", [dict(type="video", video="x")]), "content.0: Input tag 'video' found"),
-        (turn("user", ["x"]), "content.0: Input should be a valid dictionary"),
-        (turn("user", [dict(type="text")]), "content.0.text.text: Field required"),
-        (turn("assistant", None), "content: Field required"),
-        (turn("tool", dict(a=1)), "content: Input should be a valid string"),
-        (turn("user", "x", tool_calls=[CALL]), "tool_calls stand in an assistant's message only"),
-        (turn("assistant", "x", tool_calls="add"), "tool_calls: Input should be a valid list"),
-        (turn("assistant", "x", tool_calls=["add"]), "tool_calls.0: Input should be"),
-        (turn("assistant", "x", tool_calls=[dict(function=dict(name=1))]), "function.name: Input"),
-        (
-            turn("assistant", "x", tool_calls=[dict(function=dict(name="f"))]),
-            "tool_calls.0.function.arguments: Field required",
-        ),
-        (
-            turn("assistant", "x", tool_calls=[dict(function=dict(name="f", arguments="{"))]),
-            "function.arguments: Expecting property name",
-        ),
-        (
-            turn("assistant", "x", tool_calls=[dict(function=dict(name="\ud800", arguments={}))]),
-            "a lone surrogate",
-        ),
-        (turn("assistant", "4", reasoning_content=["R"]), "reasoning_content: Input should be"),
-        (turn("assistant", "4", thinking=dict(text="R")), "reasoning_content: Input should be"),
-        (turn("assistant", "<think>R</think>4", thinking="R"), "it has its thought twice"),
-        (turn("assistant", "4", function_call=dict(name="add")), "it has a function_call, an old"),
-        (turn("assistant", "4", reasoning_content="\ud800"), "a lone surrogate"),
-    ],
-)
-def test_malformed_messages_are_refused_by_position(message, words):
-    with pytest.raises(ValueError, match=f"rows.jsonl:3: column messages.*{words}"):
-        messages_field(dict(messages=[message], **SOURCE), "messages")
-
-
-# ---- tools ----
-
-TOOL = dict(type="function", function=dict(name="add", parameters=dict(type="object")))
-CALLING = [
-    turn("user", "1+1"),
-    turn("assistant", None, tool_calls=[CALL]),
-    turn("tool", "2"),
-    turn("assistant", "It is 2"),
+ROWS = [
+    dict(messages=[ASKED, ANSWER]),
+    dict(prompt=[ASKED], completion="4"),
+    dict(prompt="2+2?", completion="4"),
+    dict(question="2+2?", answer="4"),
+    dict(prompt=[ASKED], chosen="4", rejected="5"),
+    dict(chosen=[ASKED, ANSWER], rejected=[ASKED, said("5")]),
+    dict(prompt=[ASKED]),
+    dict(question="2+2?"),
 ]
 
 
-def test_tool_calls_are_trained_and_tool_results_are_not():
-    coder = encoder(tokenizer_with(WITH_TOOLS))
-    call = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
-    for tools in ([TOOL], json.dumps([TOOL])):
-        row = dict(messages=CALLING, tools=tools)
-        assert trained(coder, row) == [call + EOT, "It is 2" + EOT]
-        text = TOKENIZER.decode(coder.sft(row | SOURCE, ("messages",)).ids)
-        assert text.startswith("<|turn|>tools\n" + json.dumps([TOOL]) + EOT)
-    row = dict(
-        prompt=CALLING[:1],
-        tools=[TOOL],
-        chosen=CALLING[1:2],
-        rejected=[turn("assistant", "2")],
-        **SOURCE,
-    )
-    chosen, rejected = encode_pair(coder, row, ("prompt", "chosen", "rejected"))
-    assert TOKENIZER.decode(chosen.completion_ids) == call + EOT
-    assert (
-        chosen.ids[: chosen.prompt_length]
-        == coder.prompt(row, ("prompt",))
-        == rejected.ids[: rejected.prompt_length]
-    )
-    assert "tools" in TOKENIZER.decode(coder.prompt(row, ("prompt",)))
+@pytest.mark.parametrize("row", ROWS)
+def test_system_text_and_template_variables_of_a_row_are_those_of_flags(row):
+    """They win over the flags and change no other row."""
+    flags = dict(template=READS_ALL, prompt_format="chat")
+    coder = encoder(**flags)
+    flagged = encoder(**flags, system_prompt="S", template_kwargs=("brief=true",))
+    usual = encoded(coder, **row)
+    for system in (dict(system="S"), dict(system_prompt="S")):
+        for variables in (dict(brief=True), '{"brief": true, "tone": null}'):
+            both = encoded(coder, **row, **system, chat_template_kwargs=variables)
+            assert both == encoded(flagged, **row)
+    text = coder.tokenizer.decode(both[0][0])
+    assert text.startswith(f"Brief!\n<|turn|>system\nS{EOT}\n<|turn|>user\n")
+    own = encoded(flagged, **row, system="T", chat_template_kwargs=dict(brief=False))
+    assert own == encoded(encoder(**flags, system_prompt="T"), **row)
+    assert usual == encoded(coder, **row, system=None, chat_template_kwargs=dict(tone=None))
 
 
-def test_special_tokens_around_a_call_do_not_end_the_turn():
-    """Qwen's <tool_call> is an added token."""
-    tokenizer = tokenizer_with(WITH_TOOLS)
-    tokenizer.add_tokens(["<call>", "</call>"])
-    assert trained(encoder(tokenizer), dict(messages=CALLING))[0].endswith("</call>" + EOT)
+def test_system_text_of_a_row_may_repeat_its_system_turn():
+    row = dict(messages=[SYSTEM, ASKED, ANSWER])
+    for coder in (encoder(), encoder(system_prompt="flag")):
+        for system in ("S", None):
+            assert encoded(coder, **row, system=system) == encoded(encoder(), **row)
 
 
-@pytest.mark.parametrize(
-    ("tools", "words"),
-    [
-        ("add", "column tools is not JSON"),
-        (["add"], "column tools must list JSON schemas of functions, each with a name"),
-        (TOOL, "column tools must list JSON schemas"),
-        ('{"name": "add"}', "column tools must list JSON schemas"),
-        ([dict(type="function", function="add")], "column tools must list JSON schemas"),
-        ([dict(name=1)], "column tools must list JSON schemas"),
-        (3, "column tools must list JSON schemas"),
-    ],
-)
-def test_malformed_tools_are_refused_by_position(tools, words):
-    with pytest.raises(ValueError, match=f"rows.jsonl:3: {words}"):
-        tools_field(dict(tools=tools, **SOURCE))
+def test_tools_reach_the_prompt():
+    coder = encoder(READS_ALL)
+    text = prompt(coder, ASKED, tools=[TOOL])
+    assert text.startswith("<|turn|>tools\n" + json.dumps([TOOL]) + EOT)
+    assert prompt(coder, ASKED, tools=json.dumps([TOOL])) == text
+    assert prompt(coder, ASKED, tools="[]") == prompt(coder, ASKED)
 
 
-def test_tools_that_the_template_omits_are_refused():
-    row = dict(messages=CALLING, prompt="x", **SOURCE)
-    with pytest.raises(
-        ValueError,
-        match=r"rows.jsonl:3: turn 2 \(assistant\): the chat template omits the tool call of add",
+def test_calls_are_written_with_their_keys_in_their_order():
+    function = dict(strict=True, arguments=dict(z=1, a=dict(y=2, b=3)), name="f")
+    call = dict(index=0, function=function, id="x", type="function")
+    coder = encoder(chat("{{ m.content + (m.tool_calls or '') | tojson }}"))
+    (sample,) = samples(coder, messages=[ASKED, said("", tool_calls=[call])])
+    assert spans(coder, sample) == [json.dumps([call]) + EOT]
+
+
+def test_keys_that_nothing_reads_are_said_once(capsys):
+    coder = encoder(READS_ALL.replace("m.content", "(m.mood or '') + m.content"))
+    part = dict(type="text", text="a", cache_control="x")
+    messages = [
+        turn("user", [part], mood="!", name="Ann", date=None),
+        said("", tool_calls=[dict(CALL, index=0, secret=1)], reasoning_content="R"),
+        turn("tool", "2", name="add", tool_call_id=CALL["id"]),
+        said("4", lang="en", train=True, weight=1),
+        share("human", "a"),
+    ]
+    for new, row in (
+        (("lang", "secret"), dict(messages=messages[1:])),  # the name of a tool is in its call
+        (("cache_control", "name"), dict(prompt=messages)),
+        ((), dict(messages=messages)),
     ):
-        encoder().sft(row, ("messages",))
-    with pytest.raises(
-        ValueError, match="rows.jsonl:3: column tools: the chat template does not read it"
-    ):
-        encoder().sft(row | dict(tools=[TOOL]), ("messages",))
-    with pytest.raises(
-        ValueError,
-        match="rows.jsonl:3: column tools needs chat format, column prompt is plain text",
-    ):
-        encoder().prompt(row | dict(tools=[TOOL]), ("prompt",))
+        samples(coder, **row)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == [f"not used: the key {key} of messages" for key in new]
+
+
+# ---- refused rows ----
+
+UPPER = chat("{{ m.content | upper }}")
+MARKED = chat("{{ m.content }}{{ '!' if m.role != 'user' and not loop.last }}")
+COUNTED = "{{ messages | length }}" + chat()
+SILENT = chat().replace("in messages", "in messages if m.role in ('user', 'assistant')")
+NAMED = "tools must list JSON schemas of functions, each with a name"
+LEFT_OUT = "the chat template leaves it out; change the role"
+# A malformed message behind another one.
+MALFORMED = [
+    (turn("user", [dict(type="video", video="x")]), "content.0: Input tag 'video' found"),
+    (turn("user", ["x"]), "content.0: Input should be a valid dictionary"),
+    (dict(role="user"), "content: Field required"),
+    (said(None), "content: Field required"),
+    (turn("tool", dict(a=1)), "content: Input should be a valid string"),
+    (turn("user", "x", tool_calls=[CALL]), "tool_calls stand in an assistant's message only"),
+    (said("x", tool_calls=["add"]), "tool_calls.0: Input should be"),
+    (said("x", tool_calls=[dict(function=dict(name="f"))]), "function.arguments: Field required"),
+    (calling("{"), "function.arguments: Expecting property name"),
+    (said("4", thinking=dict(text="R")), "reasoning_content: Input should be"),
+    (said("<think>R</think>4", thinking="R"), "it has its thought twice"),
+    (said("4", function_call=dict(name="add")), "it has a function_call, an old form"),
+    (said("4", weight=0.5), "weight: Input should be a valid boolean"),
+]
+# Rows, the reason, and the template if it is not `READS_ALL`.
+REFUSED = [
+    *(
+        (dict(messages=[ASKED, message]), f"column messages: turn 2: .*{words}")
+        for message, words in MALFORMED
+    ),
+    *(
+        (dict(messages=[message]), "column messages contains a lone surrogate")
+        for message in (calling(dict(x="\ud800")), said("4", reasoning_content="\ud800"))
+    ),
+    # results of calls
+    (dict(messages=[*BOTH, A_TOLD, ASKED]), "turn 2: results of the calls call_a for"),
+    (dict(prompt=[*BOTH, A_TOLD]), "the calls call_a, call_b; give one for each"),
+    (dict(prompt=[*BOTH, A_TOLD, A_TOLD]), "results of the calls call_a, call_a for"),
+    (dict(prompt=[*BOTH, A_TOLD, dict(B_TOLD, tool_call_id=2)]), "calls call_a, 2 for the calls"),
+    (dict(prompt=[*BOTH, A_TOLD, B_TOLD, B_TOLD]), "call_a, call_b, call_b for the"),
+    (dict(prompt=[*BOTH, TOLD]), "turn 2: 1 results for 2 calls"),
+    (dict(prompt=[*BOTH, TOLD, TOLD, TOLD]), "turn 2: 3 results for 2 calls"),
+    # tools
+    (dict(prompt=[ASKED], tools="add"), "column tools is not JSON"),
+    *(
+        (dict(prompt=[ASKED], tools=tools), f"column {NAMED}")
+        for tools in (["add"], TOOL, '{"name": "add"}', [dict(function="add")], [dict(name=1)], 3)
+    ),
+    (dict(prompt=[ASKED], tools=[TOOL]), "column tools: the chat template does not read it", None),
+    (dict(prompt="x", tools=[TOOL]), "column tools needs chat format, column prompt is"),
+    (dict(messages=CALLS), r"turn 2 \(assistant\): the chat template omits the tool call of", None),
+    # columns that are flags
+    (dict(prompt=[SYSTEM, ASKED], system="T"), "the row has a system text, and the messages"),
+    (dict(prompt=[ASKED], system=3), "column system is int"),
+    (dict(prompt="x", system="S"), "the system text 'S': column prompt is plain text; set"),
+    *(
+        (dict(prompt=prompt, chat_template_kwargs=variables), f"column chat_template_k.* {words}")
+        for prompt, variables, words in (
+            ([ASKED], dict(breif=True), "breif: the chat template does not read it"),
+            ([ASKED], dict(messages=[]), "messages: the data determines it"),
+            ([ASKED], "brief", "is no object"),
+            ([ASKED], "[1]", "is no object"),
+            ("x", dict(brief=True), "needs chat format, column prompt is plain text"),
+        )
+    ),
+    # rows without a meaning
+    (dict(prompt="a", completion=3), "column completion is int"),
+    (dict(prompt="a", completion=None), "column completion is missing"),
+    (dict(prompt="a", completion=[ANSWER]), "column completion lists messages, column prompt is"),
+    (dict(messages="a"), "column messages must be a list"),
+    (dict(prompt=[ASKED], chosen=" ", rejected="3"), "column chosen is empty"),
+    (dict(prompt="", chosen="2", rejected="3"), "column prompt is empty"),
+    (dict(chosen=BEGUN, rejected="3"), "one of chosen and rejected lists messages"),
+    (dict(chosen=BEGUN, rejected=OTHER), "chosen and rejected do not begin with the same prompt"),
+    (dict(chosen="a", rejected="b"), "chosen and rejected do not begin with the same prompt"),
+    # another prompt in an answer
+    (dict(prompt=[ASKED], completion=OTHER), "column completion begins with a question, but not"),
+    (dict(prompt=[ASKED], completion=[ASKED]), "column completion begins with a question, but not"),
+    (dict(prompt=[ASKED], chosen="2", rejected=OTHER), "column rejected begins with a question"),
+    (dict(prompt="a", chosen=BEGUN, rejected=BEGUN), "rejected do not begin with column prompt"),
+    # a turn that is continued
+    (dict(prompt=BEGUN, completion=[said("4", thinking="R")]), "turn 3: only text can continue a"),
+    (dict(prompt=BEGUN, completion=[ANSWER, *OTHER]), "turn 3: no further turn may follow one"),
+    # turns that the template does not show as they are sampled
+    (dict(messages=[ASKED, said("b")]), r"turn 2 \(assistant\): .* changes its text", UPPER),
+    (dict(messages=[ASKED, said("b")]), r"prompt goes on with '1<.*', the turn with '2<", COUNTED),
+    (dict(prompt=[ASKED], chosen=[ANSWER, *OTHER], rejected="5"), "shows an earlier turn", MARKED),
+    (dict(messages=[said("b")]), r"turn 1 \(assistant\): it has no prompt"),
+    (dict(messages=[ASKED, turn("model", "b")]), "no message with the role assistant to"),
+    # messages that the template leaves out
+    (dict(messages=[SYSTEM, ASKED, ANSWER]), rf"turn 1 \(system\): {LEFT_OUT}", SILENT),
+    (dict(prompt=[turn("human", "a"), ASKED]), rf"turn 1 \(human\): {LEFT_OUT}", SILENT),
+    (dict(prompt=[ASKED, TOLD], chosen="4", rejected="5"), rf"turn 2 \(tool\): {LEFT_OUT}", SILENT),
+    (dict(question="2+2?", system="S"), rf"turn 1 \(system\): {LEFT_OUT}", SILENT),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_row_is_refused(case):
+    row, words, *template = case
+    refused(encoder(*template or [READS_ALL]), words, **row)
+
+
+def test_messages_need_a_chat_template():
+    coder = encoder(prompt_format="plain")
+    refused(coder, "column messages needs a chat template, not plain", messages=BEGUN)
+    refused(coder, "column prompt lists messages, which need a chat template", prompt=[ASKED])
 
 
 # ---- --chat_template, --template_kwargs ----
 
 
 def test_template_from_a_file_is_used_and_saved(tmp_path):
-    (tmp_path / "chat.jinja").write_text(WITH_TOOLS + "\n")
+    (tmp_path / "chat.jinja").write_text(READS_ALL + "\n")
     tokenizer = load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
-    text = tokenizer.decode(
-        encoder(tokenizer).prompt(dict(question="x", tools=[TOOL], **SOURCE), ("question",))
-    )
+    text = prompt(Encoder(tokenizer, BaseArgs()), ASKED, tools=[TOOL])
     assert text.startswith("<|turn|>tools") and text.endswith("<|turn|>assistant\n")
     tokenizer.save_pretrained(tmp_path / "saved")
-    assert (tmp_path / "saved" / "chat_template.jinja").read_text().strip() == WITH_TOOLS.strip()
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text().strip() == READS_ALL
 
 
 @pytest.mark.parametrize(
@@ -214,6 +282,7 @@ def test_template_from_a_file_is_used_and_saved(tmp_path):
         (b"{{ 1 / 0 }}", "does not render: division by zero"),
         (b"{{ messages[0].content + 1 }}", "does not render: can only concatenate str"),
         (b"{{ raise_exception('no') }}", "does not render: no"),
+        (b"{{ 'a' * 10 ** 15 }}", "does not render: MemoryError"),
         (b"hello", "the template changes the text of an assistant turn"),
     ],
 )
@@ -224,175 +293,32 @@ def test_template_that_fails_to_render_is_refused(template, words, tmp_path):
         load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
 
 
-@pytest.mark.parametrize(
-    ("value", "ends"), [("true", "\n!"), ("false", "\n"), ("null", "\n"), ("a: b", "\n!")]
-)
-def test_template_kwargs_reach_the_template(value, ends):
-    coder = encoder(tokenizer_with(WITH_TOOLS), template_kwargs=(f"brief={value}",))
-    assert TOKENIZER.decode(coder.prompt(dict(question="x", **SOURCE), ("question",))).endswith(
-        "assistant" + ends
-    )
-
-
-@pytest.mark.parametrize(
-    ("kwarg", "words"),
-    [
-        ("breif=true", "--template_kwargs breif: the chat template does not read it"),
-        ("messages=x", "--template_kwargs messages: the data determines it"),
-    ],
-)
-def test_unused_template_variables_are_refused(kwarg, words):
-    with pytest.raises(ValueError, match=words):
-        encoder(tokenizer_with(WITH_TOOLS), template_kwargs=(kwarg,))
+def test_template_kwargs_are_values_or_text():
+    for value, start in (("true", "Brief"), ("false", "<"), ("null", "<"), ("a: b", "Brief")):
+        coder = encoder(READS_ALL, template_kwargs=(f"brief={value}",))
+        assert prompt(coder, ASKED).startswith(start)
 
 
 def test_templates_may_use_extensions_of_transformers():
-    template = WITH_TOOLS.replace(
-        "{{ '<|end_of_turn|>\n' }}", "{% generation %}{{ '<|end_of_turn|>\n' }}{%- endgeneration %}"
-    )
-    template += "{% for m in messages %}{% break %}{% endfor %}"
-    coder = encoder(tokenizer_with(template), template_kwargs=("brief=false",))
-    assert trained(coder, dict(messages=[CALLING[0], CALLING[-1]])) == ["It is 2" + EOT]
+    template = chat("{% generation %}{{ m.content }}{%- endgeneration %}")
+    template += "{% for m in messages %}{% break %}{% endfor %}{% if brief %}!{% endif %}"
+    coder = encoder(template, template_kwargs=("brief=false",))
+    (sample,) = samples(coder, messages=[ASKED, ANSWER])
+    assert spans(coder, sample) == ["4" + EOT]
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("template", "flags", "words"),
     [
-        (
-            dict(template_kwargs=("brief=1",)),
-            "--template_kwargs: the tokenizer has no chat template",
-        ),
-        (dict(prompt_format="chat"), "--prompt_format chat: the tokenizer has no chat template"),
+        (READS_ALL, dict(template_kwargs=("breif=1",)), "--template_kwargs breif: the chat"),
+        (READS_ALL, dict(template_kwargs=("messages=x",)), "--template_kwargs messages: the data"),
+        (None, dict(template_kwargs=("brief=1",)), "--template_kwargs: the tokenizer has no chat"),
+        (None, dict(prompt_format="chat"), "--prompt_format chat: the tokenizer has no chat"),
+        (None, dict(system_prompt="S"), "--system_prompt needs a tokenizer with a chat template"),
     ],
 )
-def test_tokenizer_without_a_template_is_refused_for_chats(flags, words):
-    with pytest.raises(ValueError, match=words):
-        encoder(tokenizer_with(None), **flags)
-
-
-# ---- start and end of turns ----
-
-
-def test_text_that_a_template_adds_or_strips_is_not_trained():
+def test_flags_without_effect_are_refused(template, flags, words):
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
-        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-        "{{ m.content | trim + '<|end_of_turn|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
-    )
-    row = dict(
-        messages=[
-            turn("user", "a"),
-            turn("assistant", " b\n"),
-            turn("user", "c"),
-            turn("assistant", "d "),
-        ]
-    )
-    sample = encoder(tokenizer).sft(row | SOURCE, ("messages",))
-    trained = [i for i, mask in zip(sample.ids, sample.loss_mask, strict=True) if mask]
-    assert tokenizer.decode(trained) == "b" + EOT + "<think>\n\n</think>\n\nd" + EOT
-
-
-def test_template_that_rewrites_turns_is_refused_by_row():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TOKENIZER.chat_template.replace(
-        "message['content']", "message['content'] | upper"
-    )
-    with pytest.raises(
-        ValueError, match=r"rows.jsonl:3: turn 2 \(assistant\): the chat template changes its text"
-    ):
-        encoder(tokenizer).sft(
-            dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",)
-        )
-
-
-@pytest.mark.parametrize("special", [True, False])
-def test_end_of_turn_in_added_tokens_only_is_trained(special):
-    """Gemma 3 lists <end_of_turn> only among its added tokens; many ChatML models do not mark
-    theirs as special."""
-    from tokenizers import AddedToken
-
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens([AddedToken("<|im_end|>", special=special, normalized=False)])
-    tokenizer.chat_template = TOKENIZER.chat_template.replace(EOT, "<|im_end|>")
-    sample = encoder(tokenizer).sft(
-        dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",)
-    )
-    trained = [i for i, mask in zip(sample.ids, sample.loss_mask, strict=True) if mask]
-    assert tokenizer.decode(trained) == "b<|im_end|>"
-
-
-def test_end_of_turn_token_is_found():
-    assert TOKENIZER.decode([end_of_turn(TOKENIZER)]) == EOT
-    assert (
-        end_of_turn(tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")) is None
-    )
-    assert end_of_turn(tokenizer_with("<|turn|>")) is None
-
-
-WITHOUT_THINKING = (
-    "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m.content + '<|end_of_turn|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize("earlier", ["b", "<b>", "assistant", "<think>"])
-def test_turn_that_is_not_shown_as_sampled_is_context(earlier):
-    """Qwen3 without thinking: the prompt ends with an empty thinking block, which the template
-    keeps only for the last turn. Training the earlier turn would train it after another prompt."""
-    coder = encoder(tokenizer_with(WITHOUT_THINKING))
-    row = dict(
-        messages=[
-            turn("user", "a"),
-            turn("assistant", earlier),
-            turn("user", "c"),
-            turn("assistant", "d"),
-        ]
-    )
-    assert trained(coder, row) == ["d" + EOT]
-    assert coder.sft(row | SOURCE, ("messages",)).context_turns == 1
-    pair = dict(prompt=row["messages"][:1], completion=row["messages"][1:], **SOURCE)
-    with pytest.raises(
-        ValueError, match="rows.jsonl:3: column completion: the chat template shows an earlier turn"
-    ):
-        coder.completion(pair, "prompt", "completion")
-
-
-def test_last_turn_after_another_prompt_is_refused():
-    tokenizer = tokenizer_with("{{ messages | length }}" + TOKENIZER.chat_template)
-    with pytest.raises(
-        ValueError, match=r"turn 2 \(assistant\): .* prompt goes on with '1<.*', the turn with '2<"
-    ):
-        trained(encoder(tokenizer), dict(messages=[turn("user", "a"), turn("assistant", "b")]))
-
-
-def test_earlier_turns_are_tokenised_as_sampled():
-    """A turn begins with a token of its own; in the whole text, two line breaks would become one
-    token here."""
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["\n\n"])
-    messages, coder = (
-        [turn("user", "a"), turn("assistant", "\nb"), turn("user", "c")],
-        encoder(tokenizer),
-    )
-    prompt = coder.prompt(dict(prompt=messages, **SOURCE), ("prompt",))
-    whole = coder.sft(dict(messages=[*messages, turn("assistant", "d")], **SOURCE), ("messages",))
-    assert (
-        whole.ids[: len(prompt)] == prompt and tokenizer.convert_tokens_to_ids("\n\n") not in prompt
-    )
-    last = coder.sft(dict(prompt=messages, completion="d", **SOURCE), ("prompt", "completion"))
-    assert last.ids == whole.ids and last.prompt_length == len(prompt)
-
-
-def test_template_may_change_turns_of_a_prompt():
-    """Prompt turns are not trained, and templates drop their thinking blocks."""
-    upper = tokenizer_with(
-        TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper")
-    )
-    prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
-    assert "\nB" + EOT in TOKENIZER.decode(
-        encoder(upper).prompt(dict(prompt=prompt, **SOURCE), ("prompt",))
-    )
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=f"^{words}"):
+        Encoder(tokenizer, BaseArgs(**flags))

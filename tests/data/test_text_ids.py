@@ -38,9 +38,7 @@ def sentence_piece(legacy: bool, folder: Path):
     mistral = pytest.importorskip("mistral_common")
     model = Path(mistral.__file__).parent / "data" / "tokenizer.model.v1"
     (folder / "tokenizer.model").write_bytes(model.read_bytes())
-    config = dict(
-        tokenizer_class="LlamaTokenizer", legacy=legacy, bos_token="<s>", eos_token="</s>"
-    )
+    config = dict(tokenizer_class="LlamaTokenizer", legacy=legacy, eos_token="</s>")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return AutoTokenizer.from_pretrained(folder)
 
@@ -90,11 +88,6 @@ def test_continuation_cannot_change_the_prompt(prompt, completion):
 def test_continuation_begins_with_a_blank_only_if_the_text_has_one(tmp_path):
     """SentencePiece puts a blank in front of a text that is tokenised alone."""
     tokenizer = sentence_piece(False, tmp_path)
-    for completion, tokens in (
-        ("4", ["4"]),
-        (" 4", ["▁", "4"]),
-        ("The", ["The"]),
-        (" The", ["▁The"]),
-    ):
+    for completion, tokens in (("4", "4"), (" 4", "▁ 4"), ("The", "The"), (" The", "▁The")):
         _, after = TextIds(tokenizer).pieces(f"A:{completion}", [2])
-        assert tokenizer.convert_ids_to_tokens(after) == tokens
+        assert tokenizer.convert_ids_to_tokens(after) == tokens.split()

@@ -1,510 +1,328 @@
-"""The model's turns are trained as they are sampled, or the row is refused.
+"""The model's turns are trained as they are sampled. `make field` runs these templates, and those
+of TRL, with the tokenizers of their models."""
 
-The templates here have the structure of real ones."""
+import json
 
 import pytest
+from data.chats import (
+    ASKED,
+    CALL,
+    CALL_TEXTS,
+    CALLS,
+    END,
+    EOS,
+    EOT,
+    HEAD,
+    PROMPT,
+    READS_ALL,
+    SOURCE,
+    TOOL,
+    chat,
+    encoded,
+    encoder,
+    loop,
+    prompt,
+    refused,
+    said,
+    samples,
+    spans,
+    turn,
+)
+from helpers import ROOT
 
-from common.config.groups import BaseArgs
 from common.data.chat import end_of_turn
 from common.data.encode import Encoder
-from common.data.pairs import encode_pair
-from common.model.tiny import build_tokenizer
+from common.model.hub import eos_token_ids
+from common.model.tiny import tiny_model
 
-EOT, EOS = "<|end_of_turn|>", "<|eos|>"
-SOURCE = dict(_source="rows.jsonl:3")
-HEAD = "{{ '<|turn|>' + m.role + '\n' }}"
-PROMPT = "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+# ---- templates ----
 
-
-def loop(*turn: str) -> str:
-    return "{% for m in messages %}" + "".join(turn) + "{% endfor %}"
-
-
-# Like Qwen3: the thought of the last turn precedes its answer.
-THINKING = (
-    loop(
-        HEAD,
-        "{% set thought = m.reasoning_content or '' %}{% set answer = m.content %}",
-        "{% if '</think>' in answer %}"
-        "{% set thought = answer.split('</think>')[0].split('<think>')[-1] | trim %}",
-        "{% set answer = answer.split('</think>')[-1].lstrip('\n') %}{% endif %}",
-        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + thought + '\n"
-        "</think>\n\n' }}{% endif %}",
-        "{{ answer + '<|end_of_turn|>\n' }}",
-    )
-    + PROMPT
+QWEN = "<|im_start|> <|im_end|> <tool_call> </tool_call> <think> </think>"
+NO_THINKING = "qwen3 enable_thinking=false"
+# Files and small templates, each with the tokens that it needs, and BOS.
+TEMPLATES = {
+    "chatml_tools": (QWEN, None),
+    "qwen3": (QWEN, None),
+    NO_THINKING: (QWEN, None),
+    "glm4": ("[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>", None),
+    "gpt_oss": ("<|start|> <|end|> <|message|> <|channel|> <|return|> <|call|>", None),
+    "r1": ("<｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜>", "<s>"),
+    "mistral_v3": ("[INST] [/INST] [AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS]", "<s>"),
+    "parts": ("<|im_start|> <end_of_utterance>", None),
+}
+TWO_ENDS = chat("{{ m.content }}<end>")  # Cohere
+NO_TOKENS = loop(
+    "{{ m.role + ': ' + m.content + '\n' }}",
+    prompt="{% if add_generation_prompt %}assistant: {% endif %}",
 )
-# Like R1: the prompt opens a thought, which the turns lack.
-OPENING = (
-    loop(HEAD, "{{ m.content.split('</think>')[-1] + '<|end_of_turn|>\n' }}")
-    + "{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>\n' }}{% endif %}"
+WITH_EOS = READS_ALL.removesuffix("{% endif %}") + "{% else %}<|eos|>{% endif %}"
+THINKS_BEFORE_CALLS = chat(
+    "{{ m.thinking if m.tool_calls and m.thinking }}{{ m.content }}" + CALL_TEXTS
 )
-# Like GLM-4: the token of the next role ends a turn.
-OPEN_ENDED = (
-    loop("{{ '<|' + m.role + '|>\n' + m.content }}")
-    + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+# Gemma 4: what the model samples last asks for the result, which follows in the same turn.
+RESULT_IN_TURN = loop(
+    "{% if m.role != 'tool' and (loop.first or loop.previtem.role != 'tool') %}"
+    f"{HEAD}{{% endif %}}"
+    "{{ m.content }}{% if m.role == 'tool' %}<result>{% endif %}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call><result>{% endfor %}"
+    f"{{% if m.role != 'tool' and not m.tool_calls %}}{END}{{% endif %}}",
+    prompt=f"{{% if messages[-1].role != 'tool' %}}{PROMPT}{{% endif %}}",
 )
-# Like Cohere: two tokens end a turn.
-TWO_ENDS = loop(HEAD, "{{ m.content + '<end>' + '<|end_of_turn|>\n' }}") + PROMPT
-# Like gpt-oss: only the last turn ends with the token that the model samples.
-RETURN = (
-    loop(
-        HEAD,
-        "{{ m.content + ('<return>' if loop.last and m.role == 'assistant' else "
-        "'<|end_of_turn|>\n') }}",
-    )
-    + PROMPT
-)
-# Like Phi-3: EOS follows a conversation.
-WITH_EOS = (
-    loop(HEAD, "{{ m.content + '<|end_of_turn|>\n' }}")
-    + PROMPT[: -len("{% endif %}")]
-    + "{% else %}<|eos|>{% endif %}"
-)
-# Like SmolVLM: content is a list of parts.
-PARTS = (
-    loop(HEAD, "{% for part in m.content %}{{ part.text }}{% endfor %}{{ '<|end_of_turn|>\n' }}")
-    + PROMPT
-)
-# Like Gemma 4: the result of a tool follows in the same turn of the model.
-RESULT_IN_TURN = (
-    loop(
-        "{% if m.role == 'tool' %}{{ m.content + '<result>' }}{% else %}",
-        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}",
-        HEAD,
-        "{% endif %}{{ m.content }}",
-        "{% for c in m.tool_calls or [] %}",
-        "{{ '<call>' + c.function.name + '</call><result>' }}{% endfor %}",
-        "{% if not m.tool_calls %}{{ '<|end_of_turn|>\n' }}{% endif %}{% endif %}",
-    )
-    + "{% if add_generation_prompt and messages[-1].role != 'tool' %}"
-    + "{{ '<|turn|>assistant\n' }}{% endif %}"
-)
-NO_TOKENS = (
-    loop("{{ m.role + ': ' + m.content + '\n' }}")
-    + "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+# Writes the system text, or the tools, into the first turn of the model.
+LEAKING = chat("{{ messages[0].content if loop.index0 == 1 and m.role != 'user' }}{{ m.content }}")
+LEAKING_TOOLS = LEAKING.replace("messages[0].content", "tools | tojson")
 
 
-def turn(role: str, content: str, **more) -> dict:
-    return dict(role=role, content=content, **more)
+def coder_of(template: str | None) -> Encoder:
+    """Return the encoder of a name in `TEMPLATES`, or of a small template."""
+    if template not in TEMPLATES:
+        return encoder(template, "<call> </call> <result> <end>")
+    name, _, variables = template.partition(" ")
+    folder = "configs/templates" if name == "chatml_tools" else "tests/field/templates"
+    text = (ROOT / folder / f"{name}.jinja").read_text(encoding="utf-8")
+    return encoder(text, *TEMPLATES[template], template_kwargs=tuple(variables.split()))
 
 
-ASKED = turn("user", "Why hi, what is in it?")
+# ---- trained turns ----
+
+SYSTEM = turn("system", "Be brief.")
+TALK = [SYSTEM, turn("user", " 1+1?"), said("<b>2</b>"), turn("user", "why?\n"), said(" So.\n")]
+THOUGHTS = [ASKED, said("2", reasoning_content="R"), ASKED, said("<think>\nQ\n</think>\n\n3")]
+R2, Q3 = "<think>\nR\n</think>\n\n2", "<think>\nQ\n</think>\n\n3"
+HELLO = [SYSTEM, said("Hello."), ASKED, said("4")]
+ADD = said("", reasoning_content="I add.", tool_calls=[CALL])
+AWKWARD = dict(type="function", function=dict(name="add", arguments=dict(a=f"add {EOT} add")))
+AGAIN = [said("", tool_calls=[AWKWARD]), turn("tool", "add add")]
+
+ARGUMENTS = '{"a": 1, "b": 1}'
+CALLED = f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call><|im_end|>'
+CALLED_TINY = f'<call>{{"name": "add", "arguments": {ARGUMENTS}}}</call>{EOT}'
+CALLED_AGAIN = f'<call>{{"name": "add", "arguments": {{"a": "add {EOT} add"}}}}</call>{EOT}'
+GLM_A, GLM_B = (f"<arg_key>{key}</arg_key>\n<arg_value>1</arg_value>\n" for key in "ab")
+GLM_CALLED = f"\n<think></think>\n<tool_call>add\n{GLM_A}{GLM_B}</tool_call><|observation|>"
+FINAL, ANALYSIS = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+OSS_CALLED = f" to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>"
+MISTRAL_CALLED = f'[TOOL_CALLS] [{{"name": "add", "arguments": {ARGUMENTS}}}]<|eos|>'
+# Templates, messages, and the turns that they train.
+TRAINED = [
+    ("chatml_tools", TALK, ["<b>2</b><|im_end|>", " So.\n<|im_end|>"]),
+    ("chatml_tools", THOUGHTS, [f"{R2}<|im_end|>", f"{Q3}<|im_end|>"]),
+    ("chatml_tools", CALLS, [CALLED, "It is 2.<|im_end|>"]),
+    # a thought only in the last turn
+    ("qwen3", TALK, ["<b>2</b><|im_end|>", "<think>\n\n</think>\n\n So.\n<|im_end|>"]),
+    ("qwen3", THOUGHTS, [f"{Q3}<|im_end|>"]),
+    ("qwen3", CALLS, [CALLED, "<think>\n\n</think>\n\nIt is 2.<|im_end|>"]),
+    # the same, in the prompt
+    (NO_THINKING, TALK, [" So.\n<|im_end|>"]),
+    (NO_THINKING, CALLS, ["It is 2.<|im_end|>"]),
+    *(
+        (NO_THINKING, [ASKED, said(x), ASKED, said("d")], ["d<|im_end|>"])
+        for x in ("b", "assistant", "<think>")
+    ),
+    # the token of the next role ends a turn
+    ("glm4", TALK, [f"\n<think></think>\n{x}<|user|>" for x in ("<b>2</b>", "So.")]),
+    ("glm4", THOUGHTS, ["\n<think>Q</think>\n3<|user|>"]),
+    ("glm4", CALLS, [GLM_CALLED, "\n<think></think>\nIt is 2.<|user|>"]),
+    ("glm4", CALLS[:2], [GLM_CALLED]),
+    # another token ends earlier turns, and a call
+    ("gpt_oss", TALK, [f"{FINAL} So.\n<|return|>"]),
+    ("gpt_oss", THOUGHTS, [f"{ANALYSIS}Q<|end|><|start|>assistant{FINAL}3<|return|>"]),
+    ("gpt_oss", CALLS, [OSS_CALLED, f"{FINAL}It is 2.<|return|>"]),
+    # the prompt opens a thought, which the turns lack
+    ("r1", TALK, ["\n</think>\n\n So.\n<｜end▁of▁sentence｜>"]),
+    ("r1", THOUGHTS, ["Q\n</think>\n\n3<｜end▁of▁sentence｜>"]),
+    ("r1", [ASKED, said("3", reasoning="Q")], ["Q\n</think>\n\n3<｜end▁of▁sentence｜>"]),
+    ("r1", [ASKED, said("Q\n</think>\n\n3")], ["Q\n</think>\n\n3<｜end▁of▁sentence｜>"]),
+    # EOS ends turns, no header begins them; the system text and the tools move to the last question
+    ("mistral_v3", TALK, [" So.<|eos|>"]),
+    ("mistral_v3", THOUGHTS, [f" {R2}<|eos|>", f" {Q3}<|eos|>"]),
+    ("mistral_v3", CALLS, [MISTRAL_CALLED, " It is 2.<|eos|>"]),
+    # content is a list of parts
+    ("parts", TALK, [" <b>2</b><end_of_utterance>", "  So.\n<end_of_utterance>"]),
+    # the answer stands in its thought, in the question and in the tags
+    *(
+        ("qwen3", [ASKED, last], [f"<think>\n2 is 4, hi\n</think>\n\n{x}<|im_end|>"])
+        for x in ("4", "in", "hi", "k", "think", "2 is 4", "")
+        for last in (said(x, thinking="2 is 4, hi"), said(f"<think>2 is 4, hi</think>{x}"))
+    ),
+    # ends of turns
+    (TWO_ENDS, [ASKED, said("A."), ASKED, said("B.")], [f"A.<end>{EOT}", f"B.<end>{EOT}"]),
+    (NO_TOKENS, [ASKED, said("B.")], ["B.\n" + EOS]),
+    (WITH_EOS, [ASKED, *AGAIN, *AGAIN, said("So.")], [CALLED_AGAIN, CALLED_AGAIN, "So." + EOT]),
+    (WITH_EOS, [ASKED, *AGAIN, AGAIN[0]], [CALLED_AGAIN, CALLED_AGAIN]),
+    (RESULT_IN_TURN, CALLS, ["<call>add</call><result>", "It is 2." + EOT]),
+    # thoughts before calls
+    (READS_ALL, [ASKED, ADD], ["I add." + CALLED_TINY]),
+    (THINKS_BEFORE_CALLS, [*THOUGHTS[:2], ASKED, ADD], [R2 + EOT, "I add." + CALLED_TINY]),
+    # a turn without a prompt, or with text of another place
+    (None, HELLO[1:], ["4" + EOT]),
+    (LEAKING, HELLO, ["4" + EOT]),
+    (LEAKING_TOOLS, HELLO, ["4" + EOT]),
+    # turns that the data leaves out
+    (None, [ASKED, said("1", weight=0), ASKED, said("2", weight=1)], ["2" + EOT]),
+    (None, [ASKED, said("1", train=True), ASKED, said("2", train=False)], ["1" + EOT]),
+]
 
 
-def encoder(template: str | None = None, tokens: tuple[str, ...] = (), **flags) -> Encoder:
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens([*tokens])
-    tokenizer.chat_template = template or tokenizer.chat_template
-    return Encoder(tokenizer, BaseArgs(**flags))
+@pytest.mark.parametrize(("template", "messages", "expected"), TRAINED)
+def test_turns_are_trained_as_they_are_sampled(template, messages, expected):
+    """Each follows a prompt of sampling. Other turns are context."""
+    coder = coder_of(template)
+    row = dict(tools=[TOOL]) if "tools" in coder.chat.reads else {}
+    (sample,) = samples(coder, messages=messages, **row)
+    assert spans(coder, sample) == expected
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    prompts = [samples(coder, prompt=messages[:i], **row)[0].ids for i in turns if i]
+    starts = [i for i, is_trained in enumerate(sample.loss_mask) if is_trained]
+    starts = [i for i in starts if not sample.loss_mask[i - 1]]
+    assert all(sample.ids[:start] in prompts for start in starts)
+    off = [i for i in turns if not (messages[i].get("weight", 1) and messages[i].get("train", 1))]
+    assert sample.context_turns == len(turns) - len(off) - len(expected)
+    bos = coder.tokenizer.bos_token_id
+    assert bos is None or sample.ids.count(bos) == 1
+    if turns[-1] in off or messages[-1]["content"] == "":  # refused, and so are empty answers
+        return
+    pair = dict(prompt=messages[:-1], completion=messages[-1:], **row, **SOURCE)
+    last = coder.completion(pair, "prompt", "completion")
+    assert last.ids == sample.ids[: len(last.ids)] and last.prompt_ids == prompts[-1]
+    assert last.ids[-1] in eos_token_ids(tiny_model(), coder.tokenizer)
 
 
-def trained(coder: Encoder, *messages: dict) -> list[str]:
-    """Return the trained spans. The prompt of the last one must be that of sampling."""
-    sample = coder.sft(dict(messages=[*messages], **SOURCE), ("messages",))
-    spans: list[list[int]] = []
-    starts = []
-    for i, (token, mask) in enumerate(zip(sample.ids, sample.loss_mask, strict=True)):
-        if mask and not (i and sample.loss_mask[i - 1]):
-            spans.append([])
-            starts.append(i)
-        if mask:
-            spans[-1].append(token)
-    assert (
-        coder.prompt(dict(prompt=[*messages][:-1], **SOURCE), ("prompt",))
-        == sample.ids[: starts[-1]]
-    )
-    return [coder.tokenizer.decode(span) for span in spans]
+def test_shipped_template_has_schemas_calls_and_results_in_their_places():
+    """Two calls with an awkward argument, two results in one turn, and text before a call."""
+    coder = coder_of("chatml_tools")
+    functions = [dict(name="add", arguments=dict(a=x)) for x in ('"\n</tool', "")]
+    calls = [dict(type="function", function=function) for function in functions]
+    results, tools = [turn("tool", "1"), turn("tool", "2")], [TOOL, dict(TOOL, note="x")]
+    messages = [SYSTEM, ASKED, said("I add.", tool_calls=calls), *results, said("3")]
+    (sample,) = samples(coder, messages=messages, tools=tools)
+    system, _, calling, told, _, _ = coder.tokenizer.decode(sample.ids).split("<|im_end|>\n")
+    schemas = system.partition("<tools>\n")[2].partition("\n</tools>")[0].split("\n")
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert [*map(json.loads, schemas)] == tools
+    text, *called = calling.split("\n<tool_call>\n")
+    assert text == "<|im_start|>assistant\nI add."
+    assert [json.loads(one.removesuffix("\n</tool_call>")) for one in called] == functions
+    responses = "\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    assert told == "<|im_start|>user" + responses
+    between = coder.tokenizer.decode(coder.reply(results))
+    assert between == f"\n{told}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def prompt(coder: Encoder, *messages: dict) -> str:
-    return coder.tokenizer.decode(coder.prompt(dict(prompt=[*messages], **SOURCE), ("prompt",)))
+def test_end_of_turn_token_is_found():
+    ends = [end_of_turn(encoder(READS_ALL).tokenizer, calls) for calls in (False, True)]
+    assert encoder().tokenizer.convert_ids_to_tokens(ends) == [EOT, EOT]
+    for template in (NO_TOKENS, "<|turn|>"):
+        assert end_of_turn(encoder(template).tokenizer) is None
 
 
-# ---- thoughts ----
-
-
-@pytest.mark.parametrize("answer", ["4", "in", "hi", "k", "t", "think", "2+2 is 4", ""])
-@pytest.mark.parametrize("inline", [True, False])
-@pytest.mark.parametrize("tokens", [(), ("<think>", "</think>")])
-def test_thought_and_answer_are_trained(answer, inline, tokens):
-    """The answer stands in the thought, in the question and in the tags."""
-    thought = "2+2 is 4, think of hi"
-    last = turn("assistant", f"<think>\n{thought}\n</think>\n\n{answer}")
-    if not inline:
-        last = turn("assistant", answer, reasoning_content=thought)
-    assert trained(encoder(THINKING, tokens), ASKED, last) == [
-        f"<think>\n{thought}\n</think>\n\n{answer}{EOT}"
-    ]
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_thought_is_found_under_each_usual_name(key):
-    last = turn("assistant", "4", **{key: "2+2"})
-    assert trained(encoder(THINKING), ASKED, last) == [f"<think>\n2+2\n</think>\n\n4{EOT}"]
-
-
-def test_thought_without_a_place_in_the_template_precedes_the_answer():
-    last = turn("assistant", "4", reasoning_content="2+2")
-    assert trained(encoder(), ASKED, last) == [f"<think>\n2+2\n</think>\n\n4{EOT}"]
-
-
-@pytest.mark.parametrize(
-    ("last", "text"),
-    [
-        (turn("assistant", "4"), "\n</think>\n\n4"),
-        (turn("assistant", "4", reasoning_content="2+2"), "2+2\n</think>\n\n4"),
-        (turn("assistant", "<think>\n2+2\n</think>\n\n4"), "2+2\n</think>\n\n4"),
-        (turn("assistant", "2+2\n</think>\n\n4"), "2+2\n</think>\n\n4"),
-    ],
-)
-def test_turn_continues_the_thought_that_its_prompt_opens(last, text):
-    coder = encoder(OPENING)
-    assert prompt(coder, ASKED).endswith("assistant\n<think>\n")
-    assert trained(coder, ASKED, last) == [text + EOT]
-
-
-def test_thought_of_an_earlier_turn_that_the_template_drops_makes_it_context():
-    messages = [
-        ASKED,
-        turn("assistant", "1", reasoning_content="R1"),
-        ASKED,
-        turn("assistant", "2"),
-    ]
-    assert trained(encoder(THINKING), *messages) == [f"<think>\n\n</think>\n\n2{EOT}"]
-
-
-# ---- ends of turns ----
-
-
-@pytest.mark.parametrize(
-    ("template", "tokens", "end", "earlier"),
-    [
-        (OPEN_ENDED, ("<|user|>", "<|assistant|>"), "<|user|>", "<|user|>"),
-        (TWO_ENDS, ("<end>",), f"<end>{EOT}", f"<end>{EOT}"),
-        (RETURN, ("<return>",), "<return>", None),
-        (WITH_EOS, (), EOT, EOT),
-        (NO_TOKENS, (), "\n" + EOS, None),
-    ],
-)
-def test_turn_ends_with_the_token_that_the_model_samples_last(template, tokens, end, earlier):
-    coder = encoder(template, tokens)
-    begin = "\n" if template is OPEN_ENDED else ""
-    first, last = turn("assistant", "A."), turn("assistant", "B.")
-    both = [f"{begin}A.{earlier}"] if earlier else []
-    assert trained(coder, ASKED, first, ASKED, last) == [*both, f"{begin}B.{end}"]
-    assert coder.chat.end.token == end[-len(coder.chat.end.token) :]
-    token = end_of_turn(coder.tokenizer)
-    assert (None if token is None else coder.tokenizer.decode([token])) == (
-        None if template is NO_TOKENS else coder.chat.end.token
-    )
-
-
-@pytest.mark.parametrize("end", [EOT, EOS, EOT + EOS])
-def test_answer_with_its_own_end_has_one(end):
-    assert trained(encoder(), ASKED, turn("assistant", "4" + end)) == ["4" + EOT]
-    sample = encoder(prompt_format="plain").sft(
-        dict(prompt="2+2=", completion="4" + EOS, **SOURCE), PLAIN
-    )
-    assert build_tokenizer().decode(sample.completion_ids) == "4" + EOS
-
-
-PLAIN = ("prompt", "completion")
-
-
-def test_text_with_its_own_bos_has_one():
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens(dict(bos_token="<s>"))
-    bos = ("<s>", tokenizer.bos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[bos])
-    coder = Encoder(tokenizer, BaseArgs(prompt_format="plain"))
-    for text in ("2+2=", "<s>2+2="):
-        assert tokenizer.decode(coder.prompt(dict(prompt=text, **SOURCE), ("prompt",))) == "<s>2+2="
-        assert (
-            tokenizer.decode(coder.sft(dict(text=text, **SOURCE), ("text",)).ids) == "<s>2+2=" + EOS
-        )
-        assert (
-            tokenizer.decode(coder.sft(dict(prompt=text, completion="4", **SOURCE), PLAIN).ids)
-            == "<s>2+2=4" + EOS
-        )
-
-
-def test_result_of_a_tool_in_the_turn_of_its_call_is_not_trained():
-    call = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
-    messages = [
-        ASKED,
-        turn("assistant", "", tool_calls=[call]),
-        turn("tool", "2"),
-        turn("assistant", "It is 2."),
-    ]
-    coder = encoder(RESULT_IN_TURN, ("<call>", "</call>", "<result>"))
-    assert trained(coder, *messages) == ["<call>add</call><result>", "It is 2." + EOT]
-
-
-CALLS = (
-    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function | tojson + '</call>' }}{% endfor %}"
-)
-CALLING = (
-    loop(HEAD, "{{ (m.reasoning_content or '') + m.content }}", CALLS, "{{ '<|end_of_turn|>\n' }}")
-    + PROMPT
-)
-
-
-def test_calls_are_trained_to_their_end_and_no_further():
-    """The arguments have the token that ends turns; two turns make the same call; EOS follows the
-    conversation."""
-    call = dict(type="function", function=dict(name="add", arguments=dict(a=f"add {EOT} add")))
-    template = CALLING.replace("{% endif %}", "{% else %}<|eos|>{% endif %}")
-    again = [turn("assistant", "", tool_calls=[call]), turn("tool", "add add")]
-    coder = encoder(template, ("<call>", "</call>"))
-    text = f'<call>{{"name": "add", "arguments": {{"a": "add {EOT} add"}}}}</call>{EOT}'
-    assert trained(coder, ASKED, *again, *again, turn("assistant", "So.")) == [
-        text,
-        text,
-        "So." + EOT,
-    ]
-    assert trained(coder, ASKED, *again, again[0]) == [text, text]
-
-
-def test_thought_before_a_call_is_trained():
-    call = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
-    messages = [
-        ASKED,
-        turn("assistant", "", reasoning_content="I add.", tool_calls=[call]),
-        turn("tool", "2"),
-    ]
-    spans = trained(encoder(CALLING, ("<call>", "</call>")), *messages, turn("assistant", "2"))
-    assert spans == [
-        f'I add.<call>{{"name": "add", "arguments": {{"a": 1}}}}</call>{EOT}',
-        "2" + EOT,
-    ]
-
-
-def test_thought_of_a_call_has_the_key_that_the_template_reads_there():
-    """Like gpt-oss: `thinking`, but not beside content in a turn with calls; like Gemma 4: none in
-    other turns."""
-    both = (
-        "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}"
-        "{% endif %}"
-    )
-    thought = "{% if m.tool_calls %}{{ m.thinking or '' }}{% endif %}"
-    coder = encoder(
-        loop(HEAD, both, thought, "{{ m.content }}", CALLS, "{{ '<|end_of_turn|>\n' }}") + PROMPT,
-        ("<call>", "</call>"),
-    )
-    call = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
-    calling = turn("assistant", "", reasoning_content="I add.", tool_calls=[call])
-    spans = trained(
-        coder, ASKED, calling, turn("tool", "2"), turn("assistant", "2", reasoning_content="So 2.")
-    )
-    assert spans == [
-        f'I add.<call>{{"name": "add", "arguments": {{"a": 1}}}}</call>{EOT}',
-        f"<think>\nSo 2.\n</think>\n\n2{EOT}",
-    ]
-
-
-# ---- messages that a template leaves out ----
-
-
-@pytest.mark.parametrize("role", ["system", "human", "function"])
-def test_message_that_the_template_leaves_out_is_refused(role):
-    template = loop(
-        "{% if m.role in ('user', 'assistant') %}",
-        HEAD,
-        "{{ m.content + '<|end_of_turn|>\n' }}{% endif %}",
-    )
-    coder = encoder(template + PROMPT)
-    messages = [turn(role, "Be brief."), ASKED, turn("assistant", "4")]
-    words = rf"rows.jsonl:3: turn 1 \({role}\): the chat template leaves it out"
-    for encode in (
-        lambda: coder.sft(dict(messages=messages, **SOURCE), ("messages",)),
-        lambda: coder.prompt(dict(prompt=messages[:2], **SOURCE), ("prompt",)),
-        lambda: coder.completion(
-            dict(prompt=messages[:2], completion=messages[2:], **SOURCE), *PLAIN
-        ),
+def test_everything_is_trained_with_train_on_all():
+    """Also what is no turn of the model, or shown in another form than the sampled one."""
+    coder = encoder(LEAKING)
+    for columns, messages in (
+        (("messages",), HELLO),
+        (("messages",), HELLO[:2]),
+        (("messages",), [ASKED]),
+        (("prompt", "completion"), HELLO),
     ):
-        with pytest.raises(ValueError, match=words):
-            encode()
-    with pytest.raises(ValueError, match=r"turn 1 \(system\): the chat template leaves it out"):
-        encoder(template + PROMPT, system_prompt="x").prompt(
-            dict(question="2+2?", **SOURCE), ("question",)
-        )
+        row = dict(messages=messages, prompt=messages[:1], completion=messages[1:], **SOURCE)
+        sample = coder.sft(row, columns, train_on_all=True)
+        assert all(sample.loss_mask) and sample.context_turns == 0
+        assert coder.tokenizer.decode(sample.ids) == coder.chat.render({}, messages)
+
+
+def test_earlier_turns_are_tokenised_as_sampled():
+    """A turn begins with a token of its own; in the whole text, two line breaks would become one
+    token here."""
+    coder = encoder()
+    coder.tokenizer.add_tokens(["\n\n"])
+    messages = [turn("user", "a"), said("\nb"), turn("user", "c")]
+    ((whole, _),) = encoded(coder, messages=[*messages, said("d")])
+    assert coder.tokenizer.convert_tokens_to_ids("\n\n") not in whole
+    (last,) = samples(coder, prompt=messages, completion="d")
+    assert (last.ids, last.prompt_ids) == (whole, samples(coder, prompt=messages)[0].ids)
+
+
+# ---- prompts ----
+
+
+@pytest.mark.parametrize(
+    ("template", "head"),
+    [
+        (None, "assistant\n"),
+        ("qwen3", "<think>\n\n</think>\n\n"),
+        ("r1", "<think>\n\n</think>\n\n"),
+        ("glm4", "<think></think>\n"),
+        ("gpt_oss", FINAL),  # a channel in front of the answer
+    ],
+)
+def test_turn_at_the_end_of_a_prompt_is_continued(template, head):
+    coder = coder_of(template)
+    begun = [ASKED, said("The answer is")]
+    assert prompt(coder, *begun).endswith(f"{head}The answer is")
+    (sample,) = samples(coder, prompt=begun, completion=" 4")
+    pair = samples(coder, prompt=begun, chosen=[said(" 4")], rejected=" 5")
+    for one in (sample, *pair):
+        assert one.prompt_ids == samples(coder, prompt=begun)[0].ids
+    assert spans(coder, pair[0]) == spans(coder, sample) == [" 4" + coder.chat.end.last]
+    unfinished = prompt(coder, ASKED, said("<think>\nIt is"))
+    assert unfinished.endswith("<think>\nIt is") and unfinished.count("<think>") == 1
 
 
 def test_developer_is_the_system_where_the_template_has_only_that():
-    template = (
-        loop(
-            "{% if m.role != 'developer' %}",
-            HEAD,
-            "{{ m.content + '<|end_of_turn|>\n' }}{% endif %}",
-        )
-        + PROMPT
-    )
-    messages = [turn("developer", "Be brief."), ASKED]
-    assert prompt(encoder(template), *messages).startswith("<|turn|>system\nBe brief.")
-    assert prompt(encoder(), *messages).startswith("<|turn|>developer\nBe brief.")
+    only_system = loop("{% if m.role != 'developer' %}" + HEAD + "{{ m.content }}{% endif %}")
+    for template, role in ((only_system, "system"), (None, "developer")):
+        text = prompt(encoder(template), turn("developer", "Be brief."), ASKED)
+        assert text.startswith(f"<|turn|>{role}\nBe brief.")
 
 
-def test_first_turn_of_the_model_has_no_prompt_and_is_context():
-    messages = [turn("assistant", "Hello."), ASKED, turn("assistant", "4")]
-    assert trained(encoder(), *messages) == ["4" + EOT]
-    with pytest.raises(ValueError, match=r"rows.jsonl:3: turn 1 \(assistant\): it has no prompt"):
-        trained(encoder(), messages[0])
-    with pytest.raises(
-        ValueError, match="rows.jsonl:3: no message with the role assistant to train on"
-    ):
-        trained(encoder(), ASKED, turn("model", "4"))
+# ---- tokens ----
 
 
-def test_empty_thought_hides_no_other_name():
-    last = turn("assistant", "4", reasoning_content="", thinking="2+2")
-    assert trained(encoder(THINKING), ASKED, last) == [f"<think>\n2+2\n</think>\n\n4{EOT}"]
-
-
-def test_content_in_parts_reaches_templates_that_read_parts():
-    assert trained(encoder(PARTS), turn("system", "Be brief."), ASKED, turn("assistant", "4")) == [
-        "4" + EOT
-    ]
-
-
-@pytest.mark.parametrize("leak", ["{{ tools | tojson }}", "{{ messages[0].content }}"])
-def test_turn_with_text_of_another_place_is_context(leak):
-    """Some templates write the tools, or the system turn, into the first other turn, whatever its
-    role."""
-    first = "{% if loop.index0 == 1 and m.role == 'assistant' %}" + leak + "{% endif %}"
-    coder = encoder(loop(HEAD, first, "{{ m.content + '<|end_of_turn|>\n' }}") + PROMPT)
-    messages = [
-        turn("system", "Be brief."),
-        turn("assistant", "Hello."),
-        ASKED,
-        turn("assistant", "4"),
-    ]
-    row = dict(
-        messages=messages, tools=[dict(type="function", function=dict(name="add"))], **SOURCE
-    )
-    if "tools" not in leak:
-        del row["tools"]
-    sample = coder.sft(row, ("messages",))
-    assert (
-        coder.tokenizer.decode([i for i, m in zip(sample.ids, sample.loss_mask, strict=True) if m])
-        == "4" + EOT
-    )
-    assert sample.context_turns == 1
-
-
-# ---- a turn that is continued ----
-
-
-@pytest.mark.parametrize("template", [None, THINKING, OPENING, OPEN_ENDED])
-def test_turn_at_the_end_of_a_prompt_is_continued(template):
-    coder = encoder(template, ("<|user|>", "<|assistant|>") if template is OPEN_ENDED else ())
-    begun = [ASKED, turn("assistant", "The answer is")]
-    assert prompt(coder, *begun).endswith("The answer is")
-    row = dict(
-        prompt=begun, completion=" 4", chosen=[turn("assistant", " 4")], rejected=" 5", **SOURCE
-    )
-    sample = coder.sft(row, PLAIN)
-    assert coder.prompt(row, ("prompt",)) == sample.ids[: sample.prompt_length]
-    assert (
-        coder.tokenizer.decode(coder.completion(row, *PLAIN).completion_ids)
-        == " 4" + coder.chat.end.last
-    )
-    chosen, rejected = encode_pair(coder, row, ("prompt", "chosen", "rejected"))
-    assert chosen.ids == coder.completion(row, *PLAIN).ids
-    assert chosen.prompt_ids == rejected.prompt_ids == sample.prompt_ids
-    thought = dict(row, completion=[turn("assistant", "4", reasoning_content="R")])
-    with pytest.raises(
-        ValueError, match="rows.jsonl:3: turn 3: only text can continue a turn of the model"
-    ):
-        coder.sft(thought, PLAIN)
-    later = dict(row, completion=[turn("assistant", " 4"), ASKED, turn("assistant", "5")])
-    with pytest.raises(
-        ValueError, match="rows.jsonl:3: turn 3: no further turn may follow one that is continued"
-    ):
-        coder.sft(later, PLAIN)
-
-
-def test_continued_turn_begins_as_the_template_begins_turns():
-    """gpt-oss writes a channel in front of the answer. An unfinished thought follows the prompt
-    itself."""
-    coder = encoder(
-        loop(
-            HEAD,
-            "{% if m.role == 'assistant' %}<final>{% endif %}{{ m.content + '<|end_of_turn|>\n' }}",
-        )
-        + PROMPT
-    )
-    assert prompt(coder, ASKED, turn("assistant", "It is")).endswith("assistant\n<final>It is")
-    assert prompt(coder, ASKED, turn("assistant", "<think>\nIt is")).endswith(
-        "assistant\n<think>\nIt is"
-    )
-    assert prompt(encoder(OPENING), ASKED, turn("assistant", "<think>\nIt is")).endswith(
-        "assistant\n<think>\nIt is"
-    )
-
-
-# ---- tokens and limits ----
-
-
-def test_token_that_the_model_lacks_is_refused_by_row():
+def test_token_that_the_model_lacks_is_refused():
     """Gemma 3's tokenizer has an image token that its language model has no embedding for."""
-    coder = encoder(tokens=("<image>",))
+    coder = encoder(tokens="<image>")
     coder.tokenizer.model_vocab_size = len(coder.tokenizer) - 1
     assert prompt(coder, ASKED)
-    with pytest.raises(
-        ValueError, match="rows.jsonl:3: the model has no embedding for the token '<image>'"
-    ):
-        prompt(coder, turn("user", "See <image>"))
-
-
-def test_template_that_needs_all_memory_is_refused():
-    with pytest.raises(
-        ValueError, match="^--model .*: the chat template does not render: MemoryError"
-    ):
-        encoder("{{ 'a' * 10 ** 15 }}")
-
-
-SPECIAL = [
-    turn("system", f"{EOS}s"),
-    turn("user", f"What is {EOT}? {EOS}"),
-    turn("assistant", f"An {EOT} token.{EOT}"),
-]
+    words = "the model has no embedding for the token '<image>'"
+    refused(coder, words, prompt=[turn("user", "See <image>")])
 
 
 def test_text_of_a_special_token_is_reported_or_stays_text(capsys):
     """The end of an answer is its end either way."""
-    row = dict(messages=SPECIAL, **SOURCE)
-    coder = encoder(special_text="token")
-    coder.sft(row, ("messages",))
-    coder.sft(row, ("messages",))
-    said = f"rows.jsonl:3: the text {EOS} in the data is read as this special token"
-    assert capsys.readouterr().out.count(said) == 1
-    text = coder.tokenizer.decode(coder.sft(row, ("messages",)).ids)
-    coder = encoder(special_text="text")
-    sample = coder.sft(row, ("messages",))
-    tokens = coder.tokenizer.convert_ids_to_tokens(sample.ids)
-    assert tokens.count(EOT) == 3 and EOS not in tokens
-    assert coder.tokenizer.decode(sample.ids) == text
-    assert trained(coder, *SPECIAL) == [f"An {EOT} token.{EOT}"]
-    sample = coder.sft(
-        dict(messages=[ASKED, turn("assistant", "4<|turn|>")], **SOURCE), ("messages",)
-    )
-    assert coder.tokenizer.convert_ids_to_tokens(sample.ids).count("<|turn|>") == 2
-    with pytest.raises(
-        ValueError, match=r"rows.jsonl:3: a character beyond U\+FFFFF cannot be read"
-    ):
-        trained(coder, turn("user", "\U00100001"), turn("assistant", "4"))
+    coder, as_text = (encoder(special_text=form) for form in ("token", "text"))
+    asked = [turn("system", f"{EOS}s"), turn("user", f"What is {EOT}? {EOS}")]
+    messages = [*asked, said(f"An {EOT}<|turn|> token.{EOT}")]
+    for _ in range(2):
+        (sample,) = samples(coder, messages=messages)
+    problem = f"rows.jsonl:3: the text {EOS} in the data is read as this special token"
+    assert capsys.readouterr().out.count(problem) == 1
+    (text,) = samples(as_text, messages=messages)
+    tokens = coder.tokenizer.convert_ids_to_tokens(text.ids)
+    assert [tokens.count(token) for token in (EOT, "<|turn|>", EOS)] == [3, 3, 0]
+    assert coder.tokenizer.decode(text.ids) == coder.tokenizer.decode(sample.ids)
+    assert spans(as_text, text) == [f"An {EOT}<|turn|> token.{EOT}"]
+    refused(as_text, r"a character beyond U\+FFFFF cannot", messages=[turn("user", "\U00100001")])
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("columns", [PLAIN, ("text",)])
-def test_text_of_a_special_token_stays_text_in_plain_prompts(columns):
-    row = dict(
-        prompt=f"{EOT}2+2=", completion=f"4{EOT}!{EOS}", text=f"{EOT}2+2=4{EOT}!{EOS}", **SOURCE
-    )
+def test_text_of_a_special_token_stays_text_in_plain_prompts():
     coder = encoder(special_text="text", prompt_format="plain")
-    tokens = coder.tokenizer.convert_ids_to_tokens(coder.sft(row, columns).ids)
-    assert "".join(tokens) == row["text"] and EOT not in tokens and tokens.count(EOS) == 1
+    whole = f"{EOT}2+2=4{EOT}!{EOS}"
+    for row in (dict(text=whole), dict(prompt=whole[:-9], completion=whole[-9:])):
+        ((ids, _),) = encoded(coder, **row)
+        tokens = coder.tokenizer.convert_ids_to_tokens(ids)
+        assert "".join(tokens) == whole and EOT not in tokens and tokens.count(EOS) == 1
+
+
+def test_plain_texts_have_one_bos_and_one_eos():
+    coder = encoder(bos="<s>", prompt_format="plain")
+    for start, end in (("", ""), ("<s>", EOS)):
+        asked, answer = f"{start}2+2=", f"4{end}"
+        for row in (dict(text=asked + answer), dict(prompt=asked, completion=answer)):
+            ((ids, _),) = encoded(coder, **row)
+            assert coder.tokenizer.decode(ids) == f"<s>2+2=4{EOS}"
+        assert coder.tokenizer.decode(samples(coder, prompt=asked)[0].ids) == "<s>2+2="
+    coder = encoder(bos=EOS, prompt_format="plain", special_text="text")  # as GPT-2 has it
+    (sample,) = samples(coder, prompt="2+2=", completion=EOS)
+    assert coder.tokenizer.decode(sample.ids) == f"{EOS}2+2={EOS}"
