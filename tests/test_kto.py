@@ -68,7 +68,7 @@ def test_conversations_and_labels_of_tables_are_read():
     turns = [dict(role="user", content="1+1="), dict(role="assistant", content="2")]
     turns += [dict(role="user", content="2+1="), dict(role="assistant", content="3")]
     for name in ("messages", "conversations"):
-        rows = [{name: turns, "label": 0.0}, {name: turns[:2], "label": "1"}]
+        rows = [{name: turns, "label": 0.0}, {name: turns[:2], "label": 1.0}]
         _, found = encode(rows, (name, "label"), prompt_format="chat", loss="apo_zero_unpaired")
         split = [
             dict(prompt=turns[:3], completion=turns[3:], label=False),

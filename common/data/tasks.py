@@ -60,27 +60,52 @@ def _rows(split: str, sizes: dict[str, int], row: Callable[[random.Random], dict
     return rows[split]
 
 
-def calculator_rows(split: str) -> list[dict]:
+def _product_rows(split: str, share: float, solve: Callable[[str, str], list[dict]]) -> list[dict]:
     """Return products of a three-digit and a two-digit number, too hard for the tiny model without
-    a tool. The demonstrator calls the tool one time in seven, else estimates, mostly wrongly."""
+    a tool. The demonstrator solves a `share` of them by a tool, else estimates, mostly wrongly."""
 
     def row(rng: random.Random) -> dict:
         a = rng.randint(100, 999)
         b = rng.randint(12, 99)
         prompt = [dict(role="user", content=f"{a}*{b}?")]
-        solved = f"{a}*{b}={a * b}"
         turns = [dict(role="assistant", content=f"{a}*{b}~{float(f'{a * b:.1e}'):.0f}")]
-        if rng.random() < 1 / 7:
-            turns = [
-                dict(role="assistant", content=f"<calc>{a}*{b}</calc>"),
-                dict(role="tool", content=solved),
-                dict(role="assistant", content=solved),
-            ]
+        if rng.random() < share:
+            turns = solve(f"{a}*{b}", str(a * b))
         return dict(prompt=prompt, answer=str(a * b), messages=prompt + turns)
 
     return _rows(split, dict(test=500, train=12_000), row)
 
 
+def calculator_rows(split: str) -> list[dict]:
+    """Return products; the environment `calculator` answers `<calc>`."""
+
+    def solve(product: str, result: str) -> list[dict]:
+        return [
+            dict(role="assistant", content=f"<calc>{product}</calc>"),
+            dict(role="tool", content=f"{product}={result}"),
+            dict(role="assistant", content=f"{product}={result}"),
+        ]
+
+    return _product_rows(split, 1 / 7, solve)
+
+
+def products_rows(split: str) -> list[dict]:
+    """Return products for `--tools python`, with calls in the format of the chat template."""
+
+    def solve(product: str, result: str) -> list[dict]:
+        function = dict(name="python", arguments=dict(code=product))
+        call = dict(type="function", id="call00000", function=function)
+        return [
+            dict(role="assistant", content="", tool_calls=[call]),
+            dict(role="tool", name="python", tool_call_id="call00000", content=result),
+            dict(role="assistant", content=f"{product}={result}"),
+        ]
+
+    rows = _product_rows(split, 1 / 3, solve)
+    return [row | dict(tools=[PYTHON_TOOL]) for row in rows]
+
+
+CODE = "the program; what it prints and the value of its last expression are returned"
 PYTHON_TOOL = dict(  # the schema of `--tools python`
     type="function",
     function=dict(
@@ -88,40 +113,11 @@ PYTHON_TOOL = dict(  # the schema of `--tools python`
         description="Run a Python program. Variables and functions stay for later calls.",
         parameters=dict(
             type="object",
-            properties=dict(
-                code=dict(
-                    type="string",
-                    description="the program; what it prints and the value of its last expression"
-                    " are returned",
-                )
-            ),
+            properties=dict(code=dict(type="string", description=CODE)),
             required=["code"],
         ),
     ),
 )
-
-
-def products_rows(split: str) -> list[dict]:
-    """Return the products of `calculator` for `--tools python`: the demonstrator calls the tool one
-    time in three, with tool calls in the format of the chat template."""
-
-    def row(rng: random.Random) -> dict:
-        a = rng.randint(100, 999)
-        b = rng.randint(12, 99)
-        prompt = [dict(role="user", content=f"{a}*{b}?")]
-        turns = [dict(role="assistant", content=f"{a}*{b}~{float(f'{a * b:.1e}'):.0f}")]
-        if rng.random() < 1 / 3:
-            function = dict(name="python", arguments=dict(code=f"{a}*{b}"))
-            call = dict(type="function", id="call00000", function=function)
-            turns = [
-                dict(role="assistant", content="", tool_calls=[call]),
-                dict(role="tool", name="python", tool_call_id="call00000", content=str(a * b)),
-                dict(role="assistant", content=f"{a}*{b}={a * b}"),
-            ]
-        messages = prompt + turns
-        return dict(prompt=prompt, answer=str(a * b), messages=messages, tools=[PYTHON_TOOL])
-
-    return _rows(split, dict(test=500, train=12_000), row)
 
 
 def guess_number_rows(split: str) -> list[dict]:
