@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from common.config.groups import TrainArgs, flags_of
-from common.data.messages import IMAGE, PLACEHOLDER
+from common.data.messages import PLACEHOLDER
 from common.data.sample import Completion, Group, Sample
 from common.metrics.curves import draw_curves
 from common.parallel import distributed, durable
@@ -248,12 +248,13 @@ def preview(sample: Sample, tokenizer, console) -> None:
 
 
 def asked(row: dict) -> str | None:
-    """Return the text of a prompt, or of its last message, with `<image>` for each image."""
+    """Return the text of a prompt, or of its last message, with `<image>` for a part of it that is
+    an image."""
     prompt = row.get("_prompt") or row.get("prompt") or row.get("question")
     text = prompt[-1]["content"] if isinstance(prompt, list) else prompt
-    if isinstance(text, list):  # parts of a message with images
-        text = "".join(part["text"] for part in text)
-    return text and text.replace(IMAGE, PLACEHOLDER) if row.get("images") else text
+    if isinstance(text, list):
+        text = "".join(part.get("text") or PLACEHOLDER for part in text)
+    return text
 
 
 def _brief(text: str, limit: int = 160):
