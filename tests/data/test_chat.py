@@ -157,6 +157,7 @@ def test_keys_that_nothing_reads_are_said_once(capsys):
 UPPER = chat("{{ m.content | upper }}")
 MARKED = chat("{{ m.content }}{{ '!' if m.role != 'user' and not loop.last }}")
 COUNTED = "{{ messages | length }}" + chat()
+REFUSES = chat("{{ raise_exception('no system') if m.role == 'system' }}{{ m.content }}")
 SILENT = chat().replace("in messages", "in messages if m.role in ('user', 'assistant')")
 NAMED = "tools must list JSON schemas of functions, each with a name"
 LEFT_OUT = "the chat template leaves it out; change the role"
@@ -241,7 +242,8 @@ REFUSED = [
     (dict(prompt=[ASKED], chosen=[ANSWER, *OTHER], rejected="5"), "shows an earlier turn", MARKED),
     (dict(messages=[said("b")]), r"turn 1 \(assistant\): it has no prompt"),
     (dict(messages=[ASKED, turn("model", "b")]), "no message with the role assistant to"),
-    # messages that the template leaves out
+    # messages that the template refuses or leaves out
+    (dict(prompt=[SYSTEM, ASKED]), "the chat template refuses the messages: no system", REFUSES),
     (dict(messages=[SYSTEM, ASKED, ANSWER]), rf"turn 1 \(system\): {LEFT_OUT}", SILENT),
     (dict(prompt=[turn("human", "a"), ASKED]), rf"turn 1 \(human\): {LEFT_OUT}", SILENT),
     (dict(prompt=[ASKED, TOLD], chosen="4", rejected="5"), rf"turn 2 \(tool\): {LEFT_OUT}", SILENT),
