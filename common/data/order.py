@@ -58,7 +58,11 @@ class Order:
         return self.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the position. Raises `ValueError` if a source's number of rows has changed."""
+        """Restore the position. Raises `ValueError` if the sources, or a number of rows, have
+        changed."""
+        if {*state.get("sources", ())} != {*self.rows}:
+            problem = "the checkpoint is of other datasets, or of an older version"
+            raise ValueError(f"--dataset: {problem}; --resume never begins anew")
         for name, (_, size) in state["sources"].items():
             if size != len(self.rows[name]):
                 problem = f"{len(self.rows[name])} training rows, but {size} in the checkpoint"

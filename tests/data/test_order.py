@@ -80,3 +80,6 @@ def test_flags_determine_the_order():
         ValueError, match="--dataset: 3 training rows, but 4 in the checkpoint; use the data and"
     ):
         order.load_state_dict(dict(sources=dict(a=[7, 4], b=[2, 2])))
+    for state in (dict(epoch=1, index=2, num_rows=5), dict(sources={"": [7, 5]})):
+        with pytest.raises(ValueError, match="--dataset: the checkpoint is of other datasets, or"):
+            order.load_state_dict(state)

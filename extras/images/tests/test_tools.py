@@ -65,7 +65,7 @@ def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_pa
     expected = [[*map(Path, row.get("images", []))] for row in rows]
     assert [[*map(Path, line.get("images", []))] for line in lines] == expected
     assert [*map(len, expected)] == [1, 2, 1, 2, 1, 0]
-    assert lines[1]["prompt"] == "<image><image>What is number 1?"
+    assert lines[1]["prompt"] == "What is number 1?"
 
     file = tmp_path / "completions.jsonl"
     stored = [
@@ -172,8 +172,7 @@ def test_chat_says_in_a_line_why_an_image_is_refused(checkpoints, talk, tmp_path
     lines = notes.split("\n")
     assert lines[-4:] == [
         "[/image /absent.png: no such file]",
-        f"[/image {tmp_path}/bad.png: cannot be read: no image, or of an unknown format;"
-        " replace it]",
+        f"[/image {tmp_path}/bad.png: cannot be read: no image, or of an unknown format]",
         "[attached to the next line: none; in the conversation so far: 0]",
         "",
     ]
