@@ -114,7 +114,9 @@ class Encoder:
     def _conversation(self, row: dict, train_on_all: bool) -> Sample:
         messages = self._messages(row, "messages")
         if not messages:
-            raise ValueError(f"{row['_source']}: column messages must be a list of messages")
+            advice = "; parse its JSON first" if isinstance(row["messages"], str) else ""
+            problem = f"column messages must be a list of messages{advice}"
+            raise ValueError(f"{row['_source']}: {problem}")
         if self.chat is None:
             raise ValueError(f"{row['_source']}: column messages needs a chat template, not plain")
         messages = self._read_messages(row, self._with_system(row, messages))

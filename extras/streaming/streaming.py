@@ -153,6 +153,9 @@ class StreamedSamples:
 
     def load_state_dict(self, state: dict) -> None:
         """Raises `ValueError` for another number of shards: the data has changed."""
+        if "position" not in state:
+            problem = "the checkpoint is of an older version; --resume never begins anew"
+            raise ValueError(f"{self.args.dataset_flag}: {problem}")
         before = state["num_shards"]
         now = len(self.shards)
         if before != now:
