@@ -29,7 +29,7 @@ class Encoder:
         self.ends = {tokenizer.eos_token} - {None, ""}  # texts that end a completion
         if self.chat and self.chat.end and self.chat.end.token:
             self.ends.add(self.chat.end.token)
-        self.text_ids = TextIds(tokenizer, reads_hidden=args.special_text == "text")
+        self.text_ids = TextIds(tokenizer, self.ends, reads_hidden=args.special_text == "text")
         self.said: dict[str, str] = {}  # by kind: notes, each of which is given once
         self.say = distributed.say
         self.images = None

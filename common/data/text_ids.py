@@ -3,7 +3,7 @@ completions."""
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise, takewhile
 
@@ -16,14 +16,16 @@ STAND_IN = re.compile("[\U00100000-\U0010ffff]")
 class TextIds:
     """Token ids of texts in pieces, by one tokenizer."""
 
-    def __init__(self, tokenizer, reads_hidden: bool = False):
-        """With `reads_hidden` the characters of `hidden` stand for special tokens that are text."""
+    def __init__(self, tokenizer, ends: Iterable[str] = (), reads_hidden: bool = False):
+        """`ends`: tokens that end turns, which may be added tokens that are not special. With
+        `reads_hidden` the characters of `hidden` stand for special tokens that are text."""
         self.tokenizer = tokenizer
         self._stand_in = STAND_IN if reads_hidden else any_of(())
         tokens = tokenizer.added_tokens_decoder.values()
         self.special_tokens = [str(token) for token in tokens if token.special]
         self.special = any_of(self.special_tokens)
-        self._added = any_of(map(str, tokens))
+        # not all added tokens: Gemma 3 has 6,400, and each `<` in a text would be compared to them
+        self._splits = any_of([*self.special_tokens, *ends])
         self._ids = lru_cache(maxsize=64)(self._ids_of)
         self._bos = [*takewhile(lambda i: i != self._ids("a")[0], tokenizer("a")["input_ids"])]
 
@@ -42,8 +44,8 @@ class TextIds:
         `ValueError` if no token ends at a cut."""
         literals = {match.start() for match in self._stand_in.finditer(text)}
         behind_literals = {place + 1 for place in literals}
-        # nothing before an added token changes the ids behind it
-        starts = [0, *(match.start() for match in self._added.finditer(text))]
+        # nothing before such a token changes the ids behind it
+        starts = [0, *(match.start() for match in self._splits.finditer(text))]
         ids: dict[int, list[int]] = {}  # of the text from each place up to the next one
         places = sorted({0, *literals, *behind_literals, *cuts, len(text)})
         for place, end in pairwise(places):
