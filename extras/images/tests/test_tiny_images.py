@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 from common.data.tasks import squares_rows
 from extras.images.reader import reader
@@ -31,8 +31,7 @@ def test_weights_are_the_same_everywhere_and_a_cell_is_a_token(tmp_path, monkeyp
     # neither scaled nor cut
     assert torch.equal(((shown + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0), colors)
     assert found.layout(*picture.size).placeholders == 16
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert found.text(found.layout(*picture.size), tokenizer).count("<image>") == 16
+    assert found.text(found.layout(*picture.size), "<image>").count("<image>") == 16
 
 
 def test_chat_template_takes_parts_and_texts():
