@@ -58,7 +58,7 @@ EXERCISES = [
                 "EOS is there, but it is masked: the model must learn to write it"
             ),
             "test_prompt_of_a_row_is_not_trained": "the prompt is trained",
-            "tests/data/test_encode.py::test_only_the_completion_is_trained_after_a_prompt": (
+            "tests/data/test_encode.py::test_training_prompt_equals_the_sampling_prompt": (
                 "text or mask of a row"
             ),
         },

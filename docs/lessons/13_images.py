@@ -87,7 +87,8 @@ def show(folder: Path, path: str) -> None:
     pixels = read.process(picture)
     layout = read.layout(*picture.size)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    text = read.text(layout, tokenizer) + row["prompt"]
+    token = tokenizer.convert_ids_to_tokens(read.image_id)
+    text = read.text(layout, token) + row["prompt"]
     ids_T = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     is_image_T = ids_T == read.image_id
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
