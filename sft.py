@@ -87,9 +87,6 @@ class Args(ImageArgs, GenerateArgs, StreamArgs, TrainArgs):
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:
     """Tokenise a row: one sample."""
-    if columns == ("conversations",):  # the name in ShareGPT
-        row = row | dict(messages=row["conversations"])
-        columns = ("messages",)
     return [encoder.sft(row, columns, args.train_on == "all")]
 
 

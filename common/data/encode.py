@@ -81,8 +81,8 @@ class Encoder:
     def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
         """Encode a supervised row. The completion or every assistant turn is trained, with its EOS;
         with `train_on_all` everything."""
-        if columns == ("messages",):
-            sample = self._conversation(row, train_on_all)
+        if columns in (("messages",), ("conversations",)):  # the latter in ShareGPT
+            sample = self._conversation(row, columns[0], train_on_all)
         elif columns == ("text",):
             text = self._plain(row, text_field(row, "text"), has_end=True)
             (ids,) = self._pieces(row, text, [], adds_bos=True)
@@ -111,14 +111,14 @@ class Encoder:
             raise ValueError(f"{label}: {problem}")
         return truncate(sample, len(sample.ids) - sample.loss_mask[::-1].index(True))
 
-    def _conversation(self, row: dict, train_on_all: bool) -> Sample:
-        messages = self._messages(row, "messages")
+    def _conversation(self, row: dict, column: str, train_on_all: bool) -> Sample:
+        messages = self._messages(row, column)
         if not messages:
-            advice = "; parse its JSON first" if isinstance(row["messages"], str) else ""
-            problem = f"column messages must be a list of messages{advice}"
+            advice = "; parse its JSON first" if isinstance(row[column], str) else ""
+            problem = f"column {column} must be a list of messages{advice}"
             raise ValueError(f"{row['_source']}: {problem}")
         if self.chat is None:
-            raise ValueError(f"{row['_source']}: column messages needs a chat template, not plain")
+            raise ValueError(f"{row['_source']}: column {column} needs a chat template, not plain")
         messages = self._read_messages(row, self._with_system(row, messages))
         if train_on_all:
             return self._chat_sample(row, Rendering(text_of(self.chat, row, messages), []))

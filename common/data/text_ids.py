@@ -54,10 +54,11 @@ class TextIds:
                 ids[place] = self._behind("", token, as_text=True)
             elif place == 0 and not follows:
                 ids[place] = self._ids(text[:end], False)
+            elif place == 0 or place in behind_literals:
+                ids[place] = self._behind("", text[place:end])
             else:
-                start = max(starts[bisect_left(starts, place) - 1], 0)
-                head = "" if place in behind_literals else text[start:place]
-                ids[place] = self._behind(head, text[place:end])
+                start = starts[bisect_left(starts, place) - 1]
+                ids[place] = self._behind(text[start:place], text[place:end])
         first, *others = [
             [*chain(*(ids[place] for place in places if start <= place < end))]
             for start, end in pairwise([0, *cuts, len(text)])
