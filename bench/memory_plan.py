@@ -99,9 +99,9 @@ def measured(policy: Policy, teacher: Policy | None, plan: Plan, splits: bool) -
     if plan.recompute:
         options = dict(use_reentrant=False)
         policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    shard(policy.train(), policy.hf.base_model.layers, args, device, reshard_root=False)
+    shard(policy.train(), policy.hf.get_decoder().layers, args, device, reshard_root=False)
     if teacher is not None:
-        shard(teacher, teacher.hf.base_model.layers, args, device, reshard_root=True)
+        shard(teacher, teacher.hf.get_decoder().layers, args, device, reshard_root=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy.to_empty(device=device)
         ids = torch.zeros(plan.pack_tokens, dtype=torch.int64)

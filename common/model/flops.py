@@ -49,7 +49,7 @@ def matrix_weights(hf: nn.Module) -> int:
     weights = 0
     for name, parameter in hf.named_parameters():
         if ".experts." in name:  # [experts, ...]
-            weights += parameter[0].numel() * hf.config.num_experts_per_tok
+            weights += parameter[0].numel() * hf.config.get_text_config().num_experts_per_tok
         elif parameter.ndim > 1:
             weights += parameter.numel()
     return weights if head is not None and head.weight is embedding else weights - embedding.numel()

@@ -81,7 +81,7 @@ def layers_of(hf: nn.Module) -> dict[str, LoRALinear]:
 def add_adapters(hf: nn.Module, args: LoRAArgs, label: str) -> None:
     """Give a model on meta its adapters, float32, and freeze all other weights except a scalar
     head. Raises `ValueError` for targets that match no layer."""
-    in_blocks = set(hf.base_model.layers.modules())
+    in_blocks = set(hf.get_decoder().layers.modules())
     linear = {
         name: module
         for name, module in hf.named_modules()

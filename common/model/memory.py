@@ -68,7 +68,7 @@ def shapes_of(model: nn.Module, dtype: torch.dtype) -> Shapes:
     head = hf.get_output_embeddings()
     parts = [hf] if model.tower is None else [hf, model.tower]
     weights = [parameter for part in parts for parameter in part.parameters()]
-    in_blocks = [list(block.parameters()) for block in hf.base_model.layers]
+    in_blocks = [list(block.parameters()) for block in hf.get_decoder().layers]
     of_blocks = [_count(block) for block in in_blocks]
     trained_of_blocks = [_count(block, trained=True) for block in in_blocks]
     kept = _kept_by_layers(hf, config, dtype.itemsize)
@@ -111,7 +111,7 @@ def _kept_by_layers(hf: nn.Module, config, size: int) -> list[float]:
     if experts:  # tokens are copied to experts and back
         inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
         copies = 3 * experts
-    has_norms = any("q_norm" in name for name, _ in hf.base_model.layers.named_parameters())
+    has_norms = any("q_norm" in name for name, _ in hf.get_decoder().layers.named_parameters())
     normed = 2 * config.hidden_size + (queries + keys) * has_norms
     attention = size * (2 * queries + 2 * keys)
     others = size * (config.hidden_size * (1 + copies) + 4 * inner) + (4 + size) * normed

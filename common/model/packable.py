@@ -117,7 +117,9 @@ def check_packing(model: nn.Module, label: str) -> None:
     kernels are the same, so that the second sequence must have the same numbers in both."""
     model_type = model.hf.config.model_type
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(0, model.hf.config.vocab_size, (38,), generator=generator).tolist()
+    drawn = torch.randint(
+        0, model.hf.config.get_text_config().vocab_size, (38,), generator=generator
+    ).tolist()
     first, other, second = (
         Sample(ids, [True] * len(ids)) for ids in (drawn[:13], drawn[13:26], drawn[26:])
     )
@@ -157,7 +159,9 @@ def keeps_shared_prefixes(model: nn.Module, label: str) -> bool:
     The error may be one of rounding. It may also be a share of the effect of another prefix: an
     error of the architecture is as large as this effect."""
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(0, model.hf.config.vocab_size, (48,), generator=generator)
+    drawn = torch.randint(
+        0, model.hf.config.get_text_config().vocab_size, (48,), generator=generator
+    )
     prefix, other, *suffixes = (ids.tolist() for ids in drawn.split([16, 16, 7, 9]))
 
     def numbers(start: list[int], share_prefix: int) -> Tensor:

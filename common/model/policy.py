@@ -71,9 +71,9 @@ class PackedModel(nn.Module):
         inputs = (
             self.tower.inputs(self.hf, tokens) if self.tower is not None else packed_inputs(tokens)
         )
-        output = self.hf.base_model(**inputs)
+        output = self.hf.get_decoder()(**inputs)
         if getattr(output, "router_logits", None):  # --router_aux_loss_coef
-            top_k = self.hf.config.num_experts_per_tok
+            top_k = self.hf.config.get_text_config().num_experts_per_tok
             self.expert_balance_N = balance_of_samples(mb, output.router_logits, top_k)
         return output.last_hidden_state[0]
 
@@ -222,7 +222,7 @@ def load(
     if recomputed or (recomputed is None and device.type == "cuda"):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
-    if not isinstance(getattr(hf.base_model, "layers", None), nn.ModuleList):
+    if not isinstance(getattr(hf.get_decoder(), "layers", None), nn.ModuleList):
         raise ValueError(f"{label}: {hf.config.model_type} does not keep its blocks in `layers`")
     if args.context_ranks > 1:
         require_context_ranks(hf, args.context_ranks, label)
@@ -238,7 +238,7 @@ def load(
     # ---- shards, and this rank's slices of the files ----
     _set_threads(model, args, device)
     setup_context_groups(args.context_ranks)
-    shard(model, hf.base_model.layers, args, device, reshard_root=not trainable)
+    shard(model, hf.get_decoder().layers, args, device, reshard_root=not trainable)
     if isinstance(args, TrainArgs) and capacity_of(device):
         require_memory(model, label, args)
     home = torch.device("cpu") if offloads_all(args) else device
