@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-from common.parallel.failures import disk_error
-
 PAD = "<|pad|>"
 EOS = "<|eos|>"
 TURN = "<|turn|>"
@@ -60,11 +58,8 @@ def cached_folder(name: str, flag: str, write: Callable[[Path], None]) -> str:
     with temporary as work:
         try:
             write(Path(work))
-        except Exception as error:  # of Python or, with a class of its own, of a library in Rust
-            problem = disk_error(error)
-            if problem is None:
-                raise
-            raise refusal(problem) from error
+        except OSError as error:
+            raise refusal(error.strerror) from error
         # The first of several ranks wins; all make the same bytes.
         with contextlib.suppress(OSError):
             Path(work).rename(folder)

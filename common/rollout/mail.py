@@ -13,7 +13,6 @@ import torch
 from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
-from common.parallel.failures import gloo_message
 from common.rollout.episode import PromptRequest
 
 
@@ -123,7 +122,7 @@ def _rank_is_gone(rank: int, error: RuntimeError) -> distributed.RunError:
     """Return the error for a rank that has died; gloo reports a connection closed, or reset, by
     peer."""
     role = "training" if rank in distributed.training_ranks else "rollout"
-    return distributed.RunError(f"{role} rank {rank} is gone: {gloo_message(error)}")
+    return distributed.RunError(f"{role} rank {rank} is gone: {distributed.first_line(error)}")
 
 
 def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:

@@ -1,6 +1,7 @@
 """Reductions and gathers are equal on all ranks, a signal to one rank stops all, a seed depends on
 all its parts, and a process ends with its exit code and at most one line."""
 
+import errno
 import os
 import runpy
 import signal
@@ -11,9 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import ROOT, ended, run, start
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bench.fault_cases.shim import shim
-from common.parallel import distributed, signals
+from common.parallel import distributed, failures, signals
 
 RANK = f"""
 import sys
@@ -143,41 +146,12 @@ class LostStore:
         raise torch.distributed.DistNetworkError("no host")
 
 
-@pytest.mark.parametrize(
-    ("rank", "local_rank", "store", "error", "printed"),
-    [
-        (0, 0, None, distributed.RunError("a\nb"), "error: a b\n"),
-        (0, 0, LostStore(), distributed.RunError("a"), ""),
-        (1, 1, LostStore(), distributed.RunError("a"), ""),
-        (1, 0, LostStore(), distributed.RunError("a"), "error: a\n"),
-        (
-            0,
-            0,
-            None,
-            RuntimeError(f"{LOST}. This is typically caused by"),
-            f"error: rank 0 lost another rank: {LOST}\n",
-        ),
-    ],
-)
-def test_error_is_one_line_on_each_machine(
-    rank, local_rank, store, error, printed, monkeypatch, capfd
-):
-    """The machine of rank 0 has the store. If it is lost, the ranks of other machines have only
-    each other."""
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    monkeypatch.setattr(distributed, "_launch_rank", rank)
-    monkeypatch.setattr(distributed, "_store", store)
-    monkeypatch.setattr(distributed.time, "sleep", lambda _: None)
-    if (child := os.fork()) == 0:
-        distributed._report_and_exit(type(error), error, None)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    assert capfd.readouterr().err == printed
-
-
-def exit_of(error: BaseException, capfd: pytest.CaptureFixture) -> tuple[int, str]:
+def exit_of(
+    error: BaseException, capfd: pytest.CaptureFixture, store: object = None
+) -> tuple[int, str]:
     """Return the exit code and stderr of a process with this uncaught exception."""
     if (child := os.fork()) == 0:
-        distributed._report_and_exit(type(error), error, error.__traceback__)
+        failures.report_and_exit(store, 0, type(error), error, error.__traceback__)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), capfd.readouterr().err
 
 
@@ -187,43 +161,56 @@ def failing(action: Callable[[], None]) -> BaseException:
     return raised.value
 
 
-@pytest.fixture
-def alone(monkeypatch) -> None:
-    monkeypatch.setattr(distributed, "_store", None)
+def test_end_of_a_run_a_lost_rank_and_a_vanished_file_are_one_line(capfd):
+    lost = RuntimeError(f"{LOST}. This is typically caused by")
+    missing = failing(lambda: open("/gone/metrics.jsonl"))  # noqa: SIM115
+    for error, said in (
+        (distributed.RunError("a\nb"), "a b"),
+        (lost, f"rank 0 lost another rank: {LOST}"),
+        (missing, "[Errno 2] No such file or directory: '/gone/metrics.jsonl'"),
+    ):
+        assert exit_of(error, capfd) == (1, f"error: {said}\n")
 
 
-def test_vanished_working_directory_is_one_line(alone, capfd, tmp_path, monkeypatch):
-    """The file names of a traceback may be relative to it."""
-    (gone := tmp_path / "gone").mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    where = "the working directory was deleted"
-    assert exit_of(failing(os.getcwd), capfd) == (1, f"error: {where}\n")
-    missing = failing(lambda: exec(compile("open('run/metrics.jsonl')", "sft.py", "exec")))
-    code, shown = exit_of(missing, capfd)
-    assert (
-        code == 1
-        and shown.startswith("error: run/metrics.jsonl: it was deleted")
-        and shown.count("\n") == 1
-    )
+def test_each_machine_reports_an_error_once_if_the_store_is_lost(capfd, monkeypatch):
+    monkeypatch.setattr(signals, "received", signal.SIGTERM)  # the other ranks wait for it
+    for local_rank, said in ((0, "error: a\n"), (1, "")):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert exit_of(distributed.RunError("a"), capfd, LostStore()) == (1, said)
 
 
-def test_failing_hook_neither_hides_the_error_nor_keeps_the_process(alone, capfd, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
+    ],
+)
+def test_error_of_the_disk_is_found_below_other_errors(error, capfd):
+    outer = RuntimeError("outer")
+    outer.__context__ = CheckpointException("several ranks", {0: (error, None)})
+    code, said = exit_of(outer, capfd)
+    assert code == 1 and said.startswith("error: writing to the disk failed: ")
+    assert "No space left on device" in said and said.count("\n") == 1
+
+
+def test_failing_hook_neither_hides_the_error_nor_keeps_the_process(capfd, monkeypatch):
     def closed_terminal():
         raise OSError("Input/output error")
 
-    monkeypatch.setattr(distributed, "before_failing", [closed_terminal])
+    monkeypatch.setattr(failures, "before_failing", [closed_terminal])
     assert exit_of(distributed.RunError("a"), capfd) == (1, "error: a\n")
-    monkeypatch.setattr(distributed, "explain", lambda *_: 1 / 0)
+    monkeypatch.setattr(failures, "explain", lambda *_: 1 / 0)
     code, shown = exit_of(distributed.RunError("a"), capfd)
     assert code == 1 and "ZeroDivisionError" in shown
 
 
-def test_error_controls_no_terminal(alone, capfd):
+def test_error_controls_no_terminal(capfd):
     assert exit_of(distributed.RunError("row \x1b[2J"), capfd) == (1, "error: row \\x1b[2J\n")
-    code, shown = exit_of(
-        failing(lambda: {}["\x1b]0;a\x07\u202e"]), capfd
-    )  # a bug, with its traceback
+    # a bug, with its traceback
+    code, shown = exit_of(failing(lambda: {}["\x1b]0;a\x07\u202e"]), capfd)
     assert code == 1 and "Traceback" in shown and "\x1b" not in shown and "\u202e" not in shown
 
 
@@ -268,16 +255,16 @@ def test_program_that_runs_a_script_ends_the_process(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_lost_output_is_an_exit_code(alone):
+def test_lost_output_is_an_exit_code():
     if (child := os.fork()) == 0:
         sys.stdout = open("/dev/full", "w")  # noqa: SIM115
         sys.stdout.write("lost")
-        distributed._exit_without_finalizing(0)
+        failures.exit_now(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 120
 
 
-def test_output_that_was_closed_before_the_start_is_no_failure(alone):
+def test_output_that_was_closed_before_the_start_is_no_failure():
     if (child := os.fork()) == 0:
         sys.stdout = None
-        distributed._exit_without_finalizing(0)
+        failures.exit_now(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

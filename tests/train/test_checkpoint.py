@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import json
 import re
 import shutil
@@ -16,9 +15,7 @@ import yaml
 from helpers import run
 from huggingface_hub import ModelCard
 from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
-from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
@@ -29,7 +26,6 @@ from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.parallel import durable
-from common.parallel.failures import disk_error
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
 from common.train.run_folder import begin_run, prepare_output_dir, unlock
@@ -269,10 +265,7 @@ def test_vanished_output_folder_ends_two_ranks_with_one_line(small, tmp_path):
     flags = ("--max_steps", 4, "--eval_every", 0, "--output_dir", tmp_path / "run")
     done = run(2, tmp_path / "vanishing.py", *small, *flags, code=1)
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("[rank")]
-    assert (
-        line.startswith(f"error: {tmp_path}/run/")
-        and "it was deleted or moved during the run" in line
-    )
+    assert re.match(f"error: .*No such file or directory: '{tmp_path}/run/", line)
 
 
 def test_output_folder_whose_name_is_not_utf8_is_refused(tmp_path):
@@ -411,20 +404,6 @@ def test_interrupted_replacement_leaves_the_old_folder_or_the_new_one(
     durable.recover_folder(final)
     assert [path.name for path in final.iterdir()] == ["hf" if renames < 2 else "hf.tmp"]
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "full"),
-        SafetensorError("Error while serializing: I/O error: full (os error 28)"),
-    ],
-)
-def test_error_of_the_disk_is_found_below_other_errors(error):
-    outer = RuntimeError("outer")
-    outer.__context__ = CheckpointException("several ranks", {0: (error, None)})
-    assert disk_error(outer).startswith("writing to the disk failed: No space left on device")
-    assert disk_error(RuntimeError("outer (os error 2)")) is None
 
 
 def test_missing_checkpoint_starts_at_step_0(checkpointer, tmp_path):
