@@ -17,9 +17,8 @@ from torch.distributed import _functional_collectives as collectives
 
 from common.parallel.distributed import NCCL_TIMEOUT
 
-_context_group: dist.ProcessGroup | None = (
-    None  # of this rank; None: every rank runs its packs alone
-)
+# The group of this rank; None: every rank runs its packs alone.
+_context_group: dist.ProcessGroup | None = None
 
 
 def setup_context_groups(context_ranks: int) -> None:
@@ -50,26 +49,22 @@ def exchange(attention: Callable) -> Callable:
         if "pack" not in kwargs or (group := kwargs["pack"].context_group) is None:
             return attention(module, query, key, value, *args, **kwargs)
         R = dist.get_world_size(group)
-        copies = (
-            math.lcm(key.shape[1], R) // key.shape[1]
-        )  # fewer key heads than ranks: each goes to several
+        # With fewer key heads than ranks, each head goes to several.
+        copies = math.lcm(key.shape[1], R) // key.shape[1]
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-        out, weights = attention(
-            module, *(_to_heads(x, group, R) for x in (query, key, value)), *args, **kwargs
-        )
-        # [1, all tokens, H / R, d] -> [R tokens, t, H / R, d] -> [R heads, t, H / R, d] -> [1, t,
-        # H, d]
-        out = collectives.all_to_all_single_autograd(
-            out[0].unflatten(0, (R, -1)).contiguous(), None, None, group
-        )
-        return out.transpose(0, 1).flatten(1, 2)[None], weights
+        # [1, H, t, d] -> [1, H / R, all tokens, d]
+        of_heads = [_exchange(x[0], group, R)[None] for x in (query, key, value)]
+        if kwargs.get("s_aux") is not None:  # the sinks of gpt-oss, one for each head
+            kwargs["s_aux"] = kwargs["s_aux"].chunk(R)[dist.get_rank(group)]
+        out, weights = attention(module, *of_heads, *args, **kwargs)
+        return _exchange(out[0], group, R)[None], weights  # [1, all tokens, H / R, d]
 
     return exchanged
 
 
-def _to_heads(x: Tensor, group: dist.ProcessGroup, R: int) -> Tensor:
-    """Exchange tokens for heads: [1, H, t, d] -> [1, H / R, all tokens, d]."""
-    x = collectives.all_to_all_single_autograd(
-        x[0].unflatten(0, (R, -1)).contiguous(), None, None, group
-    )
-    return x.transpose(0, 1).flatten(1, 2)[None]
+def _exchange(x: Tensor, group: dist.ProcessGroup, R: int) -> Tensor:
+    """Divide the first dimension among the ranks, and join the parts of the second: heads for
+    tokens [H, t, d] -> [H / R, all tokens, d], or back."""
+    parts = x.unflatten(0, (R, -1)).contiguous()
+    parts = collectives.all_to_all_single_autograd(parts, None, None, group)
+    return parts.transpose(0, 1).flatten(1, 2)
