@@ -295,9 +295,8 @@ def shard(
     model.device = device
     model.compute_dtype = compute_dtype(args, device)
     model.compiled = args.compile
-    mesh, model.copies = shard_mesh(device, args.shard_ranks)
     options = dict(
-        mesh=mesh,
+        mesh=shard_mesh(device, args.shard_ranks),
         mp_policy=fsdp.MixedPrecisionPolicy(model.compute_dtype, reduce_dtype=torch.float32),
     )
     if offloads_all(args):

@@ -10,7 +10,6 @@ from torch.optim.adamw import adamw as adamw_update
 
 from common.config.groups import TrainArgs
 from common.parallel import distributed
-from common.parallel.mesh import average_over_copies
 
 BETA1 = 0.9  # decay rate of the first moment
 
@@ -82,13 +81,12 @@ def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
 def optimizer_step(
     model: nn.Module, optimizer: Optimizer, lr: float, max_grad_norm: float, loss: Tensor
 ) -> float:
-    """Average the gradients over copies of the model, clip them, update the weights and clear the
-    gradients. Return the global gradient norm before clipping. Collective.
+    """Clip the gradients, update the weights and clear the gradients. Return the global gradient
+    norm before clipping. Collective.
 
     `loss` is this rank's share of the loss, summed over the micro-batches. Raises `RunError` before
     any change if the loss or the gradient is not finite."""
     loss = distributed.all_sum(loss)
-    average_over_copies(model)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         problem = (

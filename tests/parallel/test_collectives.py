@@ -27,7 +27,6 @@ from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
 from common.model.policy import load_policy, shard
 from common.parallel import context, distributed, mesh
-from common.parallel.mesh import average_over_copies
 
 distributed.set_timeout = lambda *_: None  # fake groups have no timeout
 
@@ -62,7 +61,6 @@ for world, rank in ((world, rank) for world in steps for rank in (0, 1, world - 
         mb.context_group = context._context_group
         with Recorder():
             policy(mb)[0].sum().backward()
-            average_over_copies(policy)
     steps[world].append(seen)
     dist.destroy_process_group()
     mesh.shard_mesh.cache_clear()

@@ -1,10 +1,12 @@
 """Several replicas of a model give the gradients, checkpoints and weights of one replica."""
 
+from unittest import mock
+
 import pytest
 import torch
 from helpers import EACH_STEP, ROOT, assert_close_metrics, metrics, run
 
-from common.parallel import distributed, mesh
+from common.parallel import mesh
 
 RANK = f"""
 import sys
@@ -13,7 +15,6 @@ from pathlib import Path
 import torch
 from model.test_policy import samples, whole
 from common.parallel import distributed
-from common.train import optim
 from common.train.checkpoint import Checkpointer
 from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
@@ -33,11 +34,12 @@ def begin(shard_ranks):
     return args, load_policy(sys.argv[2], args, device)
 
 
-def backward(model, pack_tokens):
+def backward(model, pack_tokens, reduce_once=False):
     packs = pack(batch[rank::size], pack_tokens, device)
     tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in packs))
     loss = torch.zeros(())
     for mb in packs:
+        model.set_requires_all_reduce(mb is packs[-1] or not reduce_once)
         logprobs_T, entropy_T, *_ = model(mb)
         of_pack = (-(logprobs_T + 0.1 * entropy_T) * mb.loss_mask_T).sum() / tokens
         (of_pack * size).backward()
@@ -45,7 +47,7 @@ def backward(model, pack_tokens):
     return loss, len(packs)
 
 
-def stepped(model, pack_tokens, max_grad_norm=1e9):
+def stepped(model, pack_tokens, max_grad_norm=1e9, reduce_once=False):
     "Return the optimizer's gradients, their norm before clipping, and the number of packs."
     seen = {{}}
     sgd = torch.optim.SGD(model.parameters())
@@ -54,7 +56,7 @@ def stepped(model, pack_tokens, max_grad_norm=1e9):
         seen.update({{n: whole(p.grad) for n, p in model.named_parameters()}})
 
     sgd.register_step_pre_hook(keep_gradients)
-    loss, packs = backward(model, pack_tokens)
+    loss, packs = backward(model, pack_tokens, reduce_once)
     norm = optimizer_step(model, sgd, 0.0, max_grad_norm, loss)
     return seen, norm, packs
 
@@ -77,18 +79,16 @@ for pack_tokens in (90, 1000):
     assert (packs > 1) == (pack_tokens == 90)
     for shard_ranks in layouts[1:]:
         model = models[shard_ranks]
-        assert {{p.device_mesh.size() for p in model.parameters()}} == {{shard_ranks}}
-        groups = [p.device_mesh.get_group() for p in model.parameters()]
-        backends = [group._get_backend(device) for group in [model.copies.get_group(), *groups]]
+        (mesh,) = {{p.device_mesh for p in model.parameters()}}
+        assert mesh.shape == (size // shard_ranks, shard_ranks)
+        backends = [group._get_backend(device) for group in mesh.get_all_groups()]
         assert {{backend.options._timeout.days for backend in backends}} == {{1}}  # as of all ranks
-        hybrid, its_norm, _ = stepped(model, pack_tokens)
-        assert difference(hybrid, plain) < 1e-6 and abs(its_norm / norm - 1) < 1e-6
+        for reduce_once in (False, True):  # docs/scaling.md
+            hybrid, its_norm, _ = stepped(model, pack_tokens, reduce_once=reduce_once)
+            assert difference(hybrid, plain) < 1e-6 and abs(its_norm / norm - 1) < 1e-6
         clipped, its_norm, _ = stepped(model, pack_tokens, norm / 2)
         assert difference(clipped, {{n: g / 2 for n, g in plain.items()}}) < 1e-5
         assert abs(its_norm / norm - 1) < 1e-6
-        average, optim.average_over_copies = optim.average_over_copies, lambda model: None
-        assert difference(stepped(model, pack_tokens)[0], plain) > 0.1, "negative control"
-        optim.average_over_copies = average
 if folder.is_dir():  # one gradient, also of another number of ranks
     assert difference(plain, torch.load(folder / "gradient.pt")) < 1e-6
 
@@ -167,30 +167,17 @@ def test_ppo_with_replicas_trains_like_one_model(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "ranks", "message"),
-    [
-        ("aaaa", 4, ""),
-        ("aabb", 2, ""),
-        ("aabbcc", 2, ""),
-        (
-            "aaabb",
-            5,
-            "machines with unequal or scattered ranks (3, 2): every model is sharded over all 5\n",
-        ),
-        (
-            "abab",
-            4,
-            "machines with unequal or scattered ranks (2, 2): every model is sharded over all 4\n",
-        ),
-    ],
+    ("ranks", "of_machine", "shape"), [(4, 4, (4,)), (4, 2, (2, 2)), (6, 2, (3, 2)), (5, 3, (5,))]
 )
-def test_default_replica_lies_on_one_machine(hosts, ranks, message, monkeypatch, capsys):
-    monkeypatch.setattr(distributed, "gather_objects", lambda _: list(hosts))
-    assert mesh._ranks_of_a_machine() == ranks
-    assert capsys.readouterr().out == message
+def test_default_copy_lies_on_one_machine(ranks, of_machine, shape, monkeypatch):
+    """Ranks that machines do not divide evenly share one copy."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_machine))
+    made = mock.Mock(**{"return_value.get_all_groups.return_value": []})
+    monkeypatch.setattr(mesh, "init_device_mesh", made)
+    mesh.shard_mesh.__wrapped__(torch.device("cpu"), None)
+    assert made.call_args.args[1] == shape
 
 
-def test_one_rank_has_one_replica(device):
-    shards, copies = mesh.shard_mesh(device, shard_ranks=None)
-    assert shards.size() == 1 and copies is None
-    assert torch.distributed.get_world_size() == 1
+def test_one_rank_has_one_copy(device):
+    assert mesh.shard_mesh(device, shard_ranks=None).shape == (1,)
