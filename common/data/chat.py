@@ -83,8 +83,9 @@ class ChatTemplate:
             advice = f"set --chat_template to one that does, such as {example}"
             raise ValueError(f"{label}: column tools: the chat template does not read it; {advice}")
         kwargs = self.kwargs
-        if row.get("chat_template_kwargs"):
-            kwargs = kwargs | self._variables_of(row)
+        if own := row.get("chat_template_kwargs"):
+            own = self._checked(f"{label}: column chat_template_kwargs", own)
+            kwargs = kwargs | {name: value for name, value in own.items() if value is not None}
         has_images = bool(row.get("images"))
         messages = [self._as_read(message, has_images) for message in messages]
         label = f"{label} has images" if has_images else label
@@ -99,60 +100,45 @@ class ChatTemplate:
             return in_parts(message, has_images)
         return message
 
-    def _variables_of(self, row: dict) -> dict[str, object]:
-        label = f"{row['_source']}: column chat_template_kwargs"
-        value = row["chat_template_kwargs"]
+    def _checked(self, label: str, variables: dict[str, object] | str) -> dict[str, object]:
+        """Return variables of the template, which may be JSON text. Raises `ValueError` for one
+        that it does not read, or that the data determines."""
         with contextlib.suppress(ValueError):
-            value = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(value, dict):
+            variables = json.loads(variables) if isinstance(variables, str) else variables
+        if not isinstance(variables, dict):
             raise ValueError(f"{label} is no object")
-        return self._checked(label, {k: item for k, item in value.items() if item is not None})
-
-    def _checked(self, label: str, variables: dict[str, object]) -> dict[str, object]:
-        for name in variables:
+        for name in [name for name, value in variables.items() if value is not None]:
             if name in _OURS or name not in self.reads:
-                what = (
-                    "the data determines it"
-                    if name in _OURS
-                    else "the chat template does not read it"
-                )
-                raise ValueError(f"{label} {name}: {what}")
+                problem = "the chat template does not read it, or the data determines it"
+                raise ValueError(f"{label} {name}: {problem}")
         return variables
 
     def normal(self, messages: list[dict]) -> list[dict]:
         """Return the messages without what the template adds itself or has no place for: an
-        assistant's text ends before the token that ends its turn; a thought that the template does
-        not read is written in the text; a developer is the system where the template has only
-        that."""
+        assistant's text ends before the tokens that end its turn; a thought stands where the
+        template reads thoughts, beside the content or in it; a developer is the system where the
+        template has only that."""
+        end = any_of([self.end.token if self.end else "", self.tokenizer.eos_token or ""]).pattern
         normal = []
         for message in messages:
-            if message["role"] == "developer" and not self.shows_developer:
-                message = message | dict(role="system")
-            if message["role"] == "assistant":
-                message = message | dict(content=self._without_end(message["content"]))
-                message = self._with_thought_in_place(message)
+            message = {**message}
             normal.append(message)
+            if message["role"] == "developer" and not self.shows_developer:
+                message["role"] = "system"
+            if message["role"] != "assistant":
+                continue
+            text = re.sub(rf"(?:\s*(?:{end}))+\s*\Z", "", message["content"])
+            message["content"] = text
+            thought = message.get("reasoning_content")
+            inline = re.fullmatch(r"\s*<think>(.*?)</think>\s*(.*)", text, re.DOTALL)
+            if self._shows_thoughts["tool_calls" in message]:
+                if inline and not thought:
+                    message |= dict(reasoning_content=inline[1].strip(), content=inline[2])
+            elif thought:
+                del message["reasoning_content"]
+                tag = opened_thought(self.header) or "<think>"
+                message["content"] = with_thought(thought, text, tag)
         return normal
-
-    def _without_end(self, text: str) -> str:
-        """Return the text of a turn without the tokens that end it."""
-        ends = any_of([self.end.token if self.end else "", self.tokenizer.eos_token or ""])
-        return re.sub(rf"(?:\s*(?:{ends.pattern}))+\s*\Z", "", text)
-
-    def _with_thought_in_place(self, message: dict) -> dict:
-        """Return a turn with its thought where the template reads thoughts: beside the content, or
-        in it."""
-        thought = message.get("reasoning_content")
-        if not self._shows_thoughts["tool_calls" in message]:
-            if not thought:
-                return message
-            others = {name: value for name, value in message.items() if name != "reasoning_content"}
-            tag = opened_thought(self.header) or "<think>"
-            return others | dict(content=with_thought(thought, message["content"], tag))
-        inline = re.fullmatch(r"\s*<think>(.*?)</think>\s*(.*)", message["content"], re.DOTALL)
-        if thought or not inline:
-            return message
-        return message | dict(reasoning_content=inline[1].strip(), content=inline[2])
 
     def added_tokens(self, text: str) -> list[tuple[str, int]]:
         """Return the special and added tokens in a text, each with the place where it ends."""
@@ -168,15 +154,10 @@ class ChatTemplate:
         """Return whether the template reads content as a list of parts. Raises `ValueError` if it
         does not render a plain conversation."""
         for messages in ([ASKED, SAID], [in_parts(ASKED), in_parts(SAID)]):
-            with contextlib.suppress(Exception):
-                if MARK in self.tokenizer.apply_chat_template(messages, tokenize=False):
+            with contextlib.suppress(ValueError):
+                if MARK in rendered(self.tokenizer, messages, label):
                     return messages[0] is not ASKED
-        try:
-            self.tokenizer.apply_chat_template([ASKED, SAID], tokenize=False)
-        except Exception as error:  # a template may raise anything
-            problem = distributed.first_line(error) or type(error).__name__
-            problem += f" (line {error.lineno})" if hasattr(error, "lineno") else ""
-            raise ValueError(f"{label}: the chat template does not render: {problem}") from error
+        rendered(self.tokenizer, [ASKED, SAID], f"{label}: the")
         return False
 
     def _probe(self, *messages: dict, add_generation_prompt: bool = False) -> str:
@@ -256,6 +237,7 @@ def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything
         problem = distributed.first_line(error) or type(error).__name__
+        problem += f" (line {error.lineno})" if hasattr(error, "lineno") else ""
         raise ValueError(f"{label} chat template refuses the messages: {problem}") from error
 
 

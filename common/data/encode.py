@@ -5,10 +5,10 @@ from dataclasses import replace
 from common.config.extra import extra
 from common.config.groups import BaseArgs
 from common.data.chat import SAID, ChatTemplate
-from common.data.messages import messages_field, text_field, unread_keys
+from common.data.messages import given_messages, messages_field, text_field, unread_keys
 from common.data.sample import Sample
 from common.data.text_ids import TextIds
-from common.data.turns import Rendering, conversation_of, prompt_of, reply_of, text_of
+from common.data.turns import Rendering, conversation_of, prompt_of, reply_of
 from common.parallel import distributed
 
 
@@ -45,17 +45,31 @@ class Encoder:
         the end of the prompt is continued. Without columns there is no prompt."""
         if not columns:
             return []
-        messages = self._prompt_messages(row, columns[0])
-        if messages is not None:
-            messages = self._read_messages(row, messages)
-            return self._chat_sample(row, prompt_of(self.chat, row, messages)).ids
-        (ids,) = self._pieces(row, self._plain_prompt(row, columns[0]), [], adds_bos=True)
-        return ids
+        asked = self.as_asked(row, columns[0])
+        if isinstance(asked, str):
+            (ids,) = self._pieces(row, self._plain(row, asked), [], adds_bos=True)
+            return ids
+        messages = self._read_messages(row, asked)
+        return self._chat_sample(row, prompt_of(self.chat, row, messages)).ids
 
     def as_asked(self, row: dict, column: str) -> list[dict] | str:
-        """Return the prompt for another tokenizer: messages or, without a chat template, text."""
-        messages = self._prompt_messages(row, column)
-        return _plain_text(row, column) if messages is None else messages
+        """Return a prompt: messages or, without a chat template, text. A question as text ends with
+        a line break."""
+        messages = self._messages(row, column)
+        if messages is None:
+            text = text_field(row, column)
+            if self.chat is None or (self.prompt_format == "auto" and column != "question"):
+                names = ("tools", "chat_template_kwargs", "system", "system_prompt")
+                flag = ["--system_prompt"] if self.system_prompt else []
+                for name in [f"column {name}" for name in names if row.get(name)] + flag:
+                    problem = f"{name} needs chat format, column {column} is plain text"
+                    raise ValueError(f"{row['_source']}: {problem}; set --prompt_format chat")
+                return text + ("\n" if column == "question" else "")
+            messages = [dict(role="user", content=text)]
+        elif self.chat is None:
+            problem = f"column {column} lists messages, which need a chat template"
+            raise ValueError(f"{row['_source']}: {problem}")
+        return self._with_system(row, messages)
 
     def reply(
         self,
@@ -80,9 +94,19 @@ class Encoder:
 
     def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
         """Encode a supervised row. The completion or every assistant turn is trained, with its EOS;
-        with `train_on_all` everything."""
+        with `train_on_all` everything but images."""
         if columns in (("messages",), ("conversations",)):  # the latter in ShareGPT
-            sample = self._conversation(row, columns[0], train_on_all)
+            messages = self._messages(row, columns[0])
+            if not messages or self.chat is None:
+                problem = (
+                    "must be a list of messages"
+                    if self.chat
+                    else "needs a chat template, not plain"
+                )
+                raise ValueError(f"{row['_source']}: column {columns[0]} {problem}")
+            messages = self._read_messages(row, self._with_system(row, messages))
+            whole = conversation_of(self.chat, row, messages, train_on_all=train_on_all)
+            sample = self._chat_sample(row, whole)
         elif columns == ("text",):
             text = self._plain(row, text_field(row, "text"), has_end=True)
             (ids,) = self._pieces(row, text, [], adds_bos=True)
@@ -92,14 +116,19 @@ class Encoder:
             sample = self._prompt_completion(row, *columns)
         if not train_on_all:
             return sample
-        return replace(sample, loss_mask=_all_but_images(sample), context_turns=0)
+        mask = [True] * len(sample.ids)
+        for span in sample.images:
+            mask[span.start : span.end] = [False] * (span.end - span.start)
+        return replace(sample, loss_mask=mask, context_turns=0)
 
     def completion(self, row: dict, prompt: str, completion: str) -> Sample:
         """Encode a prompt and a completion up to the last trained token, for objectives that score
         completions. Raises `ValueError` for a completion without text, or one with a turn that is
         not trained."""
         label = f"{row['_source']}: column {completion}"
-        if _is_empty(row, completion):
+        messages = messages_field(row, completion)
+        last = messages[-1] if messages else dict(content=str(row.get(completion, "?")))
+        if not (last.get("tool_calls") or last["content"].strip()):
             raise ValueError(f"{label} is empty")
         sample = self._prompt_completion(row, prompt, completion)
         if not any(sample.loss_mask):
@@ -111,36 +140,25 @@ class Encoder:
             raise ValueError(f"{label}: {problem}")
         return truncate(sample, len(sample.ids) - sample.loss_mask[::-1].index(True))
 
-    def _conversation(self, row: dict, column: str, train_on_all: bool) -> Sample:
-        messages = self._messages(row, column)
-        if not messages:
-            advice = "; parse its JSON first" if isinstance(row[column], str) else ""
-            problem = f"column {column} must be a list of messages{advice}"
-            raise ValueError(f"{row['_source']}: {problem}")
-        if self.chat is None:
-            raise ValueError(f"{row['_source']}: column {column} needs a chat template, not plain")
-        messages = self._read_messages(row, self._with_system(row, messages))
-        if train_on_all:
-            return self._chat_sample(row, Rendering(text_of(self.chat, row, messages), []))
-        return self._chat_sample(row, conversation_of(self.chat, row, messages))
-
     def _prompt_completion(self, row: dict, prompt: str, completion: str) -> Sample:
-        messages = self._prompt_messages(row, prompt)
-        if messages is not None:
+        asked = self.as_asked(row, prompt)
+        if not isinstance(asked, str):
             answer = self._messages(row, completion)
             if not answer:
                 answer = [dict(role="assistant", content=text_field(row, completion))]
-            elif answer[0]["role"] in ("system", "user"):
-                answer = behind_prompt(row, completion, answer, messages_field(row, prompt) or [])
-            conversation = self._read_messages(row, messages + answer)
-            return self._chat_sample(
-                row, conversation_of(self.chat, row, conversation, first_trained=len(messages))
-            )
-        if isinstance(row.get(completion), list):
+            elif answer[0]["role"] in ("system", "user"):  # it repeats the prompt
+                given = messages_field(row, prompt) or []
+                if answer[: len(given)] != given or len(answer) == len(given):
+                    problem = f"column {completion} begins with a question, but not with the prompt"
+                    raise ValueError(f"{row['_source']}: {problem}")
+                answer = answer[len(given) :]
+            messages = self._read_messages(row, asked + answer)
+            return self._chat_sample(row, conversation_of(self.chat, row, messages, len(asked)))
+        if given_messages(row, completion) is not None:
             problem = f"column {completion} lists messages, column {prompt} is text"
             advice = "--prompt_format chat makes that a user turn"
             raise ValueError(f"{row['_source']}: {problem}; {advice}")
-        asked = self._plain_prompt(row, prompt)
+        asked = self._plain(row, asked)
         answered = self._read(row, text_field(row, completion), has_end=True, has_bos=True)
         prompt_ids, ids = self._pieces(row, asked + answered, [len(asked)], adds_bos=True)
         ids = self._with_eos(ids)
@@ -168,48 +186,22 @@ class Encoder:
         """Return a column as messages, None if it is none. Report keys that nothing reads."""
         messages = messages_field(row, column)
         if messages and self.chat:
-            for key in sorted(unread_keys(row[column], self.chat.words)):
+            given = given_messages(row, column)
+            for key in sorted(unread_keys(given, self.chat.words)):
                 self._say_once(f"not used: the key {key} of messages", kind=key)
         return messages
 
-    def _prompt_messages(self, row: dict, column: str) -> list[dict] | None:
-        """Return the prompt as messages, None for plain text."""
-        messages = self._messages(row, column)
-        if messages is None:
-            if self.chat is None or (self.prompt_format == "auto" and column != "question"):
-                if system := self._system(row):
-                    problem = f"column {column} is plain text; set --prompt_format chat"
-                    raise ValueError(f"{row['_source']}: the system text {system!r:.40}: {problem}")
-                return None
-            messages = [dict(role="user", content=text_field(row, column))]
-        elif self.chat is None:
-            problem = f"column {column} lists messages, which need a chat template"
-            raise ValueError(f"{row['_source']}: {problem}")
-        return self._with_system(row, messages)
-
-    def _system(self, row: dict) -> str | None:
-        """Return the system text beside the messages: the row's own, or `--system_prompt`."""
-        for column in ("system", "system_prompt"):
-            if row.get(column):
-                return text_field(row, column)
-        return self.system_prompt
-
     def _with_system(self, row: dict, messages: list[dict]) -> list[dict]:
-        has_system = messages[:1] and messages[0]["role"] in ("system", "developer")
-        system = self._system(row)
-        if has_system and system not in (None, self.system_prompt, messages[0]["content"]):
-            problem = "has a system text, and the messages begin with another one"
-            raise ValueError(f"{row['_source']}: the row {problem}")
-        if not system or has_system:
+        """Return the messages with the system text of the row, or else of `--system_prompt`."""
+        columns = [column for column in ("system", "system_prompt") if row.get(column)]
+        own = text_field(row, columns[0]) if columns else None
+        if messages and messages[0]["role"] in ("system", "developer"):
+            if own not in (None, messages[0]["content"]):
+                problem = "has a system text, and the messages begin with another one"
+                raise ValueError(f"{row['_source']}: the row {problem}")
             return messages
-        return [dict(role="system", content=system), *messages]
-
-    def _plain_prompt(self, row: dict, column: str) -> str:
-        for name in ("tools", "chat_template_kwargs"):
-            if row.get(name):
-                problem = f"column {name} needs chat format, column {column} is plain text"
-                raise ValueError(f"{row['_source']}: {problem}")
-        return self._plain(row, _plain_text(row, column))
+        system = own or self.system_prompt
+        return [dict(role="system", content=system), *messages] if system else messages
 
     def _read_messages(self, row: dict, messages: list[dict]) -> list[dict]:
         """Return the messages with their texts as `_read` returns them, and marks of images."""
@@ -298,15 +290,6 @@ class Encoder:
         return text if self.images is None else self.images.in_plain_text(text)
 
 
-def behind_prompt(row: dict, column: str, messages: list[dict], prompt: list[dict]) -> list[dict]:
-    """Return the messages of a column without the prompt that they repeat. Raises `ValueError` if
-    they begin otherwise."""
-    if messages[: len(prompt)] != prompt or len(messages) == len(prompt):
-        problem = f"column {column} begins with a question, but not with the prompt"
-        raise ValueError(f"{row['_source']}: {problem}")
-    return messages[len(prompt) :]
-
-
 def format_of(tokenizer, args: BaseArgs) -> str:
     """Return `--prompt_format`, as `load_tokenizer` has chosen it for the policy's tokenizer."""
     return getattr(tokenizer, "prompt_format", args.prompt_format)
@@ -322,27 +305,6 @@ def _require_no_chat_flags(args: BaseArgs) -> None:
         raise ValueError(f"--system_prompt needs {needs}")
     if args.template_kwargs:
         raise ValueError(f"--template_kwargs: {lacks}")
-
-
-def _plain_text(row: dict, column: str) -> str:
-    """Return a prompt without a chat template. A question ends with a line break."""
-    return text_field(row, column) + ("\n" if column == "question" else "")
-
-
-def _is_empty(row: dict, column: str) -> bool:
-    """Return whether a completion has no text and no tool calls."""
-    messages = messages_field(row, column)
-    if messages is None:
-        return not str(row.get(column, "?")).strip()
-    return not messages or not (messages[-1].get("tool_calls") or messages[-1]["content"].strip())
-
-
-def _all_but_images(sample: Sample) -> list[bool]:
-    """Return a loss mask that leaves only the placeholders of images out."""
-    mask = [True] * len(sample.ids)
-    for span in sample.images:
-        mask[span.start : span.end] = [False] * (span.end - span.start)
-    return mask
 
 
 def truncate(sample: Sample, length: int) -> Sample:

@@ -2,7 +2,6 @@
 
 A row has its place in `_source`: the line of a file (`train.jsonl:17`) or the number in a table."""
 
-import contextlib
 import csv
 import glob
 import io
@@ -11,7 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from common.data.tasks import TASKS
@@ -32,9 +32,11 @@ class BadRows:
         self.skip = on_bad_row == "skip"
         self.errors: list[str] = []
 
-    def add(self, error: ValueError, where: str) -> None:
+    def add(self, error: ValueError | RecursionError, where: str) -> None:
         """Record the error of a row. Raises it if rows are not skipped, or if it does not start
         with `where`, the location of the row, and thus does not concern the row."""
+        if isinstance(error, RecursionError):
+            error = ValueError(f"{where}: a value is nested too deeply")
         if not self.skip or not str(error).startswith(where):
             raise error
         self.errors.append(str(error))
@@ -45,15 +47,6 @@ class BadRows:
             kinds.setdefault(re.sub(r"\d+", "N", error.partition(": ")[2]), []).append(error)
         for errors in kinds.values():
             distributed.say(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}")
-
-
-@contextlib.contextmanager
-def depth_errors(row: dict) -> Iterator[None]:
-    """Raise `ValueError` for a row with a value that is nested thousands deep."""
-    try:
-        yield
-    except RecursionError as error:
-        raise ValueError(f"{row['_source']}: a value is nested too deeply") from error
 
 
 Shard = Callable[[BadRows], Iterator[dict]]  # reads the rows of a file or of a table
@@ -67,7 +60,6 @@ def open_split(
     it cannot be read."""
     label = f"{flag} {dataset}"
     path = Path(dataset).expanduser()
-    files = files_named(dataset)
     if dataset in TASKS:
         rows = TASKS[dataset](split) if split in ("train", "test") else None
         return rows and [partial(_numbered, f"{dataset}/{split}", rows)]
@@ -75,12 +67,12 @@ def open_split(
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved_shards(label, path, split)
         files = _files_of_folder(label, path, split, config)
-    elif not files:
-        if kind_of(path) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset:
-            raise ValueError(f"{label}: no such file")
+    elif files := files_named(dataset):
+        files = files if split == "train" else []
+    elif kind_of(path) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset:
+        raise ValueError(f"{label}: no such file")
+    else:
         return _hub_shards(label, dataset, split, config, streaming)
-    elif split != "train":
-        return None
     for file in files:
         _require_file(label, file)
     has_twins = len({file.name for file in files}) < len(files)
@@ -112,31 +104,10 @@ def _require_file(label: str, file: Path) -> None:
 
 
 def _files_of_folder(label: str, folder: Path, split: str, config: str | None) -> list[Path]:
-    """Return the files of a split, sorted. Raises `ValueError` for a folder without files that can
-    be read, for a file that is in two splits, and for files of several kinds."""
-    from datasets.data_files import SPLIT_KEYWORDS
-
-    splits = _splits_of_folder(label, folder, config)
-    if not any(splits.values()):
-        raise ValueError(f"{label}: no {KINDS} files with a split in it")
-    if split not in splits:  # dev is validation
-        names = [str(name) for name, words in SPLIT_KEYWORDS.items() if split in words]
-        split = (names or [split])[0]
-    own = splits.pop(split, set())
-    for other, files in splits.items():
-        if shared := own & files:
-            problem = f"{min(shared)} belongs to the splits {split} and {other} by its name"
-            advice = "rename it, or name files with --dataset and --eval_dataset"
-            raise ValueError(f"{label}: {problem}; {advice}")
-    kinds = sorted({f".{kind_of(Path(file)).split('.')[1]}" for file in own})
-    if len(kinds) > 1:  # often the same rows twice
-        raise ValueError(f"{label}: {' and '.join(kinds)} files; name one kind by a pattern")
-    return [folder / file for file in sorted(own)]
-
-
-def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str, set[str]]:
-    """Return the files of each split, relative to the folder, by the rules of `datasets`: `configs`
-    of a README.md, else names such as `math_train/` or `test_2.jsonl`, else all are train."""
+    """Return the files of a split, sorted, by the rules of `datasets`: `configs` of a README.md,
+    else names such as `math_train/` or `test_2.jsonl`, else all are train. Raises `ValueError` for
+    a folder without files that can be read, for a file that is in two splits, and for files of
+    several kinds."""
     from datasets import data_files
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
@@ -145,7 +116,6 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
         if kind_of(path) and not path.is_dir():
             _require_file(label, path)  # `datasets` would leave it out
     readme = folder / "README.md"
-    root = os.path.abspath(folder)
     try:
         card = DatasetCard.load(readme).data if readme.is_file() else {}
         configs = MetadataConfigs.from_dataset_card_data(card)
@@ -153,7 +123,7 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
         if configs and name not in configs:
             raise ValueError(f"it has no configuration {name}, but {', '.join(configs)}")
         chosen = configs.get(name, {})
-        base = glob.escape(os.path.join(root, chosen.get("data_dir") or ""))
+        base = glob.escape(os.path.join(os.path.abspath(folder), chosen.get("data_dir") or ""))
         listed = chosen.get("data_files")
         splits = data_files.DataFilesDict.from_patterns(
             data_files.sanitize_patterns(listed) if listed else data_files.get_data_patterns(base),
@@ -161,10 +131,25 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
             allowed_extensions=[".jsonl", ".json", *SEPARATORS, *TABLES],
         )
     except data_files.EmptyDatasetError:
-        return {}
+        splits = {}
     except Exception as error:  # of YAML, of the hub's library, or for a file that is not there
         raise ValueError(f"{label}: README.md: {first_line(error)}") from error
-    return {str(s): {os.path.relpath(file, root) for file in splits[s]} for s in splits}
+    if not any(splits.values()):
+        raise ValueError(f"{label}: no {KINDS} files with a split in it")
+    if split not in splits:  # dev is validation
+        words = data_files.SPLIT_KEYWORDS.items()
+        split = next((str(name) for name, others in words if split in others), split)
+    own = {*splits.pop(split, ())}
+    for other, files in splits.items():
+        if shared := own & {*files}:
+            file = os.path.relpath(min(shared), os.path.abspath(folder))
+            problem = f"{file} belongs to the splits {split} and {other} by its name"
+            advice = "rename it, or name files with --dataset and --eval_dataset"
+            raise ValueError(f"{label}: {problem}; {advice}")
+    kinds = sorted({f".{kind_of(Path(file)).split('.')[1]}" for file in own})
+    if len(kinds) > 1:  # often the same rows twice
+        raise ValueError(f"{label}: {' and '.join(kinds)} files; name one kind by a pattern")
+    return [folder / os.path.relpath(file, os.path.abspath(folder)) for file in sorted(own)]
 
 
 # ---- files ----
@@ -172,7 +157,11 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
 
 def _numbered(name: str, rows: Iterable[dict], bad: BadRows) -> Iterator[dict]:
     for number, row in enumerate(rows, 1):
-        yield row | {"_source": f"{name}:{number}"}
+        yield _without_ours(row) | {"_source": f"{name}:{number}"}
+
+
+def _without_ours(row: dict) -> dict:
+    return {name: row[name] for name in row if name not in ("_dataset", "_folder", "_images")}
 
 
 def _file_rows(label: str, path: Path, name: str, bad: BadRows) -> Iterator[dict]:
@@ -181,23 +170,18 @@ def _file_rows(label: str, path: Path, name: str, bad: BadRows) -> Iterator[dict
     from pyarrow import ArrowException
 
     kind = kind_of(path)
-    if kind in JSON:
-        rows = _json_rows(label, path, name, bad)
-    elif kind in SEPARATORS:
-        rows = _csv_rows(label, path, name, bad)
-    elif kind in TABLES:
-        rows = _numbered(name, _typed_rows(path, kind), bad)
-    else:
+    if not kind:
         raise ValueError(f"{label}: expected a {KINDS} file")
+    read = _json_rows if kind in JSON else _csv_rows if kind in SEPARATORS else _typed_rows
+    folder = str(path.parent)
     try:
-        for row in rows:
-            yield _without_ours(row) | dict(_folder=str(path.parent))
+        for number, row in read(label, path, bad):
+            if isinstance(row, dict):
+                yield _without_ours(row) | {"_source": f"{name}:{number}", "_folder": folder}
+            else:
+                bad.add(ValueError(f"{label}: {name}:{number} is not an object"), label)
     except (OSError, UnicodeError, csv.Error, ArrowException) as error:
         raise ValueError(f"{label}: cannot be read: {first_line(error)}") from error
-
-
-def _without_ours(row: dict) -> dict:
-    return {name: row[name] for name in row if name not in ("_dataset", "_folder", "_images")}
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -210,22 +194,12 @@ def _lines(path: Path) -> Iterator[str]:
         yield from io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="\n")
 
 
-def _json_rows(label: str, path: Path, name: str, bad: BadRows) -> Iterator[dict]:
-    """Yield the row of each line or, of a file that begins with `[`, the members of this list."""
+def _json_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, object]]:
+    """Yield the value of each line or, of a file that begins with `[`, the members of this list."""
     first = next((text for text in _lines(path) if text.strip()), "")
     if first.lstrip().startswith("["):
-        values = enumerate(_parsed(label, 1, "".join(_lines(path))), 1)
-    else:
-        values = _json_lines(label, path, bad)
-    for number, value in values:
-        source = f"{name}:{number}"
-        if isinstance(value, dict):
-            yield value | {"_source": source}
-        else:
-            bad.add(ValueError(f"{label}: {source} is not an object"), label)
-
-
-def _json_lines(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, object]]:
+        yield from enumerate(_parsed(label, 1, "".join(_lines(path))), 1)
+        return
     for line, text in enumerate(_lines(path), 1):
         try:
             if text.strip():
@@ -255,35 +229,30 @@ def _object(pairs: list[tuple[str, object]]) -> dict:
     return value
 
 
-def _csv_rows(label: str, path: Path, name: str, bad: BadRows) -> Iterator[dict]:
+def _csv_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]]:
     """Yield the rows of a table of text. Every value is the text in the file, such as 07, NA or
     None; an empty one is None. Columns without a name, such as an index, are left out."""
     csv.field_size_limit(sys.maxsize)
-    rows = (
-        row
-        for row in csv.reader(_lines(path), delimiter=SEPARATORS[path.suffix], strict=True)
-        if row
-    )
+    rows = filter(None, csv.reader(_lines(path), delimiter=SEPARATORS[path.suffix], strict=True))
     columns = next(rows, [])
     if not columns:
         raise ValueError(f"{label}: cannot be read: it is empty")
     if twice := [column for column in columns if column and columns.count(column) > 1]:
         raise ValueError(f"{label}: two columns have the name {twice[0]}")
     for number, row in enumerate(rows, 1):
-        source = f"{name}:{number}"
         if len(row) == len(columns):
             values = zip(columns, row, strict=True)
-            yield {column: x or None for column, x in values if column} | {"_source": source}
+            yield number, {column: value or None for column, value in values if column}
         else:
-            problem = f"{source} has {len(row)} values for {len(columns)} columns"
+            problem = f"row {number} has {len(row)} values for {len(columns)} columns"
             bad.add(ValueError(f"{label}: {problem}"), label)
 
 
-def _typed_rows(path: Path, kind: str) -> Iterator[dict]:
+def _typed_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]]:
     """Yield the rows of a table with types."""
     from pyarrow import ArrowInvalid, ipc, memory_map, parquet
 
-    if kind == ".parquet":
+    if path.suffix == ".parquet":
         batches = parquet.ParquetFile(path).iter_batches()
     else:
         file = memory_map(str(path))
@@ -291,8 +260,7 @@ def _typed_rows(path: Path, kind: str) -> Iterator[dict]:
             batches = ipc.open_stream(file)  # as `datasets` writes them
         except ArrowInvalid:
             batches = ipc.open_file(file).read_all().to_batches()
-    for batch in batches:
-        yield from batch.to_pylist()
+    return enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1)
 
 
 # ---- the library `datasets` ----
@@ -313,39 +281,30 @@ def _hub_shards(
     label: str, dataset: str, split: str, config: str | None, streaming: bool
 ) -> list[Shard] | None:
     """Open a split of a hub dataset, None without the split. The configuration `*` is all of them,
-    by name in the column `config`."""
+    by name in the column `config`; the default one is `main` where several exist, as in
+    openai/gsm8k."""
     import datasets
 
     is_all = config == "*"
-    names = _loaded(label, datasets.get_dataset_config_names, dataset) if is_all else [config]
     shards = []
-    for name in names:
-        table = _hub_table(label, dataset, name, split, streaming)
+    for name in _loaded(label, datasets.get_dataset_config_names, dataset) if is_all else [config]:
+        task = (label, datasets.load_dataset, dataset)
+        options = dict(split=split, streaming=streaming)
+        try:
+            table = _loaded(*task, name, **options)
+        except ValueError as error:
+            if name is not None or "'main'" not in str(error.__cause__):
+                raise
+            table = _loaded(*task, "main", **options)
         if table is None:
             continue
         place = "/".join(filter(None, (dataset, name, split)))
         columns = dict(config=name) if is_all else {}
         count = table.num_shards if streaming else 1
-        parts = [table.shard(count, i) for i in range(count)] if count > 1 else [table]
-        for i, part in enumerate(parts):
-            whole = f"{place}/{i}" if count > 1 else place
+        for i in range(count):
+            part, whole = (table.shard(count, i), f"{place}/{i}") if count > 1 else (table, place)
             shards.append(partial(_table_rows, label, whole, part, columns))
     return shards or None
-
-
-@cache  # memory-mapped files: the rows are not held in memory
-def _hub_table(label: str, dataset: str, config: str | None, split: str, streaming: bool):
-    """The default configuration is `main` where several exist, as in openai/gsm8k."""
-    import datasets
-
-    options = dict(split=split, streaming=streaming)
-    try:
-        return _loaded(label, datasets.load_dataset, dataset, config, **options)
-    except ValueError as error:
-        lacks_name = config is None and "Config name is missing" in str(error)
-        if not lacks_name or "'main'" not in str(error.__cause__):
-            raise
-        return _loaded(label, datasets.load_dataset, dataset, "main", **options)
 
 
 def _loaded(label: str, load: Callable, *names: str | None, **options):
@@ -375,7 +334,7 @@ def _table_rows(label: str, name: str, table, columns: dict, bad: BadRows) -> It
     try:
         is_whole = isinstance(table, datasets.Dataset)
         for row in _numbered(name, table.to_list() if is_whole else table.decode(False), bad):
-            yield _without_ours(row) | columns
+            yield row | columns
     except Exception as error:  # of the disk, the network, pyarrow or datasets
         problem = first_line(error.__cause__ or error)
         raise ValueError(f"{label}: cannot be read: {problem}") from error

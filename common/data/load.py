@@ -10,7 +10,7 @@ from typing import NamedTuple
 from common.config.extra import extra
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder, truncate
-from common.data.files import BadRows, depth_errors
+from common.data.files import BadRows
 from common.data.order import Order, make_order
 from common.data.rows import (
     Columns,
@@ -89,7 +89,7 @@ class Encoded(NamedTuple):
     """None: it was dropped"""
     counts: tuple[str, ...] = ()
     """why it was dropped, or how it was changed"""
-    error: ValueError | None = None
+    error: ValueError | RecursionError | None = None
 
 
 def encode_all(
@@ -127,24 +127,22 @@ def encode_all(
 def encode(
     encode_row: EncodeRow, row: dict, columns: Columns, encoder: Encoder, args: TrainArgs
 ) -> Encoded:
-    """Encode a row to samples of at most `--max_length` tokens; their ids and masks are arrays, and
-    their `row` is empty where it is `row` itself."""
-    try:
-        with depth_errors(row):
-            group = encode_row(dict(row), columns, encoder, args)
-        length = max(len(sample.ids) for sample in group)
-        is_strict = args.overlong == "error" and args.on_bad_row == "error"
-        if length > args.max_length and is_strict:
-            problem = f"{length} tokens exceed --max_length {args.max_length}"
-            raise ValueError(f"{row['_source']}: {problem}; set --overlong drop or truncate")
-    except ValueError as error:
-        return Encoded(error=error)
+    """Encode a row to samples of at most `--max_length` tokens. As arrays, ids take a seventh of
+    the memory of a list. The `row` of a sample is empty where it is `row` itself."""
     counts = []
-    if length > args.max_length:
-        if args.overlong != "truncate":
-            return Encoded(counts=("dropped as too long (--max_length)",))
-        counts.append("truncated (--max_length)")
-        group = [truncate(sample, args.max_length) for sample in group]
+    try:
+        group = encode_row(dict(row), columns, encoder, args)
+        length = max(len(sample.ids) for sample in group)
+        if length > args.max_length:
+            if args.overlong == args.on_bad_row == "error":
+                problem = f"{length} tokens exceed --max_length {args.max_length}"
+                raise ValueError(f"{row['_source']}: {problem}; set --overlong drop or truncate")
+            if args.overlong != "truncate":
+                return Encoded(counts=("dropped as too long (--max_length)",))
+            counts.append("truncated (--max_length)")
+            group = [truncate(sample, args.max_length) for sample in group]
+    except (ValueError, RecursionError) as error:
+        return Encoded(error=error)
     if not all(any(sample.loss_mask[1:]) for sample in group):  # the first is never predicted
         return Encoded(counts=("dropped because no token is trained",))
     if len(group) == 2 and group[0].ids == group[1].ids:
@@ -154,16 +152,16 @@ def encode(
     unknown = encoder.tokenizer.unk_token_id  # of GPT-2 it is the EOS, too
     if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
         counts.append("with characters that the tokenizer lacks")
-    return Encoded([packed(sample, row) for sample in group], tuple(counts))
-
-
-def packed(sample: Sample, row: dict) -> Sample:
-    """A list of Python's integers takes seven times the memory of an array."""
-    given = {name: value for name, value in row.items() if name != "_folder"}
-    own_row = {} if sample.row == given else sample.row
-    return replace(
-        sample, ids=array("i", sample.ids), loss_mask=bytes(sample.loss_mask), row=own_row
-    )
+    packed = [
+        replace(
+            sample,
+            ids=array("i", sample.ids),
+            loss_mask=bytes(sample.loss_mask),
+            row={} if sample.row == row else sample.row,
+        )
+        for sample in group
+    ]
+    return Encoded(packed, tuple(counts))
 
 
 def unpacked(group: Group) -> Group:

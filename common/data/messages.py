@@ -1,8 +1,10 @@
 """Columns of a row: text, messages, tools and calls, checked and in one form."""
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import takewhile
 from typing import Annotated, Literal, Required
 
 from pydantic import (
@@ -152,22 +154,36 @@ _TOOLS = TypeAdapter(list[Tool | Schema])
 
 def messages_field(row: dict, column: str) -> list[dict] | None:
     """Return the column as messages with string content and tool calls with object arguments; None
-    if it is no list.
+    if it is no list of them, nor the JSON text of one.
 
     Content may be a list of text parts. An assistant message with tool calls may lack content. A
     thought beside the content is called `reasoning_content`. Raises `ValueError` for a malformed
     message."""
-    value = row.get(column)
-    if not isinstance(value, list):
+    value = given_messages(row, column)
+    if value is None:
         return None
     label = f"{row.get('_source')}: column {column}"
     try:
         messages = _MESSAGES.validate_python(value)
     except ValidationError as error:
         number, *path = error.errors()[0]["loc"]
-        raise ValueError(f"{label}: turn {number + 1}: {_problem(error, path)}") from None
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        problem = f"{'.'.join(map(str, path))}: {problem}" if path else problem
+        raise ValueError(f"{label}: turn {number + 1}: {problem}") from None
     require_characters(label, messages)
     return messages
+
+
+def given_messages(row: dict, column: str) -> list | None:
+    """Return a column that is a list, or in a table of texts the JSON of a list of messages."""
+    value = row.get(column)
+    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(value)
+            forms = ({"role", "content"}, {"from", "value"})
+            if all(isinstance(m, dict) and any(m.keys() >= form for form in forms) for m in parsed):
+                value = parsed
+    return value if isinstance(value, list) else None
 
 
 def tools_field(row: dict) -> list[dict]:
@@ -186,12 +202,6 @@ def tools_field(row: dict) -> list[dict]:
     return tools or []
 
 
-def _problem(error: ValidationError, path: Sequence[int | str]) -> str:
-    """Return the first problem that pydantic found, at a path in a message."""
-    problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-    return f"{'.'.join(map(str, path))}: {problem}" if path else problem
-
-
 READ_KEYS = {*"role content type text tool_calls function arguments id index tool_call_id".split(),
              *"from value weight train".split(), *THOUGHT_KEYS, *IMAGE_KEYS}  # fmt: skip
 
@@ -203,20 +213,11 @@ def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
     for message in messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
-        calls = message.get("tool_calls") or []
-        items = [item for value in (message, *parts, *calls) for item in value.items()]
-        own = {key for key, value in items if value is not None}
-        if message.get("role") == "tool":  # the calls have the names of functions
-            own.discard("name")
-        keys |= own
+        for item in (message, *parts, *(message.get("tool_calls") or [])):
+            # the calls have the names of functions, too
+            known = {"name"} if item.get("role") == "tool" else set()
+            keys |= {key for key, value in item.items() if value is not None} - known
     return keys - READ_KEYS - template_reads
-
-
-def is_message(message: object) -> bool:
-    """Return whether the value is an object with string role and content."""
-    if not isinstance(message, dict):
-        return False
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
 def with_results_in_order(label: str, messages: list[dict]) -> list[dict]:
@@ -226,23 +227,19 @@ def with_results_in_order(label: str, messages: list[dict]) -> list[dict]:
     ordered = list(messages)
     for i, message in enumerate(messages):
         ids = [call.get("id") for call in message.get("tool_calls", ())]
-        end = i + 1
-        while end < len(messages) and messages[end]["role"] == "tool":
-            end += 1
-        results = messages[i + 1 : end]
+        results = [*takewhile(lambda later: later["role"] == "tool", messages[i + 1 :])]
+        given = [result.get("tool_call_id") for result in results]
         if not ids or not results:
             continue
-        given = [result.get("tool_call_id") for result in results]
-        if None in ids or None in given:
-            if len(results) != len(ids):
-                problem = f"{len(results)} results for {len(ids)} calls"
-                raise ValueError(f"{label}: turn {i + 1}: {problem}")
-        elif {*given} != {*ids} or not len(given) == len(ids) == len({*ids}):
+        has_ids = None not in (*ids, *given)
+        agree = not has_ids or ({*given} == {*ids} and len({*ids}) == len(ids))
+        if len(given) != len(ids) or not agree:
             named, called = (", ".join(map(str, names)) for names in (given, ids))
-            problem = f"results of the calls {named} for the calls {called}"
-            raise ValueError(f"{label}: turn {i + 1}: {problem}; give one for each")
-        else:
-            ordered[i + 1 : end] = sorted(results, key=lambda x: ids.index(x["tool_call_id"]))
+            problem = f"results of the calls {named} for the calls {called}; give one for each"
+            raise ValueError(f"{label}: turn {i + 1}: {problem}")
+        if has_ids:
+            results = sorted(results, key=lambda result: ids.index(result["tool_call_id"]))
+            ordered[i + 1 : i + 1 + len(ids)] = results
     return ordered
 
 
@@ -261,12 +258,6 @@ def in_parts(message: dict, has_images: bool = False) -> dict:
 
 
 # ---- thoughts ----
-
-
-def texts_of(message: dict) -> list[str]:
-    """Return the thought of a message and its answer, without blanks around them and tags."""
-    texts = [message.get("reasoning_content") or "", *re.split("</?think>", message["content"])]
-    return [text.strip() for text in texts if text.strip()]
 
 
 def opened_thought(prompt: str) -> str | None:

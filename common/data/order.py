@@ -53,9 +53,7 @@ class Order:
         """Return the position: of each source the number of rows drawn, and of rows in all."""
         return dict(sources={name: [self.drawn[name], len(self.rows[name])] for name in self.rows})
 
-    @property
-    def cursor(self) -> dict:
-        return self.state_dict()
+    cursor = property(state_dict)  # for metrics
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the position. Raises `ValueError` if the sources, or a number of rows, have

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from common.config.groups import BaseArgs, TrainArgs
 from common.config.specs import eval_sets_of, pairs_of, weights_of
-from common.data.files import BadRows, depth_errors, files_named, kind_of, open_split
+from common.data.files import BadRows, files_named, kind_of, open_split
 
 T = TypeVar("T")
 Columns = tuple[str, ...]  # names of those that a script reads together
@@ -46,9 +46,8 @@ def encode_each(
     bad = BadRows(on_bad_row)
     for row in rows:
         try:
-            with depth_errors(row):
-                value = encode(row)
-        except ValueError as error:
+            value = encode(row)
+        except (ValueError, RecursionError) as error:
             bad.add(error, row["_source"])
         else:
             yield row, value
@@ -220,53 +219,53 @@ def require_columns(
 ) -> Columns:
     """Return the first of `choices` that the first row of each dataset has; where bad rows are
     skipped, the first row that has any of the choices. Raises `ValueError` naming the columns found
-    and the columns needed, or columns that change the meaning of a row and that nothing reads."""
+    and the columns needed, or columns that belong to the prompt or to the answer by their names,
+    and that nothing reads."""
     first_rows: dict[str | None, dict] = {}
-    for row in [row for row in rows if _fits(row, choices)] if on_bad_row == "skip" else rows:
-        first_rows.setdefault(row.get("_dataset"), row)
+    for row in rows:
+        if on_bad_row != "skip" or any({*columns} <= _names(row) for columns in choices):
+            first_rows.setdefault(row.get("_dataset"), row)
     examples = [*first_rows.values()] or rows[:1]
-    names = [name for name in examples[0] if name not in OUR_COLUMNS]
-    names = [name for name in names if all(row.get(name) is not None for row in examples)]
-    columns = next((columns for columns in choices if {*columns} <= {*names}), None)
+    names = set.intersection(*map(_names, examples))
+    columns = next((columns for columns in choices if {*columns} <= names), None)
     if columns is None:
         needed = ", or ".join(" and ".join(columns) for columns in choices)
+        found = ", ".join(name for name in examples[0] if name in names - {*OUR_COLUMNS})
         sources = ", ".join(row["_source"] for row in examples)
-        problem = f"has the columns {', '.join(names)} ({sources}); needed: {needed}"
+        problem = f"has the columns {found} ({sources}); needed: {needed}"
         raise ValueError(f"{flag} {problem}; --columns new=old renames columns")
-    require_read(flag, rows, columns)
+    parts = {"context", "history", "documents"}
+    if columns[0] in ("prompt", "question", "input"):
+        parts.add("instruction" if columns[0] == "input" else "input")
+    if columns[0] == "chosen" and isinstance(rows[0].get("chosen"), str):  # the prompt?
+        parts |= {"instruction", "question", "problem", "query", "input"}
+    if columns not in PROMPT_COLUMNS:
+        parts |= {"reasoning", "thinking"}
+    unread = unread_columns(rows, columns)
+    if columns != ("text",) and (lost := [name for name in unread if name in parts]):
+        problem = f"nothing reads {' and '.join(lost)} ({unread[lost[0]]})"
+        advice = "join it with the prompt or the answer"
+        if columns[0] == "chosen":
+            advice = "make a column prompt of it"
+        advice += f", or ignore it by --columns {' '.join(f'_{name}={name}' for name in lost)}"
+        raise ValueError(f"{flag}: {problem} beside {' and '.join(columns)}; {advice}")
     return columns
 
 
-def _fits(row: dict, choices: Sequence[Columns]) -> bool:
-    """Return whether a row has the columns of a choice. Tables have None in a missing one."""
-    return any(all(row.get(name) is not None for name in columns) for columns in choices)
+def _names(row: dict) -> set[str]:
+    """Return the columns that a row has. Tables have None in a missing one."""
+    return {name for name in row if row[name] is not None}
 
 
-def require_read(flag: str, rows: list[dict], columns: Columns) -> None:
-    """Raise `ValueError` for a column that belongs to the prompt or to the answer by its name, and
-    that nothing reads beside `columns`."""
-    parts = ["context", "history", "documents"]
-    if columns[0] in ("prompt", "question", "input"):
-        parts += ["instruction"] if columns[0] == "input" else ["input"]
-    if columns[0] == "chosen" and isinstance(rows[0].get("chosen"), str):  # the prompt?
-        parts += ["instruction", "question", "problem", "query", "input"]
-    if columns not in PROMPT_COLUMNS:
-        parts += ["reasoning", "thinking"]
-    for row in rows if columns != ("text",) else ():
-        if unread := [name for name in parts if name in row and not is_empty(row[name])]:
-            problem = f"nothing reads {' and '.join(unread)} ({row['_source']})"
-            advice = "join it with the prompt or the answer"
-            if columns[0] == "chosen":
-                advice = "make a column prompt of it"
-            advice += f", or ignore it by --columns {' '.join(f'_{x}={x}' for x in unread)}"
-            raise ValueError(f"{flag}: {problem} beside {' and '.join(columns)}; {advice}")
-
-
-def is_empty(value: object) -> bool:
-    return value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
-
-
-def unread_columns(rows: list[dict], columns: Columns) -> list[str]:
-    """Return the columns with values that an offline script does not read."""
-    names = {name: None for row in rows for name in row if not is_empty(row[name])}
-    return [name for name in names if name not in (*columns, *READ) and name[0] != "_"]
+def unread_columns(rows: list[dict], columns: Columns) -> dict[str, str]:
+    """Return the columns that nothing reads beside `columns`, each with the place of the first row
+    that has a value in it. Names with `_` are ours, or ignored by the user."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for name, value in row.items():
+            is_blank = isinstance(value, str) and not value.strip()
+            if is_blank or value in (None, [], {}) or name.startswith("_"):
+                continue
+            if name not in (*columns, *READ):
+                found.setdefault(name, row["_source"])
+    return found

@@ -5,7 +5,6 @@ when the turn is the last one, up to the token that ends it. A turn that the who
 another form, such as an earlier turn without its thought, is context."""
 
 import contextlib
-import os
 import re
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ from common.data.chat import ASKED, MARK, ChatTemplate
 from common.data.messages import (
     closing,
     opened_thought,
-    texts_of,
     tools_field,
     with_results_in_order,
     with_thought,
@@ -62,25 +60,29 @@ def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> Rendering:
 
 
 def conversation_of(
-    chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int = 0
-) -> Rendering:
+    chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int = 0,
+    train_on_all: bool = False,
+) -> Rendering:  # fmt: skip
     """Return a conversation whose turns of the model from message `first_trained` on are trained,
     except those with `weight` 0. The first trained message continues the one before it if both are
-    the model's. Raises `ValueError` if the template leaves a message out, or shows no turn as it is
-    sampled."""
+    the model's. With `train_on_all` the text is trained as it is, and its turns are not looked for.
+    Raises `ValueError` if the template leaves a message out, or shows no turn as it is sampled."""
     if is_answer(messages[:first_trained]) and messages[first_trained]["role"] == "assistant":
         return _continuation_of(chat, row, messages, first_trained)
-    if not any(message["role"] == "assistant" for message in messages[first_trained:]):
-        raise ValueError(f"{row['_source']}: no message with the role assistant to train on")
     row, messages = _in_one_form(chat, row, messages)
     sampled = _sampled_turns(chat, row, messages)
-    text = _whole(chat, row, messages, sampled)
+    last = sampled.get(len(messages) - 1)
+    text = last.text if last and last.text else chat.render(row, messages)
+    require_shown(chat, row, messages, text)
+    if train_on_all:
+        return Rendering(text, [])
+    if not any(i >= first_trained for i in sampled):
+        raise ValueError(f"{row['_source']}: no message with the role assistant to train on")
     turns: list[Turn] = []
     untrained: list[str] = []
     for i in sampled:
-        is_trained = i >= first_trained and all(
-            messages[i].get(k, True) for k in ("weight", "train")
-        )
+        is_off = any(not messages[i].get(key, True) for key in ("weight", "train"))
+        is_trained = i >= first_trained and not is_off
         try:
             turn = _turn(chat, row, text, messages[: i + 1], sampled[i])
         except ValueError as reason:
@@ -92,13 +94,6 @@ def conversation_of(
     return Rendering(text, turns, len(untrained))
 
 
-def text_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> str:
-    """Return the text of a conversation, whose turns need not be shown as they are sampled. Raises
-    `ValueError` if the template leaves a message out."""
-    row, messages = _in_one_form(chat, row, messages)
-    return _whole(chat, row, messages, _sampled_turns(chat, row, messages))
-
-
 def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) -> tuple[str, str]:
     """Return the token that ends a turn of the model like `turn`, and the text behind it:
     `messages`, up to the start of the model's next turn. Raises `ValueError` if the template writes
@@ -107,10 +102,6 @@ def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) ->
     text = chat.render(row, messages, add_generation_prompt=True)
     require_shown(chat, row, messages, text)
     sampled = as_sampled(chat, row, messages[:2])
-    if sampled.text and sampled.token:
-        done, token, _ = sampled.text.rpartition(sampled.token)
-        if token and text.startswith(done + token):
-            return token, text[len(done + token) :]
     with contextlib.suppress(ValueError):  # without an empty thought
         return sampled.token, text[_turn(chat, row, text, messages[:2], sampled).end :]
     if turn.get("tool_calls") or MARK not in text:
@@ -143,14 +134,6 @@ def _sampled_turns(chat: ChatTemplate, row: dict, messages: list[dict]) -> dict[
     return {i: as_sampled(chat, row, messages[: i + 1]) for i in turns}
 
 
-def _whole(chat: ChatTemplate, row: dict, messages: list[dict], sampled: dict[int, Sampled]) -> str:
-    """Return the text of a conversation, where the model's turn at the end is as it is sampled."""
-    last = sampled.get(len(messages) - 1)
-    text = last.text if last and last.text else chat.render(row, messages)
-    require_shown(chat, row, messages, text)
-    return text
-
-
 def as_sampled(chat: ChatTemplate, row: dict, messages: list[dict]) -> Sampled:
     """Return a conversation when the model has sampled its last message. A template may leave out
     the token that ends the turn, or a thought that it opens in the prompt: then the prompt and the
@@ -173,7 +156,9 @@ def _turn(chat: ChatTemplate, row: dict, text: str, messages: list[dict], sample
     `ValueError` if the text does not show the turn as it is sampled."""
     turn = _text_of_turn(sampled)
     place = 0
-    for part in texts_of(messages[-1]):
+    thought = messages[-1].get("reasoning_content") or ""
+    for part in (thought, *re.split("</?think>", messages[-1]["content"])):
+        part = part.strip()
         place = turn.find(part, place) + len(part)
         if place < len(part):
             raise ValueError("the chat template changes its text or drops its thought")
@@ -189,9 +174,7 @@ def _turn(chat: ChatTemplate, row: dict, text: str, messages: list[dict], sample
         end += len(sampled.token)
         if _squeezed(text[start:end]) == _squeezed(turn):
             return Turn(start, end)
-    same = len(os.path.commonprefix([sampled.text, text]))
-    forms = f"{text[same:][:20]!r}, not {sampled.text[same:][:20]!r}"
-    raise ValueError(f"{ANOTHER_FORM}: {forms}")
+    raise ValueError(ANOTHER_FORM)
 
 
 def _text_of_turn(sampled: Sampled) -> str:
@@ -200,9 +183,7 @@ def _text_of_turn(sampled: Sampled) -> str:
     if prompt is None or text is None:
         raise ValueError("it has no prompt")
     if not text.startswith(prompt):
-        same = len(os.path.commonprefix([prompt, text]))
-        forms = f"the prompt goes on with {prompt[same:][:20]!r}, the turn with"
-        raise ValueError(f"{ANOTHER_FORM}: {forms} {text[same:][:20]!r}")
+        raise ValueError(ANOTHER_FORM)
     end = text.rfind(token, len(prompt)) + len(token)
     if not token or end < len(token):
         raise ValueError("the chat template changes its text or puts no end-of-turn token after it")
@@ -243,30 +224,25 @@ def require_shown(chat: ChatTemplate, row: dict, messages: list[dict], text: str
         text = chat.render(row, marked)
     except ValueError:  # the template reads the content; then the text itself must be there
         marked = messages
+    text = text.lower()  # some templates change the case
     for number, (message, mark) in enumerate(zip(messages, marked, strict=True), 1):
         turn = f"{row.get('_source')}: turn {number} ({message['role']}): the chat template"
-        if mark["content"].strip().lower() not in text.lower():  # some templates change the case
+        if mark["content"].strip().lower() not in text:
             raise ValueError(f"{turn} leaves it out; change the role")
-        for call, marked_call in zip(_calls(message), _calls(mark), strict=True):
-            if marked_call["name"].lower() not in text.lower():
-                raise ValueError(f"{turn} omits the tool call of {call['name']}")
+        for i, call in enumerate(mark.get("tool_calls", ())):
+            if call["function"]["name"].lower() not in text:
+                name = message["tool_calls"][i]["function"]["name"]
+                raise ValueError(f"{turn} omits the tool call of {name}")
     chat.shown.add(structure)
 
 
 def _structure(row: dict, messages: list[dict]) -> tuple:
     """Return what decides whether a template shows the messages."""
-    return (
-        bool(row.get("tools")),
-        str(row.get("chat_template_kwargs")),
-        *(
-            (m["role"], bool(m["content"].strip()), "reasoning_content" in m, len(_calls(m)))
-            for m in messages
-        ),
-    )
-
-
-def _calls(message: dict) -> list[dict]:
-    return [call["function"] for call in message.get("tool_calls", ())]
+    flags = (bool(row.get("tools")), str(row.get("chat_template_kwargs")))
+    for m in messages:
+        flags += (m["role"], bool(m["content"].strip()), "reasoning_content" in m)
+        flags += (len(m.get("tool_calls", ())),)
+    return flags
 
 
 def _marked(message: dict, number: int) -> dict:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
-from common.data.messages import is_message
+from common.data.messages import messages_field
 from common.data.sample import Completion
 from common.parallel import distributed
 from common.rollout.engine import Engine, Request
@@ -34,10 +34,8 @@ def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Mes
         except BaseException as error:  # the user's code may raise anything
             problem = f"{type(error).__name__}: {distributed.first_line(error)}"
             raise ValueError(f"{place} fails in reset: {problem}") from error
-        if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
-            raise ValueError(
-                f"{place}: reset returns no list of messages with role and content, both text"
-            )
+        if not messages_field(dict(_source=place, reset=messages), "reset"):
+            raise ValueError(f"{place}: reset returns no list of messages")
         return messages
 
     return first_messages

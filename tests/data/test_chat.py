@@ -81,6 +81,8 @@ def test_forms_of_a_conversation_have_the_same_ids(case):
 
 ROWS = [
     dict(messages=[ASKED, ANSWER]),
+    dict(conversations=[share("human", "2+2?"), share("gpt", "4")]),
+    dict(prompt=[ASKED], completion=[ANSWER]),
     dict(prompt=[ASKED], completion="4"),
     dict(prompt="2+2?", completion="4"),
     dict(question="2+2?", answer="4"),
@@ -107,6 +109,17 @@ def test_system_text_and_template_variables_of_a_row_are_those_of_flags(row):
     own = encoded(flagged, **row, system="T", chat_template_kwargs=dict(brief=False))
     assert own == encoded(encoder(**flags, system_prompt="T"), **row)
     assert usual == encoded(coder, **row, system=None, chat_template_kwargs=dict(tone=None))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_messages_may_be_json_text(row):
+    """As in tables of texts. Other JSON is text."""
+    texts = {k: json.dumps(v, indent=1) if isinstance(v, list) else v for k, v in row.items()}
+    coder = encoder(prompt_format="chat")
+    assert encoded(coder, **texts) == encoded(coder, **row)
+    for other in ('[{"role": "user"}]', "[{", "[3]"):
+        (sample,) = samples(coder, prompt="2+2?", completion=other)
+        assert spans(coder, sample) == [other + EOT]
 
 
 def test_system_text_of_a_row_may_repeat_its_system_turn():
@@ -193,8 +206,8 @@ REFUSED = [
     (dict(prompt=[*BOTH, A_TOLD, A_TOLD]), "results of the calls call_a, call_a for"),
     (dict(prompt=[*BOTH, A_TOLD, dict(B_TOLD, tool_call_id=2)]), "calls call_a, 2 for the calls"),
     (dict(prompt=[*BOTH, A_TOLD, B_TOLD, B_TOLD]), "call_a, call_b, call_b for the"),
-    (dict(prompt=[*BOTH, TOLD]), "turn 2: 1 results for 2 calls"),
-    (dict(prompt=[*BOTH, TOLD, TOLD, TOLD]), "turn 2: 3 results for 2 calls"),
+    (dict(prompt=[*BOTH, TOLD]), "turn 2: results of the calls None for the calls call_a, call_b"),
+    (dict(prompt=[*BOTH, TOLD, TOLD, TOLD]), "turn 2: results of the calls None, None, None for"),
     # tools
     (dict(prompt=[ASKED], tools="add"), "column tools is not JSON"),
     *(
@@ -207,12 +220,12 @@ REFUSED = [
     # columns that are flags
     (dict(prompt=[SYSTEM, ASKED], system="T"), "the row has a system text, and the messages"),
     (dict(prompt=[ASKED], system=3), "column system is int"),
-    (dict(prompt="x", system="S"), "the system text 'S': column prompt is plain text; set"),
+    (dict(prompt="x", system="S"), "column system needs chat format, column prompt is"),
     *(
         (dict(prompt=prompt, chat_template_kwargs=variables), f"column chat_template_k.* {words}")
         for prompt, variables, words in (
             ([ASKED], dict(breif=True), "breif: the chat template does not read it"),
-            ([ASKED], dict(messages=[]), "messages: the data determines it"),
+            ([ASKED], dict(messages=[]), "messages: .* the data determines it"),
             ([ASKED], "brief", "is no object"),
             ([ASKED], "[1]", "is no object"),
             ("x", dict(brief=True), "needs chat format, column prompt is plain text"),
@@ -222,7 +235,7 @@ REFUSED = [
     (dict(prompt="a", completion=3), "column completion is int"),
     (dict(prompt="a", completion=None), "column completion is missing"),
     (dict(prompt="a", completion=[ANSWER]), "column completion lists messages, column prompt is"),
-    (dict(messages="a"), "column messages must be a list"),
+    (dict(messages="a"), "column messages must be a list of messages"),
     (dict(prompt=[ASKED], chosen=" ", rejected="3"), "column chosen is empty"),
     (dict(prompt="", chosen="2", rejected="3"), "column prompt is empty"),
     (dict(chosen=BEGUN, rejected="3"), "one of chosen and rejected lists messages"),
@@ -238,7 +251,7 @@ REFUSED = [
     (dict(prompt=BEGUN, completion=[ANSWER, *OTHER]), "turn 3: no further turn may follow one"),
     # turns that the template does not show as they are sampled
     (dict(messages=[ASKED, said("b")]), r"turn 2 \(assistant\): .* changes its text", UPPER),
-    (dict(messages=[ASKED, said("b")]), r"prompt goes on with '1<.*', the turn with '2<", COUNTED),
+    (dict(messages=[ASKED, said("b")]), "turn 2 .* in another form than the sampled", COUNTED),
     (dict(prompt=[ASKED], chosen=[ANSWER, *OTHER], rejected="5"), "shows an earlier turn", MARKED),
     (dict(messages=[said("b")]), r"turn 1 \(assistant\): it has no prompt"),
     (dict(messages=[ASKED, turn("model", "b")]), "no message with the role assistant to"),
@@ -280,11 +293,11 @@ def test_template_from_a_file_is_used_and_saved(tmp_path):
     [
         (None, "No such file or directory"),
         (b"\xff", "not UTF-8: .* can't decode byte"),
-        (b"{% for %}", r"does not render: Expected an expression.* \(line 1\)"),
-        (b"{{ 1 / 0 }}", "does not render: division by zero"),
-        (b"{{ messages[0].content + 1 }}", "does not render: can only concatenate str"),
-        (b"{{ raise_exception('no') }}", "does not render: no"),
-        (b"{{ 'a' * 10 ** 15 }}", "does not render: MemoryError"),
+        (b"{% for %}", r"refuses the messages: Expected an expression.* \(line 1\)"),
+        (b"{{ 1 / 0 }}", "refuses the messages: division by zero"),
+        (b"{{ messages[0].content + 1 }}", "refuses the messages: can only concatenate str"),
+        (b"{{ raise_exception('no') }}", "refuses the messages: no"),
+        (b"{{ 'a' * 10 ** 15 }}", "refuses the messages: MemoryError"),
         (b"hello", "the template changes the text of an assistant turn"),
     ],
 )
@@ -313,7 +326,7 @@ def test_templates_may_use_extensions_of_transformers():
     ("template", "flags", "words"),
     [
         (READS_ALL, dict(template_kwargs=("breif=1",)), "--template_kwargs breif: the chat"),
-        (READS_ALL, dict(template_kwargs=("messages=x",)), "--template_kwargs messages: the data"),
+        (READS_ALL, dict(template_kwargs=("messages=x",)), "--template_kwargs messages: .*"),
         (None, dict(template_kwargs=("brief=1",)), "--template_kwargs: the tokenizer has no chat"),
         (None, dict(prompt_format="chat"), "--prompt_format chat: the tokenizer has no chat"),
         (None, dict(system_prompt="S"), "--system_prompt needs a tokenizer with a chat template"),

@@ -10,7 +10,7 @@ import pytest
 
 from common.config.groups import TrainArgs
 from common.config.specs import eval_sets_of, weights_of
-from common.data.files import _hub_table, open_split
+from common.data.files import open_split
 from common.data.rows import (
     KTO_COLUMNS,
     PAIR_COLUMNS,
@@ -149,7 +149,6 @@ def test_all_configurations_of_a_hub_dataset_are_read(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: ["dates", "snarks"])
-    _hub_table.cache_clear()
     args = TrainArgs(dataset_config="*", columns=("answer=target",))
     rows = load_rows("--dataset", "some/tasks", "test", args)
     assert [(row["input"], row["config"], row["_source"]) for row in rows] == [
@@ -159,7 +158,6 @@ def test_all_configurations_of_a_hub_dataset_are_read(monkeypatch):
     ]
     assert [row["input"] for row in load("some/tasks")] == ["main0", "main1"]
     assert load("some/tasks", "absent") is None
-    _hub_table.cache_clear()
 
 
 # ---- bad data ----
@@ -228,8 +226,8 @@ def test_rows_without_an_encoding_raise_or_are_skipped(capsys):
         ("a.parquet", "not parquet", "cannot be read"),
         ("a.txt", "a", "expected a .jsonl, .json .these also as .gz or .zst., .parquet, .arrow"),
         ("a.csv", "\n\n", "cannot be read: it is empty"),
-        ("a.csv", "a,b\n1,2\n3\n", "a.csv:2 has 1 values for 2 columns"),
-        ("a.csv", "a,b\n1,2,3\n", "a.csv:1 has 3 values for 2 columns"),
+        ("a.csv", "a,b\n1,2\n3\n", "row 2 has 1 values for 2 columns"),
+        ("a.csv", "a,b\n1,2,3\n", "row 1 has 3 values for 2 columns"),
         ("a.csv", "a,b,a\n1,2,3\n", "two columns have the name a"),
         ("a.csv", 'a,b\n1,"2\n', "cannot be read: unexpected end of data"),
         ("a.csv", 'a,b\n1,"2"x\n', "cannot be read: ',' expected after '\"'"),
@@ -521,7 +519,8 @@ def test_first_row_may_be_bad_where_bad_rows_are_skipped():
 
 def test_unread_columns_are_those_with_values():
     rows = [dict(prompt="a", tools=[1], system="a", a=None, b="", _c="c", id=0), dict(b="b")]
-    assert unread_columns(rows, ("prompt",)) == ["id", "b"]
+    rows = [row | dict(_source=f"x:{n}") for n, row in enumerate(rows, 1)]
+    assert unread_columns(rows, ("prompt",)) == dict(id="x:1", b="x:2")
 
 
 @pytest.mark.parametrize("eval_split", ["train", "test"])

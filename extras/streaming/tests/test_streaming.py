@@ -10,7 +10,6 @@ import pytest
 from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 
 import sft
-from common.data.files import _hub_table
 from common.data.load import load_samples
 from common.data.rows import SFT_COLUMNS
 from common.model.hub import load_tokenizer
@@ -122,10 +121,8 @@ def test_hub_dataset_is_read_by_shards(data, monkeypatch):
         "load_dataset",
         lambda *_, **options: load_dataset("json", data_files=names, **options),
     )
-    _hub_table.cache_clear()
     wanted = {f"some/data/train/{shard}:{row}" for shard in range(3) for row in (1, 2, 3)}
     assert {*drawn(samples_of("some/data"), 9)} == wanted
-    _hub_table.cache_clear()
 
 
 @pytest.mark.parametrize(
