@@ -45,11 +45,17 @@ from common.data.rows import SFT_COLUMNS, encode_each, require_columns
 from common.data.sample import Group, Sample
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
-from common.model.comparison import Comparison
+from common.model.distill import (
+    Comparison,
+    Student,
+    Teacher,
+    by_teacher,
+    find_teachers,
+    load_teachers,
+)
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import with_logprobs
-from common.model.student import Student, Teacher, by_teacher, find_teachers, load_teachers
 from common.objectives.divergence import DIVERGENCES
 from common.objectives.importance import importance_weights
 from common.objectives.policy import BY_TOKEN, Tokens

@@ -47,7 +47,7 @@ from common.evaluate.held_out import held_out_accuracy, signs_of_unlearning
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
-from common.model.reference import reference_logps
+from common.model.scoring import reference_logps
 from common.objectives import preference
 from common.objectives.preference import PER_TOKEN, READS, REFERENCE_FREE, Pairs
 from common.parallel import distributed

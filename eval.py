@@ -316,8 +316,9 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
             folders["perplexity_model"], args, task.device, trainable=False,
             flag="--perplexity_model",
         )  # fmt: skip
-        settings = (args.pack_tokens, scorer.share_prefix, task.device)
-        nats = score_lines(outputs[0], lambda groups: log_likelihoods(scorer, groups, *settings))
+        nats = score_lines(
+            outputs[0], lambda groups: log_likelihoods(scorer, groups, args.pack_tokens)
+        )
         totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in nats]
         estimate = interval(*zip(*totals, strict=True))
         results["perplexity"] = {name: math.exp(value) for name, value in estimate.items()}

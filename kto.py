@@ -44,7 +44,7 @@ from common.evaluate.held_out import held_out_accuracy, signs_of_unlearning
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
-from common.model.reference import reference_logps
+from common.model.scoring import reference_logps
 from common.parallel import distributed
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps

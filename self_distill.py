@@ -38,12 +38,11 @@ from common.data.packing import pack_minibatches
 from common.data.sample import Completion, Group
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
-from common.model.comparison import Comparison
-from common.model.head import Logits
+from common.model.distill import Comparison, OwnTeacher, Teacher, load_own_teacher
 from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.logprobs import Logits
 from common.model.policy import load_policy, move_towards
 from common.model.scoring import with_logprobs
-from common.model.student import OwnTeacher, Teacher, load_own_teacher
 from common.objectives.divergence import DIVERGENCES
 from common.parallel import distributed
 from common.rewards.total import Rewards

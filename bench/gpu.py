@@ -45,9 +45,8 @@ from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 from common.model.flops import forward_flops
-from common.model.head import Logits
 from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
-from common.model.logprobs import token_logprobs
+from common.model.logprobs import Logits, token_logprobs
 from common.model.policy import load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed

@@ -21,8 +21,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
-from common.model import head, student
-from common.model.memory import GIB, Plan, predict, shapes_of
+from common.model import distill, logprobs
+from common.model.memory import GIB, Plan, predict
 from common.model.policy import Policy, shard
 from common.objectives.divergence import reverse_kl
 
@@ -48,18 +48,20 @@ UNTIED = qwen3(1024, 4096, 3, 16, vocab_size=8000, head_dim=64, num_key_value_he
 SMALL = dict(tied=TIED, untied=UNTIED, context=UNTIED, distilled=TIED)
 
 
-class Student(student.Student):
-    forward = student.Student.distill  # the tracker of memory knows `forward` only
+class Student(distill.Student):
+    forward = distill.Student.distill  # the tracker of memory knows `forward` only
 
 
-class Teacher(student.Teacher):
-    forward = student.Teacher.teach
+class Teacher(distill.Teacher):
+    forward = distill.Teacher.teach
 
 
 def meta_model(config, kind: type[Policy], dtype: torch.dtype = torch.float32) -> Policy:
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=dtype)
-    return kind(hf, "")
+    model = kind(hf, "")
+    model.compute_dtype = torch.bfloat16
+    return model
 
 
 # ---- the check ----
@@ -128,9 +130,9 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
 
     os.environ |= dict(WORLD_SIZE=str(ranks), RANK="0")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    chunk_size = head.chunk_size
-    head.product, head.add_product_ = float32_product, lambda total, a, b: None
-    head.chunk_size = lambda vocabulary, _: chunk_size(vocabulary, True)
+    chunk_size = logprobs.chunk_size
+    logprobs.product, logprobs.add_product_ = float32_product, lambda total, a, b: None
+    logprobs.chunk_size = lambda vocabulary, _: chunk_size(vocabulary, True)
     worst = 0.0
     for name in names:
         config = (CONFIGS | SMALL)[name]
@@ -142,7 +144,7 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
             policy = meta_model(config, Student if distils else Policy)
             teacher = meta_model(config, Teacher, torch.bfloat16) if distils else None
             models = [policy, teacher.requires_grad_(False)] if distils else [policy]
-            parts = predict([shapes_of(model, torch.bfloat16) for model in models], plan)
+            parts = predict(models, plan)
             ours = sum(parts.values()) - parts["Adam"]
             theirs = measured(policy, teacher, plan, splits=name == "context")
             worst = max(worst, abs(ours / theirs - 1))

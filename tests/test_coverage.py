@@ -11,8 +11,7 @@ from transformers import GPTJConfig
 
 import common.model.policy
 from bench.models import ARCHITECTURES, ARGS, TABLE, checkpoint, measure, row
-from common.model.head import Logits
-from common.model.logprobs import token_logprobs
+from common.model.logprobs import Logits, token_logprobs
 from common.model.policy import load_policy
 
 WITH_DELTA_NETS = [t for t in ARCHITECTURES if t.startswith(("qwen3_5", "qwen3_next"))]

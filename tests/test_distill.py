@@ -15,10 +15,9 @@ from common.config.groups import TrainArgs
 from common.data.encode import Encoder
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
-from common.model.comparison import Comparison
+from common.model.distill import Comparison, Teacher
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
-from common.model.student import Teacher
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
 from common.rewards.total import Rewards

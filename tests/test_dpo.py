@@ -17,7 +17,7 @@ from common.data.tasks import arithmetic_rows
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
-from common.model.reference import store_reference_logps
+from common.model.scoring import store_reference_logps
 from common.model.tiny import tiny_model
 from common.objectives.preference import Pairs, preference_loss
 
@@ -89,7 +89,7 @@ def test_logprobs_equal_those_of_plain_transformers(data, device, tmp_path):
     for n, name in enumerate(("chosen", "rejected")):
         expected = sum(naive_logps(hf, pair[n]) for pair in groups) / len(groups)
         assert got[f"logps/{name}"] == pytest.approx(expected, rel=1e-5)
-    (stored,) = store_reference_logps([groups], tiny_model(), lambda: model, tmp_path, args, device)
+    (stored,) = store_reference_logps([groups], tiny_model(), lambda: model, tmp_path, args)
     expected = torch.tensor([[naive_logps(hf, sample) for sample in pair] for pair in groups])
     torch.testing.assert_close(stored, expected.double(), rtol=1e-5, atol=1e-5)
 

@@ -153,7 +153,7 @@ def test_vllm_gives_equal_greedy_completions_and_judges(one_rank, flags, models,
     sequences = [
         p + c["ids"] for p, line in zip(prompts, ours, strict=True) for c in line["completions"]
     ]
-    mean = sum(score(reward_model, [[ids] for ids in sequences], 1000, 0, device)) / 55
+    mean = sum(score(reward_model, [[ids] for ids in sequences], 1000)) / 55
     assert found["reward_model"] == found["reward_model_against"]
     assert found["reward_model"]["mean"] == pytest.approx(mean, rel=1e-4)
     policy = load_policy(str(models / "policy"), args, device, trainable=False)
@@ -162,7 +162,7 @@ def test_vllm_gives_equal_greedy_completions_and_judges(one_rank, flags, models,
         for p, line in zip(prompts, ours, strict=True)
         for c in line["completions"]
     ]
-    likely = evaluation.log_likelihoods(policy, [samples], 1000, 0, device)
+    likely = evaluation.log_likelihoods(policy, [samples], 1000)
     nats, tokens = -sum(x for x, _ in likely), sum(n for _, n in likely)
     assert found["perplexity"]["mean"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
 

@@ -63,7 +63,7 @@ def test_transformers_gives_the_export_equal_scores(trained, device):
     texts = ["1+1=2", "a longer text, which is not of the same length", "x"]
     sequences = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     model = load_scalar_model(str(trained / "hf"), TrainArgs(), device, trainable=False)
-    ours = score(model, [sequences], 100, 0, device)
+    ours = score(model, [sequences], 100)
     assert len(set(ours)) == 3
     padded = tokenizer.pad(dict(input_ids=sequences), return_tensors="pt")
     with torch.no_grad():
@@ -127,11 +127,11 @@ def test_score_depends_on_its_whole_sequence_only(device):
     model = load_scalar_model(tiny_model(), TrainArgs(), device)
     sequences = [[5, 6, 7], [8], [5, 6, 9, 10, 11]]
     together, apart = (
-        score(model, [sequences], 100, 0, device),
-        [score(model, [[s]], 100, 0, device)[0] for s in sequences],
+        score(model, [sequences], 100),
+        [score(model, [[s]], 100)[0] for s in sequences],
     )
     assert together == pytest.approx(apart, abs=1e-5) and len(set(together)) == 3
-    assert score(model, [[[5, 6, 8]]], 100, 0, device)[0] != pytest.approx(
+    assert score(model, [[[5, 6, 8]]], 100)[0] != pytest.approx(
         together[0], abs=1e-4
     )  # the last token has an effect
     (mb,) = pack([at_end([5, 6, 7])], 10, device)
@@ -155,7 +155,7 @@ def test_end_of_text_that_is_also_padding_is_scored(device, tmp_path):
         assert (hf.config.pad_token_id is None) == (pad == tokenizer.eos_token)
         with torch.no_grad():
             theirs = hf(input_ids=torch.tensor([ids])).logits.item()
-        assert score(model, [[ids]], 100, 0, device) == pytest.approx([theirs], abs=1e-5)
+        assert score(model, [[ids]], 100) == pytest.approx([theirs], abs=1e-5)
 
 
 def test_new_head_depends_only_on_the_seed(device):

@@ -18,11 +18,10 @@ from common.data.encode import Encoder
 from common.data.packing import pack_minibatches
 from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.comparison import compare
-from common.model.head import Logits
+from common.model.distill import OwnTeacher, compare, load_own_teacher
 from common.model.hub import load_tokenizer
+from common.model.logprobs import Logits
 from common.model.policy import load_policy, move_towards
-from common.model.student import OwnTeacher, load_own_teacher
 from common.model.tiny import tiny_model
 from common.objectives.divergence import DIVERGENCES
 from common.rollout.hints import divide, hint_filler, hinted_prompt

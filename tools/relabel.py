@@ -38,7 +38,7 @@ def main(args: Args) -> None:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
     model = load_scalar_model(path, args, device, trainable=False)
     share = [[sample.ids for sample in pair] for pair in pairs[rank::world_size]]
-    scores = score(model, share, args.pack_tokens, model.share_prefix, device)
+    scores = score(model, share, args.pack_tokens)
     scores_of_ranks = distributed.gather_objects(list(zip(scores[::2], scores[1::2], strict=True)))
     if distributed.is_main():
         right = 0.0

@@ -3,6 +3,7 @@
 Shapes: T computed tokens, K keys: more than T if prefixes are shared, because each sequence has a
 copy of the keys of its prefix."""
 
+import math
 from itertools import groupby
 
 import torch
@@ -10,13 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.data.tokens import Tokens
-from common.model.full_attention import full_attention
 from common.parallel.context import exchange
 
-# SDPA on a CPU computes 512 keys at a time, with those that are later than its queries. In calls of
-# so many queries it gets fewer such keys. Above LONG keys the share of these is small.
-CPU_QUERIES = 128
-LONG = 1024
 VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # whether varlen_attn accepts fewer key heads
 
 
@@ -50,17 +46,16 @@ def packed_attention(
     windows are exact if the last query is aligned with the last key. CUDA has FlashAttention's
     varlen kernel, which aligns them so and needs no memory quadratic in T; other devices have one
     SDPA call for neighbours of one length. Neither has a `softcap` on the scores (Gemma 2) or
-    sinks (`s_aux`, gpt-oss), which `full_attention` computes. Raises `NotImplementedError` for
+    sinks (`s_aux`, gpt-oss), which need all scores at once. Raises `NotImplementedError` for
     unsupported variants of attention, which loading reports in one line."""
-    sinks_H = kwargs.get("s_aux")
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError(f"{type(module).__name__} needs position_bias in attention")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} attends to later tokens")
     rows_K = kwargs["key_rows_K"]  # a KeyError is caught at load
     if rows_K is not None:
-        key = GatherKeys.apply(key, rows_K)
-        value = GatherKeys.apply(value, rows_K)
+        key, value = (GatherKeys.apply(x, rows_K) for x in (key, value))
+    sinks_H = kwargs.get("s_aux")
     is_plain = softcap is None and sinks_H is None
     if query.is_cuda and query.dtype != torch.float32 and is_plain:
         out = varlen_attention(query, key, value, scaling, sliding_window, kwargs)
@@ -126,17 +121,11 @@ def attention_by_length(
     keys = key.squeeze(0).split(key_rows, dim=1)
     values = value.squeeze(0).split(key_rows, dim=1)
     outputs = []
-    for (num_queries, num_keys, count), *slices in zip(runs, queries, keys, values, strict=True):
+    for (*_, count), *slices in zip(runs, queries, keys, values, strict=True):
         # [heads, count * length, head_dim] -> [count, heads, length, head_dim]
         q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in slices)
-        end = num_keys - num_queries
-        divides = q.is_cpu and (end or num_keys <= LONG)
-        out = []
-        for block in q.split(CPU_QUERIES if divides else num_queries, dim=2):
-            end += block.shape[2]
-            out.append(causal_attention(block, k[:, :, :end], v[:, :, :end], *variant))
-        # [count * num_queries, heads, head_dim]
-        outputs.append(torch.cat(out, dim=2).transpose(1, 2).flatten(0, 1))
+        out = causal_attention(q, k, v, *variant)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
     return torch.cat(outputs)[None]
 
 
@@ -144,15 +133,31 @@ def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None,
     softcap: float | None, sinks_H: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention in sequences of one length. The last query is aligned with the last key."""
-    before = key.shape[2] - query.shape[2]
-    window = sliding_window or key.shape[2]
+    """Compute attention in sequences of one length, [count, heads, length, head_dim]. The last
+    query is aligned with the last key.
+
+    A softcap makes scores `softcap * tanh(scores / softcap)`. A sink is the score of one more key
+    of each head, whose value is 0. Both need memory for all scores: long sequences need
+    `--activation_checkpointing`."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    before = num_keys - num_queries
+    window = sliding_window or num_keys
+    is_plain = softcap is None and sinks_H is None
     mask = None
-    if before or key.shape[2] > window:
-        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    if not is_plain or before or num_keys > window:
+        mask = query.new_ones(num_queries, num_keys, dtype=torch.bool)
         mask = mask.tril(before).triu(before + 1 - window)
-    if softcap is None and sinks_H is None:
+    if is_plain:
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
         )
-    return full_attention(query, key, value, mask, scaling, softcap, sinks_H)
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks_H is not None:
+        sinks = sinks_H[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., :num_keys]
+    return weights.to(value.dtype) @ value

@@ -1,4 +1,5 @@
-"""Log-probs and entropies of tokens, computed chunk by chunk (head.py).
+"""Log-probs and entropies of tokens, and their gradients, for one chunk of tokens at a time: the
+logits of a whole pack, [T, V], are never stored.
 
 Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary.
 """
@@ -8,9 +9,115 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from common.model.head import Logits, LogitsGradient
+CPU_CHUNK = 256  # tokens of a chunk: 256 * 151,936 logits * 4 bytes = 156 MB
+CUDA_CHUNK = 1024  # at least as many on CUDA, and as many as fit in CUDA_BYTES
+CUDA_BYTES = 2**30
+
+
+def chunk_size(vocabulary: int, on_cuda: bool) -> int:
+    """Return the number of tokens in a chunk."""
+    return max(CUDA_CHUNK, CUDA_BYTES // (4 * vocabulary)) if on_cuda else CPU_CHUNK
+
+
+# ---- logits ----
+
+
+class Logits(NamedTuple):
+    """Factors of the logits of T tokens: z = (hidden head^T + bias) * scale, or softcap * tanh(z /
+    softcap)."""
+
+    hidden_TD: Tensor
+    head_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def chunks(self, extra: int = 0) -> list[slice]:
+        """Return the chunks of the T tokens. `extra`: numbers per token that are stored beside the
+        logits."""
+        size = chunk_size(len(self.head_VD) + extra, self.hidden_TD.is_cuda)
+        return [slice(start, start + size) for start in range(0, len(self.hidden_TD), size)]
+
+    def chunk(self, c: slice, temperature: float) -> tuple[Tensor, Tensor | float]:
+        """Return the logits / temperature of a chunk, [C, V], and their derivative with respect to
+        hidden head^T: a number, or [C, V] with a softcap."""
+        logits_CV = product(self.hidden_TD[c], self.head_VD.T)
+        if self.bias_V is not None:
+            logits_CV += self.bias_V
+        derivative = self.scale / temperature
+        if self.softcap is None:
+            return multiply_(logits_CV, derivative), derivative
+        tanh_CV = logits_CV.mul_(self.scale / self.softcap).tanh_()
+        return tanh_CV * (self.softcap / temperature), (1 - tanh_CV.square()) * derivative
+
+
+def logits_of(hf: nn.Module, hidden_TD: Tensor) -> Logits:
+    """Return the logits that a Hugging Face model computes from its last hidden states."""
+    head = hf.get_output_embeddings()
+    config = hf.config.get_text_config()
+    # Names of Cohere, Granite and Gemma 2. `check_packing` refuses models with other operations on
+    # logits.
+    multiplier = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Logits(hidden_TD, head.weight, head.bias, multiplier / divisor, softcap)
+
+
+def logits_gradient(
+    logits: Logits, temperature: float, chunks: list[slice], head_is_trained: bool,
+    of_chunk: Callable[[Tensor, slice], Tensor],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of hidden states, head and bias, summed over chunks in at least float32.
+    `of_chunk` makes the gradient of the logits of a chunk, and may overwrite these."""
+    hidden_TD, head_VD, bias_V, *_ = logits
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    by_hidden_TD = torch.empty_like(hidden_TD)
+    by_head_VD = torch.zeros_like(head_VD, dtype=wide) if head_is_trained else None
+    by_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+    for c in chunks:
+        logits_CV, derivative = logits.chunk(c, temperature)
+        by_logits_CV = multiply_(of_chunk(logits_CV, c), derivative)
+        if by_bias_V is not None:
+            by_bias_V += by_logits_CV.sum(0)
+        by_logits_CV = by_logits_CV.to(head_VD.dtype)
+        if by_head_VD is not None:
+            add_product_(by_head_VD, by_logits_CV.T, hidden_TD[c])
+        by_hidden_TD[c] = product(by_logits_CV, head_VD)
+        del logits_CV, by_logits_CV  # before the next chunk
+    factors = by_head_VD, by_bias_V
+    return by_hidden_TD, *(None if x is None else x.to(hidden_TD.dtype) for x in factors)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix product a b. For bfloat16 matrices, sum and result are float32, in which
+    the product of two bfloat16 numbers is exact."""
+    if a.dtype != torch.bfloat16:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # a CPU has no such kernel
+
+
+def add_product_(sum_VD: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `product` to a float32 sum, without a second tensor of its size where there is a
+    kernel."""
+    if a.dtype != torch.bfloat16:
+        sum_VD.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(sum_VD, a, b, out_dtype=torch.float32, out=sum_VD)
+    else:
+        sum_VD += product(a, b)
+
+
+def multiply_(x_CV: Tensor, factor: Tensor | float) -> Tensor:
+    """Multiply in place, but skip a factor of 1, because a GPU spends its time on reading and
+    writing [C, V]."""
+    return x_CV if not isinstance(factor, Tensor) and factor == 1 else x_CV.mul_(factor)
+
+
+# ---- log-probs ----
 
 
 class TokenStats(NamedTuple):
@@ -48,14 +155,9 @@ def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
 
 
 def gradient(
-    logits_CV: Tensor,
-    targets_C: Tensor,
-    largest_C: Tensor,
-    sum_C: Tensor,
-    entropy_C: Tensor,
-    by_logprob_C: Tensor,
-    by_entropy_C: Tensor | None,
-) -> Tensor:
+    logits_CV: Tensor, targets_C: Tensor, largest_C: Tensor, sum_C: Tensor, entropy_C: Tensor,
+    by_logprob_C: Tensor, by_entropy_C: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return the gradient of the logits of a chunk, in their place, from those of log-probs and
     entropies:
 
@@ -93,10 +195,8 @@ class _TokenLogprobs(torch.autograd.Function):
         softcap: float | None, targets_T: Tensor, temperature: float, compiled: bool,
     ):  # fmt: skip
         logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        chunk_statistics = fused(statistics_of_copy) if compiled else statistics
-        chunks = []
-        for c in logits.chunks():
-            chunks.append(chunk_statistics(logits.chunk(c, temperature)[0], targets_T[c]))
+        of_chunk = fused(statistics_of_copy) if compiled else statistics
+        chunks = [of_chunk(logits.chunk(c, temperature)[0], targets_T[c]) for c in logits.chunks()]
         *stats, largest_T, sum_T = map(torch.cat, zip(*chunks, strict=True))
         entropy_T = stats[1]
         ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, largest_T, sum_T, entropy_T)
@@ -107,23 +207,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, by_logprob_T: Tensor | None, by_entropy_T: Tensor | None, *_):
-        hidden_TD, head_VD, bias_V, targets_T, largest_T, sum_T, entropy_T = ctx.saved_tensors
+        hidden_TD, head_VD, bias_V, *numbers_T = ctx.saved_tensors  # as `gradient` takes them
         scale, softcap, temperature, compiled = ctx.settings
         logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        chunk_gradient = fused(gradient) if compiled else gradient
-        total = LogitsGradient(logits, head_is_trained=ctx.needs_input_grad[1])
         if by_logprob_T is None:
-            by_logprob_T = torch.zeros_like(entropy_T)
-        for c in logits.chunks():
-            logits_CV, derivative = logits.chunk(c, temperature)
-            grad_CV = chunk_gradient(
-                logits_CV,
-                targets_T[c],
-                largest_T[c],
-                sum_T[c],
-                entropy_T[c],
-                by_logprob_T[c],
-                None if by_entropy_T is None else by_entropy_T[c],
-            )
-            total.add(c, grad_CV, derivative)
-        return *total.result(), *[None] * 5
+            by_logprob_T = torch.zeros_like(numbers_T[-1])
+        numbers_T += [by_logprob_T, by_entropy_T]
+
+        def of_chunk(logits_CV: Tensor, c: slice) -> Tensor:
+            numbers_C = (None if x_T is None else x_T[c] for x_T in numbers_T)
+            return (fused(gradient) if compiled else gradient)(logits_CV, *numbers_C)
+
+        is_trained = ctx.needs_input_grad[1]
+        total = logits_gradient(logits, temperature, logits.chunks(), is_trained, of_chunk)
+        return *total, *[None] * 5

@@ -16,11 +16,9 @@ from common.data.packing import PackedBatch
 from common.data.tokens import Tokens
 from common.model.adapter_files import read_adapter
 from common.model.attention import packed_inputs
-from common.model.expert_balance import balance_of_samples, require_experts
 from common.model.flops import capacity_of, forward_flops, matrix_weights
-from common.model.head import Logits, logits_of
 from common.model.loading import draw_head, load_weights
-from common.model.logprobs import TokenStats, token_logprobs
+from common.model.logprobs import Logits, TokenStats, logits_of, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters
 from common.model.memory import require_memory
 from common.model.packable import (
@@ -42,11 +40,11 @@ Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 class PackedModel(nn.Module):
     """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
     `flops` counts the operations of its forwards and backwards, `whole_flops` those without shared
-    prefixes; `expert_balance_N` is that of the last computed sequences, if watched. `watch` gets
-    the outputs that have a graph, for the trace."""
+    prefixes. `watch` gets the outputs that have a graph, for the trace."""
 
     share_prefix = 0  # `--share_prefix`, for packs of this model
     needs_whole_sequences = False
+    expert_balance_N: Tensor  # see `watch_experts`
     watch: Callable[[PackedBatch, Output], None] | None = None
     forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
     file_names = None  # see `load_file_names`
@@ -71,11 +69,7 @@ class PackedModel(nn.Module):
         inputs = (
             self.tower.inputs(self.hf, tokens) if self.tower is not None else packed_inputs(tokens)
         )
-        output = self.hf.get_decoder()(**inputs)
-        if getattr(output, "router_logits", None):  # --router_aux_loss_coef
-            top_k = self.hf.config.get_text_config().num_experts_per_tok
-            self.expert_balance_N = balance_of_samples(mb, output.router_logits, top_k)
-        return output.last_hidden_state[0]
+        return self.hf.get_decoder()(**inputs).last_hidden_state[0]
 
     @property
     def export_names(self):
@@ -98,10 +92,11 @@ class PackedModel(nn.Module):
         return 3 * flops - 2 * self.matrix_weights * len(tokens.targets_T)
 
     def watch_experts(self, flag: str) -> None:
-        """Keep `expert_balance_N` from now on. Raises `ValueError` naming `flag` for a model
-        without experts."""
-        require_experts(self.hf.config, flag)
-        self.hf.config.output_router_logits = True
+        """Keep `expert_balance_N`, that of the last computed sequences, from now on. Raises
+        `ValueError` naming `flag` for a model without experts."""
+        with extra("architectures", flag):
+            from extras.architectures.expert_balance import watch_experts
+        watch_experts(self, flag)
 
 
 class Policy(PackedModel):

@@ -1,89 +1,54 @@
-"""Forward passes without gradient: log-probs and values that stay fixed while a rollout is trained
-on, scores of a reward model, and log-probs of completions."""
+"""Forwards without gradient: log-probs and values that stay fixed while a rollout is trained on,
+scores of a reward model, log-probs of completions, and the stored log-probs of a reference."""
 
-from itertools import chain
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from common.config.groups import TrainArgs
 from common.data.packing import (
     Minibatches,
+    PackedBatch,
     pack_minibatches,
+    per_sample,
     positions_of_share,
     sent_values,
 )
 from common.data.sample import Sample, at_end
-from common.model.policy import PackedModel, Policy, ScalarModel
+from common.model.hub import context_length, require_same_tokenizer, resolve_model
+from common.model.loading import named_errors
+from common.model.policy import PackedModel, Policy, ScalarModel, load_reference
+from common.parallel import distributed, durable, signals
 
 
 @torch.no_grad()
-def with_logprobs(
-    minibatches: Minibatches,
-    temperature: float,
-    *,
-    old: nn.Module | None = None,
-    ref: nn.Module | None = None,
-) -> Minibatches:
-    """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`
-    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`; None adds nothing.
+def forwards(model: nn.Module, micro_batches: Iterable[PackedBatch], **options) -> list[Tensor]:
+    """Return the log-probs of a policy, or the scalars of another model: [T] for each micro-batch.
     Collective."""
-    for model, name in ((old, "old_logprobs_T"), (ref, "ref_logprobs_T")):
-        if model is not None:
-            minibatches = [
-                [mb.with_streams(**{name: model(mb, temperature=temperature)[0]}) for mb in mbs]
-                for mbs in minibatches
-            ]
-            model.reshard()  # after a forward without backward the root is still whole
-    return minibatches
+    streams = []
+    for mb in micro_batches:
+        output = model(mb, **options)
+        streams.append(output if isinstance(output, Tensor) else output.logprobs_T)
+    model.reshard()  # after a forward without backward the root is still whole
+    return streams
 
 
-@torch.no_grad()
-def with_values(minibatches: Minibatches, value_model: nn.Module) -> Minibatches:
-    """Return the micro-batches with `values_T` of the value model before the update. Collective."""
-    minibatches = [[mb.with_streams(values_T=value_model(mb)) for mb in mbs] for mbs in minibatches]
-    value_model.reshard()
-    return minibatches
-
-
-@torch.no_grad()
-def log_likelihoods(
-    model: Policy,
-    groups: list[list[Sample]],
-    pack_tokens: int,
-    share_prefix: int,
-    device: torch.device,
-) -> list[tuple[float, int]]:
-    """Return the model's log-prob of each completion, in nats, and its number of tokens.
-    Collective.
+def sequence_sums(
+    model: PackedModel, groups: list[list[Sample]], pack_tokens: int
+) -> tuple[list[PackedBatch], list[Tensor]]:
+    """Pack this rank's groups, which may share prefixes. Return the micro-batches, and the sums of
+    `forwards` over the trained tokens of their samples, [N] each. Collective.
 
     Raises `ValueError` for a sequence that is longer than the model's context."""
-    samples = list(chain(*groups))
-    require_context(model, max((len(sample.ids) for sample in samples), default=0))
+    require_context(model, max((len(sample.ids) for sample in chain(*groups)), default=0))
     positions = positions_of_share(len(groups))
-    (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, device, share_prefix)
-    logps = sent_values(packs, (mb.sequence_sums(model(mb, temperature=1.0)[0]) for mb in packs))
-    return [(logp, sum(s.loss_mask)) for logp, s in zip(logps, samples, strict=True)]
-
-
-@torch.no_grad()
-def score(
-    model: ScalarModel,
-    groups: list[list[list[int]]],
-    pack_tokens: int,
-    share_prefix: int,
-    device: torch.device,
-) -> list[float]:
-    """Return the reward of each of this rank's sequences of token ids (prompt and completion),
-    given in groups that may share prefixes. Collective.
-
-    Raises `ValueError` for a sequence that is longer than the model's context.
-    """
-    require_context(model, max(map(len, chain(*groups)), default=0))
-    samples = [[at_end(ids) for ids in group] for group in groups]
-    positions = positions_of_share(len(groups))
-    (micro_batches,) = pack_minibatches(samples, positions, 1, pack_tokens, device, share_prefix)
-    rewards = (mb.sequence_sums(model(mb)) for mb in micro_batches)
-    return sent_values(micro_batches, rewards)
+    (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, model.device, model.share_prefix)
+    streams = forwards(model, packs)
+    return packs, [mb.sequence_sums(x_T) for mb, x_T in zip(packs, streams, strict=True)]
 
 
 def require_context(model: PackedModel, longest: int) -> None:
@@ -92,3 +57,133 @@ def require_context(model: PackedModel, longest: int) -> None:
     if longest > context:
         problem = f"a sequence of {longest} tokens is longer than its context of {context}"
         raise ValueError(f"{model.path}: {problem}")
+
+
+# ---- of rollouts ----
+
+
+def with_logprobs(
+    minibatches: Minibatches, temperature: float, *, old: nn.Module | None = None,
+    ref: nn.Module | None = None,
+) -> Minibatches:  # fmt: skip
+    """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`
+    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`; None adds nothing.
+    Collective."""
+    for model, name in ((old, "old_logprobs_T"), (ref, "ref_logprobs_T")):
+        if model is not None:
+            minibatches = _with_stream(minibatches, name, model, temperature=temperature)
+    return minibatches
+
+
+def with_values(minibatches: Minibatches, value_model: nn.Module) -> Minibatches:
+    """Return the micro-batches with `values_T` of the value model before the update. Collective."""
+    return _with_stream(minibatches, "values_T", value_model)
+
+
+def _with_stream(minibatches: Minibatches, name: str, model: nn.Module, **options) -> Minibatches:
+    streams = iter(forwards(model, chain(*minibatches), **options))
+    return [[mb.with_streams(**{name: next(streams)}) for mb in mbs] for mbs in minibatches]
+
+
+# ---- of sequences ----
+
+
+def log_likelihoods(
+    model: Policy, groups: list[list[Sample]], pack_tokens: int
+) -> list[tuple[float, int]]:
+    """Return the model's log-prob of each completion, in nats, and its number of tokens.
+    Collective; see `sequence_sums`."""
+    logps = sent_values(*sequence_sums(model, groups, pack_tokens))
+    return [(x, sum(s.loss_mask)) for x, s in zip(logps, chain(*groups), strict=True)]
+
+
+def score(model: ScalarModel, groups: list[list[list[int]]], pack_tokens: int) -> list[float]:
+    """Return the reward of each of this rank's sequences of token ids (prompt and completion).
+    Collective; see `sequence_sums`."""
+    samples = [[at_end(ids) for ids in group] for group in groups]
+    return sent_values(*sequence_sums(model, samples, pack_tokens))
+
+
+# ---- of a data set, by the frozen reference ----
+
+# Groups of samples of the training rows, and of the held-out rows.
+Datasets = Sequence[Sequence[list[Sample]]]
+
+
+def reference_logps(
+    policy: Policy, datasets: Datasets, tokenizer, args, device: torch.device, needed: bool = True,
+) -> list[Tensor]:  # fmt: skip
+    """Return the log-probs of all completions by the reference, [groups, samples of a group] for
+    each data set; zeros if no reference is `needed`.
+
+    Call this before a checkpoint is loaded: the reference often is the starting model. Collective.
+    Raises `ValueError` for a reference that does not fit the policy."""
+    if not needed:
+        return [torch.zeros(shape) for shape in _shapes(datasets)]
+    name = args.reference_model or args.model
+    factor = args.rope_factor if name == args.model else None
+    path = resolve_model(name, "--reference_model", rope_factor=factor)
+    require_same_tokenizer("--reference_model", path, tokenizer)
+    context = context_length(path, args)
+    if args.max_length > context:
+        problem = f"the reference's context has only {context} tokens"
+        raise ValueError(f"--max_length {args.max_length}: {problem}")
+
+    def load() -> Policy:
+        return load_reference(policy, args, device, path) if args.reference_model else policy
+
+    return store_reference_logps(datasets, path, load, Path(args.output_dir), args)
+
+
+def store_reference_logps(
+    datasets: Datasets, path: str, load: Callable[[], Policy], folder: Path, args: TrainArgs
+) -> list[Tensor]:
+    """Return the log-probs of completions by the reference, float64, as `reference_logps` does.
+
+    They come from `reference_logps.json` in the run's folder, if it has the same samples and
+    reference. Otherwise the reference computes them in one pass, divided among the ranks, and
+    stores them. Groups on disk are streamed. Collective. Raises `ValueError` for a damaged file.
+    """
+    file = folder / "reference_logps.json"
+    digest, stored = "", {}
+    if distributed.is_main():
+        folders = [each for each in (path, args.adapter) if each]
+        digest = digest_of(chain.from_iterable(chain(*datasets)), path, folders, args.dtype)
+        with named_errors(f"{file} is damaged; delete it", ValueError):
+            stored = durable.read_json(file) if file.is_file() else {}
+    digest, stored = distributed.from_main((digest, stored))  # machines may have copies of the file
+    if stored.get("digest") != digest:
+        distributed.say(f"the reference scores {sum(map(len, datasets))} rows once")
+        with signals.signals_end_the_process():  # nothing is trained yet
+            model, groups, logps = load(), chain(*datasets), []
+            while batch := list(islice(groups, 512 * distributed.world_size())):
+                scored = sequence_sums(model, distributed.share_of(batch), args.pack_tokens)
+                logps += per_sample(*scored, (sum(map(len, batch)),)).tolist()
+        stored = dict(digest=digest, logps=logps)
+        if distributed.is_main():
+            durable.write_json(file, stored)
+    shapes = _shapes(datasets)
+    columns = torch.tensor(stored["logps"], dtype=torch.float64).split([g * s for g, s in shapes])
+    return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
+
+
+def _shapes(datasets: Datasets) -> list[tuple[int, int]]:
+    """Return the number of groups of each data set, and of samples in a group."""
+    return [(len(groups), len(groups[0]) if groups else 0) for groups in datasets]
+
+
+def digest_of(
+    samples: Iterable[Sample], model_path: str, weights: list[str], *settings: object
+) -> str:
+    """Return a digest of all that decides the log-probs of samples: tokens, images, the model
+    (its path, and names, sizes and times of the files in the folders `weights`) and `settings`."""
+    stats = []
+    for folder in weights:
+        for file in sorted(Path(folder).expanduser().glob("*.safetensors")):
+            status = file.stat()
+            stats.append((file.name, status.st_size, status.st_mtime_ns))
+    hashed = hashlib.blake2b(repr((model_path, stats, *settings)).encode())
+    for sample in samples:
+        images = [image.digest for image in sample.images]
+        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights, images)).encode())
+    return hashed.hexdigest()

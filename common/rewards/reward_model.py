@@ -72,9 +72,7 @@ class RewardModel:
         it."""
         ids_or_errors = [[self._ids_or_error(sample) for sample in group] for group in groups]
         usable = [[ids for ids in group if isinstance(ids, list)] for group in ids_or_errors]
-        numbers = iter(
-            score(self.model, usable, self.args.pack_tokens, self.model.share_prefix, self.device)
-        )
+        numbers = iter(score(self.model, usable, self.args.pack_tokens))
         return [
             Result(next(numbers)) if isinstance(ids, list) else Result(error=ids)
             for ids in chain(*ids_or_errors)

@@ -3,8 +3,7 @@
     python docs/lessons/10_toy.py
 
 A distribution has 21 tokens in a row. The teacher puts two bumps on it, the student one:
-softmax(-(x - mean)^2 / (2 width^2)). Gradient descent on mean and width uses the gradient that
-distill.py uses, and starts from many places."""
+softmax(-(x - mean)^2 / (2 width^2)). Gradient descent on mean and width starts from many places."""
 
 import sys
 from collections.abc import Callable
@@ -29,7 +28,7 @@ def student(parameters_S2: Tensor) -> Tensor:
     return (-((X_V - mean_S1) ** 2) / (2 * (2 * log_width_S1).exp())).log_softmax(-1)
 
 
-def fit(divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def fit(divergence: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Return mean and width of the best student, and its log-probs."""
     parameters_S2 = torch.tensor(
         [[mean, 1.0] for mean in range(0, 21, 2)], dtype=torch.float64, requires_grad=True
@@ -37,14 +36,11 @@ def fit(divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[
     optimizer = torch.optim.Adam([parameters_S2], lr=0.02)
     for _ in range(2000):
         logp_SV = student(parameters_S2)
-        _, gradient_SV = divergence(logp_SV.detach(), LOGQ_V.expand_as(logp_SV))
         optimizer.zero_grad()
-        logp_SV.backward(
-            gradient_SV
-        )  # of logits; its sum over V is 0, so it is right for log-probs too
+        divergence(logp_SV, LOGQ_V.expand_as(logp_SV)).sum().backward()
         optimizer.step()
     logp_SV = student(parameters_S2.detach())
-    values_S, _ = divergence(logp_SV, LOGQ_V.expand_as(logp_SV))
+    values_S = divergence(logp_SV, LOGQ_V.expand_as(logp_SV))
     best = values_S.argmin()
     mean, log_width = parameters_S2.detach()[best]
     return torch.stack([mean, log_width.exp()]), logp_SV[best]
@@ -59,7 +55,7 @@ def main() -> None:
     ):
         (mean, width), logp_V = fit(divergence)
         mass = logp_V.exp()[:10].sum(), logp_V.exp()[10:].sum()
-        both = (f(logp_V[None], LOGQ_V[None])[0].item() for f in (forward_kl, reverse_kl))
+        both = (f(logp_V[None], LOGQ_V[None]).item() for f in (forward_kl, reverse_kl))
         numbers = f"{mean:6.2f} {width:6.2f}  {mass[0]:18.3f} {mass[1]:6.3f}   "
         print(f"{name:<10} {numbers}{'  '.join(f'{x:11.3f}' for x in both)}")
 

@@ -1,1 +1,2 @@
-"""What only some model types need: gated delta nets in packs, new weights of gpt-oss for vLLM."""
+"""What only some model types need: gated delta nets in packs, new weights of gpt-oss for vLLM, the
+balance of experts."""

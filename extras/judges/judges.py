@@ -191,8 +191,7 @@ class Judge:
                 for group in prompts
             ]
             sent = [list(chain(*map(self._with_answers, group))) for group in distinct]
-            settings = (self.args.pack_tokens, self.model.share_prefix, self.device)
-            logps = iter(log_likelihoods(self.model, sent, *settings))
+            logps = iter(log_likelihoods(self.model, sent, self.args.pack_tokens))
             for of_group, found_of_group, group in zip(groups, prompts, distinct, strict=True):
                 numbers = {ids: self._probability(logps) for ids in group}
                 pairs = zip(of_group, found_of_group, strict=True)

@@ -21,11 +21,10 @@ from common.data.encode import Encoder, format_of
 from common.data.packing import PackedBatch, pack_groups
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group, Sample
-from common.model.comparison import Comparison
+from common.model.distill import Comparison, Teacher
 from common.model.hub import context_length, eos_token_ids
 from common.model.loading import named_errors
 from common.model.logprobs import TokenStats
-from common.model.student import Teacher
 from common.parallel import distributed
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Group, Sample
-from common.model.comparison import TopK, most_likely
-from common.model.student import Teacher
+from common.model.distill import Teacher, TopK, most_likely
+from common.model.scoring import digest_of
 from common.parallel import distributed, durable
 
 CHUNK = 512  # samples whose tokens share a file
@@ -36,8 +36,6 @@ class StoredTeacher:
         vocabulary: int, args: TrainArgs, device: torch.device,
     ):  # fmt: skip
         """Collective. Raises `ValueError` for a damaged file."""
-        from common.model.reference import digest_of
-
         self.vocabulary = vocabulary
         self.device = device
         chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
@@ -121,7 +119,10 @@ class StoredTeacher:
             for column, stored in zip(columns, self.columns_of_files[number], strict=True):
                 column[is_in_file_t] = stored[rows]
         logprobs_tS, tokens_tK, target_t, entropy_t = (column.to(self.device) for column in columns)
-        return TopK(logprobs_tS, tokens_tK.long(), target_t, entropy_t, self.vocabulary)
+        return TopK(
+            logprobs_TS=logprobs_tS, tokens_TK=tokens_tK.long(), target_logprobs_T=target_t,
+            entropy_T=entropy_t, vocabulary=self.vocabulary,
+        )  # fmt: skip
 
 
 def _trained(sample: Sample) -> int:

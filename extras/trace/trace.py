@@ -25,7 +25,7 @@ from common.config.groups import TrainArgs, flags_of
 from common.data.packing import PackedBatch
 from common.data.sample import Completion, Group, Sample
 from common.metrics.logger import asked
-from common.model.comparison import Comparison
+from common.model.distill import Comparison
 from common.model.logprobs import TokenStats
 from common.model.policy import PackedModel
 from common.parallel import distributed

@@ -4,8 +4,7 @@ import pytest
 import torch
 from on_gpu import HERE_AND_THERE, ON_CPU, gpu, relative_error
 
-from common.model.head import CPU_CHUNK, Logits
-from common.model.logprobs import token_logprobs
+from common.model.logprobs import CPU_CHUNK, Logits, token_logprobs
 
 # maximum difference in nats; mean in nats; relative norm of the gradient error
 BOUNDS = {torch.bfloat16: (2e-3, 2e-4, 1e-2), torch.float32: (5e-5, 5e-6, 1e-4)}

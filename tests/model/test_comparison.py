@@ -9,11 +9,10 @@ from objectives.test_divergence import CHOSEN, EXACT, kl, naive
 from common.config.groups import TrainArgs
 from common.data.packing import pack
 from common.data.sample import Sample
-from common.model import head
-from common.model.comparison import compare, most_likely
-from common.model.head import Logits
+from common.model import logprobs
+from common.model.distill import Student, Teacher, compare, most_likely
+from common.model.logprobs import Logits
 from common.model.policy import load_policy
-from common.model.student import Student, Teacher
 from common.model.tiny import tiny_model
 from common.objectives.divergence import forward_kl
 
@@ -33,7 +32,7 @@ def whole(logits: Logits, temperature: float) -> torch.Tensor:
 def models(request, monkeypatch):
     """Return student and teacher of different widths and vocabularies, and 13 tokens in chunks of
     5."""
-    monkeypatch.setattr(head, "CPU_CHUNK", 5)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK", 5)
     generator, (ours, theirs) = torch.Generator().manual_seed(3), request.param
     draw = partial(torch.randn, dtype=torch.float64, generator=generator)
     student = Logits(
@@ -175,11 +174,9 @@ def test_truncation_without_a_rest_bucket_is_no_bound_and_has_a_wrong_gradient()
         return (q_TK.exp() * (q_TK - p_TK)).sum(-1)
 
     def renormalised(logp_TV):
-        return forward_kl(*(x_TV.gather(1, top_TK).log_softmax(-1) for x_TV in (logp_TV, logq_TV)))[
-            0
-        ]
+        return forward_kl(*(x_TV.gather(1, top_TK).log_softmax(-1) for x_TV in (logp_TV, logq_TV)))
 
-    full_T, head_VD = forward_kl(logp_TV, logq_TV)[0], torch.eye(9, dtype=torch.float64)
+    full_T, head_VD = forward_kl(logp_TV, logq_TV), torch.eye(9, dtype=torch.float64)
     assert (alone(logp_TV) > full_T + 0.01).any() and (renormalised(logp_TV) > full_T + 0.01).any()
     outside_TV = torch.ones(64, 9, dtype=torch.bool).scatter(1, top_TK, False)
 

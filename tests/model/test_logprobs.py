@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from common.model.head import CPU_CHUNK, Logits
-from common.model.logprobs import token_logprobs
+from common.model.logprobs import CPU_CHUNK, Logits, token_logprobs
 
 
 def naive(hidden_TD, head_VD, targets_T, temperature):

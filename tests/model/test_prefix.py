@@ -257,18 +257,6 @@ def test_mutation_is_detected(mutation, monkeypatch):
     assert error(results(model, packs_of(groups, 1)), expected) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
-@pytest.mark.parametrize("share_prefix", [0, 1])
-def test_blocks_of_queries_attend_to_what_whole_sequences_do(name, share_prefix, monkeypatch):
-    model, groups = build(name, torch.float64), GROUPS["several"]
-    monkeypatch.setattr(attention, "CPU_QUERIES", 10**6)
-    expected = results(model, packs_of(groups, 0))
-    monkeypatch.setattr(attention, "CPU_QUERIES", 3)
-    assert error(results(model, packs_of(groups, share_prefix)), expected) < 1e-6
-    monkeypatch.setattr(attention, "LONG", 0)  # only sequences behind a prefix are divided
-    assert error(results(model, packs_of(groups, share_prefix)), expected) < 1e-6
-
-
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_recomputed_activations_give_the_same_gradient(name):
     groups, model = GROUPS["several"], build(name, torch.float64)

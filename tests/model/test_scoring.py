@@ -9,8 +9,7 @@ from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_minibatches
 from common.data.sample import Sample
 from common.model.policy import load_policy, load_scalar_model
-from common.model.reference import store_reference_logps
-from common.model.scoring import with_logprobs, with_values
+from common.model.scoring import store_reference_logps, with_logprobs, with_values
 from common.model.tiny import tiny_model
 
 ARGS = TrainArgs(dtype="float32")
@@ -51,9 +50,7 @@ def test_added_logprobs_and_values_equal_those_of_a_forward(device):
 def store(data, load, folder, dtype="auto", path=None, adapter=None) -> list[float]:
     args = TrainArgs(dtype=dtype, pack_tokens=40, lora_rank=1 if adapter else 0, adapter=adapter)
     parts = [[[sample] for sample in data[:1]], [[sample] for sample in data[1:]]]
-    scored = store_reference_logps(
-        parts, path or tiny_model(), load, folder, args, torch.device("cpu")
-    )
+    scored = store_reference_logps(parts, path or tiny_model(), load, folder, args)
     return torch.cat(scored)[:, 0].tolist()
 
 

@@ -486,11 +486,6 @@ def test_divergences_are_never_negative(divergence):
     assert divergence(STUDENT, TEACHER)[0] > 0 < divergence(TEACHER, STUDENT)[0]
 
 
-@pytest.mark.parametrize("divergence", [reverse_kl, forward_kl])
-def test_gradients_of_divergences_add_up_to_0(divergence):
-    assert divergence(STUDENT, TEACHER)[1].sum().item() == pytest.approx(0, abs=1e-12)
-
-
 def test_reverse_kl_is_a_mean_over_the_student():
     """A student that always writes one token pays for this token only."""
     assert reverse_kl(SURE, TEACHER)[0].item() == pytest.approx(-TEACHER[0, 0].item())
@@ -502,5 +497,7 @@ def test_forward_kl_is_a_mean_over_the_teacher():
 
 @pytest.mark.parametrize("divergence", [reverse_kl, forward_kl, jsd])
 def test_steps_against_the_gradient_approach_the_teacher(divergence):
-    before, slope_CV = divergence(STUDENT, TEACHER)
-    assert divergence((STUDENT - 0.1 * slope_CV).log_softmax(-1), TEACHER)[0] < before
+    logits_CV = STUDENT.clone().requires_grad_()
+    before = divergence(logits_CV.log_softmax(-1), TEACHER)
+    (slope_CV,) = torch.autograd.grad(before, logits_CV)
+    assert divergence((STUDENT - 0.1 * slope_CV).log_softmax(-1), TEACHER) < before

@@ -115,6 +115,9 @@ CONFIGS = dict(
         **small(num_attention_heads=4, num_key_value_heads=1, rope_parameters=LLAMA3_ROPE)
     ),
     mistral=transformers.MistralConfig(**small(sliding_window=7, num_key_value_heads=4)),
+    gpt_oss=transformers.GptOssConfig(  # sinks, of which a rank needs those of its heads
+        **small(sliding_window=7, num_local_experts=4, num_experts_per_tok=2)
+    ),
 )
 generator = torch.Generator().manual_seed(0)
 groups = []
@@ -201,7 +204,7 @@ distributed.cleanup()
 )
 def test_gradient_equals_that_of_plain_transformers(ranks, context, recompute, shortest, tmp_path):
     """Cases: any assignment to ranks, shared prefixes, losses of tokens and of whole sequences, one
-    key head, windows, recomputed blocks, and a sequence that does not fit on one rank."""
+    key head, windows, sinks, recomputed blocks, and a sequence that does not fit on one rank."""
     (tmp_path / "ranks.py").write_text(RANKS)
     run(ranks, tmp_path / "ranks.py", ROOT, tmp_path, context, recompute, shortest)
     for name, found in json.loads((tmp_path / "found.json").read_text()).items():

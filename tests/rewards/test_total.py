@@ -404,13 +404,13 @@ def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
     rewards = Rewards(args, [ROW], tokenizer, device)
     rewards.begin([samples[2:]])
     total_PG, parts, _ = rewards([samples[:2], samples[2:]], Meter())
-    alone = torch.tensor([score(model, [[i]], 100, 0, device)[0] for i in ids]).reshape(2, 2)
+    alone = torch.tensor([score(model, [[i]], 100)[0] for i in ids]).reshape(2, 2)
     torch.testing.assert_close(parts["model"].float(), alone)
     torch.testing.assert_close(total_PG, 2 + 0.5 * parts["model"])
     with pytest.raises(
         ValueError, match="a sequence of 3000 tokens is longer than its context of 2048"
     ):
-        score(model, [[[5] * 3000]], 4000, 0, device)
+        score(model, [[[5] * 3000]], 4000)
     with pytest.raises(ValueError, match="--reward .*a language model without a reward head"):
         Rewards(Args(reward=(f"model:{tiny}",)), [ROW], tokenizer, device)
 

@@ -9,7 +9,7 @@ from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run, 
 
 from common.data.sample import Sample
 from common.model.hub import resolve_model
-from common.model.reference import digest_of
+from common.model.scoring import digest_of
 from common.model.text_part import names_in, read_weight
 from extras.images.reader import reader
 

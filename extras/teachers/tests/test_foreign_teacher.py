@@ -16,10 +16,10 @@ from common.data.packing import pack_minibatches
 from common.data.sample import Completion
 from common.data.text_ids import TextIds
 from common.metrics.meter import Meter
+from common.model.distill import Student, Teacher
 from common.model.hub import load_tokenizer
 from common.model.logprobs import TokenStats
 from common.model.policy import load_policy
-from common.model.student import Student, Teacher
 from common.model.tiny import build_tokenizer, tiny_model
 from extras.teachers.foreign import (
     ForeignTeacher,

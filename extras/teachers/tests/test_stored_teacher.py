@@ -14,8 +14,8 @@ from test_distill import SAME, SAMPLED, domains, flags, load_teacher, teacher  #
 import distill
 from common.data.packing import pack
 from common.data.sample import Sample
-from common.model import student as students
-from common.model.comparison import most_likely
+from common.model import distill as students
+from common.model.distill import most_likely
 from extras.teachers import stored as teachers
 from extras.teachers.tests.test_foreign_teacher import write_foreign_teacher
 

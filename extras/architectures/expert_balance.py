@@ -7,8 +7,30 @@ import torch
 from torch import Tensor
 
 from common.data.packing import PackedBatch
-from common.model.loading import EXPERTS
+from common.model.policy import PackedModel
 from common.parallel.context import context_group_size
+
+
+def watch_experts(model: PackedModel, flag: str) -> None:
+    """Keep `model.expert_balance_N`, the balance of the sequences of the last forward. Raises
+    `ValueError` naming `flag` for a model without experts, and with context ranks."""
+    decoder = model.hf.get_decoder()
+    if not any(name.endswith("experts") for name, _ in decoder.named_modules()):
+        raise ValueError(f"{flag}: {decoder.config.model_type} is no mixture of experts")
+    if context_group_size() > 1:
+        raise ValueError(f"{flag} needs whole sequences on each rank; drop --context_ranks")
+    decoder.config.output_router_logits = True
+
+    def keep(module, args: tuple, inputs: dict, output) -> None:
+        mb = inputs["pack"]
+        if not isinstance(mb, PackedBatch):  # prefixes are computed once
+            what = "the balance of experts counts how every token is routed"
+            raise ValueError(f"{what}; needs --share_prefix 0")
+        top_k = decoder.config.num_experts_per_tok
+        balance_N = expert_balance(output.router_logits, mb.cu_seqlens_N1.diff(), top_k)
+        model.expert_balance_N = balance_N[: mb.num_samples]
+
+    decoder.register_forward_hook(keep, with_kwargs=True)
 
 
 def expert_balance(router_logits: tuple[Tensor, ...], lengths_N: Tensor, top_k: int) -> Tensor:
@@ -32,21 +54,3 @@ def expert_balance(router_logits: tuple[Tensor, ...], lengths_N: Tensor, top_k: 
         prob_NE = zeros_NE.index_add(0, sequence_ids_T, probs_TE) / lengths_N[:, None]
         balance_N = balance_N + (load_NE * prob_NE).sum(-1)
     return balance_N / len(router_logits)
-
-
-def balance_of_samples(mb: PackedBatch, router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
-    """Return `expert_balance` of the samples of a micro-batch, [N]. Raises `ValueError` with shared
-    prefixes."""
-    if mb.compact is not None:
-        what = "the balance of experts counts how every token is routed"
-        raise ValueError(f"{what}; needs --share_prefix 0")
-    balance_N = expert_balance(router_logits, mb.cu_seqlens_N1.diff(), top_k)
-    return balance_N[: mb.num_samples]
-
-
-def require_experts(config, flag: str) -> None:
-    """Raise `ValueError` naming `flag` for a model without experts, and with context ranks."""
-    if config.model_type not in EXPERTS:
-        raise ValueError(f"{flag}: {config.model_type} is no mixture of experts")
-    if context_group_size() > 1:
-        raise ValueError(f"{flag} needs whole sequences on each rank; drop --context_ranks")

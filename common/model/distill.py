@@ -1,0 +1,333 @@
+"""Distillation: a student is compared with its teacher at every token; the teachers of a run.
+
+The comparison goes in chunks (logprobs.py), over the whole vocabulary or the K most likely tokens
+of the teacher. Both distributions have the same temperature. Only the student has gradients. The
+two heads may have different numbers of rows for one tokenizer. Then the divergence covers the
+shared tokens, and each distribution is normalised over them.
+
+Shapes: T packed tokens, C tokens of one chunk, V vocabulary, K most likely tokens. S = K + 1 with
+one entry for all other tokens, or V for distributions over the whole vocabulary."""
+
+from collections.abc import Collection, Sequence
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from common.config.extra import extra
+from common.config.groups import TrainArgs
+from common.config.specs import eval_sets_of
+from common.data.packing import PackedBatch
+from common.data.rows import datasets_by_name
+from common.data.sample import Group, Sample
+from common.model.hub import load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.loading import load_config
+from common.model.logprobs import Logits, logits_gradient
+from common.model.lora import StartingModel
+from common.model.policy import Policy, load_policy
+from common.objectives.divergence import Divergence, coarsen, reverse_kl
+from common.parallel import distributed
+
+# ---- the comparison ----
+
+
+class TopK(SimpleNamespace):
+    """Distributions of a teacher over the shared tokens, coarsened to its most likely tokens. No
+    tuple or dataclass: FSDP would round their tensors to the compute dtype."""
+
+    logprobs_TS: Tensor  # of the K most likely tokens, then of all other tokens together
+    tokens_TK: Tensor  # the most likely one first
+    target_logprobs_T: Tensor
+    entropy_T: Tensor  # before coarsening
+    vocabulary: int  # number of shared tokens
+
+
+class Comparison(NamedTuple):
+    """Statistics of a student and its teacher at each token: nats, float32 (or float64), [T]."""
+
+    logprobs_T: Tensor  # log-prob of the target by the student, with gradient
+    divergence_T: Tensor | None  # with gradient; 0 without a divergence
+    entropy_T: Tensor  # entropy of the student
+    reverse_kl_T: Tensor  # KL(student || teacher), coarsened like the divergence
+    teacher_logprobs_T: Tensor  # log-prob of the target by the teacher, over the shared tokens
+    teacher_entropy_T: Tensor | None
+    teacher_mass_T: Tensor | None  # teacher's probability of the kept tokens; 1 if all are kept
+    agree_T: Tensor | None  # whether the two have the same most likely token, bool
+
+
+@torch.no_grad()
+def most_likely(
+    teacher: Logits, targets_T: Tensor, temperature: float, vocabulary: int, top_k: int
+) -> TopK:
+    """Coarsen a teacher's distributions over the first `vocabulary` tokens to the `top_k` most
+    likely ones."""
+    chunks = []
+    for c in teacher.chunks():
+        logq_CV = teacher.chunk(c, temperature)[0][:, :vocabulary].log_softmax(-1)
+        tokens_CK = logq_CV.topk(top_k).indices
+        target_C = _of_target(logq_CV, targets_T[c])
+        chunks.append((coarsen(logq_CV, tokens_CK), tokens_CK, target_C, _entropy(logq_CV)))
+    names = ("logprobs_TS", "tokens_TK", "target_logprobs_T", "entropy_T")
+    columns = map(torch.cat, zip(*chunks, strict=True))
+    return TopK(**dict(zip(names, columns, strict=True)), vocabulary=vocabulary)
+
+
+def compare(
+    student: Logits, teacher: Logits | TopK, targets_T: Tensor, temperature: float = 1.0,
+    divergence: Divergence | None = None, top_k: int = 0,
+) -> Comparison:  # fmt: skip
+    """Compare a student with its teacher. A `top_k` above 0 coarsens both to the teacher's most
+    likely tokens. All targets must be shared tokens."""
+    if top_k and isinstance(teacher, Logits):
+        vocabulary = min(len(student.head_VD), len(teacher.head_VD))
+        teacher = most_likely(teacher, targets_T, temperature, vocabulary, top_k)
+    return Comparison._make(_Compare.apply(*student, teacher, targets_T, temperature, divergence))
+
+
+class _Compare(torch.autograd.Function):
+    """Autograd differentiates a chunk up to its logits, which are computed again for it."""
+
+    @staticmethod
+    def forward(
+        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float,
+        softcap: float | None, teacher: Logits | TopK, targets_T: Tensor, temperature: float,
+        divergence: Divergence | None,
+    ):  # fmt: skip
+        student = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
+        chunks = []
+        for c in _chunks(student, teacher):
+            logits_CV, _ = student.chunk(c, temperature)
+            chunks.append(_statistics(logits_CV, teacher, c, targets_T[c], temperature, divergence))
+        out = tuple(map(torch.cat, zip(*chunks, strict=True)))
+        # The teacher's head is large, so its tensors are saved: the backward pass frees saved
+        # tensors, not attributes.
+        tensors, ctx.teacher = (), teacher
+        if isinstance(teacher, Logits):
+            tensors, ctx.teacher = teacher[:3], teacher[3:]
+        ctx.save_for_backward(targets_T, hidden_TD, head_VD, bias_V, *tensors)
+        ctx.settings = scale, softcap, temperature, divergence
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*out[2:])
+        return out
+
+    @staticmethod
+    def backward(ctx, by_logprob_T: Tensor | None, by_divergence_T: Tensor | None, *_):
+        targets_T, hidden_TD, head_VD, bias_V, *tensors = ctx.saved_tensors
+        scale, softcap, temperature, divergence = ctx.settings
+        student = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
+        teacher = Logits(*tensors, *ctx.teacher) if tensors else ctx.teacher
+
+        @torch.enable_grad()
+        def of_chunk(logits_CV: Tensor, c: slice) -> Tensor:
+            logp_CV, *pair = _logprobs(logits_CV.requires_grad_(), teacher, c, temperature)
+            loss = logits_CV.new_zeros((), requires_grad=True)
+            if by_logprob_T is not None:
+                loss = loss + _of_target(logp_CV, targets_T[c]) @ by_logprob_T[c]
+            if by_divergence_T is not None and divergence is not None:
+                loss = loss + divergence(*pair) @ by_divergence_T[c]
+            return torch.autograd.grad(loss, logits_CV, materialize_grads=True)[0]
+
+        chunks, is_trained = _chunks(student, teacher), ctx.needs_input_grad[1]
+        return *logits_gradient(student, temperature, chunks, is_trained, of_chunk), *[None] * 6
+
+
+def _chunks(student: Logits, teacher: Logits | TopK) -> list[slice]:
+    is_live = isinstance(teacher, Logits)
+    return student.chunks(extra=len(teacher.head_VD) if is_live else teacher.vocabulary)
+
+
+def _logprobs(
+    logits_CV: Tensor, teacher: Logits | TopK, c: slice, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probs of a chunk: the student's over its whole vocabulary, and the pair to
+    compare, coarsened or over the shared tokens."""
+    logp_CV = logits_CV.log_softmax(-1)
+    if isinstance(teacher, TopK):
+        shared_CV = _first(logp_CV, teacher.vocabulary)
+        return logp_CV, coarsen(shared_CV, teacher.tokens_TK[c]), teacher.logprobs_TS[c]
+    teacher_CV, _ = teacher.chunk(c, temperature)
+    shared = min(logp_CV.shape[1], teacher_CV.shape[1])
+    return logp_CV, _first(logp_CV, shared), teacher_CV[:, :shared].log_softmax(-1)
+
+
+def _statistics(
+    logits_CV: Tensor, teacher: Logits | TopK, c: slice, targets_C: Tensor, temperature: float,
+    divergence: Divergence | None,
+) -> Comparison:  # fmt: skip
+    """Return the comparison of a chunk, without gradients."""
+    logp_CV, logp_CS, logq_CS = _logprobs(logits_CV, teacher, c, temperature)
+    reverse_C = reverse_kl(logp_CS, logq_CS)
+    divergence_C = torch.zeros_like(reverse_C)
+    if divergence is not None:
+        divergence_C = divergence(logp_CS, logq_CS)
+    if isinstance(teacher, TopK):
+        shared, likely_C = teacher.vocabulary, teacher.tokens_TK[c, 0]
+        mass_C = logq_CS[:, : teacher.tokens_TK.shape[1]].exp().sum(-1)
+        of_teacher = teacher.target_logprobs_T[c], teacher.entropy_T[c], mass_C
+    else:
+        shared, likely_C = logq_CS.shape[1], logq_CS.argmax(-1)
+        mass_C = torch.ones_like(reverse_C)
+        of_teacher = _of_target(logq_CS, targets_C), _entropy(logq_CS), mass_C
+    of_student = _of_target(logp_CV, targets_C), divergence_C, _entropy(logp_CV), reverse_C
+    return Comparison(*of_student, *of_teacher, logp_CV[:, :shared].argmax(-1) == likely_C)
+
+
+def _of_target(logp_CV: Tensor, targets_C: Tensor) -> Tensor:
+    return logp_CV.gather(-1, targets_C[:, None])[:, 0]
+
+
+def _entropy(logp_CV: Tensor) -> Tensor:
+    return -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
+
+
+def _first(logp_CV: Tensor, count: int) -> Tensor:
+    """Return the log-probs of the first `count` tokens, normalised over these tokens."""
+    return logp_CV if count >= logp_CV.shape[1] else logp_CV[:, :count].log_softmax(-1)
+
+
+# ---- students and teachers ----
+
+
+class Student(Policy):
+    """Policy that learns from a teacher."""
+
+    forward_methods = ("distill",)
+    distils = True
+
+    def distill(
+        self, mb: PackedBatch, teacher: Logits | TopK | Any, divergence: Divergence | None = None,
+        top_k: int = 0, temperature: float = 1.0,
+    ) -> Comparison:  # fmt: skip
+        """Return statistics of this student and its `teacher`, the result of the teacher's `teach`:
+        see `compare`. The spans of a teacher with another tokenizer compare themselves."""
+        if not isinstance(teacher, Logits | TopK):
+            return teacher.compare(Policy.forward(self, mb, temperature), mb.old_logprobs_T)
+        targets_T = mb.model_tokens.targets_T
+        comparison = compare(self._logits(mb), teacher, targets_T, temperature, divergence, top_k)
+        return self._watched(mb, Comparison(*mb.expand(comparison)))
+
+
+class Teacher(Policy):
+    """Frozen policy that a student learns from."""
+
+    forward_methods = ("teach",)
+    reads_text = False  # whether its tokenizer is another one than the student's
+
+    def read(self, groups: list[Group], meter) -> list[Group]:
+        """Return the student's completions in the form that `teach` reads. Raises `RunError` for an
+        id without an embedding: an untrained student may sample any row of its head."""
+        known = self.hf.get_input_embeddings().num_embeddings
+        ids = chain.from_iterable(sample.completion_ids for sample in chain(*groups))
+        if unknown := [i for i in ids if i >= known]:
+            problem = f"has {known} tokens, the student sampled token {unknown[0]}"
+            advice = "start from a student that has learned its tokenizer's tokens"
+            raise distributed.RunError(f"--teacher {self.path} {problem}; {advice}")
+        return groups
+
+    @torch.no_grad()
+    def teach(self, mb: PackedBatch) -> Logits:
+        """Return the logits for a student's `distill`, with a copy of the head: FSDP frees its own.
+        Keep it for one micro-batch only."""
+        logits = self._logits(mb)
+        bias_V = None if logits.bias_V is None else logits.bias_V.clone()
+        return logits._replace(head_VD=logits.head_VD.clone(), bias_V=bias_V)
+
+
+class OwnTeacher(Student, Teacher):
+    """Policy that learns from itself."""
+
+    forward_methods = Student.forward_methods + Teacher.forward_methods
+
+
+def load_own_teacher(policy: OwnTeacher, args: TrainArgs, device: torch.device) -> nn.Module:
+    """Return the model of `--teacher` of self_distill.py: the policy, or a frozen copy, in float32
+    if it is to move. With adapters a copy is the policy with other adapters. Collective."""
+    if args.teacher == "live":
+        return policy
+    if args.lora_rank:
+        return StartingModel(policy)
+    moves = args.teacher == "ema"
+    return load_policy(
+        policy.path, args, device, trainable=False, flag="--teacher", kind=Teacher, moves=moves
+    )
+
+
+# ---- the teachers of a run ----
+
+
+def find_teachers(args, path: str, tokenizer) -> dict[str, str]:
+    """Return the local folders of `--teacher` by name. `path` and `tokenizer` are the student's.
+    Raises `ValueError` for one that is missing, and with `--estimator full` for other tokens."""
+    folders = {}
+    for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
+        folders[name] = resolve_model(model, "--teacher", not args.dry_run)
+        shared = shared_vocabulary(path, folders[name])
+        if args.top_k > shared:
+            problem = f"--model and --teacher share only {shared} tokens"
+            raise ValueError(f"--top_k {args.top_k}: {problem}")
+        if args.estimator == "full":
+            otherwise = ", or set --estimator sampled, which compares text"
+            require_same_tokenizer("--teacher", folders[name], tokenizer, otherwise)
+    return folders
+
+
+def shared_vocabulary(path: str, teacher_path: str) -> int:
+    """Return how many tokens the models in two folders share."""
+    return min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
+
+
+def by_teacher(
+    groups: Sequence[Group], teachers: Collection[str], column: str | None
+) -> dict[str, list[Group]]:
+    """Return the groups of each teacher, with an empty one in place of each other group, so that
+    all keep their positions. A row's value in `--teacher_column` is the name of its teacher. Raises
+    `ValueError` for another value."""
+    own = {name: [[] for _ in groups] for name in teachers}
+    for position, group in enumerate(groups):
+        row = group[0].row
+        name = next(iter(own)) if column is None else str(row.get(column))
+        if name not in own:
+            problem = f"{row.get(column)!r} is no name of --teacher ({', '.join(own)})"
+            raise ValueError(f"{row['_source']}: --teacher_column {column}: {problem}")
+        own[name][position] = group
+    return own
+
+
+def load_teachers(
+    folders: dict[str, str], policy: Policy, tokenizer, samples: list[Sample], rows: list[dict],
+    args: TrainArgs, device: torch.device,
+) -> dict[str, Teacher]:  # fmt: skip
+    """Return the frozen models by name or, with `--teacher_logprobs stored`, the log-probs of the
+    only one for the trained tokens of `samples`. They are in the run's folder `teacher_logprobs`;
+    if that is of other samples or of another teacher, the model is loaded to write it, and dropped.
+    `policy` and `tokenizer` are the student's, `rows` those of all prompts. Collective. Raises
+    `ValueError` naming a row without a teacher."""
+
+    def load(path: str, kind: type[Teacher] = Teacher) -> Teacher:
+        return load_policy(path, args, device, trainable=False, flag="--teacher", kind=kind)
+
+    by_teacher([[Sample([], [], row=row)] for row in rows], folders, args.teacher_column)
+    teachers = {}
+    for name, path in folders.items():
+        own_tokenizer = tokenizer
+        if args.estimator == "sampled":  # else `find_teachers` has required the same tokens
+            own_tokenizer = load_tokenizer(path, flag="--teacher")
+        is_foreign = own_tokenizer.get_vocab() != tokenizer.get_vocab()
+        is_stored = args.teacher_logprobs == "stored"
+        if not (is_stored or is_foreign):
+            teachers[name] = load(path)
+            continue
+        why = "--teacher_logprobs stored" if is_stored else "--teacher with another tokenizer"
+        with extra("teachers", why):
+            from extras.teachers import foreign, stored
+        if is_stored:
+            folder = Path(args.output_dir) / "teacher_logprobs"
+            shared = shared_vocabulary(policy.path, path)
+            teachers[name] = stored.StoredTeacher(folder, path, load, samples, shared, args, device)
+        else:
+            teachers[name] = load(path, foreign.ForeignTeacher)
+            teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
+    return teachers
