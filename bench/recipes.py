@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.memory_plan import CONFIGS
 from common.config.online import OnlineArgs
 from common.config.parse import read_file
-from common.model.memory import GIB, predict
+from common.model.memory import GIB, total
 from common.model.policy import Policy
 from extras.plan.launch import GPUS, Launch
 from extras.plan.plan import build, span
@@ -72,7 +72,7 @@ def rows() -> Iterator[str]:
             Path(folder, "tokenizer_config.json").write_text("{}")
         for recipe, (kind, case) in RECIPES.items():
             command, launch = launch_of(recipe, folders)
-            memory = sum(predict(launch.shapes, launch.plan).values()) / GIB
+            memory = total(launch.memory(launch.plan)) / GIB
             size = f"{memory:.1f} GiB of {launch.gpu.memory / GIB:.1f}"
             step = f"{launch.args.rows_per_step} x {launch.each} = {launch.sequences:,} sequences"
             tokens = f"{launch.sequences * (launch.new or launch.length):,.0f}"

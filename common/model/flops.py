@@ -1,6 +1,5 @@
 """Arithmetic and memory of a step, as numbers for metrics.jsonl."""
 
-import importlib.util
 import resource
 import sys
 
@@ -19,8 +18,6 @@ BFLOAT16_PEAK = {
     "L40S": 362e12,
 }
 
-CHUNK = 64  # tokens that transformers' delta rule computes at a time; it pads to a multiple
-
 
 def attention_shape(config) -> tuple[int, int]:
     """Return the number of attention heads and the width of each, in the layer with the widest; one
@@ -37,8 +34,14 @@ def differs_by_layer(config, name: str) -> bool:
 
 
 def num_delta_nets(config) -> int:
-    """Return the number of layers that are gated delta nets (delta_net.py)."""
+    """Return the number of layers that are gated delta nets (extras/architectures)."""
     return (getattr(config, "layer_types", None) or []).count("linear_attention")
+
+
+def state_size(config) -> int:
+    """Return the numbers of the state of a gated delta net."""
+    width = config.linear_key_head_dim * config.linear_value_head_dim
+    return config.linear_num_value_heads * width
 
 
 def matrix_weights(hf: nn.Module) -> int:
@@ -97,29 +100,3 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((rate for part, rate in BFLOAT16_PEAK.items() if part in name), None)
-
-
-# ---- gated delta nets (extras/architectures) ----
-
-
-def state_size(config) -> int:
-    """Return the numbers of a layer's state."""
-    width = config.linear_key_head_dim * config.linear_value_head_dim
-    return config.linear_num_value_heads * width
-
-
-def kept_numbers(config) -> int:
-    """Return the float32 numbers per token that a layer keeps for its backward: with
-    flash-linear-attention its inputs and output, in transformers' torch code also every step of a
-    chunk, by counting them there."""
-    key = config.linear_key_head_dim
-    value = config.linear_value_head_dim
-    numbers = 2 * key + 2 * value
-    if not has_kernels():
-        numbers = 12 * key + 8 * value + 8 * CHUNK + 4 * key * value // CHUNK
-    return config.linear_num_value_heads * numbers
-
-
-def has_kernels() -> bool:
-    """Return whether the kernels that transformers uses are installed."""
-    return importlib.util.find_spec("fla") is not None

@@ -7,6 +7,7 @@ do what transformers' do if there is no `pack` among the arguments.
 
 Shapes: T tokens of a pack, C channels of the convolution, H heads."""
 
+import importlib.util
 import inspect
 import sys
 from collections import defaultdict
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-from common.model.flops import CHUNK, has_kernels
 from common.parallel import distributed
 
+CHUNK = 64  # tokens that transformers' delta rule computes at a time; it pads to a multiple
 CONVOLUTION = "causal_conv1d_fn"
 RECURRENCE = "torch_chunk_gated_delta_rule"
 ONE_TOKEN = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")  # in generation
@@ -29,6 +30,7 @@ ONE_TOKEN = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")  # in g
 def keep_sequences_apart(hf: nn.Module) -> None:
     """Replace the functions of transformers' module that mix tokens in delta nets. Raises
     `AttributeError` for a module that has other ones."""
+    hf.kept_by_delta_net = kept_numbers(hf.config.get_text_config())  # memory.py reads it
     # It warns of missing kernels on every rank; once is enough.
     logging.get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     module = sys.modules[type(hf).__module__]
@@ -91,3 +93,20 @@ def packed_recurrence(recurrence: Callable) -> Callable:
 
     of_pack.of_transformers = recurrence
     return of_pack
+
+
+def kept_numbers(config) -> int:
+    """Return the float32 numbers per token that a layer keeps for its backward: with
+    flash-linear-attention its inputs and output, in transformers' torch code also every step of a
+    chunk, by counting them there."""
+    key = config.linear_key_head_dim
+    value = config.linear_value_head_dim
+    numbers = 2 * key + 2 * value
+    if not has_kernels():
+        numbers = 12 * key + 8 * value + 8 * CHUNK + 4 * key * value // CHUNK
+    return config.linear_num_value_heads * numbers
+
+
+def has_kernels() -> bool:
+    """Return whether the kernels that transformers uses are installed."""
+    return importlib.util.find_spec("fla") is not None

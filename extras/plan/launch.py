@@ -11,8 +11,20 @@ from common.config.online import OnlineArgs
 from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.model.flops import attention_shape, num_delta_nets, state_size
 from common.model.hub import context_length
-from common.model.memory import GIB, Plan, make_plan, refusal, shapes_of, uses_vllm
-from common.model.policy import PackedModel, compute_dtype
+from common.model.memory import (
+    GIB,
+    USABLE,
+    Bytes,
+    Plan,
+    block_and_root,
+    make_plan,
+    num_weights,
+    predict,
+    size_of,
+    total,
+    uses_vllm,
+)
+from common.model.policy import PackedModel
 
 # Shares of the published rates that are reached, and the band around the time that they give.
 TRAINING = 0.27  # of FLOP/s
@@ -111,16 +123,46 @@ class Launch:
 
     # ---- memory ----
 
-    @cached_property
-    def shapes(self):
-        dtype = compute_dtype(self.args, self.trained[0].hf.device)
-        return [shapes_of(model, dtype) for model in (*self.trained, *self.frozen)]
+    @property
+    def models(self) -> list[PackedModel]:
+        return [*self.trained, *self.frozen]
 
     @cached_property
     def plan(self) -> Plan:
         """The plan of a training rank. A copy of each model is sharded as `shard_mesh` does it."""
         whole = self.trainers if self.trainers % self.machine else self.machine
-        return make_plan(self.shapes, self.args, self.args.shard_ranks or whole, self.gpu.memory)
+        return make_plan(self.models, self.args, self.args.shard_ranks or whole, self.gpu.memory)
+
+    def memory(self, plan: Plan) -> Bytes:
+        """Return the bytes on a training rank at the peak of a step, by use: the larger peak of the
+        update and, with a colocated engine, of sampling."""
+        update = predict(self.models, plan)
+        if not self.has_vllm or self.rollout_ranks:
+            return update
+        sampling = {name: update[name] for name in ("weights", "frozen models", "Adam")}
+        parts = [(model.compute_dtype.itemsize, *block_and_root(model)) for model in self.models]
+        sampling["gathered weights"] = max(size * (root + 2 * block) for size, block, root in parts)
+        return max(update, sampling | dict(engine=self.engine), key=total)
+
+    def on_the_host(self, plan: Plan) -> float:
+        """Return the bytes of host memory that each rank takes for `--offload`."""
+        moments = 8 * sum(num_weights(model, trained=True) for model in self.trained)
+        everything = sum(map(size_of, self.models)) + 1.5 * moments  # with gradients
+        return {"none": 0, "optimizer": moments, "all": everything}[plan.offload] / plan.ranks
+
+    def describe_memory(self) -> str:
+        """Return the memory of a training rank in GiB, in one line, the largest use first."""
+        uses = sorted(self.memory(self.plan).items(), key=lambda use: -use[1])
+        listed = [f"{use} {size / GIB:.1f}" for use, size in uses if size >= 0.05 * GIB]
+        available = f" of {self.gpu.memory / GIB:.1f}" if self.gpu.memory else ""
+        line = f"{sum(size for _, size in uses) / GIB:.1f} GiB{available} ({', '.join(listed)}"
+        if self.plan.offload != "none":
+            line += f"; on the host {self.on_the_host(self.plan) / GIB:.1f}"
+        return line + ")"
+
+    @property
+    def fits(self) -> bool:
+        return total(self.memory(self.plan)) <= USABLE * self.gpu.memory
 
     @property
     def has_vllm(self) -> bool:
@@ -138,12 +180,15 @@ class Launch:
 
     @property
     def engine_weights(self) -> float:
-        return self.shapes[0].bytes * self.shapes[0].weights / self.args.tensor_parallel_size
+        policy = self.trained[0]
+        size = policy.compute_dtype.itemsize * num_weights(policy)
+        return size / self.args.tensor_parallel_size
 
     def cached(self, tokens: float) -> float:
         """Return the bytes of a sequence in the cache of an engine."""
-        config = self.trained[0].hf.config.get_text_config()
-        return bytes_in_cache(config, tokens, self.shapes[0].bytes, self.args.tensor_parallel_size)
+        policy = self.trained[0]
+        config, size = policy.hf.config.get_text_config(), policy.compute_dtype.itemsize
+        return bytes_in_cache(config, tokens, size, self.args.tensor_parallel_size)
 
     @property
     def running(self) -> int:
@@ -154,9 +199,11 @@ class Launch:
 
     def problem(self) -> str | None:
         """Return the reason why the run does not fit or vLLM does not start, if so."""
-        problem = refusal(self.shapes, self.plan, self.gpu.memory)
-        if problem or not self.has_vllm:
-            return problem
+        if not self.fits:
+            needs = self.describe_memory()
+            return f"needs {needs} on each GPU, of which {USABLE:.0%} are usable"
+        if not self.has_vllm:
+            return None
         longest = self.cached(context_length(self.trained[0].path, self.args))
         if self.engine_weights + longest <= self.engine:
             return None

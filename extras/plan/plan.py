@@ -19,8 +19,14 @@ from common.metrics.logger import preview
 from common.metrics.meter import Meter
 from common.model.flops import capacity_of
 from common.model.hub import resolve_model
-from common.model.memory import GIB, describe, fits, on_the_host, predict
-from common.model.policy import PackedModel, Policy, load_policy, load_scalar_model
+from common.model.memory import GIB, total
+from common.model.policy import (
+    PackedModel,
+    Policy,
+    compute_dtype,
+    load_policy,
+    load_scalar_model,
+)
 from common.parallel import distributed
 from common.train.overview import num_steps, repetitions
 from extras.plan.launch import BAND, DECODING, GPUS, MACHINE, TRAINING, Gpu, Launch
@@ -147,6 +153,8 @@ def build(
         load = load_scalar_model if form == "model" else load_policy
         folder = resolve_model(name, "--reward", weights=False)
         others.append(load(folder, args, META, trainable=False, flag="--reward"))
+    for model in (*trained, *others):
+        model.compute_dtype = compute_dtype(args, META)
     return trained, others
 
 
@@ -178,9 +186,8 @@ def describe_memory(launch: Launch) -> Iterator[str]:
     updates = args.updates_per_rollout if launch.samples else 1
     size = f"{args.rows_per_step} rows x {launch.each} = {launch.sequences} sequences, {tokens}"
     yield f"step: {size}; training ranks: {launch.trainers}; optimizer steps: {updates}"
-    memory = describe(launch.shapes, launch.plan, launch.gpu.memory)
     recomputed = "recomputed" if launch.plan.recompute else "kept"
-    yield f"memory of a training rank: {memory}; activations {recomputed}"
+    yield f"memory of a training rank: {launch.describe_memory()}; activations {recomputed}"
     if launch.has_vllm and launch.gpu.memory:
         cache = max(0.0, launch.engine - launch.engine_weights)
         parts = f"weights {launch.engine_weights / GIB:.1f}, cache at most {cache / GIB:.1f}"
@@ -192,7 +199,7 @@ def describe_memory(launch: Launch) -> Iterator[str]:
 def alternatives(launch: Launch) -> Iterator[str]:
     """Yield lines about the memory of a rank with `--offload` and with more GPUs, if a rank lacks
     memory."""
-    if fits(launch.shapes, launch.plan, launch.gpu.memory):
+    if launch.fits:
         return  # the engine does
     for factor in (1, 2, 4):
         ranks = launch.plan.ranks if factor == 1 else factor * launch.trainers
@@ -200,8 +207,8 @@ def alternatives(launch: Launch) -> Iterator[str]:
         cells = []
         for offload in ("none", "optimizer", "all"):
             plan = replace(launch.plan, ranks=ranks, offload=offload, recompute=True)
-            size = f"{sum(predict(launch.shapes, plan).values()) / GIB:.1f}"
-            host = f" (and {on_the_host(launch.shapes, plan) / GIB:.1f} on the host)"
+            size = f"{total(launch.memory(plan)) / GIB:.1f}"
+            host = f" (and {launch.on_the_host(plan) / GIB:.1f} on the host)"
             cells.append(f"--offload {offload} {size}{host if offload != 'none' else ''}")
         yield f"GiB on each of {factor * launch.gpus} GPUs{sharded}: {', '.join(cells)}"
 

@@ -1,34 +1,37 @@
 """The memory of a run on a GPU is predicted; frozen models take half, and `--offload` changes no
 number."""
 
-import dataclasses
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import assert_same_weights, metrics, run
 from in_process import Args, write_teacher
 from model.test_policy import ARCHITECTURES, samples, write_checkpoint
+from transformers import AttentionInterface, Qwen3Config
 
+from bench.memory_plan import UNTIED, meta_model
 from common.config.groups import TrainArgs
 from common.data.packing import pack
 from common.model import memory
 from common.model import policy as models
+from common.model.attention import packed_attention
 from common.model.hub import load_tokenizer
 from common.model.memory import (
-    GIB,
     USABLE,
     Plan,
-    Shapes,
+    block_and_root,
+    head_weights,
     keep_activations_that_fit,
     make_plan,
-    on_the_host,
+    num_weights,
     plan_of,
     predict,
-    refusal,
-    shapes_of,
+    size_of,
+    total,
 )
-from common.model.policy import load_policy, load_scalar_model
+from common.model.policy import Policy, load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
 
@@ -142,89 +145,69 @@ def give_memory(monkeypatch, size: float) -> None:
         monkeypatch.setattr(module, "capacity_of", lambda device: size)
 
 
-# Round numbers: 8 blocks of 1e9 weights and 1e9 outside of blocks, half of which is the head.
-MODEL = Shapes(
-    weights=9 * 10**9, trained=9 * 10**9, size=36 * 10**9, block=10**9, block_trained=10**9,
-    root=10**9, root_trained=10**9, head=5 * 10**8, vocabulary=122070, layers=8, hidden=4096,
-    kept=8 * 190_000, kept_by_block=190_000, kept_by_tower=0, bytes=2, distils=False, capped=False,
-)  # fmt: skip
-FROZEN = dataclasses.replace(MODEL, size=18 * 10**9, trained=0, block_trained=0, root_trained=0)
 PLAN = Plan(ranks=10, pack_tokens=1024, recompute=True)
+BLOCK = 2 * 1024 * 1024 + 2 * 1024 * 256 + 2 * 64 + 3 * 1024 * 4096 + 2 * 1024
+WEIGHTS = 3 * BLOCK + 2 * 8000 * 1024 + 1024  # of UNTIED
+
+
+def model(frozen: bool = False, **changes) -> Policy:
+    """Return a Qwen3 of 60M weights on meta."""
+    config = Qwen3Config(**UNTIED.to_dict() | changes)
+    AttentionInterface.register("packed", packed_attention)
+    dtype = torch.bfloat16 if frozen else torch.float32
+    return meta_model(config, Policy, dtype).requires_grad_(not frozen)
 
 
 def test_predicted_parts_equal_a_count_by_hand():
-    """9e9 weights on 10 ranks: 4 bytes each as weight and as gradient, 8 for Adam; 2 bytes if
-    frozen."""
-    parts = predict([MODEL, FROZEN], PLAN)
+    """On 10 ranks: 4 bytes each as weight and as gradient, 8 for Adam; 2 bytes if frozen."""
+    parts = predict([model(), model(frozen=True)], PLAN)
+    N = WEIGHTS / 10
     names = ("weights", "frozen models", "gradients", "Adam")
-    assert [parts[name] for name in names] == pytest.approx([3.6e9, 1.8e9, 3.6e9, 7.2e9])
-    both = predict([MODEL, MODEL], PLAN)
-    assert (both["weights"], both["gradients"], both["Adam"]) == pytest.approx(
-        (7.2e9, 7.2e9, 14.4e9)
-    )
-    assert both["activations"] == parts["activations"]  # engine and update alternate
-    host = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="optimizer"))
+    assert [parts[name] for name in names] == pytest.approx([4 * N, 2 * N, 4 * N, 8 * N])
+    both = predict([model(), model()], PLAN)
+    assert [both[name] for name in names] == pytest.approx([8 * N, 0, 8 * N, 16 * N])
+    assert both["gathered weights"] == parts["gathered weights"]  # updates alternate
+    host = predict([model(), model(frozen=True)], replace(PLAN, offload="optimizer"))
     assert host | dict(Adam=parts["Adam"]) == parts and host["Adam"] == 0
-    gone = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="all"))
+    gone = predict([model(), model(frozen=True)], replace(PLAN, offload="all"))
     assert [gone[name] for name in names] == [0] * 4
-    host = [on_the_host([MODEL, FROZEN], dataclasses.replace(PLAN, offload=x))
-            for x in ("none", "optimizer", "all")]  # fmt: skip
-    assert host == [0, 7.2e9, 16.2e9]
 
 
-def test_prediction_takes_the_larger_of_engine_and_update():
-    parts = predict([MODEL], dataclasses.replace(PLAN, engine=100e9))
-    assert parts["engine"] == 100e9 and "activations" not in parts and "gradients" not in parts
-    assert "engine" not in predict([MODEL], dataclasses.replace(PLAN, engine=1e9))
-    assert (
-        predict([MODEL], dataclasses.replace(PLAN, engine=1e9, engine_stays=True))["engine"] == 1e9
-    )
-
-
-def test_run_that_exceeds_memory_is_refused():
-    """The message is one line with what the run needs."""
-    needs = sum(predict([MODEL], PLAN).values())
-    least = needs / USABLE
-    assert refusal([MODEL], PLAN, least + 1) is None
-    message = refusal([MODEL], PLAN, least - 1)
-    assert message.startswith(f"needs {needs / GIB:.1f} GiB of {least / GIB:.1f} (Adam 6.7, ")
-    assert message.endswith(" on each GPU, of which 92% are usable") and "\n" not in message
-
-
-def test_predicted_shapes_equal_those_of_the_loaded_model(device):
+def test_sizes_are_those_of_the_loaded_model(device):
     """Cases: a tied model, trained and frozen, and a scalar model."""
     args = TrainArgs(dtype="bfloat16")
-    model = load_policy(tiny_model(), args, device)
-    m, hf = shapes_of(model, torch.bfloat16), model.hf
-    blocks = [sum(p.numel() for p in block.parameters()) for block in hf.model.layers]
-    assert m.weights == m.trained == sum(p.numel() for p in hf.parameters()) == m.root + sum(blocks)
-    assert (m.block, m.layers, m.head) == (blocks[0], len(blocks), hf.lm_head.weight.numel())
-    assert m.size == 4 * m.weights
+    policy = load_policy(tiny_model(), args, device)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in policy.hf.model.layers]
+    weights = sum(p.numel() for p in policy.hf.parameters())
+    assert block_and_root(policy) == (blocks[0], weights - sum(blocks))
+    assert size_of(policy) == 4 * num_weights(policy) == 4 * weights
+    assert head_weights(policy) == policy.hf.lm_head.weight.numel()
     frozen = load_policy(tiny_model(), args, device, trainable=False)
-    changed = dict(trained=0, block_trained=0, root_trained=0, size=2 * m.weights)
-    assert shapes_of(frozen, torch.bfloat16) == dataclasses.replace(m, **changed)
-    scalar = shapes_of(load_scalar_model(tiny_model(), args, device), torch.bfloat16)
-    assert scalar.head == 0 and scalar.weights == m.weights + m.hidden
+    assert block_and_root(frozen) == block_and_root(policy) and size_of(frozen) == 2 * weights
+    assert block_and_root(frozen, trained=True) == (0, 0)
+    scalar = load_scalar_model(tiny_model(), args, device)
+    assert head_weights(scalar) == 0
+    assert num_weights(scalar) == weights + policy.hf.config.hidden_size
 
 
 def test_activations_are_recomputed_only_where_they_do_not_fit(device, monkeypatch):
     """Only without the flag, not on a CPU (0 bytes), and not for scores with a softcap, whose
     memory is not predicted."""
-    kept = dataclasses.replace(PLAN, ranks=8, pack_tokens=8192, recompute=False)
-    capacity = sum(predict([MODEL], kept).values()) / USABLE
-    for flag, model, size, recomputed in (
-        (None, MODEL, capacity + 1, False), (None, MODEL, capacity - 1, True),
-        (None, MODEL, 0, False), (True, MODEL, capacity + 1, True),
-        (False, MODEL, capacity - 1, False),
-        (None, dataclasses.replace(MODEL, capped=True), capacity + 1, True),
+    kept = replace(PLAN, ranks=8, pack_tokens=8192, recompute=False)
+    policy, capped = model(), model()
+    capped.hf.config.attn_logit_softcapping = 50.0
+    capacity = total(predict([policy], kept)) / USABLE
+    for flag, one, size, recomputed in (
+        (None, policy, capacity + 1, False), (None, policy, capacity - 1, True),
+        (None, policy, 0, False), (True, policy, capacity + 1, True),
+        (False, policy, capacity - 1, False), (None, capped, capacity + 1, True),
     ):  # fmt: skip
-        plan = make_plan([model], TrainArgs(activation_checkpointing=flag), 8, size)
-        assert plan == dataclasses.replace(kept, recompute=recomputed)
+        plan = make_plan([one], TrainArgs(activation_checkpointing=flag), 8, size)
+        assert plan == replace(kept, recompute=recomputed)
     give_memory(monkeypatch, 2**31)
-    policy = load_policy(
-        tiny_model(), TrainArgs(dtype="float32", activation_checkpointing=True), device
-    )
-    keep_activations_that_fit([policy], TrainArgs(dtype="float32", activation_checkpointing=True))
+    args = TrainArgs(dtype="float32", activation_checkpointing=True)
+    policy = load_policy(tiny_model(), args, device)
+    keep_activations_that_fit([policy], args)
     assert policy.hf.is_gradient_checkpointing
     keep_activations_that_fit([policy], TrainArgs(dtype="float32"))
     assert not policy.hf.is_gradient_checkpointing
@@ -238,11 +221,10 @@ def test_models_count_while_alive_and_are_refused_before_loading(device, monkeyp
     monkeypatch.setattr(models, "load_weights", lambda *given: read.append(1) or load(*given))
     policy = load_policy(tiny_model(), args, device)
     one = keep_activations_that_fit([policy], args)
-    assert one.startswith("memory per GPU, activations kept: 0.") and "GiB of 2.0 (" in one
+    assert one.startswith("memory per GPU, activations kept: 0.") and one.endswith("GiB of 2.0")
     load_policy(tiny_model(), args, device, trainable=False)
     assert keep_activations_that_fit([policy], args) == one and len(read) == 2
-    plan = dataclasses.replace(plan_of(policy, args), recompute=True)
-    needs = sum(predict([shapes_of(policy, torch.float32)], plan).values())
+    needs = total(predict([policy], replace(plan_of(policy, args), recompute=True)))
     give_memory(monkeypatch, needs / USABLE + 2**20)
     with pytest.raises(
         ValueError, match="^--reference_model .*: needs .* GiB of .* GPU, .*; --dry_run shows what"

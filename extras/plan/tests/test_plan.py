@@ -21,7 +21,7 @@ from bench.models import checkpoint
 from bench.recipes import rows
 from common.config.groups import check_ranks
 from common.model.flops import forward_flops
-from common.model.memory import GIB
+from common.model.memory import GIB, USABLE, num_weights, predict, size_of, total
 from common.model.tiny import tiny_model
 from extras.plan.launch import BAND, GPUS, Launch, bytes_in_cache, flops_per_token
 from extras.plan.plan import alternatives, build, describe_memory, describe_time, gpus_of, span
@@ -174,8 +174,39 @@ def test_frozen_models_that_move_take_four_bytes(folders):
         launch = Launch(
             args, 8, GPUS["H100"], 8, *build(args, path, None, [path], moving), [], 1, 8
         )
-        sizes.append([m.size / m.weights for m in launch.shapes])
+        sizes.append([size_of(model) / num_weights(model) for model in launch.models])
     assert sizes == [[4, 2], [4, 4]]
+
+
+def test_a_step_needs_the_larger_of_update_and_sampling(folders):
+    """A colocated engine shares the GPU with weights and Adam, not with gradients."""
+    launch = launch_of(folders["1.7B"], pack_tokens=4096)
+    update, sampling = predict(launch.models, launch.plan), launch.memory(launch.plan)
+    assert sampling["engine"] == launch.engine and "gradients" not in sampling
+    assert [sampling[name] for name in ("weights", "Adam")] == [update["weights"], update["Adam"]]
+    small = replace(launch, args=replace(launch.args, gpu_memory_utilization=0.01))
+    assert small.memory(small.plan) == update
+    apart = launch_of(folders["1.7B"], rollout_ranks=4)
+    assert not apart.memory(apart.plan)["engine"]
+    size = num_weights(launch.trained[0])
+    host = [launch.on_the_host(replace(launch.plan, offload=x)) for x in ("none", "optimizer")]
+    assert host == [0, 8 * size / 8]
+    assert launch.on_the_host(replace(launch.plan, offload="all")) == 16 * size / 8
+
+
+def test_run_that_exceeds_memory_is_refused(folders):
+    """The message is one line with what the run needs."""
+    launch = launch_of(folders["1.7B"], engine="transformers", activation_checkpointing=True)
+    needs = total(launch.memory(launch.plan))
+
+    def problem(spare: float) -> str | None:
+        gpu = launch.gpu._replace(memory=needs / USABLE + spare)
+        return replace(launch, gpu=gpu).problem()
+
+    assert problem(1) is None
+    message = problem(-1)
+    assert message.startswith(f"needs {needs / GIB:.1f} GiB of {needs / USABLE / GIB:.1f} (")
+    assert message.endswith(" on each GPU, of which 92% are usable") and "\n" not in message
 
 
 def test_reward_models_and_judges_are_counted(folders):
@@ -190,7 +221,7 @@ def test_adapters_share_the_weights_of_the_reference(folders):
     args = ppo.Args(dry_run="8xH100", lora_rank=8, **SETTINGS)
     trained, others = build(args, path, path, [path])
     launch = Launch(args, 8, GPUS["H100"], 8, trained, others, [], 100, 8)
-    assert len(trained) == len(launch.shapes) == 2 and not others
+    assert len(trained) == len(launch.models) == 2 and not others
     assert launch.passes(trained[0]) == 2 + launch.plan.recompute
 
 
