@@ -102,6 +102,10 @@ def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) ->
     text = chat.render(row, messages, add_generation_prompt=True)
     require_shown(chat, row, messages, text)
     sampled = as_sampled(chat, row, messages[:2])
+    if sampled.text and sampled.token:
+        done, token, _ = sampled.text.rpartition(sampled.token)
+        if token and text.startswith(done + token):
+            return token, text[len(done + token) :]
     with contextlib.suppress(ValueError):  # without an empty thought
         return sampled.token, text[_turn(chat, row, text, messages[:2], sampled).end :]
     if turn.get("tool_calls") or MARK not in text:

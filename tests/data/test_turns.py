@@ -44,6 +44,7 @@ TEMPLATES = {
     "chatml_tools": (QWEN, None),
     "qwen3": (QWEN, None),
     NO_THINKING: (QWEN, None),
+    "qwq": (QWEN, None),
     "glm4": ("[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>", None),
     "gpt_oss": ("<|start|> <|end|> <|message|> <|channel|> <|return|> <|call|>", None),
     "r1": ("<｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜>", "<s>"),
@@ -207,6 +208,15 @@ def test_shipped_template_has_schemas_calls_and_results_in_their_places():
     assert told == "<|im_start|>user" + responses
     between = coder.tokenizer.decode(coder.reply(results))
     assert between == f"\n{told}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_results_follow_a_call_where_the_prompt_opens_a_thought():
+    """The turn with the call has no thought, so it does not begin as the prompt ends."""
+    coder = coder_of("qwq")
+    between = coder.reply([turn("tool", "2")], calls=[CALL], tools=[TOOL])
+    told = "<tool_response>\n2\n</tool_response><|im_end|>"
+    start = "<|im_start|>assistant\n<think>\n"
+    assert coder.tokenizer.decode(between) == f"\n<|im_start|>user\n{told}\n{start}"
 
 
 def test_end_of_turn_token_is_found():
