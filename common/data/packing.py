@@ -278,8 +278,7 @@ def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
         prefix = min(equal, sequence.num_targets) - 1
         if prefix + 1 >= share_prefix and before.images == sequence.images:
             shared[n] = prefix
-    patches = [sum(image.patches for image in sequence.images) for sequence in group]
-    return GroupShape([sequence.num_targets for sequence in group], shared, patches)
+    return GroupShape([sequence.num_targets for sequence in group], shared)
 
 
 def _require_streams(sequences: list[TokenSequence], streams: list[str]) -> None:

@@ -1,32 +1,28 @@
 """Placement: which rank trains on which samples.
 
 FSDP makes every micro-batch wait for its slowest rank. Therefore all samples of a step are divided
-among the ranks by their cost, whichever rank read or sampled them. A context
-group (context.py) counts as one rank.
+among the ranks by their cost, whichever rank read or sampled them. A context group (context.py)
+counts as one rank.
 
-A key (owner, i) names group i of the rank `owner`, or a part of a group."""
+A key (owner, i) names group i of the rank `owner`, or a part of a group. A row is a micro-batch of
+all ranks: a bin of keys for each."""
 
 import bisect
 import heapq
 import math
-from collections.abc import Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import NamedTuple
 
 from common.parallel.context import context_group_size
 
 Key = tuple[int, int]
+Rows = list[list[list[Key]]]
 # Attention costs ATTENTION n^2 for a sequence of n tokens: heads x head width x layers / weights.
 # 2e-5 in an 8B model, 1e-4 in one of 0.6B.
 ATTENTION = 4e-5
-MICRO_BATCH = 256  # fixed cost of a micro-batch, in tokens
 # A sequence has a copy of the keys and values of a shared prefix. A block keeps at least eight
 # times as many bytes for a token as its key and value take.
 KEY_COPY = 1 / 8
-TRIED = 64  # with more ranks, trying all sizes for all groups would take seconds of a step
-# Cost of a patch of an image: weights of the vision tower / weights of the language model, which
-# also has a backward. 0.24 for Qwen3-VL-2B, 0.7 for SmolVLM-256M; a third of it if frozen.
-PATCH = 0.2
 
 
 class GroupShape(NamedTuple):
@@ -35,7 +31,6 @@ class GroupShape(NamedTuple):
 
     lengths: list[int]
     shared: list[int]  # 0 for the first sequence; less than its length for every other one
-    patches: Sequence[int] = ()  # of the images of each sequence, those of a prefix too
 
     @property
     def tokens(self) -> int:
@@ -52,28 +47,20 @@ class GroupShape(NamedTuple):
     def cost(self) -> float:
         """Compute cost, in units of one token of a short sequence."""
         pairs = sum(n * n for n in self.lengths) - sum(n * n for n in self.shared)
-        computed = zip(self.patches, self.shared, strict=False)
-        patches = sum(count for count, prefix in computed if not prefix)
-        return self.tokens + ATTENTION * pairs + PATCH * patches
+        return self.tokens + ATTENTION * pairs
 
     def parts(self, limit: int) -> list["GroupShape"]:
         """Return the sequences, in their order, as groups of at most this size, or of one sequence.
         A sequence without a shared prefix begins a group."""
         parts: list[GroupShape] = []
-        for n, prefix, patches in zip_longest(*self, fillvalue=0):
+        for n, prefix in zip(*self, strict=True):
             if prefix:
-                last = parts[-1]
-                longer = GroupShape(
-                    [*last.lengths, n], [*last.shared, prefix], [*last.patches, patches]
-                )
+                longer = GroupShape([*parts[-1].lengths, n], [*parts[-1].shared, prefix])
                 if longer.size <= limit:
                     parts[-1] = longer
                     continue
-            parts.append(GroupShape([n], [0], [patches]))
+            parts.append(GroupShape([n], [0]))
         return parts
-
-
-Rows = list[list[list[Key]]]  # for each micro-batch, for each bin: the keys of its groups
 
 
 def place(
@@ -82,38 +69,14 @@ def place(
     """Split the groups of all ranks into parts, unless their sequences have to stay `together`, and
     `assign` these so that every rank has the same work. Return them with the rows.
 
-    Large parts compute few prefixes, small parts can be divided evenly. The cheapest of several
-    sizes is taken, for the groups of the first `TRIED` ranks."""
-    if together:
-        whole = by_key(ranks)
-        return whole, assign(whole, num_bins, max_tokens)
-
-    def in_parts(ranks: list[list[GroupShape]], num_bins: int, limit: int):
-        parts = by_key([[*chain(*(group.parts(limit) for group in rank))] for rank in ranks])
-        return parts, assign(parts, num_bins, max_tokens)
-
-    limit = 0
-    groups = list(chain.from_iterable(ranks))
-    if any(any(group.shared) for group in groups):
-        even = min(max_tokens, sum(group.size for group in groups) // num_bins + 1)
-        limits = {max_tokens, even, even // 2, even // 4, even // 8, 0}
-        tried = ranks[:TRIED]
-        bins = math.ceil(num_bins * len(tried) / len(ranks))
-        limit = min(sorted(limits, reverse=True), key=lambda x: cost(*in_parts(tried, bins, x)))
-    return in_parts(ranks, num_bins, limit)
-
-
-def by_key(ranks: list[list[GroupShape]]) -> dict[Key, GroupShape]:
-    groups = {}
-    for owner, shapes in enumerate(ranks):
-        groups |= {(owner, i): shape for i, shape in enumerate(shapes)}
-    return groups
-
-
-def cost(groups: dict[Key, GroupShape], rows: Rows) -> float:
-    """Return the cost of all rows, each of which waits for its slowest bin."""
-    slowest = [max(sum(groups[key].cost for key in keys) for keys in row) for row in rows]
-    return sum(MICRO_BATCH + cost_of_row for cost_of_row in slowest)
+    A part has at most a rank's share of all tokens: large parts compute few prefixes, and small
+    ones could be divided more evenly (the best of several sizes costs 1% less)."""
+    if not together:
+        share = sum(group.size for group in chain(*ranks)) // num_bins + 1
+        limit = min(max_tokens, share)
+        ranks = [[*chain(*(group.parts(limit) for group in rank))] for rank in ranks]
+    keyed = {(r, i): group for r, rank in enumerate(ranks) for i, group in enumerate(rank)}
+    return keyed, assign(keyed, num_bins, max_tokens)
 
 
 def assign(groups: dict[Key, GroupShape], num_bins: int, max_tokens: int) -> Rows:
@@ -141,7 +104,7 @@ def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
     room: list[tuple[int, int]] = []  # sorted: (space left, bin)
     for key in sorted(groups, key=lambda key: (-sizes[key], key)):
         if sizes[key] > max_tokens:
-            refuse(groups[key], max_tokens)
+            raise ValueError(_too_large(groups[key], max_tokens))
         at = bisect.bisect_left(room, (sizes[key], -1))
         if at == len(room):  # a new bin
             room.append((max_tokens, len(bins)))
@@ -164,13 +127,8 @@ def longest_first(costs: dict[Key, float], num_bins: int) -> list[list[Key]]:
     return bins
 
 
-def refuse(group: GroupShape, max_tokens: int) -> None:
-    count = len(group.lengths)
-    label = "a sequence has" if count == 1 else f"{count} sequences to keep together take"
-    R = context_group_size()
-    flags = f"--pack_tokens {max_tokens // R}"
-    if R > 1:
-        flags += f" x --context_ranks {R}"
-    raise ValueError(
-        f"{flags}: {label} {group.size} tokens; raise --pack_tokens or --context_ranks"
-    )
+def _too_large(group: GroupShape, max_tokens: int) -> str:
+    count, R = len(group.lengths), context_group_size()
+    what = "a sequence has" if count == 1 else f"{count} sequences to keep together take"
+    flags = f"--pack_tokens {max_tokens // R}" + f" x --context_ranks {R}" * (R > 1)
+    return f"{flags}: {what} {group.size} tokens; raise --pack_tokens or --context_ranks"

@@ -8,7 +8,6 @@ from helpers import ROOT, assert_close_metrics, run, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.parallel import placement
 from common.parallel.placement import GroupShape, assign
 
 LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_size=40)
@@ -49,33 +48,6 @@ def test_number_of_rows_is_minimal():
         and len(assign(lengths, 2, 100)) == 2
         and len(assign({}, 4, 100)) == 1
     )
-
-
-def test_ranks_get_as_many_patches_of_images():
-    """Without their patches the four sequences cost the same, and two with images might meet."""
-    shapes = {
-        (0, i): GroupShape([50], [0], [patches]) for i, patches in enumerate((900, 900, 0, 0))
-    }
-    (row,) = assign(shapes, 2, 100)
-    assert [sum(shapes[key].patches[0] for key in keys) for keys in row] == [900, 900]
-    shared = GroupShape([50, 50], [0, 40], [900, 900])  # the prefix has the image
-    assert shared.cost < GroupShape([50, 50], [0, 0], [900, 900]).cost - 100
-
-
-def test_sizes_of_parts_are_tried_for_a_few_ranks(monkeypatch):
-    """1,024 ranks would take seconds in every step to try all sizes for all groups."""
-    ranks = [[GroupShape([40, 40, 40, 60], [0, 30, 30, 30])] * 3] * 8
-    expected = placement.place(ranks, 8, 200, together=False)
-    assign, numbers = placement.assign, []
-
-    def counted(groups, num_bins, max_tokens):
-        numbers.append(num_bins)
-        return assign(groups, num_bins, max_tokens)
-
-    monkeypatch.setattr(placement, "assign", counted)
-    monkeypatch.setattr(placement, "TRIED", 2)
-    assert placement.place(ranks, 8, 200, together=False) == expected
-    assert numbers.count(2) == len(numbers) - 1 > 1, "all groups are assigned once"
 
 
 def test_oversized_group_is_refused_and_names_the_flag():
