@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from pydantic.dataclasses import dataclass
+from transformers import AutoTokenizer
 
 from bench.completions import complete
 from common.config.groups import TrainArgs
@@ -48,7 +49,7 @@ from common.model.flops import forward_flops
 from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.model.logprobs import Logits, token_logprobs
 from common.model.policy import load_policy
-from common.model.tiny import build_tokenizer
+from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
@@ -318,7 +319,7 @@ def random_model(flags, folder: str) -> str:
     from transformers import AutoModelForCausalLM, Qwen3Config
     from transformers.utils import logging
 
-    heads, tokenizer = flags.width // HEAD_DIM, build_tokenizer()
+    heads, tokenizer = flags.width // HEAD_DIM, AutoTokenizer.from_pretrained(tiny_model())
     config = Qwen3Config(
         vocab_size=flags.vocabulary, hidden_size=flags.width, intermediate_size=3 * flags.width,
         num_hidden_layers=flags.layers, num_attention_heads=heads, num_key_value_heads=heads // 2,

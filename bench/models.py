@@ -30,7 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.utils import logging
 
 from bench.completions import complete
@@ -44,7 +49,7 @@ from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.loading import has_other_parts
 from common.model.policy import Policy, load_policy
 from common.model.text_part import load_text_config
-from common.model.tiny import build_tokenizer
+from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
@@ -223,7 +228,7 @@ def checkpoint(model_type: str, folder: Path, file_size: str = "1GB") -> str:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     logging.disable_progress_bar()
     model.save_pretrained(folder, max_shard_size=file_size)
-    build_tokenizer().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(folder)
     return str(folder)
 
 

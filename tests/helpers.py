@@ -25,10 +25,12 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bench.fault_cases.shim import shim
 from common.data.packing import PackedBatch
 from common.data.sample import Completion, Sample
+from common.model.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = next((f / "shared" for f in ROOT.parents if (f / "shared").is_dir()), ROOT)
@@ -274,6 +276,11 @@ def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None
     ):  # multiprocessing would report the exception itself; a script has its own hook
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of `tiny` that a test may change."""
+    return AutoTokenizer.from_pretrained(tiny_model())
 
 
 def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Completion:

@@ -6,16 +6,16 @@ import shutil
 
 import pytest
 import torch
-from helpers import metrics
+from helpers import metrics, tiny_tokenizer
 
 from common.model.export_files import generation_file, tokenizer_files
 from common.model.hub import load_tokenizer
-from common.model.tiny import EOS, build_tokenizer, tiny_model
+from common.model.tiny import tiny_model
 from common.rollout.engine import Engine, Request, empty_completion
 from common.train.checkpoint import write_files
 from grpo import Args
 
-EOT = "<|end_of_turn|>"
+EOS, EOT = "<|eos|>", "<|end_of_turn|>"
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_text_has_all_tokens_but_ends_and_padding(device):
     the answer. Others have special tokens for tags, which a reward reads."""
     from tokenizers import AddedToken
 
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=False, normalized=False)])
     tokenizer.add_tokens([AddedToken("<answer>", special=True), AddedToken("<bos>", special=True)])
     tokenizer.bos_token = "<bos>"

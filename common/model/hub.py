@@ -11,7 +11,6 @@ from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.data.chat import end_of_turn, use_template
 from common.model.loading import load_config, named_errors
 from common.model.model_folder import find_model
-from common.model.rope import scaled_folder
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 
@@ -31,6 +30,8 @@ def resolve_model(
     if not model:
         raise ValueError(f"{flag}: the name is empty")
     if rope_factor is not None:
+        with extra("architectures", f"--rope_factor {rope_factor:g}"):
+            from extras.architectures.rope import scaled_folder
         return scaled_folder(resolve_model(model, flag, weights), rope_factor)
     if model == "tiny-images":
         with extra("images", "--model tiny-images"):

@@ -14,7 +14,7 @@ import torch
 from helpers import ROOT, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.model.tiny import END_OF_TURN, tiny_model
+from common.model.tiny import tiny_model
 
 SOURCES = {
     name: (ROOT / f"docs/lessons/nano_{name}.py").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def model(tmp_path_factory) -> Path:
     """A model whose EOS is the token that ends a turn, as in most chat models."""
     folder = shutil.copytree(tiny_model("tiny-sft"), tmp_path_factory.mktemp("nano") / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token = END_OF_TURN
+    tokenizer.eos_token = "<|end_of_turn|>"
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -3,6 +3,7 @@
 from itertools import groupby
 
 import pytest
+from helpers import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from common.config.groups import BaseArgs
@@ -10,7 +11,6 @@ from common.data.encode import Encoder
 from common.data.pairs import encode_pair
 from common.data.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS
 from common.data.sample import Sample
-from common.model.tiny import build_tokenizer
 
 EOT, EOS = "<|end_of_turn|>", "<|eos|>"  # of the tiny tokenizer
 SOURCE = dict(_source="rows.jsonl:3")
@@ -59,7 +59,7 @@ READS_ALL = (
 def encoder(template: str | None = None, tokens: str = "", bos=None, **flags: object) -> Encoder:
     """Return an encoder of the tiny tokenizer with a template, its own by default, and further
     tokens. It adds BOS, if any, to plain text."""
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
     tokenizer.add_tokens(tokens.split())
     if bos:

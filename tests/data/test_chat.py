@@ -22,11 +22,12 @@ from data.chats import (
     spans,
     turn,
 )
+from helpers import tiny_tokenizer
 
 from common.config.groups import BaseArgs
 from common.data.encode import Encoder
 from common.model.hub import load_tokenizer
-from common.model.tiny import build_tokenizer, tiny_model
+from common.model.tiny import tiny_model
 
 
 def calling(arguments: object) -> dict:
@@ -333,7 +334,7 @@ def test_templates_may_use_extensions_of_transformers():
     ],
 )
 def test_flags_without_effect_are_refused(template, flags, words):
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=f"^{words}"):
         Encoder(tokenizer, BaseArgs(**flags))

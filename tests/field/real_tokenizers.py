@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mistral_common
 import transformers
+from helpers import tiny_tokenizer
 from tokenizers import AddedToken, normalizers, processors
 from transformers import (
     AutoTokenizer,
@@ -22,8 +23,6 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
-
-from common.model.tiny import build_tokenizer
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "field"
 PACKAGES = BUILD / "packages"
@@ -177,7 +176,7 @@ def tekken():
 
 
 INSTALLED = dict(
-    builtin=build_tokenizer, llama2=llama2, zephyr=zephyr, mistral_v1=mistral_v1,
+    builtin=tiny_tokenizer, llama2=llama2, zephyr=zephyr, mistral_v1=mistral_v1,
     mistral_v3=mistral_v3, mistral_v7=mistral_v7, phi3=phi3, gemma=gemma, tekken=tekken,
 )  # fmt: skip
 PACKAGED = dict(llama3=llama3, llama4=llama4, qwen=qwen, smollm2=smollm2)

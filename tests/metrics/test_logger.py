@@ -95,9 +95,9 @@ def test_samples_are_written_in_full(tmp_path):
 
 
 def test_preview_marks_the_trained_tokens(tmp_path, capsys):
-    from common.model.tiny import build_tokenizer
+    from helpers import tiny_tokenizer
 
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     ids = tokenizer("1+1=2[b]", add_special_tokens=False)["input_ids"]
     logger(tmp_path).preview(
         Sample(ids=ids, loss_mask=[i >= 4 for i in range(len(ids))]), tokenizer
@@ -110,9 +110,9 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e"
 
 def test_console_shows_control_characters_and_the_disk_has_the_exact_text(tmp_path, capsys):
     """The text comes from models, from data, and from users, who choose names of metrics."""
-    from common.model.tiny import build_tokenizer
+    from helpers import tiny_tokenizer
 
-    tokenizer, log = build_tokenizer(), logger(tmp_path)
+    tokenizer, log = tiny_tokenizer(), logger(tmp_path)
     ids = tokenizer(HOSTILE, add_special_tokens=False)["input_ids"]
     log.show = ("loss\x1b[1m",)
     log.preview(Sample(ids=ids, loss_mask=[True] * len(ids)), tokenizer)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
 
@@ -18,8 +19,9 @@ from common.model.export_files import (
     tokenizer_files,
 )
 from common.model.hub import load_tokenizer
-from common.model.tiny import CHAT_TEMPLATE, tiny_model
+from common.model.tiny import tiny_model
 
+CHAT_TEMPLATE = tiny_tokenizer().chat_template
 OTHER_TEMPLATE = CHAT_TEMPLATE.replace("|turn|", "|pad|")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
@@ -16,7 +17,7 @@ from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.policy import load_policy, load_scalar_model
-from common.model.tiny import build_tokenizer, tiny_model
+from common.model.tiny import tiny_model
 
 ARGS = TrainArgs(dtype="float32")
 WINDOW = 7
@@ -86,7 +87,7 @@ def write_checkpoint(config, folder: Path, dtype: torch.dtype = torch.float32) -
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return str(folder)
 
 

@@ -20,6 +20,7 @@ from helpers import (
     environment,
     metrics,
     run,
+    tiny_tokenizer,
 )
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
@@ -31,7 +32,6 @@ from common.model.hub import load_tokenizer, resolve_model
 from common.model.loading import hub_weights
 from common.model.policy import load_policy, load_scalar_model
 from common.model.text_part import load_file_names, meta_model, text_weights
-from common.model.tiny import build_tokenizer
 from common.train.checkpoint import export_hf
 
 QUICK = ("gemma3", "qwen3_vl")
@@ -444,7 +444,7 @@ def test_config_of_the_whole_model_decides_whether_its_head_is_tied(is_tied, tmp
     torch.manual_seed(0)
     full = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     full.save_pretrained(tmp_path)
-    build_tokenizer().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     assert ("lm_head.weight" in stored(tmp_path)) != is_tied
     policy = load_policy(str(tmp_path), ARGS, device)
     assert ("lm_head.weight" in policy.hf.all_tied_weights_keys) == is_tied

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import samples_of
+from helpers import samples_of, tiny_tokenizer
 from test_grpo_objective import flags, tokens, weights_of
 
 import dpo
@@ -21,7 +21,6 @@ from common.data.encode import Encoder
 from common.data.packing import count_trained, pack, pack_groups
 from common.data.sample import Sample
 from common.model.logprobs import statistics as token_statistics
-from common.model.tiny import build_tokenizer
 from common.objectives.advantages import Scores, gae, whiten
 from common.objectives.divergence import forward_kl, jsd, reverse_kl
 from common.objectives.importance import Correction, importance_weights
@@ -50,7 +49,7 @@ def gradient(function, *xs):
 @pytest.fixture
 def row():
     """Return (token, trained) of each token of `1+1=2`."""
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     encoder = Encoder(tokenizer, BaseArgs(prompt_format="plain"))
     sample = encoder.sft(
         dict(prompt="1+1=", completion="2", _source="rows:1"), ("prompt", "completion")

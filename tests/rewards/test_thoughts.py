@@ -3,12 +3,11 @@ of common models."""
 
 import pytest
 import torch
-from helpers import PATIENCE
+from helpers import PATIENCE, tiny_tokenizer
 from in_process import Args
 
 from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.tiny import build_tokenizer
 from common.rewards.registry import BUILT_IN, OTHERS, load_reward
 from common.rewards.thoughts import Thoughts, answer_of
 from common.rewards.total import Rewards
@@ -66,7 +65,7 @@ def require_no_answers_in_thoughts(name: str, right: str, found_anywhere: bool) 
     group = [Completion([1, 2], [False, True], text=text, row=row) for text in texts]
     for thoughts in ("cut", "keep"):
         args = Args(reward=(name,), thoughts=thoughts, reward_timeout=PATIENCE, reward_workers=2)
-        rewards = Rewards(args, [row], build_tokenizer(), torch.device("cpu"))
+        rewards = Rewards(args, [row], tiny_tokenizer(), torch.device("cpu"))
         values = rewards([group], Meter()).rewards_PG[0].tolist()
         assert values[3] == 1 and values[4] < 1, thoughts
         if thoughts == "cut":
@@ -90,7 +89,7 @@ def test_user_defined_reward_reads_all_of_the_text(tmp_path):
     )
     text = "<think>7</think>18"
     args = Args(reward=(f"{file}:f",), reward_timeout=PATIENCE, reward_workers=1)
-    rewards = Rewards(args, [dict(_source="rows:1")], build_tokenizer(), torch.device("cpu"))
+    rewards = Rewards(args, [dict(_source="rows:1")], tiny_tokenizer(), torch.device("cpu"))
     sample = Completion([1, 2], [False, True], text=text, row=dict(_source="rows:1"))
     _, parts, numbers = rewards([[sample]], Meter())
     assert parts["f"].item() == len(text) and numbers["f/answer"].item() == 2
@@ -136,7 +135,7 @@ def sample_of(tokenizer, prompt: str, text: str) -> Completion:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_marks_are_those_of_the_chat_template(name):
     template, prompt, opened, text = TEMPLATES[name]
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     thoughts = Thoughts(tokenizer, cut=True)
     assert thoughts.answer(sample_of(tokenizer, prompt, text)) == " 18"
@@ -148,7 +147,7 @@ def test_marks_are_those_of_the_chat_template(name):
 
 
 def test_tag_that_the_prompt_opens_counts_as_written():
-    tokenizer, text = build_tokenizer(), "9 + 9</think>\n<answer>18</answer>"
+    tokenizer, text = tiny_tokenizer(), "9 + 9</think>\n<answer>18</answer>"
     args = Args(reward=("tag_format", "length", "repetition"))
     rewards = Rewards(args, [rows_of("")], tokenizer, torch.device("cpu"))
     samples = [
@@ -161,7 +160,7 @@ def test_tag_that_the_prompt_opens_counts_as_written():
 
 
 def test_last_turn_of_an_episode_is_opened_by_its_own_prompt():
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     thoughts = Thoughts(tokenizer, cut=True)
     first, reply = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("?", "on\n<think>")

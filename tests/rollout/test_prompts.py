@@ -4,13 +4,13 @@ import dataclasses
 import json
 
 import pytest
+from helpers import tiny_tokenizer
 from in_process import Args
 
 from common.data.encode import Encoder
-from common.model.tiny import CONTEXT, build_tokenizer
 from common.rollout.prompts import encode_prompts, load_prompts, prompt_columns, show_first
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 
 
 def encode(rows: list[dict], room: int, **flags):
@@ -122,7 +122,7 @@ def test_script_gets_training_and_held_out_prompts(tmp_path):
         "".join(json.dumps(dict(prompt=f"{n}+1=", answer=str(n + 1))) + "\n" for n in range(10, 40))
     )
     args = Args(dataset=str(path), eval_size=4, max_new_tokens=8)
-    prompts, held_out = load_prompts(args, TOKENIZER, CONTEXT)
+    prompts, held_out = load_prompts(args, TOKENIZER, 2048)
     assert (len(prompts), len(held_out)) == (26, 4)
     for ids, row in zip(prompts.ids + held_out.ids, prompts.rows + held_out.rows, strict=True):
         assert TOKENIZER.decode(ids) == row["prompt"] and eval(row["prompt"][:-1]) == int(
@@ -131,6 +131,6 @@ def test_script_gets_training_and_held_out_prompts(tmp_path):
     with pytest.raises(ValueError, match="the prompt has 5 tokens, .* 4 beside --max_new_tokens 8"):
         load_prompts(args, TOKENIZER, 12)
     args = dataclasses.replace(args, prompt_template="Q: {prompt}")
-    assert {TOKENIZER.decode(ids[:6]) for ids in load_prompts(args, TOKENIZER, CONTEXT)[0].ids} <= {
+    assert {TOKENIZER.decode(ids[:6]) for ids in load_prompts(args, TOKENIZER, 2048)[0].ids} <= {
         f"Q: {n}+" for n in range(10, 40)
     }

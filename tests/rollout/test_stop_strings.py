@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from field.real_tokenizers import tokenizer as real_tokenizer
+from helpers import tiny_tokenizer
 from in_process import NEW_TOKENS, Args
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,7 +16,7 @@ from bench.completions import complete
 from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import eos_token_ids, load_tokenizer
-from common.model.tiny import build_tokenizer, tiny_model
+from common.model.tiny import tiny_model
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.stop_strings import StopStrings
 
@@ -53,7 +54,7 @@ def byte_level():
 
 
 TOKENIZERS = dict(
-    byte_fallback=build_tokenizer,
+    byte_fallback=tiny_tokenizer,
     byte_level=byte_level,
     sentencepiece=lambda: real_tokenizer("mistral_v1"),
 )
@@ -96,7 +97,7 @@ def test_turn_ends_at_the_token_that_completes_a_string(name):
 
 
 def test_text_ends_before_the_string():
-    strings = StopStrings(("b", "##"), build_tokenizer(), set())
+    strings = StopStrings(("b", "##"), tiny_tokenizer(), set())
     assert strings.without_stop("a##b") == strings.without_stop("a") == "a"
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, Ranks, alive
+from helpers import ROOT, Ranks, alive, tiny_tokenizer
 from model.test_lora import ARGS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.model.adapter_files import save_adapter
 from common.model.policy import load_policy
-from common.model.tiny import build_tokenizer, tiny_model
+from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
 
 CHAT = ROOT / "tools" / "chat.py"
@@ -68,7 +68,7 @@ def rendered(*turns: str, system: str = "") -> str:
     roles = [("user", "assistant")[i % 2] for i in range(len(turns))]
     messages = [dict(role=role, content=text) for role, text in zip(roles, turns, strict=True)]
     messages = [dict(role="system", content=system)] * bool(system) + messages
-    return build_tokenizer().apply_chat_template(
+    return tiny_tokenizer().apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from helpers import tiny_tokenizer
 from PIL import Image
-
-from common.model.tiny import END_OF_TURN, EOS, build_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' }}"
@@ -33,7 +32,7 @@ MEAN = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
 def tokenizer(special: list[str], image: str):
-    made = build_tokenizer()
+    made = tiny_tokenizer()
     made.add_special_tokens(dict(extra_special_tokens=special), replace_extra_special_tokens=False)
     made.chat_template = TEMPLATE.replace("IMAGE", image)
     made.model_max_length = 1024
@@ -43,7 +42,7 @@ def tokenizer(special: list[str], image: str):
 def save(folder: Path, made, model_class, config, processor: dict) -> Path:
     from transformers import GenerationConfig
 
-    ends = [made.convert_tokens_to_ids(t) for t in (EOS, END_OF_TURN)]
+    ends = [made.convert_tokens_to_ids(t) for t in ("<|eos|>", "<|end_of_turn|>")]
     text = config.get_text_config()
     for each in (config, text):
         each.eos_token_id = ends

@@ -5,26 +5,29 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from common.data.tasks import squares_rows
 from extras.images.reader import reader
-from extras.images.tiny_images import build_image_model, build_image_tokenizer, tiny_images
+from extras.images.tiny_images import tiny_images
+from tools import make_tiny
 
 
-def test_weights_are_the_same_everywhere_and_a_cell_is_a_token(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    folder = Path(tiny_images())
-    assert torch.equal(torch.get_rng_state(), state) and tiny_images() == str(folder)
-    stored = load_file(folder / "model.safetensors")
-    again = build_image_model(build_image_tokenizer()).state_dict()
-    assert all(torch.equal(again[name], weight) for name, weight in stored.items())
+def test_tool_makes_the_folder(tmp_path):
+    with torch.random.fork_rng():
+        make_tiny.write("tiny-images", tmp_path)
+    files = {file.name for file in Path(tiny_images()).iterdir()}
+    assert files == {file.name for file in tmp_path.iterdir()}
+    stored, made = (load_file(Path(x, "model.safetensors")) for x in (tiny_images(), tmp_path))
+    assert made.keys() == stored.keys()
+    assert all(torch.allclose(made[name], x, atol=1e-6) for name, x in stored.items())
+
+
+def test_a_cell_is_a_token():
+    folder = tiny_images()
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert 1e6 < model.num_parameters() < 1.5e6
-
-    found = reader(str(folder), None)
+    found = reader(folder, None)
     picture = squares_rows("test")[0]["images"][0]
     shown = found.process(picture)["pixel_values"][0]
     colors = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(32, 32, 3)
@@ -35,7 +38,7 @@ def test_weights_are_the_same_everywhere_and_a_cell_is_a_token(tmp_path, monkeyp
 
 
 def test_chat_template_takes_parts_and_texts():
-    tokenizer = build_image_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_images())
     parts = [dict(type="image"), dict(type="text", text="How many?")]
     shown = tokenizer.apply_chat_template([dict(role="user", content=parts)], tokenize=False)
     assert shown == "<|turn|>user\n<image>How many?<|end_of_turn|>\n"

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from helpers import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from common.model.distill import Student, Teacher
 from common.model.hub import load_tokenizer
 from common.model.logprobs import TokenStats
 from common.model.policy import load_policy
-from common.model.tiny import build_tokenizer, tiny_model
+from common.model.tiny import tiny_model
 from extras.teachers.foreign import (
     ForeignTeacher,
     Spans,
@@ -49,7 +50,7 @@ def byte_level():
     )
 
 
-TOKENIZERS = dict(characters=build_tokenizer, byte_level=byte_level)
+TOKENIZERS = dict(characters=tiny_tokenizer, byte_level=byte_level)
 ROW = dict(prompt="12+5=", _source="a:1")
 
 
@@ -141,7 +142,7 @@ def test_each_token_of_a_span_has_an_equal_share_of_its_difference():
 
 
 def completion(ids: list[int], tokenizer=None, row: dict = ROW) -> Completion:
-    tokenizer = tokenizer or build_tokenizer()
+    tokenizer = tokenizer or tiny_tokenizer()
     prompt = Encoder(tokenizer, distill.Args()).prompt(row, ("prompt",))
     mask = [False] * len(prompt) + [True] * len(ids)
     return Completion(prompt + ids, mask, len(prompt), row, rollout_logprobs=[0.0] * len(mask))
@@ -151,7 +152,7 @@ def foreign(folder, device, tokenizer=None, rows=(ROW,), **flags) -> ForeignTeac
     args = distill.Args(dtype="float32", estimator="sampled", prompt_format="plain", **flags)
     teacher = load_policy(str(folder), args, device, trainable=False, kind=ForeignTeacher)
     tokenizer = tokenizer or load_tokenizer(str(folder))
-    teacher.set_tokenizers(tokenizer, tiny_model(), build_tokenizer(), [*rows], args)
+    teacher.set_tokenizers(tokenizer, tiny_model(), tiny_tokenizer(), [*rows], args)
     return teacher
 
 
@@ -171,7 +172,7 @@ def test_log_probs_of_completions_are_those_of_a_plain_forward(device, folder):
     completion without spans."""
     from transformers import AutoModelForCausalLM
 
-    ours, theirs = build_tokenizer(), load_tokenizer(str(folder))
+    ours, theirs = tiny_tokenizer(), load_tokenizer(str(folder))
     eos = ours.eos_token_id
     texts = {"44 ab'sé字": [eos], "ab ab  a": [], "": [eos]}
     groups = [[completion(ours(text)["input_ids"] + end)] for text, end in texts.items()]
@@ -203,7 +204,7 @@ def test_equal_tokenizers_give_the_numbers_of_an_ordinary_teacher(device, tmp_pa
     args = distill.Args(dtype="float32")
     ordinary = load_policy(str(path), args, device, trainable=False, kind=Teacher)
     student = load_policy(tiny_model(), args, device, kind=Student)
-    ours = build_tokenizer()
+    ours = tiny_tokenizer()
     groups = [[completion(ours(text)["input_ids"] + [ours.eos_token_id])] for text in ("17", "1é")]
     teacher = foreign(path, device)
     mb = packed(teacher.read(groups, Meter()), device)
@@ -220,7 +221,7 @@ def test_equal_tokenizers_give_the_numbers_of_an_ordinary_teacher(device, tmp_pa
     ids=["special", "half a character", "no UTF-8", "special for the teacher", "too long"],
 )
 def test_completion_without_spans_is_left_out_and_counted(device, folder, ids):
-    ours = build_tokenizer()
+    ours = tiny_tokenizer()
     bad = completion([ours.convert_tokens_to_ids(token) for token in ids])
     good = completion(ours("17")["input_ids"] + [ours.eos_token_id])
     teacher, meter = foreign(folder, device, pack_tokens=30, max_new_tokens=20), Meter()
@@ -237,4 +238,4 @@ def test_flags_that_the_teacher_cannot_follow_are_refused(device, folder):
     with pytest.raises(ValueError, match="--teacher .*: --prompt_format chat: the tokenizer has"):
         args = distill.Args(dtype="float32", estimator="sampled", prompt_format="chat")
         teacher = load_policy(str(folder), args, device, trainable=False, kind=ForeignTeacher)
-        teacher.set_tokenizers(byte_level(), tiny_model(), build_tokenizer(), [ROW], args)
+        teacher.set_tokenizers(byte_level(), tiny_model(), tiny_tokenizer(), [ROW], args)

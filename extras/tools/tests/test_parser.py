@@ -3,12 +3,11 @@ parser that does not fit is refused."""
 
 import pytest
 from field.families import CHATML, GLM, GLM_ENDS, HARMONY, HARMONY_ENDS, IM_END, ours
-from helpers import ROOT
+from helpers import ROOT, tiny_tokenizer
 
 from common.config.groups import BaseArgs
 from common.data.encode import Encoder
 from common.data.tasks import PYTHON_TOOL
-from common.model.tiny import build_tokenizer
 from extras.tools.parser import Call, make_parser
 from extras.tools.tests.episodes import (
     assert_episode_equals_sft,
@@ -22,7 +21,7 @@ CODES = ["12*34", 'print("é")\nx = {1: "</s>"}', "7"]
 
 
 def tiny():
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (ROOT / "configs/templates/tiny_tools.jinja").read_text()
     return tokenizer
 
@@ -119,7 +118,7 @@ def test_vllm_swallows_a_broken_call_that_is_malformed_here():
     ("tokenizer", "flags", "words"),
     [
         (
-            build_tokenizer,
+            tiny_tokenizer,
             {},
             "--tools: the chat template does not read tools; set --chat_template",
         ),

@@ -4,12 +4,14 @@ The folder has links to the files of the model, and a config.json with the scali
 model reads this one: trainer, references, engine, exports, checkpoints and the limits of lengths.
 """
 
+import contextlib
 import json
+import os
+import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
 from common.model.loading import load_config
-from common.model.tiny import cached_folder
 from common.parallel import durable
 
 
@@ -24,13 +26,17 @@ def scaled_folder(path: str, factor: float) -> str:
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = blake2b(repr((str(base), stats)).encode() + config, digest_size=6).hexdigest()
 
-    def write(folder: Path) -> None:
-        for file in files:
-            (folder / file.name).symlink_to(file)
-        (folder / "config.json").write_bytes(config)
-
-    name = f"{base.name}-yarn-{factor:g}-{digest}"
-    return cached_folder(name, f"--rope_factor {factor:g}", write)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefile"
+    folder = cache / f"{base.name}-yarn-{factor:g}-{digest}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as work:
+            for file in files:
+                Path(work, file.name).symlink_to(file)
+            Path(work, "config.json").write_bytes(config)
+            with contextlib.suppress(OSError):  # the first of several ranks wins
+                Path(work).rename(folder)
+    return str(folder)
 
 
 def scaled_config(path: str, factor: float) -> dict[str, object]:

@@ -12,10 +12,9 @@ from helpers import metrics, run
 from model.test_policy import hf_model, samples, separate, small, write_checkpoint
 from transformers import AutoConfig
 
-import sft
 from common.config.groups import TrainArgs
 from common.data.packing import pack
-from common.model.hub import context_length, fit_max_length, load_tokenizer, resolve_model
+from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
@@ -140,16 +139,3 @@ def test_engine_samples_from_the_scaled_model(engine, tmp_path):
     model = resolve_model(str(tmp_path / "run/checkpoints/step_000002"))
     for folder in (model, tmp_path / "run/hf"):
         assert AutoConfig.from_pretrained(folder).rope_parameters["rope_type"] == "yarn"
-
-
-def test_a_config_that_scales_but_states_its_old_context_is_named(tmp_path):
-    """As model cards tell to edit it. Following the advice leads to a run."""
-
-    args = sft.Args(max_length=128)
-    for context in (64, 256):
-        scaling = small(max_position_embeddings=context, rope_parameters=parameters_of(4.0))
-        path = write_checkpoint(transformers.LlamaConfig(**scaling), tmp_path / str(context))
-        if context == 64:
-            with pytest.raises(ValueError, match="64 by 4 .*; set max_position_embeddings to 256"):
-                fit_max_length(args, str(path), {})
-    assert fit_max_length(args, str(path), {}).max_length == 128
