@@ -178,12 +178,9 @@ LEFT_OUT = "the chat template leaves it out; change the role"
 # A malformed message behind another one.
 MALFORMED = [
     (turn("user", [dict(type="video", video="x")]), "content.0: Input tag 'video' found"),
-    (turn("user", ["x"]), "content.0: Input should be a valid dictionary"),
     (dict(role="user"), "content: Field required"),
-    (said(None), "content: Field required"),
     (turn("tool", dict(a=1)), "content: Input should be a valid string"),
     (turn("user", "x", tool_calls=[CALL]), "tool_calls stand in an assistant's message only"),
-    (said("x", tool_calls=["add"]), "tool_calls.0: Input should be"),
     (said("x", tool_calls=[dict(function=dict(name="f"))]), "function.arguments: Field required"),
     (calling("{"), "function.arguments: Expecting property name"),
     (said("4", thinking=dict(text="R")), "reasoning_content: Input should be"),
@@ -203,49 +200,42 @@ REFUSED = [
     ),
     # results of calls
     (dict(messages=[*BOTH, A_TOLD, ASKED]), "turn 2: results of the calls call_a for"),
-    (dict(prompt=[*BOTH, A_TOLD]), "the calls call_a, call_b; give one for each"),
     (dict(prompt=[*BOTH, A_TOLD, A_TOLD]), "results of the calls call_a, call_a for"),
     (dict(prompt=[*BOTH, A_TOLD, dict(B_TOLD, tool_call_id=2)]), "calls call_a, 2 for the calls"),
-    (dict(prompt=[*BOTH, A_TOLD, B_TOLD, B_TOLD]), "call_a, call_b, call_b for the"),
     (dict(prompt=[*BOTH, TOLD]), "turn 2: results of the calls None for the calls call_a, call_b"),
-    (dict(prompt=[*BOTH, TOLD, TOLD, TOLD]), "turn 2: results of the calls None, None, None for"),
     # tools
     (dict(prompt=[ASKED], tools="add"), "column tools is not JSON"),
     *(
         (dict(prompt=[ASKED], tools=tools), f"column {NAMED}")
-        for tools in (["add"], TOOL, '{"name": "add"}', [dict(function="add")], [dict(name=1)], 3)
+        for tools in (["add"], TOOL, '{"name": "add"}', [dict(name=1)])
     ),
     (dict(prompt=[ASKED], tools=[TOOL]), "column tools: the chat template does not read it", None),
-    (dict(prompt="x", tools=[TOOL]), "column tools needs chat format, column prompt is"),
     (dict(messages=CALLS), r"turn 2 \(assistant\): the chat template omits the tool call of", None),
     # columns that are flags
     (dict(prompt=[SYSTEM, ASKED], system="T"), "the row has a system text, and the messages"),
     (dict(prompt=[ASKED], system=3), "column system is int"),
-    (dict(prompt="x", system="S"), "column system needs chat format, column prompt is"),
+    *(
+        (dict(prompt="x") | columns, "column .* needs chat format, column prompt is plain text")
+        for columns in (dict(tools=[TOOL]), dict(system="S"), dict(chat_template_kwargs=dict(x=1)))
+    ),
     *(
         (dict(prompt=prompt, chat_template_kwargs=variables), f"column chat_template_k.* {words}")
         for prompt, variables, words in (
             ([ASKED], dict(breif=True), "breif: the chat template does not read it"),
             ([ASKED], dict(messages=[]), "messages: .* the data determines it"),
             ([ASKED], "brief", "is no object"),
-            ([ASKED], "[1]", "is no object"),
-            ("x", dict(brief=True), "needs chat format, column prompt is plain text"),
         )
     ),
     # rows without a meaning
     (dict(prompt="a", completion=3), "column completion is int"),
-    (dict(prompt="a", completion=None), "column completion is missing"),
     (dict(prompt="a", completion=[ANSWER]), "column completion lists messages, column prompt is"),
     (dict(messages="a"), "column messages must be a list of messages"),
     (dict(prompt=[ASKED], chosen=" ", rejected="3"), "column chosen is empty"),
     (dict(prompt="", chosen="2", rejected="3"), "column prompt is empty"),
     (dict(chosen=BEGUN, rejected="3"), "one of chosen and rejected lists messages"),
     (dict(chosen=BEGUN, rejected=OTHER), "chosen and rejected do not begin with the same prompt"),
-    (dict(chosen="a", rejected="b"), "chosen and rejected do not begin with the same prompt"),
     # another prompt in an answer
     (dict(prompt=[ASKED], completion=OTHER), "column completion begins with a question, but not"),
-    (dict(prompt=[ASKED], completion=[ASKED]), "column completion begins with a question, but not"),
-    (dict(prompt=[ASKED], chosen="2", rejected=OTHER), "column rejected begins with a question"),
     (dict(prompt="a", chosen=BEGUN, rejected=BEGUN), "rejected do not begin with column prompt"),
     # a turn that is continued
     (dict(prompt=BEGUN, completion=[said("4", thinking="R")]), "turn 3: only text can continue a"),
@@ -261,7 +251,6 @@ REFUSED = [
     (dict(messages=[SYSTEM, ASKED, ANSWER]), rf"turn 1 \(system\): {LEFT_OUT}", SILENT),
     (dict(prompt=[turn("human", "a"), ASKED]), rf"turn 1 \(human\): {LEFT_OUT}", SILENT),
     (dict(prompt=[ASKED, TOLD], chosen="4", rejected="5"), rf"turn 2 \(tool\): {LEFT_OUT}", SILENT),
-    (dict(question="2+2?", system="S"), rf"turn 1 \(system\): {LEFT_OUT}", SILENT),
 ]
 
 
@@ -296,8 +285,6 @@ def test_template_from_a_file_is_used_and_saved(tmp_path):
         (b"\xff", "not UTF-8: .* can't decode byte"),
         (b"{% for %}", r"refuses the messages: Expected an expression.* \(line 1\)"),
         (b"{{ 1 / 0 }}", "refuses the messages: division by zero"),
-        (b"{{ messages[0].content + 1 }}", "refuses the messages: can only concatenate str"),
-        (b"{{ raise_exception('no') }}", "refuses the messages: no"),
         (b"{{ 'a' * 10 ** 15 }}", "refuses the messages: MemoryError"),
         (b"hello", "the template changes the text of an assistant turn"),
     ],

@@ -1,4 +1,4 @@
-"""Samples are made on access, and the ranks share the encoding of the rows."""
+"""The ranks share the encoding of the rows, and rows that do not fit are counted."""
 
 import json
 from types import SimpleNamespace
@@ -9,9 +9,8 @@ from helpers import ROOT, run
 import dpo
 import sft
 from common.data.encode import Encoder
-from common.data.load import Samples, encode_all, load_samples
+from common.data.load import encode_all, load_samples
 from common.data.rows import SFT_COLUMNS
-from common.data.sample import Sample
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 
@@ -40,21 +39,6 @@ with open(f"{{folder}}/{{distributed.rank()}}.json", "w") as file:
     json.dump(found, file)
 distributed.cleanup()
 """
-
-
-def test_samples_are_made_on_access():
-    made = []
-
-    def make(i: int) -> list[Sample]:
-        made.append(i)
-        return [Sample([i], [True])]
-
-    groups = Samples([{}] * 3, make)
-    assert len(groups) == 3 and not made
-    assert groups[-1][0].ids == [2] and made == [2]
-    assert [group[0].ids for group in groups] == [[0], [1], [2]]
-    with pytest.raises(IndexError):
-        groups[3]
 
 
 @pytest.mark.slow
@@ -146,7 +130,8 @@ def test_unknown_characters_are_counted_unless_every_text_ends_with_their_token(
 
 def test_unread_columns_are_listed_and_conversations_are_messages(tokenizer, tmp_path, capsys):
     turns = [dict(role="user", content="1+1="), dict(role="assistant", content="2")]
-    rows = [dict(conversations=turns, id=i, topic="sums", tools=None) for i in range(4)]
+    rows = [dict(conversations=turns, id=i, topic="", tools=None, _c="c") for i in range(4)]
+    rows[2]["topic"] = "sums"
     for name in ("messages", "conversations"):
         text = json.dumps(rows).replace("conversations", name)
         (tmp_path / f"{name}.json").write_text(text)

@@ -48,21 +48,12 @@ def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
         assert torch.equal(mb.loss_mask_T, x_T % 2 == 0)
         assert torch.equal(mb.rollout_logprobs_T, -x_T.float())
         assert torch.equal(mb.weights_T, 10 * x_T.float())
+        assert torch.equal(mb.sequence_ids_T.unique_consecutive(), torch.arange(len(mb.lengths)))
+        assert mb.sequence_ids_T.bincount().tolist() == mb.lengths
+        assert mb.max_seqlen == max(mb.lengths)
         assert torch.equal(mb.advantages_T, x_T / 2) and torch.equal(mb.curiosity_T, x_T / 4)
         targets += x_T.tolist()
     assert sorted(targets) == sorted(i for s in samples for i in s.ids[1:])
-
-
-def test_targets_are_the_next_tokens():
-    (mb,) = pack([sample(3), sample(4, 100)], 100, CPU)
-    assert mb.input_ids_T.tolist() == [100, 101, 102, 0, 1]
-    assert mb.targets_T.tolist() == [101, 102, 103, 1, 2]
-    assert mb.sequence_ids_T.tolist() == [0, 0, 0, 1, 1] and mb.max_seqlen == 3
-
-
-def test_positions_restart_in_every_sequence():
-    (mb,) = pack([sample(3), sample(4, 100)], 100, CPU)
-    assert mb.position_ids_T.tolist() == [0, 1, 2, 0, 1]
 
 
 def test_places_of_stored_logprobs_are_exact():
