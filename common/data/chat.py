@@ -144,10 +144,6 @@ class ChatTemplate:
         """Return the special and added tokens in a text, each with the place where it ends."""
         return [(match[0], match.end()) for match in self._added.finditer(text)]
 
-    def end_of(self, message: dict) -> TurnEnd | None:
-        """Return how the template ends a turn of the model."""
-        return self.end_of_calls if message.get("tool_calls") else self.end
-
     # ---- probes ----
 
     def _reads_parts(self, label: str) -> bool:

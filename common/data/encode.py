@@ -5,10 +5,10 @@ from dataclasses import replace
 from common.config.extra import extra
 from common.config.groups import BaseArgs
 from common.data.chat import SAID, ChatTemplate
-from common.data.messages import given_messages, messages_field, text_field, unread_keys
+from common.data.messages import bad_row, given_messages, messages_field, text_field, unread_keys
 from common.data.sample import Sample
 from common.data.text_ids import TextIds
-from common.data.turns import Rendering, conversation_of, prompt_of, reply_of
+from common.data.turns import ANOTHER_FORM, Rendering, conversation_of, prompt_of, reply_of
 from common.parallel import distributed
 
 
@@ -63,12 +63,11 @@ class Encoder:
                 flag = ["--system_prompt"] if self.system_prompt else []
                 for name in [f"column {name}" for name in names if row.get(name)] + flag:
                     problem = f"{name} needs chat format, column {column} is plain text"
-                    raise ValueError(f"{row['_source']}: {problem}; set --prompt_format chat")
+                    raise bad_row(row, f"{problem}; set --prompt_format chat")
                 return text + ("\n" if column == "question" else "")
             messages = [dict(role="user", content=text)]
         elif self.chat is None:
-            problem = f"column {column} lists messages, which need a chat template"
-            raise ValueError(f"{row['_source']}: {problem}")
+            raise bad_row(row, f"column {column} lists messages, which need a chat template")
         return self._with_system(row, messages)
 
     def reply(
@@ -97,13 +96,10 @@ class Encoder:
         with `train_on_all` everything but images."""
         if columns in (("messages",), ("conversations",)):  # the latter in ShareGPT
             messages = self._messages(row, columns[0])
-            if not messages or self.chat is None:
-                problem = (
-                    "must be a list of messages"
-                    if self.chat
-                    else "needs a chat template, not plain"
-                )
-                raise ValueError(f"{row['_source']}: column {columns[0]} {problem}")
+            if self.chat is None:
+                raise bad_row(row, f"column {columns[0]} needs a chat template, not plain")
+            if not messages:
+                raise bad_row(row, f"column {columns[0]} must be a list of messages")
             messages = self._read_messages(row, self._with_system(row, messages))
             whole = conversation_of(self.chat, row, messages, train_on_all=train_on_all)
             sample = self._chat_sample(row, whole)
@@ -125,19 +121,17 @@ class Encoder:
         """Encode a prompt and a completion up to the last trained token, for objectives that score
         completions. Raises `ValueError` for a completion without text, or one with a turn that is
         not trained."""
-        label = f"{row['_source']}: column {completion}"
         messages = messages_field(row, completion)
         last = messages[-1] if messages else dict(content=str(row.get(completion, "?")))
         if not (last.get("tool_calls") or last["content"].strip()):
-            raise ValueError(f"{label} is empty")
+            raise bad_row(row, f"column {completion} is empty")
         sample = self._prompt_completion(row, prompt, completion)
         if not any(sample.loss_mask):
-            raise ValueError(f"{label} has no assistant turn")
+            raise bad_row(row, f"column {completion} has no assistant turn")
         if not sample.prompt_length:
-            raise ValueError(f"{row['_source']}: column {prompt} is empty")
+            raise bad_row(row, f"column {prompt} is empty")
         if sample.context_turns:
-            problem = "the chat template shows an earlier turn in another form than the sampled one"
-            raise ValueError(f"{label}: {problem}")
+            raise bad_row(row, f"column {completion}: an earlier turn: {ANOTHER_FORM}")
         return truncate(sample, len(sample.ids) - sample.loss_mask[::-1].index(True))
 
     def _prompt_completion(self, row: dict, prompt: str, completion: str) -> Sample:
@@ -149,15 +143,14 @@ class Encoder:
             elif answer[0]["role"] in ("system", "user"):  # it repeats the prompt
                 given = messages_field(row, prompt) or []
                 if answer[: len(given)] != given or len(answer) == len(given):
-                    problem = f"column {completion} begins with a question, but not with the prompt"
-                    raise ValueError(f"{row['_source']}: {problem}")
+                    problem = "begins with a question, but not with the prompt"
+                    raise bad_row(row, f"column {completion} {problem}")
                 answer = answer[len(given) :]
             messages = self._read_messages(row, asked + answer)
             return self._chat_sample(row, conversation_of(self.chat, row, messages, len(asked)))
         if given_messages(row, completion) is not None:
             problem = f"column {completion} lists messages, column {prompt} is text"
-            advice = "--prompt_format chat makes that a user turn"
-            raise ValueError(f"{row['_source']}: {problem}; {advice}")
+            raise bad_row(row, f"{problem}; --prompt_format chat makes that a user turn")
         asked = self._plain(row, asked)
         answered = self._read(row, text_field(row, completion), has_end=True, has_bos=True)
         prompt_ids, ids = self._pieces(row, asked + answered, [len(asked)], adds_bos=True)
@@ -197,8 +190,7 @@ class Encoder:
         own = text_field(row, columns[0]) if columns else None
         if messages and messages[0]["role"] in ("system", "developer"):
             if own not in (None, messages[0]["content"]):
-                problem = "has a system text, and the messages begin with another one"
-                raise ValueError(f"{row['_source']}: the row {problem}")
+                raise bad_row(row, "it has a system text, its messages begin with another one")
             return messages
         system = own or self.system_prompt
         return [dict(role="system", content=system), *messages] if system else messages
@@ -229,8 +221,7 @@ class Encoder:
         ends = [len(end) for end in self.ends if has_end and value.endswith(end)]
         end = max(start, len(value) - max(ends, default=0))
         if self.special_text == "text":
-            inner = self.text_ids.hidden(row["_source"], value[start:end])
-            return value[:start] + inner + value[end:]
+            return value[:start] + self.text_ids.hidden(row, value[start:end]) + value[end:]
         if token := self.text_ids.special.search(value[start:end]):
             problem = f"the text {token[0]} in the data is read as this special token"
             advice = "--special_text text reads it as text"
@@ -255,14 +246,14 @@ class Encoder:
         try:
             pieces = self.text_ids.pieces(text, cuts, adds_bos)
         except ValueError as error:
-            raise ValueError(f"{row['_source']}: {error}") from error
+            raise bad_row(row, str(error)) from error
         limit = getattr(self.tokenizer, "model_vocab_size", None)
         if limit:
             largest = max(max(piece, default=0) for piece in pieces)
             if largest >= limit:
                 token = self.tokenizer.convert_ids_to_tokens(largest)
                 problem = f"the model has no embedding for the token {token!r}; take it out"
-                raise ValueError(f"{row['_source']}: {problem}")
+                raise bad_row(row, problem)
         return pieces if self.images is None else self.images.expanded(row, pieces)
 
     # ---- images ----
@@ -273,14 +264,13 @@ class Encoder:
         for name in ("video", "videos", "audio", "audios"):
             if row.get(name):
                 advice = f"only text and images are supported; --columns _{name}={name} ignores it"
-                raise ValueError(f"{row['_source']}: column {name}: {advice}")
+                raise bad_row(row, f"column {name}: {advice}")
         if self.images is not None:
             return self.images.take(row, messages)
         if row.get("images") or row.get("image") or any("images" in m for m in messages):
-            raise ValueError(
-                f"{row['_source']}: the row has images; set --vision frozen, or --vision train"
-                " to train the vision tower too (sft.py, dpo.py, grpo.py and eval.py have it)"
-            )
+            advice = "--vision frozen, or --vision train to train the vision tower too"
+            scripts = "sft.py, dpo.py, grpo.py and eval.py have it"
+            raise bad_row(row, f"the row has images; set {advice} ({scripts})")
         return messages
 
     def _plain(self, row: dict, text: str, has_end: bool = False) -> str:
@@ -311,5 +301,5 @@ def truncate(sample: Sample, length: int) -> Sample:
     """Return the first `length` tokens of a sample. Raises `ValueError` if an image is cut."""
     if any(span.start < length <= span.end for span in sample.images):
         problem = f"its first {length} tokens end within an image; set --overlong drop"
-        raise ValueError(f"{sample.row['_source']}: {problem}")
+        raise bad_row(sample.row, problem)
     return replace(sample, ids=sample.ids[:length], loss_mask=sample.loss_mask[:length])

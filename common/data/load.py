@@ -11,6 +11,7 @@ from common.config.extra import extra
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder, truncate
 from common.data.files import BadRows
+from common.data.messages import bad_row
 from common.data.order import Order, make_order
 from common.data.rows import (
     Columns,
@@ -136,7 +137,7 @@ def encode(
         if length > args.max_length:
             if args.overlong == args.on_bad_row == "error":
                 problem = f"{length} tokens exceed --max_length {args.max_length}"
-                raise ValueError(f"{row['_source']}: {problem}; set --overlong drop or truncate")
+                raise bad_row(row, f"{problem}; set --overlong drop or truncate")
             if args.overlong != "truncate":
                 return Encoded(counts=("dropped as too long (--max_length)",))
             counts.append("truncated (--max_length)")

@@ -25,25 +25,30 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # a thought besid
 SHAREGPT_ROLES = dict(human="user", gpt="assistant", observation="tool")
 
 
+def bad_row(row: dict, problem: str) -> ValueError:
+    """Return the error of a row, which begins with the row's place."""
+    return ValueError(f"{row.get('_source')}: {problem}")
+
+
 # ---- text ----
 
 
 def text_field(row: dict, column: str) -> str:
     """Return a column that must be a string. Raises `ValueError` with file and row number."""
     value = row.get(column)
-    label = f"{row.get('_source')}: column {column}"
     if not isinstance(value, str):
         problem = "is missing" if value is None else f"is {type(value).__name__}, expected a string"
-        raise ValueError(f"{label} {problem}")
-    require_characters(label, value)
+        raise bad_row(row, f"column {column} {problem}")
+    require_characters(row, column, value)
     return value
 
 
-def require_characters(label: str, value: object) -> None:
+def require_characters(row: dict, column: str, value: object) -> None:
     """Raise `ValueError` for half a surrogate pair in a value of JSON: it has no UTF-8."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if not text.isascii() and re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"{label} contains a lone surrogate, which is not a character")
+        problem = "contains a lone surrogate, which is not a character"
+        raise bad_row(row, f"column {column} {problem}")
 
 
 # ---- messages ----
@@ -162,15 +167,14 @@ def messages_field(row: dict, column: str) -> list[dict] | None:
     value = given_messages(row, column)
     if value is None:
         return None
-    label = f"{row.get('_source')}: column {column}"
     try:
         messages = _MESSAGES.validate_python(value)
     except ValidationError as error:
         number, *path = error.errors()[0]["loc"]
         problem = error.errors()[0]["msg"].removeprefix("Value error, ")
         problem = f"{'.'.join(map(str, path))}: {problem}" if path else problem
-        raise ValueError(f"{label}: turn {number + 1}: {problem}") from None
-    require_characters(label, messages)
+        raise bad_row(row, f"column {column}: turn {number + 1}: {problem}") from None
+    require_characters(row, column, messages)
     return messages
 
 
@@ -189,16 +193,15 @@ def given_messages(row: dict, column: str) -> list | None:
 def tools_field(row: dict) -> list[dict]:
     """Return the column `tools`: JSON schemas of functions, as objects or text. Raises `ValueError`
     otherwise."""
-    label = f"{row['_source']}: column tools"
     try:
         tools = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
         _TOOLS.validate_python(tools or [])
     except ValidationError:
-        problem = "must list JSON schemas of functions, each with a name"
-        raise ValueError(f"{label} {problem}") from None
+        problem = "column tools must list JSON schemas of functions, each with a name"
+        raise bad_row(row, problem) from None
     except ValueError as error:
-        raise ValueError(f"{label} is not JSON: {error}") from error
-    require_characters(label, tools)
+        raise bad_row(row, f"column tools is not JSON: {error}") from error
+    require_characters(row, "tools", tools)
     return tools or []
 
 
@@ -220,7 +223,7 @@ def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
     return keys - READ_KEYS - template_reads
 
 
-def with_results_in_order(label: str, messages: list[dict]) -> list[dict]:
+def with_results_in_order(row: dict, messages: list[dict]) -> list[dict]:
     """Return the messages with the results of calls in the order of the calls: templates without
     ids pair them by their places. Raises `ValueError` if the results behind a turn with calls are
     not one for each call."""
@@ -236,7 +239,7 @@ def with_results_in_order(label: str, messages: list[dict]) -> list[dict]:
         if len(given) != len(ids) or not agree:
             named, called = (", ".join(map(str, names)) for names in (given, ids))
             problem = f"results of the calls {named} for the calls {called}; give one for each"
-            raise ValueError(f"{label}: turn {i + 1}: {problem}")
+            raise bad_row(row, f"turn {i + 1}: {problem}")
         if has_ids:
             results = sorted(results, key=lambda result: ids.index(result["tool_call_id"]))
             ordered[i + 1 : i + 1 + len(ids)] = results

@@ -41,13 +41,13 @@ class Order:
 
     def draw(self, count: int) -> list[int]:
         """Return the next `count` rows, across the end of a pass."""
-        return [self._next() for _ in range(count)]
-
-    def _next(self) -> int:
-        number = sum(self.drawn.values()) + 1
-        name = max(self.rows, key=lambda name: self.shares[name] * number - self.drawn[name])
-        self.drawn[name] += 1
-        return next(self.next_rows[name])
+        drawn = []
+        first = sum(self.drawn.values()) + 1
+        for number in range(first, first + count):
+            name = max(self.rows, key=lambda x, n=number: self.shares[x] * n - self.drawn[x])
+            self.drawn[name] += 1
+            drawn.append(next(self.next_rows[name]))
+        return drawn
 
     def state_dict(self) -> dict:
         """Return the position: of each source the number of rows drawn, and of rows in all."""

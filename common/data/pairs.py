@@ -1,7 +1,7 @@
 """Preference rows -> pairs of samples, for the scripts that score completions."""
 
 from common.data.encode import Encoder
-from common.data.messages import IMAGE, messages_field, text_field
+from common.data.messages import IMAGE, bad_row, messages_field, text_field
 from common.data.sample import Sample
 
 
@@ -15,8 +15,7 @@ def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[S
         row = _split_prompt(row)
         contents = [message["content"].replace(IMAGE, "").strip() for message in row["prompt"]]
         if text not in contents:
-            problem = "chosen and rejected do not begin with column prompt"
-            raise ValueError(f"{row['_source']}: {problem}")
+            raise bad_row(row, "chosen and rejected do not begin with column prompt")
     return [encoder.completion(row, "prompt", side) for side in ("chosen", "rejected")]
 
 
@@ -33,8 +32,7 @@ def _split_prompt(row: dict) -> dict:
     chosen = messages_field(row, "chosen")
     rejected = messages_field(row, "rejected")
     if (chosen is None) != (rejected is None):
-        problem = "one of chosen and rejected lists messages, the other does not"
-        raise ValueError(f"{row['_source']}: {problem}")
+        raise bad_row(row, "one of chosen and rejected lists messages, the other does not")
     if chosen is None:
         chosen = text_field(row, "chosen")
         rejected = text_field(row, "rejected")
@@ -52,8 +50,7 @@ def _split_prompt(row: dict) -> dict:
         answers = (*chosen[shared : shared + 1], *rejected[shared : shared + 1])
         has_prompt = shared > 0 and all(answer["role"] == "assistant" for answer in answers)
     if not has_prompt:
-        problem = "chosen and rejected do not begin with the same prompt"
-        raise ValueError(f"{row['_source']}: {problem}")
+        raise bad_row(row, "chosen and rejected do not begin with the same prompt")
     return row | dict(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
 
 

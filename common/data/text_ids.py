@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import chain, pairwise, takewhile
 
 from common.data.chat import any_of
+from common.data.messages import bad_row
 
 FIRST = 0x100000  # of a private range of Unicode: characters that stand for special tokens as text
 STAND_IN = re.compile("[\U00100000-\U0010ffff]")
@@ -80,11 +81,11 @@ class TextIds:
                 return both[len(ids) :]
         raise ValueError(f"the tokenizer cannot separate {text[:20]!r} from the text before it")
 
-    def hidden(self, source: str, text: str) -> str:
+    def hidden(self, row: dict, text: str) -> str:
         """Return a text with a character that stands for each special token in it, which keeps its
         place while the chat template is rendered and the rest is tokenised. Raises `ValueError`
-        for a text with such characters of its own; `source` is its row."""
+        for a text with such characters of its own."""
         if STAND_IN.search(text):
             problem = "a character beyond U+FFFFF cannot be read with --special_text text"
-            raise ValueError(f"{source}: {problem}")
+            raise bad_row(row, problem)
         return self.special.sub(lambda m: chr(FIRST + self.special_tokens.index(m[0])), text)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from common.data.chat import ASKED, MARK, ChatTemplate
 from common.data.messages import (
+    bad_row,
     closing,
     opened_thought,
     tools_field,
@@ -77,7 +78,7 @@ def conversation_of(
     if train_on_all:
         return Rendering(text, [])
     if not any(i >= first_trained for i in sampled):
-        raise ValueError(f"{row['_source']}: no message with the role assistant to train on")
+        raise bad_row(row, "no message with the role assistant to train on")
     turns: list[Turn] = []
     untrained: list[str] = []
     for i in sampled:
@@ -90,7 +91,7 @@ def conversation_of(
         else:
             turns.append(turn._replace(trained=is_trained))
     if untrained and not any(turn.trained for turn in turns):
-        raise ValueError(f"{row['_source']}: {untrained[-1]}")
+        raise bad_row(row, untrained[-1])
     return Rendering(text, turns, len(untrained))
 
 
@@ -126,7 +127,7 @@ def _in_one_form(chat: ChatTemplate, row: dict, messages: list[dict]) -> tuple[d
     """Return the row with its tools as schemas, and the messages as the template has them."""
     if row.get("tools"):
         row = row | dict(tools=tools_field(row))
-    return row, with_results_in_order(str(row.get("_source")), chat.normal(messages))
+    return row, with_results_in_order(row, chat.normal(messages))
 
 
 # ---- turns of the model ----
@@ -147,7 +148,7 @@ def as_sampled(chat: ChatTemplate, row: dict, messages: list[dict]) -> Sampled:
         prompt = chat.render(row, messages[:-1], add_generation_prompt=True)
     with contextlib.suppress(ValueError):
         text = chat.render(row, messages)
-    end = chat.end_of(messages[-1])
+    end = chat.end_of_calls if messages[-1].get("tool_calls") else chat.end
     if end is None or text is None:
         return Sampled(prompt, text, "")
     if prompt and is_answer(messages) and opened_thought(prompt) and not text.startswith(prompt):
@@ -230,13 +231,13 @@ def require_shown(chat: ChatTemplate, row: dict, messages: list[dict], text: str
         marked = messages
     text = text.lower()  # some templates change the case
     for number, (message, mark) in enumerate(zip(messages, marked, strict=True), 1):
-        turn = f"{row.get('_source')}: turn {number} ({message['role']}): the chat template"
+        turn = f"turn {number} ({message['role']}): the chat template"
         if mark["content"].strip().lower() not in text:
-            raise ValueError(f"{turn} leaves it out; change the role")
+            raise bad_row(row, f"{turn} leaves it out; change the role")
         for i, call in enumerate(mark.get("tool_calls", ())):
             if call["function"]["name"].lower() not in text:
                 name = message["tool_calls"][i]["function"]["name"]
-                raise ValueError(f"{turn} omits the tool call of {name}")
+                raise bad_row(row, f"{turn} omits the tool call of {name}")
     chat.shown.add(structure)
 
 
@@ -280,14 +281,14 @@ def _continuation_of(
     chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int
 ) -> Rendering:
     """Return a conversation whose only trained message continues the turn before it."""
-    label = f"{row['_source']}: turn {first_trained + 1}"
+    turn = f"turn {first_trained + 1}"
     completion = messages[first_trained]
     if len(messages) > first_trained + 1:
-        raise ValueError(f"{label}: no further turn may follow one that is continued")
+        raise bad_row(row, f"{turn}: no further turn may follow one that is continued")
     if completion.get("tool_calls") or completion.get("reasoning_content") or chat.end is None:
-        raise ValueError(f"{label}: only text can continue a turn of the model")
+        raise bad_row(row, f"{turn}: only text can continue a turn of the model")
     prompt = prompt_of(chat, row, messages[:first_trained])
     (completion,) = chat.normal([completion])
     text = prompt.text + completion["content"]
-    turn = Turn(len(prompt.text), len(text) + len(chat.end.last), trained=True)
-    return Rendering(text + chat.end.tail, [*prompt.turns, turn])
+    added = Turn(len(prompt.text), len(text) + len(chat.end.last), trained=True)
+    return Rendering(text + chat.end.tail, [*prompt.turns, added])

@@ -46,7 +46,10 @@ def take_images(row: dict, messages: list[dict]) -> list[dict]:
     if parts:
         places = len(parts) if is_taken else parts.count(None)
     elif places:
-        messages = [_with_marks(message) for message in messages]
+        messages = [
+            m | dict(content=m["content"].replace(PLACEHOLDER, IMAGE)) if m["role"] == "user" else m
+            for m in messages
+        ]
     elif given:
         if not texts:
             problem = f"no turn of the user for its {len(given)} images; add one"
@@ -72,13 +75,6 @@ def _listed(value: object) -> list:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
-
-
-def _with_marks(message: dict) -> dict:
-    """Return a message of the user with a mark in place of each `<image>`."""
-    if message["role"] != "user":
-        return message
-    return message | dict(content=message["content"].replace(PLACEHOLDER, IMAGE))
 
 
 # ---- files ----

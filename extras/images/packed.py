@@ -3,7 +3,6 @@ ahead of the model.
 
 Shapes: T tokens of the pack, P placeholders in it."""
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
@@ -23,7 +22,8 @@ class PackedImages:
     def __init__(self, tokens: Tokens):
         sequences = tokens.with_images
         self.next = tokens.next
-        self.images = [_kept(sequence.images, sequence.num_targets) for sequence in sequences]
+        # `truncate` cuts no image in two: one that it left out ends behind the sequence.
+        self.images = [[i for i in s.images if i.end <= s.num_targets] for s in sequences]
         self.shared = [sequence.shared for sequence in sequences]  # first tokens, not computed
         computed = (sequence.num_targets - sequence.shared for sequence in sequences)
         self.offsets = [0, *accumulate(computed)]
@@ -81,11 +81,6 @@ def images_of(tokens: Tokens) -> PackedImages | None:
     if tokens.images is None and tokens.with_images is not None:
         tokens.images = PackedImages(tokens)
     return tokens.images if tokens.images and tokens.images.spans else None
-
-
-def _kept(images: Sequence[ImageSpan], length: int) -> list[ImageSpan]:
-    """Return the images in the first `length` tokens of a sequence: `truncate` cuts none in two."""
-    return [span for span in images if span.end <= length]
 
 
 def _decode(reader: Reader, spans: list[ImageSpan]) -> list[Pixels]:

@@ -212,7 +212,7 @@ REFUSED = [
     (dict(prompt=[ASKED], tools=[TOOL]), "column tools: the chat template does not read it", None),
     (dict(messages=CALLS), r"turn 2 \(assistant\): the chat template omits the tool call of", None),
     # columns that are flags
-    (dict(prompt=[SYSTEM, ASKED], system="T"), "the row has a system text, and the messages"),
+    (dict(prompt=[SYSTEM, ASKED], system="T"), "it has a system text, its messages begin"),
     (dict(prompt=[ASKED], system=3), "column system is int"),
     *(
         (dict(prompt="x") | columns, "column .* needs chat format, column prompt is plain text")
@@ -243,7 +243,7 @@ REFUSED = [
     # turns that the template does not show as they are sampled
     (dict(messages=[ASKED, said("b")]), r"turn 2 \(assistant\): .* changes its text", UPPER),
     (dict(messages=[ASKED, said("b")]), "turn 2 .* in another form than the sampled", COUNTED),
-    (dict(prompt=[ASKED], chosen=[ANSWER, *OTHER], rejected="5"), "shows an earlier turn", MARKED),
+    (dict(prompt=[ASKED], chosen=[ANSWER, *OTHER], rejected="5"), "an earlier turn: ", MARKED),
     (dict(messages=[said("b")]), r"turn 1 \(assistant\): it has no prompt"),
     (dict(messages=[ASKED, turn("model", "b")]), "no message with the role assistant to"),
     # messages that the template refuses or leaves out
