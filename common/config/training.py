@@ -29,8 +29,8 @@ class ModelArgs:
     """Model and compute"""
 
     model: str = "tiny"
-    """Hugging Face id or folder of the starting model; tiny: a built-in Qwen3 with 1M random
-    parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic;
+    """Hugging Face id, id@revision, or folder of the starting model; tiny: a built-in Qwen3 with 1M
+    random parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic;
     tiny-images: a built-in Idefics3 of images and text with 1M random parameters"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """data type of forward and backward passes; master weights, gradient reduction and the loss are

@@ -72,9 +72,13 @@ def _peft_config(hf: nn.Module, path: str, args: LoRAArgs, prefix: str) -> dict[
     is_whole = prefix == own_prefix and matched == adapted
     is_local = args.model in BUILT_IN_MODELS or Path(args.model).expanduser().exists()
     is_scalar = hasattr(hf, "score")
+    name, _, revision = (
+        (str(Path(path).resolve()), "", "") if is_local else args.model.partition("@")
+    )
     return dict(
         peft_type="LORA",
-        base_model_name_or_path=str(Path(path).resolve()) if is_local else args.model,
+        base_model_name_or_path=name,
+        revision=revision or None,
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules=sorted(endings if is_whole else adapted),

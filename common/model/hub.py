@@ -9,8 +9,8 @@ from typing import Any
 from common.config.extra import extra
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.data.chat import end_of_turn, use_template
-from common.model.loading import load_config, named_errors
-from common.model.model_folder import find_model
+from common.model.loading import load_config
+from common.model.model_folder import find_model, library_errors
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 
@@ -21,9 +21,9 @@ def resolve_model(
     weights: bool = True,
     rope_factor: float | None = None,
 ) -> str:
-    """Return the local folder of a built-in model, a folder or a Hugging Face id: config.json,
-    tokenizer and, unless `weights` is false, safetensors. With `rope_factor`, return a
-    folder of the same model with scaled rotary embeddings.
+    """Return the local folder of a built-in model, a folder or a Hugging Face id, also as
+    `id@revision`: config.json, tokenizer and, unless `weights` is false, safetensors. With
+    `rope_factor`, return a folder of the same model with scaled rotary embeddings.
 
     The model of a resumable checkpoint is `hf/` in it. One rank of each machine downloads.
     Collective. Raises `ValueError` naming `flag` for a model that is not found."""
@@ -45,20 +45,15 @@ def resolve_model(
 def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
     """Return the tokenizer of a checkpoint, with the `--chat_template` of `args` if given; without
     it, `prompt_format` of the tokenizer is the `--prompt_format` of `args`, where auto is chat for
-    a chat model. Raises `ValueError` if the tokenizer cannot be
-    loaded, has no EOS, which ends completions, or has more tokens than the model."""
-    from transformers import AutoTokenizer
+    a chat model. Raises `ValueError` if the tokenizer cannot be loaded, has no EOS, which ends
+    completions, or has more tokens than the model."""
+    from transformers import PreTrainedTokenizerFast
 
     label = f"{flag} {path}"
-    # KeyError: a tokenizer.json of another kind; ImportError: a slow tokenizer that needs further
-    # packages
-    unreadable = (OSError, ValueError, KeyError, ImportError)
-    with named_errors(f"{label}: the tokenizer cannot be loaded", *unreadable):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        tokenizer = _with_ids_of_file(tokenizer, path, label)
-    if not getattr(tokenizer, "is_fast", False):
-        name = type(tokenizer).__name__
-        raise ValueError(f"{label}: {name} has no places of tokens; save a tokenizer.json")
+    with library_errors(f"{label}: the tokenizer cannot be loaded"):
+        # Not AutoTokenizer: for some model types, such as qwen2, transformers 5 chooses a class
+        # with other ids than those of tokenizer.json.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{label}: the tokenizer has no EOS token")
     size = load_config(path).get_text_config().vocab_size
@@ -69,42 +64,21 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
         )
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
-    last_id = max(args.stop_token_ids, default=0) if args is not None else 0
+    if args is None:
+        return tokenizer
+    last_id = max(args.stop_token_ids, default=0)
     if last_id >= size:
         raise ValueError(f"--stop_token_ids {last_id}: the ids of the model end at {size - 1}")
-    if args is not None:
-        tokenizer.prompt_format = args.prompt_format
-        if args.chat_template is not None:
-            use_template(tokenizer, args.chat_template)
-        elif (end := chat_end(path, tokenizer)) and args.prompt_format != "chat":
-            if args.prompt_format == "auto":
-                tokenizer.prompt_format = "chat"
-            warning = "warning: " if args.prompt_format == "plain" else ""
-            chosen = f"--prompt_format {tokenizer.prompt_format}"
-            distributed.say(f"{warning}{chosen}: a chat model, it ends its turns with {end}")
+    tokenizer.prompt_format = args.prompt_format
+    if args.chat_template is not None:
+        use_template(tokenizer, args.chat_template)
+    elif (end := chat_end(path, tokenizer)) and args.prompt_format != "chat":
+        if args.prompt_format == "auto":
+            tokenizer.prompt_format = "chat"
+        warning = "warning: " if args.prompt_format == "plain" else ""
+        chosen = f"--prompt_format {tokenizer.prompt_format}"
+        distributed.say(f"{warning}{chosen}: a chat model, it ends its turns with {end}")
     return tokenizer
-
-
-def _with_ids_of_file(tokenizer, path: str, label: str):
-    """Return the tokenizer if it gives a text the ids that its tokenizer.json gives it, else the
-    tokenizer of this file. Transformers 5 chooses the class of some model types, such as qwen2,
-    whatever the file is."""
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    file = Path(path) / "tokenizer.json"
-    is_fast = getattr(tokenizer, "is_fast", False)
-    if not is_fast or type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():
-        return tokenizer
-    text = "It's 12,345.6 é\n\n  {x: 字}\tEND"
-    ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
-    if tokenizer(text, add_special_tokens=False)["input_ids"] == ids:
-        return tokenizer
-    name = type(tokenizer).__name__
-    distributed.say(
-        f"{label}: its tokenizer.json is used; {name}, transformers' choice, has other ids"
-    )
-    return PreTrainedTokenizerFast.from_pretrained(path)
 
 
 def chat_end(path: str, tokenizer) -> str | None:
@@ -136,7 +110,10 @@ def load_generation_config(path: str) -> dict:
 
 def _fields(path: str, name: str) -> dict:
     file = Path(path) / name
-    return json.loads(file.read_text()) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    with library_errors(f"{file}: no JSON object"):
+        return {**json.loads(file.read_text(encoding="utf-8"))}
 
 
 def require_same_tokenizer(flag: str, path: str, tokenizer, otherwise: str = "") -> None:
@@ -158,11 +135,15 @@ def eos_token_ids(
     that end a turn in the chat template, without and with tool calls. For base models with a
     template they often differ from the EOS."""
     ids = {tokenizer.eos_token_id, *stop_token_ids}
-    for name in ("generation_config.json", "config.json"):
-        eos = _fields(path, name).get("eos_token_id")
-        ids.update(eos if isinstance(eos, list) else [eos])
     if prompt_format != "plain" and tokenizer.chat_template is not None:
         ids |= {_template_end(tokenizer), end_of_turn(tokenizer, calls=True)}
+    for name in ("generation_config.json", "config.json"):
+        eos = _fields(path, name).get("eos_token_id")
+        if isinstance(eos, int | None):
+            eos = [eos]
+        if not (isinstance(eos, list) and all(isinstance(i, int | None) for i in eos)):
+            raise ValueError(f"{path}/{name}: eos_token_id {eos!r} is no token id, nor a list")
+        ids.update(eos)
     return sorted(ids - {None})
 
 

@@ -234,8 +234,9 @@ def model_card(args: TrainArgs) -> bytes:
     flags = {name: x for name, x in flags_of(args).items() if x != defaults[name]}
     flags.pop("output_dir", None)
     metadata = dict(library_name="transformers", tags=["onefile"])
-    if re.fullmatch(r"[\w-]+/[\w.-]+", args.model) and not Path(args.model).exists():
-        metadata["base_model"] = args.model
+    hub_id = re.fullmatch(r"([\w-]+/[\w.-]+)(@.+)?", args.model)
+    if hub_id and not Path(args.model).exists():
+        metadata["base_model"] = hub_id[1]
     text = f"""---
 {yaml.safe_dump(metadata)}---
 # {Path(args.output_dir).resolve().name}
