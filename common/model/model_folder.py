@@ -95,4 +95,4 @@ def _require_supported(label: str, folder: Path) -> None:
         raise ValueError(f"{label}: {whole.model_type} is not a causal language model")
     # The weights would be read without their scales.
     if any(method_of_quantization(part) not in (None, "mxfp4") for part in (whole, config)):
-        raise ValueError(f"{label}: quantized weights; name the model that they were made from")
+        raise ValueError(f"{label}: its weights are quantized; name the base")

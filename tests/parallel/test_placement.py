@@ -91,6 +91,11 @@ CONFIGS = dict(
         **small(sliding_window=7, num_local_experts=4, num_experts_per_tok=2)
     ),
 )
+if context > 1:  # each head has a sink
+    CONFIGS["gpt_oss"] = transformers.GptOssConfig(
+        **small(num_attention_heads=4, num_key_value_heads=1, head_dim=8),
+        sliding_window=7, num_local_experts=2, num_experts_per_tok=1,
+    )
 generator = torch.Generator().manual_seed(0)
 groups = []
 
@@ -119,7 +124,11 @@ for name, config in CONFIGS.items():
     path = folder / name
     if distributed.is_main():
         torch.manual_seed(1)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(".sinks"):
+                parameter.data.copy_(torch.arange(-1.0, 3.0))
+        model.save_pretrained(path)
     distributed.barrier()
     plain = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
