@@ -637,6 +637,7 @@ EXERCISES = [
         (
             {"logp_CV - logq_CV": "logq_CV - logp_CV"},
             {"logp_CV.exp()": "logq_CV.exp()", "logp_CV - logq_CV": "logq_CV - logp_CV"},
+            {"logp_CV - logq_CV": "(logp_CV - logq_CV).abs()"},
         ),
     ),
     Exercise(
@@ -649,18 +650,12 @@ EXERCISES = [
         {
             "test_divergences_are_never_negative": "a divergence is negative",
             "test_forward_kl_is_a_mean_over_the_teacher": "the mean is over q: this is KL(p || q)",
-            "test_steps_against_the_gradient_approach_the_teacher": (
-                "the gradient has the wrong sign"
-            ),
             f"{DIVERGENCE}::test_values_and_gradients_equal_naive_code[forward_kl]": GRADIENT,
         },
         (
             {"logq_CV - logp_CV": "logp_CV - logq_CV"},
-            {
-                "torch.linalg.vecdot(logq_CV.exp(), logq_CV - logp_CV)": (
-                    "torch.linalg.vecdot(logp_CV.exp(), logp_CV - logq_CV)"
-                ),
-            },
+            {"logq_CV.exp()": "logp_CV.exp()", "logq_CV - logp_CV": "logp_CV - logq_CV"},
+            {"logq_CV - logp_CV": "(logq_CV - logp_CV).abs()"},
         ),
     ),
     Exercise(

@@ -135,7 +135,7 @@ def divergence_chart() -> dict:
     def f(divergence: Callable, logit_X: Tensor, q: float, **flags) -> Tensor:
         logp_X2 = torch.stack([logit_X, torch.zeros_like(logit_X)], -1).log_softmax(-1)
         logq_X2 = torch.tensor([q, 1 - q], dtype=torch.float64).log().expand_as(logp_X2)
-        return divergence(logp_X2, logq_X2, **flags)[0]
+        return divergence(logp_X2, logq_X2, **flags)
 
     p_X, q = grid(0.01, 0.99, 99), dict(q=[0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98])
     each = [(reverse_kl, q), (forward_kl, q), (jsd, q | dict(b=[0.1, 0.5, 0.9]))]
