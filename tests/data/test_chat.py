@@ -201,6 +201,7 @@ REFUSED = [
     # results of calls
     (dict(messages=[*BOTH, A_TOLD, ASKED]), "turn 2: results of the calls call_a for"),
     (dict(prompt=[*BOTH, A_TOLD, A_TOLD]), "results of the calls call_a, call_a for"),
+    (dict(prompt=[said("", tool_calls=[A, A]), A_TOLD, A_TOLD]), "for the calls call_a, call_a;"),
     (dict(prompt=[*BOTH, A_TOLD, dict(B_TOLD, tool_call_id=2)]), "calls call_a, 2 for the calls"),
     (dict(prompt=[*BOTH, TOLD]), "turn 2: results of the calls None for the calls call_a, call_b"),
     # tools
