@@ -30,12 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
 from bench.completions import complete
@@ -46,9 +41,8 @@ from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.flops import num_delta_nets
 from common.model.hub import eos_token_ids, load_tokenizer
-from common.model.loading import has_other_parts
+from common.model.loading import load_config, model_class, open_model
 from common.model.policy import Policy, load_policy
-from common.model.text_part import load_text_config
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rollout.engines import make_engine
@@ -232,17 +226,6 @@ def checkpoint(model_type: str, folder: Path, file_size: str = "1GB") -> str:
     return str(folder)
 
 
-def model_class(config) -> type:
-    """Return the class that opens a folder with this config."""
-    return AutoModelForImageTextToText if has_other_parts(config) else AutoModelForCausalLM
-
-
-def open_model(path: str | Path, **options) -> torch.nn.Module:
-    """Open a folder with its own class, in float32."""
-    kind = model_class(AutoConfig.from_pretrained(path))
-    return kind.from_pretrained(path, dtype=torch.float32, **options)
-
-
 def rows() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
@@ -258,7 +241,8 @@ def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str
         for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False):
             logprobs[tuple(mb.targets_T[begin:end].tolist())] = logprobs_T[begin:end].detach().cpu()
     logprobs = distributed.gather_dict(logprobs)  # other ranks have trained on some rows
-    gradients = {name: parameter.grad for name, parameter in policy.hf.named_parameters()}
+    parameters = policy.hf.named_parameters()
+    gradients = {name: weight.grad for name, weight in parameters if weight.grad is not None}
     gradient: dict[str, Any] = {
         name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()
     }
@@ -268,7 +252,7 @@ def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str
 def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the same from transformers alone, with rows padded on the right to one length, and a
     mask."""
-    model = open_model(path, attn_implementation="eager").to(device)
+    model = open_model(path, torch.float32, attn_implementation="eager").to(device)
     ids = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows()], batch_first=True
     ).to(device)
@@ -278,13 +262,7 @@ def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Ten
     logprobs = [row[: n - 1] for row, n in zip(logp, LENGTHS, strict=True)]
     sum(row.sum() for row in logprobs).backward()
     # Of a model of images and text, only the language model has a gradient for text.
-    gradient = {
-        name.replace("model.language_model.", "model.").replace(
-            "model.text_model.", "model."
-        ): p.grad
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
+    gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return [row.detach() for row in logprobs], gradient
 
 
@@ -307,7 +285,7 @@ def against_export(path: str, policy: Policy, folder: Path, device: torch.device
     export_hf(policy, load_tokenizer(path), folder)
     ids = torch.tensor([rows()[-2]])
     one, other = (
-        open_model(p)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        open_model(p, torch.float32)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         for p in (path, folder)
     )
     return (one - other).abs().max().item()
@@ -317,7 +295,7 @@ def against_export(path: str, policy: Policy, folder: Path, device: torch.device
 def against_vllm(path: str, device: torch.device) -> float:
     """Return the largest difference of a sampled token's log-prob, in nats."""
     policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
-    if num_delta_nets(load_text_config(path)):
+    if num_delta_nets(load_config(path).get_text_config()):
         prepare()
     engine = make_engine(path, ARGS, eos_token_ids(path, tokenizer), tokenizer, device)
     for _ in range(3):  # syncs, as in training

@@ -326,6 +326,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "hf" / "model.safetensors")
 
 
+def stored(folder: Path | str) -> dict[str, torch.Tensor]:
+    """Return the weights of a model's folder by their names in its files."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return {name: weight for file in files for name, weight in load_file(file).items()}
+
+
 def assert_same_weights(one: Path, other: Path) -> None:
     """Compare bit for bit."""
     one, other = weights(one), weights(other)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
+from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
 from common.config.extra import extra
@@ -36,8 +36,7 @@ from common.data.encode import Encoder
 from common.data.tasks import TASKS
 from common.model import adapter_files, lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
-from common.model.loading import has_other_parts, load_config, one_line_errors
-from common.model.text_part import load_options
+from common.model.loading import load_config, one_line_errors, open_model
 from common.parallel import distributed, durable
 from common.parallel.console import print_any_text, visible
 from common.rollout.environments import ENVIRONMENTS, load_environment
@@ -136,14 +135,13 @@ class Speaker:
             template_kwargs=tuple(options.template_kwargs),
         )
         self.flag, self.path = flag, path
-        self.whole: nn.Module | None = None  # model of images and text, once there is an image
         self.tokenizer, config = load_tokenizer(path, flag=flag), load_config(path)
         kwargs |= dict(prompt_format=options.prompt_format)
         self.flags = kwargs
         self.encoder = Encoder(self.tokenizer, BaseArgs(**kwargs))
         self.ends = eos_token_ids(path, self.tokenizer, options.prompt_format)
         self.context = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
-        is_text = not has_other_parts(config)
+        is_text = "text_config" not in config.sub_configs
         if is_text and config.architectures and "CausalLM" not in config.architectures[0]:
             raise ValueError(f"{flag} {model}: {config.architectures[0]} is not a language model")
         if options.environment and self.encoder.chat is None:
@@ -154,10 +152,7 @@ class Speaker:
             ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
         )
         with one_line_errors(f"{flag} {model}"):
-            hf = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, trust_remote_code=False, **load_options(path)
-            )
-            self.hf = hf.to(device).eval()
+            self.hf = open_model(path, dtype).to(device).eval()
         if options.adapter is not None and flag == "--model":
             merge_adapter(self.hf, options.adapter, model)
         self.hf.generation_config = (
@@ -189,11 +184,9 @@ class Speaker:
             if temperature
             else dict(do_sample=False)
         )
-        model, ends, images = self.hf, self.ends, {}
+        ends, images = self.ends, {}
         if row.get("images"):
-            if self.whole is None:
-                self.whole = chat_images().whole_model(self.hf, self.path, self.flag)
-            model, reader = self.whole, self.reader()
+            reader = self.reader()
             images = chat_images().inputs_of(row, prompt, reader, self.hf.device)
             ends = [*ends, *reader.placeholder_ids]  # as in training: they have no image
         ids, printer = (
@@ -207,7 +200,7 @@ class Speaker:
             streamer=printer,
         )
         try:
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), **sampling, **images)
+            out = self.hf.generate(ids, attention_mask=torch.ones_like(ids), **sampling, **images)
         except KeyboardInterrupt:
             printer.end()
             note("stopped")

@@ -5,17 +5,13 @@ from pathlib import Path
 
 import torch
 from pydantic.dataclasses import dataclass
-from torch import nn
-from transformers import AutoModelForImageTextToText, GenerationConfig
 
 from common.config.flags import STRICT
 from common.config.groups import BaseArgs
 from common.config.training import ImageArgs
 from common.data.sample import Sample
-from common.model.loading import one_line_errors
 from extras.images.image_files import require_image, stored
 from extras.images.reader import Reader
-from extras.images.tower import LANGUAGE_MODELS
 
 
 @dataclass(config=STRICT)
@@ -54,22 +50,6 @@ def images_in(messages: list[dict]) -> list[str]:
 def as_row(row: dict) -> dict:
     """Return a row with absolute paths as the rows of a file are read."""
     return row | dict(_folder="/")
-
-
-def whole_model(hf: nn.Module, path: str, flag: str) -> nn.Module:
-    """Load transformers' model of images and text in a folder, with the weights of the language
-    model `hf`, into which an adapter may be merged."""
-    with one_line_errors(f"{flag} {path}"):
-        whole = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=hf.dtype, trust_remote_code=False
-        )
-    base = whole.base_model
-    (language,) = (getattr(base, name) for name in LANGUAGE_MODELS if hasattr(base, name))
-    whole = whole.to(hf.device).eval()
-    language.load_state_dict(hf.base_model.state_dict(), assign=True)
-    whole.lm_head.weight = hf.lm_head.weight
-    whole.generation_config = GenerationConfig()
-    return whole
 
 
 def inputs_of(row: dict, ids: list[int], reader: Reader, device: torch.device) -> dict:

@@ -2,30 +2,20 @@
 `--adapter`."""
 
 import json
-import re
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from common.config.groups import BUILT_IN_MODELS
 from common.config.training import LoRAArgs
-from common.model.loading import (
-    has_other_parts,
-    load_config,
-    one_line_errors,
-    require_unchanged,
-    whole,
-)
+from common.model.loading import one_line_errors, require_unchanged, whole
 from common.model.lora import layers_of, trained_parameters
-from common.model.text_part import prefix_in_whole_model
 from common.parallel import distributed, durable
 
 # Names of the PEFT library: files, and the prefix of the model's names.
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# The language model in transformers' models of images and text.
-OF_IMAGES_AND_TEXT = r"^model\.(language_model|text_model)\."
 
 
 def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path) -> None:
@@ -34,42 +24,28 @@ def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path) -> None
     from safetensors.torch import save_file
 
     tensors = {}
-    prefix = _prefix_of_base(hf, path)
     for name, parameter in trained_parameters(hf).items():
         tensor = whole(parameter.detach())
         if distributed.is_main():
             ending = "" if name == "score.weight" else ".weight"
-            inner = name.removeprefix(f"{hf.base_model_prefix}.")
-            named = name if inner == name else prefix + inner
-            tensors[PREFIX + named + ending] = tensor.cpu().contiguous()
+            tensors[PREFIX + name + ending] = tensor.cpu().contiguous()
     if distributed.is_main():
         work = folder.with_suffix(".tmp")
         work.mkdir(parents=True)
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
-        (work / CONFIG).write_text(json.dumps(_peft_config(hf, path, args, prefix), indent=2))
+        (work / CONFIG).write_text(json.dumps(_peft_config(hf, path, args), indent=2))
         durable.write_checksums(work)
         durable.replace_folder(work, folder)
     distributed.barrier()
 
 
-def _prefix_of_base(hf: nn.Module, path: str) -> str:
-    """Return the prefix of the layers in the model that PEFT opens: that of `hf`, or a model of
-    images and text."""
-    prefix = f"{hf.base_model_prefix}."
-    if not has_other_parts(load_config(path)) or hasattr(hf, "score"):
-        return prefix
-    return prefix_in_whole_model(hf, path)
-
-
-def _peft_config(hf: nn.Module, path: str, args: LoRAArgs, prefix: str) -> dict[str, object]:
-    """Return the fields of adapter_config.json. Layers have the endings of their names, if these
-    mean no other layers; in a model of images and text, whole names."""
-    own_prefix = f"{hf.base_model_prefix}."
-    adapted = {prefix + name.removeprefix(own_prefix) for name in layers_of(hf)}
+def _peft_config(hf: nn.Module, path: str, args: LoRAArgs) -> dict[str, object]:
+    """Return the fields of adapter_config.json. Layers have the endings of their names if these
+    mean no other layers, else whole names."""
+    adapted = set(layers_of(hf))
     endings = {name.rpartition(".")[2] for name in adapted}
     linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
-    matched = {name for name in linear if name.rpartition(".")[2] in endings}
-    is_whole = prefix == own_prefix and matched == adapted
+    is_all = adapted == {name for name in linear if name.rpartition(".")[2] in endings}
     is_local = args.model in BUILT_IN_MODELS or Path(args.model).expanduser().exists()
     is_scalar = hasattr(hf, "score")
     name, _, revision = (
@@ -81,7 +57,7 @@ def _peft_config(hf: nn.Module, path: str, args: LoRAArgs, prefix: str) -> dict[
         revision=revision or None,
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
-        target_modules=sorted(endings if is_whole else adapted),
+        target_modules=sorted(endings if is_all else adapted),
         lora_dropout=0.0,
         bias="none",
         fan_in_fan_out=False,
@@ -106,7 +82,7 @@ def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
     _require_same_kind(label, config, args)
     stored = {}
     for key, tensor in tensors.items():
-        name = re.sub(OF_IMAGES_AND_TEXT, "model.", key.removeprefix(PREFIX))
+        name = key.removeprefix(PREFIX)
         stored[name.removesuffix(".weight") if "lora_" in name else name] = tensor
     wanted = trained_parameters(hf)
     # An adapter of a language model has no head.

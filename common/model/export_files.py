@@ -12,7 +12,6 @@ import torch
 
 from common.model.hub import eos_token_ids, load_generation_config
 from common.model.loading import load_config
-from common.model.text_part import load_text_config
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -33,33 +32,10 @@ TOKENIZER_FILES = (
 )
 
 
-def base_dtype(path: str) -> torch.dtype:
-    """Return the dtype of a model's weights: that of its config, or else of the first
-    floating-point tensor."""
-    from safetensors import safe_open
-
-    dtype = load_config(path).dtype
-    if dtype is not None:
-        return dtype
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                tensor = tensors.get_tensor(name)
-                if tensor.is_floating_point():
-                    return tensor.dtype
-    return torch.float32
-
-
-def config_file(
-    path: str, dtype: torch.dtype, changes: dict[str, object], text_alone: bool = False
-) -> bytes:
-    """Return config.json of the base, or of its language model alone, with `dtype` and the
-    `changes`, for transformers 4 and 5."""
+def config_file(path: str, dtype: torch.dtype, changes: dict[str, object]) -> bytes:
+    """Return config.json of the base with `dtype` and the `changes`, for transformers 4 and 5."""
     fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     config = load_config(path)
-    if text_alone:
-        config = load_text_config(path)
-        fields = json.loads(config.to_json_string(use_diff=False))
     fields.pop("auto_map", None)  # names Python files, which are not exported
     fields.pop("quantization_config", None)  # weights are exported as floats
     text = fields.get("text_config")

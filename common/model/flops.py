@@ -45,12 +45,14 @@ def state_size(config) -> int:
 
 
 def matrix_weights(hf: nn.Module) -> int:
-    """Return the number of weights that multiply each token: all matrices, the head included, but
-    only the experts that a token is routed to. An embedding counts only if it is also the head."""
+    """Return the number of weights that multiply each token: all matrices of the language model,
+    the head included, but only the experts that a token is routed to. An embedding counts only if
+    it is also the head."""
     embedding = hf.get_input_embeddings().weight
     head = hf.get_output_embeddings()
-    weights = 0
-    for name, parameter in hf.named_parameters():
+    weights = 0 if head is None or head.weight is embedding else head.weight.numel()
+    weights += hf.score.weight.numel() if hasattr(hf, "score") else 0
+    for name, parameter in hf.get_decoder().named_parameters():
         if ".experts." in name:  # [experts, ...]
             weights += parameter[0].numel() * hf.config.get_text_config().num_experts_per_tok
         elif parameter.ndim > 1:

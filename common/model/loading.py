@@ -1,24 +1,28 @@
-"""Weights of a checkpoint folder -> sharded parameters of a model built on meta; names of weights
-in checkpoints."""
+"""Checkpoint folders and transformers' models: the class of a folder, this rank's slices of its
+files, and the names that weights have in files.
+
+transformers' own rules rename, stack and split weights: hub files have, for example, three matrices
+for each expert, and models two tensors for all of them. This file alone calls these functions,
+which are not public (transformers 5.16 to 5.19)."""
 
 import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from common.model.experts import expert_weights
+from common.config.extra import extra
 from common.parallel import distributed, durable
 
-# Supported mixtures of experts, by model type (experts.py).
-EXPERTS = ["qwen3_moe", "olmoe", "mixtral", "gpt_oss", "glm4_moe", "granitemoe"]
-EXPERTS += ["qwen3_next", "qwen3_5_moe_text"]
-# Types whose head has another name in files than in transformers.
-OWN_HEADS = ("gpt_neox",)
+INDEX = "model.safetensors.index.json"
+PACKED = BLOCKS, SCALES = "_blocks", "_scales"  # endings of the names of weights in MXFP4
+
+
+# ---- folders ----
 
 
 def load_config(path: str | Path):
@@ -28,16 +32,58 @@ def load_config(path: str | Path):
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
-def has_other_parts(config) -> bool:
-    """Return whether a model is more than a language model, such as one of images and text."""
-    return "text_config" in config.sub_configs
+def model_class(config):
+    """Return transformers' class of all that a folder holds: a causal language model, or a model of
+    images and text."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_images = "text_config" in config.sub_configs
+    return AutoModelForImageTextToText if has_images else AutoModelForCausalLM
 
 
-def is_plain(config) -> bool:
-    """Return whether a folder has a language model alone, by transformers' names and as floats:
-    see text_part.py."""
-    is_whole = not has_other_parts(config) and config.model_type not in OWN_HEADS
-    return is_whole and getattr(config, "quantization_config", None) is None
+def method_of_quantization(config) -> str | None:
+    """Return the method by which the weights in the files are quantized, None if they are not."""
+    fields = getattr(config, "quantization_config", None)
+    return fields.get("quant_method", "unknown") if fields else None
+
+
+def open_model(path: str | Path, dtype: torch.dtype, **options) -> nn.Module:
+    """Return the whole model of a folder on the host, as transformers opens it with `options`;
+    weights in MXFP4 become floats."""
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    config = load_config(path)
+    options |= dict(dtype=dtype, trust_remote_code=False)
+    if method_of_quantization(config) == "mxfp4":
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    return model_class(config).from_pretrained(path, **options)
+
+
+def files_of(path: str | Path) -> list[Path]:
+    """Return the files with a folder's weights: those of its index, as in transformers. A folder
+    may have other files beside them, such as `consolidated.safetensors`."""
+    index = Path(path) / INDEX
+    if not index.is_file():
+        return [Path(path) / "model.safetensors"]
+    names = durable.parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [Path(path) / name for name in sorted(set(names))]
+
+
+def base_dtype(path: str | Path) -> torch.dtype:
+    """Return the dtype of a folder's weights: that of its config, or else of the first
+    floating-point tensor."""
+    from safetensors import safe_open
+
+    dtype = load_config(path).dtype
+    if dtype is not None:
+        return dtype
+    for file in files_of(path):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point():
+                    return tensor.dtype
+    return torch.float32
 
 
 def require_unchanged(label: str, folder: Path) -> None:
@@ -53,111 +99,126 @@ def require_unchanged(label: str, folder: Path) -> None:
         )
 
 
-def hub_weights(
-    model_type: str, name: str, weight: Tensor, names=None
-) -> Iterable[tuple[str, Tensor]]:
-    """Return a weight of transformers' model under its names in hub checkpoints: by `names` of
-    `load_file_names`, and under several for experts."""
-    if names is not None:
-        name = names.of(name)
-    if model_type not in EXPERTS or (names is not None and names.has_stacked_experts):
-        return [(name, weight)]
-    return expert_weights(model_type, name, weight)
+# ---- files -> shards ----
 
 
-def load_weights(
-    hf: nn.Module, path: str, label: str, device: torch.device, names=None, tower=None
-) -> Tensor | None:
-    """Fill the sharded parameters of a meta model from safetensors: each rank reads its own slices.
-    `names`: see `load_file_names`; `tower`: of tower.py, is filled too.
-
-    Returns the scalar head for the caller to fill, if the checkpoint has none. Raises `ValueError`
-    if names or shapes of the checkpoint are not those of the model."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    with one_line_errors(label):
-        metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
-    stored = {name: list(meta.size) for name, meta in metadata.items()}
-    if tower is not None:
-        for name in tower.load(stored, label, device):
-            del stored[name]
-    if "score.weight" in stored and not hasattr(hf, "score"):
-        raise ValueError(f"{label}: a reward model (it has score.weight), not a language model")
-    # Every rank checks all names and shapes before it takes memory, and reads its own shards.
-    weights = _weights_to_read(hf, stored).items()
-    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights}
-    expected = _by_stored_name(hf, shapes, stored, names)
-    if names is not None:
-        expected = names.replace_packed(expected)
-    _require_shapes(hf, expected, stored, label, names)
-    hf.to_empty(device=device)
-    rebuild_buffers(hf, label)
-    wanted = _by_stored_name(hf, _weights_to_read(hf, stored), stored, names)
-    if names is not None:
-        wanted = {name: x for name, x in wanted.items() if name not in names.packed}
-    with one_line_errors(label):
-        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
-        if names is not None:
-            names.fill_packed(hf, path)
-    return None if "score.weight" in stored else hf.state_dict().get("score.weight")
+def towers_of(hf: nn.Module) -> list[nn.Module]:
+    """Return the parts of a model of images and text beside its language model, such as the vision
+    tower."""
+    base, decoder = hf.base_model, hf.get_decoder()
+    return [] if base is decoder else [part for part in base.children() if part is not decoder]
 
 
-def _weights_to_read(hf: nn.Module, stored: Iterable[str]) -> dict[str, Tensor]:
-    """Return the weights that are read from the checkpoint: not those of adapters, nor a tied head,
-    which checkpoints need not list, nor a scalar head if none is stored."""
-    unread = set(hf.all_tied_weights_keys)
-    if "score.weight" not in stored:
-        unread.add("score.weight")
-    weights = hf.state_dict().items()
-    return {name: x for name, x in weights if name not in unread and ".lora_" not in name}
+def rules_of(hf: nn.Module) -> list:
+    """Return transformers' rules from the names in files to those of the model. Call it before
+    parts of the model are sharded: the rules go by the names of classes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
-
-def _by_stored_name(
-    hf: nn.Module, weights: dict[str, Tensor], stored: Iterable[str], names
-) -> dict[str, Tensor]:
-    """Return weights under their names in the checkpoint."""
-    named = {}
-    for name, tensor in weights.items():
-        if name in stored:
-            named[name] = tensor
-        else:
-            named.update(hub_weights(hf.config.model_type, name, tensor, names))
-    return named
-
-
-def _require_shapes(
-    hf: nn.Module, wanted: dict[str, Tensor], stored: dict[str, list[int]], label: str, names
-) -> None:
-    """Raise `ValueError` if a wanted weight is not stored, or has another shape; report stored
-    weights that are not used."""
-    for name, tensor in wanted.items():
-        if stored.get(name) != list(tensor.shape):
-            problem = f"shape {stored[name]}" if name in stored else "no such weight"
-            raise ValueError(
-                f"{label}: {name} {list(tensor.shape)} expected, the checkpoint has {problem}"
-            )
-    known = wanted.keys() | hf.state_dict().keys()
-    unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
-    if unused:
-        use = f"are not used by {hf.config.model_type}"
-        if names is not None:
-            use = "beside the language model stay as they are"
-        distributed.say(f"{label}: {len(unused)} weights {use}, for example {min(unused)}")
+    return get_model_conversion_mapping(hf)
 
 
 @torch.no_grad()
-def rebuild_buffers(hf: nn.Module, label: str) -> None:
-    """Compute the buffers that no checkpoint has, such as rotary frequencies: their modules do it.
-    A remaining NaN shows a failure."""
-    # The mark keeps parameters of such a module (Gemma's embedding) from random initialisation.
+def read_weights(
+    hf: nn.Module, path: str, label: str, rules: list, home: torch.device, device: torch.device
+) -> bool:
+    """Fill a sharded model on meta from the files of a folder: each rank reads its own slices to
+    `home`; buffers go to `device`. Return whether the folder lacks a scalar head; this head and
+    adapters get memory without values. Collective. Raises `ValueError` unless the files have every
+    other weight, in its shape."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    set_buffers(hf, lambda x: torch.full_like(x, unfilled(x), device=home))
+    with one_line_errors(label), contextlib.ExitStack() as opened:
+        slices = slices_of(path, opened)
+        # A head in the files that is tied in the model would become a second parameter.
+        left_out = (*hf.all_tied_weights_keys, *PACKED)
+        to_read = {name: x for name, x in slices.items() if not name.endswith(left_out)}
+        # Parameters stay on meta until they are read: FSDP would keep what `to_empty` makes.
+        options = LoadStateDictConfig(device_map={"": home}, weight_mapping=rules)
+        found, _ = convert_and_load_state_dict_in_model(hf, to_read, options)
+        unread = {name for name, x in hf.named_parameters() if x.is_meta}
+        packed = {name for name in unread if name + BLOCKS in slices}
+        problem = _problem(hf, found, unread - packed)
+        for name in unread:
+            allocate(hf, name, home)
+        if packed:
+            with extra("architectures", f"{label}: its weights in MXFP4"):
+                from extras.architectures.mxfp4 import fill_packed
+            weights = {name: hf.get_parameter(name) for name in sorted(packed)}
+            problem = problem or fill_packed(weights, slices)
+        problems = [each for each in distributed.gather_objects(problem) if each]
+        if problems:
+            raise ValueError(f"{label}: {problems[0]}")
+    hf.tie_weights()
     for parameter in hf.parameters():
         parameter._is_hf_initialized = True
-    for name, buffer in list(hf.named_non_persistent_buffers()):
-        buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
-        hf._init_weights(hf.get_submodule(name.rpartition(".")[0]))
-    if any(buffer.isnan().any() for _, buffer in hf.named_non_persistent_buffers()):
+    hf.initialize_weights()  # only the buffers that no file has, such as rotary frequencies
+    if any((x != x).any() or (x == unfilled(x)).any() for x in hf.buffers()):
         raise ValueError(f"{label}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
+    set_buffers(hf, lambda x: x.to(device))
+    unused = found.unexpected_keys - {"lm_head.weight"}  # a scalar model does not need it
+    if unused:
+        what = f"{len(unused)} weights are not used by {hf.config.model_type}"
+        distributed.say(f"{label}: {what}, for example {min(unused)}")
+    return "score.weight" in found.missing_keys
+
+
+def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
+    """Return a slice, which reads nothing yet, of each tensor in a folder's files."""
+    from safetensors import safe_open
+
+    slices = {}
+    for file in files_of(path):
+        tensors = opened.enter_context(safe_open(file, "pt"))
+        slices |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+    return slices
+
+
+def _problem(hf: nn.Module, found, unread: set[str]) -> str | None:
+    """Return what is wrong with the weights that transformers `found` in the files."""
+    if "score.weight" in found.unexpected_keys:
+        return "a reward model (it has score.weight), not a language model"
+    # transformers slices before it converts: only what keeps the first dimension is exact.
+    for operation in (op for rule in hf._weight_conversions for op in _operations(rule)):
+        kind = type(operation).__name__
+        keeps = kind == "MergeModulelist" or getattr(operation, "dim", 0) != 0
+        if not keeps and next(hf.parameters()).device_mesh.size() > 1:
+            return f"{hf.config.model_type} needs {kind}, which is not exact on several ranks"
+    for name, has, wants in sorted(found.mismatched_keys):
+        return f"{name}: the files have {list(has)} on this rank, the model needs {list(wants)}"
+    # A rank with none of a layer's experts has nothing to stack.
+    has_part = {name for name in unread if hf.get_parameter(name).to_local().numel()}
+    missing = {n for n in has_part if ".lora_" not in n} - {*hf.all_tied_weights_keys}
+    for name in sorted(missing - {"score.weight"}):
+        if name in found.conversion_errors:  # a traceback, whose last line follows the message
+            return f"{name}: {found.conversion_errors[name].splitlines()[-2]}"
+        return f"{name}: no such weight in the files"
+    return None
+
+
+def _operations(rule) -> list:
+    return getattr(rule, "operations", None) or []
+
+
+def allocate(hf: nn.Module, name: str, device: torch.device) -> None:
+    """Give a sharded parameter on meta its memory."""
+    module, _, key = name.rpartition(".")
+    parameter = hf.get_parameter(name)
+    shard = torch.empty_like(parameter, device=device)
+    setattr(hf.get_submodule(module), key, nn.Parameter(shard, parameter.requires_grad))
+
+
+def unfilled(buffer: Tensor) -> float:
+    """Return the number that shows that a buffer was not filled."""
+    return math.nan if buffer.is_floating_point() else -1
+
+
+def set_buffers(hf: nn.Module, change) -> None:
+    """Replace every buffer by `change` of it."""
+    for module in hf.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = change(buffer)
 
 
 def persistent_buffers(hf: nn.Module) -> dict[str, Tensor]:
@@ -174,6 +235,7 @@ def draw_head(head: Tensor, seed: int) -> None:
     fill(head, torch.randn(1, width, generator=generator) / math.sqrt(width + 1))
 
 
+@torch.no_grad()
 def fill(parameter: Tensor, value: Tensor) -> None:
     """Copy a whole tensor, the same on all ranks, to a sharded one. Collective."""
     from torch.distributed.tensor import distribute_tensor
@@ -182,9 +244,7 @@ def fill(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
 
 
-def has_adapters(hf: nn.Module) -> bool:
-    """Return whether layers of a model have adapters (lora.py)."""
-    return any(name.endswith(".lora_A") for name, _ in hf.named_parameters())
+# ---- models -> files ----
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -192,8 +252,44 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a DTensor
 
 
+def hub_weights(hf: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole weights of a model under their names in files: in those that it was loaded from,
+    or for a model on meta in those of the hub."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(hf, weights)
+
+
+def file_weights(path: str, hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in a folder under the names of its model `hf`, a tied head too. Experts
+    keep the names that they have in files."""
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [rule for rule in rules_of(hf) if isinstance(rule, WeightRenaming)]
+    known = hf.state_dict()
+    tied = {source: name for name, source in hf.all_tied_weights_keys.items()}
+    with contextlib.ExitStack() as opened:
+        slices = slices_of(path, opened)
+        for stored, part in slices.items():
+            name, _ = rename_source_key(stored, renamings, [], hf.base_model_prefix, known)
+            if name.endswith(SCALES) or name in hf.all_tied_weights_keys:
+                continue
+            weight = part[...]
+            if name.endswith(BLOCKS):
+                with extra("architectures", f"{path}: its weights in MXFP4"):
+                    from extras.architectures.mxfp4 import unpack
+                name = name.removesuffix(BLOCKS)
+                weight = unpack(weight, slices[stored.removesuffix(BLOCKS) + SCALES][...])
+            yield name, weight
+            if name in tied:
+                yield tied[name], weight
+
+
+# ---- errors ----
+
+
 @contextlib.contextmanager
-def named_errors(label: str, *kinds: type[Exception]):
+def named_errors(label: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn errors of these kinds into a ValueError of one line that begins with `label`."""
     try:
         yield
@@ -204,7 +300,7 @@ def named_errors(label: str, *kinds: type[Exception]):
 
 
 @contextlib.contextmanager
-def one_line_errors(label: str):
+def one_line_errors(label: str) -> Iterator[None]:
     """Turn errors of unreadable files into a ValueError with `label`."""
     from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException

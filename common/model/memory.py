@@ -129,7 +129,7 @@ def training_peak(model: nn.Module, plan: Plan, teacher_head: int) -> Bytes:
     kept = kept_by_blocks(model)
     inputs = len(blocks) * size * config.hidden_size if plan.recompute else sum(kept)
     last = (4 + 2 * size) * config.hidden_size  # the last norm and the head
-    of_tower = 0 if model.tower is None else size * model.tower.kept_numbers()
+    of_tower = 0 if model.images is None else size * model.images.kept_numbers()
     saved = (inputs + last + of_tower) * plan.pack_tokens
     head_trained = head_weights(model) if root_trained else 0
 

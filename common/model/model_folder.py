@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.model.checkpoint_files import MANIFEST, checkpoints_in
-from common.model.loading import load_config, require_unchanged
-from common.model.text_part import load_text_config, method_of_quantization
+from common.model.loading import (
+    INDEX,
+    load_config,
+    method_of_quantization,
+    model_class,
+    require_unchanged,
+)
 from common.parallel import distributed, durable
 
-INDEX = "model.safetensors.index.json"
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 
 
@@ -86,13 +90,12 @@ def _require_files(label: str, folder: Path, weights: bool) -> None:
 
 def _require_supported(label: str, folder: Path) -> None:
     """Raise `ValueError` if config.json does not describe a causal language model of floats."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     label = f"{label}: config.json"
     with library_errors(label):
-        config, whole = load_text_config(folder), load_config(folder)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{label}: {whole.model_type} is not a causal language model")
+        config = load_config(folder)
+    if type(config) not in model_class(config)._model_mapping:
+        raise ValueError(f"{label}: {config.model_type} is not a causal language model")
     # The weights would be read without their scales.
-    if any(method_of_quantization(part) not in (None, "mxfp4") for part in (whole, config)):
+    methods = [method_of_quantization(part) for part in (config, config.get_text_config())]
+    if any(method not in (None, "mxfp4") for method in methods):
         raise ValueError(f"{label}: its weights are quantized; name the base")

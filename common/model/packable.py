@@ -11,19 +11,20 @@ from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 from common.model.flops import num_delta_nets
-from common.model.loading import EXPERTS, named_errors
+from common.model.loading import (
+    load_config,
+    method_of_quantization,
+    model_class,
+    named_errors,
+)
 from common.model.logprobs import TokenStats
-from common.model.text_part import load_text_config
 from common.parallel import distributed
 
 
-def language_model_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
-    """Return the causal language model of a folder: see `build_on_meta`."""
-    from transformers import AutoModelForCausalLM
-
-    auto_class = AutoModelForCausalLM
-    config = load_text_config(path)  # resolve_model has checked that it can be read
-    return build_on_meta(auto_class, packable_config(config, label), label, dtype)
+def model_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
+    """Return the model of a folder, whole: see `build_on_meta`."""
+    config = packable_config(load_config(path), label)  # resolve_model has checked that it is right
+    return build_on_meta(model_class(config), config, label, dtype)
 
 
 def classifier_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
@@ -34,7 +35,7 @@ def classifier_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
         AutoModelForSequenceClassification,
     )
 
-    config = packable_config(load_text_config(path), label)
+    config = packable_config(load_config(path), label)
     config.num_labels = 1
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(f"{label}: transformers has no sequence classifier of {config.model_type}")
@@ -54,22 +55,29 @@ def packable_config(config, label: str):
 
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
-    rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each type of layer
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}  # of the model, or of each type of layer
     for fields in (rope, *rope.values()):
         kind = fields.get("rope_type") if isinstance(fields, dict) else None
         if kind in ("dynamic", "longrope"):
             raise ValueError(f"{label}: {kind} rotary embeddings mix packed sequences")
-    for name in vars(config):
-        if name.endswith(("dropout", "pdrop", "jitter_noise")):
-            setattr(config, name, 0.0)
-    config.output_router_logits = False  # `watch_experts` turns them on
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in vars(part) if part is not None else ():
+            if name.endswith(("dropout", "pdrop", "jitter_noise")):
+                setattr(part, name, 0.0)
+    text.output_router_logits = False  # `watch_experts` turns them on
+    if method_of_quantization(config) is not None:
+        del config.quantization_config  # weights in MXFP4 are read as floats
     return config
 
 
 def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Module:
     """Return the model without memory: weights of `dtype`, float32 buffers. Raises `ValueError` if
-    it cannot take the packed attention, or is an unknown mixture of experts."""
-    options = dict(attn_implementation="packed", dtype=torch.float32, trust_remote_code=False)
+    its language model cannot take the packed attention."""
+    attention: str | dict[str, str] = "packed"
+    if "text_config" in config.sub_configs:
+        attention = dict.fromkeys(config.sub_configs, "sdpa") | dict(text_config="packed")
+    options = dict(attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
     no_model = (AssertionError, ArithmeticError, AttributeError, RuntimeError, TypeError)
     # GPT-J, for example, has an attention table of its own.
     not_packed = (KeyError, ValueError)
@@ -79,17 +87,11 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
         torch.device("meta"),
     ):
         hf = auto_class.from_config(config, **options)
-    if num_delta_nets(config):
+    if num_delta_nets(config.get_text_config()):
         with extra("architectures", f"{label}: {config.model_type}"):
             from extras.architectures.delta_net import keep_sequences_apart
         with named_errors(f"{label}: {config.model_type} has no packed forward", AttributeError):
             keep_sequences_apart(hf)
-    has_experts = any(name.endswith("experts") for name, _ in hf.named_modules())
-    if has_experts and config.model_type not in EXPERTS:
-        raise ValueError(
-            f"{label}: mixtures of experts of type {config.model_type} are not supported; use"
-            f" {', '.join(EXPERTS)}"
-        )
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(dtype)
     return hf
@@ -132,14 +134,16 @@ def check_packing(model: nn.Module, label: str) -> None:
         x_T, y_T = (numbers_of(model(mb))[-second.num_targets :] for mb in packs[:2])
         if model.hf.get_output_embeddings() is not None:
             model.unshard()  # the head belongs to the root, and this is not the root's forward
-            logits_TV = model.hf(**packed_inputs(alone)).logits[0].float()
+            # Some models of images and text demand images while they train.
+            logits_TV = model.hf.eval()(**packed_inputs(alone)).logits[0].float()
+            model.hf.train()
     model.reshard()  # after a forward without backward the root is still whole
     if not x_T.isfinite().all():
         raise ValueError(f"{label}: its weights give numbers that are not finite")
     if not (x_T - y_T).abs().max() < 1e-4:
         raise ValueError(f"{label}: {model_type} does not keep packed sequences apart")
-    if getattr(model, "tower", None) is not None:
-        model.tower.check(model, label, first, second)
+    if model.images is not None:
+        model.images.check(model, label, first, second)
     if logits_TV is None:
         return
     expected_T = logits_TV.log_softmax(-1).gather(-1, alone.targets_T[:, None])[:, 0]
@@ -179,7 +183,9 @@ def keeps_shared_prefixes(model: nn.Module, label: str) -> bool:
     rounding = 1e-3 if is_float32 else 0.05
     share = 0.01 if is_float32 else 0.25
     # Delta nets lack the state after the prefix, however little it changes these numbers.
-    if error < max(rounding, share * effect) and not num_delta_nets(model.hf.config):
+    if error < max(rounding, share * effect) and not num_delta_nets(
+        model.hf.config.get_text_config()
+    ):
         return True
     distributed.say(
         f"{label}: {model.hf.config.model_type} needs every prefix with its sequence; continues as"

@@ -5,7 +5,7 @@ Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from common.data.tokens import Tokens
 from common.model.adapter_files import read_adapter
 from common.model.attention import packed_inputs
 from common.model.flops import capacity_of, forward_flops, matrix_weights
-from common.model.loading import draw_head, load_weights
+from common.model.loading import base_dtype, draw_head, read_weights, rules_of, towers_of
 from common.model.logprobs import Logits, TokenStats, logits_of, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters
 from common.model.memory import require_memory
@@ -25,10 +25,9 @@ from common.model.packable import (
     check_packing,
     classifier_on_meta,
     keeps_shared_prefixes,
-    language_model_on_meta,
+    model_on_meta,
     require_context_ranks,
 )
-from common.model.text_part import load_file_names
 from common.parallel.context import setup_context_groups
 from common.parallel.mesh import shard_mesh
 
@@ -38,7 +37,8 @@ Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
 
 class PackedModel(nn.Module):
-    """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
+    """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names, of
+    images and text if the folder has one, whose language model reads the packs;
     `flops` counts the operations of its forwards and backwards, `whole_flops` those without shared
     prefixes. `watch` gets the outputs that have a graph, for the trace."""
 
@@ -47,13 +47,12 @@ class PackedModel(nn.Module):
     expert_balance_N: Tensor  # see `watch_experts`
     watch: Callable[[PackedBatch, Output], None] | None = None
     forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
-    file_names = None  # see `load_file_names`
     distils = False  # whether the loss compares every token with a teacher's distribution
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
         self.hf = hf
-        self.tower: nn.Module | None = None  # tower.py, with `--vision`
+        self.images = None  # extras/images/tower.py, with `--vision`
         self.path = path
         self.matrix_weights = matrix_weights(hf)
         self.flops = 0.0
@@ -66,15 +65,8 @@ class PackedModel(nn.Module):
         tokens = mb.model_tokens
         self.flops += self._flops(tokens)
         self.whole_flops += self._flops(mb)
-        inputs = (
-            self.tower.inputs(self.hf, tokens) if self.tower is not None else packed_inputs(tokens)
-        )
+        inputs = packed_inputs(tokens) if self.images is None else self.images.inputs(tokens)
         return self.hf.get_decoder()(**inputs).last_hidden_state[0]
-
-    @property
-    def export_names(self):
-        """Names of the weights in exports, as for `file_names`."""
-        return self.file_names
 
     def _watched(self, mb: PackedBatch, output: Output) -> Output:
         if self.watch is not None and torch.is_grad_enabled():
@@ -115,9 +107,7 @@ class Policy(PackedModel):
 
 class ScalarModel(PackedModel):
     """Model with one number per token, in the form of Hugging Face's sequence classifiers with one
-    label: a reward model or a value model. Its export is a model of text alone."""
-
-    export_names = None
+    label: a reward model or a value model."""
 
     def forward(self, mb: PackedBatch) -> Tensor:
         """Return scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]`
@@ -156,13 +146,11 @@ def load_policy(
     is the class of the result. Raises `ValueError` for a model that is not exact or too large."""
     label = f"{flag} {path}"
     dtype = master_dtype(args, device, trainable or moves)
-    if args.vision is None:
-        model = kind(language_model_on_meta(path, label, dtype), path)
-    else:
+    model = kind(model_on_meta(path, label, dtype), path)
+    if args.vision is not None:
         with extra("images", f"--vision {args.vision}"):
-            from extras.images.tower import Tower, language_model_on_meta_with_images
-        model = kind(language_model_on_meta_with_images(path, label, dtype), path)
-        model.tower = Tower(path, args, dtype, trainable)
+            from extras.images.tower import Images
+        model.images = Images(model.hf, path, args, trainable)
     return load(model, label, args, device, trainable)
 
 
@@ -212,10 +200,16 @@ def load(
     that does not fit on the GPU."""
     # ---- what is trained and recomputed ----
     hf = model.hf.requires_grad_(trainable)
+    towers = towers_of(hf)
+    rules = rules_of(hf)
+    for tower in towers:
+        tower.requires_grad_(trainable and args.vision == "train")
+        if model.images is None:  # it is only exported
+            tower.to(base_dtype(model.path))
     recomputed = trainable and args.activation_checkpointing
     # The default is true on CUDA, until `keep_activations_that_fit` (memory.py) turns it off.
     if recomputed or (recomputed is None and device.type == "cuda"):
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        hf.get_decoder().gradient_checkpointing_enable(dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(getattr(hf.get_decoder(), "layers", None), nn.ModuleList):
         raise ValueError(f"{label}: {hf.config.model_type} does not keep its blocks in `layers`")
@@ -233,20 +227,19 @@ def load(
     # ---- shards, and this rank's slices of the files ----
     _set_threads(model, args, device)
     setup_context_groups(args.context_ranks)
-    shard(model, hf.get_decoder().layers, args, device, reshard_root=not trainable)
+    # A text run never gathers the towers. Those that read images belong to the root: ranks without
+    # images would not meet the others in a collective.
+    units = [*hf.get_decoder().layers, *(towers if model.images is None else ())]
+    shard(model, units, args, device, reshard_root=not trainable)
     if isinstance(args, TrainArgs) and capacity_of(device):
         require_memory(model, label, args)
     home = torch.device("cpu") if offloads_all(args) else device
-    names = model.file_names = load_file_names(hf, model.path)
-    new_head = load_weights(hf, model.path, label, home, names, model.tower)
     # Only parameters may stay on the host: FSDP gathers them on the device.
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
-    if new_head is not None:
+    lacks_head = read_weights(hf, model.path, label, rules, home, device)
+    if lacks_head:
         if not trainable:
             raise ValueError(f"{label}: a language model without a reward head")
-        draw_head(new_head, args.seed)
+        draw_head(hf.score.weight, args.seed)
     if trainable and args.lora_rank:
         fill_adapters(hf, adapter, args.seed)
 
@@ -276,11 +269,11 @@ def offloads_all(args: BaseArgs) -> bool:
 
 
 def shard(
-    model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: torch.device,
+    model: PackedModel, units: Sequence[nn.Module], args: BaseArgs, device: torch.device,
     reshard_root: bool,
 ) -> None:  # fmt: skip
-    """Apply `fully_shard` to every transformer block and to the rest, as the root. With `--compile`
-    compile the blocks and the log-probs.
+    """Apply `fully_shard` to every unit, such as a transformer block, and to the rest, as the root.
+    With `--compile` compile the blocks and the log-probs.
 
     The root stays whole from forward to backward, which needs it next; `reshard_root` frees it if
     there is no backward. With `--offload all` FSDP keeps shards and their gradients on the host,
@@ -297,9 +290,9 @@ def shard(
     if offloads_all(args):
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
     if args.compile:
-        compile_blocks(blocks)
-    for block in blocks:
-        fsdp.fully_shard(block, **options)
+        compile_blocks(model.hf.get_decoder().layers)
+    for unit in units:
+        fsdp.fully_shard(unit, **options)
     fsdp.fully_shard(model, reshard_after_forward=reshard_root, **options)
     for method in model.forward_methods:
         fsdp.register_fsdp_forward_method(model, method)

@@ -177,8 +177,6 @@ class Engine:
         """Load all policy weights by name. Call before sampling; requests in flight continue under
         the new weights. Collective with tensor parallelism."""
         self.interrupt()
-        if self.images is not None:
-            weights = self.images.weights_in_files(weights)
         self._load(weights)
         self.version = version
 

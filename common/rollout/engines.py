@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from common.config.online import SamplingArgs
 from common.model.flops import num_delta_nets
-from common.model.text_part import load_text_config
+from common.model.loading import load_config
 from common.parallel import distributed
 from common.rollout.engine import Engine
 from common.rollout.transformers_engine import TransformersEngine
@@ -33,7 +33,7 @@ def make_engine(
         raise ValueError(
             "--engine vllm: vllm is not installed; use --engine transformers, which is slower"
         )
-    has_delta_nets = num_delta_nets(load_text_config(path)) > 0
+    has_delta_nets = num_delta_nets(load_config(path).get_text_config()) > 0
     if args.engine == "auto" and is_installed and device.type == "cpu" and has_delta_nets:
         distributed.say(
             "sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16 only"

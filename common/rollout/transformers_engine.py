@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.model.text_part import load_options
+from common.model.loading import open_model
 from common.rollout.engine import Engine, Request
 
 BATCH = 64  # requests that `generate` samples together
@@ -16,17 +16,9 @@ class TransformersEngine(Engine):
     one round."""
 
     def _start(self, path: str) -> None:
-        from transformers import (
-            AutoModelForCausalLM,
-            AutoModelForImageTextToText,
-            GenerationConfig,
-        )
+        from transformers import GenerationConfig
 
-        options = dict(dtype=self.dtype, trust_remote_code=False)
-        if self.images is None:
-            model = AutoModelForCausalLM.from_pretrained(path, **options, **load_options(path))
-        else:
-            model = AutoModelForImageTextToText.from_pretrained(path, **options)
+        model = open_model(path, self.dtype)
         for parameter in model.parameters():  # experts that were in MXFP4 are bfloat16
             parameter.data = parameter.data.to(self.dtype)
         self.replica = model.to(self.device).eval()

@@ -17,10 +17,20 @@ from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
 from common.model.hub import context_length
-from common.model.loading import OWN_HEADS, hub_weights, is_plain, load_config
-from common.model.text_part import load_text_config, text_weights
+from common.model.loading import (
+    file_weights,
+    hub_weights,
+    load_config,
+    method_of_quantization,
+    model_class,
+)
 from common.parallel import distributed
 from common.rollout.engine import Engine, Request
+
+# Language models without a causal class in transformers and vLLM: on text alone they have the
+# numbers of another type. Rotary embeddings of images have three positions, equal for text.
+SAME_ON_TEXT = dict(qwen3_vl_text="qwen3", qwen2_5_vl_text="qwen2", qwen2_vl_text="qwen2")
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def lost_asleep(worker) -> list[str]:
@@ -51,10 +61,29 @@ def forget_packed_experts(worker) -> None:
             module.quant_method.moe_kernel = None
 
 
+def text_config(config):
+    """Return the config of the language model alone in that of a folder, as floats."""
+    if method_of_quantization(config) is not None:
+        del config.quantization_config
+    if "text_config" not in config.sub_configs:
+        return config
+    text = config.get_text_config()
+    if text.model_type in SAME_ON_TEXT:
+        from transformers import AutoConfig
+
+        fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+        rope = fields["rope_parameters"].items()
+        fields["rope_parameters"] = {name: x for name, x in rope if name not in OF_IMAGES}
+        text = AutoConfig.for_model(SAME_ON_TEXT[text.model_type], **fields)
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    text.dtype = config.dtype or text.dtype
+    return text
+
+
 def text_alone(config, overrides: dict) -> dict:
-    """Return options with which vLLM takes a folder of images and text for a language model of this
-    `config`, without weights: those of the trainer follow, under its names. vLLM's own classes of
-    images and text import packages that text does not need."""
+    """Return options with which vLLM takes a folder for a language model of this `config`, without
+    weights: those of the trainer follow, under its names. vLLM's own classes of images and text
+    import packages that text does not need."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
@@ -96,9 +125,19 @@ class VLLMEngine(Engine):
     def _start(self, path: str) -> None:
         from transformers import MODEL_MAPPING
 
-        config = load_text_config(path)
         stored = load_config(path)
-        is_part = stored.model_type not in OWN_HEADS and not is_plain(stored)
+        has_images = "text_config" in stored.sub_configs
+        is_part = has_images or method_of_quantization(stored) is not None
+        config = text_config(load_config(path))
+        # What vLLM loads: the model of a folder, or its language model alone, under another name.
+        with torch.device("meta"):
+            whole = model_class(stored).from_config(stored)
+            alone = has_images and self.images is None
+            self.model = model_class(config).from_config(config) if alone else whole
+        self.prefixes = tuple(
+            next(f"{name}." for name, part in hf.named_modules() if part is hf.get_decoder())
+            for hf in (whole, self.model)
+        )
         self.model_type = config.model_type
         self.has_delta_nets = num_delta_nets(config) > 0
         if self.model_type == "gpt_oss" and self.args.tensor_parallel_size > 1:
@@ -145,7 +184,7 @@ class VLLMEngine(Engine):
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
         if is_part and not self.trained and self.images is None:
-            self._load((name, x.to(self.dtype)) for name, x in text_weights(path))
+            self._load((name, x.to(self.dtype)) for name, x in file_weights(path, whole))
 
     def _set_environment(self) -> None:
         """Set the variables that vLLM reads when it is imported."""
@@ -289,10 +328,16 @@ class VLLMEngine(Engine):
         )
 
     def _hub_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights in the form of a hub checkpoint."""
+        """Yield the weights in the form of a hub checkpoint of what vLLM loads."""
+        trained, loaded = self.prefixes
         for name, whole in weights:
-            if self.has_head or name != "lm_head.weight":
-                yield from hub_weights(self.model_type, name, whole)
+            is_head = name in ("lm_head.weight", "lm_head.bias")
+            if name.startswith(trained):
+                name = loaded + name.removeprefix(trained)
+            elif not is_head and self.images is None:
+                continue  # of a tower
+            if self.has_head or not is_head:
+                yield from hub_weights(self.model, {name: whole}).items()
 
     def sleep(self) -> None:
         if self.device.type != "cpu":  # vLLM's CPU worker cannot sleep

@@ -17,14 +17,10 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     whole at once. The weights are copies, because vLLM keeps references to them until a layer is
     complete. `remove_duplicate=False` also yields a tied head: without it the engine would silently
     keep its old head."""
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    prefixes = {
-        block: f"{name}."
-        for name, block in model.hf.named_modules()
-        if isinstance(block, FSDPModule)
-    }
+    blocks = set(model.hf.get_decoder().layers)
+    prefixes = {block: f"{name}." for name, block in model.hf.named_modules() if block in blocks}
     units = [model, *prefixes]
     for unit in units:
         unit.reshard()  # after a forward without a backward it may still hold older whole weights
@@ -33,7 +29,8 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
         if next_unit is not None:
             next_unit.unshard(async_op=True)  # overlaps with the engine's loading of this unit
         for name, weight in unit.named_parameters(remove_duplicate=False):
-            # A sharded weight belongs to another unit; LoRA is merged below.
+            # A sharded weight belongs to another unit, or to a tower that is not trained; LoRA is
+            # merged below.
             if isinstance(weight, DTensor) or ".lora_" in name:
                 continue
             layer = unit.get_submodule(name.rpartition(".")[0])

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections import ChainMap
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -25,10 +26,10 @@ from common.data.encode import format_of
 from common.model import checkpoint_files
 from common.model.adapter_files import save_adapter
 from common.model.checkpoint_files import checkpoints_in
-from common.model.export_files import base_dtype, config_file, generation_file, tokenizer_files
+from common.model.export_files import config_file, generation_file, tokenizer_files
 from common.model.hub import eos_token_ids
 from common.model.loading import (
-    has_adapters,
+    base_dtype,
     hub_weights,
     load_config,
     one_line_errors,
@@ -37,7 +38,6 @@ from common.model.loading import (
 )
 from common.model.lora import merged_weight
 from common.model.policy import PackedModel, ScalarModel
-from common.model.text_part import read_weights
 from common.parallel import distributed, durable
 
 CARD = "README.md"
@@ -206,10 +206,8 @@ def hf_files(
     at start: its model may be a checkpoint that another run deletes later."""
     path = model.path
     changes: dict[str, object] = {}
-    text_alone = model.file_names is not None and model.export_names is None
-    if model.export_names is None:
-        changes |= dict(architectures=[type(model.hf).__name__])
     if isinstance(model, ScalarModel):
+        changes |= dict(architectures=[type(model.hf).__name__])
         changes |= dict(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})  # one score
         # rewards/reward_model.py: the token with a trained score
         changes["scored_at"] = "end_of_turn"
@@ -218,10 +216,10 @@ def hf_files(
         ends = eos_token_ids(path, tokenizer, prompt_format)
         changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     files = tokenizer_files(path, tokenizer, prompt_format)
-    if model.tower is not None:
-        model.tower.limit_exported(files)
+    if model.images is not None:
+        model.images.limit_exported(files)
     return {
-        "config.json": config_file(path, dtype, changes, text_alone),
+        "config.json": config_file(path, dtype, changes),
         "generation_config.json": generation_file(path, tokenizer, prompt_format, stops),
     } | files
 
@@ -256,51 +254,42 @@ def write_files(files: dict[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def exported_dtypes(model: PackedModel) -> dict[str, str | None]:
-    """Return the names of exported weights, each with its dtype, or None for that of the export. A
-    tied head is the embedding; adapters are merged into their base. Buffers keep their dtype: a
-    router's bias (GLM-4.5) does not fit in bfloat16."""
-    tied = model.hf.all_tied_weights_keys
-    names = (n for n in model.hf.state_dict() if n not in tied and ".lora_" not in n)
-    dtypes: dict[str, str | None] = dict.fromkeys(names)
-    for name, buffer in persistent_buffers(model.hf).items():
-        dtypes[name] = str(buffer.dtype).removeprefix("torch.")
-    return dtypes
-
-
 def write_model(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
     """Write a model's `files` and weights to a new folder: safetensors of at most 5 GB in the dtype
-    of config.json, an index if there are several, and checksums. Weights are gathered one at a
-    time, to rank 0's host only. Collective."""
-    state = model.hf.state_dict()
-    names = model.export_names
+    of config.json, an index if there are several, and checksums. Weights are gathered one block at
+    a time, to rank 0's host only; adapters are merged into their base, and a tied head is the
+    embedding. Buffers keep their dtype: a router's bias (GLM-4.5) does not fit in bfloat16.
+    Collective."""
+    hf = model.hf
     weights = {}
     if distributed.is_main():
         folder.mkdir(parents=True)
         write_files(files, folder)
         dtype = load_config(folder).dtype or torch.float32
-    for name, kept_dtype in exported_dtypes(model).items():
-        tensor = whole(state[name])
-        if has_adapters(model.hf):
-            tensor = merged_weight(model.hf, name, tensor, model.compute_dtype)
-        if distributed.is_main():
-            for hub_name, weight in hub_weights(model.hf.config.model_type, name, tensor, names):
-                kind = getattr(torch, kept_dtype) if kept_dtype else dtype
-                weights[hub_name] = weight.to("cpu", kind, copy=True)
-    trained_tower = model.tower is not None and model.tower.is_trained
-    for name, tensor in model.tower.weights_in_files() if trained_tower else ():
-        tensor = whole(tensor)
-        if distributed.is_main():
-            weights[name] = tensor.to("cpu", dtype, copy=True)
+    buffers = persistent_buffers(hf)
+    names = [n for n in hf.state_dict() if n not in hf.all_tied_weights_keys and ".lora_" not in n]
+    for _, block in groupby(names, block_of):
+        tensors = {}
+        for name in block:
+            tensor = whole(hf.get_buffer(name) if name in buffers else hf.get_parameter(name))
+            if name not in buffers:
+                tensor = merged_weight(hf, name, tensor.detach(), model.compute_dtype)
+            if distributed.is_main():
+                tensors[name] = tensor if name in buffers else tensor.to(dtype)
+        for name, tensor in hub_weights(hf, tensors).items():
+            weights[name] = tensor.to("cpu", copy=True)
     if distributed.is_main():
-        if names is not None:
-            others = set(names.passengers) - weights.keys()
-            weights |= dict(read_weights(model.path, sorted(others)))
         save_torch_state_dict(weights, folder)
         for file in folder.glob("*.safetensors"):
             shutil.copymode(folder / "config.json", file)  # safetensors writes 0600
         durable.write_checksums(folder)
     distributed.barrier()
+
+
+def block_of(name: str) -> str:
+    """Return the name of the block that a weight belongs to. Only weights of one block share a
+    tensor in files."""
+    return re.match(r"(\D*\.\d+\.)?", name)[0]
 
 
 def _delete(checkpoint: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from common.data.sample import Completion
-from common.model.text_part import TOWER, TOWER_IN_FILES, file_names, meta_model
 from extras.images.reader import Pixels, Reader, reader
 
 OPTIONS = dict(
@@ -31,17 +30,6 @@ class EngineImages:
 
     def __init__(self, path: str, max_pixels: int | None):
         self.reader = reader(path, max_pixels)
-        self.names = file_names(meta_model(path), path)
-
-    def weights_in_files(
-        self, weights: Iterator[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a policy with a tower by their names in files."""
-        for name, weight in weights:
-            if name.startswith(TOWER):
-                yield TOWER_IN_FILES + name.removeprefix(TOWER), weight
-            else:
-                yield self.names.of(name), weight
 
     def generation_arguments(self, completions: list[Completion], ids: Tensor) -> dict[str, Tensor]:
         """Return the arguments of transformers' `generate` for the images of these completions,

@@ -1,8 +1,7 @@
-"""The vision tower of a model of images and text, beside its language model (`--vision`).
+"""Images for a policy (`--vision`): features of the vision tower in place of their placeholders.
 
-A policy's `hf` is the language model, as without images. Its `tower` is all that transformers'
-model has besides: the vision tower and the projection of its outputs. The tower belongs to the FSDP
-root. Without `--vision` it is neither built nor loaded (text_part.py).
+A policy's `hf` is transformers' model of images and text. Without `--vision` its tower is loaded
+only to be exported; with it, the tower belongs to the FSDP root.
 
 Shapes: T packed tokens, D hidden size."""
 
@@ -12,7 +11,6 @@ import json
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 
 from common.config.groups import BaseArgs
 from common.data.packing import pack_groups
@@ -20,89 +18,45 @@ from common.data.sample import ImageSpan, Sample
 from common.data.tokens import Tokens
 from common.model.attention import packed_inputs
 from common.model.export_files import change, changed
-from common.model.loading import load_config, one_line_errors, rebuild_buffers
-from common.model.packable import build_on_meta, packable_config
-from common.model.text_part import TOWER_IN_FILES, with_fields_of_whole
+from common.model.loading import towers_of
 from extras.images.image_files import digest, stored
 from extras.images.packed import images_of, to_device
-from extras.images.qwen3_vl import Qwen3VLForCausalLM
 from extras.images.reader import reader
 
-LANGUAGE_MODELS = ("language_model", "text_model")  # its names in transformers' base models
 
+class Images:
+    """The part of a policy that reads images."""
 
-class Tower(nn.Module):
-    """`parts`: transformers' base model without its language model."""
-
-    def __init__(self, path: str, args: BaseArgs, dtype: torch.dtype, trainable: bool):
-        """Build it without memory, with weights of `dtype`, which are trained with `--vision train`
-        if the model is `trainable`."""
-        from transformers import AutoModelForImageTextToText
-
-        super().__init__()
+    def __init__(self, hf: nn.Module, path: str, args: BaseArgs, trainable: bool):
+        """The tower is trained with `--vision train` if the model is `trainable`."""
+        self.hf = hf
         self.path = path
         self.reader = reader(path, args.max_pixels)
-        with torch.device("meta"):
-            whole = AutoModelForImageTextToText.from_config(
-                load_config(path), attn_implementation="sdpa", dtype=torch.float32
-            )
-        self.parts = whole.base_model
-        for name in LANGUAGE_MODELS:
-            if hasattr(self.parts, name):
-                delattr(self.parts, name)
-        for parameter in self.parts.parameters():
-            parameter.data = parameter.data.to(dtype)
-        self.parts.requires_grad_(trainable and args.vision == "train")
-
-    @property
-    def is_trained(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.parts.parameters())
-
-    @property
-    def weights(self) -> int:
-        return sum(parameter.numel() for parameter in self.parts.parameters())
+        self.is_trained = trainable and args.vision == "train"
 
     def kept_numbers(self) -> int:
         """Return the numbers that the tower keeps for its backward per placeholder of an image; if
         it is frozen, those of one block at a time."""
-        vision = self.parts.config.vision_config
+        vision = self.hf.config.vision_config
         depth = getattr(vision, "num_hidden_layers", None) or vision.depth
         of_block = 10 * vision.hidden_size + 2 * vision.intermediate_size
         return self.reader.patches_per_placeholder * of_block * (depth if self.is_trained else 1)
 
-    def weights_in_files(self) -> list[tuple[str, Tensor]]:
-        """Return the sharded weights by their names in files."""
-        return [(TOWER_IN_FILES + name, weight) for name, weight in self.parts.state_dict().items()]
-
-    def load(self, stored: dict[str, list[int]], label: str, device: torch.device) -> list[str]:
-        """Fill the sharded weights: each rank reads its own slices. Return their names in files.
-        Raises `ValueError` unless the files have them: `stored` has the shapes by name."""
-        for name, weight in self.weights_in_files():
-            if stored.get(name) != list(weight.shape):
-                has = stored.get(name, "no such weight")
-                raise ValueError(f"{label}: {name} {list(weight.shape)} expected, got {has}")
-        self.parts.to_empty(device=device)
-        rebuild_buffers(self.parts, label)
-        wanted = dict(self.weights_in_files())
-        with one_line_errors(label):
-            dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(self.path))
-        return list(wanted)
-
-    def inputs(self, hf: nn.Module, tokens: Tokens) -> dict:
-        """Return the arguments of the language model `hf` for a pack: with images, the embeddings
-        of the tokens in place of their ids."""
+    def inputs(self, tokens: Tokens) -> dict:
+        """Return the arguments of the language model for a pack: with images, the embeddings of the
+        tokens in place of their ids."""
         inputs = packed_inputs(tokens)
         images = images_of(tokens)
         if images is None and not self.is_trained:
             return inputs
         ids_T = tokens.input_ids_T
-        embeds_TD = hf.get_input_embeddings()(ids_T)
+        embeds_TD = self.hf.get_input_embeddings()(ids_T)
         if images is not None:
             device = ids_T.device
             decoded = images.decode(self.reader)
             pixels = [{name: x.to(device) for name, x in each.items()} for each in decoded]
             with torch.set_grad_enabled(self.is_trained and torch.is_grad_enabled()):
-                features = to_device(self.reader.features(self.parts, pixels), embeds_TD)
+                features = to_device(self.reader.features(self.hf.base_model, pixels), embeds_TD)
             is_image_T = images.is_placeholder(ids_T, self.reader.image_id)
             assert is_image_T.sum() == len(features.embeds), "placeholders differ from features"
             embeds_TD = embeds_TD.masked_scatter(is_image_T[:, None], features.embeds)
@@ -118,8 +72,9 @@ class Tower(nn.Module):
         return inputs | dict(inputs_embeds=embeds_TD[None])
 
     def _touch(self) -> Tensor:
-        """Return a number that depends on every weight."""
-        return sum(p.flatten()[0] for p in self.parts.parameters() if p.requires_grad)
+        """Return a number that depends on every weight of the tower."""
+        weights = (p for tower in towers_of(self.hf) for p in tower.parameters())
+        return sum(p.flatten()[0] for p in weights if p.requires_grad)
 
     @torch.no_grad()
     def check(self, model: nn.Module, label: str, first: Sample, second: Sample) -> None:
@@ -168,16 +123,3 @@ def noise(seed: int) -> bytes:
     content = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(content, "PNG")
     return content.getvalue()
-
-
-def language_model_on_meta_with_images(path: str, label: str, dtype: torch.dtype) -> nn.Module:
-    """Return the language model in a model of images and text, with rotary embeddings for images:
-    see `build_on_meta`. The class is that of transformers' `AutoModelForCausalLM`, or ours for
-    Qwen3-VL, which has none."""
-    from transformers import AutoModelForCausalLM
-
-    config = load_config(path)
-    text = with_fields_of_whole(config.get_text_config(), config)
-    own = text.model_type == "qwen3_vl_text"
-    auto_class = Qwen3VLForCausalLM if own else AutoModelForCausalLM
-    return build_on_meta(auto_class, packable_config(text, label), label, dtype)

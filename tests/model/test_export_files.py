@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoTokenizer, Gemma3TextConfig, LlamaConfi
 
 from common.data.chat import use_template
 from common.model.export_files import (
-    base_dtype,
     config_file,
     fields_of_transformers_4,
     tokenizer_files,
 )
 from common.model.hub import load_tokenizer
+from common.model.loading import base_dtype
 from common.model.tiny import tiny_model
 
 CHAT_TEMPLATE = tiny_tokenizer().chat_template

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, run
+from helpers import ROOT, run, stored
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -56,10 +56,6 @@ engine.close()
 print(worst)
 assert max(worst) < 1e-4, worst
 """
-
-
-def stored(folder: Path | str) -> dict[str, torch.Tensor]:
-    return {n: w for f in Path(folder).glob("*.safetensors") for n, w in load_file(f).items()}
 
 
 @pytest.mark.slow

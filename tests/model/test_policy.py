@@ -246,7 +246,7 @@ def test_missing_or_misshaped_weight_is_refused_by_name(tmp_path, device):
     misshaped = edited(
         tmp_path / "misshaped", lambda weights: weights.update({name: torch.zeros(512, 64)})
     )
-    with pytest.raises(ValueError, match=rf"{name} \[512, 128\].*\[512, 64\]"):
+    with pytest.raises(ValueError, match=rf"{name}: .*\[512, 64\].*\[512, 128\]"):
         load_policy(misshaped, ARGS, device)
 
 

@@ -1,6 +1,5 @@
-"""Language models in checkpoints of images and text: they are trained alone, under the names of
-their files, and all other weights are copied. test_coverage.py compares the numbers of every
-family with transformers' own class; this file tests files, names and runs."""
+"""Checkpoints of images and text: the language model is trained, all other parts stay. tests of
+families compare the numbers with transformers' own class; this file tests files, names and runs."""
 
 import json
 import re
@@ -20,18 +19,18 @@ from helpers import (
     environment,
     metrics,
     run,
+    stored,
     tiny_tokenizer,
 )
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from bench.models import ARCHITECTURES, ARGS, checkpoint, open_model, rows
+from bench.models import ARCHITECTURES, ARGS, checkpoint, rows
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
-from common.model.loading import hub_weights
+from common.model.loading import file_weights, open_model
 from common.model.policy import load_policy, load_scalar_model
-from common.model.text_part import load_file_names, meta_model, text_weights
 from common.train.checkpoint import export_hf
 
 QUICK = ("gemma3", "qwen3_vl")
@@ -54,26 +53,16 @@ def path(family, tmp_path_factory) -> str:
     return checkpoint(family, tmp_path_factory.mktemp(family), file_size="200KB")
 
 
-def stored(folder: Path | str) -> dict[str, torch.Tensor]:
-    """Return all weights of a folder by their names in its files."""
-    weights = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        weights |= load_file(file)
-    return weights
-
-
 def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def is_of_text(name: str) -> bool:
     return re.search("vision|visual|projector|connector", name) is None
-
-
-def language_model(full: torch.nn.Module) -> torch.nn.Module:
-    """Return the transformer of text in transformers' model of images and text."""
-    inner = full.model
-    return inner.text_model if hasattr(inner, "text_model") else inner.language_model
 
 
 @torch.no_grad()
@@ -98,33 +87,6 @@ def opens_whole(folder: Path) -> torch.nn.Module:
     return model
 
 
-# ---- names ----
-
-
-def test_names_are_those_that_transformers_writes(family, path, tmp_path, device):
-    """Each weight of the full class has a value of its own, by which the files show its name."""
-    full = open_model(path)
-    with torch.no_grad():
-        for number, (_, weight) in enumerate(sorted(full.state_dict().items())):
-            weight.fill_(number)
-    full.save_pretrained(tmp_path)
-    written = {name: weight.flatten()[0].item() for name, weight in stored(tmp_path).items()}
-    hf = meta_model(path)
-    names = load_file_names(hf, path)
-    inner = {f"model.{name}": w for name, w in language_model(full).state_dict().items()}
-    inner["lm_head.weight"] = full.state_dict()["lm_head.weight"]
-    text = {name: value for name, value in hf.state_dict().items()}
-    assert inner.keys() == text.keys()
-    wanted = set()
-    for name in text.keys() - hf.all_tied_weights_keys.keys():
-        for in_files, _ in hub_weights(hf.config.model_type, name, inner[name], names):
-            wanted.add(in_files)
-            assert written[in_files] == inner[name].flatten()[0].item(), (name, in_files)
-        assert names.in_model(names.of(name)) == name
-    assert set(names.passengers) == written.keys() - wanted
-    assert not any(map(is_of_text, names.passengers)) and all(map(is_of_text, wanted))
-
-
 # ---- exports and runs ----
 
 
@@ -135,7 +97,8 @@ def exported(family, path, device, tmp_path_factory) -> Path:
     policy = load_policy(path, ARGS, device)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.mul_(1.1)
+            if parameter.requires_grad:
+                parameter.mul_(1.1)
     export_hf(policy, load_tokenizer(path), folder)
     return folder
 
@@ -180,18 +143,12 @@ def require_changed_text_alone(path, hf: Path, device) -> None:
 
 def test_weights_for_an_engine_are_those_of_the_policy(family, path, device):
     """They have the names of transformers' model, with a tied head too."""
-    expected = load_policy(path, ARGS, device).hf.state_dict()
-    weights = {}
-    for name, weight in text_weights(path):
-        assert name not in weights, name
-        weights[name] = weight
-    if family == "qwen3_5_moe":  # the files name each expert
-        return
-    assert weights.keys() == expected.keys()
-    for name, weight in weights.items():
-        whole = expected[name]
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        assert torch.equal(weight, whole.cpu()), name
+    policy = load_policy(path, ARGS, device)
+    expected = {name: whole(weight).cpu() for name, weight in policy.hf.state_dict().items()}
+    weights = list(file_weights(path, policy.hf))
+    assert len(weights) == len(dict(weights))
+    if family != "qwen3_5_moe":  # the files name each expert
+        assert same(expected, dict(weights))
 
 
 @with_runs
@@ -250,7 +207,7 @@ def test_adapters_are_merged_into_the_language_model(path, adapted, device):
 @pytest.mark.slow
 def test_adapter_alone_has_the_names_of_the_whole_model(path, adapted):
     """PEFT would give adapters to exactly these layers of transformers' own class."""
-    modules = dict(open_model(path).named_modules())
+    modules = dict(open_model(path, torch.float32).named_modules())
     layers = set()
     for key, weight in load_file(adapted / "adapter" / "adapter_model.safetensors").items():
         name, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
@@ -300,13 +257,13 @@ def gemma(device, tmp_path_factory) -> str:
 
 
 @pytest.mark.slow
-def test_reward_model_is_a_classifier_of_text(reward_run, device):
+def test_reward_model_is_a_classifier(reward_run, device):
     """Transformers opens it with the trained scores."""
     hf = reward_run / "hf"
     model, info = AutoModelForSequenceClassification.from_pretrained(
         hf, dtype=torch.float32, output_loading_info=True
     )
-    assert type(model).__name__ == "Gemma3TextForSequenceClassification"
+    assert type(model).__name__ == "Gemma3ForSequenceClassification"
     assert not any(info.values()), info
     scores = load_scalar_model(str(hf), ARGS, device, trainable=False)
     ids = [3, 17, 40, 8]
@@ -421,16 +378,35 @@ def test_engines_evaluate_the_same_model(model_type, sums, tmp_path):
 # ---- files ----
 
 
+def change_weights(folder: Path, change) -> None:
+    """Apply `change` to the weights in a folder, in place, which become one file."""
+    weights = stored(folder)
+    change(weights)
+    for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        file.unlink()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def test_head_that_is_stored_beside_its_tied_embedding_is_ignored(gemma, tmp_path, device):
     """Transformers ties it: neither the trainer nor an engine or an export takes the stored one."""
     folder = Path(shutil.copytree(gemma, tmp_path / "model"))
     head = {"language_model.lm_head.weight": torch.randn(384, 64)}
-    save_file(head, folder / "head.safetensors", metadata={"format": "pt"})
+    change_weights(folder, lambda weights: weights.update(head))
     policy = load_policy(str(folder), ARGS, device)
     embedding = stored(gemma)["language_model.model.embed_tokens.weight"]
-    weights = list(text_weights(str(folder)))
+    weights = list(file_weights(str(folder), policy.hf))
     heads = [weight for name, weight in weights if name == "lm_head.weight"]
     assert len(heads) == 1 and torch.equal(heads[0], embedding)
+    export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")
+    assert same(stored(tmp_path / "hf"), stored(gemma))
+
+
+def test_files_beside_the_index_are_neither_read_nor_exported(gemma, tmp_path, device):
+    """Mistral's folders have a second copy of the model under other names."""
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    second = {f"second.{name}": weight for name, weight in stored(gemma).items()}
+    save_file(second, folder / "consolidated.safetensors", metadata={"format": "pt"})
+    policy = load_policy(str(folder), ARGS, device)
     export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")
     assert same(stored(tmp_path / "hf"), stored(gemma))
 
@@ -459,37 +435,12 @@ def test_config_of_the_whole_model_decides_whether_its_head_is_tied(is_tied, tmp
     assert exported["tie_word_embeddings"] == is_tied
 
 
-def test_folder_with_two_language_models_is_refused(gemma, tmp_path, device):
+def test_missing_weight_is_refused_by_its_name(gemma, tmp_path, device):
     folder = Path(shutil.copytree(gemma, tmp_path / "model"))
-    other = {"other.embed_tokens.weight": torch.randn(384, 64)}
-    save_file(other, folder / "other.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"--model .*: .*embed_tokens.* no such weight$"):
+    change_weights(folder, lambda x: x.pop("language_model.model.layers.1.mlp.up_proj.weight"))
+    problem = r"language_model\.layers\.1\.mlp\.up_proj\.weight: no such weight in the files"
+    with pytest.raises(ValueError, match=f"^--model .*{problem}"):
         load_policy(str(folder), ARGS, device)
-
-
-def test_missing_weight_of_text_is_refused_by_its_name_in_the_files(gemma, tmp_path, device):
-    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
-    name = "language_model.model.layers.1.mlp.up_proj.weight"
-    for file in folder.glob("*.safetensors"):
-        weights = load_file(file)
-        weights.pop(name, None)
-        save_file(weights, file, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match=rf"{name} .* no such weight"):
-        load_policy(str(folder), ARGS, device)
-
-
-def test_other_parts_keep_their_dtype(gemma, tmp_path, device):
-    """Weights of text have the dtype of the export, others that of the base."""
-    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
-    for file in folder.glob("*.safetensors"):
-        half = {name: weight.bfloat16() for name, weight in load_file(file).items()}
-        save_file(half, file, metadata={"format": "pt"})
-    policy = load_policy(str(folder), ARGS, device)
-    export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")  # config.json: float32
-    for name, weight in stored(tmp_path / "hf").items():
-        expected = torch.float32 if is_of_text(name) else torch.bfloat16
-        assert weight.dtype == expected, name
 
 
 # ---- rows and flags ----

@@ -2,9 +2,9 @@
 
 import pytest
 from helpers import EACH_STEP, metrics, run
-from model.test_mxfp4 import pack_experts
 
 from bench.models import checkpoint
+from extras.architectures.tests.test_mxfp4 import pack_experts
 
 
 @pytest.mark.slow

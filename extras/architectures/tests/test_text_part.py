@@ -5,21 +5,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import run
+import torch
+from helpers import run, stored
 from model.test_text_part import (
     STEPS,
     exported,
-    open_model,
     opens_whole,
     path,
-    stored,
     test_classifier_of_each_family_opens_or_is_refused,
     test_export_changes_the_language_model_alone,
-    test_names_are_those_that_transformers_writes,
     test_weights_for_an_engine_are_those_of_the_policy,
 )
 
 from bench.models import checkpoint
+from common.model.loading import open_model
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
@@ -34,7 +33,7 @@ def test_stacked_experts_stay_stacked(lora, sums, tmp_path):
     stacked = Path(shutil.copytree(path, tmp_path / "stacked"))
     for file in stacked.glob("*.safetensors*"):
         file.unlink()
-    open_model(path).save_pretrained(stacked, save_original_format=False)
+    open_model(path, torch.float32).save_pretrained(stacked, save_original_format=False)
     experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert experts in stored(stacked)
     flags = (*STEPS, "--model", stacked, "--dataset", sums, "--output_dir", tmp_path / "run")

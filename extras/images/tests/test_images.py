@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from helpers import EACH_STEP, assert_close_metrics, metrics, run, weights
+from helpers import EACH_STEP, assert_close_metrics, metrics, run, stored, weights
 
 from common.model.hub import load_tokenizer
-from common.model.text_part import names_in, read_weight
 from common.rollout.engines import make_engine
 from common.train import run as train_run
 from extras.images.reader import Reader
@@ -43,10 +42,10 @@ def require_agreement(folder, base):
     """Check the gap of engine and trainer in each step, and that the tower was trained."""
     steps = metrics(folder)
     assert len(steps) == 3 and all(line[GAP] < 1e-4 and line["grad_norm"] > 0 for line in steps)
-    files = names_in(str(base))
+    files = stored(base)
     tower = [name for name in files if ".visual." in name or ".vision_model." in name]
     exported = weights(folder)
-    assert any(not exported[name].equal(read_weight(files, name)) for name in tower)
+    assert any(not exported[name].equal(files[name]) for name in tower)
 
 
 @pytest.mark.slow

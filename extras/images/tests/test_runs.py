@@ -5,12 +5,11 @@ import math
 
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run, weights
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run, stored, weights
 
 from common.data.sample import Sample
 from common.model.hub import resolve_model
 from common.model.scoring import digest_of
-from common.model.text_part import names_in, read_weight
 from extras.images.reader import reader
 
 FLAGS = (
@@ -55,9 +54,9 @@ def test_export_has_the_trained_tower(trained, checkpoints):
 
     base = checkpoints("qwen3_vl")
     exported = weights(trained)
-    assert exported.keys() == names_in(str(base)).keys()
-    found = names_in(resolve_model(str(trained / "checkpoints" / "step_000004")))
-    assert all(torch.equal(exported[name], read_weight(found, name)) for name in exported)
+    assert exported.keys() == stored(base).keys()
+    found = stored(resolve_model(str(trained / "checkpoints" / "step_000004")))
+    assert all(torch.equal(exported[name], found[name]) for name in exported)
     whole = AutoModelForImageTextToText.from_pretrained(trained / "hf", dtype=torch.float32)
     before = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     pairs = zip(whole.model.visual.parameters(), before.model.visual.parameters(), strict=True)
@@ -66,11 +65,9 @@ def test_export_has_the_trained_tower(trained, checkpoints):
 
 def test_adapters_and_a_frozen_tower_leave_its_weights_alone(data, checkpoints, tmp_path, main):
     main("sft", *data, "--lora_rank", 2, "--vision", "frozen", "--output_dir", tmp_path)
-    base = names_in(str(checkpoints("qwen3_vl")))
+    base = stored(checkpoints("qwen3_vl"))
     changed = {
-        name
-        for name, weight in weights(tmp_path).items()
-        if not torch.equal(weight, read_weight(base, name))
+        name for name, weight in weights(tmp_path).items() if not torch.equal(weight, base[name])
     }
     assert changed and all(name.startswith("model.language_model.layers.") for name in changed)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, call_main
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 import eval as evaluation
 import sft
@@ -19,7 +19,6 @@ from common.data.rows import encode_each, load_rows
 from common.data.sample import Completion
 from common.metrics.logger import RunLogger
 from common.model.hub import load_tokenizer
-from common.model.text_part import load_options
 from common.parallel.console import visible
 from common.rollout.completions_file import read_completions, require_same_architecture
 from common.rollout.prompts import Prompts, show_first
@@ -148,21 +147,6 @@ def test_chat_answers_as_the_whole_model_on_rows_of_training(family, checkpoints
         messages.append(dict(role="assistant", content=answers[-1]))
     assert shown == "".join(f"{visible(text)}\n" for text in answers)
     assert f"attached to the next line: {files[2]}; in the conversation so far: 2" in notes
-
-
-def test_whole_model_has_the_language_model_of_the_chat(checkpoints):
-    """An adapter is merged into the language model alone."""
-    from tools.chat_images import whole_model
-
-    path = str(checkpoints("idefics3"))
-    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **load_options(path))
-    with torch.no_grad():
-        for parameter in hf.parameters():
-            parameter += 0.5
-    whole = whole_model(hf, path, "--model")
-    assert whole.lm_head.weight is hf.lm_head.weight
-    theirs = dict(whole.base_model.text_model.named_parameters())
-    assert all(torch.equal(theirs[name], x) for name, x in hf.base_model.named_parameters())
 
 
 def test_chat_says_in_a_line_why_an_image_is_refused(checkpoints, talk, tmp_path, trained):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, run
+from helpers import ROOT, run, stored
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import Mxfp4Config
@@ -17,8 +17,8 @@ from bench.models import ARGS, WINDOW, against_transformers, checkpoint, rows
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer
+from common.model.loading import file_weights
 from common.model.policy import load_policy
-from common.model.text_part import text_weights
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
@@ -27,7 +27,7 @@ from common.train.checkpoint import export_hf
 RANK = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from model.test_mxfp4 import *
+from extras.architectures.tests.test_mxfp4 import *
 from common.parallel import distributed
 path, folder = sys.argv[1:]
 device, rank, world_size = distributed.setup(0)
@@ -77,16 +77,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def stored(folder: Path | str) -> dict[str, torch.Tensor]:
-    return {n: w for f in Path(folder).glob("*.safetensors") for n, w in load_file(f).items()}
-
-
 def test_weights_are_those_of_transformers(path, device):
     """Policy and engines without a trainer read equal values."""
     expected = dequantized(path).state_dict()
-    loaded = load_policy(path, ARGS, device).hf.state_dict()
+    policy = load_policy(path, ARGS, device)
+    loaded = policy.hf.state_dict()
     assert loaded.keys() == expected.keys()
-    names = {name: weight for name, weight in text_weights(path)}
+    names = dict(file_weights(path, policy.hf))
     assert names.keys() == expected.keys()
     packed = [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]
     assert len(packed) == 8
@@ -183,7 +180,6 @@ def without(folder: str, tmp_path: Path, change) -> str:
         change(weights, config)
         save_file(weights, file, metadata={"format": "pt"})
     (copy / "config.json").write_text(json.dumps(config))
-    (copy / "model.safetensors.index.json").unlink(missing_ok=True)
     return str(copy)
 
 
