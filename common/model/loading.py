@@ -139,17 +139,14 @@ def read_weights(
         found, _ = convert_and_load_state_dict_in_model(hf, to_read, options)
         unread = {name for name, x in hf.named_parameters() if x.is_meta}
         packed = {name for name in unread if name + BLOCKS in slices}
-        problem = _problem(hf, found, unread - packed)
+        raise_first(label, _problem(hf, found, unread - packed))
         for name in unread:
             allocate(hf, name, home)
         if packed:
             with extra("architectures", f"{label}: its weights in MXFP4"):
                 from extras.architectures.mxfp4 import fill_packed
             weights = {name: hf.get_parameter(name) for name in sorted(packed)}
-            problem = problem or fill_packed(weights, slices)
-        problems = [each for each in distributed.gather_objects(problem) if each]
-        if problems:
-            raise ValueError(f"{label}: {problems[0]}")
+            raise_first(label, fill_packed(weights, slices))
     hf.tie_weights()
     for parameter in hf.parameters():
         parameter._is_hf_initialized = True
@@ -195,6 +192,13 @@ def _problem(hf: nn.Module, found, unread: set[str]) -> str | None:
             return f"{name}: {found.conversion_errors[name].splitlines()[-2]}"
         return f"{name}: no such weight in the files"
     return None
+
+
+def raise_first(label: str, problem: str | None) -> None:
+    """Raise `ValueError` on all ranks if there is a problem on any. Collective."""
+    problems = [each for each in distributed.gather_objects(problem) if each]
+    if problems:
+        raise ValueError(f"{label}: {problems[0]}")
 
 
 def _operations(rule) -> list:

@@ -217,8 +217,8 @@ def test_models_count_while_alive_and_are_refused_before_loading(device, monkeyp
     """The second of two models may exceed the memory; a deleted model counts nothing."""
     args, read = TrainArgs(dtype="float32"), []
     give_memory(monkeypatch, 2**31)
-    load = models.load_weights
-    monkeypatch.setattr(models, "load_weights", lambda *given: read.append(1) or load(*given))
+    load = models.read_weights
+    monkeypatch.setattr(models, "read_weights", lambda *given: read.append(1) or load(*given))
     policy = load_policy(tiny_model(), args, device)
     one = keep_activations_that_fit([policy], args)
     assert one.startswith("memory per GPU, activations kept: 0.") and one.endswith("GiB of 2.0")
