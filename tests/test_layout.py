@@ -137,7 +137,7 @@ def test_sums():
         bench=(lines("bench/**/*.py", "bench/**/*.c"), 4_000),
         tools=(lines("tools/*.py"), 2_200),
         flags=(len(flags), 140),
-        imports_in_functions=(sum(len(seams(path)) for path in FILES), 17),
+        imports_in_functions=(sum(len(seams(path)) for path in FILES), 18),
     )
     assert {name: each for name, each in sums.items() if each[0] > each[1]} == {}
 

@@ -19,7 +19,6 @@ from common.config.extra import extra
 from common.parallel import distributed, durable
 
 INDEX = "model.safetensors.index.json"
-PACKED = BLOCKS, SCALES = "_blocks", "_scales"  # endings of the names of weights in MXFP4
 
 
 # ---- folders ----
@@ -132,21 +131,18 @@ def read_weights(
     with one_line_errors(label), contextlib.ExitStack() as opened:
         slices = slices_of(path, opened)
         # A head in the files that is tied in the model would become a second parameter.
-        left_out = (*hf.all_tied_weights_keys, *PACKED)
-        to_read = {name: x for name, x in slices.items() if not name.endswith(left_out)}
+        tied = tuple(hf.all_tied_weights_keys)
+        slices = {name: x for name, x in slices.items() if not name.endswith(tied)}
         # Parameters stay on meta until they are read: FSDP would keep what `to_empty` makes.
         options = LoadStateDictConfig(device_map={"": home}, weight_mapping=rules)
-        found, _ = convert_and_load_state_dict_in_model(hf, to_read, options)
-        unread = {name for name, x in hf.named_parameters() if x.is_meta}
-        packed = {name for name in unread if name + BLOCKS in slices}
-        raise_first(label, _problem(hf, found, unread - packed))
-        for name in unread:
-            allocate(hf, name, home)
-        if packed:
-            with extra("architectures", f"{label}: its weights in MXFP4"):
-                from extras.architectures.mxfp4 import fill_packed
-            weights = {name: hf.get_parameter(name) for name in sorted(packed)}
-            raise_first(label, fill_packed(weights, slices))
+        found, _ = convert_and_load_state_dict_in_model(hf, slices, options)
+    unread = {name for name, x in hf.named_parameters() if x.is_meta}
+    problem = _problem(hf, found, unread)
+    problems = [each for each in distributed.gather_objects(problem) if each]
+    if problems:
+        raise ValueError(f"{label}: {problems[0]}")
+    for name in unread:
+        allocate(hf, name, home)
     hf.tie_weights()
     for parameter in hf.parameters():
         parameter._is_hf_initialized = True
@@ -162,13 +158,18 @@ def read_weights(
 
 
 def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
-    """Return a slice, which reads nothing yet, of each tensor in a folder's files."""
+    """Return a slice, which reads nothing yet, of each tensor in a folder's files. Those in MXFP4
+    give floats."""
     from safetensors import safe_open
 
     slices = {}
     for file in files_of(path):
         tensors = opened.enter_context(safe_open(file, "pt"))
         slices |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+    if any(name.endswith("_blocks") for name in slices):
+        with extra("architectures", f"{path}: its weights in MXFP4"):
+            from extras.architectures.mxfp4 import unpacked
+        slices = unpacked(slices)
     return slices
 
 
@@ -192,13 +193,6 @@ def _problem(hf: nn.Module, found, unread: set[str]) -> str | None:
             return f"{name}: {found.conversion_errors[name].splitlines()[-2]}"
         return f"{name}: no such weight in the files"
     return None
-
-
-def raise_first(label: str, problem: str | None) -> None:
-    """Raise `ValueError` on all ranks if there is a problem on any. Collective."""
-    problems = [each for each in distributed.gather_objects(problem) if each]
-    if problems:
-        raise ValueError(f"{label}: {problems[0]}")
 
 
 def _operations(rule) -> list:
@@ -273,17 +267,11 @@ def file_weights(path: str, hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
     known = hf.state_dict()
     tied = {source: name for name, source in hf.all_tied_weights_keys.items()}
     with contextlib.ExitStack() as opened:
-        slices = slices_of(path, opened)
-        for stored, part in slices.items():
+        for stored, part in slices_of(path, opened).items():
             name, _ = rename_source_key(stored, renamings, [], hf.base_model_prefix, known)
-            if name.endswith(SCALES) or name in hf.all_tied_weights_keys:
+            if name in hf.all_tied_weights_keys:
                 continue
             weight = part[...]
-            if name.endswith(BLOCKS):
-                with extra("architectures", f"{path}: its weights in MXFP4"):
-                    from extras.architectures.mxfp4 import unpack
-                name = name.removesuffix(BLOCKS)
-                weight = unpack(weight, slices[stored.removesuffix(BLOCKS) + SCALES][...])
             yield name, weight
             if name in tied:
                 yield tied[name], weight

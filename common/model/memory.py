@@ -14,6 +14,7 @@ from torch import nn
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs
 from common.model.flops import attention_shape, capacity_of, num_delta_nets
+from common.model.loading import towers_of
 from common.model.logprobs import chunk_size
 
 GIB = 2**30
@@ -181,9 +182,12 @@ def kept_by_blocks(model: nn.Module) -> list[float]:
 
 
 def block_and_root(model: nn.Module, trained: bool = False) -> tuple[int, int]:
-    """Return the number of weights of the largest block, and of those outside of blocks."""
+    """Return the number of weights of the largest block, and of those outside of blocks that FSDP
+    gathers: towers only if they read images."""
     blocks = [num_weights(block, trained) for block in model.hf.get_decoder().layers]
-    return max(blocks), num_weights(model, trained) - sum(blocks)
+    towers = towers_of(model.hf) if model.images is None else []
+    apart = sum(blocks) + sum(num_weights(tower, trained) for tower in towers)
+    return max(blocks), num_weights(model, trained) - apart
 
 
 def num_weights(module: nn.Module, trained: bool = False) -> int:

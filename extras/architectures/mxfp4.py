@@ -1,38 +1,39 @@
 """Experts in MXFP4 (gpt-oss): 4-bit floats in blocks of 32 with a common power of two, the scale
 (OCP Microscaling Formats, version 1.0). They are read as bfloat16, which has all their values."""
 
-from collections.abc import Mapping
-
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
-def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the matrices [experts, inputs, outputs] of blocks [experts, outputs, inputs / 32, 16],
-    uint8 with two numbers each, and scales [experts, outputs, inputs / 32]."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+class Unpacked:
+    """Slice of a file with floats [experts, inputs, outputs] in place of blocks [experts, outputs,
+    inputs / 32, 16], uint8 with two numbers each, and scales [experts, outputs, inputs / 32]. Only
+    the experts that are asked for are read."""
 
-    return convert_moe_packed_tensors(blocks, scales)
+    def __init__(self, blocks, scales):
+        self.blocks = blocks
+        self.scales = scales
+
+    def get_shape(self) -> list[int]:
+        experts, outputs, inputs, _ = self.blocks.get_shape()
+        return [experts, inputs * 32, outputs]
+
+    def __getitem__(self, index) -> Tensor:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        experts, *rest = index if isinstance(index, tuple) else (index,)
+        if experts is Ellipsis:
+            experts = slice(None)
+        whole = convert_moe_packed_tensors(self.blocks[experts], self.scales[experts])
+        return whole[(slice(None), *rest)]
 
 
-@torch.no_grad()
-def fill_packed(parameters: Mapping[str, DTensor], slices: Mapping) -> str | None:
-    """Fill sharded parameters [experts, ...] from `slices` of the files, by name. Each rank reads
-    its own experts. Return what is wrong with the first that has other shapes, if any."""
-    for name, weight in parameters.items():
-        mesh, placements = weight.device_mesh, weight.placements
-        _, (first, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
-        local = weight.to_local()
-        experts, inputs, outputs = weight.shape
-        shape = [experts, outputs, inputs // 32]
-        for part, wanted in ((name + BLOCKS, [*shape, 16]), (name + SCALES, shape)):
-            if part not in slices or slices[part].get_shape() != wanted:
-                return f"{part}: the model needs it with the shape {wanted}"
-        own = slice(first, first + len(local))
-        if len(local):
-            local.copy_(unpack(slices[name + BLOCKS][own], slices[name + SCALES][own]))
-    return None
+def unpacked(slices: dict) -> dict:
+    """Return slices of a folder's files with floats in place of blocks and their scales."""
+    floats = {}
+    for name in [each.removesuffix(BLOCKS) for each in slices if each.endswith(BLOCKS)]:
+        blocks, scales = slices.pop(name + BLOCKS), slices.pop(name + SCALES, None)
+        if scales is not None and blocks.get_shape()[:-1] == scales.get_shape():
+            floats[name] = Unpacked(blocks, scales)
+    return slices | floats
