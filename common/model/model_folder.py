@@ -10,12 +10,13 @@ from pathlib import Path
 from common.model.checkpoint_files import MANIFEST, checkpoints_in
 from common.model.loading import (
     INDEX,
+    files_of,
     load_config,
     method_of_quantization,
     model_class,
     require_unchanged,
 )
-from common.parallel import distributed, durable
+from common.parallel import distributed
 
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 
@@ -59,17 +60,9 @@ def _download(label: str, repo_id: str, revision: str | None, weights: bool) -> 
     with library_errors(f"{label}: no such folder, and not on the hub"):
         folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=BESIDE_WEIGHTS))
         if weights:  # of the same commit, which is the folder's name
-            names = weight_files(folder)
+            names = [file.name for file in files_of(folder)]
             snapshot_download(repo_id, revision=folder.name, allow_patterns=names)
     return folder
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files that hold a model's weights, as transformers reads them."""
-    if not (folder / INDEX).is_file():
-        return ["model.safetensors"]
-    index = durable.parse_json((folder / INDEX).read_text(encoding="utf-8"))
-    return sorted(set(index["weight_map"].values()))
 
 
 def _require_files(label: str, folder: Path, weights: bool) -> None:
@@ -82,7 +75,7 @@ def _require_files(label: str, folder: Path, weights: bool) -> None:
             raise ValueError(f"{label}: a folder of checkpoints; {one}")
     needed = ["config.json", "tokenizer_config.json"]
     with library_errors(f"{label}: {INDEX}"):
-        needed += weight_files(folder) if weights else []
+        needed += [file.name for file in files_of(folder)] if weights else []
     for name in needed:
         if not (folder / name).is_file():
             raise ValueError(f"{label}: the folder has no {name}")
