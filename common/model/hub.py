@@ -155,18 +155,6 @@ def context_length(path: str, args: BaseArgs, sequences: int = 1) -> int:
     return min(getattr(config, "max_position_embeddings", longest), longest)
 
 
-def scaling_advice(path: str) -> str:
-    """Return what to change in a config that states a context without its scaling, as model cards
-    advise to write it; empty for others."""
-    config = load_config(path).get_text_config()
-    scaling = getattr(config, "rope_parameters", None) or {}
-    trained, factor = (scaling.get(k) for k in ("original_max_position_embeddings", "factor"))
-    if not trained or not factor or config.max_position_embeddings >= trained * factor:
-        return ""
-    stated = f"config.json scales {trained} by {factor:g} but states {trained}"
-    return f": {stated}; set max_position_embeddings to {int(trained * factor)} there"
-
-
 def fit_max_length(
     args: TrainArgs, path: str, earlier: dict[str, Any], sequences: int = 1
 ) -> TrainArgs:
@@ -182,6 +170,7 @@ def fit_max_length(
             distributed.say(f"--max_length {max_length}: {what}")
     args.require_fit(max_length, sequences)
     if max_length > context:
-        problem = f"the model's context has only {context} tokens"
-        raise ValueError(f"--max_length {max_length}: {problem}{scaling_advice(path)}")
+        raise ValueError(
+            f"--max_length {max_length}: the model's context has only {context} tokens"
+        )
     return replace(args, max_length=max_length)  # pyrefly: ignore[unexpected-keyword]

@@ -12,7 +12,6 @@ import hashlib
 import os
 import pickle
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -106,7 +105,7 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         dist.init_process_group(
             backend, store=store, rank=rank_in_role, world_size=size, timeout=DAY
         )
-    except (dist.DistNetworkError, dist.DistStoreError, socket.gaierror) as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         problem = f"cannot reach the other ranks at {address}: {first_line(error)}"
         fail(f"rank {_launch_rank} {problem}", code=2)
@@ -125,9 +124,6 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
 
 def _store_of_launch() -> dist.Store:
     """Meet all ranks of the launch at MASTER_ADDR and return the store that they share."""
-    if os.environ["MASTER_PORT"] == "0" and world_size() > 1:  # each rank would choose a port
-        fail("--master_port 0: on one machine use torchrun --standalone, else name a port", code=2)
-    socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would retry for minutes
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
     if os.environ["MASTER_PORT"] == "0":  # the store has chosen a free one
         os.environ["MASTER_PORT"] = str(store.port)

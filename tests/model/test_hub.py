@@ -7,17 +7,13 @@ from itertools import product
 import huggingface_hub
 import pytest
 import torch
-import transformers
-from model.test_policy import small, write_checkpoint
 from transformers import AutoTokenizer
 
-import sft
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
 from common.model.hub import (
     context_length,
     eos_token_ids,
-    fit_max_length,
     load_tokenizer,
     require_same_tokenizer,
     resolve_model,
@@ -239,19 +235,6 @@ def test_context_length_is_the_smaller_of_model_and_pack():
     assert (
         context_length(tiny_model(), TrainArgs(pack_tokens=100)) == 101
     )  # the first token is never predicted
-
-
-def test_a_config_that_scales_but_states_its_old_context_is_named(tmp_path):
-    """As model cards tell to edit it. Following the advice leads to a run."""
-    args = sft.Args(max_length=128)
-    rope = dict(rope_type="yarn", factor=4.0, rope_theta=5e4, original_max_position_embeddings=64)
-    for context in (64, 256):
-        scaling = small(max_position_embeddings=context, rope_parameters=rope)
-        path = write_checkpoint(transformers.LlamaConfig(**scaling), tmp_path / str(context))
-        if context == 64:
-            with pytest.raises(ValueError, match="64 by 4 .*; set max_position_embeddings to 256"):
-                fit_max_length(args, str(path), {})
-    assert fit_max_length(args, str(path), {}).max_length == 128
 
 
 # ---- the format of prompts ----
