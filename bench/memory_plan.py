@@ -128,7 +128,7 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    os.environ |= dict(WORLD_SIZE=str(ranks), RANK="0")
+    os.environ |= dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), RANK="0")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     chunk_size = logprobs.chunk_size
     logprobs.product, logprobs.add_product_ = float32_product, lambda total, a, b: None

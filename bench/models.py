@@ -4,8 +4,8 @@
 
 The tensors of a checkpoint have the names of the hub and random values everywhere (norms and biases
 too). Sequences are longer than the sliding window, if there is one. Per architecture:
-- forward: log-probs of all targets in a pack, compared to transformers' own attention (eager) on
-  padded, masked rows;
+- forward: log-probs of all targets in packs that compute a common prefix once, compared to
+  transformers' own attention (eager) on padded, masked rows;
 - gradient: the gradient of the sum of these log-probs for all parameters; largest difference over
   largest gradient;
 - vLLM: log-probs of vLLM's samples at temperature 0.7, compared to the trainer's. The weights come
@@ -37,7 +37,7 @@ from bench.completions import complete
 from bench.delta_vllm import prepare
 from common.config.groups import TrainArgs
 from common.config.online import SamplingArgs
-from common.data.packing import pack
+from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.flops import num_delta_nets
 from common.model.hub import eos_token_ids, load_tokenizer
@@ -229,14 +229,17 @@ def checkpoint(model_type: str, folder: Path, file_size: str = "1GB") -> str:
 
 def rows() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    rows = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    rows[2][:20] = rows[1][:20]  # a prefix that packs compute once
+    return rows
 
 
 def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the log-probs of each row's targets, in the order of `rows`, and the gradient of their
     sum."""
     logprobs: dict[tuple[int, ...], Tensor] = {}
-    for mb in pack([Sample(ids, [True] * len(ids)) for ids in rows()], 100, device):
+    group = [Sample(ids, [True] * len(ids)) for ids in rows()]
+    for mb in pack_groups([group], 100, device, policy.share_prefix, together=False):
         logprobs_T, *_ = policy(mb)
         logprobs_T.sum().backward()
         for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False):

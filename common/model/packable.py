@@ -1,8 +1,6 @@
 """Support of architectures: models without an exact packed forward are refused, before or after
 they are loaded."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +16,6 @@ from common.model.loading import (
     named_errors,
 )
 from common.model.logprobs import TokenStats
-from common.parallel import distributed
 
 
 def model_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
@@ -119,9 +116,8 @@ def check_packing(model: nn.Module, label: str) -> None:
     kernels are the same, so that the second sequence must have the same numbers in both."""
     model_type = model.hf.config.model_type
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(
-        0, model.hf.config.get_text_config().vocab_size, (38,), generator=generator
-    ).tolist()
+    size = model.hf.config.get_text_config().vocab_size
+    drawn = torch.randint(0, size, (38,), generator=generator).tolist()
     first, other, second = (
         Sample(ids, [True] * len(ids)) for ids in (drawn[:13], drawn[13:26], drawn[26:])
     )
@@ -153,45 +149,6 @@ def check_packing(model: nn.Module, label: str) -> None:
     tolerance *= max(1.0, logits_TV.abs().max().item() / 64)
     if not (expected_T - x_T).abs().max() < tolerance:
         raise ValueError(f"{label}: {model_type} has a head that is not supported")
-
-
-@torch.no_grad()
-def keeps_shared_prefixes(model: nn.Module, label: str) -> bool:
-    """Return whether samples whose common prefix is computed once have the numbers that they have
-    alone. If not, rank 0 says so. Collective.
-
-    The error may be one of rounding. It may also be a share of the effect of another prefix: an
-    error of the architecture is as large as this effect."""
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(
-        0, model.hf.config.get_text_config().vocab_size, (48,), generator=generator
-    )
-    prefix, other, *suffixes = (ids.tolist() for ids in drawn.split([16, 16, 7, 9]))
-
-    def numbers(start: list[int], share_prefix: int) -> Tensor:
-        pair = [Sample(start + ids, [True] * (16 + len(ids))) for ids in suffixes]
-        (mb,) = pack_groups([pair], 100, model.device, share_prefix)
-        return numbers_of(model(mb))
-
-    shared_T = numbers(prefix, share_prefix=1)
-    alone_T = numbers(prefix, share_prefix=0)
-    other_T = numbers(other, share_prefix=0)
-    model.reshard()
-    error = distributed.all_max((shared_T - alone_T).abs().max().nan_to_num(math.inf))
-    effect = distributed.all_max((other_T - alone_T).abs().max().nan_to_num(math.inf))
-    is_float32 = model.compute_dtype == torch.float32
-    rounding = 1e-3 if is_float32 else 0.05
-    share = 0.01 if is_float32 else 0.25
-    # Delta nets lack the state after the prefix, however little it changes these numbers.
-    if error < max(rounding, share * effect) and not num_delta_nets(
-        model.hf.config.get_text_config()
-    ):
-        return True
-    distributed.say(
-        f"{label}: {model.hf.config.model_type} needs every prefix with its sequence; continues as"
-        " with --share_prefix 0"
-    )
-    return False
 
 
 def numbers_of(output: TokenStats | Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from common.data.packing import PackedBatch
 from common.data.tokens import Tokens
 from common.model.adapter_files import read_adapter
 from common.model.attention import packed_inputs
-from common.model.flops import capacity_of, forward_flops, matrix_weights
+from common.model.flops import capacity_of, forward_flops, matrix_weights, num_delta_nets
 from common.model.loading import base_dtype, draw_head, read_weights, rules_of, towers_of
 from common.model.logprobs import Logits, TokenStats, logits_of, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters
@@ -24,10 +24,10 @@ from common.model.memory import require_memory
 from common.model.packable import (
     check_packing,
     classifier_on_meta,
-    keeps_shared_prefixes,
     model_on_meta,
     require_context_ranks,
 )
+from common.parallel import distributed
 from common.parallel.context import setup_context_groups
 from common.parallel.mesh import shard_mesh
 
@@ -245,9 +245,11 @@ def load(
 
     # ---- packs equal their sequences ----
     check_packing(model, label)
-    if args.share_prefix:
-        model.needs_whole_sequences = not keeps_shared_prefixes(model, label)
-        model.share_prefix = 0 if model.needs_whole_sequences else args.share_prefix
+    # A gated delta net has a state after the prefix, which attention's keys do not hold.
+    model.needs_whole_sequences = num_delta_nets(hf.config.get_text_config()) > 0
+    model.share_prefix = 0 if model.needs_whole_sequences else args.share_prefix
+    if model.share_prefix != args.share_prefix:
+        distributed.say(f"{label}: {hf.config.model_type} needs --share_prefix 0, which is taken")
     return model
 
 

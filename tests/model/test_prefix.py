@@ -10,17 +10,16 @@ import transformers
 from helpers import samples_of
 from hypothesis import given
 from hypothesis import strategies as st
-from model.test_policy import ARCHITECTURES, small, write_checkpoint
+from model.test_policy import ARCHITECTURES, small
 from torch import Tensor
 
-from common.config.online import OnlineArgs
 from common.data import compact, packing
 from common.data.compact import Keys
 from common.data.packing import PackedBatch, pack_groups, pack_minibatches
 from common.data.sample import Sample
 from common.model import attention
 from common.model.flops import forward_flops
-from common.model.policy import PackedModel, Policy, ScalarModel, load_policy
+from common.model.policy import PackedModel, Policy, ScalarModel
 from common.parallel.placement import GroupShape, place
 
 CPU, VOCABULARY = torch.device("cpu"), 97
@@ -384,23 +383,3 @@ def test_few_groups_are_divided_among_many_ranks():
     parts, (row,) = place(ranks, 4, 10_000, together=False)
     costs = [sum(parts[key].cost for key in keys) for keys in row]
     assert (0, 1) in parts and max(costs) < 0.6 * ranks[0][0].cost
-
-
-# ---- models ----
-
-
-def test_model_that_fails_the_check_computes_whole_sequences(monkeypatch, tmp_path, device, capsys):
-    path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "model")
-    args = OnlineArgs(dtype="float32")
-    assert load_policy(path, args, device).share_prefix == 16 and capsys.readouterr().out == ""
-    with monkeypatch.context() as patch:
-        patch.setattr(compact, "Keys", wrong_rows)
-        policy = load_policy(path, args, device)
-    assert (
-        "qwen3 needs every prefix with its sequence; continues as with --share_prefix 0"
-        in capsys.readouterr().out
-    )
-    assert policy.share_prefix == 0
-    (mb,) = pack_groups([[Sample([5, 6, 7, 8], [True] * 4)] * 2], 100, device, share_prefix=1)
-    with pytest.raises(ValueError, match="model needs whole sequences; set --share_prefix 0"):
-        policy(mb)
