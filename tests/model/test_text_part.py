@@ -473,23 +473,6 @@ def test_rows_with_images_are_refused(gemma, main, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
-def test_rotary_embeddings_of_text_are_scaled(model_type, main, sums, tmp_path, device):
-    """With the numbers of the full class, whose export has them in its text_config."""
-    path = checkpoint(model_type, tmp_path / "model")
-    flags = (*STEPS, "--model", path, "--dataset", sums, "--rope_factor")
-    main("sft", *flags, 2, "--output_dir", tmp_path / "run")
-    hf = tmp_path / "run" / "hf"
-    text = json.loads((hf / "config.json").read_text())["text_config"]
-    assert text["rope_parameters"]["rope_type"] == "yarn"
-    assert text["max_position_embeddings"] == 512
-    ids = rows()[4]
-    expected_TV = logits(opens_whole(hf), ids)[:-1].log_softmax(-1)
-    expected_T = expected_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-    torch.testing.assert_close(logprobs(str(hf), device, ids).cpu(), expected_T, atol=2e-5, rtol=0)
-
-
-@pytest.mark.slow
 def test_chat_opens_such_a_folder(gemma):
     """An export is one too: a run names it in its last line."""
     done = subprocess.run(

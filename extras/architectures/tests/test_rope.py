@@ -10,6 +10,7 @@ import torch
 import transformers
 from helpers import metrics, run
 from model.test_policy import hf_model, samples, separate, small, write_checkpoint
+from model.test_text_part import STEPS, checkpoint, logits, logprobs, opens_whole, rows
 from transformers import AutoConfig
 
 from common.config.groups import TrainArgs
@@ -139,3 +140,20 @@ def test_engine_samples_from_the_scaled_model(engine, tmp_path):
     model = resolve_model(str(tmp_path / "run/checkpoints/step_000002"))
     for folder in (model, tmp_path / "run/hf"):
         assert AutoConfig.from_pretrained(folder).rope_parameters["rope_type"] == "yarn"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
+def test_rotary_embeddings_of_text_are_scaled(model_type, main, sums, tmp_path, device):
+    """With the numbers of the full class, whose export has them in its text_config."""
+    path = checkpoint(model_type, tmp_path / "model")
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--rope_factor")
+    main("sft", *flags, 2, "--output_dir", tmp_path / "run")
+    hf = tmp_path / "run" / "hf"
+    text = json.loads((hf / "config.json").read_text())["text_config"]
+    assert text["rope_parameters"]["rope_type"] == "yarn"
+    assert text["max_position_embeddings"] == 512
+    ids = rows()[4]
+    expected_TV = logits(opens_whole(hf), ids)[:-1].log_softmax(-1)
+    expected_T = expected_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(logprobs(str(hf), device, ids).cpu(), expected_T, atol=2e-5, rtol=0)
