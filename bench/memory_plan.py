@@ -96,7 +96,7 @@ def measured(policy: Policy, teacher: Policy | None, plan: Plan, splits: bool) -
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-    args = TrainArgs(dtype="bfloat16")
+    args = TrainArgs(dtype="bfloat16", shard_ranks=plan.ranks)
     device = torch.device("cpu")
     if plan.recompute:
         options = dict(use_reentrant=False)

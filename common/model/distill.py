@@ -110,7 +110,7 @@ class _Compare(torch.autograd.Function):
         ctx.save_for_backward(targets_T, hidden_TD, head_VD, bias_V, *tensors)
         ctx.settings = scale, softcap, temperature, divergence
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out[2:])
+        ctx.mark_non_differentiable(*out[1 if divergence is None else 2 :])
         return out
 
     @staticmethod
@@ -123,12 +123,14 @@ class _Compare(torch.autograd.Function):
         @torch.enable_grad()
         def of_chunk(logits_CV: Tensor, c: slice) -> Tensor:
             logp_CV, *pair = _logprobs(logits_CV.requires_grad_(), teacher, c, temperature)
-            loss = logits_CV.new_zeros((), requires_grad=True)
+            values, weights = [], []
             if by_logprob_T is not None:
-                loss = loss + _of_target(logp_CV, targets_T[c]) @ by_logprob_T[c]
-            if by_divergence_T is not None and divergence is not None:
-                loss = loss + divergence(*pair) @ by_divergence_T[c]
-            return torch.autograd.grad(loss, logits_CV, materialize_grads=True)[0]
+                values.append(_of_target(logp_CV, targets_T[c]))
+                weights.append(by_logprob_T[c])
+            if by_divergence_T is not None:
+                values.append(divergence(*pair))
+                weights.append(by_divergence_T[c])
+            return torch.autograd.grad(values, logits_CV, weights)[0]
 
         chunks, is_trained = _chunks(student, teacher), ctx.needs_input_grad[1]
         return *logits_gradient(student, temperature, chunks, is_trained, of_chunk), *[None] * 6
