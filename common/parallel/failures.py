@@ -51,7 +51,7 @@ def end_process() -> None:
 
     Python would finalize the interpreter. If a thread of gloo drops the last reference of a tensor
     meanwhile, the process aborts (2% of launches, before Python 3.14)."""
-    callers = {frame.f_globals["__name__"] for frame, _ in traceback.walk_stack(None)}
+    callers = {frame.f_globals["__name__"] for frame, _ in traceback.walk_stack(sys._getframe())}
     if all(name == "__main__" or name.startswith(("common.", "extras.")) for name in callers):
         threading._shutdown()  # joins the threads that are no daemons, as Python does
         atexit._run_exitfuncs()
