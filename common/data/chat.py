@@ -174,20 +174,19 @@ class ChatTemplate:
             return None
         shared = os.path.commonprefix([tail, earlier or tail])
         tokens = self.added_tokens(tail)
+        # <|im_end|>; Cohere ends turns with two tokens
         common = [(token, end) for token, end in tokens if end <= len(shared)]
+        # gpt-oss: <|return|> ends the last turn, <|end|> earlier ones
+        chosen = common[-1:] or tokens[:1]
         appends = mark != MARK and self.end is not None and self.end.appended
-        if common and not appends:  # <|im_end|>; Cohere ends turns with two tokens
-            token, end = common[-1]
+        if chosen and not appends:
+            ((token, end),) = chosen
             return TurnEnd(token, tail[:end], tail)
-        if tokens and not appends:  # gpt-oss: <|return|> ends the last turn, <|end|> earlier ones
-            token, end = tokens[0]
-            return TurnEnd(token, tail[:end], tail)
+        # GLM: the token of the next role ends a turn
         behind = earlier[len(shared) :]
         token, end = next(iter(self.added_tokens(behind)), ("", 0))
-        if token and behind[:end].strip() == token != self.tokenizer.bos_token:
-            # GLM: the token of the next role ends a turn
-            return TurnEnd(token, tail + token, tail + token, appended=True)
-        token = self.tokenizer.eos_token or ""
+        if not token or behind[:end].strip() != token or token == self.tokenizer.bos_token:
+            token = self.tokenizer.eos_token or ""
         return TurnEnd(token, tail + token, tail + token, appended=True)
 
 
