@@ -53,11 +53,13 @@ Shard = Callable[[BadRows], Iterator[dict]]  # reads the rows of a file or of a 
 
 
 def open_split(
-    flag: str, dataset: str, split: str, config: str | None = None, streaming: bool = False
-) -> list[Shard] | None:
+    flag: str, dataset: str, split: str, config: str | None = None, streaming: bool = False,
+    is_alone: bool = True,
+) -> list[Shard] | None:  # fmt: skip
     """Open a split of a dataset, or return None if the dataset has no such split. With `streaming`
-    data of the hub is not downloaded first. Raises `ValueError` if there is no such dataset, or if
-    it cannot be read."""
+    data of the hub is not downloaded first. Unless the dataset `is_alone`, places of rows have the
+    paths of files: names may be those of another one. Raises `ValueError` if there is no such
+    dataset, or if it cannot be read."""
     label = f"{flag} {dataset}"
     path = Path(dataset).expanduser()
     if dataset in TASKS:
@@ -75,9 +77,9 @@ def open_split(
         return _hub_shards(label, dataset, split, config, streaming)
     for file in files:
         _require_file(label, file)
-    has_twins = len({file.name for file in files}) < len(files)
+    is_name_enough = is_alone and len({file.name for file in files}) == len(files)
     return [
-        partial(_file_rows, f"{flag} {file}", file, str(file) if has_twins else file.name)
+        partial(_file_rows, f"{flag} {file}", file, file.name if is_name_enough else str(file))
         for file in files
     ] or None
 

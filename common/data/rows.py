@@ -86,7 +86,8 @@ def datasets_by_name(datasets: dict[str, str | None]) -> dict[str, str]:
 def load_rows(flag: str, dataset: str, split: str, args: BaseArgs) -> list[dict] | None:
     """Read all rows of a split; None if the dataset has no such split. Raises `ValueError` naming
     `flag`, the file or the row."""
-    shards = open_split(flag, dataset, split, args.dataset_config)
+    is_alone = len(args.dataset) == 1
+    shards = open_split(flag, dataset, split, args.dataset_config, is_alone=is_alone)
     if shards is None:
         return None
     bad = BadRows(args.on_bad_row)

@@ -64,12 +64,13 @@ class StreamedSamples:
         self.args = args
         self.has_said = False
         self.shards = []
+        options = dict(streaming=True, is_alone=len(args.dataset) == 1)
+        split = args.dataset_split
         for dataset in args.dataset:
             flag = f"--dataset {dataset}"
             if dataset in TASKS:
                 raise ValueError(f"{flag}: a built-in task cannot be streamed")
-            split = args.dataset_split
-            shards = open_split("--dataset", dataset, split, args.dataset_config, streaming=True)
+            shards = open_split("--dataset", dataset, split, args.dataset_config, **options)
             if shards is None:
                 raise ValueError(f"{flag} has no split {split!r}: see --dataset_split")
             self.shards += shards

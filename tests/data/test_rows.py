@@ -329,15 +329,17 @@ def numbers(rows: list[dict]) -> list[int]:
     ],
 )
 def test_rows_set_aside_are_disjoint_and_do_not_depend_on_the_seed(flags, sizes, tmp_path):
-    """Nor on the number of files that have them."""
+    """Nor on the number of files that have them, whose rows have different places."""
     file = numbered(tmp_path / "rows.jsonl", 50)
     train, held_out = train_and_eval_rows(TrainArgs(dataset=file, **flags))
     assert (len(train), len(held_out)) == sizes
     assert sorted(numbers(train + held_out)) == [*range(50)]
     assert train_and_eval_rows(TrainArgs(dataset=file, seed=1, **flags)) == (train, held_out)
-    two = numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 20, start=30)
+    two = numbered(tmp_path / "a/x.jsonl", 30), numbered(tmp_path / "b/x.jsonl", 20, start=30)
     of_two = train_and_eval_rows(TrainArgs(dataset=two, **flags))
     assert [numbers(rows) for rows in of_two] == [numbers(train), numbers(held_out)]
+    sizes = [len({row["_source"] for row in rows}) for rows in of_two]
+    assert sizes == [len(train), len(held_out)]
 
 
 def test_each_dataset_with_a_weight_has_its_own_held_out_rows(tmp_path):
