@@ -23,14 +23,9 @@ def attention_shape(config) -> tuple[int, int]:
     """Return the number of attention heads and the width of each, in the layer with the widest; one
     head for a model without attention."""
     heads = getattr(config, "num_attention_heads", 1)
-    if differs_by_layer(config, "head_dim"):
+    if "head_dim" in (getattr(config, "per_layer_attributes", None) or ()):  # as in Gemma 4
         return heads, max(layer.head_dim for layer in config.per_layer_config)
     return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-
-
-def differs_by_layer(config, name: str) -> bool:
-    """Return whether layers differ in an attribute, as those of Gemma 4 in `head_dim`."""
-    return name in (getattr(config, "per_layer_attributes", None) or ())
 
 
 def num_delta_nets(config) -> int:

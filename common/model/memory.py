@@ -104,7 +104,7 @@ def predict(models: Sequence[nn.Module], plan: Plan) -> Bytes:
     """Return the bytes on each GPU at the peak of an update, by use. Trained models are updated one
     after the other, so that only one has activations."""
     trained = [model for model in models if num_weights(model, trained=True)]
-    frozen = [model for model in models if not num_weights(model, trained=True)]
+    frozen = [model for model in models if model not in trained]
     on_gpu = 0 if plan.offload == "all" else 1 / plan.ranks
     numbers = sum(num_weights(model, trained=True) for model in trained)
     teacher_head = max(map(head_weights, frozen or trained), default=0)  # perhaps of the policy
@@ -136,15 +136,14 @@ def training_peak(model: nn.Module, plan: Plan, teacher_head: int) -> Bytes:
 
     # In the forward two chunks of logits, in the backward the gradient of the head and as many
     # numbers per logit as the loss needs.
-    students = 1 if model.distils else 0
-    chunk = min(plan.pack_tokens, chunk_size(config.vocab_size * (1 + students), on_cuda=True))
-    logits = 4 * chunk * config.vocab_size if head_weights(model) else 0
-    copies = 7 if students else 2 if chunk < plan.pack_tokens else 1.5
+    chunk = chunk_size(config.vocab_size * (1 + model.distils), on_cuda=True)
+    logits = 4 * min(plan.pack_tokens, chunk) * config.vocab_size if head_weights(model) else 0
+    copies = 7 if model.distils else 2 if chunk < plan.pack_tokens else 1.5
+    of_head = max(2 * logits, 4 * head_trained + copies * logits)
     at_head = {
         "gathered weights": size * (root + block),
         "activations": saved,
-        "logits and head": max(2 * logits, 4 * head_trained + copies * logits)
-        + size * teacher_head * students,
+        "logits and head": of_head + size * teacher_head * model.distils,
     }
     at_block = {
         "gathered weights": size * (root + 2 * block),
