@@ -54,7 +54,7 @@ def packed_attention(
         raise NotImplementedError(f"{type(module).__name__} attends to later tokens")
     rows_K = kwargs["key_rows_K"]  # a KeyError is caught at load
     if rows_K is not None:
-        key, value = (GatherKeys.apply(x, rows_K) for x in (key, value))
+        key, value = (gather_keys(x, rows_K) for x in (key, value))
     sinks_H = kwargs.get("s_aux")
     is_plain = softcap is None and sinks_H is None
     if query.is_cuda and query.dtype != torch.float32 and is_plain:
@@ -86,23 +86,11 @@ def varlen_attention(
     return varlen_attn(q, k, v, *(offsets[name] for name in names), **options)[None]
 
 
-class GatherKeys(torch.autograd.Function):
-    """Rows of keys or values, [1, heads, T, head_dim] -> [1, heads, K, head_dim]. The gradients of
-    a row that is taken several times are added up in float32."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, rows_K: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_K)
-        ctx.length = x.shape[2]
-        return x.index_select(2, rows_K)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        (rows_K,) = ctx.saved_tensors
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        _, heads, _, head_dim = gradient.shape
-        total = gradient.new_zeros(1, heads, ctx.length, head_dim, dtype=wide)
-        return total.index_add_(2, rows_K, gradient.to(wide)).to(gradient.dtype), None
+def gather_keys(x: Tensor, rows_K: Tensor) -> Tensor:
+    """Return rows of keys or values, [1, heads, T, head_dim] -> [1, heads, K, head_dim]: through
+    float32, so that the gradients of a row that is taken several times add up in it."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide).index_select(2, rows_K).to(x.dtype)
 
 
 # torch.compile would compile it again for every list of offsets. Like torch.compiler.disable, but

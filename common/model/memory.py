@@ -68,9 +68,7 @@ def loaded_models() -> list[nn.Module]:
 
 def plan_of(model: nn.Module, args: TrainArgs) -> Plan:
     """Return the plan for the loaded models, of which `model` is one, and the flags."""
-    parameter = next(model.parameters())
-    sharded = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
-    ranks = parameter.device_mesh.size(sharded[0])
+    ranks = next(model.parameters()).device_mesh.size(-1)  # (shards,) or (copies, shards)
     return make_plan(loaded_models(), args, ranks, capacity_of(model.device))
 
 

@@ -188,14 +188,11 @@ def wrong_rows(lengths, shared, device, make=Keys) -> Keys:
     return keys
 
 
-class CountsOnce(attention.GatherKeys):
+def counted_once(x, rows_K):
     """The last sequence of a group alone has a gradient for the prefix."""
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (rows_K,) = ctx.saved_tensors
-        total = gradient.new_zeros(*gradient.shape[:2], ctx.length, gradient.shape[3])
-        return total.index_copy_(2, rows_K, gradient), None
+    keys, last = x.index_select(2, rows_K), {row: k for k, row in enumerate(rows_K.tolist())}
+    counts_K = torch.tensor([last[row] == k for k, row in enumerate(rows_K.tolist())])
+    return torch.where(counts_K[:, None], keys, keys.detach())
 
 
 def restarted(*args, compute=compact.compact_tokens):
@@ -219,7 +216,7 @@ MUTATIONS = {
         attention.torch.Tensor, "tril", lambda x, before=0, tril=torch.Tensor.tril: tril(x)
     ),
     "keys of a prefix have the gradient of one sequence": lambda patch: patch.setattr(
-        attention, "GatherKeys", CountsOnce
+        attention, "gather_keys", counted_once
     ),
     "positions start again behind the prefix": lambda patch: patch.setattr(
         packing, "compact_tokens", restarted
