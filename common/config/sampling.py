@@ -27,7 +27,7 @@ SLOTS = 256
 BESIDE_TRAINER = 0.4
 ALONE = 0.9
 # Default of --max_logprob_difference by compute dtype.
-LOGPROB_DIFFERENCE = dict(float32=1e-3, bfloat16=0.5)
+LOGPROB_DIFFERENCE = dict(float32=1e-3, bfloat16=0.5, float16=0.1)
 
 
 def stop_string(text: str) -> str:
@@ -200,7 +200,7 @@ class RolloutArgs:
     max_logprob_difference: Positive[float] | None = None
     """maximum difference between the log-probs of engine and trainer, in nats, at the 99.9th
     percentile of sampled tokens; their mean difference may be a tenth of it; the run stops if
-    either is exceeded; default: 1e-3 in float32, 0.5 in bfloat16; 1e9: off"""
+    either is exceeded; default: 1e-3 in float32, 0.5 in bfloat16, 0.1 in float16; 1e9: off"""
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:

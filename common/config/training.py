@@ -32,9 +32,10 @@ class ModelArgs:
     """Hugging Face id, id@revision, or folder of the starting model; tiny: a built-in Qwen3 with 1M
     random parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic;
     tiny-images: a built-in Idefics3 of images and text with 1M random parameters"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """data type of forward and backward passes; master weights, gradient reduction and the loss are
-    always float32. auto: bfloat16 on CUDA, float32 elsewhere"""
+    always float32. auto: bfloat16 on CUDA, float32 elsewhere. float16 has more digits but a smaller
+    range than bfloat16: gradients are scaled, and a step whose gradients overflow is skipped"""
     compile: MayChange[bool] = False
     """torch.compile for every transformer block and for the log-probs"""
     pack_tokens: MayChange[Positive[int]] = 8192

@@ -209,7 +209,7 @@ class Student(Policy):
             return teacher.compare(Policy.forward(self, mb, temperature), mb.old_logprobs_T)
         targets_T = mb.model_tokens.targets_T
         comparison = compare(self._logits(mb), teacher, targets_T, temperature, divergence, top_k)
-        return self._watched(mb, Comparison(*mb.expand(comparison)))
+        return self._output(mb, Comparison(*mb.expand(comparison)))
 
 
 class Teacher(Policy):

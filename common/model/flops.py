@@ -93,7 +93,7 @@ def capacity_of(device: torch.device) -> int | None:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the device's peak FLOP/s in this dtype; None if unknown."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    if device.type != "cuda" or dtype.itemsize != 2:
         return None
     name = torch.cuda.get_device_name(device)
     return next((rate for part, rate in BFLOAT16_PEAK.items() if part in name), None)

@@ -91,9 +91,9 @@ def logits_gradient(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product a b. For bfloat16 matrices, sum and result are float32, in which
-    the product of two bfloat16 numbers is exact."""
-    if a.dtype != torch.bfloat16:
+    """Return the matrix product a b. For matrices in 16 bits, sum and result are float32, in which
+    the product of two of their numbers is exact."""
+    if a.dtype.itemsize != 2:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -103,7 +103,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def add_product_(sum_VD: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `product` to a float32 sum, without a second tensor of its size where there is a
     kernel."""
-    if a.dtype != torch.bfloat16:
+    if a.dtype.itemsize != 2:
         sum_VD.addmm_(a, b)
     elif a.is_cuda:
         torch.addmm(sum_VD, a, b, out_dtype=torch.float32, out=sum_VD)

@@ -135,7 +135,8 @@ def check_packing(model: nn.Module, label: str) -> None:
             model.hf.train()
     model.reshard()  # after a forward without backward the root is still whole
     if not x_T.isfinite().all():
-        raise ValueError(f"{label}: its weights give numbers that are not finite")
+        name = str(model.compute_dtype).removeprefix("torch.")
+        raise ValueError(f"{label}: its weights give numbers that are not finite in {name}")
     if not (x_T - y_T).abs().max() < 1e-4:
         raise ValueError(f"{label}: {model_type} does not keep packed sequences apart")
     if model.images is not None:

@@ -55,6 +55,7 @@ class PackedModel(nn.Module):
         self.images = None  # extras/images/tower.py, with `--vision`
         self.path = path
         self.matrix_weights = matrix_weights(hf)
+        self.register_buffer("loss_scale", None)  # with float16: optim.py
         self.flops = 0.0
         self.whole_flops = 0.0
 
@@ -68,10 +69,16 @@ class PackedModel(nn.Module):
         inputs = packed_inputs(tokens) if self.images is None else self.images.inputs(tokens)
         return self.hf.get_decoder()(**inputs).last_hidden_state[0]
 
-    def _watched(self, mb: PackedBatch, output: Output) -> Output:
+    def _output(self, mb: PackedBatch, output: Output) -> Output:
+        """Return the output of a forward, whose gradient is multiplied by `loss_scale`."""
         if self.watch is not None and torch.is_grad_enabled():
             self.watch(mb, output)
-        return output
+        if self.loss_scale is None:
+            return output
+        scale = float(self.loss_scale[0])
+        if isinstance(output, Tensor):
+            return scale_gradient(output, scale)
+        return type(output)(*(scale_gradient(x, scale) for x in output))
 
     def _flops(self, tokens: Tokens) -> float:
         """Return the operations of a forward and, if it keeps a graph, of its backward."""
@@ -91,6 +98,14 @@ class PackedModel(nn.Module):
         watch_experts(self, flag)
 
 
+def scale_gradient(x: Tensor | None, scale: float) -> Tensor | None:
+    """Return x, whose gradient is multiplied by `scale`."""
+    if x is not None and x.requires_grad:
+        x = x.view_as(x)
+        x.register_hook(lambda gradient: gradient * scale)
+    return x
+
+
 class Policy(PackedModel):
     """Causal language model. Its head is a parameter of the FSDP root, and therefore whole within
     `forward`."""
@@ -99,7 +114,7 @@ class Policy(PackedModel):
         """Return log-probs and further statistics of the targets."""
         targets_T = mb.model_tokens.targets_T
         stats = token_logprobs(self._logits(mb), targets_T, temperature, self.compiled)
-        return self._watched(mb, TokenStats(*mb.expand(stats)))
+        return self._output(mb, TokenStats(*mb.expand(stats)))
 
     def _logits(self, mb: PackedBatch) -> Logits:
         return logits_of(self.hf, self.hidden_states(mb))
@@ -113,7 +128,7 @@ class ScalarModel(PackedModel):
         """Return scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]`
         depends on the inputs up to t, not on `targets_T[t]`."""
         scalars_t = self.hidden_states(mb).float() @ self.hf.score.weight[0].float()
-        return self._watched(mb, mb.expand([scalars_t])[0])
+        return self._output(mb, mb.expand([scalars_t])[0])
 
 
 # ---- loading ----

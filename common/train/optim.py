@@ -1,5 +1,10 @@
 """AdamW, its learning rate as a function of the step, and the optimizer step, the only place that
-changes weights."""
+changes weights.
+
+With `--dtype float16` small gradients would be rounded to 0. Therefore the model multiplies the
+gradient of its outputs by a loss scale, a power of two (arXiv:1710.03740), and the optimizer step
+divides the float32 gradients by it. It is halved after an overflow, and doubled after `GROW_AFTER`
+steps without one."""
 
 import math
 
@@ -12,11 +17,16 @@ from common.config.groups import TrainArgs
 from common.parallel import distributed
 
 BETA1 = 0.9  # decay rate of the first moment
+FIRST_SCALE = 2.0**16
+GROW_AFTER = 2000  # steps
 
 
 def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
     """Return AdamW (arXiv:1711.05101) over the sharded float32 master weights, with weight decay on
     matrices only. The moments are on the device that `--offload` determines."""
+    if model.compute_dtype == torch.float16:  # part of checkpoints, like all buffers of the model
+        state = [FIRST_SCALE, 0.0, 0.0]  # the scale, steps since it changed, and skipped steps
+        model.loss_scale = torch.tensor(state, device=model.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=args.weight_decay),
@@ -85,9 +95,19 @@ def optimizer_step(
     norm before clipping. Collective.
 
     `loss` is this rank's share of the loss, summed over the micro-batches. Raises `RunError` before
-    any change if the loss or the gradient is not finite."""
+    any change if the loss or the gradient is not finite. In float16 a gradient that is not finite
+    changes the loss scale alone."""
     loss = distributed.all_sum(loss)
+    if model.loss_scale is not None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= model.loss_scale[0].item()
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
+    if model.loss_scale is not None and math.isfinite(loss):
+        change_scale(model.loss_scale, math.isfinite(grad_norm))
+        if not math.isfinite(grad_norm):
+            optimizer.zero_grad(set_to_none=True)
+            return grad_norm
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         problem = (
             f"the loss is {float(loss)}"
@@ -102,3 +122,18 @@ def optimizer_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm
+
+
+def change_scale(state: Tensor, is_finite: bool) -> None:
+    """Change the loss scale after a step. Raises `RunError` if none is small enough."""
+    scale, steps, skipped = state.tolist()
+    if not is_finite:
+        scale, steps, skipped = scale / 2, 0.0, skipped + 1
+    elif steps + 1 == GROW_AFTER:
+        scale, steps = scale * 2, 0.0
+    else:
+        steps += 1
+    if scale < 1:
+        problem = "gradients overflow in float16 with every loss scale"
+        raise distributed.RunError(f"{problem}: use --dtype bfloat16")
+    state.copy_(torch.tensor([scale, steps, skipped]))

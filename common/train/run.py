@@ -187,6 +187,8 @@ class Run:
             metrics["speed/equivalent_tflops"] = metrics["speed/tflops"] * whole_flops / flops
         if self.peak_flops:
             metrics["speed/mfu"] = rate / self.peak_flops
+        if (state := self.models[0].loss_scale) is not None:  # --dtype float16
+            metrics["loss_scale"], _, metrics["skipped_steps"] = state.tolist()
         return metrics
 
     def message(self, *lines: str) -> None:

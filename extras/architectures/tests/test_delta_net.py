@@ -167,7 +167,7 @@ def test_shared_prefixes_are_off(path, device, capsys):
     model_type = policy.hf.config.model_type
     assert f"{model_type} needs --share_prefix 0, which is taken" in capsys.readouterr().out
     (mb,) = pack_groups([[Sample([5, 6, 7, 8], [True] * 4)] * 2], 100, device, share_prefix=1)
-    with pytest.raises(ValueError, match="model needs whole sequences; set --share_prefix 0"):
+    with pytest.raises(ValueError, match="needs whole sequences; set --share_prefix 0"):
         policy(mb)
 
 
