@@ -73,12 +73,12 @@ class PackedModel(nn.Module):
         """Return the output of a forward, whose gradient is multiplied by `loss_scale`."""
         if self.watch is not None and torch.is_grad_enabled():
             self.watch(mb, output)
-        if self.loss_scale is None:
-            return output
-        scale = float(self.loss_scale[0])
-        if isinstance(output, Tensor):
-            return scale_gradient(output, scale)
-        return type(output)(*(scale_gradient(x, scale) for x in output))
+        if self.loss_scale is not None:
+            scale = float(self.loss_scale[0])
+            for x in (output,) if isinstance(output, Tensor) else output:
+                if x is not None and x.requires_grad:
+                    x.register_hook(lambda grad: None if grad is None else grad * scale)
+        return output
 
     def _flops(self, tokens: Tokens) -> float:
         """Return the operations of a forward and, if it keeps a graph, of its backward."""
@@ -96,14 +96,6 @@ class PackedModel(nn.Module):
         with extra("architectures", flag):
             from extras.architectures.expert_balance import watch_experts
         watch_experts(self, flag)
-
-
-def scale_gradient(x: Tensor | None, scale: float) -> Tensor | None:
-    """Return x, whose gradient is multiplied by `scale`."""
-    if x is not None and x.requires_grad:
-        x = x.view_as(x)
-        x.register_hook(lambda gradient: gradient * scale)
-    return x
 
 
 class Policy(PackedModel):

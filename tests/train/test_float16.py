@@ -1,0 +1,107 @@
+"""`--dtype float16`: a loss scale that never changes the gradient, and steps that overflow."""
+
+import shutil
+
+import pytest
+import torch
+from helpers import (
+    EACH_STEP,
+    assert_resumes_exactly,
+    metrics,
+    run,
+)
+from safetensors.torch import load_file, save_file
+
+from common.config.groups import TrainArgs
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
+from common.train import optim
+
+FLAGS = ("--dtype", "float16", "--batch_size", 16, "--eval_every", 0, "--lr", 1e-3,
+         "--lr_schedule", "constant")  # fmt: skip
+
+
+def test_model_learns_as_in_float32(tmp_path, main):
+    """The loss scale keeps small gradients: the norms are those of float32 within 1%."""
+    for dtype in ("float32", "float16"):
+        folder = tmp_path / dtype
+        main("sft", *FLAGS, "--dtype", dtype, "--max_steps", 30, "--output_dir", folder)
+    exact, half = (metrics(tmp_path / dtype) for dtype in ("float32", "float16"))
+    assert half[-1]["loss"] < 0.5 * half[0]["loss"]
+    for one, other in zip(exact, half, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=0.01)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.03)
+    assert half[-1]["loss_scale"] == optim.FIRST_SCALE and half[-1]["skipped_steps"] == 0
+
+
+def test_overflow_skips_the_step_and_resume_is_exact(tmp_path, main, monkeypatch):
+    """Too large a scale is halved until gradients fit. A checkpoint has the scale."""
+    monkeypatch.setattr(optim, "FIRST_SCALE", 2.0**24)
+    flags = (*FLAGS, "--max_steps", 12, "--save_every", 2, "--keep_last", 6)
+    main("sft", *flags, "--output_dir", tmp_path / "run")
+    lines = metrics(tmp_path / "run")
+    skipped = int(lines[-1]["skipped_steps"])
+    assert 2 <= skipped < 11
+    assert all(x["loss_scale"] == 2.0 ** (24 - x["skipped_steps"]) for x in lines)
+    of_step = [tmp_path / "run" / "checkpoints" / f"step_{n:06d}" for n in (2, 12)]
+    start = load_file(f"{tiny_model()}/model.safetensors")
+    first, last = (load_file(folder / "hf" / "model.safetensors") for folder in of_step)
+    assert all(torch.equal(first[name], start[name]) for name in start)
+    assert not all(torch.equal(last[name], start[name]) for name in start)
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=12)
+
+
+def test_scale_grows_again(monkeypatch):
+    monkeypatch.setattr(optim, "GROW_AFTER", 3)
+    state = torch.tensor([4.0, 0.0, 0.0])
+    scales = []
+    for is_finite in (True, True, True, False, True):
+        optim.change_scale(state, is_finite)
+        scales.append(state[0].item())
+    assert scales == [4, 4, 8, 4, 4] and state[2] == 1
+    with pytest.raises(optim.distributed.RunError, match="use --dtype bfloat16"):
+        for _ in range(3):
+            optim.change_scale(state, False)
+
+
+@pytest.mark.slow
+def test_norm_does_not_depend_on_ranks(tmp_path):
+    """Nor on the scale, which two ranks halve more often than one: each has the gradient of its own
+    samples, twice as large before the average. The learning rate changes nothing."""
+    start = tmp_path / "start.py"
+    start.write_text(
+        "import runpy, sys\nfrom common.train import optim\noptim.FIRST_SCALE = 2.0**24\n"
+        "runpy.run_path('sft.py', run_name='__main__')\n"
+    )
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        flags = (*FLAGS, "--lr", 1e-9, "--max_steps", 12, "--output_dir", folder)
+        run(ranks, start, *flags)
+    one, two = (metrics(tmp_path / ranks) for ranks in ("1", "2"))
+    norms = torch.tensor([[line["grad_norm"] for line in lines] for lines in (one, two)])
+    finite = norms.isfinite().all(0)
+    assert 2 <= finite.sum() < len(one)
+    torch.testing.assert_close(*norms[:, finite], rtol=0.01, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_engine_and_trainer_agree(engine, tmp_path):
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    flags = ("--dtype", "float16", "--model", "tiny-sft", "--engine", engine, "--max_steps", 3,
+             "--prompts_per_step", 4, "--samples_per_prompt", 4, "--max_new_tokens", 16,
+             "--eval_every", 0)  # fmt: skip
+    run(1, EACH_STEP, "grpo.py", *flags, "--output_dir", tmp_path)
+    for line in metrics(tmp_path):
+        assert line["sampling/sampling_logp_difference/max"] < 0.03
+
+
+def test_model_that_overflows_is_refused(tmp_path, device):
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    stored["model.layers.1.mlp.down_proj.weight"] *= 1e7
+    save_file(stored, folder / "model.safetensors", metadata=dict(format="pt"))
+    load_policy(str(folder), TrainArgs(dtype="bfloat16"), device)
+    with pytest.raises(ValueError, match="numbers that are not finite in float16$"):
+        load_policy(str(folder), TrainArgs(dtype="float16"), device)
