@@ -37,13 +37,13 @@ def test_model_learns_as_in_float32(tmp_path, main):
 def test_overflow_skips_the_step_and_resume_is_exact(tmp_path, main, monkeypatch):
     """Too large a scale is halved until gradients fit. A checkpoint has the scale."""
     monkeypatch.setattr(optim, "FIRST_SCALE", 2.0**24)
-    flags = (*FLAGS, "--max_steps", 12, "--save_every", 2, "--keep_last", 6)
+    flags = (*FLAGS, "--max_steps", 12, "--save_every", 6, "--keep_last", 2)
     main("sft", *flags, "--output_dir", tmp_path / "run")
     lines = metrics(tmp_path / "run")
     skipped = int(lines[-1]["skipped_steps"])
     assert 2 <= skipped < 11
     assert all(x["loss_scale"] == 2.0 ** (24 - x["skipped_steps"]) for x in lines)
-    of_step = [tmp_path / "run" / "checkpoints" / f"step_{n:06d}" for n in (2, 12)]
+    of_step = [tmp_path / "run" / "checkpoints" / f"step_{n:06d}" for n in (6, 12)]
     start = load_file(f"{tiny_model()}/model.safetensors")
     first, last = (load_file(folder / "hf" / "model.safetensors") for folder in of_step)
     assert all(torch.equal(first[name], start[name]) for name in start)
