@@ -178,11 +178,13 @@ def _problem(hf: nn.Module, found, unread: set[str]) -> str | None:
     if "score.weight" in found.unexpected_keys:
         return "a reward model (it has score.weight), not a language model"
     # transformers slices before it converts: only what keeps the first dimension is exact.
-    for operation in (op for rule in hf._weight_conversions for op in _operations(rule)):
-        kind = type(operation).__name__
-        keeps = kind == "MergeModulelist" or getattr(operation, "dim", 0) != 0
-        if not keeps and next(hf.parameters()).device_mesh.size() > 1:
-            return f"{hf.config.model_type} needs {kind}, which is not exact on several ranks"
+    first = next(hf.parameters())
+    is_sliced = first.to_local().shape != first.shape
+    for rule in hf._weight_conversions if is_sliced else ():
+        for operation in getattr(rule, "operations", None) or ():
+            kind = type(operation).__name__
+            if kind != "MergeModulelist" and getattr(operation, "dim", 0) == 0:
+                return f"{hf.config.model_type} needs {kind}, which is not exact on several ranks"
     for name, has, wants in sorted(found.mismatched_keys):
         return f"{name}: the files have {list(has)} on this rank, the model needs {list(wants)}"
     # A rank with none of a layer's experts has nothing to stack.
@@ -193,10 +195,6 @@ def _problem(hf: nn.Module, found, unread: set[str]) -> str | None:
             return f"{name}: {found.conversion_errors[name].splitlines()[-2]}"
         return f"{name}: no such weight in the files"
     return None
-
-
-def _operations(rule) -> list:
-    return getattr(rule, "operations", None) or []
 
 
 def allocate(hf: nn.Module, name: str, device: torch.device) -> None:
