@@ -44,12 +44,8 @@ def require_row(model_type: str, folder: Path, device) -> None:
         limit = 5e-5 if model_type == "gemma4" else 1e-5
         assert found["forward"] < 1e-5 and found["gradient"] < limit and found["export"] == 0
         packed, gradient, vllm, export = line.split(" | ")[2:]
-        assert (
-            float(packed) < 1e-5
-            and float(gradient) < limit
-            and float(vllm) < 1e-4
-            and export == "equal |"
-        )
+        assert float(packed) < 1e-5 and float(gradient) < limit and export == "equal |"
+        assert float(vllm) < 1e-4 if model_type != "deepseek_v3" else vllm.startswith("Head")
 
 
 def test_page_has_a_row_for_every_architecture():

@@ -44,7 +44,7 @@ def sequence_sums(
     `forwards` over the trained tokens of their samples, [N] each. Collective.
 
     Raises `ValueError` for a sequence that is longer than the model's context."""
-    require_context(model, max((len(sample.ids) for sample in chain(*groups)), default=0))
+    require_context(model, max((sample.num_targets for sample in chain(*groups)), default=0))
     positions = positions_of_share(len(groups))
     (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, model.device, model.share_prefix)
     streams = forwards(model, packs)
@@ -52,7 +52,7 @@ def sequence_sums(
 
 
 def require_context(model: PackedModel, longest: int) -> None:
-    """Raise `ValueError` if the longest sequence is longer than the model's context."""
+    """Raise `ValueError` if the longest input is longer than the model's context."""
     context = getattr(model.hf.config.get_text_config(), "max_position_embeddings", longest)
     if longest > context:
         problem = f"a sequence of {longest} tokens is longer than its context of {context}"
