@@ -49,9 +49,9 @@ from common.model.distill import (
     Comparison,
     Student,
     Teacher,
-    by_teacher,
     find_teachers,
     load_teachers,
+    teacher_of,
 )
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy
@@ -221,8 +221,10 @@ def pack_by_teacher(
     """Pack the groups of each teacher apart. All ranks get as many micro-batches of a teacher, and
     none where no rank has a sample. Collective."""
     packed = {}
-    for name, own in by_teacher(groups, teachers, args.teacher_column).items():
-        read = teachers[name].read(own, meter)
+    owners = [teacher_of(group[0].row, teachers, args.teacher_column) for group in groups]
+    for name, teacher in teachers.items():  # empty groups keep the positions
+        own = [group if name == owner else [] for group, owner in zip(groups, owners, strict=True)]
+        read = teacher.read(own, meter)
         minibatches = pack_minibatches(
             read, positions, args.minibatches, args.pack_tokens, device, share_prefix
         )
@@ -253,10 +255,9 @@ def evaluate(
     any. Teachers that read text are left out. Collective."""
     meter = Meter()
     compare_with = DIVERGENCES[args.divergence]
-    groups = [[sample] for sample in samples]
-    for name, groups_of_it in by_teacher(groups, teachers, args.teacher_column).items():
-        teacher = teachers[name]
-        own = [*chain(*groups_of_it)]
+    owners = [teacher_of(sample.row, teachers, args.teacher_column) for sample in samples]
+    for name, teacher in teachers.items():
+        own = [sample for sample, owner in zip(samples, owners, strict=True) if owner == name]
         packs = pack(distributed.share_of(own), args.pack_tokens, device)
         for mb in packs if own and not teacher.reads_text else []:
             x = policy.distill(mb, teacher.teach(mb), compare_with, args.top_k, args.temperature)

@@ -34,10 +34,10 @@ from common.config.parse import one_line
 from common.config.training import LoRAArgs
 from common.data.encode import Encoder
 from common.data.tasks import TASKS
-from common.model import adapter_files, lora
+from common.model import lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
-from common.model.loading import load_config, one_line_errors, open_model
-from common.parallel import distributed, durable
+from common.model.loading import load_config, named_errors, one_line_errors, open_model
+from common.parallel import distributed
 from common.parallel.console import print_any_text, visible
 from common.rollout.environments import ENVIRONMENTS, load_environment
 from tools.options import Options
@@ -53,24 +53,13 @@ def note(text: str) -> None:
 def merge_adapter(hf: nn.Module, folder: str, model: str) -> None:
     """Merge the adapter in `folder`, of a run or of the PEFT library. Raises `ValueError` if it
     does not fit."""
-    with one_line_errors(f"--adapter {folder}"):
-        config = durable.parse_json(
-            (Path(folder).expanduser() / adapter_files.CONFIG).read_text(encoding="utf-8")
-        )
-    flags = dict(
-        lora_rank="r",
-        lora_alpha="lora_alpha",
-        lora_targets="target_modules",
-    )
     try:
-        args = LoRAArgs(
-            adapter=folder, **{flag: config[key] for flag, key in flags.items() if key in config}
-        )
+        args = LoRAArgs(adapter=folder)
+    except ValueError as error:
+        raise ValueError(one_line(error)) from error
+    with named_errors(f"--adapter {folder} does not fit --model {model}", ValueError):
         lora.add_adapters(hf, args, f"--model {model}")
-        stored = adapter_files.read_adapter(hf, args)
-    except (AttributeError, TypeError, ValueError) as error:
-        problem = one_line(error) if isinstance(error, ValueError) else str(error)
-        raise ValueError(f"--adapter {folder} does not fit --model {model}: {problem}") from error
+        stored = lora.read_adapter(hf, args)
     for name, layer in lora.layers_of(hf).items():
         a_RI, b_OR = (stored[f"{name}.lora_{which}"].to(layer.weight) for which in "AB")
         plain = nn.Linear(layer.in_features, layer.out_features, device="meta")

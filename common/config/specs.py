@@ -1,9 +1,26 @@
 """Values of flags that have a form of their own: `name=value` pairs, weighted data sets, named
-held-out sets."""
+held-out sets, folders of adapters."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from common.config.flags import MAX_FLOAT
+from common.config.flags import MAX_FLOAT, as_tuple
+from common.parallel.durable import parse_json
+from common.parallel.failures import first_line
+
+ADAPTER_CONFIG = "adapter_config.json"  # of the PEFT library
+# Its fields for adapters that compute something else than weight + lora_alpha / r B A.
+OTHER_ADAPTERS = (
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "rank_pattern",
+    "use_dora",
+    "use_rslora",
+)
 
 
 def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
@@ -71,3 +88,27 @@ def eval_sets_of(datasets: Sequence[str], flag: str = "eval_dataset") -> dict[st
     if not out:
         raise ValueError(f"--{flag} needs at least one value")
     return out
+
+
+def flags_of_adapter(folder: str) -> dict[str, Any]:
+    """Return the flags that `--adapter` sets, from its adapter_config.json. Raises `ValueError` for
+    an adapter that is not plain LoRA."""
+    label = f"--adapter {folder}: {ADAPTER_CONFIG}"
+    try:
+        text = (Path(folder).expanduser() / ADAPTER_CONFIG).read_text(encoding="utf-8")
+        config = parse_json(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{label}: {first_line(error)}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ValueError(f"{label} is not that of a LoRA adapter (peft_type LORA)")
+    unsupported = [key for key in OTHER_ADAPTERS if config.get(key)]
+    # Other initialisations change the weight as well.
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        unsupported.append("init_lora_weights")
+    targets = config.get("target_modules")
+    if isinstance(targets, str) and targets != "all-linear":  # a regular expression
+        unsupported.append("target_modules")
+    for key in unsupported:
+        raise ValueError(f"{label}: its {key} is {config[key]}, which is not supported")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    return dict(lora_rank=rank, lora_alpha=alpha, lora_targets=as_tuple(targets))

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 from common.config.flags import (
     STRICT,
@@ -18,10 +19,10 @@ from common.config.flags import (
     Positive,
     Several,
 )
-from common.config.specs import eval_sets_of, pairs_of, weights_of
+from common.config.specs import eval_sets_of, flags_of_adapter, pairs_of, weights_of
 
 CHAT = Needs(prompt_format=("auto", "chat"))
-LORA = Needs(lora_rank=True)
+LORA = Needs(lora_rank=True, adapter=True)
 
 
 @dataclass(config=STRICT)
@@ -242,14 +243,27 @@ class LoRAArgs:
     lora_targets: Annotated[Several[str], LORA] = ("all-linear",)
     """layers with an adapter: all-linear, attention, or endings of layer names such as q_proj
     v_proj"""
-    adapter: Annotated[str | None, LORA] = None
+    adapter: str | None = None
     """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT
-    library"""
+    library; it sets lora_rank, lora_alpha and lora_targets"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_adapter(cls, given: ArgsKwargs) -> ArgsKwargs:
+        flags = given.kwargs or {}
+        if isinstance(flags.get("adapter"), str):
+            flags = flags_of_adapter(flags["adapter"]) | flags
+        return ArgsKwargs(given.args, flags)
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
         if not self.lora_targets:
             raise ValueError("--lora_targets needs at least one value")
+        wanted = {} if self.adapter is None else flags_of_adapter(self.adapter)
+        for flag in ("lora_rank", "lora_alpha") if wanted else ():  # layers: `read_adapter`
+            if (value := getattr(self, flag)) != wanted[flag]:
+                source = f"--adapter {self.adapter}, which sets {wanted[flag]}"
+                raise ValueError(f"--{flag} {value} contradicts {source}")
         return self
 
 

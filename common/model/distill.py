@@ -8,7 +8,7 @@ shared tokens, and each distribution is normalised over them.
 Shapes: T packed tokens, C tokens of one chunk, V vocabulary, K most likely tokens. S = K + 1 with
 one entry for all other tokens, or V for distributions over the whole vocabulary."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,55 +281,44 @@ def shared_vocabulary(path: str, teacher_path: str) -> int:
     return min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
 
 
-def by_teacher(
-    groups: Sequence[Group], teachers: Collection[str], column: str | None
-) -> dict[str, list[Group]]:
-    """Return the groups of each teacher, with an empty one in place of each other group, so that
-    all keep their positions. A row's value in `--teacher_column` is the name of its teacher. Raises
-    `ValueError` for another value."""
-    own = {name: [[] for _ in groups] for name in teachers}
-    for position, group in enumerate(groups):
-        row = group[0].row
-        name = next(iter(own)) if column is None else str(row.get(column))
-        if name not in own:
-            problem = f"{row.get(column)!r} is no name of --teacher ({', '.join(own)})"
-            raise ValueError(f"{row['_source']}: --teacher_column {column}: {problem}")
-        own[name][position] = group
-    return own
+def teacher_of(row: dict, teachers: Collection[str], column: str | None) -> str:
+    """Return the name of a row's teacher, its value in `--teacher_column`; without this flag there
+    is one teacher. Raises `ValueError` for another name."""
+    name = next(iter(teachers)) if column is None else str(row.get(column))
+    if name not in teachers:
+        problem = f"{row.get(column)!r} is no name of --teacher ({', '.join(teachers)})"
+        raise ValueError(f"{row['_source']}: --teacher_column {column}: {problem}")
+    return name
 
 
 def load_teachers(
     folders: dict[str, str], policy: Policy, tokenizer, samples: list[Sample], rows: list[dict],
     args: TrainArgs, device: torch.device,
 ) -> dict[str, Teacher]:  # fmt: skip
-    """Return the frozen models by name or, with `--teacher_logprobs stored`, the log-probs of the
-    only one for the trained tokens of `samples`. They are in the run's folder `teacher_logprobs`;
-    if that is of other samples or of another teacher, the model is loaded to write it, and dropped.
-    `policy` and `tokenizer` are the student's, `rows` those of all prompts. Collective. Raises
+    """Return the frozen models by name. `policy` and `tokenizer` are the student's, `rows` those of
+    all prompts. With `--teacher_logprobs stored`, the only teacher is a file of its log-probs for
+    `samples`, in the run's folder; the model is loaded to write it, and dropped. Collective. Raises
     `ValueError` naming a row without a teacher."""
 
     def load(path: str, kind: type[Teacher] = Teacher) -> Teacher:
         return load_policy(path, args, device, trainable=False, flag="--teacher", kind=kind)
 
-    by_teacher([[Sample([], [], row=row)] for row in rows], folders, args.teacher_column)
+    for row in rows:
+        teacher_of(row, folders, args.teacher_column)
     teachers = {}
     for name, path in folders.items():
-        own_tokenizer = tokenizer
-        if args.estimator == "sampled":  # else `find_teachers` has required the same tokens
-            own_tokenizer = load_tokenizer(path, flag="--teacher")
-        is_foreign = own_tokenizer.get_vocab() != tokenizer.get_vocab()
-        is_stored = args.teacher_logprobs == "stored"
-        if not (is_stored or is_foreign):
-            teachers[name] = load(path)
-            continue
-        why = "--teacher_logprobs stored" if is_stored else "--teacher with another tokenizer"
-        with extra("teachers", why):
-            from extras.teachers import foreign, stored
-        if is_stored:
+        own_tokenizer = load_tokenizer(path, flag="--teacher")
+        if args.teacher_logprobs == "stored":
+            with extra("teachers", "--teacher_logprobs stored"):
+                from extras.teachers.stored import StoredTeacher
             folder = Path(args.output_dir) / "teacher_logprobs"
             shared = shared_vocabulary(policy.path, path)
-            teachers[name] = stored.StoredTeacher(folder, path, load, samples, shared, args, device)
+            teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, device)
+        elif own_tokenizer.get_vocab() == tokenizer.get_vocab():
+            teachers[name] = load(path)
         else:
-            teachers[name] = load(path, foreign.ForeignTeacher)
+            with extra("teachers", "--teacher with another tokenizer"):
+                from extras.teachers.foreign import ForeignTeacher
+            teachers[name] = load(path, ForeignTeacher)
             teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
     return teachers

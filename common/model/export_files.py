@@ -10,13 +10,15 @@ from pathlib import Path
 
 import torch
 
-from common.model.hub import eos_token_ids, load_generation_config
+from common.model.hub import GENERATION_CONFIG, eos_token_ids, fields_of
 from common.model.loading import load_config
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
+# The classes of transformers that ignore a tokenizer.json cut this in other tokens.
+PROBE = "It's 12,345.6 é\n\n  {x: 字}\tEND"
 TOKENIZER_FILES = (
     "tokenizer*",
     SPECIAL_TOKENS,
@@ -81,14 +83,15 @@ def generation_file(
     and the `prompt_format` for later runs. (`stop_strings` of transformers are not written: with
     them `generate` fails without a tokenizer.)"""
     ends = eos_token_ids(path, tokenizer, prompt_format, stop_token_ids)
-    fields = load_generation_config(path)
+    fields = fields_of(path, GENERATION_CONFIG)
     return _json(fields | dict(eos_token_id=ends, prompt_format=prompt_format))
 
 
 def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes]:
     """Return the base's tokenizer files by name. They are changed only for the `tokenizer`'s chat
     template, if it is another one; for an end-of-turn token that only the template has, which
-    becomes the EOS; and for names that only transformers 5 knows."""
+    becomes the EOS; for names that only transformers 5 knows; and for a class with other ids than
+    the `tokenizer`, which has those of tokenizer.json."""
     from transformers import AutoTokenizer
 
     folder = Path(path)
@@ -98,8 +101,12 @@ def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes
             if file.is_file():
                 files[str(file.relative_to(folder))] = file.read_bytes()
     changes = _tokenizer_names_of_transformers_4(json.loads(files[TOKENIZER_CONFIG]))
+    named = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if named.encode(PROBE) != tokenizer.encode(PROBE):
+        changes["tokenizer_class"] = "PreTrainedTokenizerFast"
+        changes["model_input_names"] = list(named.model_input_names)
     template = tokenizer.chat_template
-    if template != AutoTokenizer.from_pretrained(path, trust_remote_code=False).chat_template:
+    if template != named.chat_template:
         files = {name: files[name] for name in files if not name.startswith(MORE_TEMPLATES)}
         changes["chat_template"] = None if TEMPLATE in files else template
         if TEMPLATE in files:

@@ -1,32 +1,56 @@
-"""The model that a flag names as a local folder, its tokenizer and its limits."""
+"""A model by its name: its local folder, its tokenizer, the tokens that end its completions, and
+its maximum length."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.config.extra import extra
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
+from common.config.specs import ADAPTER_CONFIG
 from common.data.chat import end_of_turn, use_template
-from common.model.loading import load_config
-from common.model.model_folder import find_model, library_errors
+from common.model.checkpoint_files import MANIFEST, checkpoints_in
+from common.model.loading import (
+    INDEX,
+    files_of,
+    load_config,
+    method_of_quantization,
+    model_class,
+    require_unchanged,
+)
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 
+BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
+GENERATION_CONFIG = "generation_config.json"
+
+
+@contextlib.contextmanager
+def library_errors(label: str) -> Iterator[None]:
+    """Turn any error of a library about a model's files into a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{label}: {textwrap.shorten(str(error), 300)}") from error
+
+
+# ---- the folder ----
+
 
 def resolve_model(
-    model: str,
-    flag: str = "--model",
-    weights: bool = True,
-    rope_factor: float | None = None,
+    model: str, flag: str = "--model", weights: bool = True, rope_factor: float | None = None
 ) -> str:
     """Return the local folder of a built-in model, a folder or a Hugging Face id, also as
     `id@revision`: config.json, tokenizer and, unless `weights` is false, safetensors. With
     `rope_factor`, return a folder of the same model with scaled rotary embeddings.
 
-    The model of a resumable checkpoint is `hf/` in it. One rank of each machine downloads.
-    Collective. Raises `ValueError` naming `flag` for a model that is not found."""
+    The model of a resumable checkpoint is `hf/` in it. Collective. Raises `ValueError` naming
+    `flag` for a model that is not found, damaged, or not a causal language model."""
     if not model:
         raise ValueError(f"{flag}: the name is empty")
     if rope_factor is not None:
@@ -39,7 +63,84 @@ def resolve_model(
         return tiny_images()
     if model in BUILT_IN_MODELS:
         return tiny_model(model)
-    return find_model(model, f"{flag} {model}", weights)
+    label = f"{flag} {model}"
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        folder = _from_hub(model, label, weights)
+    if (folder / MANIFEST).is_file():  # a checkpoint of a run
+        folder = folder / "hf"
+    _require_model(folder, label, weights)
+    return str(folder)
+
+
+def _from_hub(model: str, label: str, weights: bool) -> Path:
+    """Return the folder of a model of the hub in the local cache, which one rank of each machine
+    fills. A repository may have further copies of the weights, which stay there. Collective."""
+    from huggingface_hub import snapshot_download
+
+    repo_id, _, revision = model.partition("@")
+    is_path = repo_id.startswith((".", "/", "~")) or repo_id.count("/") > 1
+    if is_path or Path(model).exists():
+        raise ValueError(f"{label}: no such folder")
+
+    def download() -> Path:
+        with library_errors(f"{label}: no such folder, and not on the hub"):
+            options = dict(revision=revision or None, allow_patterns=BESIDE_WEIGHTS)
+            folder = Path(snapshot_download(repo_id, **options))
+            if weights:  # of the same commit, which is the folder's name
+                names = [file.name for file in files_of(folder)]
+                snapshot_download(repo_id, revision=folder.name, allow_patterns=names)
+            return folder
+
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        download()
+    distributed.barrier()
+    return download()
+
+
+def _require_model(folder: Path, label: str, weights: bool) -> None:
+    """Raise `ValueError` unless a folder has all files of a causal language model, whose weights
+    are floats, as they were written."""
+    if not (folder / "config.json").is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise ValueError(f"{label}: an adapter; name its base, and this folder as --adapter")
+        if checkpoints := checkpoints_in(folder) or checkpoints_in(folder / "checkpoints"):
+            one = f"name one of them, such as {checkpoints[0]}"
+            raise ValueError(f"{label}: a folder of checkpoints; {one}")
+    needed = ["config.json", "tokenizer_config.json"]
+    with library_errors(f"{label}: {INDEX}"):
+        needed += [file.name for file in files_of(folder)] if weights else []
+    for name in needed:
+        if not (folder / name).is_file():
+            raise ValueError(f"{label}: the folder has no {name}")
+    with library_errors(f"{label}: config.json"):
+        config = load_config(folder)
+    if type(config) not in model_class(config)._model_mapping:
+        problem = f"{config.model_type} is not a causal language model"
+        raise ValueError(f"{label}: config.json: {problem}")
+    # The weights would be read without their scales.
+    methods = [method_of_quantization(part) for part in (config, config.get_text_config())]
+    if any(method not in (None, "mxfp4") for method in methods):
+        raise ValueError(f"{label}: config.json: its weights are quantized; name the base")
+    if weights:
+        require_unchanged(label, folder)
+
+
+def fields_of(path: str, name: str) -> dict:
+    """Return the fields of a JSON file in a folder, none without the file."""
+    file = Path(path) / name
+    if not file.is_file():
+        return {}
+    with library_errors(f"{file}: no JSON object"):
+        return {**json.loads(file.read_text(encoding="utf-8"))}
+
+
+def recorded_format(path: str) -> str | None:
+    """Return the `--prompt_format` of the run that exported a model; None for other models."""
+    return fields_of(path, GENERATION_CONFIG).get("prompt_format")
+
+
+# ---- the tokenizer ----
 
 
 def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
@@ -59,9 +160,8 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
     size = load_config(path).get_text_config().vocab_size
     beyond = {i for i in tokenizer.get_vocab().values() if i >= size}
     if beyond - tokenizer.added_tokens_decoder.keys():
-        raise ValueError(
-            f"{label}: the model's vocabulary of {size} is smaller than its tokenizer's"
-        )
+        problem = f"the model's vocabulary of {size} is smaller than its tokenizer's"
+        raise ValueError(f"{label}: {problem}")
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
     if args is None:
@@ -85,46 +185,20 @@ def chat_end(path: str, tokenizer) -> str | None:
     """Return the token that ends the turns of a chat model: the chat template writes it, and it is
     an EOS of the model. None for a base model, and for a model that was trained by onefile in
     another format, which its export records."""
-    end = _template_end(tokenizer)
-    if end is None or end not in eos_token_ids(path, tokenizer, "plain"):
+    if tokenizer.chat_template is None or recorded_format(path) not in (None, "chat"):
         return None
-    if recorded_format(path) not in (None, "chat"):
-        return None
-    return tokenizer.convert_ids_to_tokens(end)
-
-
-def _template_end(tokenizer) -> int | None:
-    """Return the token that ends a turn in the chat template, if there is one."""
-    return None if tokenizer.chat_template is None else end_of_turn(tokenizer)
-
-
-def recorded_format(path: str) -> str | None:
-    """Return the `--prompt_format` of the run that exported a model; None for other models."""
-    return load_generation_config(path).get("prompt_format")
-
-
-def load_generation_config(path: str) -> dict:
-    """Return the fields of generation_config.json, none without the file."""
-    return _fields(path, "generation_config.json")
-
-
-def _fields(path: str, name: str) -> dict:
-    file = Path(path) / name
-    if not file.is_file():
-        return {}
-    with library_errors(f"{file}: no JSON object"):
-        return {**json.loads(file.read_text(encoding="utf-8"))}
+    end = end_of_turn(tokenizer)
+    is_eos = end in eos_token_ids(path, tokenizer, "plain")
+    return tokenizer.convert_ids_to_tokens(end) if is_eos else None
 
 
 def require_same_tokenizer(flag: str, path: str, tokenizer, otherwise: str = "") -> None:
     """Raise `ValueError` unless the model in `path` has the policy's vocabulary."""
     vocabulary = tokenizer.get_vocab().items()
-    differing = load_tokenizer(path, flag=flag).get_vocab().items() ^ vocabulary
-    if differing:
-        raise ValueError(
-            f"{flag} {path}: another tokenizer than --model's, {len(differing)} entries differ;"
-            f" name a model of the same family, with the same tokenizer{otherwise}"
-        )
+    if differing := load_tokenizer(path, flag=flag).get_vocab().items() ^ vocabulary:
+        problem = f"another tokenizer than --model's, {len(differing)} entries differ"
+        advice = f"name a model of the same family, with the same tokenizer{otherwise}"
+        raise ValueError(f"{flag} {path}: {problem}; {advice}")
 
 
 def eos_token_ids(
@@ -136,15 +210,18 @@ def eos_token_ids(
     template they often differ from the EOS."""
     ids = {tokenizer.eos_token_id, *stop_token_ids}
     if prompt_format != "plain" and tokenizer.chat_template is not None:
-        ids |= {_template_end(tokenizer), end_of_turn(tokenizer, calls=True)}
-    for name in ("generation_config.json", "config.json"):
-        eos = _fields(path, name).get("eos_token_id")
+        ids |= {end_of_turn(tokenizer), end_of_turn(tokenizer, calls=True)}
+    for name in (GENERATION_CONFIG, "config.json"):
+        eos = fields_of(path, name).get("eos_token_id")
         if isinstance(eos, int | None):
             eos = [eos]
         if not (isinstance(eos, list) and all(isinstance(i, int | None) for i in eos)):
             raise ValueError(f"{path}/{name}: eos_token_id {eos!r} is no token id, nor a list")
         ids.update(eos)
     return sorted(ids - {None})
+
+
+# ---- the maximum length ----
 
 
 def context_length(path: str, args: BaseArgs, sequences: int = 1) -> int:
@@ -170,7 +247,6 @@ def fit_max_length(
             distributed.say(f"--max_length {max_length}: {what}")
     args.require_fit(max_length, sequences)
     if max_length > context:
-        raise ValueError(
-            f"--max_length {max_length}: the model's context has only {context} tokens"
-        )
+        problem = f"the model's context has only {context} tokens"
+        raise ValueError(f"--max_length {max_length}: {problem}")
     return replace(args, max_length=max_length)  # pyrefly: ignore[unexpected-keyword]

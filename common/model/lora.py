@@ -2,30 +2,34 @@
 linear layers learns a product of two narrow matrices, `scale b a`, that is added to its weight.
 
 The layer multiplies by weight + scale b a, rounded to the compute dtype. Engine and exports get the
-same numbers. The two matrices are float32, so that small steps add up in them.
+same numbers. The two matrices are float32, so that small steps add up in them. Their files have the
+format of the PEFT library.
 
 Shapes: R rank, I inputs and O outputs of a layer.
 """
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.config.groups import BUILT_IN_MODELS, TrainArgs
+from common.config.specs import ADAPTER_CONFIG
 from common.config.training import LoRAArgs
 from common.data.packing import PackedBatch
-from common.model.loading import fill, whole
-from common.parallel import distributed
+from common.model.loading import fill, one_line_errors, require_unchanged, whole
+from common.parallel import distributed, durable
 
 # ---- the layer ----
 
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """Return weight + scale b a, computed in float32 and rounded to the dtype of the weight."""
-    return torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale).to(
-        weight_OI.dtype
-    )
+    merged_OI = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
+    return merged_OI.to(weight_OI.dtype)
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -73,34 +77,35 @@ class LoRALinear(nn.Linear):
         return merge(self.weight, self.lora_A, self.lora_B, self.scale)
 
 
-def layers_of(hf: nn.Module) -> dict[str, LoRALinear]:
-    """Return the layers of a model that have adapters, by name."""
-    return {name: module for name, module in hf.named_modules() if isinstance(module, LoRALinear)}
+def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a whole `weight` of `hf`'s state dict as its layer multiplies by it: with its adapter,
+    if there is one, in the compute dtype. Collective."""
+    layer = hf.get_submodule(name.rpartition(".")[0])
+    if not isinstance(layer, LoRALinear) or weight.ndim < 2:
+        return weight
+    a_RI, b_OR = (whole(x.detach()).to(dtype) for x in (layer.lora_A, layer.lora_B))
+    return merge(weight.to(dtype), a_RI, b_OR, layer.scale)
+
+
+# ---- the adapters of a model ----
 
 
 def add_adapters(hf: nn.Module, args: LoRAArgs, label: str) -> None:
     """Give a model on meta its adapters, float32, and freeze all other weights except a scalar
     head. Raises `ValueError` for targets that match no layer."""
-    in_blocks = set(hf.get_decoder().layers.modules())
-    linear = {
-        name: module
-        for name, module in hf.named_modules()
-        if type(module) is nn.Linear and module in in_blocks
-    }
-    adapted: set[str] = set()
+    in_blocks = {*hf.get_decoder().layers.modules()}
+    modules = dict(hf.named_modules())
+    linear = {n: x for n, x in modules.items() if type(x) is nn.Linear and x in in_blocks}
+    hf.requires_grad_(False)
     for target in args.lora_targets:
         names = [name for name in linear if _is_target(name, target)]
         if not names:
-            kinds = {name.rpartition(".")[2] for name in linear}
-            raise ValueError(
-                f"--lora_targets {target}: {label} has no such linear layer; it has"
-                f" {', '.join(sorted(kinds)) or 'none'}"
-            )
-        adapted.update(names)
-    hf.requires_grad_(False)
-    scale = args.lora_alpha / args.lora_rank
-    for name in adapted:
-        hf.set_submodule(name, LoRALinear(linear[name], args.lora_rank, scale))
+            has = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+            problem = f"{label} has no such linear layer; it has {has}"
+            raise ValueError(f"--lora_targets {target}: {problem}")
+        for name in names:
+            layer = LoRALinear(linear[name], args.lora_rank, args.lora_alpha / args.lora_rank)
+            hf.set_submodule(name, layer)
     if hasattr(hf, "score"):
         hf.score.float().requires_grad_(True)
 
@@ -109,6 +114,11 @@ def _is_target(name: str, target: str) -> bool:
     if target == "attention":
         return "attn" in name or "attention" in name
     return target == "all-linear" or f".{name}".endswith(f".{target}")
+
+
+def layers_of(hf: nn.Module) -> dict[str, LoRALinear]:
+    """Return the layers of a model that have adapters, by name."""
+    return {name: module for name, module in hf.named_modules() if isinstance(module, LoRALinear)}
 
 
 def trained_parameters(hf: nn.Module) -> dict[str, nn.Parameter]:
@@ -155,36 +165,108 @@ class StartingModel(nn.Module):
     def teach(self, mb: PackedBatch):
         return self._run(self.policy[0].teach, mb)
 
+    def reshard(self) -> None:
+        self.policy[0].reshard()
+
     @torch.no_grad()
     def _run(self, function: Callable, *args, **kwargs):
-        current = {name: x.clone() for name, x in trained_parameters(self.policy[0]).items()}
-        self._set(self.start)
+        self._exchange()
         try:
             return function(*args, **kwargs)
         finally:
-            self._set(current)
+            self._exchange()
 
-    def _set(self, values: dict[str, Tensor]) -> None:
+    def _exchange(self) -> None:
         # With --offload all the adapters are on the host, and the GPU may still copy them for the
         # last forward.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for name, parameter in trained_parameters(self.policy[0]).items():
-            parameter.copy_(values[name])
-
-    def reshard(self) -> None:
-        self.policy[0].reshard()
-
-
-# ---- weights with their adapters ----
+            present = parameter.clone()
+            parameter.copy_(self.start[name])
+            self.start[name].copy_(present)
 
 
-def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a whole `weight` of `hf`'s state dict as its layer multiplies by it: with its adapter,
-    if there is one, in the compute dtype. Collective."""
-    layer = hf.get_submodule(name.rpartition(".")[0])
-    if not isinstance(layer, LoRALinear) or weight.ndim < 2:
-        return weight
-    a_RI = whole(layer.lora_A.detach()).to(dtype)
-    b_OR = whole(layer.lora_B.detach()).to(dtype)
-    return merge(weight.to(dtype), a_RI, b_OR, layer.scale)
+# ---- files of adapters: `adapter/` of a run, and `--adapter` ----
+
+# Names of the PEFT library: the file, and the prefix of the model's names.
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def save_adapter(hf: nn.Module, path: str, args: TrainArgs, folder: Path) -> None:
+    """Write the adapter alone; `path` is the folder of its model. The old folder stays until the
+    new one is complete. Collective."""
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, parameter in trained_parameters(hf).items():
+        tensor = whole(parameter.detach())
+        if distributed.is_main():
+            ending = "" if name == "score.weight" else ".weight"
+            tensors[PREFIX + name + ending] = tensor.cpu().contiguous()
+    if distributed.is_main():
+        work = folder.with_suffix(".tmp")
+        work.mkdir(parents=True)
+        save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
+        (work / ADAPTER_CONFIG).write_text(json.dumps(_peft_config(hf, path, args), indent=2))
+        durable.write_checksums(work)
+        durable.replace_folder(work, folder)
+    distributed.barrier()
+
+
+def _peft_config(hf: nn.Module, path: str, args: TrainArgs) -> dict[str, object]:
+    """Return the fields of adapter_config.json. Layers have the endings of their names if these
+    mean no other layers, else whole names."""
+    adapted = {*layers_of(hf)}
+    endings = {name.rpartition(".")[2] for name in adapted}
+    linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
+    is_all = adapted == {name for name in linear if name.rpartition(".")[2] in endings}
+    base, _, revision = args.model.partition("@")
+    is_folder = args.model in BUILT_IN_MODELS or Path(args.model).expanduser().exists()
+    if is_folder or args.rope_factor is not None:  # the hub has no model with scaled embeddings
+        base, revision = str(Path(path).resolve()), ""
+    is_scalar = hasattr(hf, "score")
+    return dict(
+        peft_type="LORA",
+        base_model_name_or_path=base,
+        revision=revision or None,
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules=sorted(endings if is_all else adapted),
+        lora_dropout=0.0,
+        bias="none",
+        fan_in_fan_out=False,
+        init_lora_weights=True,
+        inference_mode=True,
+        task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
+        modules_to_save=["score"] if is_scalar else None,
+    )
+
+
+def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
+    """Return the weights of `--adapter` for the parameters of `hf`, by their names. Raises
+    `ValueError` if it has other layers or shapes."""
+    from safetensors.torch import load_file
+
+    label = f"--adapter {args.adapter}"
+    folder = Path(args.adapter).expanduser()
+    require_unchanged(label, folder)
+    with one_line_errors(label):
+        base = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+        tensors = load_file(folder / WEIGHTS)
+    stored = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(PREFIX)
+        stored[name.removesuffix(".weight") if ".lora_" in name else name] = tensor
+    has, needs = (
+        {name: list(x.shape) for name, x in each.items()}
+        for each in (stored, trained_parameters(hf))
+    )
+    if "score.weight" not in has:  # the adapter of a language model
+        needs.pop("score.weight", None)
+    for name in sorted(n for n in has.keys() | needs.keys() if has.get(n) != needs.get(n)):
+        needed = f"--model with these --lora_targets needs {needs.get(name, 'none')}"
+        raise ValueError(f"{label}: {name} is {has.get(name, 'missing')}, {needed}")
+    distributed.say(f"{label}: made for {base}")
+    return stored

@@ -14,12 +14,11 @@ from common.config.extra import extra
 from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch
 from common.data.tokens import Tokens
-from common.model.adapter_files import read_adapter
 from common.model.attention import packed_inputs
 from common.model.flops import capacity_of, forward_flops, matrix_weights, num_delta_nets
 from common.model.loading import base_dtype, draw_head, read_weights, rules_of, towers_of
 from common.model.logprobs import Logits, TokenStats, logits_of, token_logprobs
-from common.model.lora import StartingModel, add_adapters, fill_adapters
+from common.model.lora import StartingModel, add_adapters, fill_adapters, read_adapter
 from common.model.memory import require_memory
 from common.model.packable import (
     check_packing,

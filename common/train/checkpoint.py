@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from common.config.groups import TrainArgs, flags_of, script_of
 from common.data.encode import format_of
 from common.model import checkpoint_files
-from common.model.adapter_files import save_adapter
 from common.model.checkpoint_files import checkpoints_in
 from common.model.export_files import config_file, generation_file, tokenizer_files
 from common.model.hub import eos_token_ids
@@ -36,7 +35,7 @@ from common.model.loading import (
     persistent_buffers,
     whole,
 )
-from common.model.lora import merged_weight
+from common.model.lora import merged_weight, save_adapter
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed, durable
 

@@ -151,6 +151,17 @@ def test_names_of_transformers_5_are_replaced():
     assert "chat_template.jinja" in files
 
 
+def test_class_with_other_ids_than_the_file_is_replaced(base):
+    """`LlamaTokenizer` of transformers 5 ignores how tokenizer.json cuts a text."""
+    change(base, "config.json", model_type="llama")
+    change(base, "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
+    wrong, right = AutoTokenizer.from_pretrained(base), load_tokenizer(str(base))
+    again = AutoTokenizer.from_pretrained(written(export(base), base))
+    ids = [tokenizer("12+3=\né")["input_ids"] for tokenizer in (wrong, right, again)]
+    assert ids[0] != ids[1] == ids[2]
+    assert again("a").keys() == wrong("a").keys()
+
+
 # ---- config.json ----
 
 

@@ -48,7 +48,7 @@ def test_added_logprobs_and_values_equal_those_of_a_forward(device):
 
 
 def store(data, load, folder, dtype="auto", path=None, adapter=None) -> list[float]:
-    args = TrainArgs(dtype=dtype, pack_tokens=40, lora_rank=1 if adapter else 0, adapter=adapter)
+    args = TrainArgs(dtype=dtype, pack_tokens=40, adapter=adapter)
     parts = [[[sample] for sample in data[:1]], [[sample] for sample in data[1:]]]
     scored = store_reference_logps(parts, path or tiny_model(), load, folder, args)
     return torch.cat(scored)[:, 0].tolist()
@@ -66,11 +66,16 @@ def test_stored_logprobs_are_completion_sums_and_computed_once(tmp_path, device)
         with torch.no_grad():
             assert logp == pytest.approx(mb.sequence_sums(policy(mb)[0]).item(), abs=1e-4)
     assert store(data, never, tmp_path) == first and not list(tmp_path.glob("*.tmp"))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = dict(peft_type="LORA", r=1, lora_alpha=1, target_modules="all-linear")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_model.safetensors").touch()
     for change in (
         lambda: store(data[:-1], never, tmp_path),
         lambda: store(data, never, tmp_path, dtype="bfloat16"),
         lambda: store(data, never, tmp_path, path=str(tmp_path)),
-        lambda: store(data, never, tmp_path, adapter=tiny_model()),
+        lambda: store(data, never, tmp_path, adapter=str(adapter)),
     ):
         with pytest.raises(AssertionError, match="was not used"):
             change()

@@ -20,7 +20,7 @@ from model.test_lora import ARGS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.model.adapter_files import save_adapter
+from common.model.lora import save_adapter
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
@@ -227,7 +227,7 @@ def test_line_beyond_the_context_is_dropped_and_the_next_one_is_answered(chat):
         (("--model", "tiny", "--compare", ""), "--compare: the name is empty"),
         (
             ("--model", "tiny", "--adapter", "/absent"),
-            "--adapter /absent: cannot read the checkpoint",
+            "--adapter /absent: adapter_config.json: ",
         ),
         (("--model", "tiny", "--temperature", "nan"), "--temperature must be finite"),
         (("--model", "tiny", "--environment", "chess"), "--environment chess: unknown"),

@@ -22,10 +22,14 @@ def files_in(folder: Path) -> dict[str, bytes]:
     }
 
 
+ADAPTER = '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}'
+
+
 def write(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f'{{"step": 0, "text": "{name}"}}\n')
+        text = ADAPTER if "adapter" in name else f'{{"step": 0, "text": "{name}"}}\n'
+        (folder / name).write_text(text)
 
 
 INPUTS = [
@@ -37,7 +41,7 @@ INPUTS = [
     ("sft", "--dataset d"),
     ("sft", "--eval_dataset hard=d/rows.jsonl"),
     ("sft", "--chat_template d/template.jinja --prompt_format chat"),
-    ("sft", "--adapter d/adapter --lora_rank 2"),
+    ("sft", "--adapter d/adapter"),
     ("sft", "--model link"),
     ("distill", "--teacher d/hf"),
     ("ppo", "--value_model d/hf"),
@@ -77,7 +81,7 @@ def test_input_in_the_folder_of_a_run_is_not_moved_aside(
         *[x for x in INPUTS if "/hf" in x[1] and x[0] != "eval"],
         ("sft", "--dataset d/samples.jsonl"),
         ("sft", "--dataset d"),
-        ("sft", "--adapter d/adapter --lora_rank 2"),
+        ("sft", "--adapter d/adapter"),
     ],
 )
 def test_input_where_the_run_writes_is_refused(script, flags, resume, main, tmp_path, monkeypatch):
