@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from common.data.tasks import arithmetic_rows
 from common.metrics.curves import draw_curves, read_metrics
-from common.parallel.console import print_any_text, visible
+from common.parallel.process import print_any_text, visible
 
 ROOT = Path(__file__).resolve().parent
 OUT = Path("runs/demo")

@@ -46,7 +46,7 @@ from common.model.hub import context_length, load_tokenizer, require_same_tokeni
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods
 from common.parallel import distributed, durable
-from common.parallel.console import visible
+from common.parallel.process import visible
 from common.rewards.models import load_model, path_of
 from common.rewards.total import Rewards
 from common.rollout import completions_file

@@ -21,7 +21,7 @@ from common.config.parse import parse
 from common.data.tasks import arithmetic_rows
 from common.metrics.logger import RunLogger
 from common.model.tiny import tiny_model
-from common.parallel import distributed, signals
+from common.parallel import distributed, process
 from common.train import run
 
 NEW_TOKENS = 24
@@ -65,9 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def device() -> Iterator[torch.device]:
     """Device of a process group of one rank, which scripts that tests start do not inherit. Ctrl-C
     stops pytest."""
-    handlers = mock.patch.multiple(
-        signals, install_signal_handlers=mock.DEFAULT, default_signals=mock.DEFAULT
-    )
+    handlers = mock.patch("signal.signal")
     with mock.patch.dict("os.environ"), mock.patch.object(sys, "excepthook"), handlers:
         device, _, _ = distributed.setup(0)
     yield device
@@ -79,6 +77,7 @@ def main(device, monkeypatch) -> Callable[..., None]:
     """`main("sft", *flags)` runs a script in this process."""
     monkeypatch.setattr(distributed, "setup", lambda *_, **__: (device, 0, 1))
     monkeypatch.setattr(distributed, "cleanup", lambda: None)
+    monkeypatch.setattr(process, "note_signals", lambda: None)
     monkeypatch.setattr(RunLogger, "draw_curves", lambda _: None)  # see preload.py
     monkeypatch.setattr(run, "SAMPLES_EVERY", 1)
 

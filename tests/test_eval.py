@@ -21,7 +21,7 @@ from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
 from common.model.scoring import score
 from common.model.tiny import tiny_model
-from common.parallel import signals
+from common.parallel import process
 from common.rewards.total import Rewards
 from common.rollout import completions_file
 from common.rollout.completions_file import read_completions
@@ -266,19 +266,19 @@ def test_all_checkpoints_have_the_results_of_separate_evaluations(
     )
     curve, alone = tmp_path / "curve", tmp_path / "alone"
     # stopped during the second checkpoint
-    monkeypatch.setattr(signals, "received", None)
+    monkeypatch.setattr(process, "stop_signalled", False)
     sample = evaluation.completions_file.make_lines
     calls = []
 
     def stop_at_the_fifth(*given):
         calls.append(given)
         if len(calls) == 5:
-            signals.request_stop()
+            process.stop_signalled = True
         return sample(*given)
 
     monkeypatch.setattr(evaluation.completions_file, "make_lines", stop_at_the_fifth)
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
-    signals.received = None
+    process.stop_signalled = False
     assert "told to stop" in capsys.readouterr().out and [
         line["step"] for line in metrics(curve)
     ] == [10]

@@ -38,7 +38,7 @@ from common.model import lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
 from common.model.loading import load_config, named_errors, one_line_errors, open_model
 from common.parallel import distributed
-from common.parallel.console import print_any_text, visible
+from common.parallel.process import print_any_text, visible
 from common.rollout.environments import ENVIRONMENTS, load_environment
 from tools.options import Options
 
@@ -330,7 +330,7 @@ def load(options: argparse.Namespace) -> list[Speaker]:
                 load_environment(options.environment)
             return [Speaker(flag, model, options) for flag, model in named if model is not None]
     except (ValueError, RuntimeError) as error:  # RuntimeError: weights of other shapes
-        distributed.fail(" ".join(one_line(error).split()), code=2)
+        distributed.fail(" ".join(one_line(error).split()))
 
 
 def main() -> None:

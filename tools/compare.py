@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 
 from common.metrics.curves import distinct
-from common.parallel.console import print_any_text, visible
+from common.parallel.process import print_any_text, visible
 from tools.options import Options
 
 FREE = ("seed", "output_dir", "resume")  # flags that may differ within a group

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import yaml
 
-from common.parallel.console import print_any_text
+from common.parallel.process import print_any_text
 from tools.compare import Run, band, by_seed, difference, read_run, values_of
 from tools.options import Options
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import NoReturn
 
-from common.parallel.console import visible
+from common.parallel.process import visible
 
 
 class Options(argparse.ArgumentParser):

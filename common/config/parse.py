@@ -49,7 +49,7 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         planned = args.planned_ranks if isinstance(args, TrainArgs) else None
         check_ranks(args, planned or distributed.world_size())
     except ValueError as error:
-        distributed.fail(one_line(error), code=2)
+        distributed.fail(one_line(error))
     for name, value in given.items():
         if "\\n" in str(value) and name not in ("stop", "hint_template"):
             advice = "a line break is $'\\n' in bash and \"\\n\" in a file"

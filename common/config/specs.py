@@ -1,13 +1,13 @@
 """Values of flags that have a form of their own: `name=value` pairs, weighted data sets, named
 held-out sets, folders of adapters."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common.config.flags import MAX_FLOAT, as_tuple
-from common.parallel.durable import parse_json
-from common.parallel.failures import first_line
+from common.parallel.process import first_line
 
 ADAPTER_CONFIG = "adapter_config.json"  # of the PEFT library
 # Its fields for adapters that compute something else than weight + lora_alpha / r B A.
@@ -96,8 +96,8 @@ def flags_of_adapter(folder: str) -> dict[str, Any]:
     label = f"--adapter {folder}: {ADAPTER_CONFIG}"
     try:
         text = (Path(folder).expanduser() / ADAPTER_CONFIG).read_text(encoding="utf-8")
-        config = parse_json(text)
-    except (OSError, ValueError) as error:
+        config = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{label}: {first_line(error)}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{label} is not that of a LoRA adapter (peft_type LORA)")

@@ -21,7 +21,7 @@ def results_folders(model: str, folder: Path) -> list[tuple[Path, str]]:
     checkpoint, the oldest first; other models give (`folder`, `model`). Collective. Raises
     `ValueError` for a folder without checkpoints."""
     root = Path(model).expanduser()
-    names = distributed.gather_objects([path.name for path in checkpoints_in(root)])[0]
+    names = distributed.from_main([path.name for path in checkpoints_in(root)])
     if (root / "config.json").exists():
         return [(folder, model)]
     if root.is_dir() and root.name == "checkpoints" and not names:

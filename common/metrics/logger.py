@@ -19,7 +19,7 @@ from common.data.messages import PLACEHOLDER
 from common.data.sample import Completion, Group, Sample
 from common.metrics.curves import draw_curves
 from common.parallel import distributed, durable
-from common.parallel.console import visible
+from common.parallel.process import before_failing, visible
 
 LINES = ("metrics.jsonl", "samples.jsonl")  # appended to at each step
 TABLE = 4  # completions in the table of a step
@@ -89,7 +89,7 @@ class RunLogger:
             self.progress = Progress(*columns, console=self.console)
             self.task = self.progress.add_task("", total=total_steps, completed=first_step)
             self.progress.start()
-            distributed.before_failing.append(self.progress.stop)
+            before_failing.append(self.progress.stop)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step. `step` is the number of finished steps."""
@@ -162,12 +162,10 @@ class RunLogger:
         for position, group, rewards_G, advantages_G in zip(positions, *columns, strict=True):
             samples = zip(group, rewards_G, advantages_G, strict=True)
             lines_at[position] = [_line(step, *sample) for sample in samples]
-        items = chain.from_iterable(
-            of_rank.items() for of_rank in distributed.gather_on_main(lines_at)
-        )
+        lines_at = distributed.gather_dict(lines_at)
         if not self.active:
             return
-        lines = [*chain(*(of_group for _, of_group in sorted(items)))]
+        lines = [*chain(*(lines_at[position] for position in sorted(lines_at)))]
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         if self.wandb is not None:
@@ -206,7 +204,7 @@ class RunLogger:
     def close(self) -> None:
         if self.progress is not None:
             self.progress.stop()
-            distributed.before_failing.remove(self.progress.stop)
+            before_failing.remove(self.progress.stop)
         if self.wandb is not None:
             self.wandb.finish()
         if self.tensorboard is not None:
@@ -269,8 +267,8 @@ def _keep_until(path: Path, last_step: int) -> None:
         # A kill may cut the last line; texts may contain U+2028.
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
-            kept = [line + "\n" for line in lines if durable.parse_json(line)["step"] <= last_step]
-        except (ValueError, TypeError, KeyError) as error:
+            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]
+        except (ValueError, RecursionError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is damaged; repair or delete it: {error}") from error
         durable.write_text(path, "".join(kept))
 

@@ -1,5 +1,6 @@
 """Files of resumable checkpoints (train/checkpoint.py)."""
 
+import json
 import pickle
 import re
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import torch
 
 from common.parallel import durable
-from common.parallel.failures import first_line
+from common.parallel.process import first_line
 
 # Files beside those of PyTorch.
 STATE = "state.json"
@@ -66,8 +67,8 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Return what is wrong with a checkpoint's files, None if nothing is. This rank checks every
     `ranks`-th file."""
     try:
-        manifest = durable.parse_json((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError, RecursionError) as error:
         return f"{MANIFEST}: {_reason(error)}"
     if not isinstance(manifest, dict) or STATE not in manifest:
         return f"{MANIFEST} does not list the checkpoint's files"

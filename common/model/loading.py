@@ -64,7 +64,7 @@ def files_of(path: str | Path) -> list[Path]:
     index = Path(path) / INDEX
     if not index.is_file():
         return [Path(path) / "model.safetensors"]
-    names = durable.parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
+    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     return [Path(path) / name for name in sorted(set(names))]
 
 
@@ -295,7 +295,7 @@ def one_line_errors(label: str) -> Iterator[None]:
     from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException
 
-    unreadable = (OSError, EOFError, json.JSONDecodeError, SafetensorError)
+    unreadable = (OSError, EOFError, json.JSONDecodeError, RecursionError, SafetensorError)
     with named_errors(f"{label}: cannot read the checkpoint", *unreadable):
         try:
             yield

@@ -211,7 +211,7 @@ def save_adapter(hf: nn.Module, path: str, args: TrainArgs, folder: Path) -> Non
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
         (work / ADAPTER_CONFIG).write_text(json.dumps(_peft_config(hf, path, args), indent=2))
         durable.write_checksums(work)
-        durable.replace_folder(work, folder)
+        durable.replace(work, folder)
     distributed.barrier()
 
 

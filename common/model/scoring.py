@@ -22,7 +22,7 @@ from common.data.sample import Sample, at_end
 from common.model.hub import context_length, require_same_tokenizer, resolve_model
 from common.model.loading import named_errors
 from common.model.policy import PackedModel, Policy, ScalarModel, load_reference
-from common.parallel import distributed, durable, signals
+from common.parallel import distributed, durable
 
 
 @torch.no_grad()
@@ -149,16 +149,15 @@ def store_reference_logps(
     if distributed.is_main():
         folders = [each for each in (path, args.adapter) if each]
         digest = digest_of(chain.from_iterable(chain(*datasets)), path, folders, args.dtype)
-        with named_errors(f"{file} is damaged; delete it", ValueError):
+        with named_errors(f"{file} is damaged; delete it", ValueError, RecursionError):
             stored = durable.read_json(file) if file.is_file() else {}
     digest, stored = distributed.from_main((digest, stored))  # machines may have copies of the file
     if stored.get("digest") != digest:
         distributed.say(f"the reference scores {sum(map(len, datasets))} rows once")
-        with signals.signals_end_the_process():  # nothing is trained yet
-            model, groups, logps = load(), chain(*datasets), []
-            while batch := list(islice(groups, 512 * distributed.world_size())):
-                scored = sequence_sums(model, distributed.share_of(batch), args.pack_tokens)
-                logps += per_sample(*scored, (sum(map(len, batch)),)).tolist()
+        model, groups, logps = load(), chain(*datasets), []
+        while batch := list(islice(groups, 512 * distributed.world_size())):
+            scored = sequence_sums(model, distributed.share_of(batch), args.pack_tokens)
+            logps += per_sample(*scored, (sum(map(len, batch)),)).tolist()
         stored = dict(digest=digest, logps=logps)
         if distributed.is_main():
             durable.write_json(file, stored)

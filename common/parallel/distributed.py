@@ -16,25 +16,17 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.parallel import signals
-from common.parallel.console import print_any_text, visible
-from common.parallel.failures import RunError as RunError  # for modules that import this one
-from common.parallel.failures import before_failing as before_failing
-from common.parallel.failures import end_process as end_process
-from common.parallel.failures import fail as fail
-from common.parallel.failures import fail_in_thread as fail_in_thread
-from common.parallel.failures import first_line as first_line
-from common.parallel.failures import report_and_exit
+from common.parallel import process
+from common.parallel.process import RunError, end_process, fail, first_line  # noqa: F401
 
 DAY = timedelta(days=1)
 NCCL_TIMEOUT = timedelta(minutes=30)
-T = TypeVar("T")
 
 # Set by setup(). These are ranks of the launch; RANK and WORLD_SIZE become those within the role.
 _store: dist.Store | None = None
@@ -66,12 +58,12 @@ def is_main() -> bool:
 def say(text: str) -> None:
     """Print on rank 0 only, with visible control characters."""
     if is_main():
-        print(visible(text), flush=True)
+        print(process.visible(text), flush=True)
 
 
 def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int]:
-    """Join the process group of this rank's role, handle signals and failures, and seed torch. Exit
-    with one line if the other ranks cannot be reached.
+    """Join the process group of this rank's role, handle failures, and seed torch. Exit with one
+    line if the other ranks cannot be reached. Signals end the process until a loop notes them.
 
     Returns `(device, rank, world_size)`, the latter two within the role, from the environment that
     torchrun sets; plain `python script.py` is one rank. Collectives of CUDA tensors (NCCL) time out
@@ -79,8 +71,8 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
     completion. Every rank gets the same seed: initial weights must not depend on the rank, and
     nothing else draws from torch's generator."""
     global _store, _launch_rank, training_ranks, rollout_ranks
-    print_any_text()
-    signals.default_signals()  # ranks wait for each other inside a library, with nothing to save
+    process.print_any_text()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt, but an end like SIGTERM's
     if "RANK" not in os.environ:  # without torchrun; the engine reads these variables too
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
@@ -99,38 +91,29 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         # several communicators, one order (NCCL 2.26)
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     try:
-        _store = _store_of_launch()
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        if os.environ["MASTER_PORT"] == "0":  # the store has chosen a free one
+            os.environ["MASTER_PORT"] = str(store.port)
+        # After a restart torchrun's store still holds the addresses of the dead ranks.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        _store = dist.PrefixStore(f"attempt/{attempt}", store)
+        _store.set_timeout(DAY)  # one role may wait for the other's engine
         os.environ |= dict(RANK=str(rank_in_role), WORLD_SIZE=str(size))  # vLLM reads them
         store = dist.PrefixStore(f"role/{role.start}", _store)
         dist.init_process_group(
             backend, store=store, rank=rank_in_role, world_size=size, timeout=DAY
         )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        problem = f"cannot reach the other ranks at {address}: {first_line(error)}"
-        fail(f"rank {_launch_rank} {problem}", code=2)
+    except dist.DistError as error:
+        fail(f"rank {_launch_rank} cannot reach the other ranks: {first_line(error)}")
     if device.type == "cuda":
         set_timeout(dist.group.WORLD, device, NCCL_TIMEOUT)
     # After init_process_group, which wraps the hook that it finds.
-    sys.excepthook = functools.partial(report_and_exit, _store, _launch_rank)
-    if not num_rollout_ranks:  # otherwise when both roles have met
-        signals.install_signal_handlers()
+    sys.excepthook = functools.partial(process.report_and_exit, _store, _launch_rank)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # PR_SET_PDEATHSIG: ranks end with a torchrun that is killed
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     torch.manual_seed(seed)
     return device, rank_in_role, size
-
-
-def _store_of_launch() -> dist.Store:
-    """Meet all ranks of the launch at MASTER_ADDR and return the store that they share."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-    if os.environ["MASTER_PORT"] == "0":  # the store has chosen a free one
-        os.environ["MASTER_PORT"] = str(store.port)
-    # After a restart torchrun's store still holds the addresses of the dead ranks.
-    store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    store.set_timeout(DAY)  # one role may wait for the other's engine
-    return store
 
 
 def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
@@ -162,7 +145,7 @@ def cleanup() -> None:
 def stop_requested() -> bool:
     """Return whether any rank has received a stop signal. Collective: every rank must call it at
     the same point."""
-    return bool(all_max(int(signals.stop_signalled())))
+    return bool(all_max(int(process.stop_signalled)))
 
 
 # ---- reductions: plain numbers or tensors in, the same value on every rank out ----
@@ -199,29 +182,19 @@ def barrier() -> None:
 
 def gather_objects(value: object) -> list:
     """Return the `value` of every rank, in rank order, on every rank. For small objects."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return [value]
-    values = [None] * dist.get_world_size()
+    values = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def gather_on_main(value: object) -> list:
-    """Return the `value` of every rank, in rank order, on rank 0, and an empty list on the others,
-    whose memory `gather_objects` would fill."""
-    values = [value] * world_size() if rank() == 0 else None
-    if world_size() > 1:
-        dist.gather_object(value, values, 0)
-    return values or []
-
-
 def gather_dict(values: dict) -> dict:
     """Return the union of the dicts of all ranks, whose keys differ, on every rank."""
-    items = (of_rank.items() for of_rank in gather_objects(values))
-    return dict(chain.from_iterable(items))
+    return dict(chain.from_iterable(of_rank.items() for of_rank in gather_objects(values)))
 
 
-def from_main(value: T) -> T:
+def from_main(value: Any) -> Any:
     """Return the `value` of rank 0 on every rank."""
     box = [value]
     if world_size() > 1:

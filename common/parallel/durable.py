@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,32 +20,17 @@ OLD = ".old.tmp"  # end of the name of a folder while a new one takes its place
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
-def sync_tree(folder: Path) -> None:
-    """Wait until a folder with all that is in it is on the disk."""
-    for path in folder.rglob("*"):
+def replace(work: Path, final: Path) -> None:
+    """Give a complete file or folder its name, and delete the old one when the new one is on the
+    disk. After a power cut what has the name is complete."""
+    for path in (*work.rglob("*"), work):
         sync(path)
-    sync(folder)
-
-
-def rename(work: Path, final: Path) -> None:
-    """Give a complete file or folder its name: after a power cut what has the name is complete."""
-    sync_tree(work)
-    work.rename(final)
-    sync(final.parent)
-
-
-def replace_folder(work: Path, final: Path) -> None:
-    """Put a complete folder in the place of an old one, which is deleted when the new one is on the
-    disk."""
-    sync_tree(work)
     old = final.with_name(f"{final.name}{OLD}")
-    if final.exists():
+    if final.is_dir():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     work.rename(final)
@@ -53,22 +38,20 @@ def replace_folder(work: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def recover_folder(final: Path) -> None:
-    """Complete or undo what an interrupted `replace_folder` left, and delete its unfinished
-    folders."""
+def recover(final: Path) -> None:
+    """Undo an interrupted `replace` of a folder, and delete what is unfinished."""
     work, old = (final.with_name(f"{final.name}{end}") for end in (".tmp", OLD))
     if old.is_dir() and not final.exists():
         old.rename(final)
     for unfinished in (work, old):
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file."""
     work = path.with_name(f"{path.name}.tmp")
     work.write_text(text, encoding="utf-8")
-    rename(work, path)
+    replace(work, path)
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -76,18 +59,10 @@ def write_json(path: Path, value: dict) -> None:
     write_text(path, json.dumps(value | dict(crc=_crc(value))))
 
 
-def parse_json(text: str) -> object:
-    """Return the value of a JSON text. Raises `ValueError`, also for text that is nested thousands
-    deep."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise json.JSONDecodeError("nested too deep", text[:1], 0) from error
-
-
 def read_json(path: Path) -> dict:
-    """Return the object of `write_json`. Raises `ValueError` if it is damaged."""
-    value = parse_json(path.read_text(encoding="utf-8"))
+    """Return the object of `write_json`. Raises `ValueError` or `RecursionError` if it is
+    damaged."""
+    value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict) or value.pop("crc", None) != _crc(value):
         raise ValueError("it was changed after it was written")
     return value
@@ -107,9 +82,8 @@ def fingerprint(path: Path, end: int = sys.maxsize) -> list[int]:
     return [size, crc]
 
 
-def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
+def fingerprints(folder: Path, names: Sequence[str]) -> dict[str, list[int]]:
     """Return the fingerprints of files in a folder, read in parallel."""
-    names = list(names)
     with ThreadPoolExecutor() as pool:
         values = pool.map(fingerprint, [folder / name for name in names])
     return dict(zip(names, values, strict=True))
@@ -129,7 +103,7 @@ def changed_file(folder: Path) -> str | None:
         return None
     try:
         written = read_json(folder / CHECKSUMS)
-    except ValueError:
+    except (ValueError, RecursionError):
         return CHECKSUMS
     now = fingerprints(folder, [name for name in written if (folder / name).is_file()])
     return next((name for name in written if now.get(name) != written[name]), None)

@@ -11,7 +11,7 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 
-from common.parallel import distributed, signals
+from common.parallel import distributed
 from common.rewards.worker import load_file
 
 # positions of the parameters of a reward that have these names
@@ -43,11 +43,10 @@ def load_user_file(flag: str, spec: str, path: str, name: str = "") -> ModuleTyp
         raise ValueError(f"{flag} {spec}: {path} is not a Python file")
     folder = str(Path(path).absolute().parent)
     try:
-        with signals.signals_end_the_process():  # it may hang, and there is nothing to save yet
-            warn_of_taken_names(f"{flag} {spec}", path)
-            if folder not in sys.path:
-                sys.path.append(folder)
-            return load_file(path)
+        warn_of_taken_names(f"{flag} {spec}", path)
+        if folder not in sys.path:
+            sys.path.append(folder)
+        return load_file(path)
     except BaseException as error:  # a user's file may raise anything
         problem = f"{type(error).__name__}: {distributed.first_line(error)}"
         raise ValueError(f"{flag} {spec}: {path} fails to import: {problem}") from error

@@ -29,7 +29,7 @@ from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
 from common.model.loading import load_config
 from common.model.policy import load_policy
-from common.parallel import distributed, durable
+from common.parallel import distributed, durable, process
 from common.rewards.total import Rewards
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
@@ -127,6 +127,7 @@ def sample_completions(
 
     Every prompt has a seed of its own, so samples depend neither on the number of ranks nor on
     stops."""
+    process.note_signals()
     lines = list(lines)
     if distributed.is_main() and len(lines) < len(prompts):
         # removes a line that a kill has truncated

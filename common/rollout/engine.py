@@ -28,7 +28,7 @@ from common.config.sampling import SLOTS
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.policy import compute_dtype
-from common.parallel import distributed, signals
+from common.parallel import distributed
 from common.rollout.stop_strings import StopStrings
 
 # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
@@ -123,7 +123,6 @@ class Engine:
             self._start(path)
             if trained:
                 self.sleep()
-        signals.install_signal_handlers()  # vLLM's imports may have replaced them
 
     def end_at(self, eos_ids: list[int]) -> None:
         """Set the tokens that end completions."""

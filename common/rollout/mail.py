@@ -13,6 +13,7 @@ import torch
 from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
+from common.parallel.process import fail_in_thread
 from common.rollout.episode import PromptRequest
 
 
@@ -94,7 +95,7 @@ class Mail:
             self.link.send([size], receiver, 0).wait()
             self.link.send([data], receiver, 0).wait()
         except RuntimeError as error:
-            distributed.fail_in_thread(_rank_is_gone(receiver, error))
+            fail_in_thread(_rank_is_gone(receiver, error))
 
     def _listen(self, sender: int) -> None:
         """Receive messages until None. Report exceptions: no caller waits for this thread."""
@@ -105,7 +106,7 @@ class Mail:
                 if message is None:
                     return
         except Exception as error:  # a bug, or a rank that is gone: without this the run would hang
-            distributed.fail_in_thread(error)
+            fail_in_thread(error)
 
     def _next(self, sender: int) -> object:
         try:

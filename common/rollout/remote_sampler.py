@@ -17,7 +17,7 @@ from common.config.online import OnlineArgs
 from common.data.order import Order
 from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
-from common.parallel import distributed, signals
+from common.parallel import distributed, process
 from common.rewards.total import Rewards
 from common.rollout.base_sampler import Sampler
 from common.rollout.episode import PromptRequest, row_for_engine
@@ -46,10 +46,8 @@ class RemoteSampler(Sampler):
     ):
         super().__init__(policy, prompts, args, rewards, order, steps_ahead=args.max_staleness)
         self.dtype = compute_dtype(args, policy.device)
-        # waits for the rollout ranks: until then signals end the process
-        self.mail = Mail(self._receive)
+        self.mail = Mail(self._receive)  # waits for the rollout ranks
         self.link = weights_link(policy.device) if self.queue.rank == 0 else None
-        signals.install_signal_handlers()
         self.names_and_shapes = [
             (name, weight.shape) for name, weight in whole_weights(policy, self.dtype)
         ]
@@ -131,7 +129,7 @@ class RemoteSampler(Sampler):
                 else:
                     self.groups |= message.groups
                     if message.stop:
-                        signals.request_stop()
+                        process.stop_signalled = True
         self.waited += time.perf_counter() - began
 
     def _wait_for_step(self, meter: Meter) -> None:

@@ -11,7 +11,7 @@ from common.config.online import OnlineArgs
 from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
-from common.parallel import distributed, signals
+from common.parallel import distributed, process
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes
@@ -52,17 +52,15 @@ class Activity:
 
 
 def generate_until_training_ends(args: OnlineArgs, device: torch.device) -> None:
-    signals.default_signals()  # a stop cannot reach the training ranks yet
     path = resolve_model(args.model, rope_factor=args.rope_factor)
     tokenizer = load_tokenizer(path, args)
     eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
     engine = make_engine(path, args, eos_ids, tokenizer, device)
     episodes = Episodes(engine, args)
     engine.wake()
-    signals.default_signals()  # the engine has installed our handlers
     mail = Mail()
     link = weights_link(device)
-    signals.install_signal_handlers()
+    process.note_signals()  # a stop can reach the training ranks now
     _generate(args, engine, episodes, mail, link)
     for trainer in distributed.training_ranks:
         mail.send(None, trainer)
@@ -104,8 +102,7 @@ def _send_groups(groups: list[tuple[int, Group]], mail: Mail, activity: Activity
     for i, trainer in enumerate(trainers):
         share = {number: group for number, group in groups if number % len(trainers) == i}
         if share:
-            stop = signals.stop_signalled()
-            mail.send(CompleteGroups(share, stop, activity.take()), trainer)
+            mail.send(CompleteGroups(share, process.stop_signalled, activity.take()), trainer)
 
 
 def _new_messages(mail: Mail, wait: bool) -> list:

@@ -76,8 +76,7 @@ class Checkpointer:
 
         A damaged checkpoint is reported, renamed to `step_N.corrupt` and replaced by the previous
         one. Raises `ValueError` if all checkpoints are damaged."""
-        names = [path.name for path in checkpoints_in(self.checkpoints)]
-        names = distributed.gather_objects(names)[0]
+        names = distributed.from_main([path.name for path in checkpoints_in(self.checkpoints)])
         for name in names:
             path = self.checkpoints / name
             problem = checkpoint_files.damage(path, dist.get_rank(), dist.get_world_size())
@@ -103,7 +102,7 @@ class Checkpointer:
         # of an optimizer's state are flags, and its learning rate is set at each step.
         with one_line_errors(str(path)):
             dcp.load(self._tensors(), storage_reader=checkpoint_files.checkpoint_reader(path))
-            state = durable.parse_json((path / checkpoint_files.STATE).read_text())
+            state = json.loads((path / checkpoint_files.STATE).read_text())
         for name, item in self.stateful.items():
             item.load_state_dict(state[name])
         distributed.say(f"resuming from {path} (step {state['step']})")
@@ -147,9 +146,7 @@ class Checkpointer:
         manifest = dict(ChainMap(*distributed.gather_objects(fingerprints)))
         if distributed.is_main():
             (work / checkpoint_files.MANIFEST).write_text(json.dumps(manifest))
-            if final.is_dir():
-                _delete(final)
-            durable.rename(work, final)
+            durable.replace(work, final)
             for old in checkpoints_in(self.checkpoints)[self.args.keep_last :]:
                 _delete(old)
         distributed.barrier()
@@ -171,7 +168,7 @@ class Checkpointer:
         if distributed.is_main():
             if (folder / CARD).is_file():
                 shutil.copy(folder / CARD, work)
-            durable.replace_folder(work, folder)
+            durable.replace(work, folder)
         distributed.barrier()
         if self.args.lora_rank:
             adapter = self.folder / ("adapter" if name == "hf" else f"{name}_adapter")

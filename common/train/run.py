@@ -28,7 +28,7 @@ from common.metrics.meter import Meter
 from common.model.flops import capacity_of, peak_flops, peak_memory
 from common.model.memory import keep_activations_that_fit
 from common.model.policy import PackedModel, Policy
-from common.parallel import distributed
+from common.parallel import distributed, process
 from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
 from common.train.run_folder import unlock
@@ -113,6 +113,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, counted from 0. A step that the loop leaves with `break` does
         not count."""
+        process.note_signals()
         while not self.done:
             for model in self.models:
                 model.flops = 0.0  # without those of evaluations

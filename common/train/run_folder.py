@@ -54,7 +54,7 @@ def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
                 mark.mkdir()
         except OSError as error:
             problem = f"--output_dir {folder}: {distributed.first_line(error)}"
-    problem, earlier, name = distributed.gather_objects((problem, earlier, mark.name))[0]
+    problem, earlier, name = distributed.from_main((problem, earlier, mark.name))
     if problem:
         raise ValueError(problem)
     mark = mark.with_name(name)
@@ -78,7 +78,7 @@ def begin_run(args: BaseArgs) -> None:
             problem = _begin(folder, args)
         except OSError as error:
             problem = f"--output_dir {folder}: {distributed.first_line(error)}"
-    if problem := distributed.gather_objects(problem)[0]:
+    if problem := distributed.from_main(problem):
         raise ValueError(problem)
 
 
@@ -93,7 +93,7 @@ def _begin(folder: Path, args: BaseArgs) -> str | None:
             return problem
     elif _has_begun(folder):
         for name in EXPORTS:
-            durable.recover_folder(folder / name)
+            durable.recover(folder / name)
         for unfinished in folder.glob("checkpoints/step_*.tmp"):
             shutil.rmtree(unfinished)
     (folder / "checkpoints").mkdir(exist_ok=True)

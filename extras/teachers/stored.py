@@ -48,10 +48,8 @@ class StoredTeacher:
         files = [folder / f"{number:06d}.safetensors" for number in range(len(chunks))]
         settings = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK)
         _claim(folder, digest_of(samples, path, [path], *settings))
-        is_missing = [not file.is_file() for file in files]
-        missing = [
-            i for i, missed in enumerate(distributed.gather_objects(is_missing)[0]) if missed
-        ]
+        missing = [i for i, file in enumerate(files) if not file.is_file()]
+        missing = distributed.from_main(missing)
         if missing:
             count = sum(len(chunks[i]) for i in missing)
             distributed.say(f"{path} scores {count} completions, into {folder}")
@@ -139,7 +137,7 @@ def _save(file: Path, columns_MX: Tensor, top_k: int) -> None:
     work = file.with_suffix(".tmp")
     save_file({name: x.contiguous() for name, x in tensors.items()}, work)
     durable.write_json(file.with_suffix(".json"), dict(fingerprint=durable.fingerprint(work)))
-    durable.rename(work, file)
+    durable.replace(work, file)
 
 
 def _claim(folder: Path, digest: str) -> None:
@@ -165,7 +163,7 @@ def _read(file: Path, count: int) -> list[Tensor]:
         columns = [tensors[name] for name in ("logprobs", "tokens", "target", "entropy")]
         if any(len(x) != count for x in columns):
             raise ValueError("another number of tokens")
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError, KeyError) as error:
         raise ValueError(
             f"{file} is damaged; delete it: {distributed.first_line(error)}"
         ) from error

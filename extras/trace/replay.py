@@ -31,7 +31,7 @@ from common.config.parse import one_line, parse, read_file
 from common.metrics.curves import read_metrics
 from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
-from common.parallel.console import print_any_text, visible
+from common.parallel.process import print_any_text, visible
 from common.train.run import Run
 from common.train.run_folder import unlock
 from extras.trace import file as trace_file

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.metrics.curves import distinct
-from common.parallel.console import print_any_text, visible
+from common.parallel.process import print_any_text, visible
 from extras.trace import file as trace_file
 from tools.compare import read_run
 from tools.options import Options

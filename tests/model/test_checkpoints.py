@@ -90,7 +90,7 @@ def test_run_killed_within_a_save_leaves_the_model_of_the_step_before(lora, smal
     flags = (*flags, "--trace_every", 0, "--lr_schedule", "constant")
     run_and_kill(
         2, "sft.py", *flags, "--max_steps", 4, "--output_dir", tmp_path / "run",
-        folder=tmp_path / "run", after_step=3, at="common.parallel.durable.rename",
+        folder=tmp_path / "run", after_step=3, at="common.parallel.durable.replace",
     )  # fmt: skip
     run(2, "sft.py", *flags, "--max_steps", 2, "--output_dir", tmp_path / "two")
     unfinished = tmp_path / "run/checkpoints/step_000004.tmp"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bench.fault_cases.shim import shim
-from common.parallel import distributed, failures, signals
+from common.parallel import distributed, process
 
 RANK = f"""
 import sys
@@ -24,7 +24,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import os, signal
 from pathlib import Path
 import torch
-from common.parallel import distributed
+from common.parallel import distributed, process
 from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_groups
@@ -41,7 +41,6 @@ seen = dict(
     objects=distributed.gather_objects(dict(rank=rank)),
     dict=distributed.gather_dict({{rank: "x" * rank}}),
     of_main=distributed.from_main(dict(rank=rank)),
-    on_main=distributed.gather_objects(distributed.gather_on_main("x" * rank)),
     world=(size, distributed.world_size()), same=torch.rand(1).item(),
     packs=len(pack([Sample([1, 2, 3], [True] * 3)] * (5 * rank), 4, device)),
     before=distributed.stop_requested(),
@@ -55,6 +54,7 @@ for folder in sys.argv[1], "run":
         prepare_output_dir(TrainArgs(output_dir=folder))
     except ValueError as error:
         problems.append(str(error))
+process.note_signals()
 if rank == 1:
     os.kill(os.getpid(), signal.SIGTERM)
 seen |= dict(problems=problems, after=distributed.stop_requested())
@@ -75,7 +75,7 @@ def test_two_ranks_agree_on_reductions_stops_and_errors(tmp_path):
     assert seen["mine"] == 0.5  # a sum does not overwrite its argument
     assert (seen["sum"], seen["whole"], seen["max"], seen["world"]) == (2.0, 3, [1, 0], (2, 2))
     assert seen["objects"] == [dict(rank=0), dict(rank=1)] and seen["dict"] == {0: "", 1: "x"}
-    assert seen["of_main"] == dict(rank=0) and seen["on_main"] == [["", "x"], []]
+    assert seen["of_main"] == dict(rank=0)
     assert seen["packs"] == 2  # one rank owns five samples, both together compute four at a time
     no_folder, not_shared = seen[
         "problems"
@@ -100,7 +100,7 @@ def test_reduction_on_one_rank_is_the_identity(device):
         and not distributed.all_sum(value).requires_grad
     )
     assert distributed.gather_objects("x") == ["x"] and distributed.gather_dict({1: 2}) == {1: 2}
-    assert distributed.gather_on_main("x") == ["x"] and distributed.from_main("x") == "x"
+    assert distributed.from_main("x") == "x"
 
 
 def test_folded_seed_depends_on_every_part_and_their_order():
@@ -115,24 +115,19 @@ def test_folded_seed_depends_on_every_part_and_their_order():
 
 
 def test_requested_stop_has_the_effect_of_a_signal(device, monkeypatch):
-    monkeypatch.setattr(signals, "received", None)
-    assert not signals.stop_signalled() and not distributed.stop_requested()
-    signals.request_stop()
-    assert signals.stop_signalled() and distributed.stop_requested()
+    monkeypatch.setattr(process, "stop_signalled", False)
+    assert not distributed.stop_requested()
+    process.stop_signalled = True
+    assert distributed.stop_requested()
 
 
 def test_second_signal_ends_the_process(monkeypatch):
-    monkeypatch.setattr(signals, "received", None)
+    monkeypatch.setattr(process, "stop_signalled", False)
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
-        signals.install_signal_handlers()
+        process.note_signals()
         signal.raise_signal(signal.SIGTERM)
-        assert signals.stop_signalled() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        handler = signal.getsignal(signal.SIGINT)
-        with pytest.raises(KeyError), signals.signals_end_the_process():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-            raise KeyError
-        assert signal.getsignal(signal.SIGINT) is handler
+        assert process.stop_signalled and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -151,7 +146,8 @@ def exit_of(
 ) -> tuple[int, str]:
     """Return the exit code and stderr of a process with this uncaught exception."""
     if (child := os.fork()) == 0:
-        failures.report_and_exit(store, 0, type(error), error, error.__traceback__)
+        store = store or torch.distributed.HashStore()
+        process.report_and_exit(store, 0, type(error), error, error.__traceback__)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), capfd.readouterr().err
 
 
@@ -173,7 +169,6 @@ def test_end_of_a_run_a_lost_rank_and_a_vanished_file_are_one_line(capfd):
 
 
 def test_each_machine_reports_an_error_once_if_the_store_is_lost(capfd, monkeypatch):
-    monkeypatch.setattr(signals, "received", signal.SIGTERM)  # the other ranks wait for it
     for local_rank, said in ((0, "error: a\n"), (1, "")):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         assert exit_of(distributed.RunError("a"), capfd, LostStore()) == (1, said)
@@ -200,9 +195,9 @@ def test_failing_hook_neither_hides_the_error_nor_keeps_the_process(capfd, monke
     def closed_terminal():
         raise OSError("Input/output error")
 
-    monkeypatch.setattr(failures, "before_failing", [closed_terminal])
+    monkeypatch.setattr(process, "before_failing", [closed_terminal])
     assert exit_of(distributed.RunError("a"), capfd) == (1, "error: a\n")
-    monkeypatch.setattr(failures, "explain", lambda *_: 1 / 0)
+    monkeypatch.setattr(process, "explain", lambda *_: 1 / 0)
     code, shown = exit_of(distributed.RunError("a"), capfd)
     assert code == 1 and "ZeroDivisionError" in shown
 
@@ -259,12 +254,12 @@ def test_lost_output_is_an_exit_code():
     if (child := os.fork()) == 0:
         sys.stdout = open("/dev/full", "w")  # noqa: SIM115
         sys.stdout.write("lost")
-        failures.exit_now(0)
+        process.exit_now(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 120
 
 
 def test_output_that_was_closed_before_the_start_is_no_failure():
     if (child := os.fork()) == 0:
         sys.stdout = None
-        failures.exit_now(0)
+        process.exit_now(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

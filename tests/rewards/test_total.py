@@ -1,7 +1,6 @@
 """Several rewards at once, and failing functions."""
 
 import math
-import signal
 import subprocess
 import sys
 
@@ -251,22 +250,6 @@ def test_metric_of_one_rank_is_equal_on_all_ranks(tmp_path, monkeypatch):
     expected = Meter().reduce()
     monkeypatch.setattr("common.parallel.distributed.gather_objects", lambda local: shares)
     assert Meter().reduce() == pytest.approx(expected) and expected["rewards/f/rare"] == 1
-
-
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.default_int_handler])
-def test_signals_interrupt_a_hanging_file_and_are_restored(handler, tmp_path):
-    """On ranks that wait for rollout ranks, signals end the process; a user's file must not change
-    that."""
-    code = (
-        "import signal\nat_import = signal.getsignal(signal.SIGTERM)\n"
-        "def f(completion, row): return at_import\n"
-    )
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        assert load_reward(f"{user_file(tmp_path, code)}:f")("", {}) == signal.SIG_DFL
-        assert signal.getsignal(signal.SIGTERM) == handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_exception_in_a_user_check_is_bad_input(tmp_path):

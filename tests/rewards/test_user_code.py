@@ -1,8 +1,6 @@
-"""User files: errors name the problem, signals are restored, and the parameters of a reward
-determine its form."""
+"""User files: errors name the problem, and the parameters of a reward determine its form."""
 
 import json
-import signal
 import sys
 
 import pytest
@@ -56,18 +54,6 @@ def test_errors_name_the_problem(name, words, folder):
 def test_functions_and_classes_are_loaded_from_a_file(folder):
     assert load_callable("--reward", f"{folder}/good.py:f")(1) == 2
     assert isinstance(load_callable("--environment", f"{folder}/good.py:Thing"), type)
-
-
-def test_hanging_file_can_be_interrupted_and_handlers_are_restored(tmp_path):
-    (tmp_path / "asks.py").write_text(
-        "import signal\nseen = signal.getsignal(signal.SIGTERM)\ndef f(): return seen\n"
-    )
-    before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
-    try:
-        assert load_callable("--reward", f"{tmp_path}/asks.py:f")() == signal.SIG_DFL
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # ---- files beside it ----

@@ -18,7 +18,7 @@ from common.data.sample import Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.parallel import durable, signals
+from common.parallel import durable, process
 from common.train.optim import adamw
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
@@ -35,8 +35,9 @@ def parts(small, device):
 
 
 @pytest.fixture(autouse=True)
-def reset_stop_signal(monkeypatch):
-    monkeypatch.setattr(signals, "received", None)
+def no_signals(monkeypatch):
+    monkeypatch.setattr(process, "stop_signalled", False)
+    monkeypatch.setattr(process, "note_signals", lambda: None)
 
 
 class Steps:
@@ -63,7 +64,7 @@ class Steps:
         for step in self.run.steps():
             self.begun.append(step)
             if step == stop_in:
-                signals.request_stop()
+                process.stop_signalled = True
             if step == break_off:
                 self.run.stop_requested = True
                 break
@@ -154,7 +155,7 @@ def test_stopped_run_finishes_the_step_saves_once_and_resumes(parts, tmp_path, c
     assert stopped.go(stop_in=2) == [1, 2, 3] and stopped.saves == [2, 3]
     assert exported(tmp_path / "stopped" / "hf") == 3
     assert "stopped after step 3; the same command resumes from there" in capsys.readouterr().out
-    signals.received = None
+    process.stop_signalled = False
     again = Steps(parts, tmp_path / "stopped")
     assert again.run.first_step == 3 and again.value() == 3 and again.run.num_tokens == 9
     assert again.go() == [1, 2, 3, 4, 5] and again.begun == [3, 4] and again.saves == [4, 5]
@@ -173,7 +174,7 @@ def test_stop_at_a_regular_save_saves_once(stop_in, parts, tmp_path):
     steps.go(stop_in=stop_in)
     assert steps.saves[-1] == stop_in + 1 and len(set(steps.saves)) == len(steps.saves)
     assert exported(tmp_path / "hf") == stop_in + 1
-    signals.received = None
+    process.stop_signalled = False
     assert Steps(parts, tmp_path).go() == [1, 2, 3, 4, 5] and exported(tmp_path / "hf") == 5
 
 
@@ -323,14 +324,14 @@ def test_unknown_keep_best_metric_is_refused(parts, tmp_path):
 def test_best_value_survives_a_resume(parts, tmp_path):
     scores = [1, 5, 2, 3, 4]
     assert Steps(parts, tmp_path, **BEST).go(stop_in=2, scores=scores) == [1, 2, 3]
-    signals.received = None
+    process.stop_signalled = False
     assert Steps(parts, tmp_path, **BEST).go(scores=scores)[-1] == 5
     assert exported(tmp_path / "best") == 2
 
 
 def test_another_keep_best_metric_resets_the_best(parts, tmp_path):
     Steps(parts, tmp_path, **BEST).go(stop_in=1, scores=[3, 4, 5, 6, 7])
-    signals.received = None
+    process.stop_signalled = False
     steps = Steps(parts, tmp_path, **BEST | dict(keep_best="loss"))
     assert steps.run.best is None and steps.go(scores=[0] * 5)[-1] == 5
     assert exported(tmp_path / "best") == 3  # best of the later evaluations

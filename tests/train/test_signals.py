@@ -92,8 +92,9 @@ def test_second_signal_stops_at_once(small, tmp_path):
 STOPS = """
 import sys, time
 from pathlib import Path
-from common.parallel import distributed
+from common.parallel import distributed, process
 _, rank, _ = distributed.setup(0)
+process.note_signals()
 Path(sys.argv[1], f"rank_{rank}").touch()
 while not distributed.stop_requested():
     time.sleep(0.01)
@@ -126,6 +127,16 @@ def test_launcher_forwards_the_signal(tmp_path):
 # ---- other ends ----
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signal_before_the_first_step_ends_the_process(signum, tmp_path):
+    """There is nothing to save, and what runs may hang, such as a user's file."""
+    (tmp_path / "reward.py").write_text(
+        f"import os\nos.kill(os.getpid(), {int(signum)})\ndef f(completion, row): return 1.0\n"
+    )
+    flags = [*GRPO, "--reward", f"{tmp_path}/reward.py:f", "--output_dir", tmp_path / "run"]
+    assert "Traceback" not in run(1, "grpo.py", *flags, code=-signum).stderr
+
+
 def test_killed_rank_ends_the_run(small, tmp_path):
     with Ranks(2, "sft.py", *ENDLESS, *small, "--output_dir", tmp_path) as ranks:
         until(lambda: logged(tmp_path, 2) or not alive(ranks.pids[0]))
@@ -143,10 +154,10 @@ def test_rank_reports_its_failure_although_the_launcher_ends_it(signals, code, s
     hanging rank."""
     (tmp_path / "fails.py").write_text(f"""
 import os, signal
-from common.parallel import distributed
+from common.parallel import distributed, process
 distributed.setup(0)
 for _ in range({signals}):
-    distributed.before_failing.append(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    process.before_failing.append(lambda: os.kill(os.getpid(), signal.SIGTERM))
 raise distributed.RunError("heard")
 """)
     assert run(1, tmp_path / "fails.py", code=code).stderr == said

@@ -19,7 +19,7 @@ from common.data.rows import encode_each, load_rows
 from common.data.sample import Completion
 from common.metrics.logger import RunLogger
 from common.model.hub import load_tokenizer
-from common.parallel.console import visible
+from common.parallel.process import visible
 from common.rollout.completions_file import read_completions, require_same_architecture
 from common.rollout.prompts import Prompts, show_first
 from extras.images.encoder import ImageEncoder

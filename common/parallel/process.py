@@ -1,0 +1,169 @@
+"""How a process stops at a signal, fails with one message, and ends.
+
+Any rank may fail at any point. The first one prints a line, or the traceback of a bug; the others
+see that and end silently. No rank waits for a dead one."""
+
+import atexit
+import contextlib
+import ctypes
+import io
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+PROJECT = Path(__file__).resolve().parents[2]
+# Full, failing or read-only. PyTorch's writer of files, inline_container, does not say why.
+DISK_ERROR = re.compile(
+    "^.*(?:No space left|quota exceeded|File too large|Input/output error|Read-only file system"
+    "|Stale file handle|inline_container).*$",
+    re.MULTILINE,
+)
+# Control characters but line feed and tab, marks of direction, and characters without width that
+# belong to no word.
+UNSEEN = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]"
+)
+
+# ---- text on the terminal, of models, data and file names ----
+
+
+def visible(text: str) -> str:
+    r"""Return text whose control characters are escapes, such as \x1b. Line feeds and tabs stay."""
+    return UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def print_any_text() -> None:
+    """Make stdout print characters that its encoding lacks as escapes, as stderr does anyway.
+    Programs call it first."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another one
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+# ---- signals ----
+
+stop_signalled = False  # whether this process has received SIGTERM or SIGINT
+
+
+def note_signals() -> None:
+    """Make SIGTERM and SIGINT request a stop, which a loop obeys where its state can be saved. A
+    second one ends the process, as the first one does before a loop calls this."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _note)
+
+
+def _note(signum: int, frame: object) -> None:
+    global stop_signalled
+    stop_signalled = True
+    signal.signal(signum, signal.SIG_DFL)
+
+
+# ---- errors ----
+
+# Called before an error is printed, for example to end a progress bar.
+before_failing: list[Callable[[], None]] = []
+
+
+class RunError(RuntimeError):
+    """Error that ends a run, such as a NaN gradient: one line, exit code 1. Bad input is a
+    ValueError: exit code 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, without gloo's advice."""
+    return str(error).strip().split("\n")[0].partition(". This is typically")[0]
+
+
+def fail(message: str) -> NoReturn:
+    """Print `error: message` once on each machine and exit, for bad input before the ranks have
+    met. The launcher ends the other ranks: if one of them ended first, this one might not print."""
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        time.sleep(60)
+    else:
+        print(f"error: {visible(message)}", file=sys.stderr)
+    sys.exit(2)
+
+
+def fail_in_thread(error: Exception) -> None:
+    """End this process for an error in a thread: the main one may wait in a collective for ever."""
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: object) -> NoReturn:
+    """Handle an uncaught exception: `sys.excepthook` of every rank, with the store of the launch.
+
+    The exit is immediate, as exit hooks of vLLM and NCCL wait for ranks that may be gone. Then the
+    collectives of the other ranks fail, or the launcher ends them."""
+    code = 1
+    try:
+        if threading.current_thread() is threading.main_thread():
+            note_signals()  # the launcher signals this rank when another one ends: print before
+        try:
+            is_first = store.add("failed", 1) == 1
+        except RuntimeError:  # the machine of the store is gone: each of the others prints a line
+            is_first = os.environ["LOCAL_RANK"] == "0"
+        if is_first:
+            for prepare in before_failing:
+                with contextlib.suppress(OSError):  # the terminal has gone
+                    prepare()
+            code, text = explain(error, rank)
+            print(visible(text), file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:  # whatever happens here: other ranks may wait for the end of this one
+        exit_now(code)
+
+
+def explain(error: BaseException, rank: int) -> tuple[int, str]:
+    """Return the exit code and the text for an uncaught exception: one line for bad input, which is
+    a ValueError raised by the project, for a RunError, and for errors of the disk and of lost
+    ranks. Anything else is a bug and keeps its traceback."""
+    line = " ".join(str(error).splitlines())  # file names may have line breaks
+    if isinstance(error, ValueError):
+        file = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        if file.is_relative_to(PROJECT) and "site-packages" not in file.parts:
+            return 2, f"error: {line}"
+    if isinstance(error, RunError):
+        return 1, f"error: {line}"
+    stacks = "".join(traceback.format_exception(error)).rstrip()
+    # Anywhere in the text: libraries raise other errors while they handle the disk's.
+    if problem := DISK_ERROR.search(stacks):
+        return 1, f"error: writing to the disk failed: {problem[0].strip()}"
+    if isinstance(error, OSError) and error.filename:
+        return 1, f"error: {line}"
+    if isinstance(error, RuntimeError) and ("by peer" in line or "gloo/transport" in line):
+        return 1, f"error: rank {rank} lost another rank: {first_line(error)}"
+    return 1, f"rank {rank} failed:\n{stacks}"
+
+
+# ---- the end ----
+
+
+def end_process() -> None:
+    """End this process after its threads and exit hooks, as the last line of a script. Return if
+    another program, such as a profiler or pytest, runs the script and has work left.
+
+    Python would finalize the interpreter. If a thread of gloo drops the last reference of a tensor
+    meanwhile, the process aborts (2% of launches, before Python 3.14)."""
+    callers = {frame.f_globals["__name__"] for frame, _ in traceback.walk_stack(sys._getframe())}
+    if all(name == "__main__" or name.startswith(("common.", "extras.")) for name in callers):
+        threading._shutdown()  # joins the threads that are no daemons, as Python does
+        atexit._run_exitfuncs()
+        exit_now(0)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without finalizing the interpreter. As in Python, the code is 120 if output
+    is lost."""
+    try:
+        print(end="", flush=True)
+    except (OSError, ValueError):  # the reader of a pipe has gone, or the stream is closed
+        code = code or 120
+    ctypes.CDLL(None).fflush(None)  # output of libraries in C
+    os._exit(code)
