@@ -313,7 +313,7 @@ def main(args: Args) -> None:
         run.message("no eval_loss: the held-out rows have no completions")
     meter = run.meter
     reward_prompts = held_out if args.reward else []  # prompts whose completions have a reward
-    compare_with = DIVERGENCES[args.divergence] if args.estimator == "full" else None
+    compare_with = DIVERGENCES[args.divergence]
     if run.first_step == 0:
         first = evaluate_prompts(rollouts, 0, reward_prompts, rewards)
         run.log(0, first | evaluate(policy, teachers, held_samples, args, device))

@@ -38,10 +38,10 @@ from common.data.packing import pack_minibatches
 from common.data.sample import Completion, Group
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
-from common.model.distill import Comparison, OwnTeacher, Teacher, load_own_teacher
+from common.model.distill import Comparison, OwnTeacher, Teacher
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.logprobs import Logits
-from common.model.policy import load_policy, move_towards
+from common.model.policy import load_policy, load_reference, move_towards
 from common.model.scoring import with_logprobs
 from common.objectives.divergence import DIVERGENCES
 from common.parallel import distributed
@@ -193,22 +193,24 @@ def main(args: Args) -> None:
     fill = hint_filler(args.hint, args.hint_template, prompts.rows)
     make_prompt = partial(hinted_prompt, Encoder(tokenizer, args), column, fill)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    is_own, is_moving = args.teacher == "live", args.teacher == "ema"
     if args.dry_run:  # ends the process
-        is_own = args.teacher == "live"
         dry_run(args, path, tokenizer, prompts, held_out, rewards, [] if is_own else [path],
-                kind=OwnTeacher, moving=args.teacher == "ema", own_forwards=is_own)  # fmt: skip
+                kind=OwnTeacher, moving=is_moving, own_forwards=is_own)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device, kind=OwnTeacher)  # trained
-    teacher = load_own_teacher(policy, args, device)  # the policy, or frozen
+    teacher = policy
+    if not is_own:  # frozen; with adapters, the policy with other ones
+        teacher = load_reference(policy, args, device, kind=Teacher, moves=is_moving)
     optimizer = adamw(policy, args)
     rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
-              curves=CURVES, moving=teacher if args.teacher == "ema" else None)  # fmt: skip
+              curves=CURVES, moving=teacher if is_moving else None)  # fmt: skip
     run.models += [teacher] if type(teacher) is Teacher else []  # counts in speed/tflops
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
@@ -266,7 +268,7 @@ def main(args: Args) -> None:
                     if n < args.minibatches:  # in the first epoch
                         measure_mismatch(meter, comparison.logprobs_T.detach(), mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
-                if args.teacher == "ema":
+                if is_moving:
                     move_towards(teacher, policy, rate=0.05)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks

@@ -18,10 +18,10 @@ from common.data.encode import Encoder
 from common.data.packing import pack_minibatches
 from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.distill import OwnTeacher, compare, load_own_teacher
+from common.model.distill import OwnTeacher, Teacher, compare
 from common.model.hub import load_tokenizer
 from common.model.logprobs import Logits
-from common.model.policy import load_policy, move_towards
+from common.model.policy import load_policy, load_reference, move_towards
 from common.model.tiny import tiny_model
 from common.objectives.divergence import DIVERGENCES
 from common.rollout.hints import divide, hint_filler, hinted_prompt
@@ -265,7 +265,7 @@ def test_gradient_of_the_weights_equals_that_of_plain_forwards(device, policy, h
     """The no-grad forward of a live teacher changes nothing in the backward pass."""
     args = Args(hint="sibling", reward=("gsm8k",), dtype="float32", teacher=kind)
     made, hinted, halves = packed(device)
-    teacher = load_own_teacher(policy, args, device)
+    teacher = policy if kind == "live" else load_reference(policy, args, device, kind=Teacher)
     count = sum(own.weights_T.sum() for own, _ in halves)
     for own, copies in halves:
         logits = aligned(teacher.teach(copies), copies.weights_T > 0, own.weights_T > 0)
@@ -308,7 +308,7 @@ def test_teacher_with_adapters_is_the_policy_with_other_adapters(device, small):
     flags = dict(dtype="float32", lora_rank=2, hint="sibling", reward=("gsm8k",))
     args = Args(**flags)
     policy = load_policy(str(small[1]), args, device, kind=OwnTeacher)
-    teacher = load_own_teacher(policy, args, device)
+    teacher = load_reference(policy, args, device)
     (_, mb), *_ = packed(device)[2]
     first = policy.teach(mb).hidden_TD
     with torch.no_grad():

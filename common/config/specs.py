@@ -6,21 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config.flags import MAX_FLOAT, as_tuple
+from common.config.flags import MAX_FLOAT
 from common.parallel.process import first_line
 
 ADAPTER_CONFIG = "adapter_config.json"  # of the PEFT library
 # Its fields for adapters that compute something else than weight + lora_alpha / r B A.
 OTHER_ADAPTERS = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "fan_in_fan_out",
-    "layer_replication",
-    "lora_bias",
-    "rank_pattern",
-    "use_dora",
-    "use_rslora",
-)
+    "alora_invocation_tokens", "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias",
+    "rank_pattern", "use_dora", "use_rslora",
+)  # fmt: skip
 
 
 def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
@@ -95,8 +89,8 @@ def flags_of_adapter(folder: str) -> dict[str, Any]:
     an adapter that is not plain LoRA."""
     label = f"--adapter {folder}: {ADAPTER_CONFIG}"
     try:
-        text = (Path(folder).expanduser() / ADAPTER_CONFIG).read_text(encoding="utf-8")
-        config = json.loads(text)
+        file = Path(folder).expanduser() / ADAPTER_CONFIG
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{label}: {first_line(error)}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -110,5 +104,5 @@ def flags_of_adapter(folder: str) -> dict[str, Any]:
         unsupported.append("target_modules")
     for key in unsupported:
         raise ValueError(f"{label}: its {key} is {config[key]}, which is not supported")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    return dict(lora_rank=rank, lora_alpha=alpha, lora_targets=as_tuple(targets))
+    flags = dict(lora_rank="r", lora_alpha="lora_alpha", lora_targets="target_modules")
+    return {flag: config.get(key) for flag, key in flags.items()}

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
@@ -26,7 +26,6 @@ from common.data.sample import Group, Sample
 from common.model.hub import load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.loading import load_config
 from common.model.logprobs import Logits, logits_gradient
-from common.model.lora import StartingModel
 from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence, coarsen, reverse_kl
 from common.parallel import distributed
@@ -49,7 +48,7 @@ class Comparison(NamedTuple):
     """Statistics of a student and its teacher at each token: nats, float32 (or float64), [T]."""
 
     logprobs_T: Tensor  # log-prob of the target by the student, with gradient
-    divergence_T: Tensor | None  # with gradient; 0 without a divergence
+    divergence_T: Tensor | None  # with gradient
     entropy_T: Tensor  # entropy of the student
     reverse_kl_T: Tensor  # KL(student || teacher), coarsened like the divergence
     teacher_logprobs_T: Tensor  # log-prob of the target by the teacher, over the shared tokens
@@ -77,14 +76,17 @@ def most_likely(
 
 def compare(
     student: Logits, teacher: Logits | TopK, targets_T: Tensor, temperature: float = 1.0,
-    divergence: Divergence | None = None, top_k: int = 0,
+    divergence: Divergence = reverse_kl, top_k: int = 0,
 ) -> Comparison:  # fmt: skip
     """Compare a student with its teacher. A `top_k` above 0 coarsens both to the teacher's most
     likely tokens. All targets must be shared tokens."""
     if top_k and isinstance(teacher, Logits):
         vocabulary = min(len(student.head_VD), len(teacher.head_VD))
         teacher = most_likely(teacher, targets_T, temperature, vocabulary, top_k)
-    return Comparison._make(_Compare.apply(*student, teacher, targets_T, temperature, divergence))
+    is_live = isinstance(teacher, Logits)
+    chunks = student.chunks(extra=len(teacher.head_VD) if is_live else teacher.vocabulary)
+    settings = chunks, targets_T, temperature, divergence
+    return Comparison._make(_Compare.apply(*student, teacher, *settings))
 
 
 class _Compare(torch.autograd.Function):
@@ -93,30 +95,30 @@ class _Compare(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float,
-        softcap: float | None, teacher: Logits | TopK, targets_T: Tensor, temperature: float,
-        divergence: Divergence | None,
+        softcap: float | None, teacher: Logits | TopK, chunks: list[slice], targets_T: Tensor,
+        temperature: float, divergence: Divergence,
     ):  # fmt: skip
         student = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        chunks = []
-        for c in _chunks(student, teacher):
+        parts = []
+        for c in chunks:
             logits_CV, _ = student.chunk(c, temperature)
-            chunks.append(_statistics(logits_CV, teacher, c, targets_T[c], temperature, divergence))
-        out = tuple(map(torch.cat, zip(*chunks, strict=True)))
+            parts.append(_statistics(logits_CV, teacher, c, targets_T[c], temperature, divergence))
+        out = tuple(map(torch.cat, zip(*parts, strict=True)))
         # The teacher's head is large, so its tensors are saved: the backward pass frees saved
         # tensors, not attributes.
         tensors, ctx.teacher = (), teacher
         if isinstance(teacher, Logits):
             tensors, ctx.teacher = teacher[:3], teacher[3:]
         ctx.save_for_backward(targets_T, hidden_TD, head_VD, bias_V, *tensors)
-        ctx.settings = scale, softcap, temperature, divergence
+        ctx.settings = scale, softcap, chunks, temperature, divergence
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out[1 if divergence is None else 2 :])
+        ctx.mark_non_differentiable(*out[2:])
         return out
 
     @staticmethod
     def backward(ctx, by_logprob_T: Tensor | None, by_divergence_T: Tensor | None, *_):
         targets_T, hidden_TD, head_VD, bias_V, *tensors = ctx.saved_tensors
-        scale, softcap, temperature, divergence = ctx.settings
+        scale, softcap, chunks, temperature, divergence = ctx.settings
         student = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
         teacher = Logits(*tensors, *ctx.teacher) if tensors else ctx.teacher
 
@@ -132,13 +134,8 @@ class _Compare(torch.autograd.Function):
                 weights.append(by_divergence_T[c])
             return torch.autograd.grad(values, logits_CV, weights)[0]
 
-        chunks, is_trained = _chunks(student, teacher), ctx.needs_input_grad[1]
-        return *logits_gradient(student, temperature, chunks, is_trained, of_chunk), *[None] * 6
-
-
-def _chunks(student: Logits, teacher: Logits | TopK) -> list[slice]:
-    is_live = isinstance(teacher, Logits)
-    return student.chunks(extra=len(teacher.head_VD) if is_live else teacher.vocabulary)
+        is_trained = ctx.needs_input_grad[1]
+        return *logits_gradient(student, temperature, chunks, is_trained, of_chunk), *[None] * 7
 
 
 def _logprobs(
@@ -157,14 +154,12 @@ def _logprobs(
 
 def _statistics(
     logits_CV: Tensor, teacher: Logits | TopK, c: slice, targets_C: Tensor, temperature: float,
-    divergence: Divergence | None,
+    divergence: Divergence,
 ) -> Comparison:  # fmt: skip
     """Return the comparison of a chunk, without gradients."""
     logp_CV, logp_CS, logq_CS = _logprobs(logits_CV, teacher, c, temperature)
     reverse_C = reverse_kl(logp_CS, logq_CS)
-    divergence_C = torch.zeros_like(reverse_C)
-    if divergence is not None:
-        divergence_C = divergence(logp_CS, logq_CS)
+    divergence_C = reverse_C if divergence is reverse_kl else divergence(logp_CS, logq_CS)
     if isinstance(teacher, TopK):
         shared, likely_C = teacher.vocabulary, teacher.tokens_TK[c, 0]
         mass_C = logq_CS[:, : teacher.tokens_TK.shape[1]].exp().sum(-1)
@@ -200,7 +195,7 @@ class Student(Policy):
     distils = True
 
     def distill(
-        self, mb: PackedBatch, teacher: Logits | TopK | Any, divergence: Divergence | None = None,
+        self, mb: PackedBatch, teacher: Logits | TopK | Any, divergence: Divergence = reverse_kl,
         top_k: int = 0, temperature: float = 1.0,
     ) -> Comparison:  # fmt: skip
         """Return statistics of this student and its `teacher`, the result of the teacher's `teach`:
@@ -242,19 +237,6 @@ class OwnTeacher(Student, Teacher):
     """Policy that learns from itself."""
 
     forward_methods = Student.forward_methods + Teacher.forward_methods
-
-
-def load_own_teacher(policy: OwnTeacher, args: TrainArgs, device: torch.device) -> nn.Module:
-    """Return the model of `--teacher` of self_distill.py: the policy, or a frozen copy, in float32
-    if it is to move. With adapters a copy is the policy with other adapters. Collective."""
-    if args.teacher == "live":
-        return policy
-    if args.lora_rank:
-        return StartingModel(policy)
-    moves = args.teacher == "ema"
-    return load_policy(
-        policy.path, args, device, trainable=False, flag="--teacher", kind=Teacher, moves=moves
-    )
 
 
 # ---- the teachers of a run ----

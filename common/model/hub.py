@@ -1,11 +1,9 @@
 """A model by its name: its local folder, its tokenizer, the tokens that end its completions, and
 its maximum length."""
 
-import contextlib
 import json
 import os
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from common.model.loading import (
     load_config,
     method_of_quantization,
     model_class,
+    named_errors,
     require_unchanged,
 )
 from common.model.tiny import tiny_model
@@ -28,15 +27,6 @@ from common.parallel import distributed
 
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 GENERATION_CONFIG = "generation_config.json"
-
-
-@contextlib.contextmanager
-def library_errors(label: str) -> Iterator[None]:
-    """Turn any error of a library about a model's files into a ValueError of one line."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{label}: {textwrap.shorten(str(error), 300)}") from error
 
 
 # ---- the folder ----
@@ -84,7 +74,7 @@ def _from_hub(model: str, label: str, weights: bool) -> Path:
         raise ValueError(f"{label}: no such folder")
 
     def download() -> Path:
-        with library_errors(f"{label}: no such folder, and not on the hub"):
+        with named_errors(f"{label}: no such folder, and not on the hub", Exception):
             options = dict(revision=revision or None, allow_patterns=BESIDE_WEIGHTS)
             folder = Path(snapshot_download(repo_id, **options))
             if weights:  # of the same commit, which is the folder's name
@@ -108,12 +98,12 @@ def _require_model(folder: Path, label: str, weights: bool) -> None:
             one = f"name one of them, such as {checkpoints[0]}"
             raise ValueError(f"{label}: a folder of checkpoints; {one}")
     needed = ["config.json", "tokenizer_config.json"]
-    with library_errors(f"{label}: {INDEX}"):
+    with named_errors(f"{label}: {INDEX}", Exception):
         needed += [file.name for file in files_of(folder)] if weights else []
     for name in needed:
         if not (folder / name).is_file():
             raise ValueError(f"{label}: the folder has no {name}")
-    with library_errors(f"{label}: config.json"):
+    with named_errors(f"{label}: config.json", Exception):
         config = load_config(folder)
     if type(config) not in model_class(config)._model_mapping:
         problem = f"{config.model_type} is not a causal language model"
@@ -131,7 +121,7 @@ def fields_of(path: str, name: str) -> dict:
     file = Path(path) / name
     if not file.is_file():
         return {}
-    with library_errors(f"{file}: no JSON object"):
+    with named_errors(f"{file}: no JSON object", Exception):
         return {**json.loads(file.read_text(encoding="utf-8"))}
 
 
@@ -151,7 +141,7 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
     from transformers import PreTrainedTokenizerFast
 
     label = f"{flag} {path}"
-    with library_errors(f"{label}: the tokenizer cannot be loaded"):
+    with named_errors(f"{label}: the tokenizer cannot be loaded", Exception):
         # Not AutoTokenizer: for some model types, such as qwen2, transformers 5 chooses a class
         # with other ids than those of tokenizer.json.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)

@@ -161,16 +161,17 @@ def load_policy(
 
 
 def load_reference(
-    policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None
-) -> nn.Module:
+    policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None,
+    kind: type[Policy] = Policy, moves: bool = False,
+) -> nn.Module:  # fmt: skip
     """Load the frozen model of `--reference_model` from `path`, by default the model that the
     policy starts from. With adapters the default is the policy with its present adapters: call
     before a checkpoint is loaded."""
     if path is not None:
         return load_policy(path, args, device, trainable=False, flag="--reference_model")
-    if not args.lora_rank:
-        return load_policy(policy.path, args, device, trainable=False)
-    return StartingModel(policy)
+    if args.lora_rank:
+        return StartingModel(policy)
+    return load_policy(policy.path, args, device, trainable=False, kind=kind, moves=moves)
 
 
 @torch.no_grad()

@@ -180,7 +180,7 @@ def test_log_probs_of_completions_are_those_of_a_plain_forward(device, folder):
     teacher, meter = foreign(folder, device, temperature=0.7), Meter()
     mb = packed(teacher.read([[], *groups], meter)[1:], device)
     student = load_policy(tiny_model(), distill.Args(dtype="float32"), device, kind=Student)
-    x = student.distill(mb, teacher.teach(mb), None, 0, 0.7)
+    x = student.distill(mb, teacher.teach(mb), temperature=0.7)
     plain_T = student(mb, temperature=0.7).logprobs_T
     torch.testing.assert_close(x.logprobs_T, plain_T)
     sums = mb.sequence_sums(x.teacher_logprobs_T - x.logprobs_T.detach())
