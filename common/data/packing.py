@@ -26,8 +26,8 @@ from torch import Tensor
 from common.data.compact import compact_tokens
 from common.data.sample import Sample
 from common.data.tokens import Tokens, TokenSequence, joined, padding, sequence_of
-from common.parallel import distributed
-from common.parallel.context import context_group, context_group_size
+from common.parallel import context, distributed
+from common.parallel.context import context_group_size
 from common.parallel.placement import GroupShape, place
 
 
@@ -251,7 +251,7 @@ def _pack(
         mb.sent = sent
         computed = [*chain(*here)]
         if R > 1 or any(sequence.shared for sequence in computed):
-            mb.compact = compact_tokens(here, streams, device, context_group())
+            mb.compact = compact_tokens(here, streams, device, context.group)
         if any(sequence.images for sequence in computed):
             mb.model_tokens.with_images = computed
             if packs:

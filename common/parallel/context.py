@@ -17,27 +17,19 @@ from torch.distributed import _functional_collectives as collectives
 
 from common.parallel.distributed import NCCL_TIMEOUT
 
-# The group of this rank; None: every rank runs its packs alone.
-_context_group: dist.ProcessGroup | None = None
+group: dist.ProcessGroup | None = None  # of this rank; None: every rank runs its packs alone
 
 
 def setup_context_groups(context_ranks: int) -> None:
     """Make a context group of every `context_ranks` neighbours. The first call is collective, later
     ones do nothing."""
-    global _context_group
-    if context_ranks > 1 and _context_group is None:
-        for first in range(0, dist.get_world_size(), context_ranks):  # every rank makes all groups
-            ranks = range(first, first + context_ranks)
-            group = dist.new_group(list(ranks), timeout=NCCL_TIMEOUT)
-            _context_group = group if dist.get_rank() in ranks else _context_group
+    global group
+    if context_ranks > 1 and group is None:
+        group, _ = dist.new_subgroups(context_ranks, timeout=NCCL_TIMEOUT)
 
 
 def context_group_size() -> int:
-    return 1 if _context_group is None else dist.get_world_size(_context_group)
-
-
-def context_group() -> dist.ProcessGroup | None:
-    return _context_group
+    return 1 if group is None else dist.get_world_size(group)
 
 
 def exchange(attention: Callable) -> Callable:

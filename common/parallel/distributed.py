@@ -225,8 +225,7 @@ def gather_rows(x_P: Tensor, positions: Sequence[int]) -> Tensor:
 
 
 def share_of(items: Sequence) -> Sequence:
-    """Return this rank's share of `items`, which are the same on all ranks: every
-    `world_size()`-th."""
+    """Return this rank's share of `items`: every `world_size()`-th."""
     return items[rank() :: world_size()]
 
 

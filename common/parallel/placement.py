@@ -104,7 +104,11 @@ def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
     room: list[tuple[int, int]] = []  # sorted: (space left, bin)
     for key in sorted(groups, key=lambda key: (-sizes[key], key)):
         if sizes[key] > max_tokens:
-            raise ValueError(_too_large(groups[key], max_tokens))
+            count, R = len(groups[key].lengths), context_group_size()
+            what = "a sequence has" if count == 1 else f"{count} sequences to keep together take"
+            flags = f"--pack_tokens {max_tokens // R}" + f" x --context_ranks {R}" * (R > 1)
+            advice = "raise --pack_tokens or --context_ranks"
+            raise ValueError(f"{flags}: {what} {sizes[key]} tokens; {advice}")
         at = bisect.bisect_left(room, (sizes[key], -1))
         if at == len(room):  # a new bin
             room.append((max_tokens, len(bins)))
@@ -125,10 +129,3 @@ def longest_first(costs: dict[Key, float], num_bins: int) -> list[list[Key]]:
         bins[i].append(key)
         heapq.heapreplace(loads, (load + costs[key], i))
     return bins
-
-
-def _too_large(group: GroupShape, max_tokens: int) -> str:
-    count, R = len(group.lengths), context_group_size()
-    what = "a sequence has" if count == 1 else f"{count} sequences to keep together take"
-    flags = f"--pack_tokens {max_tokens // R}" + f" x --context_ranks {R}" * (R > 1)
-    return f"{flags}: {what} {group.size} tokens; raise --pack_tokens or --context_ranks"

@@ -58,13 +58,13 @@ for world, rank in ((world, rank) for world in steps for rank in (0, 1, world - 
         ids = torch.arange(16) % 30
         others = dict(loss_mask_T=ids.bool(), index_N=ids[:0])
         mb = PackedBatch(ids, ids, ids, [16 * args.context_ranks], **others)
-        mb.context_group = context._context_group
+        mb.context_group = context.group
         with Recorder():
             policy(mb)[0].sum().backward()
     steps[world].append(seen)
     dist.destroy_process_group()
     mesh.shard_mesh.cache_clear()
-    context._context_group = None
+    context.group = None
 print(json.dumps(steps))
 """
 
