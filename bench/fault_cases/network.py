@@ -11,7 +11,8 @@ from helpers import Ranks, alive, kill, logged
 
 from bench.fault_cases.case import HERE, Case, Setting, Skip, differs, reference
 
-SETTING = Setting("sft", ranks=2, flags=(("epochs", 100), ("eval_every", 4)), steps=8)
+FLAGS = (("epochs", 100), ("eval_every", 4), ("shard_ranks", 2))  # as on one machine
+SETTING = Setting("sft", ranks=2, flags=FLAGS, steps=8)
 WITHIN = 10  # seconds in which a machine must notice the death of the other one
 NEVER = 90  # seconds after which a machine that is cut off counts as waiting for ever
 ADDRESS = "10.213.{}.{}"
