@@ -47,10 +47,6 @@ def resolve_model(
         with extra("architectures", f"--rope_factor {rope_factor:g}"):
             from extras.architectures.rope import scaled_folder
         return scaled_folder(resolve_model(model, flag, weights), rope_factor)
-    if model == "tiny-images":
-        with extra("images", "--model tiny-images"):
-            from extras.images.tiny_images import tiny_images
-        return tiny_images()
     if model in BUILT_IN_MODELS:
         return tiny_model(model)
     label = f"{flag} {model}"

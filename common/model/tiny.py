@@ -1,13 +1,21 @@
-"""Built-in models: Qwen3s of a million parameters with a token for each character. `tiny` has
+"""Built-in models of a million parameters with a token for each character. `tiny` is a Qwen3 with
 random weights. `tiny-sft` is `tiny` after sft.py on the task `arithmetic`, of which it solves 0.4:
-a start for RL.
+a start for RL. `tiny-images` is an Idefics3 with random weights, for which a picture is 16 tokens,
+one for each cell of the task `squares`; it lies with its extra.
 
 They need no download, train in seconds on a CPU core, and use the same code as a large checkpoint.
 The built-in tasks (common/data/tasks.py) are data for them. tools/make_tiny.py makes them."""
 
 from pathlib import Path
 
+from common.config.extra import has_extra
+
+BUILT_IN = Path(__file__).with_name("built_in")
+TINY_IMAGES = Path(__file__).parents[2] / "extras" / "images" / "tiny-images"
+
 
 def tiny_model(name: str = "tiny") -> str:
-    """Return the folder of `tiny` or `tiny-sft`."""
-    return str(Path(__file__).parent / "built_in" / name)
+    """Return the folder of a built-in model. Raises `ValueError` for one whose extra is deleted."""
+    if name == "tiny-images" and not has_extra("images"):
+        raise ValueError(f"--model {name} needs extras/images, which is not here")
+    return str(TINY_IMAGES if name == "tiny-images" else BUILT_IN / name)

@@ -77,10 +77,10 @@ def show(folder: Path, path: str) -> None:
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+    from common.model.tiny import TINY_IMAGES
     from extras.images.reader import reader
-    from extras.images.tiny_images import tiny_images
 
-    path = tiny_images() if path == "tiny-images" else path
+    path = str(TINY_IMAGES) if path == "tiny-images" else path
     row = json.loads((folder / "test.jsonl").read_text().splitlines()[0])
     picture = Image.open(folder / row["images"][0])
     read = reader(path, None)

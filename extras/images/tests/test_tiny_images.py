@@ -8,23 +8,23 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from common.data.tasks import squares_rows
+from common.model.tiny import TINY_IMAGES
 from extras.images.reader import reader
-from extras.images.tiny_images import tiny_images
 from tools import make_tiny
 
 
 def test_tool_makes_the_folder(tmp_path):
     with torch.random.fork_rng():
         make_tiny.write("tiny-images", tmp_path)
-    files = {file.name for file in Path(tiny_images()).iterdir()}
+    files = {file.name for file in Path(TINY_IMAGES).iterdir()}
     assert files == {file.name for file in tmp_path.iterdir()}
-    stored, made = (load_file(Path(x, "model.safetensors")) for x in (tiny_images(), tmp_path))
+    stored, made = (load_file(Path(x, "model.safetensors")) for x in (TINY_IMAGES, tmp_path))
     assert made.keys() == stored.keys()
     assert all(torch.allclose(made[name], x, atol=1e-6) for name, x in stored.items())
 
 
 def test_a_cell_is_a_token():
-    folder = tiny_images()
+    folder = TINY_IMAGES
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert 1e6 < model.num_parameters() < 1.5e6
     found = reader(folder, None)
@@ -38,7 +38,7 @@ def test_a_cell_is_a_token():
 
 
 def test_chat_template_takes_parts_and_texts():
-    tokenizer = AutoTokenizer.from_pretrained(tiny_images())
+    tokenizer = AutoTokenizer.from_pretrained(TINY_IMAGES)
     parts = [dict(type="image"), dict(type="text", text="How many?")]
     shown = tokenizer.apply_chat_template([dict(role="user", content=parts)], tokenize=False)
     assert shown == "<|turn|>user\n<image>How many?<|end_of_turn|>\n"
