@@ -31,13 +31,16 @@ def load_config(path: str | Path):
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
+def has_images(config) -> bool:
+    """Return whether a folder has a model of images and text, not a language model alone."""
+    return "text_config" in config.sub_configs
+
+
 def model_class(config):
-    """Return transformers' class of all that a folder holds: a causal language model, or a model of
-    images and text."""
+    """Return transformers' class of all that a folder holds."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    has_images = "text_config" in config.sub_configs
-    return AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    return AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM
 
 
 def method_of_quantization(config) -> str | None:

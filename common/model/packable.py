@@ -10,6 +10,7 @@ from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 from common.model.flops import num_delta_nets
 from common.model.loading import (
+    has_images,
     load_config,
     method_of_quantization,
     model_class,
@@ -72,7 +73,7 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
     """Return the model without memory: weights of `dtype`, float32 buffers. Raises `ValueError` if
     its language model cannot take the packed attention."""
     attention: str | dict[str, str] = "packed"
-    if "text_config" in config.sub_configs:
+    if has_images(config):
         attention = dict.fromkeys(config.sub_configs, "sdpa") | dict(text_config="packed")
     options = dict(attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
     no_model = (AssertionError, ArithmeticError, AttributeError, RuntimeError, TypeError)

@@ -19,6 +19,7 @@ from common.model.flops import num_delta_nets
 from common.model.hub import context_length
 from common.model.loading import (
     file_weights,
+    has_images,
     hub_weights,
     load_config,
     method_of_quantization,
@@ -65,7 +66,7 @@ def text_config(config):
     """Return the config of the language model alone in that of a folder, as floats."""
     if method_of_quantization(config) is not None:
         del config.quantization_config
-    if "text_config" not in config.sub_configs:
+    if not has_images(config):
         return config
     text = config.get_text_config()
     if text.model_type in SAME_ON_TEXT:
@@ -126,13 +127,12 @@ class VLLMEngine(Engine):
         from transformers import MODEL_MAPPING
 
         stored = load_config(path)
-        has_images = "text_config" in stored.sub_configs
-        is_part = has_images or method_of_quantization(stored) is not None
+        is_part = has_images(stored) or method_of_quantization(stored) is not None
         config = text_config(load_config(path))
         # What vLLM loads: the model of a folder, or its language model alone, under another name.
         with torch.device("meta"):
             whole = model_class(stored).from_config(stored)
-            alone = has_images and self.images is None
+            alone = has_images(stored) and self.images is None
             self.model = model_class(config).from_config(config) if alone else whole
         self.prefixes = tuple(
             next(f"{name}." for name, part in hf.named_modules() if part is hf.get_decoder())

@@ -18,6 +18,7 @@ from bench.models import ARGS, checkpoint, rows
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
+from common.model.loading import whole
 from common.model.policy import load_policy, load_scalar_model
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
@@ -57,10 +58,6 @@ def model_type(request) -> str:
 @pytest.fixture(scope="module")
 def path(model_type, tmp_path_factory) -> str:
     return checkpoint(model_type, tmp_path_factory.mktemp(model_type))
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def same(one: dict, other: dict) -> bool:

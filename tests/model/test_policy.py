@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
+from common.model.loading import whole
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 
@@ -114,10 +115,6 @@ def separate(model, sample: Sample, temperature: float):
     logp, targets = logits.log_softmax(-1), torch.tensor(sample.ids[1:])
     logprobs = logp.gather(-1, targets[:, None])[:, 0]
     return logprobs, -(logp.exp() * logp).sum(-1), logits.argmax(-1) == targets
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # ---- the packed forward ----

@@ -9,6 +9,7 @@ import torch
 from common.config.groups import TrainArgs
 from common.data.packing import pack
 from common.data.sample import Sample
+from common.model.loading import whole
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
@@ -53,10 +54,6 @@ def test_warmup_may_be_longer_than_the_run():
 
 
 # ---- the step ----
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from bench.models import ARCHITECTURES, ARGS, SIZES
 from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.flops import forward_flops
+from common.model.loading import whole
 from common.model.policy import load_policy
 from extras.architectures.delta_net import CONVOLUTION, ONE_TOKEN, RECURRENCE, keep_sequences_apart
 
@@ -52,10 +53,6 @@ def samples(lengths=LENGTHS) -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
     ids = [torch.randint(3, 384, (n,), generator=generator).tolist() for n in lengths]
     return [Sample(i, [True] * len(i)) for i in ids]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def numbers(policy, packs: list[list[Sample]], device) -> tuple[dict, dict[str, Tensor]]:

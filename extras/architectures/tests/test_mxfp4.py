@@ -17,7 +17,7 @@ from bench.models import ARGS, WINDOW, against_transformers, checkpoint, rows
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer
-from common.model.loading import file_weights
+from common.model.loading import file_weights, whole
 from common.model.policy import load_policy
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
@@ -71,10 +71,6 @@ def dequantized(path: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
     )
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def test_weights_are_those_of_transformers(path, device):

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from helpers import metrics, run
+from model.test_images_and_text import STEPS, checkpoint, logits, logprobs, opens_whole, rows
 from model.test_policy import hf_model, samples, separate, small, write_checkpoint
-from model.test_text_part import STEPS, checkpoint, logits, logprobs, opens_whole, rows
 from transformers import AutoConfig
 
 from common.config.groups import TrainArgs

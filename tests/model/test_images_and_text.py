@@ -1,5 +1,6 @@
-"""Checkpoints of images and text: the language model is trained, all other parts stay. tests of
-families compare the numbers with transformers' own class; this file tests files, names and runs."""
+"""Checkpoints of images and text: the language model is trained, all other parts stay.
+test_coverage.py compares the numbers with transformers' own class; this file tests files, names and
+runs."""
 
 import json
 import re
@@ -29,7 +30,7 @@ from bench.models import ARCHITECTURES, ARGS, checkpoint, rows
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
-from common.model.loading import file_weights, open_model
+from common.model.loading import file_weights, open_model, whole
 from common.model.policy import load_policy, load_scalar_model
 from common.train.checkpoint import export_hf
 
@@ -55,10 +56,6 @@ def path(family, tmp_path_factory) -> str:
 
 def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_of_text(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""tests/model/test_text_part.py, for families with gated delta nets."""
+"""tests/model/test_images_and_text.py, for families with gated delta nets."""
 # ruff: noqa: F401, F811 (tests and fixtures)
 
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import run, stored
-from model.test_text_part import (
+from model.test_images_and_text import (
     STEPS,
     exported,
     opens_whole,
