@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
-from common.rewards.processes import Pool
+from common.rewards.old_processes import Pool
 from common.rewards.registry import BY_LENGTH, load_reward, require_usable_rows, reward_of_row
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts

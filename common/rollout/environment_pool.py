@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.rewards import processes
-from common.rewards.processes import ForkServer, Process
+from common.rewards import old_processes as processes
+from common.rewards.old_processes import ForkServer, Process
 from common.rewards.result import Result
 from common.rewards.worker import one_line
 from common.rollout.environments import ENVIRONMENTS, Environment, Message, load_environment

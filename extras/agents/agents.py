@@ -23,7 +23,7 @@ from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import context_length
 from common.parallel import distributed
-from common.rewards.processes import ForkServer, Process
+from common.rewards.old_processes import ForkServer, Process
 from common.rewards.result import Result
 from common.rewards.thoughts import TAIL
 from common.rewards.total import read

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.parallel import distributed
-from common.rewards import processes
-from common.rewards.processes import ForkServer, Process
+from common.rewards import old_processes as processes
+from common.rewards.old_processes import ForkServer, Process
 from common.rewards.thoughts import TAIL, before_last_turn
 from common.rollout.engine import Engine, Request
 from common.rollout.environment_pool import GRACE, allow_files

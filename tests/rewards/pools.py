@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE, Clock, descendants
 
-from common.rewards import processes as module
-from common.rewards.processes import Pool, Result
+from common.rewards import old_processes as module
+from common.rewards.old_processes import Pool, Result
 
 USER_FILE = Path(__file__).with_name("user_functions.py")
 DO, WAIT = f"{USER_FILE}:do", f"{USER_FILE}:wait"

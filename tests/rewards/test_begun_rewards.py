@@ -13,7 +13,7 @@ from helpers import PATIENCE, ROOT, alive, descendants, until
 from in_process import Args
 
 from common.metrics.meter import Meter
-from common.rewards.processes import Pool
+from common.rewards.old_processes import Pool
 from common.rewards.total import Rewards
 from tests.rewards.pools import StillClock
 from tests.rewards.test_total import ROW, groups, make, user_file

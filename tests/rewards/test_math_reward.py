@@ -169,7 +169,7 @@ def test_errors_name_the_row_and_nothing_is_printed(capfd):
 def test_only_worker_processes_import_the_library():
     modules = "{'torch', 'sympy', 'math_verify'}"
     code = (
-        "import sys, common.rewards.math_reward, common.rewards.processes; "
+        "import sys, common.rewards.math_reward, common.rewards.old_processes; "
         f"print({modules} & sys.modules.keys())"
     )
     done = subprocess.run(

@@ -11,9 +11,9 @@ import threading
 import pytest
 from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
 
-from common.rewards import processes as module
-from common.rewards.processes import Pool, Process
-from common.rewards.worker import LOADED
+from common.rewards import old_processes as module
+from common.rewards.old_processes import Pool, Process
+from common.rewards.old_worker import LOADED
 from tests.rewards.pools import DO, WAIT, StillClock, errors, opened, watched
 
 pytestmark = pytest.mark.slow  # processes
@@ -339,7 +339,7 @@ def test_processes_end_after_their_parent_is_killed(tmp_path):
     code = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from common.rewards.processes import Pool
+from common.rewards.old_processes import Pool
 pool = Pool({DO!r}, 4, 9999.0)
 pool.map([("value", i) for i in range(100)])
 if os.fork() == 0: time.sleep(9999)

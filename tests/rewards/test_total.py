@@ -15,7 +15,7 @@ from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
 from common.model.scoring import score
 from common.parallel.distributed import RunError
-from common.rewards.processes import Pool
+from common.rewards.old_processes import Pool
 from common.rewards.registry import BUILT_IN, load_reward
 from common.rewards.result import Result
 from common.rewards.total import Rewards

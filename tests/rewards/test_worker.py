@@ -13,9 +13,9 @@ import threading
 import pytest
 from helpers import PATIENCE
 
-from common.rewards import worker
+from common.rewards import old_worker as worker
+from common.rewards.old_worker import limit_memory, load, one_line
 from common.rewards.result import Result
-from common.rewards.worker import limit_memory, load, one_line
 from tests.rewards.pools import DO, USER_FILE, WAIT, errors, opened, watched
 
 REFUSE = f"{USER_FILE}:refuse_async"

@@ -207,6 +207,8 @@ async def wait(seconds=0.0, how="sleep", what=None):
             time.sleep(9999)
         if how == "spawn":
             return spawn()
+        if how == "stop":
+            asyncio.get_running_loop().stop()
         if how == "own":
             raise TimeoutError("from a server")
         if how == "exit":

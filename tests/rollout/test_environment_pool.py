@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE, PIPE, ROOT, Clock, alive, descendants, kill, open_files, until
 
-from common.rewards import processes
+from common.rewards import old_processes as processes
 from common.rollout import environment_pool, environments
 from common.rollout.environment_pool import Answer, Environments
 

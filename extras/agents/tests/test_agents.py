@@ -19,7 +19,7 @@ from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-from common.rewards import processes
+from common.rewards import old_processes as processes
 from common.rewards.total import Rewards
 from common.rewards.user_code import load_agent
 from common.rollout.episode import PromptRequest

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 from helpers import PATIENCE, ROOT
 
-from common.rewards.processes import ForkServer, Process, wait
+from common.rewards.old_processes import ForkServer, Process, wait
 from extras.tools.mcp_tools import Server, mcp_source
 from extras.tools.sources import ToolError
 
