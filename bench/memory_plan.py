@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
 from common.model import distill, logprobs
-from common.model.memory import GIB, Plan, predict
+from common.model.memory import GIB, num_weights, training_peak
 from common.model.policy import Policy, shard
 from common.objectives.divergence import reverse_kl
 
@@ -90,15 +90,17 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
-def measured(policy: Policy, teacher: Policy | None, plan: Plan, splits: bool) -> float:
+def measured(
+    policy: Policy, teacher: Policy | None, tokens: int, ranks: int, recompute: bool, splits: bool
+) -> float:  # fmt: skip
     """Return the bytes at the peak of forward and backward of one micro-batch, without Adam's
     moments. `splits`: whether all ranks share the pack, as with `--context_ranks`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-    args = TrainArgs(dtype="bfloat16", shard_ranks=plan.ranks)
+    args = TrainArgs(dtype="bfloat16", shard_ranks=ranks)
     device = torch.device("cpu")
-    if plan.recompute:
+    if recompute:
         options = dict(use_reentrant=False)
         policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     shard(policy.train(), policy.hf.get_decoder().layers, args, device, reshard_root=False)
@@ -106,7 +108,7 @@ def measured(policy: Policy, teacher: Policy | None, plan: Plan, splits: bool) -
         shard(teacher, teacher.hf.get_decoder().layers, args, device, reshard_root=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy.to_empty(device=device)
-        ids = torch.zeros(plan.pack_tokens, dtype=torch.int64)
+        ids = torch.zeros(tokens, dtype=torch.int64)
         where = dict(loss_mask_T=ids.bool(), index_N=ids[:0])
         mb = PackedBatch(ids, ids, ids, [len(ids)], **where)
         mb.context_group = torch.distributed.group.WORLD if splits else None
@@ -140,15 +142,17 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
             config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
         distils = name == "distilled"
         for recompute in (True, False):
-            plan = Plan(ranks, tokens, recompute)
             policy = meta_model(config, Student if distils else Policy)
             teacher = meta_model(config, Teacher, torch.bfloat16) if distils else None
-            models = [policy, teacher.requires_grad_(False)] if distils else [policy]
-            parts = predict(models, plan)
-            ours = sum(parts.values()) - parts["Adam"]
-            theirs = measured(policy, teacher, plan, splits=name == "context")
+            parts = {"weights and gradients": 8 * num_weights(policy) / ranks}
+            if teacher is not None:
+                parts["teacher"] = 2 * num_weights(teacher.requires_grad_(False)) / ranks
+            parts |= training_peak(policy, ranks, tokens, recompute)
+            ours = sum(parts.values())
+            splits = name == "context"
+            theirs = measured(policy, teacher, tokens, ranks, recompute, splits)
             worst = max(worst, abs(ours / theirs - 1))
-            listed = [f"{part} {size / GIB:.2f}" for part, size in parts.items() if part != "Adam"]
+            listed = [f"{part} {size / GIB:.2f}" for part, size in parts.items()]
             mode = "recomputed" if recompute else "kept"
             print(
                 f"{name}, {config.num_hidden_layers} layers, {ranks} ranks, {tokens} tokens, "

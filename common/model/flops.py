@@ -86,11 +86,6 @@ def peak_memory() -> dict[str, float]:
     return peaks
 
 
-def capacity_of(device: torch.device) -> int | None:
-    """Return the bytes of a GPU; None for a CPU, whose memory other programs share."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the device's peak FLOP/s in this dtype; None if unknown."""
     if device.type != "cuda" or dtype.itemsize != 2:

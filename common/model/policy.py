@@ -15,11 +15,10 @@ from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch
 from common.data.tokens import Tokens
 from common.model.attention import packed_inputs
-from common.model.flops import capacity_of, forward_flops, matrix_weights, num_delta_nets
+from common.model.flops import forward_flops, matrix_weights, num_delta_nets
 from common.model.loading import base_dtype, draw_head, read_weights, rules_of, towers_of
 from common.model.logprobs import Logits, TokenStats, logits_of, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters, read_adapter
-from common.model.memory import require_memory
 from common.model.packable import (
     check_packing,
     classifier_on_meta,
@@ -149,7 +148,7 @@ def load_policy(
     The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives
     a frozen reference in the compute dtype, or in float32 if it `moves` (`move_towards`). Dropout
     is off. On device meta the model is neither sharded nor filled. `flag` stands in errors; `kind`
-    is the class of the result. Raises `ValueError` for a model that is not exact or too large."""
+    is the class of the result. Raises `ValueError` for a model that is not exact."""
     label = f"{flag} {path}"
     dtype = master_dtype(args, device, trainable or moves)
     model = kind(model_on_meta(path, label, dtype), path)
@@ -203,8 +202,7 @@ def load(
     model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool
 ) -> PackedModel:
     """Shard a model on meta, read its weights, and test its packed forward. Raises `ValueError` for
-    an unsupported architecture, for adapters or weights that do not fit the model, and for a model
-    that does not fit on the GPU."""
+    an unsupported architecture, and for adapters or weights that do not fit the model."""
     # ---- what is trained and recomputed ----
     hf = model.hf.requires_grad_(trainable)
     towers = towers_of(hf)
@@ -238,8 +236,6 @@ def load(
     # images would not meet the others in a collective.
     units = [*hf.get_decoder().layers, *(towers if model.images is None else ())]
     shard(model, units, args, device, reshard_root=not trainable)
-    if isinstance(args, TrainArgs) and capacity_of(device):
-        require_memory(model, label, args)
     home = torch.device("cpu") if offloads_all(args) else device
     # Only parameters may stay on the host: FSDP gathers them on the device.
     lacks_head = read_weights(hf, model.path, label, rules, home, device)

@@ -122,8 +122,8 @@ def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: o
 
 def explain(error: BaseException, rank: int) -> tuple[int, str]:
     """Return the exit code and the text for an uncaught exception: one line for bad input, which is
-    a ValueError raised by the project, for a RunError, and for errors of the disk and of lost
-    ranks. Anything else is a bug and keeps its traceback."""
+    a ValueError raised by the project, for a RunError, and for a full GPU, errors of the disk and
+    lost ranks. Anything else is a bug and keeps its traceback."""
     line = " ".join(str(error).splitlines())  # file names may have line breaks
     if isinstance(error, ValueError):
         file = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
@@ -131,6 +131,9 @@ def explain(error: BaseException, rank: int) -> tuple[int, str]:
             return 2, f"error: {line}"
     if isinstance(error, RunError):
         return 1, f"error: {line}"
+    if type(error).__name__ == "OutOfMemoryError":  # of CUDA, by torch
+        advice = "lower --pack_tokens, or see --dry_run for what fits"
+        return 1, f"error: rank {rank}: {line.partition('. GPU')[0]}; {advice}"
     stacks = "".join(traceback.format_exception(error)).rstrip()
     # Anywhere in the text: libraries raise other errors while they handle the disk's.
     if problem := DISK_ERROR.search(stacks):

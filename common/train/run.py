@@ -25,7 +25,7 @@ from common.data.order import epochs_of
 from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
-from common.model.flops import capacity_of, peak_flops, peak_memory
+from common.model.flops import peak_flops, peak_memory
 from common.model.memory import keep_activations_that_fit
 from common.model.policy import PackedModel, Policy
 from common.parallel import distributed, process
@@ -85,7 +85,7 @@ class Run:
             self.meter.keep = self.trace.keep
         self.stop_requested = False
         self.warned = False  # by `message_once`
-        if capacity_of(model.device):
+        if model.device.type == "cuda":
             self.message(keep_activations_that_fit(self.models, args))
         is_changed = self.planned_steps != total_steps > self.finished
         if is_changed and args.lr_schedule != "constant":

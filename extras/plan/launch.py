@@ -15,16 +15,12 @@ from common.model.memory import (
     GIB,
     USABLE,
     Bytes,
-    Plan,
     block_and_root,
-    make_plan,
     num_weights,
-    predict,
-    size_of,
     total,
-    uses_vllm,
 )
 from common.model.policy import PackedModel
+from extras.plan.memory import Plan, make_plan, predict, size_of, uses_vllm
 
 # Shares of the published rates that are reached, and the band around the time that they give.
 TRAINING = 0.27  # of FLOP/s

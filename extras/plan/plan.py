@@ -17,7 +17,6 @@ from common.data.order import make_order
 from common.data.sample import Completion, Sample
 from common.metrics.logger import preview
 from common.metrics.meter import Meter
-from common.model.flops import capacity_of
 from common.model.hub import resolve_model
 from common.model.memory import GIB, total
 from common.model.policy import (
@@ -172,7 +171,7 @@ def gpus_of(args: TrainArgs) -> tuple[int, int, str, Gpu]:
         return ranks, machine, "CPU", Gpu(0)
     name = torch.cuda.get_device_name()
     gpu = next((GPUS[kind] for kind in GPUS if kind in name), Gpu(0))
-    return ranks, machine, name, gpu._replace(memory=capacity_of(torch.device("cuda")))
+    return ranks, machine, name, gpu._replace(memory=torch.cuda.mem_get_info()[1])
 
 
 # ---- lines ----

@@ -2,36 +2,26 @@
 number."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
 from helpers import assert_same_weights, metrics, run
-from in_process import Args, write_teacher
 from model.test_policy import ARCHITECTURES, samples, write_checkpoint
-from transformers import AttentionInterface, Qwen3Config
 
-from bench.memory_plan import UNTIED, meta_model
 from common.config.groups import TrainArgs
 from common.data.packing import pack
 from common.model import memory
-from common.model import policy as models
-from common.model.attention import packed_attention
 from common.model.hub import load_tokenizer
 from common.model.memory import (
     USABLE,
-    Plan,
     block_and_root,
     head_weights,
     keep_activations_that_fit,
-    make_plan,
     num_weights,
-    plan_of,
-    predict,
-    size_of,
     total,
+    training_peak,
 )
-from common.model.policy import Policy, load_policy, load_scalar_model
+from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
 
@@ -139,40 +129,6 @@ def test_offload_all_keeps_weights_and_gradients_on_the_host(device):
 # ---- the prediction ----
 
 
-def give_memory(monkeypatch, size: float) -> None:
-    """Let the CPU count as a GPU with so many bytes."""
-    for module in (models, memory):
-        monkeypatch.setattr(module, "capacity_of", lambda device: size)
-
-
-PLAN = Plan(ranks=10, pack_tokens=1024, recompute=True)
-BLOCK = 2 * 1024 * 1024 + 2 * 1024 * 256 + 2 * 64 + 3 * 1024 * 4096 + 2 * 1024
-WEIGHTS = 3 * BLOCK + 2 * 8000 * 1024 + 1024  # of UNTIED
-
-
-def model(frozen: bool = False, **changes) -> Policy:
-    """Return a Qwen3 of 60M weights on meta."""
-    config = Qwen3Config(**UNTIED.to_dict() | changes)
-    AttentionInterface.register("packed", packed_attention)
-    dtype = torch.bfloat16 if frozen else torch.float32
-    return meta_model(config, Policy, dtype).requires_grad_(not frozen)
-
-
-def test_predicted_parts_equal_a_count_by_hand():
-    """On 10 ranks: 4 bytes each as weight and as gradient, 8 for Adam; 2 bytes if frozen."""
-    parts = predict([model(), model(frozen=True)], PLAN)
-    N = WEIGHTS / 10
-    names = ("weights", "frozen models", "gradients", "Adam")
-    assert [parts[name] for name in names] == pytest.approx([4 * N, 2 * N, 4 * N, 8 * N])
-    both = predict([model(), model()], PLAN)
-    assert [both[name] for name in names] == pytest.approx([8 * N, 0, 8 * N, 16 * N])
-    assert both["gathered weights"] == parts["gathered weights"]  # updates alternate
-    host = predict([model(), model(frozen=True)], replace(PLAN, offload="optimizer"))
-    assert host | dict(Adam=parts["Adam"]) == parts and host["Adam"] == 0
-    gone = predict([model(), model(frozen=True)], replace(PLAN, offload="all"))
-    assert [gone[name] for name in names] == [0] * 4
-
-
 def test_sizes_are_those_of_the_loaded_model(device):
     """Cases: a tied model, trained and frozen, and a scalar model."""
     args = TrainArgs(dtype="bfloat16")
@@ -180,10 +136,10 @@ def test_sizes_are_those_of_the_loaded_model(device):
     blocks = [sum(p.numel() for p in block.parameters()) for block in policy.hf.model.layers]
     weights = sum(p.numel() for p in policy.hf.parameters())
     assert block_and_root(policy) == (blocks[0], weights - sum(blocks))
-    assert size_of(policy) == 4 * num_weights(policy) == 4 * weights
+    assert num_weights(policy) == weights
     assert head_weights(policy) == policy.hf.lm_head.weight.numel()
     frozen = load_policy(tiny_model(), args, device, trainable=False)
-    assert block_and_root(frozen) == block_and_root(policy) and size_of(frozen) == 2 * weights
+    assert block_and_root(frozen) == block_and_root(policy)
     assert block_and_root(frozen, trained=True) == (0, 0)
     scalar = load_scalar_model(tiny_model(), args, device)
     assert head_weights(scalar) == 0
@@ -191,58 +147,29 @@ def test_sizes_are_those_of_the_loaded_model(device):
 
 
 def test_activations_are_recomputed_only_where_they_do_not_fit(device, monkeypatch):
-    """Only without the flag, not on a CPU (0 bytes), and not for scores with a softcap, whose
-    memory is not predicted."""
-    kept = replace(PLAN, ranks=8, pack_tokens=8192, recompute=False)
-    policy, capped = model(), model()
-    capped.hf.config.attn_logit_softcapping = 50.0
-    capacity = total(predict([policy], kept)) / USABLE
-    for flag, one, size, recomputed in (
-        (None, policy, capacity + 1, False), (None, policy, capacity - 1, True),
-        (None, policy, 0, False), (True, policy, capacity + 1, True),
-        (False, policy, capacity - 1, False), (None, capped, capacity + 1, True),
+    """They have to fit beside what is on the GPU and the gradients. A flag decides alone; scores
+    with a softcap, whose memory is not predicted, are recomputed."""
+    policy = load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
+    decoder, config = policy.hf.get_decoder(), policy.hf.config
+    ranks, tokens = 1, TrainArgs.pack_tokens
+    kept = 4 * num_weights(policy) + total(training_peak(policy, ranks, tokens, recompute=False))
+    for flag, spare, offload, softcap, recomputed in (
+        (None, 1, "none", None, False), (None, -1, "none", None, True),
+        (None, -1, "all", None, False), (True, 1, "none", None, True),
+        (False, -1, "none", None, False), (None, 1, "none", 50.0, True),
     ):  # fmt: skip
-        plan = make_plan([one], TrainArgs(activation_checkpointing=flag), 8, size)
-        assert plan == replace(kept, recompute=recomputed)
-    give_memory(monkeypatch, 2**31)
-    args = TrainArgs(dtype="float32", activation_checkpointing=True)
-    policy = load_policy(tiny_model(), args, device)
-    keep_activations_that_fit([policy], args)
-    assert policy.hf.is_gradient_checkpointing
-    keep_activations_that_fit([policy], TrainArgs(dtype="float32"))
-    assert not policy.hf.is_gradient_checkpointing
-
-
-def test_models_count_while_alive_and_are_refused_before_loading(device, monkeypatch):
-    """The second of two models may exceed the memory; a deleted model counts nothing."""
-    args, read = TrainArgs(dtype="float32"), []
-    give_memory(monkeypatch, 2**31)
-    load = models.read_weights
-    monkeypatch.setattr(models, "read_weights", lambda *given: read.append(1) or load(*given))
-    policy = load_policy(tiny_model(), args, device)
-    one = keep_activations_that_fit([policy], args)
-    assert one.startswith("memory per GPU, activations kept: 0.") and one.endswith("GiB of 2.0")
-    load_policy(tiny_model(), args, device, trainable=False)
-    assert keep_activations_that_fit([policy], args) == one and len(read) == 2
-    needs = total(predict([policy], replace(plan_of(policy, args), recompute=True)))
-    give_memory(monkeypatch, needs / USABLE + 2**20)
-    with pytest.raises(
-        ValueError, match="^--reference_model .*: needs .* GiB of .* GPU, .*; --dry_run shows what"
-    ):
-        load_policy(tiny_model(), args, device, trainable=False, flag="--reference_model")
-    assert len(read) == 2
-
-
-def test_transformers_engine_counts_as_a_copy_of_the_policy(tmp_path, device, monkeypatch):
-    """Loading a smaller teacher later does not change the count."""
-    give_memory(monkeypatch, 2**31)
-    args = Args(dtype="float32", engine="transformers")
-    policy = load_policy(tiny_model(), args, device)
-    teacher = load_policy(
-        str(write_teacher(tmp_path / "teacher")), args, device, trainable=False, flag="--teacher"
-    )
-    sizes = [4 * sum(p.numel() for p in model.parameters()) for model in (policy, teacher)]
-    assert sizes[1] < sizes[0] == plan_of(teacher, args).engine
+        capacity = 2 * kept / USABLE  # half of what may be used is taken
+        free = capacity - kept + spare, capacity
+        monkeypatch.setattr(memory, "free_memory", lambda _, free=free: free)
+        config.attn_logit_softcapping = softcap
+        args = TrainArgs(dtype="float32", activation_checkpointing=flag, offload=offload)
+        decoder.gradient_checkpointing_enable()
+        if flag is False:
+            decoder.gradient_checkpointing_disable()
+        line = keep_activations_that_fit([policy], args)
+        assert decoder.is_gradient_checkpointing == recomputed
+        assert line.startswith(f"memory per GPU, activations {'recomputed' * recomputed or 'kept'}")
+        assert line.endswith(f"GiB of {capacity / memory.GIB:.1f}")
 
 
 @pytest.mark.slow

@@ -157,12 +157,17 @@ def failing(action: Callable[[], None]) -> BaseException:
     return raised.value
 
 
-def test_end_of_a_run_a_lost_rank_and_a_vanished_file_are_one_line(capfd):
+def test_end_of_a_run_a_lost_rank_a_full_gpu_and_a_vanished_file_are_one_line(capfd):
     lost = RuntimeError(f"{LOST}. This is typically caused by")
     missing = failing(lambda: open("/gone/metrics.jsonl"))  # noqa: SIM115
     for error, said in (
         (distributed.RunError("a\nb"), "a b"),
         (lost, f"rank 0 lost another rank: {LOST}"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full"),
+            "rank 0: CUDA out of memory. Tried to allocate 2.00 GiB; "
+            "lower --pack_tokens, or see --dry_run for what fits",
+        ),
         (missing, "[Errno 2] No such file or directory: '/gone/metrics.jsonl'"),
     ):
         assert exit_of(error, capfd) == (1, f"error: {said}\n")

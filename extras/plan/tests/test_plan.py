@@ -12,18 +12,22 @@ import pytest
 import torch
 from config.test_groups import ALGORITHMS
 from helpers import ROOT, run
+from transformers import AttentionInterface, Qwen3Config
 
 import grpo
 import ppo
 import self_distill
-from bench.memory_plan import CONFIGS
+from bench.memory_plan import CONFIGS, UNTIED, meta_model
 from bench.models import checkpoint
 from bench.recipes import rows
-from common.config.groups import check_ranks
+from common.config.groups import TrainArgs, check_ranks
+from common.model.attention import packed_attention
 from common.model.flops import forward_flops
-from common.model.memory import GIB, USABLE, num_weights, predict, size_of, total
+from common.model.memory import GIB, USABLE, num_weights, total
+from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from extras.plan.launch import BAND, GPUS, Launch, bytes_in_cache, flops_per_token
+from extras.plan.memory import Plan, make_plan, predict, size_of
 from extras.plan.plan import alternatives, build, describe_memory, describe_time, gpus_of, span
 
 SETTINGS = dict(dtype="bfloat16", prompts_per_step=64, samples_per_prompt=8, pack_tokens=20_000)
@@ -163,6 +167,54 @@ def test_flags_are_checked_for_the_planned_ranks():
 
 
 # ---- memory and engines ----
+
+PLAN = Plan(ranks=10, pack_tokens=1024, recompute=True)
+BLOCK = 2 * 1024 * 1024 + 2 * 1024 * 256 + 2 * 64 + 3 * 1024 * 4096 + 2 * 1024
+WEIGHTS = 3 * BLOCK + 2 * 8000 * 1024 + 1024  # of UNTIED
+
+
+def model(frozen: bool = False, **changes) -> Policy:
+    """Return a Qwen3 of 60M weights on meta."""
+    config = Qwen3Config(**UNTIED.to_dict() | changes)
+    AttentionInterface.register("packed", packed_attention)
+    dtype = torch.bfloat16 if frozen else torch.float32
+    return meta_model(config, Policy, dtype).requires_grad_(not frozen)
+
+
+def test_predicted_parts_equal_a_count_by_hand():
+    """On 10 ranks: 4 bytes each as weight and as gradient, 8 for Adam; 2 bytes if frozen."""
+    parts = predict([model(), model(frozen=True)], PLAN)
+    N = WEIGHTS / 10
+    names = ("weights", "frozen models", "gradients", "Adam")
+    assert [parts[name] for name in names] == pytest.approx([4 * N, 2 * N, 4 * N, 8 * N])
+    both = predict([model(), model()], PLAN)
+    assert [both[name] for name in names] == pytest.approx([8 * N, 0, 8 * N, 16 * N])
+    assert both["gathered weights"] == parts["gathered weights"]  # updates alternate
+    host = predict([model(), model(frozen=True)], replace(PLAN, offload="optimizer"))
+    assert host | dict(Adam=parts["Adam"]) == parts and host["Adam"] == 0
+    gone = predict([model(), model(frozen=True)], replace(PLAN, offload="all"))
+    assert [gone[name] for name in names] == [0] * 4
+
+
+def test_activations_are_planned_as_a_run_chooses_them():
+    """Only without the flag, not on a CPU (0 bytes), and not for scores with a softcap, whose
+    memory is not predicted."""
+    kept = replace(PLAN, ranks=8, pack_tokens=8192, recompute=False)
+    policy, capped = model(), model()
+    capped.hf.config.attn_logit_softcapping = 50.0
+    capacity = total(predict([policy], kept)) / USABLE
+    for flag, one, size, recomputed in (
+        (None, policy, capacity + 1, False), (None, policy, capacity - 1, True),
+        (None, policy, 0, False), (True, policy, capacity + 1, True),
+        (False, policy, capacity - 1, False), (None, capped, capacity + 1, True),
+    ):  # fmt: skip
+        plan = make_plan([one], TrainArgs(activation_checkpointing=flag), 8, size)
+        assert plan == replace(kept, recompute=recomputed)
+
+
+def test_transformers_engine_counts_as_a_copy_of_the_policy(folders):
+    launch = launch_of(folders["1.7B"], engine="transformers")
+    assert launch.plan.engine == 2 * num_weights(launch.trained[0])
 
 
 def test_frozen_models_that_move_take_four_bytes(folders):
