@@ -54,11 +54,15 @@ def require_characters(row: dict, column: str, value: object) -> None:
 # ---- messages ----
 
 
-def _object_of(value: object) -> object:
-    """Return the arguments of a call, which may be JSON text; there may be none."""
-    if value in ("", None):
-        return {}
-    return json.loads(value) if isinstance(value, str) else value
+def arguments_of(value: object) -> object:
+    """Return the arguments of a call, which may be JSON text; there may be none. Raises
+    `ValueError` for another text."""
+    while isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the arguments are not JSON: {error}") from error
+    return {} if value is None or isinstance(value, str) else value
 
 
 def _text_of(content: object) -> object:
@@ -124,7 +128,7 @@ class ImagePart(TypedDict):
 @with_config(extra="allow")  # which templates may read
 class Function(TypedDict):
     name: str
-    arguments: Annotated[dict, BeforeValidator(_object_of)]
+    arguments: Annotated[dict, BeforeValidator(arguments_of)]
 
 
 @with_config(extra="allow")  # which templates may read

@@ -23,6 +23,7 @@ from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT, Tool
 from common.rewards.worker import one_line
 from extras.tools.sources import ToolError
 
+PAGES = 100  # of a list of tools
 logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it reports each line that is no message
 
 
@@ -50,12 +51,15 @@ class Server:
 
     def tools(self) -> list[Tool]:
         """Return all tools. Raises `ToolError`, or `TimeoutError`."""
-        page = self._ask("list_tools")
-        tools = page.tools
-        while page.next_cursor is not None:
-            page = self._ask("list_tools", cursor=page.next_cursor)
+        tools: list[Tool] = []
+        cursor = None
+        for _ in range(PAGES):
+            page = self._ask("list_tools", cursor=cursor)
             tools += page.tools
-        return tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return tools
+        raise ToolError(f"its list of tools has more than {PAGES} pages")
 
     def call(self, name: str, arguments: dict) -> str:
         """Return the result of a tool as text. Raises `ToolError`, or `TimeoutError`."""

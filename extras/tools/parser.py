@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from common.config.online import SamplingArgs
 from common.data.chat import ASKED, CALL, PROBE, SAID, ChatTemplate
+from common.data.messages import arguments_of
 from common.data.turns import as_sampled, require_shown
 from common.parallel import distributed
 from common.rewards.thoughts import answer_of, marks_of, template_text
@@ -193,41 +194,41 @@ def make_reader(name: str, tokenizer) -> Reader:
 def read_hermes(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     content, *bodies = text.split("<tool_call>")
-    calls = [call_of(body.partition("</tool_call>")[0]) for body in bodies]
-    return content, calls
+    return content, [call_of(json_of(body.partition("</tool_call>")[0])) for body in bodies]
 
 
-def call_of(text: str) -> Call:
-    """Return the call of a JSON object. Raises `ValueError` for another text."""
+def json_of(text: str) -> object:
+    """Return what the model wrote as JSON. Raises `ValueError`."""
     try:
-        call = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not JSON: {distributed.first_line(error)}") from error
+
+
+def call_of(call: object) -> Call:
+    """Return a call that is an object of JSON, in the forms that a row of data has; `parameters`
+    are arguments. Raises `ValueError` for any other key: without it, another call would run."""
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call | call["function"]
+        del call["function"]
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError('the call is not an object with "name" and "arguments"')
-    return Call(call["name"], call.get("arguments", {}))
-
-
-HARMONY_CALL = re.compile(
-    r"to=functions\.([\w.-]+)[^<]*(?:<\|channel\|>\w+[^<]*)?(?:<\|constrain\|>\w+\s*)?"
-    r"<\|message\|>(.*)",
-    re.DOTALL,
-)
+    given = [call[key] for key in ("arguments", "parameters") if key in call]
+    unknown = call.keys() - {"name", "arguments", "parameters", "id", "type", "index"}
+    if unknown or len(given) > 1:
+        keys = ", ".join(sorted(unknown)) or "arguments and parameters"
+        raise ValueError(f'the call has {keys}; write "name" and "arguments" alone')
+    return Call(call["name"], arguments_of(given[0]) if given else {})
 
 
 def read_harmony(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
     """Read the call of gpt-oss, the last message of its turn, whose recipient is a function. Other
     messages of the turn are thoughts."""
-    message = text.rpartition("<|start|>")[2]
-    match = HARMONY_CALL.search(message)
-    if match is None:
+    header, _, body = text.rpartition("<|start|>")[2].partition("<|message|>")
+    recipient = re.search(r"to=functions\.([\w.-]+)", header)
+    if recipient is None:
         return text, []
-    try:
-        arguments = json.loads(match[2].partition("<|")[0])
-    except (ValueError, RecursionError) as error:
-        problem = distributed.first_line(error)
-        raise ValueError(f"the arguments are not JSON: {problem}") from error
-    return "", [Call(match[1], arguments)]
+    return "", [Call(recipient[1], arguments_of(body.partition("<|")[0]))]
 
 
 OURS: dict[str, Reader] = dict(hermes=read_hermes, openai=read_harmony)
@@ -258,20 +259,11 @@ def vllm_reader(name: str, tokenizer) -> Reader:
             raise ValueError(f"no call can be read: {distributed.first_line(error)}") from error
         calls = []
         for call in found.tool_calls:
-            arguments = arguments_of(call.function.arguments)
+            arguments = arguments_of(call.function.arguments)  # JSON of what the model wrote
             calls.append(Call(call.function.name, arguments, call.id if call.id in text else None))
         return found.content or "", calls
 
     return read
-
-
-def arguments_of(text: str) -> object:
-    """Return arguments that are JSON. Raises `ValueError` for another text."""
-    try:
-        return json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        problem = distributed.first_line(error)
-        raise ValueError(f"the arguments are not JSON: {problem}") from error
 
 
 def template_reader(tokenizer) -> Reader:
@@ -282,8 +274,6 @@ def template_reader(tokenizer) -> Reader:
             message = tokenizer.parse_response(text, prefix=prompt, tools=tools)
         except Exception as error:  # a response_template may raise anything on text of a model
             raise ValueError(f"no call can be read: {distributed.first_line(error)}") from error
-        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-        named = [Call(call["name"], call.get("arguments", {})) for call in calls]
-        return message.get("content") or "", named
+        return message.get("content") or "", [*map(call_of, message.get("tool_calls") or [])]
 
     return read

@@ -1,21 +1,31 @@
-"""`--tools python`: a confined Python interpreter (common/sandbox/) whose state stays between the
-calls of an episode."""
+"""`--tools python`: a confined Python interpreter (extras/code/sandbox/) whose state stays between
+the calls of an episode. It is stopped between them: what a thread does then, nobody would watch."""
 
+import os
+import signal
 import time
+from itertools import count
 
 from extras.code.sandbox import program
 from extras.code.sandbox.process import Limits, ProgramError
 
 LIFE = 24 * 3600.0  # seconds of an interpreter
-# Runs in the interpreter: returns what a program prints and the value of its last expression.
+# Runs in the interpreter: returns the number of a call, what its program prints and the value of
+# its last expression.
 SOURCE = """
 import ast, contextlib, io
 
 names = {"__name__": "__main__"}
 
 
-def run(code):
-    output = io.StringIO()
+class Output(io.StringIO):
+    def write(self, text):
+        super().write(text[: max(0, 100_000 - self.tell())])
+        return len(text)
+
+
+def run(number, code):
+    output = Output()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             tree = ast.parse(code)
@@ -27,7 +37,7 @@ def run(code):
                     print(repr(value))
         except BaseException as error:
             print(f"{type(error).__name__}: {error}")
-    return output.getvalue().rstrip()[:100_000]
+    return [number, output.getvalue().rstrip()]
 """
 
 
@@ -47,6 +57,7 @@ class Interpreter:
         self.seconds = seconds
         self.unsafe = unsafe
         self.program: program.Program | None = None
+        self.numbers = count()
 
     def python(self, code: str) -> str:
         """Run a Python program. Variables and functions stay for later calls.
@@ -54,18 +65,27 @@ class Interpreter:
         Args:
             code: the program; what it prints and the value of its last expression are returned
         """
-        if self.program is None:
-            self.program = program.Program(SOURCE, Limits(seconds=LIFE), self.unsafe)
-        self.program.child.deadline = time.monotonic() + self.seconds
+        number = next(self.numbers)
         try:
-            return self.program.call("run", [code])
+            if self.program is None:
+                self.program = program.Program(SOURCE, Limits(seconds=LIFE), self.unsafe)
+            child = self.program.child
+            child.deadline = time.monotonic() + self.seconds
+            os.killpg(child.process.pid, signal.SIGCONT)
+            match self.program.call("run", [number, code]):
+                case [int(answered), str(text)] if answered == number:
+                    os.killpg(child.process.pid, signal.SIGSTOP)
+                    return text
+            raise ProgramError("malformed")  # the program has answered in the place of `run`
         except ProgramError as error:
-            self.program = None  # it has ended
-            problem = f"{error.kind}; the interpreter was restarted without its state"
-            if error.kind == "time limit":
+            self.close()
+            kind = "memory limit" if "MemoryError" in error.types else error.kind
+            problem = f"{kind}; the interpreter was restarted without its state"
+            if kind == "time limit":
                 raise TimeoutError(f"{self.seconds:g} s: {problem}") from error
             raise RuntimeError(problem) from error
 
     def close(self) -> None:
         if self.program is not None:
             self.program.child.close()
+            self.program = None

@@ -1,13 +1,15 @@
 """The tools of one episode, in a process of its own, as a target of common/rewards/processes.py."""
 
 import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, MappingView, Set
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 from jsonschema.exceptions import best_match
-from jsonschema.validators import validator_for
+from jsonschema.validators import extend, validator_for
+from referencing.jsonschema import EMPTY_REGISTRY
 
 from common.rewards.worker import one_line
 from extras.tools.sources import Source, ToolError, load_source, name_of
@@ -77,7 +79,7 @@ class Toolbox:
                 source.begin(self.row)
                 self.begun.append(source)
             value = source.call(name, arguments)
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = text_of(value)
         except TimeoutError as error:
             return self._outcome(f"error: {error}", "timed_out")
         except ToolError as error:
@@ -100,6 +102,45 @@ class Toolbox:
         return Outcome(text, problem, cut=True)
 
 
+def text_of(value: object) -> str:
+    """Return a value as the model reads it: a text as it is, anything else as JSON."""
+    value = plain(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def plain(value: object) -> object:
+    """Return a value in the types of JSON; what has no like in them becomes its text."""
+    if type(value).__module__ in ("numpy", "torch"):
+        value = value.tolist() if hasattr(value, "tolist") else str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, dict):
+        items = ((plain(key), plain(item)) for key, item in value.items())
+        return {key if isinstance(key, str) else json.dumps(key): item for key, item in items}
+    if isinstance(value, Set) and not isinstance(value, MappingView):
+        value = sorted(value, key=repr)  # the order of a set differs between processes
+    if isinstance(value, list | tuple | MappingView | Iterator):
+        return [*map(plain, value)]
+    if isinstance(value, bytes | bytearray):
+        return value.decode(errors="backslashreplace")
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+@cache
+def checker_of(kind: type) -> type:
+    """Return a kind of validator for which null fits where a schema is `nullable`, as transformers
+    writes `int | None`."""
+
+    def nullable(check: Callable) -> Callable:
+        def checked(validator, rule: object, value: object, schema: dict) -> Iterator:
+            if value is not None or schema.get("nullable") is not True:
+                yield from check(validator, rule, value, schema) or ()
+
+        return checked
+
+    return extend(kind, {name: nullable(check) for name, check in kind.VALIDATORS.items()})
+
+
 def wrong_arguments(schema: dict, arguments: object) -> str:
     """Return why arguments do not fit a JSON schema; empty if they do. Unlike JSON schema, a
     parameter that the schema does not name is wrong."""
@@ -107,7 +148,12 @@ def wrong_arguments(schema: dict, arguments: object) -> str:
         return "the arguments are not an object"
     if "properties" in schema and not schema.keys() & OPEN:
         schema = schema | dict(additionalProperties=False)
-    error = best_match(validator_for(schema)(schema).iter_errors(arguments))
+    try:
+        # the registry fetches nothing: a reference to a file or a page is an error
+        checker = checker_of(validator_for(schema))(schema, registry=EMPTY_REGISTRY)
+        error = best_match(checker.iter_errors(arguments))
+    except Exception as problem:  # the schema may be anything: a server has sent it
+        return f"the schema of the tool does not work: {one_line(problem)}"
     if error is None:
         return ""
     place = ".".join(map(str, error.absolute_path))

@@ -182,7 +182,7 @@ MALFORMED = [
     (turn("tool", dict(a=1)), "content: Input should be a valid string"),
     (turn("user", "x", tool_calls=[CALL]), "tool_calls stand in an assistant's message only"),
     (said("x", tool_calls=[dict(function=dict(name="f"))]), "function.arguments: Field required"),
-    (calling("{"), "function.arguments: Expecting property name"),
+    (calling("{"), "function.arguments: the arguments are not JSON: Expecting property name"),
     (said("4", thinking=dict(text="R")), "reasoning_content: Input should be"),
     (said("<think>R</think>4", thinking="R"), "it has its thought twice"),
     (said("4", function_call=dict(name="add")), "it has a function_call, an old form"),

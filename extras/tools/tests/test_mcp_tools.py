@@ -127,9 +127,12 @@ ENDS = f"{START}MCPError: Connection closed; it printed 'no license'; try the co
     ("/no/such/program", f"{START}FileNotFoundError: .*; try the command by hand"),
     ("sh -c 'echo no license >&2; exit 3'", ENDS),
     (f"{sys.executable} {{}}/none.py", "the server has no tools"),
+    (f"{sys.executable} {{}}/endless.py", "its list of tools has more than 100 pages"),
 ])  # fmt: skip
 def test_a_server_without_tools_is_refused(command, words, tmp_path):
     (tmp_path / "none.py").write_text(PLAIN.replace("TOOLS[at : at + 5]", "[]"))
+    endless = PLAIN.replace("if at == 0 else {})", "if True else {})")
+    (tmp_path / "endless.py").write_text(endless)
     command = command.format(tmp_path)
     with pytest.raises(ValueError, match=f"^--tools mcp:.*: {words}"):
         assert mcp_source(f"mcp:{command}", PATIENCE).names

@@ -1,14 +1,18 @@
 """Calls in the model's text: what a template writes is read, what cannot be read is malformed, a
 parser that does not fit is refused."""
 
+import json
+import timeit
+
 import pytest
 from field.families import CHATML, GLM, GLM_ENDS, HARMONY, HARMONY_ENDS, IM_END, ours
 from helpers import ROOT, tiny_tokenizer
 
 from common.config.groups import BaseArgs
 from common.data.encode import Encoder
+from common.data.messages import messages_field
 from common.data.tasks import PYTHON_TOOL
-from extras.tools.parser import Call, make_parser
+from extras.tools.parser import Call, Parser, make_parser, make_reader
 from extras.tools.tests.episodes import (
     assert_episode_equals_sft,
     call,
@@ -74,12 +78,77 @@ HERMES = [
     ('a<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', [Call("f", dict(x=1))], ""),
     ('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}', [Call("f", {}), Call("g", {})], ""),
     ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', [Call("f", 3)], ""),
+    ('<tool_call>{"name": "f", "parameters": {"x": 1}}', [Call("f", dict(x=1))], ""),
+    ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}', [Call("f", dict(x=1))], ""),
+    ('<tool_call>{"name": "f", "arguments": ""}', [Call("f", {})], ""),
+    ('<tool_call>{"name": "f", "arguments": null}', [Call("f", {})], ""),
+    (
+        '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}',
+        [Call("f", dict(x=1))],
+        "",
+    ),
+    ('<tool_call>{"name": "f", "args": {"x": 1}}', [], "the call has args; write"),
+    ('<tool_call>{"name": "f", "input": {}}', [], "the call has input; write"),
+    ('<tool_call>{"name": "f", "x": 1}', [], "the call has x; write"),
+    ('<tool_call>{"name": "f", "x": 1, "arguments": {}}', [], "the call has x; write"),
+    (
+        '<tool_call>{"name": "f", "parameters": {"x": 1}, "arguments": {}}',
+        [],
+        "the call has arguments and parameters; write",
+    ),
+    ('<tool_call>{"name": "f", "arguments": "x=1"}', [], "the arguments are not JSON"),
     ("<tool_call>{</tool_call>", [], "the call is not JSON: Expecting property name"),
     ("<tool_call>[1]</tool_call>", [], "the call is not an object with"),
     ("<tool_call>" + "[" * 100_000, [], "the call is not JSON"),
     ('<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>\n\n7', [], ""),
     ("<think>\n<tool_call>{", [], ""),  # an unfinished thought has neither call nor answer
 ]
+
+
+# forms of the arguments x=1, and of none, in data and from the model
+ARGUMENTS = [
+    ({"x": 1}, {"x": 1}), ('{"x": 1}', {"x": 1}), ('"{\\"x\\": 1}"', {"x": 1}),
+    ({}, {}), ("{}", {}), (" ", {}), ("", {}), ("null", {}), (None, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "read"), ARGUMENTS)
+def test_a_call_means_the_same_in_data_and_from_the_model(given, read):
+    function = dict(name="f", arguments=given)
+    message = dict(role="assistant", tool_calls=[dict(function=function)])
+    row = dict(_source="x:1", messages=[dict(role="user", content="?"), message])
+    (called,) = messages_field(row, "messages")[1]["tool_calls"]
+    assert called["function"] == dict(name="f", arguments=read)
+    written = dict(
+        hermes=f"<tool_call>\n{json.dumps(function)}\n</tool_call>",
+        openai=f" to=functions.f<|channel|>commentary json<|message|>{json.dumps(given)}",
+    )
+    tokenizer = chatml()
+    for name, text in written.items():
+        parser = Parser(make_reader(name, tokenizer), tokenizer, cuts_thoughts=name != "openai")
+        turn = parser.parse(text, [PYTHON_TOOL])
+        assert turn.calls == [Call("f", read)], (name, turn)
+
+
+PIECES = (
+    'a <tool_call> </tool_call> { } [ ] " \\ \n < <| |> . 1 to=functions. to=functions.f'
+    " <|message|> <|channel|> <|start|> <|constrain|> analysis commentary <think> </think>"
+).split(" ")
+
+
+@pytest.mark.parametrize("load", [chatml, gpt_oss])
+def test_a_turn_is_read_in_linear_time(load):
+    """A turn of eight times the length takes about eight times as long, not 64 times."""
+    parser = parser_of(load())
+
+    def seconds(length: int) -> float:
+        text = head + piece * (length // len(piece)) + "!"
+        return min(timeit.repeat(lambda: parser.parse(text, []), number=1, repeat=2))
+
+    for head in ("", "to=functions.", "<tool_call>", "<|channel|>analysis"):
+        for piece in ("a", " ", "to=functions.a", *PIECES):
+            short = seconds(1_000)
+            assert seconds(8_000) < 0.05 + 20 * short, (head, piece)
 
 
 @pytest.mark.parametrize(("text", "calls", "problem"), HERMES)

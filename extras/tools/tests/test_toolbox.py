@@ -2,17 +2,35 @@
 built in."""
 
 import json
+import os
 import re
+import signal
+import tempfile
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 from helpers import ROOT
 
 from extras.code.sandbox import program
 from extras.tools import python_tool
 from extras.tools import toolbox as toolbox_module
-from extras.tools.schemas import tool_schemas
-from extras.tools.tests.episodes import make_args
-from extras.tools.toolbox import Outcome, Toolbox, load_toolbox, settings_of
+from extras.tools.schemas import schema_of, tool_schemas
+from extras.tools.tests.episodes import FILE, make_args
+from extras.tools.toolbox import (
+    Outcome,
+    Toolbox,
+    load_toolbox,
+    settings_of,
+    text_of,
+    wrong_arguments,
+)
 
 PAGE = ROOT / "extras/tools/README.md"
 
@@ -47,6 +65,107 @@ def test_a_long_result_is_cut_with_a_note(file, monkeypatch):
     assert outcome == Outcome('["", \n[the first 5 of 12 characters]', cut=True)
 
 
+@dataclass
+class Place:
+    name: str
+    at: object
+
+
+def some_letters():
+    yield from "ab"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.int64(3), "3"),
+        (np.float32(0.5), "0.5"),
+        (np.arange(4).reshape(2, 2), "[[0, 1], [2, 3]]"),
+        ({"mean": np.float64(0.5), "n": np.int64(3)}, '{"mean": 0.5, "n": 3}'),
+        ({np.int64(1): np.True_, None: 2}, '{"1": true, "null": 2}'),
+        (torch.tensor([1, 2]), "[1, 2]"),
+        ({"b", "a"}, '["a", "b"]'),
+        (frozenset({2}), "[2]"),
+        (Decimal("1.50"), "1.50"),
+        ([Decimal("1.50"), Fraction(1, 3)], '["1.50", "1/3"]'),
+        (datetime(2026, 1, 2, 3), "2026-01-02 03:00:00"),
+        (Place("hall", date(2026, 1, 2)), '{"name": "hall", "at": "2026-01-02"}'),
+        (b"a\xff", "a\\xff"),
+        ({(1, 2): 3}, '{"[1, 2]": 3}'),
+        (some_letters(), '["a", "b"]'),
+        ({"b": 1, "a": 2}.keys(), '["b", "a"]'),
+        (Path("a/b"), "a/b"),
+        ((1, None, "é", 0.5), '[1, null, "é", 0.5]'),
+        (float("nan"), "NaN"),
+        ("as\nit is", "as\nit is"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_model_can_read_what_a_function_returns(value, text):
+    assert text_of(value) == text
+
+
+def test_a_table_is_text():
+    pandas = pytest.importorskip("pandas")
+    assert text_of(pandas.DataFrame(dict(a=[1, 2]))) == "   a\n0  1\n1  2"
+
+
+HINTS = {
+    int: [1, -2],
+    float: [0.5, 2],
+    bool: [True],
+    str: ["", "a"],
+    int | None: [None, 1],
+    list[int]: [[], [1]],
+    list[int | None]: [[None, 1]],
+    dict[str, int | None]: [dict(a=None, b=1)],
+    tuple[int, str]: [[1, "a"]],
+    int | str | None: [None, 1, "a"],
+    list[int] | str | None: [None, [1], "a"],
+    Literal["a", "b"]: ["a"],
+    Literal["a", None]: [None, "a"],
+    Literal["a", "b"] | None: [None, "b"],
+    Any: [None, 1, [dict(a=1)]],
+}
+
+
+@pytest.mark.parametrize("hint", HINTS, ids=str)
+def test_what_a_schema_allows_can_be_sent(hint):
+    """A value that is none of the hint's is refused, and named."""
+
+    def tool(x):
+        """Do it.
+
+        Args:
+            x: what is used
+        """
+
+    tool.__annotations__["x"] = hint
+    schema = schema_of("--tools", "tool", tool, is_method=False)["function"]["parameters"]
+    assert [wrong_arguments(schema, dict(x=value)) for value in HINTS[hint]] == [""] * len(
+        HINTS[hint]
+    )
+    if hint is not Any:
+        assert wrong_arguments(schema, dict(x=dict(z=[]))).startswith("argument x")
+    if None not in HINTS[hint]:
+        assert wrong_arguments(schema, dict(x=None)).startswith("argument x: None is not")
+
+
+def test_a_schema_fetches_nothing(tmp_path):
+    (tmp_path / "any.json").write_text("true")
+    uri = (tmp_path / "any.json").as_uri()
+    (tmp_path / "my.py").write_text(FILE)
+    toolbox = begin(str(tmp_path / "my.py"))
+    for part in (dict(a={"$ref": uri}), dict(a={"$dynamicRef": uri})):
+        toolbox.schemas["add"]["parameters"]["properties"] = part
+        outcome = toolbox.call("add", dict(a=1))
+        assert outcome.problem == "wrong_arguments" and uri in outcome.text
+    toolbox.schemas["add"]["parameters"]["properties"] = dict(a={"$ref": "#/$defs/number"})
+    toolbox.schemas["add"]["parameters"]["$defs"] = dict(number=dict(type="integer"))
+    assert toolbox.call("add", dict(a=1)).text == "2"
+    assert toolbox.call("add", dict(a="1")).problem == "wrong_arguments"
+
+
 confined = pytest.mark.skipif(program.problem() is not None, reason="programs are not confined")
 
 
@@ -72,6 +191,57 @@ def test_python_keeps_its_state_until_it_ends():
     toolbox.close()
     with pytest.raises(FileNotFoundError):
         open(folder)
+
+
+SPOILED = [
+    ("import sys; sys._getframe(1).f_globals['run'] = None", ""),
+    ("import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"value\":[7,\"forged\"]}\\n')"
+     "\n    except OSError: pass", "malformed"),
+    ("x = []\nwhile True: x.append('x' * 10**7)", None),
+    ("import os; os._exit(0)", "exit code 0"),
+]  # fmt: skip
+
+
+@confined
+@pytest.mark.parametrize(("code", "kind"), SPOILED, ids=["run", "forged", "memory", "exit"])
+def test_an_interpreter_that_is_lost_is_ended(code, kind, monkeypatch, tmp_path):
+    """No process and no folder is left, and the next call has an interpreter that answers it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    toolbox = begin("python")
+    outcomes = [toolbox.call("python", dict(code=code)) for _ in range(2)]
+    if kind:
+        assert f"{kind}; the interpreter was restarted" in outcomes[0].text
+    later = [toolbox.call("python", dict(code="6 * 7")).text for _ in range(2)]
+    assert later[1] == "42", (outcomes, later)
+    assert len(list(tmp_path.glob("onefile-sandbox-*"))) <= 1
+    toolbox.close()
+    assert list(tmp_path.glob("onefile-sandbox-*")) == []
+
+
+@confined
+def test_output_is_bounded_where_it_is_written():
+    toolbox = begin("python")
+    outcome = toolbox.call("python", dict(code="for i in range(300): print('x' * 10**7)"))
+    assert outcome.cut and outcome.text.startswith("xxx") and not outcome.problem
+
+
+@confined
+def test_an_interpreter_is_stopped_between_calls():
+    code = """
+import threading, time
+done = []
+def work():
+    while True:
+        time.sleep(0.001)
+        done.append(1)
+threading.Thread(target=work, daemon=True).start()
+"""
+    toolbox = begin("python")
+    assert toolbox.call("python", dict(code=code)).text == ""
+    pid = toolbox.owners["python"].object.program.child.process.pid
+    assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT).si_status == signal.SIGSTOP
+    assert int(toolbox.call("python", dict(code="time.sleep(0.1); len(done)")).text) > 0
+    toolbox.close()
 
 
 @confined
