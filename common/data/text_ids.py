@@ -32,7 +32,13 @@ class TextIds:
 
     def _ids_of(self, text: str, as_text: bool = False) -> list[int]:
         options = dict(split_special_tokens=True) if as_text else {}
-        return self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        try:
+            return self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
+                raise
+            problem = f"tokenizer.json cannot cut the text {text[:20]!r}: {error}"
+            raise ValueError(problem) from error
 
     def pieces(
         self, text: str, cuts: Sequence[int], adds_bos: bool = False, follows: bool = False

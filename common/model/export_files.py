@@ -90,21 +90,23 @@ def generation_file(
 def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes]:
     """Return the base's tokenizer files by name. They are changed only for the `tokenizer`'s chat
     template, if it is another one; for an end-of-turn token that only the template has, which
-    becomes the EOS; for names that only transformers 5 knows; and for a class with other ids than
-    the `tokenizer`, which has those of tokenizer.json."""
+    becomes the EOS; for names that only transformers 5 knows or that are of Python files; and for a
+    class with other ids than the `tokenizer`, which has those of tokenizer.json."""
     from transformers import AutoTokenizer
 
     folder = Path(path)
     files = {}
     for pattern in TOKENIZER_FILES:
         for file in sorted(folder.glob(pattern)):
-            if file.is_file():
+            if file.is_file() and file.suffix != ".py":
                 files[str(file.relative_to(folder))] = file.read_bytes()
     changes = _tokenizer_names_of_transformers_4(json.loads(files[TOKENIZER_CONFIG]))
     named = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if named.encode(PROBE) != tokenizer.encode(PROBE):
         changes["tokenizer_class"] = "PreTrainedTokenizerFast"
         changes["model_input_names"] = list(named.model_input_names)
+    for name in [name for name in files if name.endswith("_config.json")]:
+        change(files, name, dict(auto_map=None))  # names Python files, which are not exported
     template = tokenizer.chat_template
     if template != named.chat_template:
         files = {name: files[name] for name in files if not name.startswith(MORE_TEMPLATES)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.data.messages import IMAGE
 from common.data.sample import ImageSpan
-from extras.images.image_files import digest, take_images
+from extras.images.image_files import digest, readable, take_images
 from extras.images.reader import reader
 
 NO_IMAGES = (
@@ -69,7 +69,9 @@ class ImageEncoder:
             for token in piece:
                 shown = [token]
                 if token == self.reader.image_id:
-                    shown, span = self._shown(next(rest))
+                    file = next(rest)
+                    with readable(f"{row['_source']}: the image {file}"):
+                        shown, span = self._shown(file)
                     spans.append(span._replace(start=place + span.start, end=place + span.end))
                 longer[-1] += shown
                 place += len(shown)

@@ -11,12 +11,15 @@ import io
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from common.data.messages import IMAGE, PLACEHOLDER
+from common.parallel.distributed import first_line
 
 # PIL would start another program for some others.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -85,23 +88,22 @@ def _file(label: str, image: object, folder: str | None) -> str:
     if isinstance(image, dict):  # as `datasets` and parquet files have it
         image = image.get("bytes") or image.get("path")
     if isinstance(image, Image.Image):
-        image = ImageOps.exif_transpose(image)
-        if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):  # those of a PNG
-            image = image.convert("RGB")
         content = io.BytesIO()
-        image.save(content, "PNG")
+        with readable(label):
+            image = ImageOps.exif_transpose(image)
+            if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):  # those of a PNG
+                image = image.convert("RGB")
+            image.save(content, "PNG")
         image = content.getvalue()
     if isinstance(image, str) and image.startswith("data:"):
         image = _bytes_of_url(label, image)
-    if isinstance(image, bytes):
-        path = stored(image)
-    elif isinstance(image, str) and image:
-        path = _path_in_folder(label, image, folder)
-    else:
+    if isinstance(image, str) and image:
+        image = _path_in_folder(label, image, folder)
+    elif not isinstance(image, bytes):
         kind = "missing" if image in (None, "") else f"of type {type(image).__name__}"
         raise ValueError(f"{label} is {kind}; give a path, bytes, a data URL or a picture of PIL")
-    require_image(label, path)
-    return path
+    require_image(label, image)
+    return stored(image) if isinstance(image, bytes) else image
 
 
 def _bytes_of_url(label: str, url: str) -> bytes:
@@ -156,14 +158,27 @@ def digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def require_image(label: str, path: str) -> None:
-    """Raise `ValueError` that begins with `label` for a file that is no picture. The header is
-    read, not the pixels."""
+def require_image(label: str, image: str | bytes) -> None:
+    """Raise `ValueError` that begins with `label` for a file, or its content, that is no picture.
+    The header is read, not the pixels."""
+    is_content = isinstance(image, bytes)
+    if (len(image) if is_content else os.path.getsize(image)) == 0:
+        raise ValueError(f"{label}: cannot be read: it is empty")
+    file = io.BytesIO(image) if is_content else image
+    with readable(label), Image.open(file, formats=FORMATS) as picture:
+        picture.verify()
+
+
+@contextmanager
+def readable(label: str) -> Iterator[None]:
+    """Turn whatever PIL raises about a picture into a `ValueError` of one line, and its warnings
+    into nothing."""
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=FORMATS) as image:
-            image.verify()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, UnidentifiedImageError):
-            empty = os.path.getsize(path) == 0
-            error = ValueError("it is empty" if empty else "no image, or of an unknown format")
-        raise ValueError(f"{label}: cannot be read: {error}") from error
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    except UnidentifiedImageError as error:
+        problem = "no image, or of an unknown format"
+        raise ValueError(f"{label}: cannot be read: {problem}") from error
+    except Exception as error:
+        problem = getattr(error, "strerror", None) or first_line(error)
+        raise ValueError(f"{label}: cannot be read: {problem}") from error

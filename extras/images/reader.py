@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from common.data.sample import ImageSpan
-from extras.images.image_files import FORMATS, digest
+from extras.images.image_files import FORMATS, digest, readable
 
 Pixels = dict[str, Tensor]  # arguments of transformers' `get_image_features`, for one image
 ORIENTATION = 0x0112  # of a photograph, in its EXIF data
@@ -75,20 +75,18 @@ class Reader:
     def pixels(self, file: str, expected: str) -> Pixels:
         """Decode an image whose content has the digest `expected`. Raises `ValueError` if it
         cannot be decoded, or has changed."""
-        try:
+        with readable(file):
             content = Path(file).read_bytes()
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 picture = as_served(image)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            problem = f"cannot be decoded ({getattr(error, 'strerror', None) or error})"
-            raise ValueError(f"{file}: the image {problem}; restore or replace it") from error
         if digest(content) != expected:
             problem = "the image has changed since it was tokenised"
             raise ValueError(f"{file}: {problem}; restore it, or delete the tokenised data")
         return self.process(picture)
 
     def layout_of(self, content: bytes) -> Layout:
-        """Return the layout of the image in a file with this content, by its size alone."""
+        """Return the layout of the image in a file with this content, by its size alone. PIL
+        decodes a PNG to look for EXIF behind its pixels."""
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             width, height = image.size
             # PIL turns a TIFF itself.

@@ -297,6 +297,14 @@ def test_template_that_fails_to_render_is_refused(template, words, tmp_path):
         load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
 
 
+def test_template_without_an_end_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("common.data.chat.RENDER_SECONDS", 0.2)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "a.jinja").write_text(loops)
+    with pytest.raises(ValueError, match="refuses the messages: no end within 0.2 s"):
+        load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "a.jinja")))
+
+
 def test_template_kwargs_are_values_or_text():
     for value, start in (("true", "Brief"), ("false", "<"), ("null", "<"), ("a: b", "Brief")):
         coder = encoder(READS_ALL, template_kwargs=(f"brief={value}",))

@@ -162,6 +162,20 @@ def test_class_with_other_ids_than_the_file_is_replaced(base):
     assert again("a").keys() == wrong("a").keys()
 
 
+def test_files_of_python_are_not_exported_nor_named(base):
+    for name in ("tokenizer_config.json", "preprocessor_config.json"):
+        (base / name).touch()
+        text = (base / name).read_text() or "{}"
+        (base / name).write_text(text)
+        change(base, name, auto_map=dict(AutoTokenizer=["evil.Tokenizer", None]), kept=1)
+    (base / "tokenizer_evil.py").write_text("")
+    files = export(base)
+    assert "tokenizer_evil.py" not in files
+    for name in ("tokenizer_config.json", "preprocessor_config.json"):
+        fields = json.loads(files[name])
+        assert "auto_map" not in fields and fields["kept"] == 1
+
+
 # ---- config.json ----
 
 

@@ -276,6 +276,13 @@ def test_same_content_is_stored_once():
     assert stored(ONE).endswith(digest(ONE))
 
 
+def test_what_is_refused_is_not_stored(tmp_path):
+    for content in (ONE[:40], b"no picture" * 1000):
+        with pytest.raises(ValueError, match="cannot be read"):
+            taken(dict(images=[content], prompt="?"))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
 def test_formats(tmp_path):
     """An EPS would start another program. An MPO is a photograph with a small copy."""
     with pytest.raises(ValueError, match="no image, or of an unknown format"):
