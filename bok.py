@@ -33,7 +33,7 @@ from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.sampling import TruncationArgs
 from common.data.packing import pack_minibatches, per_sample
-from common.evaluate.greedy import evaluate_prompts
+from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs

@@ -36,7 +36,7 @@ from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.data.packing import count_trained, pack_minibatches
 from common.data.sample import Group
-from common.evaluate.greedy import evaluate_prompts
+from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference

@@ -7,11 +7,11 @@ et al. 2023, arXiv:2306.13649; MiniLLM, Gu et al. 2023, arXiv:2306.08543).
 The student pi samples, and on each of its tokens its distribution is pulled towards that of the
 teacher q:
 
-    full:     L   = mean_t [ D(pi, q) - sft_coef log pi(y_t) ]; D: --divergence               loss()
+    full:     L   = mean_t [ D(pi, q) - sft_weight log pi(y_t) ]; D: --divergence             loss()
     sampled:  L   = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]
               A_t = log(q(y_t) / pi_old(y_t)); rho_t = pi(y_t) / pi_old(y_t)                  loss()
 
-`--on_policy_fraction` below 1 takes the other completions of a step from the data; sft_coef is 0
+`--on_policy_fraction` below 1 takes the other completions of a step from the data; sft_weight is 0
 for the student's own. c_t = pi_old(y_t) / pi_engine(y_t), bounded. A row may have its own teacher.
 Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin
 for each step; the sampling has no gradient (as in GKD); a reward is measured, not trained on.
@@ -43,7 +43,7 @@ from common.data.packing import (
 )
 from common.data.rows import SFT_COLUMNS, encode_each, require_columns
 from common.data.sample import Group, Sample
-from common.evaluate.greedy import evaluate_prompts
+from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.distill import (
     Comparison,
@@ -92,8 +92,8 @@ def loss(
         logged = {}
         if rollout_logprobs_T is not None:
             logged["sampling/kept_fraction"] = torch.ones_like(mask_T)
-        elif args.sft_coef:
-            full_T = full_T - args.sft_coef * comparison.logprobs_T
+        elif args.sft_weight:
+            full_T = full_T - args.sft_weight * comparison.logprobs_T
             logged["data/cross_entropy"] = -comparison.logprobs_T.detach()
         return full_T * mask_T / tokens, logged
     completions = mask_T, sequence_ids_T
@@ -124,7 +124,7 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     on_policy_fraction: Fraction = 1.0
     """fraction of a step's prompts that the student completes (the paper's lambda); the data
     completes other rows"""
-    sft_coef: NotNegative[float] = 0.0
+    sft_weight: NotNegative[float] = 0.0
     """weight of the cross-entropy on the data's completions, added to their divergence"""
     estimator: Literal["full", "sampled"] = "full"
     """full: the divergence; sampled: a policy loss (--loss) with log(teacher / student) of each
@@ -141,9 +141,9 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     def __post_init__(self) -> None:
         if self.missing_eos_penalty:
             raise ValueError("--missing_eos_penalty has no effect here: rewards are only measured")
-        if self.on_policy_fraction == 1 and self.sft_coef:
+        if self.on_policy_fraction == 1 and self.sft_weight:
             raise ValueError(
-                f"--sft_coef {self.sft_coef} has no effect with --on_policy_fraction 1"
+                f"--sft_weight {self.sft_weight} has no effect with --on_policy_fraction 1"
             )
         if self.estimator == "sampled" and self.on_policy_fraction < 1:
             problem = "--estimator sampled is for the student's own samples"
@@ -177,7 +177,7 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
         """Return the flags for a step of the student's prompts alone."""
         if not self.own_prompts:
             return self
-        return replace(self, prompts_per_step=self.own_prompts, on_policy_fraction=1, sft_coef=0)
+        return replace(self, prompts_per_step=self.own_prompts, on_policy_fraction=1, sft_weight=0)
 
     def check_launch(self, training_ranks: int) -> None:
         """Raise `ValueError` without a teacher, or for prompts that do not divide evenly."""

@@ -35,7 +35,7 @@ from common.config.flags import Needs, Positive
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
 from common.config.preference_flags import PreferenceArgs
-from common.config.training import GenerateArgs, ImageArgs, PrefixArgs
+from common.config.training import EvalSampleArgs, GenerateArgs, ImageArgs, PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups
@@ -43,7 +43,7 @@ from common.data.pairs import encode_pair
 from common.data.rows import PAIR_COLUMNS
 from common.data.sample import Sample
 from common.evaluate.generation import Generation
-from common.evaluate.held_out import held_out_accuracy, signs_of_unlearning
+from common.evaluate.held_out import held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
@@ -90,7 +90,7 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @dataclass
-class Args(ImageArgs, PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
+class Args(ImageArgs, PreferenceArgs, GenerateArgs, EvalSampleArgs, PrefixArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, sft_weight=1.0)
     model: str = "tiny-sft"
     batch_size: Positive[int] = 64
@@ -213,8 +213,6 @@ def main(args: Args) -> None:
     for sample in pairs[0]:
         run.logger.preview(sample, tokenizer)
     meter = run.meter
-    # Whether the logged rewards are beta x summed log-ratios.
-    is_summed = args.loss[0] not in PER_TOKEN | REFERENCE_FREE
     if run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
@@ -245,11 +243,6 @@ def main(args: Args) -> None:
                 ),
             )
             metrics |= generation.evaluate(step + 1)
-            answered = len(generation.prompts)
-            signs = signs_of_unlearning(args.beta, run.logger.first, metrics, answered, is_summed)
-            if signs and not args.sft_weight:
-                advice = "--sft_weight 1 adds the likelihood of chosen to the loss"
-                run.message_once(f"warning: {signs} by step {step + 1}; {advice} (docs/dpo.md)")
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run.latest, eval_pairs))

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import MayChange, Needs, NotNegative, Positive, Several
+from common.config.flags import MayChange, Needs, NotNegative, Positive
 from common.config.online import SamplingArgs
 from common.config.parse import parse
 from common.config.sampling import TruncationArgs
@@ -39,6 +39,7 @@ from common.evaluate.estimators import (
     majority_at_k,
     mean_and_interval,
     pass_at_k,
+    shown_ks,
     wins,
 )
 from common.evaluate.judged import scores_of_outputs
@@ -61,6 +62,7 @@ OTHER_FILES = "against_*.jsonl"
 
 @dataclass
 class Args(ImageArgs, TruncationArgs, SamplingArgs):
+    decodes_greedily = True
     model: str = "tiny-sft"
     """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints,
     which are evaluated one by one and drawn as a curve; tiny, tiny-sft: built-in models"""
@@ -72,11 +74,6 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
     """number of prompts to evaluate on, the first rows of the data; default: all"""
     samples_per_prompt: NotNegative[int] = 4
     """completions sampled for each prompt besides the greedy one (S); 0: none"""
-    greedy: bool = True
-    """decode one greedy completion of each prompt"""
-    ks: MayChange[Several[int]] = ()
-    """values of k for which pass@k and majority@k are shown; default: 1, 2, 4, ... up to S.
-    results.json has all"""
     prompts_per_step: MayChange[Positive[int]] = 256
     """prompts sampled between two writes to completions.jsonl, over all ranks"""
     completions: Annotated[str | None, Needs(agent=None)] = None
@@ -94,13 +91,6 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
     def __post_init__(self) -> None:
         if self.vision == "train":
             raise ValueError("--vision train: eval.py trains nothing; use frozen")
-        if self.completions is None:
-            if not (self.greedy or self.samples_per_prompt):
-                raise ValueError("--greedy False --samples_per_prompt 0 leaves no completion")
-            for k in self.ks:
-                if not 1 <= k <= self.samples_per_prompt:
-                    most = f"{self.samples_per_prompt} (--samples_per_prompt)"
-                    raise ValueError(f"--ks {k} must be in 1 to {most}")
         if (self.reward_model or "").startswith("rank:") and self.against is None:
             raise ValueError(
                 f"--reward_model {self.reward_model} compares two models; set --against"
@@ -152,19 +142,14 @@ def measure(args: Args, lines: list[dict]) -> dict:
     return out
 
 
-def shown_ks(args: Args, overall: dict) -> list[int]:
-    """Return the k of pass@k that the table shows."""
-    return list(args.ks) or [1 << i for i in range(16) if 1 << i <= len(overall["pass_at_k"])]
-
-
-def print_results(args: Args, results: dict) -> None:
+def print_results(results: dict) -> None:
     """Print a table of all prompts, with intervals, and one of the domains."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     overall = results["overall"]
-    ks = shown_ks(args, overall)
+    ks = shown_ks(len(overall["pass_at_k"]))
 
     def shown(m: dict) -> dict[str, tuple[dict, float]]:
         """Return the columns: name -> (mean and interval, scale)."""
@@ -260,16 +245,12 @@ def answers(
         engine = completions_file.load_engine(
             engine, path, args, task.tokenizer, task.device, f"--{flag}"
         )
-        counts = dict(
-            greedy=args.greedy,
-            samples_per_prompt=args.samples_per_prompt,
-            temperature=args.temperature,
-        )
         episodes = Episodes(engine, args)
+        counts = dict(samples_per_prompt=args.samples_per_prompt, temperature=args.temperature)
         generate = partial(completions_file.greedy_and_sampled, episodes, **counts)
         lines = completions_file.sample_completions(
             file, lines, task.prompts, generate, task.rewards, batch_size=args.prompts_per_step,
-            seed=args.seed, greedy=args.greedy,
+            seed=args.seed,
         )  # fmt: skip
         episodes.close()
         engine.sleep()  # frees memory for the judges
@@ -283,8 +264,6 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
     if len(set(counts)) > 1:
         difference = f"{counts[1]} completions of a prompt, there are {counts[0]} here"
         raise ValueError(f"--against {args.against} has {difference}")
-    if args.completions is not None and max(args.ks, default=0) > counts[0]:
-        raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
     folders = task.folders
     interval = partial(mean_and_interval, seed=args.seed)
     score_lines = partial(
@@ -363,9 +342,9 @@ def main(args: Args) -> None:
         results = all_results(args, task, model, outputs)
         if distributed.is_main():
             durable.write_text(target / "results.json", json.dumps(results, indent=2) + "\n")
-            print_results(args, results)
+            print_results(results)
             if target != folder:
-                checkpoint_curve.draw(folder, shown_ks(args, results["overall"]))
+                checkpoint_curve.draw(folder, shown_ks(len(results["overall"]["pass_at_k"])))
     if stopped:
         distributed.say("told to stop; the same command goes on from there")
 

@@ -32,7 +32,7 @@ from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.training import ImageArgs
 from common.data.packing import count_trained, pack_minibatches
-from common.evaluate.greedy import evaluate_prompts
+from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs

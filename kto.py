@@ -31,7 +31,7 @@ from torch import Tensor
 from common.config.flags import Positive
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
-from common.config.training import GenerateArgs
+from common.config.training import EvalSampleArgs, GenerateArgs
 from common.data.encode import Encoder, truncate
 from common.data.load import Samples, load_samples
 from common.data.messages import messages_field
@@ -40,7 +40,7 @@ from common.data.pairs import encode_pair
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.sample import Sample
 from common.evaluate.generation import Generation
-from common.evaluate.held_out import held_out_accuracy, signs_of_unlearning
+from common.evaluate.held_out import held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
@@ -77,7 +77,7 @@ def loss(
 
 
 @dataclass
-class Args(GenerateArgs, TrainArgs):
+class Args(GenerateArgs, EvalSampleArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, beta=1.0)
     model: str = "tiny-sft"
     batch_size: Positive[int] = 64
@@ -318,10 +318,6 @@ def main(args: Args) -> None:
                 ),
             )
             metrics |= generation.evaluate(step + 1)
-            answered = len(generation.prompts)
-            signs = signs_of_unlearning(args.beta, run.logger.first, metrics, answered)
-            if signs:
-                run.message_once(f"warning: {signs} by step {step + 1}; raise --beta or lower --lr")
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run.latest, eval_groups))

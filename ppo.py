@@ -34,7 +34,7 @@ from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, 
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.data.packing import PackedBatch, count_trained, pack_minibatches, per_sample
-from common.evaluate.greedy import evaluate_prompts
+from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.metrics.moments import explained_variance, moments
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model

@@ -41,7 +41,7 @@ from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.data.packing import PackedBatch, count_trained, pack_minibatches, per_sample
 from common.data.sample import Group
-from common.evaluate.greedy import evaluate_prompts
+from common.evaluate.held_out import evaluate_prompts
 from common.metrics.moments import moments
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference

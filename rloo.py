@@ -31,7 +31,7 @@ from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches, per_sample
-from common.evaluate.greedy import evaluate_prompts
+from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs

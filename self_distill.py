@@ -36,7 +36,7 @@ from common.config.teacher_flags import DivergenceArgs
 from common.data.encode import Encoder
 from common.data.packing import pack_minibatches
 from common.data.sample import Completion, Group
-from common.evaluate.greedy import evaluate_prompts
+from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.distill import Comparison, OwnTeacher, Teacher
 from common.model.hub import context_length, load_tokenizer, resolve_model

@@ -23,7 +23,7 @@ from torch import Tensor
 from common.config.flags import NotNegative, Positive
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
-from common.config.training import GenerateArgs, ImageArgs, StreamArgs
+from common.config.training import EvalSampleArgs, GenerateArgs, ImageArgs, StreamArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import pack
@@ -58,7 +58,7 @@ def loss(name: str, logprobs_T: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(ImageArgs, GenerateArgs, StreamArgs, TrainArgs):
+class Args(ImageArgs, GenerateArgs, EvalSampleArgs, StreamArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = (
         TINY_TRAINING | TINY_GENERATE | dict(max_steps=300, eval_every=50)
     )

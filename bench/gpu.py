@@ -251,7 +251,11 @@ def micro_batch(flags, device, dtype, checkpointing: bool, compiled: bool) -> li
 
 
 def engine(flags, device, dtype) -> list[dict]:
-    args = Args(max_new_tokens=flags.new, pack_tokens=flags.tokens, gpu_memory_utilization=0.4)
+    args = Args(
+        max_new_tokens=flags.new,
+        pack_tokens=flags.tokens,
+        engine_args=("gpu_memory_utilization=0.4",),
+    )
     policy, tokenizer = load_policy(flags.model, args, device), load_tokenizer(flags.model)
     sampler = make_engine(
         flags.model, args, eos_token_ids(flags.model, tokenizer), tokenizer, device

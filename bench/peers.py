@@ -161,7 +161,7 @@ def our_command(script: str, folder: Path, flags) -> list[str]:
     if script == "grpo":
         ours |= dict(prompts_per_step=batch_size(script, flags), samples_per_prompt=flags.group)
         ours |= dict(max_new_tokens=new_tokens(flags), reward="characters")
-        ours |= dict(gpu_memory_utilization=0.3) if flags.gpu else {}
+        ours |= dict(engine_args="gpu_memory_utilization=0.3") if flags.gpu else {}
     else:
         ours |= dict(batch_size=batch_size(script, flags), max_length=2048)
     return [str(ROOT / f"{script}.py"), *(f"--{name}={value}" for name, value in ours.items())]

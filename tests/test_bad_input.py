@@ -67,7 +67,7 @@ ppo --value_warmup_steps 5 --max_steps 5 -> --value_warmup_steps 5 must be below
 distill --loss cispo -> --loss cispo has no effect with --estimator full
 distill --estimator sampled --top_k 5 -> --top_k 5 has no effect with --estimator sampled
 distill --estimator sampled --on_policy_fraction 0.5 -> sampled is for the student's own samples
-distill --sft_coef 0.5 -> --sft_coef 0.5 has no effect with --on_policy_fraction 1
+distill --sft_weight 0.5 -> --sft_weight 0.5 has no effect with --on_policy_fraction 1
 distill --teacher a b -> --teacher a b: several need --teacher_column
 distill --teacher a --teacher_column x -> --teacher_column x has no effect without several --teac
 distill --teacher_logprobs stored --top_k 5 -> --teacher_logprobs stored needs --on_policy_fracti
@@ -82,8 +82,6 @@ self_distill --context_ranks 2 -> --context_ranks 2 has no effect
 bok --samples_per_prompt 4 --keep 4 -> --keep 4 must be at most 3, below --samples_per_prompt
 bok --rollout_ranks 1 --tensor_parallel_size 2 -> --tensor_parallel_size 2 must divide the 1 gen
 eval --vision train -> --vision train: eval.py trains nothing; use frozen
-eval --ks 1 5 -> --ks 5 must be in 1 to 4
-eval --greedy false --samples_per_prompt 0 -> --samples_per_prompt 0 leaves no completion
 eval --reward_model rank:x -> --reward_model rank:x compares two models; set --against
 eval --lr 1 -> unknown flag --lr
 """.strip().splitlines()

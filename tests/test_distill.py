@@ -72,7 +72,7 @@ def test_full_loss_is_the_mean_divergence_of_the_global_minibatch():
 
 def test_cross_entropy_is_added_on_completions_of_the_data():
     student, old_T = both([0.5, 2.0, 1.0, 9.0], [-1.0, -2.0, -3.0, -4.0], [0.0] * 4), torch.zeros(4)
-    args, tokens = distill.Args(sft_coef=0.5, on_policy_fraction=0.5), torch.tensor(10)
+    args, tokens = distill.Args(sft_weight=0.5, on_policy_fraction=0.5), torch.tensor(10)
     rest = (MASK, SEQUENCES, tokens, args)
     on_data_T, logged = distill.loss(student, old_T, None, *rest)
     assert on_data_T.sum().item() == pytest.approx((3.5 + 0.5 * 6) / 10)
@@ -128,7 +128,7 @@ def domains(sums, tmp_path_factory):
 def several(flags, domains, teacher, small):
     """Flags of a run with two teachers, of which one is the student's start."""
     teachers = ("--teacher", f"usual={teacher}", f"rare={small[1]}")
-    return (*flags, *domains, *teachers, "--sft_coef", 0.2)
+    return (*flags, *domains, *teachers, "--sft_weight", 0.2)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ SCRIPTS = dict(
                 "--loss_weights", 1, 0.01, "--sft_weight", 0.1),
     bok=(*SAMPLED, *GROUPED, *PENALTY, "--keep", 2, "--beta", 0.3),
     distill=(*SAMPLED, *GROUPED, "--teacher", "usual=other", "rare=same", "--teacher_column",
-             "domain", "--dataset", "domains", "--on_policy_fraction", 0.5, "--sft_coef", 0.2,
+             "domain", "--dataset", "domains", "--on_policy_fraction", 0.5, "--sft_weight", 0.2,
              "--divergence", "jsd", "--epochs_per_rollout", 2, "--temperature", 0.8),
     self_distill=(*SAMPLED, "--samples_per_prompt", 4, "--hint", "sibling", "--hint_template",
                   "{hint};{prompt}", "--epochs_per_rollout", 2, "--temperature", 0.8, "--lr", 1e-3,

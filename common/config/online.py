@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from common.config.flags import STRICT
 from common.config.groups import BaseArgs, TrainArgs
 from common.config.sampling import MODEL_KINDS, CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
-from common.config.training import PrefixArgs
+from common.config.training import EvalSampleArgs, PrefixArgs
 
 # Defaults for the built-in models and task, as in groups.py.
 TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, prompts_per_step=16,
@@ -21,6 +21,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     """Flags of every script that samples completions."""
 
     truncation = None  # `TruncationArgs` has flags for it
+    decodes_greedily = False  # whether each prompt has a greedy completion beside the sampled ones
     records_states = False  # whether completions need the states of their environment
     PACKS_BRANCHES: ClassVar[bool] = True
     """whether the script can train on the branches of an agent's episode"""
@@ -45,7 +46,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
         ranks = [name for name in self.reward if name.startswith("rank:")]
         if not all(map(str.strip, self.rubric)):
             raise ValueError("--rubric: a criterion is empty")
-        if ranks and self.samples_per_prompt + getattr(self, "greedy", False) < 2:
+        if ranks and self.samples_per_prompt + self.decodes_greedily < 2:
             raise ValueError(f"--reward {ranks[0]} needs --samples_per_prompt 2 or more")
         return self
 
@@ -67,7 +68,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
 
 
 @dataclass(config=STRICT)
-class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
+class OnlineArgs(RolloutArgs, SamplingArgs, EvalSampleArgs, TrainArgs):
     """Flags of every script that trains on its own samples."""
 
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE

@@ -2,9 +2,9 @@
 
 from os.path import isfile
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import (
@@ -18,6 +18,7 @@ from common.config.flags import (
     Real,
     Several,
 )
+from common.config.specs import values_of
 from common.config.training import CHAT
 
 # Requests that an engine runs at the same time: their float32 logits, 156 MB of 151,936 tokens,
@@ -174,9 +175,22 @@ class EngineArgs:
     """inference engine. auto: vllm if it is installed, else transformers, which is slower"""
     tensor_parallel_size: Annotated[Positive[int], VLLM] = 1
     """number of ranks that share one vLLM engine; must divide the number of generating ranks"""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """fraction of GPU memory for vLLM's weights and KV cache, released during training; default:
-    0.4 on ranks that also train, 0.9 on others"""
+    engine_args: Annotated[Several[str], VLLM] = ()
+    """options of vLLM as name=value, by vLLM's names: max_num_seqs=64 gpu_memory_utilization=0.5
+    (default: 0.4 on ranks that also train, 0.9 on others); see docs/grpo.md"""
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """The options of `--engine_args` by name."""
+        return values_of("engine_args", self.engine_args)
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        memory = self.engine_options.get("gpu_memory_utilization", BESIDE_TRAINER)
+        if not (isinstance(memory, float) and 0 < memory < 1):
+            problem = "must be greater than 0 and less than 1"
+            raise ValueError(f"--engine_args gpu_memory_utilization={memory}: {problem}")
+        return self
 
 
 @dataclass(config=STRICT)

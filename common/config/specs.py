@@ -1,10 +1,13 @@
 """Values of flags that have a form of their own: `name=value` pairs, weighted data sets, named
 held-out sets, folders of adapters."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from common.config.flags import MAX_FLOAT
 from common.parallel.process import first_line
@@ -31,6 +34,17 @@ def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
             )
         out[name] = value
     return out
+
+
+def values_of(flag: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the pairs of `--flag name=value ...` with values as in YAML: true, 3, 0.5, null or
+    `{"a": 1}`; anything else is text."""
+    values: dict[str, Any] = {}
+    for name, text in pairs_of(flag, pairs).items():
+        values[name] = text
+        with contextlib.suppress(yaml.YAMLError):
+            values[name] = yaml.safe_load(text)
+    return values
 
 
 def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:

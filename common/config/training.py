@@ -291,6 +291,27 @@ class StreamArgs:
         return self
 
 
+@dataclass(config=STRICT)
+class EvalSampleArgs:
+    """Sampled validation"""
+
+    eval_samples: Annotated[
+        MayChange[Positive[int]], Needs(eval_every=True), Needs(eval_generate=True)
+    ] = 1
+    """completions of each held-out prompt in an evaluation; above 1: also eval/pass_at_k"""
+    eval_temperature: Annotated[
+        MayChange[NotNegative[float]], Needs(eval_every=True), Needs(eval_generate=True)
+    ] = 0.0
+    """sampling temperature of these completions; 0: greedy"""
+
+    @model_validator(mode="after")
+    def _check_eval_samples(self) -> Self:
+        if self.eval_samples > 1 and not self.eval_temperature:
+            problem = "greedy completions are equal; set --eval_temperature above 0"
+            raise ValueError(f"--eval_samples {self.eval_samples}: {problem}")
+        return self
+
+
 GENERATE = Needs(eval_generate=True)
 
 
@@ -299,8 +320,8 @@ class GenerateArgs:
     """Evaluation by generation"""
 
     eval_generate: Annotated[MayChange[NotNegative[int]], Needs(eval_every=True)] = 0
-    """number of held-out prompts that are completed greedily before training and at each
-    evaluation, for eval/solved and eval/reward; 0: off"""
+    """number of held-out prompts that are completed before training and at each evaluation, for
+    eval/solved and eval/reward; 0: off"""
     reward: Annotated[MayChange[Several[str]], GENERATE] = ("exact_match",)
     """rewards of these completions (docs/rewards.md lists all)"""
     max_new_tokens: Annotated[MayChange[Positive[int]], GENERATE] = 256

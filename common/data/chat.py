@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from jinja2 import Environment, nodes
 from jinja2.meta import find_undeclared_variables
 
-from common.config.specs import pairs_of
+from common.config.specs import pairs_of, values_of
 from common.data.messages import IMAGE, THOUGHT_KEYS, in_parts, opened_thought, with_thought
 from common.parallel import distributed
 
@@ -212,14 +211,10 @@ def _names_read(tokenizer) -> tuple[set[str], set[str]]:
 
 def _variables(template_kwargs: tuple[str, ...]) -> dict[str, object]:
     """Return `--template_kwargs`: true, 3, 0.5 and null as in YAML, anything else as text."""
-    variables: dict[str, object] = {}
-    for name, text in pairs_of("template_kwargs", template_kwargs).items():
-        variables[name] = text
-        with contextlib.suppress(yaml.YAMLError):
-            value = yaml.safe_load(text)
-            if value is None or isinstance(value, bool | int | float):
-                variables[name] = value
-    return variables
+    texts = pairs_of("template_kwargs", template_kwargs)
+    values = values_of("template_kwargs", template_kwargs)
+    plain = (bool, int, float, type(None))
+    return {name: x if isinstance(x, plain) else texts[name] for name, x in values.items()}
 
 
 def any_of(words: Iterable[str]) -> re.Pattern:

@@ -21,6 +21,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
+def shown_ks(n: int) -> list[int]:
+    """Return the k of pass@k that are shown for n samples: 1, 2, 4, ... up to n."""
+    return [1 << i for i in range(n.bit_length()) if 1 << i <= n]
+
+
 def final_answer(text: str) -> str | None:
     """Return the vote of a completion: its last boxed answer, else its last `####` number, else all
     of it; None if that is empty. Numbers are in canonical form, other answers without whitespace

@@ -12,7 +12,7 @@ from common.config.online import OnlineArgs
 from common.config.training import ImageArgs
 from common.data.encode import Encoder
 from common.data.rows import held_out_rows, train_and_eval_rows
-from common.evaluate.greedy import evaluate_prompts
+from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length
 from common.model.policy import Policy
 from common.rewards.registry import row_check

@@ -1,8 +1,56 @@
-"""Results on held-out rows as text for the console: an accuracy with its confidence interval, and
-signs that a preference loss unlearns good answers."""
+"""Evaluation on held-out prompts by generation, and an accuracy with its interval for the
+console."""
 
 import math
 from collections.abc import Sized
+
+from common.evaluate.estimators import pass_at_k, shown_ks
+from common.metrics.meter import Meter
+from common.parallel import distributed
+from common.rewards.total import Rewards
+from common.rollout.base_sampler import Sampler
+from common.rollout.prompts import Prompts
+
+
+def evaluate_prompts(
+    rollouts: Sampler, step: int, held_out: Prompts, rewards: Rewards
+) -> dict[str, float]:
+    """Return the metrics of `--eval_samples` completions of each held-out prompt after `step`
+    steps, greedy or sampled at `--eval_temperature`; {} without prompts.
+
+    `eval/solved` is the fraction of completions whose first reward is at least 1,
+    `eval/solved_stderr` its standard error over the prompts, `eval/reward` the mean weighted sum,
+    and `eval/pass_at_k` the fraction of prompts that one of k completions solves. If rows name
+    their data set, `metric/name` is the metric of that set alone. Collective."""
+    if not held_out:
+        return {}
+    args = rollouts.args
+    seeds = [distributed.fold_seed(args.seed, i) for i in range(len(held_out))]
+    groups = rollouts.sample_now(
+        step, held_out, seeds, n=args.eval_samples, temperature=args.eval_temperature
+    )
+    rewards_PS, named_rewards, numbers = rewards(groups, Meter())
+    first_PS = rewards.first(named_rewards)
+    means = {
+        "eval/solved": first_PS.ge(1).double().masked_fill(first_PS.isnan(), math.nan),
+        "eval/reward": rewards_PS,
+    }
+    means |= {f"eval/rewards/{name}/mean": named_PS for name, named_PS in named_rewards.items()}
+    means |= {f"eval/rewards/{name}": number_PS for name, number_PS in numbers.items()}
+    meter = Meter()
+    for i, group in enumerate(groups):
+        solved_S = means["eval/solved"][i]
+        solved_S = solved_S[~solved_S.isnan()]
+        for end in ["", *(f"/{name}" for name in [group[0].row.get("_dataset")] if name)]:
+            for name, values_PS in means.items():
+                valid_S = ~values_PS[i].isnan()
+                meter.mean(f"{name}{end}", values_PS[i].nansum(), valid_S.sum())
+            for k in shown_ks(len(solved_S))[1:]:
+                solved = int(solved_S.sum())
+                meter.mean(f"eval/pass_at_{k}{end}", pass_at_k(len(solved_S), solved, k))
+            if len(solved_S):
+                meter.standard_error(f"eval/solved_stderr{end}", solved_S.mean())
+    return meter.reduce()
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
@@ -23,27 +71,3 @@ def held_out_accuracy(metrics: dict[str, float], held_out: Sized) -> str:
     low, high = wilson_interval(accuracy, len(held_out))
     interval = f"95% interval {low:.3f} to {high:.3f}"
     return f"held-out accuracy {accuracy:.3f} on {len(held_out)} rows ({interval})"
-
-
-def signs_of_unlearning(
-    beta: float, first: dict[str, float], metrics: dict[str, float], answered: int,
-    referenced: bool = True,
-) -> str:  # fmt: skip
-    """Return what an evaluation shows if the model unlearns good answers while the preference loss
-    falls, else an empty text: `eval/solved`, of so many `answered` prompts, is two standard errors
-    below its `first` value, or the log-prob of chosen completions is below the reference's by a nat
-    and a tenth. `referenced`: whether `rewards` are `beta` x summed log-ratios."""
-    signs = []
-    before = first.get("eval/solved", 0.0)
-    solved = metrics.get("eval/solved", 1.0)
-    standard_error = math.sqrt(before * (1 - before) / max(1, answered))
-    if before - solved > 2 * standard_error:
-        signs.append(f"eval/solved fell from {before:.3g} to {solved:.3g}")
-    logp = metrics.get("eval_logps/chosen", 0.0)
-    ratio = metrics.get("eval_rewards/chosen", 0.0) / beta if referenced else 0.0
-    reference_logp = logp - ratio
-    if -ratio > max(1.0, 0.1 * abs(reference_logp)):
-        signs.append(
-            f"the log-prob of chosen completions fell from {reference_logp:.3g} to {logp:.3g}"
-        )
-    return " and ".join(signs)

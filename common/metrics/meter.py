@@ -66,6 +66,10 @@ class Meter:
         """Add to the standard deviation (division by n) of all values."""
         self._entry("std", name).append((values.sum(), len(values), values.square().sum()))
 
+    def standard_error(self, name: str, value: Tensor) -> None:
+        """Add a value to the standard error of the mean of all values."""
+        self._entry("stderr", name).append((value, 1.0, value.square()))
+
     def effective_fraction(self, name: str, weights: Tensor, mask: Tensor) -> None:
         """Add to the effective sample size of importance weights, as a fraction: (mean w)^2 / mean
         w^2."""
@@ -157,7 +161,10 @@ def _combined(kind: str, first: Sequence[float], *others: Sequence[float]) -> fl
     if kind == "mean":
         return mean
     square = math.fsum(others[1]) / weight
-    return math.sqrt(max(0.0, square - mean**2)) if kind == "std" else mean**2 / square
+    if kind == "ess":
+        return mean**2 / square
+    std = math.sqrt(max(0.0, square - mean**2))
+    return std if kind == "std" else std / math.sqrt(weight)
 
 
 def _now() -> float:

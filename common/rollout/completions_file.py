@@ -120,7 +120,7 @@ def _null(x: Tensor) -> float | None:
 
 def sample_completions(
     file: Path, lines: list[dict], prompts: Prompts, generate: Generate, rewards: Rewards, *,
-    batch_size: int, seed: int, greedy: bool = False,
+    batch_size: int, seed: int,
 ) -> list[dict]:  # fmt: skip
     """Sample the prompts that `lines`, read from `file`, lack, append their lines to the file in
     batches and return all lines; fewer than there are prompts if the run is to stop. Collective.
@@ -137,7 +137,7 @@ def sample_completions(
         end = start + batch_size
         batch = Prompts(prompts.ids[start:end], prompts.rows[start:end])
         seeds = [distributed.fold_seed(seed, start + i) for i in range(len(batch))]
-        new = make_lines(generate(batch, seeds), batch, rewards, greedy)
+        new = make_lines(generate(batch, seeds), batch, rewards, greedy=True)
         lines += new
         if distributed.is_main():
             with file.open("a", encoding="utf-8") as out:
@@ -156,15 +156,14 @@ def greedy_and_sampled(
     prompts: Prompts,
     seeds: list[int],
     *,
-    greedy: bool,
     samples_per_prompt: int,
     temperature: float,
 ) -> list[Group]:
-    """Return this rank's share of the groups: a greedy completion, if `greedy`, then the sampled
-    ones. Collective with tensor parallelism."""
+    """Return this rank's share of the groups: a greedy completion, then the sampled ones.
+    Collective with tensor parallelism."""
     own = own_share(len(prompts))
     groups: list[Group] = [[] for _ in own]
-    for samples, temp in ((int(greedy), 0.0), (samples_per_prompt, temperature)):
+    for samples, temp in ((1, 0.0), (samples_per_prompt, temperature)):
         if samples:
             requests = [PromptRequest(i, *prompts[i], seeds[i], samples, temp) for i in own]
             new = episodes.generate(requests)

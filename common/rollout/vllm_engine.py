@@ -153,7 +153,7 @@ class VLLMEngine(Engine):
                 elif is_part:
                     options |= text_alone(config, options.get("hf_overrides", {}))
                 self.llm = LLM(model=path, **options)
-            except (ValueError, AssertionError, NotImplementedError) as error:
+            except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
                 reason = distributed.first_line(error)
                 if isinstance(error, ValidationError):  # its first line names only the class
                     reason = error.errors()[0]["msg"].removeprefix("Value error, ")
@@ -200,7 +200,6 @@ class VLLMEngine(Engine):
 
     def _options(self, max_model_len: int) -> dict:
         default = BESIDE_TRAINER if self.beside_trainer else ALONE
-        memory = self.args.gpu_memory_utilization or default
         options = dict(
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=self.args.tensor_parallel_size,
@@ -209,8 +208,6 @@ class VLLMEngine(Engine):
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled
             generation_config="vllm",  # without top_p, top_k and penalties of the model's file
             max_model_len=max_model_len,
-            gpu_memory_utilization=memory,
-            max_num_seqs=SLOTS,
             seed=0,  # unused: every request has a seed
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -218,8 +215,15 @@ class VLLMEngine(Engine):
         if self.dtype != torch.float32:  # as in the trainer: see token_logprobs
             options["hf_overrides"] = dict(head_dtype="float32")
         if self.device.type != "cpu":
-            return options | dict(enable_sleep_mode=True)
-        return options | dict(
+            options["enable_sleep_mode"] = True
+        flags = self.args.engine_options
+        for name in ("model", "tokenizer", "load_format", *options):
+            if name in flags:
+                raise ValueError(f"--engine_args {name}={flags[name]}: the run sets it")
+        options |= dict(gpu_memory_utilization=default, max_num_seqs=SLOTS)
+        if self.device.type != "cpu":
+            return options | flags
+        of_cpu = dict(
             enforce_eager=True,
             # Only whole blocks of a prompt are computed once for its group. vLLM's default on a
             # CPU is 128 tokens.
@@ -232,6 +236,7 @@ class VLLMEngine(Engine):
             enable_prefix_caching=False if self.has_delta_nets else None,
             max_num_batched_tokens=max(8192, max_model_len),
         )
+        return options | of_cpu | flags
 
     def _template(self, temperature: float):
         """Return a request that vLLM has validated, to be copied: validation takes most of the time

@@ -84,7 +84,6 @@ class Run:
             self.trace = Trace(args, [*self.models], stepping, tokenizer)
             self.meter.keep = self.trace.keep
         self.stop_requested = False
-        self.warned = False  # by `message_once`
         if model.device.type == "cuda":
             self.message(keep_activations_that_fit(self.models, args))
         is_changed = self.planned_steps != total_steps > self.finished
@@ -196,12 +195,6 @@ class Run:
         """Print lines on the console."""
         for line in lines:
             self.logger.message(line)
-
-    def message_once(self, line: str) -> None:
-        """Print a line, unless another one was printed by this method."""
-        if not self.warned:
-            self.message(line)
-        self.warned = True
 
     def log(self, finished: int, metrics: dict[str, float]) -> None:
         """Log the metrics after `finished` steps, and export `best/` if `--keep_best` has improved.

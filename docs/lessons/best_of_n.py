@@ -36,7 +36,7 @@ RM = (
 EVAL = (
     "eval.py --model {model} --dataset {data} --prompt_format plain --max_new_tokens {tokens} "
     "--reward {reward}"
-    " model:{output_dir}/rm/hf --samples_per_prompt {samples} --greedy false --eval_size "
+    " model:{output_dir}/rm/hf --samples_per_prompt {samples} --eval_size "
     "{prompts}"
 )
 
@@ -92,7 +92,7 @@ def main() -> None:
 
     groups = []
     for line in (out / "eval" / "completions.jsonl").read_text(encoding="utf-8").splitlines():
-        found = json.loads(line)["completions"]
+        found = [c for c in json.loads(line)["completions"] if not c["greedy"]]
         values = [(c["rewards"]["model"], c["score"], len(c["ids"])) for c in found]
         groups.append(
             dict(zip(("proxy", "truth", "length"), np.array(values, dtype=float).T, strict=True))

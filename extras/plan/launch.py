@@ -172,7 +172,7 @@ class Launch:
     def engine(self) -> float:
         """Bytes of an engine."""
         default = ALONE if self.rollout_ranks else BESIDE_TRAINER
-        return self.gpu.memory * (self.args.gpu_memory_utilization or default)
+        return self.gpu.memory * self.args.engine_options.get("gpu_memory_utilization", default)
 
     @property
     def engine_weights(self) -> float:

@@ -141,7 +141,7 @@ def test_numeric_flags_have_bounds(args_class):
         numbers = {int, float} & {plain, *typing.get_args(plain)}
         checked = "AfterValidator" in repr(hints[name]) or bounds(hints[name])
         without |= {name} if numbers and not checked else set()
-    assert without <= {"seed", "ks"}  # any integer; in the range of another flag
+    assert without <= {"seed"}  # any integer
 
 
 MAY_CHANGE = {
@@ -149,7 +149,7 @@ MAY_CHANGE = {
     "keep_last", "resume", "log", "keep_best", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
     "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout",
-    "eval_generate", "dry_run", "share_prefix",
+    "eval_generate", "eval_samples", "eval_temperature", "dry_run", "share_prefix",
 }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_resumed_run_may_change_only_the_listed_flags(args_class):
     flags = {field.name for field in dataclasses.fields(args_class)}
     expected = MAY_CHANGE & flags
     if args_class is args_of("eval"):
-        expected |= {"prompts_per_step", "ks", "reward_model", "perplexity_model", "against"}
+        expected |= {"prompts_per_step", "reward_model", "perplexity_model", "against"}
     if issubclass(args_class, training.GenerateArgs):
         expected |= {"reward", "max_new_tokens"}
     assert may_change(args_class(), {}) == expected | {"max_staleness"}

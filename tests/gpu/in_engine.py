@@ -48,7 +48,11 @@ class Both:
         self.device, *_ = distributed.setup(0)
         # A part of the GPU that fits beside other programs.
         self.args = Args(
-            engine=kind, dtype=dtype, max_new_tokens=24, gpu_memory_utilization=0.3, lr=1e-2
+            engine=kind,
+            dtype=dtype,
+            max_new_tokens=24,
+            engine_args=("gpu_memory_utilization=0.3",),
+            lr=1e-2,
         )
         tokenizer = load_tokenizer(path)
         self.policy = load_policy(path, self.args, self.device)

@@ -236,7 +236,7 @@ def test_a_step_needs_the_larger_of_update_and_sampling(folders):
     update, sampling = predict(launch.models, launch.plan), launch.memory(launch.plan)
     assert sampling["engine"] == launch.engine and "gradients" not in sampling
     assert [sampling[name] for name in ("weights", "Adam")] == [update["weights"], update["Adam"]]
-    small = replace(launch, args=replace(launch.args, gpu_memory_utilization=0.01))
+    small = replace(launch, args=replace(launch.args, engine_args=("gpu_memory_utilization=0.01",)))
     assert small.memory(small.plan) == update
     apart = launch_of(folders["1.7B"], rollout_ranks=4)
     assert not apart.memory(apart.plan)["engine"]
@@ -296,7 +296,7 @@ def test_eight_billion_parameters_have_room_for_eight_long_completions(folders):
 
 
 def test_vllm_needs_room_for_one_sequence(folders):
-    launch = launch_of(folders["8B"], gpu_memory_utilization=0.2)
+    launch = launch_of(folders["8B"], engine_args=("gpu_memory_utilization=0.2",))
     assert "vLLM would not start: 15.3 GiB of weights and 2.7 for the" in launch.problem()
     assert launch_of(folders["8B"]).problem() is None
     assert not [*alternatives(launch)]  # a rank has enough memory
@@ -348,7 +348,8 @@ def test_operations_are_those_of_the_metrics(folders):
         ("micro-batch", "1xH200", "update", 8, 1024, dict(activation_checkpointing=False)),
         ("micro-batch, activation checkpointing", "1xH200", "update", 8, 1024,
          dict(activation_checkpointing=True)),
-        ("vLLM: generate", "1xH100", "rollout", 256, 512, dict(gpu_memory_utilization=0.8)),
+        ("vLLM: generate", "1xH100", "rollout", 256, 512,
+         dict(engine_args=("gpu_memory_utilization=0.8",))),
     ],
 )  # fmt: skip
 def test_measurements_lie_in_the_band(folders, part, gpus, phase, rows, prompt, flags):
