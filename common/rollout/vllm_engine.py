@@ -146,8 +146,8 @@ class VLLMEngine(Engine):
         with undone_changes(MODEL_MAPPING[type(config)]):
             from vllm import LLM
 
+            options = self._options(context_length(path, self.args))
             try:
-                options = self._options(context_length(path, self.args))
                 if self.images is not None:
                     options |= self.images.vllm_options(stored.architectures[0])
                 elif is_part:
@@ -156,7 +156,9 @@ class VLLMEngine(Engine):
             except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
                 reason = distributed.first_line(error)
                 if isinstance(error, ValidationError):  # its first line names only the class
-                    reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+                    problem = error.errors()[0]
+                    message = problem["msg"].removeprefix("Value error, ")
+                    reason = ": ".join([*map(str, problem["loc"]), message])
                 raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
         if self.device.type == "cpu" and self.args.tensor_parallel_size > 1:
             # With AVX-512 the ranks share memory, under one name for all launches. All ranks have

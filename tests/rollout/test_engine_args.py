@@ -1,0 +1,43 @@
+"""`--engine_args`: options by vLLM's names."""
+
+import os
+from unittest import mock
+
+import pytest
+from engines import RANK_0_OF_1
+from in_process import NEW_TOKENS, Args
+
+from common.model.hub import load_tokenizer
+from common.model.tiny import tiny_model
+from common.rollout.engines import make_engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("foo=1", "'foo'"),
+        ("max_num_seqs=many", "max_num_seqs: Input should be a valid integer"),
+        ("dtype=float16", "--engine_args dtype=float16: the run sets it"),
+        ("logprobs_mode=raw_logprobs", "--engine_args logprobs_mode=raw_logprobs: the run sets it"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(device, option, reason):
+    pytest.importorskip("vllm")
+    path = tiny_model()
+    args = Args(engine="vllm", max_new_tokens=NEW_TOKENS, engine_args=(option,))
+    with (
+        mock.patch.dict(os.environ, RANK_0_OF_1),
+        pytest.raises(ValueError, match=reason) as caught,
+    ):
+        make_engine(path, args, [1], load_tokenizer(path), device)
+    assert "\n" not in str(caught.value)
+
+
+def test_values_are_those_of_yaml():
+    given = ("a=1", "b=0.5", "c=true", "d=x", 'e={"m": "ngram", "n": 4}')
+    options = Args(engine_args=given).engine_options
+    assert options == dict(a=1, b=0.5, c=True, d="x", e=dict(m="ngram", n=4))
+    for wrong in ("a", "=1", "gpu_memory_utilization=2", "gpu_memory_utilization=x"):
+        with pytest.raises(ValueError, match="--engine_args"):
+            Args(engine_args=(wrong,))
