@@ -344,7 +344,7 @@ def main(args: Args) -> None:
             durable.write_text(target / "results.json", json.dumps(results, indent=2) + "\n")
             print_results(results)
             if target != folder:
-                checkpoint_curve.draw(folder, shown_ks(len(results["overall"]["pass_at_k"])))
+                checkpoint_curve.draw(folder)
     if stopped:
         distributed.say("told to stop; the same command goes on from there")
 

@@ -270,11 +270,11 @@ def test_all_checkpoints_have_the_results_of_separate_evaluations(
     sample = evaluation.completions_file.make_lines
     calls = []
 
-    def stop_at_the_fifth(*given):
+    def stop_at_the_fifth(*given, **named):
         calls.append(given)
         if len(calls) == 5:
             process.stop_signalled = True
-        return sample(*given)
+        return sample(*given, **named)
 
     monkeypatch.setattr(evaluation.completions_file, "make_lines", stop_at_the_fifth)
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)

@@ -5,9 +5,9 @@
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
+from common.evaluate.estimators import shown_ks
 from common.metrics.curves import draw_curves
 from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
@@ -37,9 +37,9 @@ def still_exists(model: str) -> bool:
     return exists
 
 
-def draw(folder: Path, ks: Sequence[int]) -> None:
+def draw(folder: Path) -> None:
     """Write metrics.jsonl, with the mean results of each checkpoint that has a results.json, and
-    draw curves.png from it. Of pass@k and majority@k only the k in `ks` are included."""
+    draw curves.png from it. Of pass@k and majority@k only the powers of two are included."""
     lines = []
     for file in sorted(folder.glob("step_*/results.json")):
         results = json.loads(file.read_text())
@@ -49,7 +49,7 @@ def draw(folder: Path, ks: Sequence[int]) -> None:
         values |= {f"rewards/{name}/mean": value for name, value in values.pop("rewards").items()}
         for name in ("pass", "majority"):
             at_k = values.pop(f"{name}_at_k")
-            values |= {f"{name}_at_{k}": at_k[str(k)] for k in ks if str(k) in at_k}
+            values |= {f"{name}_at_{k}": at_k[str(k)] for k in shown_ks(len(at_k))}
         means = {
             name: value["mean"] for name, value in values.items() if name != "prompts" and value
         }
