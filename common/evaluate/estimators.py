@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from common.parallel import distributed
-from common.rewards.functions import final_answers, last_boxed, to_number
+from common.rewards.functions import final_answers, last_boxed, value_of
 
 PERMUTATIONS = 64  # random orders of the samples over which a majority vote is averaged
 
@@ -31,8 +31,7 @@ def final_answer(text: str) -> str | None:
     of it; None if that is empty. Numbers are in canonical form, other answers without whitespace
     and cut to 200 characters."""
     answer = last_boxed(text) or (final_answers(text) or [text])[-1]
-    number = to_number(answer)
-    return str(number) if number is not None else "".join(answer.split())[:200] or None
+    return str(value_of(answer))[:200] or None
 
 
 def majority_at_k(

@@ -9,8 +9,10 @@ without them is refused at start); `check`, which is called with every row at st
 A completion may be any text: no function raises, or takes more than linear time. Worker processes
 import this module (processes.py), so it imports nothing heavy."""
 
+import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -37,8 +39,28 @@ def as_text(value: object) -> str:
     return str(int(shortest)) if value.is_integer() else f"{shortest:f}"
 
 
+def from_json(value: object) -> object:
+    """Return the list or object that a table holds as JSON text; any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            pass
+    return value
+
+
 def check_answer(row: dict) -> None:
-    """Raise `ValueError` unless the column `answer` is text, a finite number or a list of them."""
+    """Raise `ValueError` unless the column `answer` is text, a finite number or a list of them. A
+    list of texts as JSON is refused: it may be one answer or several."""
+    check_type(row)
+    listed = from_json(row["answer"])
+    if isinstance(row["answer"], str) and isinstance(listed, list) and str in map(type, listed):
+        advice = "if this text is the answer, wrap it in a list"
+        problem = f"expected the list itself, got its JSON text {row['answer']!r:.80}; {advice}"
+        raise ValueError(f"{row['_source']}: column answer: {problem}")
+
+
+def check_type(row: dict) -> None:
     value = row["answer"]
     each = value if isinstance(value, list) else [value]
     if not each or not all(map(is_answer, each)):
@@ -49,41 +71,137 @@ def check_answer(row: dict) -> None:
 def is_answer(value: object) -> bool:
     """Return whether the value is text or a finite number. A boolean is neither: its text is true,
     True, yes, ..."""
-    if type(value) is float:
-        return math.isfinite(value)
-    return isinstance(value, str) or type(value) is int
+    return type(value) in (str, int) or (type(value) is float and math.isfinite(value))
 
 
-# ---- answers in a text ----
+# ---- plain text: marks of other scripts and of LaTeX ----
 
-NUMBER = r"(?:\d(?:[\d,]*\d)?(?:\.\d+)?|\.\d+)"  # without sign
+
+class PlainForms(dict):
+    """The ASCII form of characters, each found when it first occurs: digits of all scripts,
+    fullwidth letters and marks, minus signs, spaces, fractions. Others stay as they are."""
+
+    def __missing__(self, code: int) -> str:
+        form = character = chr(code)
+        kind, *parts = unicodedata.decomposition(character).split() or [""]
+        if unicodedata.decimal(character, None) is not None:
+            form = str(unicodedata.decimal(character))
+        elif kind in ("<wide>", "<narrow>", "<small>", "<font>", "<noBreak>"):
+            form = unicodedata.normalize("NFKC", character).translate(self)
+        elif kind == "<fraction>":
+            form = " " + unicodedata.normalize("NFKC", character).replace("\u2044", "/")
+        elif unicodedata.category(character) == "Zs":
+            form = " "
+        self[code] = form
+        return form
+
+
+PLAIN = PlainForms()
+for marks, form in [
+    ("−‐‑➖", "-"), ("。｡।۔", ". "), ("、､،", ", "), ("٬", ","), ("٫", "."), ("٪", "%"),
+    ("⁄∕", "/"), ("∶", ":"), ("【〔", "["), ("】〕", "]"), ("「」『』“”„", '"'),
+    ("\u200b\u200e\u200f\u2060\ufeff", ""),
+]:  # fmt: skip
+    PLAIN.update(dict.fromkeys(map(ord, marks), form))
+POWER = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
+DASH = re.compile(r"[‒–](?=\s?\\?[$£€¥]?\.?\d)")  # a minus, or that of a range
+GROUPED = re.compile(r"(?<=\d)(?:[\u2009\u202f]|\\[,!])(?=\d{3}(?!\d))")  # 1 000 by a thin space
+FONT = re.compile(r"\\(?:text|math|bold|operatorname)[a-zA-Z]*\s*\{([^{}\n]*)\}")
+
+
+def plain(text: str) -> str:
+    """Return a text with ASCII digits and marks: `－１８％` is `-18%`, `3½` is `3 1/2`, `x²` is
+    `x^{2}`."""
+    if text.isascii():
+        return text
+    text = POWER.sub(lambda x: f"^{{{unicodedata.normalize('NFKC', x[0])}}}", DASH.sub("-", text))
+    return GROUPED.sub("", text).translate(PLAIN)
+
+
+def without_latex(text: str) -> str:
+    r"""Return a plain text without LaTeX's fonts, spaces and escapes: `\$1{,}000\text{ km}` is
+    `$1,000 km`."""
+    if "\\" not in text:
+        return text.replace("{,}", ",")
+    text = FONT.sub(r"\1", GROUPED.sub("", text).replace("{,}", ",").replace("\\!", ""))
+    text = re.sub(r"\\(?:[,;:() ]|q?quad\b|(?:left|right)(?![a-zA-Z]))", " ", text)
+    return re.sub(r"\\([$%#&_])", r"\1", text)
+
+
+# ---- numbers in a text ----
+
+# A letter or digit of a script with spaces between words: x2 has no number, 共2个 has one.
+LETTER = r"[^\W\u0530-\U0010ffff]"
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"  # a comma joins groups of three only
+NUMBER = rf"(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"  # without sign
+SCALES = dict(hundred=10**2, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
+SCALES |= dict(dozen=12, lakh=10**5, crore=10**7, k=10**3, m=10**6)
+SCALES |= {"百": 100, "千": 10**3, "万": 10**4, "萬": 10**4, "만": 10**4}
+SCALES |= {"亿": 10**8, "億": 10**8, "억": 10**8}
+WORDS = "|".join(name for name in SCALES if len(name) > 1)
+SCALE_WORDS = (
+    rf"(?:(?:[ \t*~-]{{0,4}}(?i:{WORDS})s?)+(?!{LETTER})"
+    r"|[ \t]?(?:百(?!分)|千(?![克米瓦卡])|[万萬亿億만억])+)"
+)
+SCALE = rf"(?:{SCALE_WORDS}|(?:[ \t]?[kK]|M)(?!{LETTER}))"
+CURRENCY = r"\\?[$£€¥₹]?"
 # What makes two numbers, or a formula, of a number: `18 or 20`, `18-20`, `18/2`, `1 000`, `1e3`.
-JOINT = r"[ \t*(]*+(?:[-+/^=:;,~–×÷x|&]|\\times|(?:or|and|to)\b(?: maybe| perhaps)?)?[ \t*]*+"
-LARGE = r"[ \t]?(?:[kK]|thousand|million|billion)\b"
-NEXT = rf"{JOINT}[-+]?\\?\$?[-+]?{NUMBER}"
-MORE = rf"%?(?:[ \t]+[a-z]{{1,20}}(?=[ \t]+or\b))?(?:{NEXT}|[eE][-+]?\d+|{LARGE})"
+JOINT = (
+    r"[ \t*(]*+(?:[-+/^=:;,.'’_~–—×÷x|&]|\\times|[或和到至]|(?:or|and|to)\b(?: maybe| perhaps)?)?"
+    r"[ \t*{]*+"
+)
+NEXT = rf"{JOINT}[-+]?{CURRENCY}[-+]?{NUMBER}"
+MORE = rf"%?(?:[ \t]+[a-z]{{1,20}}(?=[ \t]+or\b))?(?:{NEXT}|[eE][-+]?[0-9]+)"
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes
 # cubic time.
-FINAL_ANSWER = re.compile(rf"(?:####|\bA:)[\s*]*+([-+]?)\s*+\\?\$?\s*+([-+]?{NUMBER}(?:{MORE})?)")
-# A box is braced; a number alone needs no braces.
-BOX = re.compile(
-    r"\\(?:boxed|fbox|framebox(?:\[[^\]\n]{0,20}\]){0,2})(?:\s*(\{)|\s*([-+]?\d[\d.,/]*))"
+FINAL_ANSWER = re.compile(
+    rf"(?:####|(?<!{LETTER})A:)[\s*]*+([-+]?)\s*+{CURRENCY}\s*+"
+    rf"([-+]?{NUMBER}{SCALE}?(?:{MORE})?)"
 )
-# Neither part of a word nor of a fraction.
+EXPONENT = r"(?:[eE]|[ ]?(?:×|\\times|\\cdot|x|\*)[ ]?10[ ]?\^[ ]?\{?)([-+]?[0-9]{1,3})(?![0-9])\}?"
+# Neither part of a word, nor of a fraction or power.
 ANY_NUMBER = re.compile(
-    r"(?:(?<!\w)([-+]))?\\?\$?(?<![\w/])"
-    r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?!\.?\d|\s*/\s*\d)"
+    rf"(?:(?<!\w)([-+]))?{CURRENCY}(?<![/^])(?<!\^\{{)(?<!{LETTER})"
+    rf"({NUMBER}(?!\.?[0-9]|\s*/\s*[0-9]|\^)(?:{EXPONENT}|{SCALE})?)"
 )
-FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *[-+]?\$?{NUMBER}\s*$")
+ONE_NUMBER = re.compile(rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?)({NUMBER})({SCALE})?\s*+%?\s*+\.?")
+POWER_OF_TEN = re.compile(rf"([-+]?{NUMBER}){EXPONENT}\.?")
+FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([-+]?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", re.ASCII)
+SPACED = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
+RATIO = re.compile(r"([-+]?)\s*(?:(\d+)\s+)?([-+]?\d+)\s*/\s*(\d+)\.?", re.ASCII)
 
 
 def to_number(text: str) -> Fraction | None:
-    """Return `-1,234.50` as Fraction(-2469, 2), which is exact; None for anything but one
-    number."""
-    if len(text) > 100:  # Python refuses to convert integers of thousands of digits
+    """Return `-1,234.50` as Fraction(-2469, 2), which is exact, and `18 million` as 18000000; None
+    for anything but one number."""
+    match = ONE_NUMBER.fullmatch(without_latex(plain(text[:100])).strip())
+    # Python refuses to convert integers of thousands of digits
+    if match is None or len(text) > 100 or (match[1] and match[2]):
         return None
-    text = text.strip().rstrip(".%").lstrip("$").replace(",", "")
-    return Fraction(text) if re.fullmatch(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)", text) else None
+    number = Fraction(match[1] + match[2] + match[3].replace(",", ""))
+    words = re.findall(WORDS, (match[4] or "").lower()) or (match[4] or "").strip().lower()
+    return number * math.prod(SCALES[word] for word in words)
+
+
+def value_of(text: str) -> Fraction | str:
+    """Return the number that a text is, also as a fraction or with an exponent; else the text
+    without spaces and what only typesets it. Equal answers have equal values."""
+    text = FRACTION.sub(r" \1\2/\3\4", without_latex(plain(text)).replace("$", ""))
+    text = " ".join(text.split())
+    number = to_number(text.replace(" ", "") if SPACED.fullmatch(text) else text)
+    if text[-1:] in "kKM":  # a variable
+        number = None
+    ratio = RATIO.fullmatch(text) if len(text) <= 100 else None
+    if ratio and int(ratio[4]):
+        sign, whole, top, bottom = ratio.groups()
+        number = Fraction(int(f"{sign}1")) * (int(whole or 0) + Fraction(int(top), int(bottom)))
+    power = POWER_OF_TEN.fullmatch(text) if len(text) <= 100 else None
+    if power:
+        number = Fraction(power[1].replace(",", "")) * Fraction(10) ** int(power[2])
+    return re.sub(r"(?<!\d) | (?!\d)", "", text).rstrip(".") if number is None else number
+
+
+# ---- rewards ----
 
 
 def exact_match(completion: str, row: dict) -> float:
@@ -94,17 +212,18 @@ def exact_match(completion: str, row: dict) -> float:
 def characters(completion: str, row: dict) -> float:
     """Return the fraction of characters that agree with the `answer` column, out of the longer of
     the two: a reward that an untrained model can climb."""
-    return max(agreement(completion, answer) for answer in gold_answers(row))
 
+    def agreement(answer: str) -> float:
+        agree = sum(a == b for a, b in zip(completion, answer, strict=False))
+        return agree / max(len(completion), len(answer), 1)
 
-def agreement(text: str, other: str) -> float:
-    return sum(a == b for a, b in zip(text, other, strict=False)) / max(len(text), len(other), 1)
+    return max(map(agreement, gold_answers(row)))
 
 
 def gsm8k(completion: str, row: dict) -> float:
     """Return 1 if the last `#### n` or `A: n` of the completion is the same number as in the
-    `answer` column, which may be the number alone. Commas, a plus sign, a dollar sign and trailing
-    zeros do not matter. Several numbers, such as `#### 18 or 20`, are no answer."""
+    `answer` column, which may be the number alone. Several numbers, such as `#### 18 or 20`, are no
+    answer."""
     answers = final_answers(completion)
     number = to_number(answers[-1]) if answers else None
     return float(number is not None and number in gold_numbers(row))
@@ -113,7 +232,7 @@ def gsm8k(completion: str, row: dict) -> float:
 def final_answers(text: str) -> list[str]:
     """Return every number behind `####` or `A:`, as its sign and digits, with what makes it more
     than a number."""
-    return [sign + number for sign, number in FINAL_ANSWER.findall(text.replace("−", "-"))]
+    return [sign + number for sign, number in FINAL_ANSWER.findall(plain(text))]
 
 
 def gold_numbers(row: dict) -> list[Fraction | None]:
@@ -124,29 +243,51 @@ def gold_numbers(row: dict) -> list[Fraction | None]:
 
 def check_number(row: dict) -> None:
     """Raise `ValueError` unless each right answer is a number."""
-    check_answer(row)
+    check_type(row)
     for answer, number in zip(gold_answers(row), gold_numbers(row), strict=True):
         if number is None:
             expected = "expected a number, or text with `#### number`"
             raise ValueError(f"{row['_source']}: column answer: {expected}, got {answer[-80:]!r}")
 
 
+def gsm8k_flexible(completion: str, row: dict) -> float:
+    """Return `gsm8k` of a completion in any form. Its answer is the first number in the last
+    \\boxed{...}, else the number behind the last `####` or `A:`, else the last number."""
+    number = flexible_answer(plain(completion))
+    return float(number is not None and number in gold_numbers(row))
+
+
+def flexible_answer(text: str) -> Fraction | None:
+    box = last_boxed(text)
+    found = [] if box is not None else final_answers(text)
+    if found:
+        return to_number(found[-1])
+    text = text if box is None else without_latex(box)
+    if box is not None and "frac{" in text:
+        return None
+    numbers = [sign + number for sign, number, *_ in ANY_NUMBER.findall(text)]
+    value = value_of(numbers[-1 if box is None else 0]) if numbers else None
+    return value if isinstance(value, Fraction) else None
+
+
 def boxed(completion: str, row: dict) -> float:
-    """Return 1 if the last \\boxed{...} of the completion equals the `answer` column, or the
-    \\boxed{...} there: as numbers if both are, else as text without white space."""
+    """Return 1 if the last \\boxed{...} of the completion has the value of the `answer` column, or
+    of the \\boxed{...} there: as numbers if both are, else as text (`value_of`)."""
     box = last_boxed(completion)
-    if box is None:
-        return 0.0
-    golds = [last_boxed(answer) or answer for answer in gold_answers(row)]
-    number = to_number(box)
-    if number is not None:
-        return float(number in map(to_number, golds))
-    return float("".join(box.split()) in ["".join(gold.split()) for gold in golds])
+    golds = [value_of(last_boxed(answer) or answer) for answer in gold_answers(row)]
+    return float(box is not None and value_of(box) in golds)
+
+
+# A box is braced; a number alone needs no braces.
+BOX = re.compile(
+    r"\\(?:boxed|fbox|framebox(?:\[[^\]\n]{0,20}\]){0,2})(?:\s*(\{)|\s*([-+]?\d[\d.,/]*))"
+)
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last box (\\boxed, \\fbox, \\framebox), with balanced braces; None
-    without a box, or if it is not closed."""
+    """Return the content of the last box (\\boxed, \\fbox, \\framebox), with balanced braces, of
+    which `\\{` is none; None without a box, or if it is not closed."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None
@@ -154,69 +295,20 @@ def last_boxed(text: str) -> str | None:
     if box[2] is not None:
         return box[2].rstrip(".,")
     depth = 0
-    for i in range(box.start(1), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
+    for brace in BRACE.finditer(text, box.start(1)):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[box.end(1) : i]
+            return text[box.end(1) : brace.start()]
     return None
 
 
-def gsm8k_flexible(completion: str, row: dict) -> float:
-    """Return `gsm8k` of a completion in any form. Its answer is the first number in the last
-    \\boxed{...}, else the number behind the last `####` or `A:`, else the last number."""
-    number = flexible_answer(completion)
-    return float(number is not None and number in gold_numbers(row))
-
-
-def flexible_answer(text: str) -> Fraction | None:
-    text = text.replace("−", "-")
-    box = last_boxed(text)
-    if box is None:
-        numbers = (final_answers(text) or numbers_in(text))[-1:]
-    else:
-        plain = box.replace("{,}", ",").replace("\\!", "")  # 1,234 in LaTeX
-        numbers = [] if "frac{" in plain else numbers_in(plain)[:1]
-    return to_number(numbers[0]) if numbers else None
-
-
-def numbers_in(text: str) -> list[str]:
-    """Return every number as its sign and digits: 10 and 5 for `10-5`. The numbers of a fraction
-    are left out."""
-    return [sign + number for sign, number in ANY_NUMBER.findall(text)]
+FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *[-+]?{CURRENCY}{NUMBER}\s*$")
+TAGS = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 
 
 def format(completion: str, row: dict) -> float:
     """Return 1 if the completion ends with a line `#### n` (or `A: n`), for any number n."""
-    return float(FORMAT.search(completion) is not None)
-
-
-# ---- the form of a completion: for small weights beside a reward for right answers ----
-
-TAGS = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
-
-
-def length(completion: str, row: dict) -> float:
-    """Return minus the distance in words between the completion and the row's `target_length`, or 0
-    without one. The length term of LCPO (arXiv:2503.04697), which counts tokens. It has no lower
-    bound: give it a small weight."""
-    return float(-abs(len(completion.split()) - (row.get("target_length") or 0)))
-
-
-def check_length(row: dict) -> None:
-    """Raise `ValueError` for a `target_length` that is no number of words."""
-    target = row.get("target_length")
-    if target is not None and (type(target) not in (int, float) or not 0 <= target < math.inf):
-        expected = "expected a number of words"
-        raise ValueError(f"{row['_source']}: column target_length: {expected}, got {target!r}")
-
-
-def repetition(completion: str, row: dict) -> float:
-    """Return minus the fraction of the completion's runs of 3 words that occurred in it before, in
-    (-1, 0]; 0 for fewer than 3 words. Discourages repetition that only fills space
-    (arXiv:2502.03373)."""
-    words = completion.split()
-    runs = list(zip(words, words[1:], words[2:], strict=False))
-    return len(set(runs)) / len(runs) - 1 if runs else 0.0
+    return float(FORMAT.search(plain(completion)) is not None)
 
 
 def tag_format(completion: str, row: dict) -> float:
@@ -229,21 +321,12 @@ def tag_format(completion: str, row: dict) -> float:
     return float(match is not None and match[1].strip() != "")
 
 
+REWARDS: dict[str, Reward] = {
+    function.__name__: function
+    for function in (exact_match, characters, gsm8k, gsm8k_flexible, boxed, format, tag_format)
+}
 for function in (exact_match, characters, gsm8k, gsm8k_flexible, boxed):
     function.columns = ("answer",)
     function.check = check_answer
 gsm8k.check = gsm8k_flexible.check = check_number
-length.check = check_length
-length.reads = repetition.reads = "completion"
 tag_format.reads = "turn"
-REWARDS: dict[str, Reward] = {
-    "exact_match": exact_match,
-    "characters": characters,
-    "gsm8k": gsm8k,
-    "gsm8k_flexible": gsm8k_flexible,
-    "boxed": boxed,
-    "format": format,
-    "length": length,
-    "repetition": repetition,
-    "tag_format": tag_format,
-}

@@ -6,20 +6,29 @@ sympy takes hours, or all memory, for answers that look harmless, so this runs i
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cache, lru_cache, partial
 
-from common.rewards.functions import BOX, NUMBER, check_answer, gold_answers, last_boxed
-from common.rewards.math_forms import time_of, without_repeating_decimals
+from common.rewards.functions import (
+    BOX,
+    LETTER,
+    check_answer,
+    gold_answers,
+    last_boxed,
+    plain,
+    value_of,
+    without_latex,
+)
+from common.rewards.math_forms import is_word, letters_of, normal, time_of, with_numbers
 
 # The rest of a line behind ####, or behind A: if it begins like mathematics and not like prose.
-ANNOUNCED = re.compile(r"(?:####|\bA:(?=[\s*]*[-+.\d$\\(\[]))[\s*]*+([^\n]*)")
-# A number with words behind it, such as "18 dollars per week": math-verify would read a product of
-# letters.
-WITH_WORDS = re.compile(rf"([-+]?\$?{NUMBER}) +[a-z]{{4,}}[a-z ,'-]*", re.IGNORECASE)
-WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-# of an answer; more are prose, which math-verify would read as a product of letters too
-MOST_WORDS = 12
+ANNOUNCED = re.compile(
+    rf"(?:####|(?<!{LETTER})A:(?=[\s*]*[-+.\d$£€\\(\[]))[\s*]*+([^\n]*)", re.ASCII
+)
 LONGEST_TEXT = 2000  # last characters of a completion that are searched if it announces no answer
+SHAPE = re.compile(r"^(\(|\\\{)[^()]*(?:\)|\\\})$")
+BASE = re.compile(r"\d_\{?(\d+)\}?$")
+UNIT = re.compile(r"\d[ ~]*([mckμ]?m|[mk]?g|m?[lL]|s|min|h)(?: *\^\{?(\d))?\}?$")
 
 
 def math(completion: str, row: dict) -> float:
@@ -30,40 +39,56 @@ def math(completion: str, row: dict) -> float:
     else the answer that math-verify finds near the end. In the column likewise, but without a mark
     all of it is the answer. 1/2 = 0.5 = 50% and 50% = 50, but 0.333 is not 1/3 (six decimals must
     agree); units, degrees and `x =` do not matter; (1, 2) is ordered, {1, 2} and `1, 2` are not;
-    0.\\overline{3} = 1/3; 3:45 p.m. = 15:45.
+    0.\\overline{3} = 1/3; 3:45 p.m. = 15:45; 18 million = 18,000,000.
 
     An answer that cannot be understood scores 0. If it is the row's own, that raises `ValueError`
     naming the row."""
     golds = [gold_of(answer) for answer in gold_answers(row)]
     for gold in golds:
-        if not parse_answer(gold) and time_of(gold) is None:
+        if not is_understood(gold):
             problem = f"math-verify does not understand the answer {gold[-80:]!r}"
             raise ValueError(f"{row['_source']}: {problem}")
+    completion = plain(completion)
     answer = announced_answer(completion)
-    return float(any(equal(gold, answer, completion) for gold in golds))
+    if answer is not None:
+        return float(any(equal(gold, answer) for gold in golds))
+    parse, verify = library()
+    found = parse(with_numbers(completion[-LONGEST_TEXT:]))
+    return float(any(verify(parsed(gold), found) for gold in golds if parsed(gold)))
 
 
 def gold_of(answer: str) -> str:
-    announced = announced_answer(answer)
-    return answer if announced is None else announced
+    announced = announced_answer(plain(answer))
+    return plain(answer) if announced is None else announced
 
 
-def equal(gold: str, answer: str | None, completion: str) -> bool:
-    """Return whether `answer` equals `gold`; without it, whether math-verify finds `gold` in the
-    completion.
+def is_understood(answer: str) -> bool:
+    is_number = isinstance(value_of(answer), Fraction)
+    return is_number or bool(time_of(answer) or is_word(letters_of(answer)) or parsed(answer))
 
-    A gold answer such as 12:00 can only be a time. 3:10 may be a ratio, which equals 6:20.
-    """
-    parse, verify = library()
-    if answer is None:
-        return verify(parse_answer(gold), parse(completion[-LONGEST_TEXT:]))
+
+def equal(gold: str, answer: str) -> bool:
+    """Return whether two answers are equal. A gold answer such as 12:00 can only be a time. 3:10
+    may be a ratio, which equals 6:20."""
+    value = value_of(gold)
+    if isinstance(value, Fraction) and value == value_of(answer):
+        return True
+    letters = [letters_of(gold), letters_of(answer)]
+    if all(letters) and any(map(is_word, letters)):  # math-verify would read products of letters
+        return letters[0] == letters[1]
     gold_time = time_of(gold)
     time = time_of(answer)
     if gold_time and time and gold_time.equals(time):
         return True
     if gold_time and gold_time.is_certain and (time or ":" in gold):
         return False
-    return verify(parse_answer(gold), parse_answer(answer))
+    # (1, 2) is no set, 25_8 is not 25_9, and 5 m is not 5 cm; math-verify looks at neither
+    texts = [without_latex(text).strip(" $.") for text in (gold, answer)]
+    for form in (SHAPE, BASE, UNIT):
+        forms = {match.groups() for match in map(form.search, texts) if match}
+        if len(forms) == 2:
+            return False
+    return library()[1](parsed(gold), parsed(answer))
 
 
 @cache
@@ -79,7 +104,7 @@ def library():
     # numbers.
     math_verify.grader.sympy_numeric_eq = partial(same_number, math_verify.grader.sympy_numeric_eq)
     parse = partial(math_verify.parse, fallback_mode="no_fallback", parsing_timeout=None)
-    verify = partial(math_verify.verify, timeout_seconds=None)
+    verify = partial(math_verify.verify, allow_set_relation_comp=True, timeout_seconds=None)
     verify(parse("\\boxed{1}"), parse("\\boxed{2}"))  # the first use reads large tables
     return parse, verify
 
@@ -96,10 +121,8 @@ def same_number(nearly_equal: Callable, a, b, *precision) -> bool:
     are_numbers = isinstance(a, Expr) and isinstance(b, Expr)
     if are_numbers and get_pct_val(a, a) == get_pct_val(b, b):
         return True  # 50% = 50; math-verify has this rule for whole numbers only
-    if not nearly_equal(a, b, *precision):
-        return False
-    if not are_numbers:
-        return True  # a matrix, whose elements were compared here
+    if not nearly_equal(a, b, *precision) or not are_numbers:
+        return nearly_equal(a, b, *precision)
     a = safe_sympy_doit(a)
     b = safe_sympy_doit(b)
     difference = a - b
@@ -121,24 +144,24 @@ def announced_answer(text: str) -> str | None:
     return announced[-1] if announced else None
 
 
-@lru_cache(4096)
-def parse_answer(answer: str) -> list:
+def parsed(answer: str) -> list:
     """Return the sympy objects that an answer without other text may mean; [] if it cannot be
-    understood."""
+    understood, which is not kept: memory may only be short now."""
+    try:
+        return _parsed(answer)
+    except ValueError:
+        return []
+
+
+@lru_cache(4096)
+def _parsed(answer: str) -> list:
     from math_verify import LatexExtractionConfig
 
-    answer = answer.strip().strip("*").rstrip(".").strip()
-    number = WITH_WORDS.fullmatch(answer)
-    if number:
-        answer = number[1]
-    if len(WORD.findall(answer)) > MOST_WORDS:
-        return []
-    answer = without_repeating_decimals(answer)
-    # math-verify reads 1 000 as 1 * 0, 3 1/2 as (3 + 1) / 2 and 1e5 as 5 times Euler's number.
-    answer = re.sub(r"(?<=\d)(?:\\[ ,;:!]|[ ~])+(?=\d{3}(?!\d))", "", answer)
-    answer = re.sub(r"(?<![\d./])(\d+) +(\d+) */ *(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", answer)
-    answer = re.sub(r"(?<=\d)[eE]([-+]?\d+)", r"\\times 10^{\1}", answer)
-    return library()[0](f"\\boxed{{{answer}}}", [LatexExtractionConfig(boxed_match_priority=0)])
+    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    found = library()[0](f"\\boxed{{{normal(answer)}}}", config)
+    if not found:
+        raise ValueError(answer)
+    return found
 
 
 math.columns = ("answer",)

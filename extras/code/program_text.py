@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from extras.code.cases import AssertTest, CallTest, StdinTest, Test, tested_names
 
-LIST_ITEM = r"^([ \t]*(?:[-*+]|\d+[.)])?[ \t]*)"  # before a fence
+LIST_ITEM = r"^([ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)?)"  # before a fence
 BLOCK = re.compile(
     rf"(?:{LIST_ITEM})?```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )

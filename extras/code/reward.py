@@ -17,7 +17,7 @@ from extras.code.program_text import extract_program
 from extras.code.sandbox import child
 from extras.code.sandbox.program import Limits, Program, ProgramError, run_program
 
-FLOAT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+FLOAT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 TOLERANCE = 1e-6  # of floats in stdout: absolute up to 1, then relative
 JUDGE = Path(child.__file__).with_name("run_tests.py").read_text(encoding="utf-8")
 

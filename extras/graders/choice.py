@@ -14,7 +14,15 @@ import random
 import re
 import string
 
-from common.rewards.functions import as_text, check_answer, gold_answers
+from common.rewards.functions import (
+    LETTER,
+    as_text,
+    check_answer,
+    from_json,
+    gold_answers,
+    plain,
+    value_of,
+)
 
 LETTERS = string.ascii_uppercase
 OPTION_COLUMNS = ("options", "choices")
@@ -23,24 +31,37 @@ GPQA_COLUMNS = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|<answer>", re.IGNORECASE)
 LATEX_FONT = re.compile(r"\\(?:text|math)\w*\s*\{([^{}\n]*)\}")
-NAMED_LETTER = re.compile(r"\*\*\(?([A-Z])\)?\*\*|\b[Oo]ption ([A-Z])\b")
+NAMED_LETTER = re.compile(rf"\*\*\(?([A-Z])\)?\*\*|(?<!{LETTER})[Oo]ption ([A-Z])(?!{LETTER})")
 # At the end of a line, `a` may be the article of an unfinished sentence.
-SMALL_LETTER = re.compile(r"(?<!\w)\([a-z]\)|(?:\b[b-z]|^a)(?=\.?$)", re.MULTILINE)
+SMALL_LETTER = re.compile(
+    rf"(?<!{LETTER})\([a-z]\)|(?:(?<!{LETTER})[b-z]|^a)(?=\.? ?$)", re.MULTILINE
+)
 
 # "The answer to this question is", "Answer:", "the best option would be", "I choose", a box
-ANSWER = r"\b(?:answers?|option|choice)\b(?: (?!not\b|cannot\b|choices\b|options\b)\w\w+){0,6}?"
+NOUN = r"(?:answers?|option|choice|respuesta|réponse|antwort|resposta|risposta|ответ)"
+ANSWER = rf"\b{NOUN}\b(?: (?!not\b|cannot\b|choices\b|options\b)\w{{2,30}}){{0,6}}?"
+IS = r"(?::|=|\b(?:is|are|was|be|es|ist|est|é|è)\b:?)"
 VERB = r"\b(?:choose|pick|select|go with)\b"
-ANNOUNCED = rf"(?i:(?:####|{ANSWER} ?(?::|=|\b(?:is|are|was|be)\b:?)|{VERB})\s*)"
-RIGHT_ONE = r"(?:correct|right|best|answer|option|choice)"
-FILLERS = rf"(?i:(?:(?:therefore|most|\w+ly|either|both|the|letter|{RIGHT_ONE})\s+)*)"
-OPTION = r"[(\[]?\b[A-Z]\b[)\]]?"
-OPTIONS = rf"{OPTION}(?:(?:,? (?:and|or) |, ?| ?[/&] ?){OPTION})*"
+# 答案是, 答案应为, 故选, 答えは, 정답은; but neither 答案不是 nor 不选
+EAST = r"[^\W\u0000-\u2e7f]"
+NAMED_EAST = r"(?:选项|選項|选择|選擇|项|項)?"
+ANSWER_EAST = r"(?:答案|答え|正解|정답|답)(?:应该|應該|应|應)?(?:是|为|為|选|選|は|은|는)?"
+VERB_EAST = r"(?<!不)(?:选|選)(?:择|擇)?"
+ANNOUNCED = (
+    rf"(?i:(?:####|{ANSWER} ?{IS}|{VERB}|(?:{ANSWER_EAST}|{VERB_EAST}){NAMED_EAST} ?[:=]?)\s*)"
+)
+RIGHT_ONE = r"(?:correct|right|best|answer|option|choice|正确|正確|对的|正解)"
+FILLERS = rf"(?i:(?:(?:therefore|most|\w{{1,20}}ly|either|both|the|letter|{RIGHT_ONE})\s+)*)"
+OPTION = rf"[(\[]?(?<!{LETTER})[A-Z](?!{LETTER})[)\]]?"
+OPTIONS = rf"{OPTION}(?:(?:,? (?:and|or) |, ?| ?[/&] ?|[和或与與及]){OPTION})*"
 # What follows an option. An article is followed by a word: `The answer is A lot of work`.
-END = r"(?=\s*(?:$|[(–—]|[.,;:!?)](?!\w)|(?:-|as|and|because|since|which|with|but)\s))"
+END = (
+    rf"(?=\s*(?:$|[(–—]|[.,;:!?)](?!{LETTER})|{EAST}|(?:-|as|and|because|since|which|with|but)\s))"
+)
 LINE = rf"(?:[>•] ?|- )*{OPTION}(?: ?[.:)–-]* \[[A-Z]\])?[ .:;,!]*(?:\n|\Z)"
 STATEMENTS = (
     rf"{ANNOUNCED}{FILLERS}({OPTIONS}){END}",
-    rf"({OPTION}) (?:is|must be|would be) {FILLERS}{RIGHT_ONE}{END}",
+    rf"({OPTION}) ?(?:is |must be |would be |是|为){FILLERS}{RIGHT_ONE}{END}",
     rf"^((?:{LINE})+)",
 )
 STATEMENT = re.compile("|".join(STATEMENTS), re.MULTILINE)
@@ -61,7 +82,7 @@ def options_of(row: dict) -> tuple[list[str], int]:
     if column is None:
         expected = " or ".join((*OPTION_COLUMNS, "Correct Answer and Incorrect Answer 1 to 3"))
         raise ValueError(f"{source}: no options; expected the columns {expected}")
-    options = row[column]
+    options = from_json(row[column])
     labels = list(LETTERS)
     if isinstance(options, dict):
         labels = options.get("label")
@@ -107,41 +128,43 @@ def stated_letters(completion: str, options: list[str]) -> set[str]:
     """Return the letters of the last statement: behind "answer is" and the like, in a box, as lines
     of their own, or as "B is correct". Without any of these, they are those in brackets in the last
     line."""
-    text = plain(completion)
-    texts = [plain(option).rstrip(".").lower() for option in options]
+    text = unmarked(completion)
+    texts = [unmarked(option).rstrip(".").lower() for option in options]
     for option, letter in sorted(zip(texts, LETTERS, strict=False), key=lambda x: -len(x[0])):
         is_letter = re.fullmatch("[a-z]?", option)
         if not is_letter and texts.count(option) == 1:
-            pattern = rf"(?<!\w){re.escape(option)}(?!\w)"
+            pattern = rf"(?<!{LETTER}){re.escape(option)}(?!{LETTER})"
             text = re.sub(pattern, f"[{letter}]", text, flags=re.IGNORECASE)
     last_line = text.rpartition("\n")[2]
     letters = re.findall(r"\(([A-Z])\)", last_line)
     for match in STATEMENT.finditer(text):
-        letters = re.findall(r"\b[A-Z]\b", match[match.lastindex])
+        letters = re.findall(rf"(?<!{LETTER})[A-Z](?!{LETTER})", match[match.lastindex])
     return set(letters)
 
 
-def plain(text: str) -> str:
+def unmarked(text: str) -> str:
     """Return a text without marks. Letters that name an option are capital."""
-    text = unformatted(NAMED_LETTER.sub(r"(\1\2)", text))
-    text = re.sub(r"[_{}\[\]\\]", "", text)
-    text = re.sub(r" *\n *", "\n", text).strip()
-    return SMALL_LETTER.sub(lambda match: match[0].upper(), text)
+    text = re.sub(r"[_{}\[\]\\]", "", unformatted(NAMED_LETTER.sub(r"(\1\2)", plain(text))))
+    return SMALL_LETTER.sub(lambda match: match[0].upper(), joined(text))
 
 
 def unformatted(text: str) -> str:
     """Return a text without emphasis, quotation marks and LaTeX fonts. A box becomes `####{...}`,
     and so does an answer tag."""
     text = BOX.sub(" ####{", text.replace("</answer>", "}\n"))
-    text = re.sub(r"[*`$\"“”]", "", LATEX_FONT.sub(r"\1", text))
-    return re.sub(r"[^\S\n]+", " ", text).strip()
+    return joined(re.sub(r"[*`$\"“”]", "", LATEX_FONT.sub(r"\1", text)))
+
+
+def joined(text: str) -> str:
+    """Return a text with single spaces, and none at the ends of lines."""
+    return "\n".join(" ".join(line.split()) for line in text.strip().split("\n"))
 
 
 def stated(completion: str, row: dict) -> float:
     """Return 1 if the rest of the line behind the last "answer is" or box, or else the last line,
     is the `answer`. Case, emphasis, white space and a full stop do not matter. An answer in the
     form `(A)` is also right if its letter is stated, as in `choice`."""
-    text = unformatted(completion)
+    text = unformatted(plain(completion))
     announced = list(re.finditer(ANNOUNCED, text))
     start = announced[-1].end() if announced else text.rfind("\n") + 1
     line = text[start:].partition("\n")[0]
@@ -155,8 +178,8 @@ def stated(completion: str, row: dict) -> float:
 
 
 def bare(text: str) -> str:
-    """Return a text without white space, case, and the full stop at its end."""
-    return "".join(text.split()).rstrip(".").lower()
+    """Return a number, or a text without white space, case, and the full stop at its end."""
+    return str(value_of(text)).lower()
 
 
 choice.check = options_of

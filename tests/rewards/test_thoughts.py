@@ -78,7 +78,7 @@ def test_every_builtin_reward_reads_the_answer_or_says_what_it_reads():
     """tests/ of the extras have the others."""
     names = {name for name in BUILT_IN if not OTHERS.get(name, "").startswith("extras.")}
     form = {name for name in names if hasattr(load_reward(name), "reads")}
-    assert form == {"length", "repetition", "tag_format"} and set(TEXTS) == names - form
+    assert form == {"tag_format"} and set(TEXTS) == names - form
 
 
 def test_user_defined_reward_reads_all_of_the_text(tmp_path):
@@ -148,7 +148,7 @@ def test_marks_are_those_of_the_chat_template(name):
 
 def test_tag_that_the_prompt_opens_counts_as_written():
     tokenizer, text = tiny_tokenizer(), "9 + 9</think>\n<answer>18</answer>"
-    args = Args(reward=("tag_format", "length", "repetition"))
+    args = Args(reward=("tag_format",))
     rewards = Rewards(args, [rows_of("")], tokenizer, torch.device("cpu"))
     samples = [
         sample_of(tokenizer, prompt, text)
@@ -156,7 +156,6 @@ def test_tag_that_the_prompt_opens_counts_as_written():
     ]
     parts = rewards([samples], Meter()).by_name
     assert parts["tag_format"].tolist() == [[1, 0, 0]]
-    assert parts["length"].tolist() == [[-4] * 3] and parts["repetition"].tolist() == [[0] * 3]
 
 
 def test_last_turn_of_an_episode_is_opened_by_its_own_prompt():
