@@ -48,10 +48,9 @@ from common.objectives.policy import BY_TOKEN, PolicyLoss, Tokens
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
-from common.rollout.base_sampler import Sampler
 from common.rollout.measure import lengths, measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
-from common.rollout.sampler import make_sampler, serve
+from common.rollout.sampler import Sampler, make_sampler, serve
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run

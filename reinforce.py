@@ -53,8 +53,8 @@ from common.objectives.policy import BY_TOKEN, PolicyLoss, Tokens
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.environments import on_turns
 from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
-from common.rollout.multi_turn import on_turns
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step

@@ -2,8 +2,7 @@
 
 from common.data.sample import Group
 from common.rollout.engine import Engine
-from common.rollout.episode import PromptRequest
-from common.rollout.episodes import Episodes
+from common.rollout.episodes import Episodes, PromptRequest
 
 
 def complete(
@@ -15,4 +14,7 @@ def complete(
         PromptRequest(i, ids, {}, seed, n, temperature)
         for i, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
-    return Episodes(engine, engine.args).generate(requests)
+    episodes = Episodes(engine, engine.args)
+    groups = episodes.generate(requests)
+    episodes.close()
+    return groups

@@ -1,5 +1,7 @@
 """An engine of each kind in the test process, and a policy to sample from."""
 
+import asyncio
+import contextlib
 import os
 from collections.abc import Iterator
 from unittest import mock
@@ -8,10 +10,11 @@ import pytest
 import torch
 from in_process import NEW_TOKENS, Args
 
+from common.data.sample import Completion
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
-from common.rollout.engine import Engine
+from common.rollout.engine import Engine, Request
 from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
 
@@ -67,3 +70,43 @@ def synced(engine, policy) -> Engine:
     engine.wake()
     engine.load_weights(whole_weights(policy, engine.dtype))
     return engine
+
+
+class Flight:
+    """Requests in flight: one coroutine for each."""
+
+    def __init__(self, engine: Engine, requests: list[Request]):
+        self.engine = engine
+        self.requests = requests
+        self.loop = asyncio.new_event_loop()
+        self.tasks = [self.loop.create_task(engine.sample(request)) for request in requests]
+        self.turn()
+
+    def turn(self) -> None:
+        self.loop.run_until_complete(asyncio.sleep(0))
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+        self.turn()
+
+    @property
+    def ended(self) -> list[Request]:
+        pairs = zip(self.requests, self.tasks, strict=True)
+        return [request for request, task in pairs if task.done()]
+
+    def finish(self) -> list[Completion]:
+        while not all(task.done() for task in self.tasks):
+            self.rounds(1)
+        self.loop.close()
+        return [request.completion for request in self.requests]
+
+
+@contextlib.contextmanager
+def stopping(engine: Engine, strings: tuple[str, ...]) -> Iterator[None]:
+    """Set `--stop`."""
+    object.__setattr__(engine.args, "stop", strings)
+    try:
+        yield
+    finally:
+        object.__setattr__(engine.args, "stop", ())

@@ -11,7 +11,7 @@ from helpers import metrics, tiny_tokenizer
 from common.model.export_files import generation_file, tokenizer_files
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-from common.rollout.engine import Engine, Request, empty_completion
+from common.rollout.engine import Engine, Turn, empty_completion
 from common.train.checkpoint import write_files
 from grpo import Args
 
@@ -132,9 +132,9 @@ def test_text_has_all_tokens_but_ends_and_padding(device):
 
     def text(*last: int) -> str:
         ids = [tokenizer.convert_tokens_to_ids("6"), *last]
-        request = Request(empty_completion([5]), 9, 0, 1.0)
-        engine.append_output(request, ids, [0.0] * len(ids), "stop")
-        return request.completion.text
+        completion = empty_completion([5])
+        engine._append(completion, Turn(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
+        return completion.text
 
     assert text(end) == "6"
     assert text(seven) == "67"  # a character stays in the text although it is an EOS

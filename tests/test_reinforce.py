@@ -19,7 +19,7 @@ import reinforce
 from common.data.packing import PackedBatch, pack_minibatches
 from common.data.sample import Completion
 from common.objectives.kl import kl_estimate
-from common.rollout.multi_turn import on_turns
+from common.rollout.environments import on_turns
 
 CPU, NAN = torch.device("cpu"), math.nan
 NAMES = typing.get_args(typing.get_type_hints(reinforce.Args)["advantage"])

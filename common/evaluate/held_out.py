@@ -8,8 +8,8 @@ from common.evaluate.estimators import pass_at_k, shown_ks
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.base_sampler import Sampler
 from common.rollout.prompts import Prompts
+from common.rollout.sampler import Sampler
 
 
 def evaluate_prompts(

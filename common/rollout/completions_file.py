@@ -33,8 +33,7 @@ from common.parallel import distributed, durable, process
 from common.rewards.total import Rewards
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
-from common.rollout.episode import PromptRequest
-from common.rollout.episodes import Episodes
+from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import Prompts
 from common.rollout.weights import whole_weights
 

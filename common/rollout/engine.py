@@ -1,21 +1,27 @@
-"""Base class of the engines: requests in flight, their priority and seeds, and their conversion to
-completions.
+"""Base class of the engines: turns of the model in flight, and their conversion to completions.
 
 An engine is vLLM (one per rank or per tensor-parallel group) or, where vLLM is not installed,
-transformers. It works in rounds: `submit` adds a request, `advance` runs a round and returns the
-requests that have ended. Weights may change between two rounds. Requests in flight then continue
-under the new weights, and every token records the version of the weights that sampled it. A
-training rank calls these methods in this order; a rollout rank never sleeps:
+transformers. A coroutine that needs a turn awaits `sample`; whoever runs the event loop calls
+`step` beside it, which runs a round of the engine (episodes.py):
 
-    wake(); load_weights(whole_weights(policy, engine.dtype), version); advance() ...; sleep()
+    await engine.sample(request)        in as many coroutines as there are turns in flight
+    engine.step()                       a token for each of them; wakes those whose turns have ended
+
+Weights may change between two rounds. Turns in flight then continue under the new weights, and
+every token records the version of the weights that sampled it. A training rank calls these methods
+in this order; a rollout rank never sleeps:
+
+    wake(); load_weights(whole_weights(policy, engine.dtype), version); step() ...; sleep()
 """
 
+import asyncio
 import contextlib
 import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +30,10 @@ from torch import Tensor
 
 from common.config.extra import extra
 from common.config.online import SamplingArgs
-from common.config.sampling import SLOTS
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.policy import compute_dtype
 from common.parallel import distributed
-from common.rollout.stop_strings import StopStrings
 
 # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
 SEED_SPACING = 1 << 16
@@ -37,8 +41,7 @@ SEED_SPACING = 1 << 16
 
 @dataclass(eq=False)
 class Request:
-    """A turn to sample: the engine appends its tokens to `completion`. When the weights change the
-    turn is sampled in pieces, each with a seed of its own."""
+    """A turn to sample: the engine appends its tokens to `completion`."""
 
     completion: Completion
     max_tokens: int
@@ -51,25 +54,15 @@ class Request:
     def __post_init__(self) -> None:
         self.start = len(self.completion.ids)
 
-    @property
-    def num_sampled(self) -> int:
-        return len(self.completion.ids) - self.start
 
-    @property
-    def num_missing(self) -> int:
-        """Number of tokens until the limit."""
-        return self.max_tokens - self.num_sampled
+class Turn(NamedTuple):
+    """The tokens of a turn that has ended."""
 
-    @property
-    def piece_seed(self) -> int:
-        """Seed of the piece that starts here."""
-        if not self.num_sampled:
-            return self.seed
-        return distributed.fold_seed(self.seed, self.num_sampled) * SEED_SPACING
-
-    @property
-    def has_ended(self) -> bool:
-        return self.completion.finish_reason != ""
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    """of the weights that sampled each token"""
+    finish_reason: str
 
 
 def empty_completion(prompt: list[int]) -> Completion:
@@ -109,14 +102,10 @@ class Engine:
         self.group: dist.ProcessGroup | None = None
         self.group_rank = 0
         self.version = 0  # of the weights
-        self.in_flight: set[Request] = set()  # requests of this rank that have not ended
-        self.submitted: list[Request] = []  # requests of this rank since the last round
-        self.waiting: list[Request] = []  # of all ranks that share this engine
+        self.new: list[Request] = []  # of this rank, since the last round
+        self.ended: dict[Request, asyncio.Future] = {}  # who waits for the requests of this rank
         self.running: dict[str, Request] = {}  # of all ranks that share this engine, by name
         self.names = map(str, count())
-        self.stop_strings = None
-        if args.stop:
-            self.stop_strings = StopStrings(args.stop, tokenizer, self.silent_ids)
         with untouched_rng(), warnings.catch_warnings():
             # vLLM walks over deprecated names of torch
             warnings.simplefilter("ignore", FutureWarning)
@@ -138,51 +127,43 @@ class Engine:
 
     # ---- requests ----
 
-    def submit(self, request: Request) -> None:
-        """Add a request. `advance` runs it, and returns it when it has ended."""
-        self.submitted.append(request)
-        self.in_flight.add(request)
-
-    def advance(self) -> list[Request]:
-        """Run a round of as many requests as there are slots for, and return those of this rank
-        that have ended. Each gets one token, or all its tokens from an engine that cannot be
-        interrupted. Collective with tensor parallelism.
+    async def sample(self, request: Request) -> None:
+        """Append a turn to the completion of a request.
 
         Tokens are sampled from softmax(logits / temperature) (temperature 0: greedy), which the
         flags of `TruncationArgs` truncate. `logprobs` are those of that distribution. An EOS ends a
-        completion and belongs to it, and so does the token that completes one of `--stop`."""
-        for rank, requests in enumerate(self.gather_in_engine(self.submitted)):
-            self.waiting += self.submitted if rank == self.group_rank else requests
-        self.submitted = []
-        with untouched_rng():
-            if self.waiting and len(self.running) < SLOTS:
-                self._fill_slots()
-            if self.running:
-                self._sample()
-        ended = {name: request for name, request in self.running.items() if request.has_ended}
-        for name in ended:
-            del self.running[name]
-        ended_here = [request for request in ended.values() if request in self.in_flight]
-        self.in_flight.difference_update(ended_here)
-        return ended_here
+        turn and belongs to it, and so does the token that completes one of `--stop`."""
+        ended = self.ended[request] = asyncio.get_running_loop().create_future()
+        self.new.append(request)
+        await ended
 
-    def interrupt(self) -> None:
-        """Stop the running requests, which keep their tokens and wait for the next round."""
-        self._stop(list(self.running))
-        self.waiting += self.running.values()
-        self.running = {}
+    def step(self) -> None:
+        """Run a round, outside of the event loop: a token for each request, or a whole turn from
+        an engine that cannot be interrupted. Collective with tensor parallelism."""
+        for rank, requests in enumerate(self.gather_in_engine(self.new)):
+            for request in self.new if rank == self.group_rank else requests:
+                name = next(self.names)
+                self.running[name] = request
+                self._add(name, request)
+        self.new = []
+        with untouched_rng():
+            turns = self._step() if self.running else []
+        for name, turn in turns:
+            request = self.running.pop(name)
+            self._append(request.completion, turn)
+            ended = self.ended.pop(request, None)  # None: of another rank
+            if ended is not None and not ended.done():  # its episode may be over
+                ended.set_result(None)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
         """Load all policy weights by name. Call before sampling; requests in flight continue under
         the new weights. Collective with tensor parallelism."""
-        self.interrupt()
-        self._load(weights)
         self.version = version
+        self._load(weights)
 
     def measure(self, meter: Meter) -> None:
-        """Measure the numbers of requests that are running and waiting. Call after each round."""
+        """Measure the number of requests in flight. Call after each round."""
         meter.mean("engine/running", len(self.running))
-        meter.mean("engine/waiting", len(self.waiting))
 
     def gather_in_engine(self, value: object) -> list:
         """Return `value` of every rank that shares this engine. Collective over them. For small
@@ -198,58 +179,37 @@ class Engine:
         collective loop together. Collective over them."""
         return any(self.gather_in_engine(value))
 
-    def append_output(
-        self, request: Request, ids: list[int], logprobs: list[float], finish_reason: str | None
-    ) -> None:
-        """Append tokens that the present weights sampled to a running request, up to the one that
-        completes a stop string and thereby ends it."""
-        completion = request.completion
-        before = len(completion.ids)
-        completion.ids += ids
-        if self.stop_strings is not None:
-            end = self.stop_strings.end_of_turn(completion.ids, request.start, before)
-            if end is not None:
-                del completion.ids[end:]
-                ids = ids[: end - before]
-                logprobs = logprobs[: end - before]
-                finish_reason = "stop"
-        completion.loss_mask += [True] * len(ids)
-        completion.rollout_logprobs += logprobs
-        completion.versions += [self.version] * len(ids)
-        if finish_reason:
-            completion.finish_reason = finish_reason
-            # Other special tokens, such as <think> or <answer>, are text: a reward or an
-            # environment reads them.
-            turn = completion.ids[request.start :]
-            text_ids = [token for token in turn if token not in self.silent_ids]
-            completion.text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
-            if self.stop_strings is not None:
-                completion.text = self.stop_strings.without_stop(completion.text)
+    def _append(self, completion: Completion, turn: Turn) -> None:
+        completion.ids += turn.ids
+        completion.loss_mask += [True] * len(turn.ids)
+        completion.rollout_logprobs += turn.logprobs
+        completion.versions += turn.versions
+        completion.finish_reason = turn.finish_reason
+        text = self._text(turn.ids)
+        stops = [text.index(string) for string in self.args.stop if string in text]
+        completion.text = text[: min(stops, default=None)]
 
-    def _fill_slots(self) -> None:
-        """Start waiting requests by priority."""
-        self.waiting.sort(key=lambda request: request.priority)  # stable
-        room = SLOTS - len(self.running)
-        for request in self.waiting[:room]:
-            name = next(self.names)
-            self.running[name] = request
-            self._admit(name, request)
-        self.waiting = self.waiting[room:]
+    def has_stop_string(self, ids: list[int]) -> bool:
+        text = self._text(ids)
+        return any(string in text for string in self.args.stop)
+
+    def _text(self, ids: list[int]) -> str:
+        """Decode a turn, with special tokens such as <think> or <answer>, which a reward or an
+        environment reads."""
+        text_ids = [token for token in ids if token not in self.silent_ids]
+        return self.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     # ---- implemented by each engine ----
 
     def _start(self, path: str) -> None:
         raise NotImplementedError
 
-    def _admit(self, name: str, request: Request) -> None:
-        """Prepare the sampling of a request's missing tokens."""
+    def _add(self, name: str, request: Request) -> None:
+        """Prepare the sampling of a new request, which is in `running`."""
 
-    def _sample(self) -> None:
-        """Sample tokens of the running requests, with `append_output`."""
+    def _step(self) -> list[tuple[str, Turn]]:
+        """Run a round and return the turns that have ended, by the names of their requests."""
         raise NotImplementedError
-
-    def _stop(self, names: list[str]) -> None:
-        """Stop sampling for these requests."""
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         raise NotImplementedError
@@ -258,7 +218,7 @@ class Engine:
         """Release memory for the trainer, if the engine can. Nothing may be running."""
 
     def wake(self) -> None:
-        """Reclaim the memory released by `sleep`. `load_weights` must follow before `advance`."""
+        """Reclaim the memory released by `sleep`. `load_weights` must follow before `step`."""
 
     def close(self) -> None:
         """Shut down, on every rank, before `distributed.cleanup`."""

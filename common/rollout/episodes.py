@@ -1,72 +1,75 @@
-"""Episodes in flight: completions of prompts, of one turn each or, with `--environment` or
-`--tools`, of several turns (multi_turn.py, tool_turns.py).
+"""Completions of prompts: one coroutine for each, beside the engine.
 
-Episodes do not wait for each other: an engine advances all of them, and a prompt is complete when
-its last episode has ended."""
+A completion has one turn of the model or, with `--environment`, `--tools` or `--agent`, several
+(partner.py). Completions do not wait for each other: the engine samples the turns of all of them,
+and a prompt is complete when its last completion has ended."""
+
+import asyncio
+from dataclasses import dataclass
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
-from common.rollout.engine import Engine, Request, empty_completion
-from common.rollout.episode import Episode, PromptRequest, row_for_engine
+from common.parallel import distributed
+from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
 from common.rollout.partner import partner_of
+
+WAIT = 0.02  # seconds that a round waits for a request while nothing is sampled
+
+
+@dataclass
+class PromptRequest:
+    """A prompt and the number of completions to sample."""
+
+    number: int
+    """name of the prompt; those with smaller numbers are sampled first"""
+    ids: list[int]
+    row: dict
+    """data row, for environments and rewards"""
+    seed: int
+    samples: int
+    temperature: float
+
+    def turn(self, completion: Completion, index: int, number: int, max_tokens: int) -> Request:
+        """Return the request for turn `number`, from 0, of completion `index`."""
+        seed = self.seed * SEED_SPACING + index
+        if number > 0:
+            seed = distributed.fold_seed(distributed.fold_seed(self.seed, index), number)
+            seed *= SEED_SPACING
+        return Request(completion, max_tokens, seed, self.temperature, self.number)
+
+
+def row_for_engine(row: dict) -> dict:
+    """Return what an engine reads of the row of a prompt: the places of its images."""
+    return {name: row[name] for name in ("_images",) if name in row}
 
 
 class Episodes:
-    """Episodes in flight: an engine, and for each episode an environment or tools, if there are.
+    """Prompts in flight.
 
-    An episode has at most `--max_turns` turns and `--max_new_tokens` tokens, those of the
-    environment included; if a limit truncates it, its finish_reason is `length`. Every turn has a
-    seed of its own, so episodes depend neither on the number of ranks nor on other episodes."""
+    A completion has at most `--max_turns` turns and `--max_new_tokens` tokens, those of its partner
+    included; if a limit truncates it, its finish_reason is `length`. Every turn has a seed of its
+    own, so completions depend neither on the number of ranks nor on others."""
 
     def __init__(self, engine: Engine, args: SamplingArgs):
         self.engine = engine
         self.args = args
+        self.loop = asyncio.new_event_loop()
         partner = partner_of(args)
-        self.turns = None if partner is None else partner(args, engine)
-        self.sampling: dict[Request, Episode] = {}  # episodes that wait for the engine
-        # ended completions of each prompt in flight, None for the others
-        self.groups: dict[int, list[Completion | None]] = {}
-        self.count = 0
-
-    @property
-    def are_in_flight(self) -> bool:
-        """Whether this rank has episodes in flight."""
-        return bool(self.groups)
+        self.partner = None if partner is None else partner(args, engine)
+        self.prompts: dict[int, asyncio.Task[Group]] = {}  # in flight, by number
 
     def add(self, prompt: PromptRequest) -> None:
-        """Add the episodes of a prompt."""
-        self.groups[prompt.number] = [None] * prompt.samples
-        for i in range(prompt.samples):
-            self.count += 1
-            completion = empty_completion(prompt.ids)
-            completion.row = row_for_engine(prompt.row)
-            episode = Episode(prompt, i, self.count, completion)
-            if self.args.agent is not None:  # which writes the prompt
-                self.turns.begin(episode)
-                continue
-            self._submit(episode, episode.turn(self.args.max_new_tokens))
+        """Begin the completions of a prompt."""
+        self.prompts[prompt.number] = self.loop.create_task(self._complete(prompt))
 
     def advance(self) -> list[tuple[int, Group]]:
-        """Run a round of the engine, process the answers of environments and return `(number,
-        group)` of each prompt that is complete now. Wait a moment if there is nothing to sample.
-        Collective with tensor parallelism."""
-        ended: list[Episode] = []
-        if self.sampling or self.engine.group is not None:
-            for request in self.engine.advance():
-                episode = self.sampling.pop(request)
-                if self.args.agent is not None:
-                    self.turns.answer(episode, request)
-                elif self.turns is None or episode.completion.finish_reason == "length":
-                    ended.append(episode)
-                else:
-                    self.turns.end_turn(episode)
-        if self.turns is not None and self.turns.playing:
-            for episode, request in self.turns.next_turns(wait=0.0 if self.sampling else 0.05):
-                if request is None:
-                    ended.append(episode)
-                else:
-                    self._submit(episode, request)
-        return self._complete_groups(ended)
+        """Run a round of the engine, then let all completions go on that wait for nothing else.
+        Return `(number, group)` of each prompt that is complete now. Collective with tensor
+        parallelism."""
+        self.engine.step()
+        self.loop.run_until_complete(self._go_on())
+        done = [number for number, task in self.prompts.items() if task.done()]
+        return [(number, self.prompts.pop(number).result()) for number in done]
 
     def generate(self, prompts: list[PromptRequest]) -> list[Group]:
         """Return the completions of this rank's prompts, in order. Nothing else may be in flight.
@@ -74,28 +77,66 @@ class Episodes:
         for prompt in prompts:
             self.add(prompt)
         groups = {}
-        while self.engine.any_rank(self.are_in_flight):
+        while self.engine.any_rank(bool(self.prompts)):
             groups |= self.advance()
         return [groups[prompt.number] for prompt in prompts]
 
     def close(self) -> None:
-        if self.turns is not None:
-            self.turns.close()
+        """End the completions in flight, and the partner."""
+        self.loop.run_until_complete(self._cancel())
+        if self.partner is not None:
+            self.partner.close()
+        self.loop.close()
 
-    def _submit(self, episode: Episode, request: Request) -> None:
-        self.sampling[request] = episode
-        self.engine.submit(request)
+    async def _cancel(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _complete_groups(self, ended: list[Episode]) -> list[tuple[int, Group]]:
-        """Add episodes that have ended to their groups, and return the complete ones."""
-        complete = []
-        for episode in ended:
-            if self.turns is not None:
-                self.turns.end_episode(episode)
-            for sequence in episode.completion.sequences:
-                sequence.row = episode.prompt.row
-            number = episode.prompt.number
-            self.groups[number][episode.index] = episode.completion
-            if None not in self.groups[number]:
-                complete.append((number, self.groups.pop(number)))
-        return complete
+    async def _go_on(self) -> None:
+        """Let the coroutines run: an answer needs several turns of the loop from its socket to the
+        next request. While nothing is sampled, wait a moment for a request, or an end."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+        until = self.loop.time() + WAIT
+        while self.prompts and not (self.engine.running or self.engine.new):
+            if self.loop.time() > until or any(task.done() for task in self.prompts.values()):
+                break
+            await asyncio.sleep(0.001)
+
+    async def _complete(self, prompt: PromptRequest) -> Group:
+        play = self.partner.play if self.args.agent is not None else self._play
+        group = await asyncio.gather(*(play(prompt, i) for i in range(prompt.samples)))
+        for completion in group:
+            for sequence in completion.sequences:
+                sequence.row = prompt.row
+        return group
+
+    async def _play(self, prompt: PromptRequest, index: int) -> Completion:
+        """Return a completion: turns of the model, and between them the answers of its partner."""
+        completion = empty_completion(prompt.ids)
+        completion.row = row_for_engine(prompt.row)
+        room = self.args.max_new_tokens
+        if self.partner is None:
+            await self.engine.sample(prompt.turn(completion, index, 0, room))
+            return completion
+        episode = self.partner.begin(prompt.row)
+        try:
+            while True:
+                turn = completion.turns - 1
+                await self.engine.sample(prompt.turn(completion, index, turn, room))
+                if completion.finish_reason == "length":
+                    break
+                answer = await episode.answer(completion)
+                if answer is None:
+                    break
+                room = self.args.max_new_tokens - len(completion.completion_ids) - len(answer)
+                if completion.turns == self.args.max_turns or room <= 0:
+                    completion.finish_reason = "length"
+                    break
+                completion.append_reply(answer)
+        finally:
+            episode.end(completion)
+        completion.transcript = self.engine.tokenizer.decode(completion.completion_ids)
+        return completion

@@ -17,7 +17,7 @@ from common.data.sample import Sample
 from common.parallel import distributed
 from common.rewards.registry import row_check
 from common.rewards.user_code import load_agent
-from common.rollout.multi_turn import prompt_maker_of_environment
+from common.rollout.environments import prompt_maker_of_environment
 from common.rollout.partner import partner_of
 from common.rollout.templates import template_maker
 

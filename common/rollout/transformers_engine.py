@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from common.model.loading import open_model
-from common.rollout.engine import Engine, Request
+from common.rollout.engine import Engine, Request, Turn
 
 BATCH = 64  # requests that `generate` samples together
 
@@ -24,28 +24,35 @@ class TransformersEngine(Engine):
         self.replica = model.to(self.device).eval()
         self.replica.generation_config = GenerationConfig()  # without the penalties of the model's
 
-    def _sample(self) -> None:
-        """Sample the running requests with the shortest prompts."""
-        shortest_first = sorted(
-            self.running.values(), key=lambda request: len(request.completion.ids)
-        )
-        chosen = shortest_first[:BATCH]
-        for temperature in {request.temperature for request in chosen}:
-            self._sample_batch(
-                [request for request in chosen if request.temperature == temperature], temperature
-            )
+    def _step(self) -> list[tuple[str, Turn]]:
+        """Sample whole turns of the requests that come first."""
+        by_priority = sorted(self.running.items(), key=lambda item: item[1].priority)  # stable
+        chosen = dict(by_priority[:BATCH])
+        turns: list[tuple[str, Turn]] = []
+        for temperature in {request.temperature for request in chosen.values()}:
+            same = {name: x for name, x in chosen.items() if x.temperature == temperature}
+            turns += zip(same, self._sample(list(same.values()), temperature), strict=True)
+        return turns
 
     @torch.no_grad()
-    def _sample_batch(self, requests: list[Request], temperature: float) -> None:
+    def _sample(self, requests: list[Request], temperature: float) -> list[Turn]:
         prompts = [request.completion.ids for request in requests]
-        limits = [request.num_missing for request in requests]
+        limits = [request.max_tokens for request in requests]
         pad = self.eos_ids[0]
         longest = max(map(len, prompts))
         padded = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        seeds = [request.piece_seed for request in requests]
+        seeds = [request.seed for request in requests]
         truncation = (self.args.truncation or {}) if temperature > 0 else {}
         sampler = _SeededSampler(seeds, temperature, truncation, self.device)
+        stopped: dict[int, int] = {}  # where a stop string ends a turn
+
+        def are_stopped(input_ids: Tensor, scores: Tensor, **_) -> Tensor:
+            for i, ids in enumerate(input_ids[:, longest:].tolist()):
+                if i not in stopped and self.has_stop_string(ids):
+                    stopped[i] = len(ids)
+            return torch.tensor([i in stopped for i in range(len(requests))], device=self.device)
+
         out = self.replica.generate(
             torch.tensor(padded, device=self.device),
             attention_mask=torch.tensor(mask, device=self.device),
@@ -57,37 +64,25 @@ class TransformersEngine(Engine):
             top_k=None,
             repetition_penalty=None,
             logits_processor=[sampler],
-            stopping_criteria=self._stopping_criteria(requests, longest),
+            stopping_criteria=[are_stopped] if self.args.stop else [],
             **(self._images(requests, padded) if self.images is not None else {}),
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
+        turns = []
         for i, tokens in enumerate(out[:, longest:].tolist()):
-            tokens = tokens[: limits[i]]
-            ends = [k for k, token in enumerate(tokens) if token in self.eos_ids]
-            length = ends[0] + 1 if ends else limits[i]
-            reason = "stop" if ends else "length"
-            self.append_output(requests[i], tokens[:length], logprobs[i][:length], reason)
+            ends = [k + 1 for k, token in enumerate(tokens) if token in self.eos_ids]
+            ends += [stopped[i]] if i in stopped else []
+            length = min([limits[i], *ends])
+            versions = [self.version] * length
+            reason = "stop" if length in ends else "length"
+            turns.append(Turn(tokens[:length], logprobs[i][:length], versions, reason))
+        return turns
 
     def _images(self, requests: list[Request], padded: list[list[int]]) -> dict[str, Tensor]:
         """Return the arguments of `generate` for the images of requests, if they have any."""
         completions = [request.completion for request in requests]
         arguments = self.images.generation_arguments(completions, torch.tensor(padded))
         return {name: x.to(self.device) for name, x in arguments.items()}
-
-    def _stopping_criteria(self, requests: list[Request], longest: int) -> list:
-        """Return what ends each request at a stop string; `append_output` cuts what follows."""
-        if self.stop_strings is None:
-            return []
-        stop_strings = self.stop_strings
-        turns = [request.completion.ids[request.start :] for request in requests]
-
-        def are_complete(input_ids: Tensor, scores: Tensor, **_) -> Tensor:
-            sampled = input_ids[:, longest:].tolist()
-            pairs = zip(turns, sampled, strict=True)
-            complete = [stop_strings.is_complete([*turn, *ids]) for turn, ids in pairs]
-            return torch.tensor(complete, device=input_ids.device)
-
-        return [are_complete]
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         replica_weights = self.replica.state_dict()

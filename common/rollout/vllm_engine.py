@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from copy import copy
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from common.model.loading import (
     model_class,
 )
 from common.parallel import distributed
-from common.rollout.engine import Engine, Request
+from common.rollout.engine import Engine, Request, Turn
 
 # Language models without a causal class in transformers and vLLM: on text alone they have the
 # numbers of another type. Rotary embeddings of images have three positions, equal for text.
@@ -175,9 +174,9 @@ class VLLMEngine(Engine):
         # Some of vLLM's models (Gemma 2) have no head apart from the embedding and refuse weights
         # for one.
         self.has_head = self.llm.collective_rpc(has_head)[0]
-        self.client = self.llm.llm_engine.engine_core
-        self.core = self.client.engine_core
-        self.templates = {}  # vLLM requests by temperature and EOS ids
+        engine = self.llm.llm_engine
+        engine.set_weight_version(str(self.version))
+        engine.output_processor.tokenizer = self.tokenizer  # for stop strings
         # of the prompts since the last `measure`
         self.cached_tokens = 0
         self.prompt_tokens = 0
@@ -210,6 +209,7 @@ class VLLMEngine(Engine):
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled
             generation_config="vllm",  # without top_p, top_k and penalties of the model's file
             max_model_len=max_model_len,
+            scheduling_policy="priority",
             seed=0,  # unused: every request has a seed
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -240,76 +240,55 @@ class VLLMEngine(Engine):
         )
         return options | of_cpu | flags
 
-    def _template(self, temperature: float):
-        """Return a request that vLLM has validated, to be copied: validation takes most of the time
-        of a new one."""
+    def _add(self, name: str, request: Request) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            seed=0,
-            temperature=temperature,
-            max_tokens=1,
+            seed=request.seed,
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
             stop_token_ids=self.eos_ids,
+            stop=list(self.args.stop),
+            detokenize=bool(self.args.stop),
+            skip_special_tokens=False,
             logprobs=0,  # of the sampled token alone
-            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
             **(self.args.truncation or {}),  # ignored at temperature 0
         )
-        engine = self.llm.llm_engine
-        return engine.input_processor.process_inputs(
-            "", tokens_input([0]), params, engine.get_supported_tasks()
+        prompt = tokens_input([*request.completion.ids])
+        if request.completion.images:
+            prompt = self.images.vllm_input(request.completion)
+        # arrival_time: requests of the same priority have one order on all ranks of an engine,
+        # whose clocks differ
+        self.llm.llm_engine.add_request(
+            name, prompt, params, arrival_time=float(name), priority=request.priority
         )
 
-    # These methods call vLLM's core. LLMEngine's own add_request, step and abort_request also keep
-    # text and dictionaries of log-probs for every token of every request, while a GPU waits.
-
-    def _admit(self, name: str, request: Request) -> None:
-        key = (request.temperature, tuple(self.eos_ids))
-        if key not in self.templates:
-            self.templates[key] = self._template(request.temperature)
-        piece = copy(self.templates[key])
-        piece.request_id = name
-        piece.prompt_token_ids = [*request.completion.ids]
-        piece.sampling_params = copy(piece.sampling_params)
-        piece.sampling_params.seed = request.piece_seed
-        piece.sampling_params.max_tokens = request.num_missing
-        if request.completion.images:
-            piece.mm_features = self.images.vllm_features(request.completion)
-        self.client.add_request(piece)
-
-    def _sample(self) -> None:
+    def _step(self) -> list[tuple[str, Turn]]:
         # Even in eager mode vLLM compiles one sampler function: 16 seconds and a C++ compiler,
         # without use on a CPU.
         is_cpu = self.device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext():
-            outputs = self.client.get_output().outputs
+            outputs = self.llm.llm_engine.step()
+        turns = []
         for output in outputs:
-            if output.request_id not in self.running:  # computed ahead of the end by a stop string
-                continue
-            reason = None if output.finish_reason is None else str(output.finish_reason)
-            logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-            request = self.running[output.request_id]
-            self.append_output(request, output.new_token_ids, logprobs, reason)
-            if request.has_ended and reason is None:  # by a stop string
-                self.client.abort_requests([output.request_id])
-            prefill = output.prefill_stats
-            if prefill is not None:  # with the first token
-                self.cached_tokens += prefill.num_cached_tokens
-                self.prompt_tokens += prefill.num_prompt_tokens
-
-    def _stop(self, names: list[str]) -> None:
-        self.client.abort_requests(names)
-        while self.core.batch_queue:  # results that were computed ahead for them
-            self.client.get_output()
+            (turn,) = output.outputs
+            spans = turn.weight_versions
+            versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+            logprobs = turn.logprobs.logprobs
+            name = output.request_id
+            turns.append((name, Turn(turn.token_ids, logprobs, versions, turn.finish_reason)))
+            self.cached_tokens += output.num_cached_tokens
+            self.prompt_tokens += len(output.prompt_token_ids)
+        return turns
 
     def measure(self, meter: Meter) -> None:
-        """Measure also the fraction of the cache in use, the number of requests preempted for lack
-        of cache, and the fraction of the prompts' tokens that were in the cache."""
+        """Measure also the fraction of the prompts' tokens that were in the cache."""
         super().measure(meter)
-        scheduler = self.core.scheduler
-        meter.mean("engine/kv_cache", scheduler.kv_cache_manager.usage)
-        preempted = [x for x in scheduler.requests.values() if x.num_preemptions > 0]
-        meter.mean("engine/preempted", len(preempted))
         meter.mean("engine/prefix_hit_rate", self.cached_tokens, self.prompt_tokens)
         self.cached_tokens = 0
         self.prompt_tokens = 0
@@ -326,13 +305,13 @@ class VLLMEngine(Engine):
             self.llm.collective_rpc("reload_weights", kwargs=options)
         if self.images is not None:
             self.images.after_vllm_load(self.llm)
-            self.client.reset_encoder_cache()  # its images come from the old weights
+            self.llm.llm_engine.reset_encoder_cache()  # its images come from the old weights
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])
-        # Cached prefixes come from the old weights.
-        assert self.llm.reset_prefix_cache(), (
-            "vLLM kept its prefix cache: requests were still running"
-        )
+        # Cached prefixes come from the old weights. Requests in flight are computed again, and go
+        # on with their generators.
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+        self.llm.llm_engine.set_weight_version(str(self.version))
 
     def _hub_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights in the form of a hub checkpoint of what vLLM loads."""
@@ -348,6 +327,8 @@ class VLLMEngine(Engine):
 
     def sleep(self) -> None:
         if self.device.type != "cpu":  # vLLM's CPU worker cannot sleep
+            while self.llm.llm_engine.engine_core.engine_core.batch_queue:
+                self.llm.llm_engine.step()  # computed ahead for turns that have ended
             self.llm.sleep(level=2)
 
     def wake(self) -> None:
@@ -362,4 +343,4 @@ class VLLMEngine(Engine):
             self.llm.wake_up(tags=["kv_cache"])
         # vLLM's shutdown leaves the process group, which other ranks may still need
         distributed.barrier()
-        self.client.shutdown()
+        self.llm.llm_engine.engine_core.shutdown()

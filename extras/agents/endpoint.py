@@ -1,15 +1,13 @@
 """The endpoint of `--agent`: chat completions over HTTP, on this machine only, in a thread.
 
-The thread checks tokens and reads JSON. Everything else happens in the thread that has the engine
-(agents.py), which takes `calls` and answers each."""
+The thread checks tokens and reads JSON. Everything else happens in the thread that has the engine,
+in a coroutine for each request (agents.py)."""
 
 import asyncio
 import json
-import queue
 import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
@@ -32,29 +30,18 @@ class Refusal(ValueError):
         self.body = dict(error=dict(message=message, type=kind, param=None, code=code))
 
 
-@dataclass(eq=False)
-class Call:
-    """A request for a completion, which waits for its answer."""
-
-    token: str
-    """of the episode"""
-    body: dict
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-
-    def __post_init__(self) -> None:
-        self.future = self.loop.create_future()
-
-    def answer(self, answer: dict | Refusal) -> None:
-        """Send a completion, or a refusal. From any thread."""
-        self.loop.call_soon_threadsafe(self.future.set_result, answer)
+OVER = Refusal("api_key: its episode is over", 401)
 
 
 class Endpoint:
     """HTTP server on a free port of 127.0.0.1."""
 
-    def __init__(self) -> None:
+    def __init__(self, serve: Callable[[str, dict], Awaitable[dict]]) -> None:
+        """`serve(token, body)` returns the answer to a request, or raises `Refusal`. It runs in
+        `loop`, which must be set."""
+        self.serve = serve
+        self.loop: asyncio.AbstractEventLoop
         self.tokens: set[str] = set()  # of the episodes that are played
-        self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         routes = [
@@ -79,15 +66,15 @@ class Endpoint:
 
     async def _complete(self, request: Request) -> Response:
         try:
-            call = Call(self._token(request), await _body(request))
+            token, body = self._token(request), await _body(request)
+            serving = asyncio.run_coroutine_threadsafe(self.serve(token, body), self.loop)
+            answer = await asyncio.wrap_future(serving)
         except Refusal as refusal:
             return JSONResponse(refusal.body, refusal.status)
-        self.calls.put(call)
-        answer = await call.future
-        if isinstance(answer, Refusal):
-            return JSONResponse(answer.body, answer.status)
-        if call.body.get("stream"):
-            events = _events(answer, call.body.get("stream_options"))
+        except asyncio.CancelledError:
+            return JSONResponse(OVER.body, OVER.status)
+        if body.get("stream"):
+            events = _events(answer, body.get("stream_options"))
             return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse(answer)
 

@@ -43,9 +43,9 @@ class EngineImages:
         register_model(architecture)
         return OPTIONS
 
-    def vllm_features(self, completion: Completion) -> list:
-        """Return the images of a prompt: see `features_of`."""
-        return features_of(completion, self.reader)
+    def vllm_input(self, completion: Completion) -> dict:
+        """Return the prompt of `add_request`: see `input_of`."""
+        return input_of(completion, self.reader)
 
     def after_vllm_load(self, llm) -> None:
         """Clear what vLLM keeps beside the weights, which were just loaded."""
@@ -101,19 +101,20 @@ def zero_deepstack(worker) -> None:
         buffer.zero_()
 
 
-def features_of(completion: Completion, reader: Reader) -> list:
-    """Return the images of a prompt as vLLM's `MultiModalFeatureSpec`. Their identifiers are the
-    digests of the contents: vLLM's caches take equal ones for the same image."""
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+def input_of(completion: Completion, reader: Reader) -> dict:
+    """Return a prompt with images as vLLM's `MultiModalInput`. Images are named by the digests of
+    their contents: vLLM's caches take equal ones for the same image."""
+    from vllm.inputs import mm_input
+    from vllm.multimodal.inputs import PlaceholderRange
 
-    features = []
+    items, places = [], []
     for span in completion.images:
         ids = torch.tensor(completion.ids[span.start : span.end])
         is_embed = None if (ids == reader.image_id).all() else ids == reader.image_id
-        place = PlaceholderRange(span.start, span.end - span.start, is_embed)
-        item = _item(reader.recent_pixels(span.file, span.digest))
-        features.append(MultiModalFeatureSpec(item, "image", span.digest, place, None))
-    return features
+        places.append(PlaceholderRange(span.start, span.end - span.start, is_embed))
+        items.append(_item(reader.recent_pixels(span.file, span.digest)))
+    digests = [span.digest for span in completion.images]
+    return mm_input([*completion.ids], dict(image=items), dict(image=digests), dict(image=places))
 
 
 def _item(pixels: Pixels):

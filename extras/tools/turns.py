@@ -3,48 +3,28 @@
 A turn with calls goes on with their results, as the token ids that the chat template gives them,
 without loss. A turn without a call is the answer and ends the episode. Each episode with calls has
 a process of its own (extras/tools/toolbox.py); a process that hangs or dies is replaced by a new
-one, without its state, and the model reads an error in place of the result.
-
-Otherwise the episode is one of multi_turn.py."""
-
-import time
-from dataclasses import dataclass, field
+one, without its state, and the model reads an error in place of the result."""
 
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
+from common.data.sample import Completion
 from common.parallel import distributed
-from common.rewards import old_processes as processes
-from common.rewards.old_processes import ForkServer, Process
+from common.rewards.processes import ForkServer, Process
+from common.rewards.result import Result
 from common.rewards.thoughts import TAIL, before_last_turn
-from common.rollout.engine import Engine, Request
-from common.rollout.environment_pool import GRACE, allow_files
-from common.rollout.episode import Episode
-from common.rollout.multi_turn import next_request
+from common.rollout.engine import Engine
+from common.rollout.environments import GRACE, allow_files, last_token
 from extras.tools.parser import Call, make_parser
 from extras.tools.schemas import tool_selector
 from extras.tools.toolbox import PROBLEMS, Outcome, settings_of
 
 START = 900.0  # seconds to load the tools, such as the index of a large file
-BEGIN = 0  # number of the question that begins an episode; its calls are counted from 1
+STARTS = 3  # attempts at loading them: a process may be killed from outside
 MALFORMED = Call("invalid", {})  # stands for calls that could not be read
 
 
-@dataclass
-class Calls:
-    """The calls of an episode's last turn, and the process that runs them."""
-
-    process: Process | None = None
-    calls: list[Call] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
-    """of the first calls, in order"""
-
-    @property
-    def are_done(self) -> bool:
-        return len(self.outcomes) == len(self.calls)
-
-
-class ToolTurns:
-    """Tools of episodes in flight, and the episodes that wait for one."""
+class Tools:
+    """The partner of `--tools`."""
 
     tools_of_rows = staticmethod(tool_selector)
 
@@ -56,125 +36,83 @@ class ToolTurns:
         target = "extras.tools.toolbox:load_toolbox"
         self.server = ForkServer(target, shared=True, grace=GRACE, argument=settings_of(args))
         allow_files()
-        self.playing: dict[int, Episode] = {}  # episodes whose last turn has ended, by number
-        self.failed_starts = 0  # since a process last loaded the tools
-        self.running: dict[int, Calls] = {}  # calls of the episodes in flight, by number
 
-    def end_turn(self, episode: Episode) -> None:
-        """Begin the calls of a turn of the model."""
-        completion = episode.completion
-        row = episode.prompt.row
-        completion.turn_rewards.append((len(completion.ids) - 1, 0.0))
-        prompt = self.tokenizer.decode(before_last_turn(completion)[-TAIL:])
-        turn = self.parser.parse(completion.text, row["tools"], prompt)
-        running = self._running(episode)
-        running.calls = turn.calls
-        running.outcomes = []
-        if turn.problem:
-            running.calls = [MALFORMED]
-            running.outcomes = [Outcome(f"error: {turn.problem}", "malformed")]
-        elif turn.calls:
-            self._ask(running, row)
-        self.playing[episode.number] = episode
-
-    def next_turns(self, wait: float) -> list[tuple[Episode, Request | None]]:
-        """Return the episodes whose calls are done, each with the request for its next turn, or
-        None if it ends here. Wait up to `wait` seconds for the first one."""
-        until = time.monotonic() + wait
-        while True:
-            for number, episode in self.playing.items():
-                self._receive(self.running[number], episode.prompt.row)
-            done = [number for number in self.playing if self.running[number].are_done]
-            if done or time.monotonic() >= until:
-                break
-            processes.wait([self.running[number].process for number in self.playing], until)
-        episodes = [self.playing.pop(number) for number in done]
-        return [(episode, self._next_turn(episode)) for episode in episodes]
-
-    def end_episode(self, episode: Episode) -> None:
-        """End the process of an episode and decode all its turns."""
-        running = self._running(episode)
-        del self.running[episode.number]
-        if running.process is not None:
-            running.process.close()
-        episode.completion.transcript = self.tokenizer.decode(episode.completion.completion_ids)
+    def begin(self, row: dict) -> "ToolEpisode":
+        return ToolEpisode(self, row)
 
     def close(self) -> None:
-        for running in self.running.values():
-            if running.process is not None:
-                running.process.close()
         self.server.close()
 
-    def _running(self, episode: Episode) -> Calls:
-        """Return the calls of an episode; at first none."""
-        if episode.completion.tool_counts is None:
-            episode.completion.tool_counts = dict.fromkeys(("calls", *PROBLEMS), 0)
-        return self.running.setdefault(episode.number, Calls())
 
-    def _ask(self, running: Calls, row: dict) -> None:
-        """Send the calls that have no outcome yet, to a new process if there is none."""
-        seconds = self.args.answer_seconds
-        if running.process is None:
-            running.process = Process(self.server, START)
-            running.process.ask(BEGIN, "begin", (row,), seconds)
-        for number, call in enumerate(running.calls, 1):
-            if number > len(running.outcomes):
-                running.process.ask(number, "call", (call.name, call.arguments), seconds)
+class ToolEpisode:
+    """The tools of an episode, and from its first call on the process that has them."""
 
-    def _receive(self, running: Calls, row: dict) -> None:
-        """Add the outcomes of calls that have ended. If a call, or the begin of its source, ended
-        the process, the error is the outcome of the call, and a new process runs the others.
-        Raises `RunError` if the tools cannot be loaded."""
-        if running.are_done:
-            return
-        process = running.process
-        answers = process.answers()
-        if process.is_async is not None:
-            self.failed_starts = 0
-        elif process.end:  # at first again: it may have been killed from outside
-            self.failed_starts += 1
-            if self.failed_starts == 3:
-                raise distributed.RunError(f"--tools: {process.end.error}")
-            running.process = None
-            self._ask(running, row)
-            return
-        for number, result in answers:
-            if result.error is not None and (number != BEGIN or process.end):
-                problem = "timed_out" if result.timed_out else "raised"
-                lost = "; the tools were restarted without their state" if process.end else ""
-                running.outcomes.append(Outcome(f"error: {result.error}{lost}", problem))
-            elif number != BEGIN:
-                running.outcomes.append(result.value)
-        if process.end:
-            running.process = None
-        if process.end and not running.are_done:
-            self._ask(running, row)
+    def __init__(self, tools: Tools, row: dict):
+        self.tools = tools
+        self.row = row
+        self.process: Process | None = None
+        self.counts = dict.fromkeys(("calls", *PROBLEMS), 0)
 
-    def _next_turn(self, episode: Episode) -> Request | None:
-        """Add the results of the calls to the episode."""
-        completion = episode.completion
-        row = episode.prompt.row
-        running = self.running[episode.number]
-        if not running.calls:  # an answer
+    async def answer(self, completion: Completion) -> list[int] | None:
+        """Return the ids of the results of the calls in a turn; see `Episode` in partner.py."""
+        completion.turn_rewards.append((len(completion.ids) - 1, 0.0))
+        prompt = self.tools.tokenizer.decode(before_last_turn(completion)[-TAIL:])
+        turn = self.tools.parser.parse(completion.text, self.row["tools"], prompt)
+        if turn.problem:
+            calls = [MALFORMED]
+            outcomes = [Outcome(f"error: {turn.problem}", "malformed")]
+        else:
+            calls = turn.calls
+            outcomes = [await self._outcome(call) for call in calls]
+        if not calls:
             return None
-        counts = completion.tool_counts
-        counts["calls"] += len(running.calls)
-        for outcome in running.outcomes:
+        self.counts["calls"] += len(calls)
+        for outcome in outcomes:
             if outcome.problem:
-                counts[outcome.problem] += 1
-            counts["cut"] += outcome.cut
-        texts = [outcome.text for outcome in running.outcomes]
-        stops = self.args.stop or self.args.stop_token_ids  # a turn may lack its EOS
-        last_token = completion.ids[-1] if stops else None
+                self.counts[outcome.problem] += 1
+            self.counts["cut"] += outcome.cut
+        texts = [outcome.text for outcome in outcomes]
         try:
-            reply = reply_ids(self.encoder, row, running.calls, texts, last_token)
+            return self._reply(completion, calls, texts)
         except (ValueError, TypeError):  # a template may refuse several calls in a turn
-            counts["malformed"] += 1
+            self.counts["malformed"] += 1
             problem = "error: the results cannot be shown"
-            if len(running.calls) > 1:
+            if len(calls) > 1:
                 problem += "; make one call at a time"
-            reply = reply_ids(self.encoder, row, [MALFORMED], [problem], last_token)
-        return next_request(episode, reply, self.args)
+            return self._reply(completion, [MALFORMED], [problem])
+
+    def end(self, completion: Completion) -> None:
+        completion.tool_counts = self.counts
+        if self.process is not None:
+            self.process.close()
+
+    async def _outcome(self, call: Call) -> Outcome:
+        """Run a call. If it ends the process, the error is its outcome, and the next call has a new
+        process."""
+        seconds = self.tools.args.answer_seconds
+        if self.process is None or self.process.closed:
+            result = await self._start()
+        if not self.process.closed:
+            result = await self.process.call("call", call.name, call.arguments, seconds=seconds)
+        if result.error is None:
+            return result.value
+        lost = "; the tools were restarted without their state" if self.process.closed else ""
+        problem = "timed_out" if result.timed_out else "raised"
+        return Outcome(f"error: {result.error}{lost}", problem)
+
+    async def _start(self) -> Result:
+        """Begin the episode in a new process. Raises `RunError` if the tools cannot be loaded."""
+        for _ in range(STARTS):
+            self.process = Process(self.tools.server, START)
+            seconds = self.tools.args.answer_seconds
+            result = await self.process.call("begin", self.row, seconds=seconds)
+            if self.process.loaded:
+                return result
+        raise distributed.RunError(f"--tools: {result.error}")
+
+    def _reply(self, completion: Completion, calls: list[Call], texts: list[str]) -> list[int]:
+        last = last_token(completion, self.tools.args)
+        return reply_ids(self.tools.encoder, self.row, calls, texts, last)
 
 
 def reply_ids(

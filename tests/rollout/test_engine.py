@@ -8,17 +8,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from engines import Flight
 from in_process import NEW_TOKENS, Args
 from transformers import AutoModelForCausalLM
 
 from bench.completions import complete
+from common.config.sampling import SLOTS
 from common.data.packing import pack
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
 from common.model.hub import context_length, load_tokenizer
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
-from common.rollout import engine as base
+from common.rollout import transformers_engine
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.engines import make_engine
 from common.rollout.vllm_engine import lost_asleep
@@ -97,31 +99,22 @@ def test_engine_and_trainer_agree_on_the_synced_weights(synced, policy, device, 
 
 def submitted(
     engine: Engine, count: int, temperature: float = 1.0, limits: list[int] | None = None
-) -> list[Request]:
+) -> Flight:
     given, limits = prompts(engine), limits or [NEW_TOKENS] * count
     empty = [empty_completion(given[i % len(given)]) for i in range(count)]
     requests = [Request(empty[i], limits[i], 1000 * i, temperature) for i in range(count)]
-    for request in requests:
-        engine.submit(request)
-    return requests
-
-
-def finish(engine: Engine, requests: list[Request]) -> list[Completion]:
-    while not all(request.has_ended for request in requests):
-        engine.advance()
-    return [request.completion for request in requests]
+    return Flight(engine, requests)
 
 
 def test_in_flight_requests_continue_under_new_weights_and_record_versions(synced, policy, device):
     """Every token has the log-prob of the weights that sampled it, and of no others."""
-    requests = submitted(synced, 80)
-    for _ in range(
-        1 if type(synced).__name__ == "TransformersEngine" else 5
-    ):  # the engine samples 64 sequences to their ends
-        synced.advance()
+    flight = submitted(synced, 80)
+    # transformers samples 64 turns to their ends
+    flight.rounds(1 if type(synced).__name__ == "TransformersEngine" else 5)
     with scaled(policy, "hf.lm_head.weight", 2.0):
         synced.load_weights(whole_weights(policy, synced.dtype), version=7)
-        packs = pack(finish(synced, requests), 1000, device)
+        completions = flight.finish()
+        packs = pack(completions, 1000, device)
         with torch.no_grad():
             new = [policy(mb)[0] for mb in packs]
     with torch.no_grad():
@@ -136,30 +129,40 @@ def test_in_flight_requests_continue_under_new_weights_and_record_versions(synce
             and (mb.versions_T[~sampled_T] == -1).all()
         )
     assert torch.cat(own).max() < 1e-4 and torch.cat(other).mean() > 1e-2
-    spread = {
-        (request.completion.version, max(request.completion.versions)) for request in requests
-    }
+    spread = {(completion.version, max(completion.versions)) for completion in completions}
     assert {(0, 7), (7, 7)} & spread and (0, 0) in spread | {(0, 0)}
 
 
-def test_interrupted_requests_end_as_uninterrupted_ones(synced):
-    whole = complete(synced, prompts(synced), 1, [0] * len(TEXTS), 0.0)
-    requests = submitted(synced, len(TEXTS), temperature=0.0)
-    while not all(request.has_ended for request in requests):
-        synced.advance()
-        synced.interrupt()
-    assert [request.completion.ids for request in requests] == [s.ids for s in flat(whole)]
+def test_interrupted_requests_end_as_uninterrupted_ones(synced, policy):
+    """Weights are loaded after every third round: the same ones."""
+    whole = submitted(synced, 12).finish()
+    flight = submitted(synced, 12)
+    for version in range(1, 4):
+        flight.rounds(3)
+        synced.load_weights(whole_weights(policy, synced.dtype), version)
+    completions = flight.finish()
+    assert [completion.ids for completion in completions] == [x.ids for x in whole]
+    logprobs = torch.tensor([x for each in whole for x in each.rollout_logprobs])
+    again = torch.tensor([x for each in completions for x in each.rollout_logprobs])
+    assert (logprobs - again).abs().max() < 1e-5
+    versions = [[v for v in each.versions if v >= 0] for each in completions]
+    assert all(each == sorted(each) for each in versions)
+    if hasattr(synced, "llm"):
+        assert {0, 1, 2, 3} == {v for each in versions for v in each}
+    synced.load_weights(whole_weights(policy, synced.dtype))
 
 
 def test_smaller_priorities_run_first(synced, monkeypatch):
-    monkeypatch.setattr(base, "SLOTS", 2)
-    requests = submitted(synced, 4)
-    requests[3].priority, ended = -1, []
-    while len(ended) < 2:
-        ended += synced.advance()
-    assert requests[3] in ended and requests[0] in ended
-    while len(ended) < 4:
-        ended += synced.advance()
+    """More requests than run at a time: the last ones come first."""
+    room = 64 if type(synced).__name__ == "TransformersEngine" else SLOTS
+    monkeypatch.setattr(transformers_engine, "BATCH", room)
+    completions = [empty_completion(prompts(synced)[0]) for _ in range(room + 8)]
+    requests = [Request(each, 4, i, 1.0, priority=-i) for i, each in enumerate(completions)]
+    flight = Flight(synced, requests)
+    while not flight.ended:
+        flight.rounds(1)
+    assert not any(request.completion.completion_ids for request in requests[:8])
+    flight.finish()
 
 
 def test_unsynced_weights_are_detected(synced, policy, device):
@@ -244,8 +247,8 @@ def test_fields_of_a_completion_are_consistent(synced):
 
 def test_requests_have_separate_length_limits(synced):
     """The tokens before the limit equal those without it."""
-    limits, whole = [3, 1, 7, 2, 5], finish(synced, submitted(synced, 5))
-    cut = finish(synced, submitted(synced, 5, limits=limits))
+    limits, whole = [3, 1, 7, 2, 5], submitted(synced, 5).finish()
+    cut = submitted(synced, 5, limits=limits).finish()
     for limit, completion, without in zip(limits, cut, whole, strict=True):
         assert completion.completion_ids == without.completion_ids[:limit]
         is_cut = len(without.completion_ids) > limit
@@ -342,12 +345,10 @@ TRUNCATIONS = (
 @contextlib.contextmanager
 def truncating(engine: Engine, truncation: dict | None) -> Iterator[None]:
     object.__setattr__(engine.args, "truncation", truncation)  # of scripts with these flags
-    engine.templates = {}
     try:
         yield
     finally:
         object.__setattr__(engine.args, "truncation", None)
-        engine.templates = {}
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
@@ -361,9 +362,8 @@ def test_sampling_follows_the_distribution(synced, policy, device, truncation):
 def _compare_frequencies(synced, policy, device, truncation) -> None:
     prompt, count, temperature = prompts(synced)[0], 2000, 0.5
     requests = [Request(empty_completion(prompt), 1, 5 + i, temperature) for i in range(count)]
-    for request in requests:
-        synced.submit(request)
-    tokens = torch.tensor([completion.ids[-1] for completion in finish(synced, requests)])
+    sampled = Flight(synced, requests).finish()
+    tokens = torch.tensor([completion.ids[-1] for completion in sampled])
     counts = torch.bincount(tokens, minlength=len(synced.tokenizer))
     everything = [
         Sample(ids=[*prompt, token], loss_mask=[True] * (len(prompt) + 1))

@@ -9,6 +9,7 @@ from itertools import groupby
 
 import pytest
 import torch
+from engines import stopping
 from helpers import (
     PATIENCE,
     assert_close_metrics,
@@ -31,10 +32,8 @@ from common.rollout.environments import (
     GuessNumber,
     load_environment,
 )
-from common.rollout.episode import PromptRequest
-from common.rollout.episodes import Episodes
+from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import encode_prompts, prompt_columns, prompt_maker
-from common.rollout.stop_strings import StopStrings
 
 # Replies with the number of characters of a turn, for as many turns as the row has; may raise.
 USER_FILE = """
@@ -143,11 +142,8 @@ def test_reply_closes_a_turn_that_ends_at_a_stop_string(synced, user_file):
     which was not sampled and has no loss."""
     letters = tuple("abcdefghijklmnopqrstuvwxyz")
     play = Play(synced, user_file, stop=letters)
-    synced.stop_strings = StopStrings(letters, synced.tokenizer, synced.silent_ids)
-    try:
+    with stopping(synced, letters):
         groups = play.episodes.generate(play.requests())
-    finally:
-        synced.stop_strings = None
     end, closed = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>"), 0
     for sample in flat(groups):
         pieces = spans(sample)

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 from collections import Counter
-from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -24,12 +23,7 @@ from in_process import REWARD
 
 import rloo
 from common.config.groups import flags_of
-from common.model.hub import load_tokenizer
-from common.parallel import distributed
-from common.rollout.episode import PromptRequest
-from common.rollout.remote_sampler import RemoteSampler
 from common.train.run_folder import prepare_output_dir
-from tests.rewards.test_reward_model import by_transformers, save_classifier
 
 pytestmark = pytest.mark.slow
 
@@ -64,17 +58,6 @@ def colocated(flags, tmp_path_factory):
 
 def lines(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-
-
-def test_each_engine_gets_the_prompts_that_its_ranks_complete(monkeypatch):
-    """Three engines of two ranks each; ranks 5 to 10 of the launch."""
-    monkeypatch.setattr(distributed, "rollout_ranks", range(5, 11))
-    args = SimpleNamespace(tensor_parallel_size=2)
-    sampler = SimpleNamespace(leaders=distributed.rollout_ranks[::2], args=args)
-    requests = [PromptRequest(number, [], {}, 0, 1, 1.0) for number in (-1, 0, 1, 6, 7)]
-    divided = RemoteSampler._by_leader(sampler, requests)
-    numbers = {leader: [each.number for each in its] for leader, its in divided.items()}
-    assert numbers == {5: [0, 1, 6, 7], 7: [], 9: [-1]}
 
 
 def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signal(
@@ -175,49 +158,6 @@ def test_every_step_sends_new_weights_to_in_flight_completions(flags, tmp_path):
     )
 
 
-def test_reward_models_score_complete_groups_during_sampling(flags, tmp_path):
-    judge, folder = save_classifier(tmp_path / "judge"), tmp_path / "run"
-    extra = (
-        "--reward",
-        f"model:{judge}",
-        "--max_new_tokens",
-        60,
-        "--max_steps",
-        3,
-        "--eval_every",
-        0,
-    )
-    where = (
-        "--rollout_ranks",
-        1,
-        "--max_staleness",
-        2,
-        "--output_dir",
-        folder,
-    )
-    script = tmp_path / "noted.py"  # rank 0 writes down what it measures, in order
-    script.write_text(
-        "import os, runpy\nfrom common.metrics.meter import Meter\nstart = Meter.start\n"
-        "def noted(self, name):\n"
-        "    if os.environ['RANK'] == '0':\n"
-        f"        print(name, file=open({str(tmp_path / 'did')!r}, 'a'))\n"
-        "    start(self, name)\n"
-        "Meter.start = noted\nrunpy.run_path('rloo.py', run_name='__main__')\n"
-    )
-    run(3, script, *flags, *extra, *where)
-    tokenizer = load_tokenizer(str(judge))
-    for line in lines(folder)[::7]:
-        ids = tokenizer(line["prompt"] + line["completion"])["input_ids"]
-        ids += [tokenizer.eos_token_id] * (line["finish_reason"] == "stop")
-        assert line["reward"] == pytest.approx(by_transformers(judge, ids), abs=1e-4)
-    did = [
-        name
-        for name in (tmp_path / "did").read_text().splitlines()
-        if name in ("rollout", "reward", "train")
-    ]
-    assert "rollout" in did[did.index("reward") : did.index("train")], did
-
-
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
     (2, 1, "dapo.py", ()),
     (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
@@ -234,11 +174,8 @@ def test_every_online_script_runs_with_rollout_ranks(
     assert metrics(tmp_path)[-1]["sampling/staleness/max"] == 1
 
 
-@pytest.mark.parametrize(
-    "victim, message",
-    [(0, "error: training rank 0 is gone: "), (2, "error: rollout rank 2 is gone: ")],
-)
-def test_dead_rank_of_either_role_ends_the_job(victim, message, flags, tmp_path):
+@pytest.mark.parametrize("victim", [0, 2])
+def test_dead_rank_of_either_role_ends_the_job(victim, flags, tmp_path):
     flags = (
         *flags,
         *FAST,
@@ -257,7 +194,7 @@ def test_dead_rank_of_either_role_ends_the_job(victim, message, flags, tmp_path)
         done = ranks.end()
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and (message in said[0] or "lost another rank" in said[0]), done.stderr
+    assert len(said) == 1 and "lost another rank" in said[0], done.stderr
 
 
 def test_resumed_run_may_change_rollout_ranks_but_not_max_staleness(tmp_path, device):

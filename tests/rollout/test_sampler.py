@@ -1,4 +1,4 @@
-"""Colocated sampling: prompts and seeds, weights and their versions, stop and resume. The engine is
+"""Prompts, rows and seeds of each step, weights and their versions, stop and resume. The engine is
 a stand-in that records its calls."""
 
 from itertools import groupby
@@ -8,7 +8,7 @@ import pytest
 import torch
 from in_process import Args
 
-from common.data.order import Order
+from common.data.order import Order, epochs_of
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
@@ -16,17 +16,17 @@ from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rollout import engine as base
 from common.rollout import sampler as module
-from common.rollout.base_sampler import measure_staleness
 from common.rollout.engine import SEED_SPACING
 from common.rollout.prompts import Prompts
-from common.rollout.sampler import LocalSampler, make_sampler
+from common.rollout.remote import measure_staleness
+from common.rollout.sampler import Sampler, make_sampler
 
 ROWS = 10
 
 
 class Engine(base.Engine):
-    """Engine whose turn samples one token of each request until there is one more than the prompt's
-    id. `calls` has the names of the called methods."""
+    """Engine whose turn is a token more than the prompt's id says, one a round. `calls` has the
+    names of the called methods."""
 
     def __init__(self, args):
         super().__init__(
@@ -34,7 +34,7 @@ class Engine(base.Engine):
         )
 
     def _start(self, path):
-        self.calls, self.seeds = [], {}
+        self.calls, self.seeds, self.turns = [], {}, {}
 
     def wake(self):
         self.calls.append("wake")
@@ -49,17 +49,21 @@ class Engine(base.Engine):
     def _load(self, weights):
         self.calls.append(f"load {weights}")
 
-    def _admit(self, name, request):
-        if not request.num_sampled:
-            self.seeds.setdefault(request.priority, request.seed)
+    def _add(self, name, request):
+        self.seeds.setdefault(request.priority, request.seed)
+        self.turns[name] = base.Turn([], [], [], "stop")
 
-    def _sample(self):
+    def _step(self):
         self.calls.append(f"step {next(iter(self.running.values())).temperature:g}")
-        for request in self.running.values():
-            ended = request.num_sampled >= request.completion.ids[0]
-            self.append_output(
-                request, [request.seed % SEED_SPACING], [-1.0], "stop" if ended else None
-            )
+        ended = []
+        for name, request in self.running.items():
+            turn = self.turns[name]
+            turn.ids.append(request.seed % SEED_SPACING)
+            turn.logprobs.append(-1.0)
+            turn.versions.append(self.version)
+            if len(turn.ids) > request.completion.ids[0]:
+                ended.append((name, turn))
+        return ended
 
 
 @pytest.fixture
@@ -69,7 +73,7 @@ def make(device, monkeypatch):
     monkeypatch.setattr(module, "whole_weights", lambda model, dtype: f"{model.version} as {dtype}")
     prompts = Prompts([[i] for i in range(ROWS)], [dict(prompt=f"{i}?") for i in range(ROWS)], 0)
 
-    def make(rank: int = 0, ranks: int = 1, order: Order | None = None, **flags) -> LocalSampler:
+    def make(rank: int = 0, ranks: int = 1, order: Order | None = None, **flags) -> Sampler:
         args = Args(**dict(prompts_per_step=4, samples_per_prompt=2) | flags)
         with monkeypatch.context() as patch:
             patch.setattr(torch.distributed, "get_rank", lambda: rank)
@@ -81,7 +85,7 @@ def make(device, monkeypatch):
     return make
 
 
-def step(sampler: LocalSampler, number: int, total: int = 100):
+def step(sampler: Sampler, number: int, total: int = 100):
     return sampler.rollout(number, total, Meter())
 
 
@@ -104,7 +108,7 @@ def test_completions_have_the_row_seed_and_version_of_their_step(make):
     seeds = [
         distributed.fold_seed(0, number, i) * SEED_SPACING for number in range(5) for i in range(4)
     ]
-    assert sampler.engine.seeds == dict(enumerate(seeds)) and len(set(seeds)) == 20
+    assert sampler.source.engine.seeds == dict(enumerate(seeds)) and len(set(seeds)) == 20
 
 
 def test_order_of_your_own_chooses_the_prompts(make):
@@ -127,10 +131,10 @@ def test_order_of_your_own_chooses_the_prompts(make):
 def test_engine_loads_current_weights_before_sampling_and_sleeps_after(make):
     sampler = make(temperature=0.5)
     step(sampler, 0)
-    sampler.policy.version = 1
+    sampler.source.policy.version = 1
     sampler.sample_now(1, sampler.prompts, [0] * ROWS, n=1, temperature=0.0)
     sampler.close()
-    calls = [name for name, _ in groupby(sampler.engine.calls)]
+    calls = [name for name, _ in groupby(sampler.source.engine.calls)]
     assert calls == [
         "wake", "load 0 as torch.float32", "step 0.5", "sleep",
         "wake", "load 1 as torch.float32", "step 0", "sleep", "close",
@@ -147,7 +151,8 @@ def test_held_out_prompts_are_divided_among_ranks(make):
         [f"{i}?" for i in range(rank, ROWS, 3)] for rank in range(3)
     ]
     seeds = [
-        sorted(seed // SEED_SPACING for seed in each.engine.seeds.values()) for each in samplers
+        sorted(seed // SEED_SPACING for seed in each.source.engine.seeds.values())
+        for each in samplers
     ]
     assert seeds == [list(range(rank, ROWS, 3)) for rank in range(3)]
 
@@ -180,3 +185,124 @@ def test_stopped_rollout_returns_none_and_is_sampled_again(make, monkeypatch):
     resumed = make()
     resumed.load_state_dict(sampler.state_dict())
     assert rows(step(resumed, 1)) == rows(first)
+
+
+# ---- rows and numbers ----
+
+
+class Source:
+    """Engines without engines. `begun` has the numbers of the prompts."""
+
+    def __init__(self, steps_ahead: int):
+        self.steps_ahead = steps_ahead
+        self.begun: list[int] = []
+        self.requests = {}
+
+    def begin(self, requests, own, step, meter):
+        self.begun += [request.number for request in requests]
+        self.requests |= {request.number: request for request in own}
+
+    def wait(self, numbers, meter):
+        rows = [self.requests.pop(number).row for number in numbers]
+        return [[Completion([0], [False], 1, row)] for row in rows]
+
+    def measure(self, meter, groups, step):
+        pass
+
+
+class Run:
+    """The samplers of all ranks."""
+
+    def __init__(self, monkeypatch, ranks: int = 1, ahead: int = 0):
+        prompts = Prompts([[i] for i in range(ROWS)], [dict(row=i) for i in range(ROWS)], 0)
+        args = Args(prompts_per_step=4)
+        self.samplers = []
+        for rank in range(ranks):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+            order = Order({"": range(ROWS)}, 0)
+            self.samplers.append(Sampler(prompts, args, order, Source(ahead)))
+
+    def step(self, number: int, total: int = 1000, size: int | None = None) -> list[int]:
+        """Return the rows of all ranks, in order."""
+        rows = {}
+        for sampler in self.samplers:
+            groups = sampler.rollout(number, total, Meter(), size)
+            if groups is not None:
+                own = [completion.row["row"] for (completion,) in groups]
+                assert [sampler.data_rows[i] for i in sampler.positions] == own
+                rows |= zip(sampler.positions, own, strict=True)
+        return [rows[i] for i in range(len(rows))]
+
+    def state_dict(self) -> dict:
+        states = [sampler.state_dict() for sampler in self.samplers]
+        assert all(state == states[0] for state in states)
+        return states[0]
+
+    def resume(self, other: "Run") -> "Run":
+        for sampler in self.samplers:
+            sampler.load_state_dict(other.state_dict())
+        return self
+
+
+def test_every_row_is_drawn_once_per_epoch(monkeypatch):
+    run, rows = Run(monkeypatch), []
+    for number in range(5):
+        rows += run.step(number)
+        epoch = epochs_of(run.samplers[0].cursor)
+        assert epoch == dict(epoch=pytest.approx(4 * (number + 1) / ROWS))
+    assert {*rows[:ROWS]} == {*rows[ROWS:]} == {*range(ROWS)} and rows[:ROWS] != rows[ROWS:]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_rows_of_a_step_do_not_depend_on_ranks_or_sizes(monkeypatch, ranks, ahead):
+    """Some sizes are below the number of ranks: some ranks then have no prompt, and no prompt is
+    left behind."""
+    one, several = Run(monkeypatch, 1, ahead), Run(monkeypatch, ranks, ahead)
+    for number, sizes in enumerate([(4,), (4, 1, 3), (None,), (2, 1), (4,)]):
+        for size in sizes:
+            rows = one.step(number, size=size)
+            assert len(rows) == (size or 4) and several.step(number, size=size) == rows
+    (sampler,) = one.samplers
+    assert sampler.taken == range(19, 23) and sampler.source.begun == [*range(23 + 4 * ahead)]
+    assert several.state_dict() == one.state_dict()
+
+
+def test_prompts_ahead_end_with_the_last_step(monkeypatch):
+    run = Run(monkeypatch, ahead=2)
+    begun = [(run.step(number, total=4), len(run.samplers[0].source.begun))[1]
+             for number in range(4)]  # fmt: skip
+    assert begun == [12, 16, 16, 16]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_resumed_run_takes_the_same_prompts(monkeypatch, ahead):
+    """It may have another number of ranks. Prompts that were in flight are sampled again."""
+    run = Run(monkeypatch, 1, ahead)
+    for number in range(3):
+        run.step(number, size=3)
+    resumed = Run(monkeypatch, 1, ahead).resume(run)
+    others = [Run(monkeypatch, 2, ahead).resume(run), Run(monkeypatch, 1, 2 - ahead).resume(run)]
+    for number in range(3, 6):
+        rows = run.step(number)
+        assert (
+            resumed.step(number) == rows and [other.step(number) for other in others] == [rows] * 2
+        )
+        assert run.state_dict() == resumed.state_dict() == others[0].state_dict()
+    assert resumed.samplers[0].source.begun[:4] == [9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_all_rollouts_of_a_stopped_step_are_sampled_again(monkeypatch, ahead):
+    """With dynamic sampling, a step takes prompts several times."""
+    run = Run(monkeypatch, 1, ahead)
+    run.step(0, size=3)
+    whole = Run(monkeypatch, 1, ahead).resume(run)
+    first, second, third = whole.step(1), whole.step(1, size=2), whole.step(2)
+    assert run.step(1) == first
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "stop_requested", lambda: True)
+        assert run.step(1, size=2) == []
+    resumed = Run(monkeypatch, 1, ahead).resume(run)
+    assert [resumed.step(1), resumed.step(1, size=2), resumed.step(2)] == [first, second, third]

@@ -57,7 +57,7 @@ def test_rollout_stopped_by_a_signal_is_repeated(small, tmp_path):
     run(1, "grpo.py", *flags, "--output_dir", whole)
     moment = (
         0,
-        "common.rollout.transformers_engine.TransformersEngine.advance",
+        "common.rollout.transformers_engine.TransformersEngine.step",
         stopped,
         2,
         int(signal.SIGINT),

@@ -1,9 +1,9 @@
 """Agents: what the endpoint served is what is trained, in the context in which it was served; an
 agent that plays an environment has the environment's episodes; bad agents cost one episode."""
 
+import asyncio
 import json
 import math
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +19,10 @@ from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-from common.rewards import old_processes as processes
 from common.rewards.total import Rewards
 from common.rewards.user_code import load_agent
-from common.rollout.episode import PromptRequest
-from common.rollout.episodes import Episodes
+from common.rollout.engine import Request, Turn
+from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
 from extras.agents.endpoint import Refusal
@@ -217,26 +216,35 @@ class Play:
         self.prompts = encode_prompts(self.rows, columns, self.encoder, 1000, self.args)
         self.engine, self.episodes = engine, Episodes(engine, self.args)
         self.served: list[SimpleNamespace] = []
+        self.sampled: dict[Request, SimpleNamespace] = {}
         if self.args.agent:
-            self.serve = self.episodes.turns.answer
-            self.episodes.turns.answer = self.recorded
+            self.answer = self.episodes.partner._answer
+            self.sample = engine.sample
+            self.episodes.partner._answer = self.recorded
+            self.episodes.partner.engine = SimpleNamespace(sample=self.late, version=0)
 
-    def recorded(self, episode, request) -> None:
-        agent = self.episodes.turns.agents[episode.number]
-        is_unserved = agent.requests == UNSERVED.get(episode.prompt.row.get("trouble"))
-        if is_unserved and agent.result is None:
-            processes.wait([agent.process], time.monotonic() + PATIENCE)
-            ((_, agent.result),) = agent.process.answers()
-            self.episodes.turns.endpoint.tokens.remove(agent.token)
+    async def late(self, request) -> None:
+        """Sample a turn; if its agent does not wait for it, end it after the agent."""
+        await self.sample(request)
+        agents = self.episodes.partner.agents.values()
+        (agent,) = [a for a in agents if asyncio.current_task() in a.sampling]
         ids = request.completion.ids
         turn = SimpleNamespace(
-            episode=(episode.prompt.number, episode.index),
-            messages=agent.sampling[request].messages,
-            context=ids[: request.start], ids=ids[request.start :],
-            text=request.completion.text, reason=request.completion.finish_reason,
+            episode=(agent.prompt.number, agent.index), context=ids[: request.start],
+            ids=ids[request.start :], text=request.completion.text,
+            reason=request.completion.finish_reason,
         )  # fmt: skip
+        self.sampled[request] = turn
+        if agent.requests == UNSERVED.get(agent.prompt.row.get("trouble")):
+            while agent.result is None:
+                await asyncio.sleep(0.01)
+            self.served.append(turn)
+
+    def recorded(self, agent, number, request, branch, messages) -> dict:
+        turn = self.sampled[request]
+        turn.messages = messages
         self.served.append(turn)
-        self.serve(episode, request)
+        return self.answer(agent, number, request, branch, messages)
 
     def __call__(self, n: int) -> list[list[Completion]]:
         requests = [
@@ -357,7 +365,7 @@ def test_bad_agents_cost_an_episode(play, synced, tmp_path, device):
     errors = [group[0].error for group in groups.values()]
     assert errors[2].startswith("KeyError: 'lost' (line ")
     assert errors[:2] + errors[3:] == [
-        "the agent got no completion", "the process died (exit 3)",
+        "the agent got no completion", "the process died",
         "the agent returned None; --reward environment needs a number",
         "TypeError: returned '1.0', not a number", "the agent got no completion", "", "", "", "",
     ]  # fmt: skip
@@ -426,13 +434,14 @@ def test_calls_of_tools_are_served_and_their_results_continue_the_branch(play, s
     call = dict(name="add", arguments=dict(a=2, b=3))
     texts = iter([f"<tool_call>{json.dumps(call)}</tool_call>", "5"])
 
-    def write() -> None:
-        """Write the next text in place of a sampled turn."""
-        for request in synced.running.values():
-            ids = [*tokenizer(next(texts))["input_ids"], end]
-            synced.append_output(request, ids, [-1.0] * len(ids), "stop")
+    def write() -> list[tuple[str, Turn]]:
+        """Return the next text in place of a sampled turn."""
+        (name,) = synced.running
+        ids = [*tokenizer(next(texts))["input_ids"], end]
+        return [(name, Turn(ids, [-1.0] * len(ids), [0] * len(ids), "stop"))]
 
-    monkeypatch.setattr(synced, "_sample", write)
+    monkeypatch.setattr(synced, "_step", write)
+    monkeypatch.setattr(synced, "_add", lambda name, request: None)
     calls = play(CALLER, [dict(schemas=schemas, _source="rows:1")])
     ((sample,),) = calls(1)
     assert not sample.error and sample.turn_rewards == [(len(sample.ids) - 1, 5.0 + 2)]

@@ -11,8 +11,7 @@ from in_process import talkative
 from common.data.encode import Encoder
 from common.parallel.distributed import RunError
 from common.rollout.engine import Request
-from common.rollout.episode import PromptRequest
-from common.rollout.episodes import Episodes
+from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import encode_prompts, prompt_columns
 from extras.tools.tests import episodes
 from extras.tools.tests.episodes import make_args
@@ -43,33 +42,28 @@ def score(completion, row):
 class Script:
     """An engine that samples the turns of a script."""
 
-    group = None
+    running = new = ()
 
     def __init__(self, tokenizer, turns: list[str]):
         self.tokenizer = tokenizer
         self.turns = turns
-        self.requests: list[Request] = []
-
-    def submit(self, request: Request) -> None:
-        self.requests.append(request)
 
     def any_rank(self, value: bool) -> bool:
         return value
 
-    def advance(self) -> list[Request]:
-        ended = self.requests
-        self.requests = []
-        for request in ended:
-            completion = request.completion
-            completion.text = self.turns[completion.turns - 1]
-            text = completion.text + IM_END[0]
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            completion.ids += ids
-            completion.loss_mask += [True] * len(ids)
-            completion.rollout_logprobs += [0.0] * len(ids)
-            completion.versions += [0] * len(ids)
-            completion.finish_reason = "stop"
-        return ended
+    def step(self) -> None:
+        pass
+
+    async def sample(self, request: Request) -> None:
+        completion = request.completion
+        completion.text = self.turns[completion.turns - 1]
+        text = completion.text + IM_END[0]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        completion.ids += ids
+        completion.loss_mask += [True] * len(ids)
+        completion.rollout_logprobs += [0.0] * len(ids)
+        completion.versions += [0] * len(ids)
+        completion.finish_reason = "stop"
 
 
 def calls(*named: tuple[str, dict]) -> str:
@@ -136,7 +130,7 @@ def test_whatever_goes_wrong_is_an_answer_to_the_model(tmp_path):
     assert unknown == "error: unknown tool nix; there are: add, die, leave, put, sleep"
     assert wrong.startswith("error: argument a: ") and left.startswith("error: SystemExit")
     assert malformed.startswith("error: the call is not JSON")
-    assert died == "error: the process died (exit 3); the tools were restarted without their state"
+    assert died == "error: the process died; the tools were restarted without their state"
     assert put == '["cup", "hat"]', "the call after a dead process runs in a new one"
     assert play.sample.tool_counts == dict(
         calls=6, malformed=1, unknown=1, wrong_arguments=1, raised=2, timed_out=0, cut=0

@@ -1,0 +1,267 @@
+"""`--rollout_ranks`: sampling on dedicated ranks while the other ranks train (Noukhovitch et al.
+2024, arXiv:2410.18252).
+
+Rank 0 sends the prompts of a step and of up to `--max_staleness` further steps to the rollout
+ranks. Each rollout rank always has its share of them in flight, and sends each complete group to
+the rank that will train on it. A rollout waits for the groups that it needs.
+
+The version of weights is the number of finished steps. A rollout first sends the present weights.
+The rollout ranks interrupt their completions, load the weights and go on."""
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from common.config.online import OnlineArgs
+from common.data.sample import Group
+from common.metrics.meter import Meter
+from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
+from common.model.policy import Policy, compute_dtype
+from common.parallel import distributed, process
+from common.rewards.total import Rewards
+from common.rollout.engine import Engine
+from common.rollout.engines import make_engine
+from common.rollout.episodes import Episodes, PromptRequest, row_for_engine
+from common.rollout.mail import Mail
+from common.rollout.weights import whole_weights
+
+MINUTE = 60.0
+
+# ---- messages; None is the last one in both directions ----
+
+
+@dataclass
+class NewPrompts:
+    """From rank 0 to each engine: prompts of all rollout ranks."""
+
+    requests: list[PromptRequest]
+
+
+@dataclass
+class NewWeights:
+    """From rank 0 to each engine: the broadcast of all weights follows, in this order."""
+
+    version: int
+    names_and_shapes: list[tuple[str, torch.Size]]
+
+
+@dataclass
+class News:
+    """From a rollout rank to a training rank: complete groups by the numbers of their prompts, or
+    none if the rollout rank is ready for weights."""
+
+    groups: dict[int, Group]
+    meter: Meter
+    """metrics of the rollout rank since its last message"""
+    stop: bool
+    """whether the rollout rank received a signal to stop"""
+
+
+def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
+    """Return the group in which weights are broadcast: rank 0, which gathers them, and all rollout
+    ranks."""
+    return distributed.link("weights", [0, *distributed.rollout_ranks], device)
+
+
+def close_link(link: torch.distributed.ProcessGroup | None) -> None:
+    """Close an NCCL group, which otherwise warns at exit. A gloo group closes itself."""
+    if link is not None and link.name() == "nccl":
+        link.abort()
+
+
+# ---- training ranks ----
+
+
+class Remote:
+    """The engines of the rollout ranks, with the methods of `Local` (sampler.py)."""
+
+    def __init__(self, policy: Policy, args: OnlineArgs, rewards: Rewards):
+        self.policy = policy
+        self.args = args
+        self.rewards = rewards
+        self.steps_ahead = args.max_staleness
+        self.dtype = compute_dtype(args, policy.device)
+        self.rows: dict[int, dict] = {}  # of this rank's prompts in flight
+        self.groups: dict[int, Group] = {}  # complete ones that are not taken yet
+        self.mail = Mail(self._receive)  # waits for the rollout ranks
+        self.is_sender = torch.distributed.get_rank() == 0
+        self.link = weights_link(policy.device) if self.is_sender else None
+        self.names_and_shapes = [
+            (name, weight.shape) for name, weight in whole_weights(policy, self.dtype)
+        ]
+        self.version: int | None = None  # of the weights that the rollout ranks have
+        self.ready = 0  # rollout ranks that wait for weights
+        self.load = Meter()  # from the rollout ranks, since the last rollout
+        self.waited = 0.0  # seconds since then
+        self.last_rollout = time.perf_counter()
+
+    def __str__(self) -> str:
+        ranks = len(distributed.rollout_ranks)
+        return f"{ranks} rollout ranks (staleness up to {self.args.max_staleness})"
+
+    def close(self) -> None:
+        if self.is_sender:
+            for rank in distributed.rollout_ranks:
+                self.mail.send(None, rank)
+        self.mail.close()
+        close_link(self.link)
+
+    def begin(
+        self, requests: list[PromptRequest], own: list[PromptRequest], step: int, meter: Meter
+    ) -> None:
+        """Send the weights after `step` steps, unless they are there, and the prompts of all
+        ranks. Collective."""
+        if self.version != step:
+            self._send(NewWeights(step, self.names_and_shapes))
+            with meter.time("rollout"):
+                self._take_news_until(lambda: self.ready == len(distributed.rollout_ranks))
+            with meter.time("sync"):
+                for _, weight in whole_weights(self.policy, self.dtype):
+                    if self.link is not None:
+                        self.link.broadcast(weight, 0).wait()
+            self.ready = 0
+            self.version = step
+        self.rows |= {request.number: request.row for request in own}
+        if not self.args.has_turns:
+            requests = [replace(each, row=row_for_engine(each.row)) for each in requests]
+        self._send(NewPrompts(requests))
+
+    def wait(self, numbers: list[int], meter: Meter) -> list[Group]:
+        """Return the groups of this rank's prompts."""
+        with meter.time("rollout"):
+            self._take_news_until(lambda: self.groups.keys() >= set(numbers))
+        return [self.groups.pop(number) for number in numbers]
+
+    def measure(self, meter: Meter, groups: list[Group], step: int) -> None:
+        """Measure the ages of the weights that sampled the groups of `step`, and how long both
+        roles waited."""
+        measure_staleness(meter, groups, step)
+        now = time.perf_counter()
+        meter.mean("idle/training_ranks", self.waited, now - self.last_rollout)
+        meter.add(self.load)
+        self.load = Meter()
+        self.waited = 0.0
+        self.last_rollout = now
+
+    def _send(self, message: NewPrompts | NewWeights) -> None:
+        """Send a message to the first rank of each engine."""
+        if self.is_sender:
+            for rank in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
+                self.mail.send(message, rank)
+
+    def _receive(self, news: News | None) -> None:
+        """Begin the rewards of new groups at once. Runs in the threads of `mail`."""
+        for number, group in news.groups.items() if news else ():
+            row = self.rows.pop(number)
+            for sequence in chain(*(completion.sequences for completion in group)):
+                sequence.row = row
+            self.rewards.begin([group], number)  # groups with smaller numbers first
+        self.mail.inbox.put(news)
+
+    def _take_news_until(self, is_ready: Callable[[], bool]) -> None:
+        began = time.perf_counter()
+        while not is_ready():
+            news = self.mail.inbox.get()
+            self.load.add(news.meter)
+            self.groups |= news.groups
+            self.ready += not news.groups
+            process.stop_signalled |= news.stop
+        self.waited += time.perf_counter() - began
+
+
+def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
+    """Log the age in steps of the weights that sampled the completions of step `step`."""
+    for completion in chain(*(sample.sequences for sample in chain(*groups))):
+        ages = [step - version for version in completion.versions if version >= 0]
+        spread = max(ages) - min(ages)
+        meter.mean("sampling/staleness/mean", sum(ages), len(ages))
+        meter.max("sampling/staleness/max", max(ages))
+        meter.mean("sampling/version_spread/mean", spread)
+        meter.max("sampling/version_spread/max", spread)
+
+
+# ---- rollout ranks ----
+
+
+def serve(args: OnlineArgs, device: torch.device) -> None:
+    """Generate on a rollout rank until training ends."""
+    path = resolve_model(args.model, rope_factor=args.rope_factor)
+    tokenizer = load_tokenizer(path, args)
+    eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
+    engine = make_engine(path, args, eos_ids, tokenizer, device)
+    episodes = Episodes(engine, args)
+    engine.wake()
+    mail = Mail()
+    link = weights_link(device)
+    process.note_signals()  # a stop can reach the training ranks now
+    _generate(engine, episodes, mail, link)
+    for rank in distributed.training_ranks:
+        mail.send(None, rank)
+    mail.close()
+    close_link(link)
+    episodes.close()
+    engine.close()
+    distributed.cleanup()
+
+
+def _generate(engine: Engine, episodes: Episodes, mail: Mail, link) -> None:
+    """Process messages of rank 0 and sample in between, until it sends None."""
+    rank = torch.distributed.get_rank()
+    ranks = len(distributed.rollout_ranks)
+    trainers = distributed.training_ranks
+    meter = Meter()
+    last = time.monotonic()
+
+    def send(groups: dict[int, Group], trainer: int) -> None:
+        nonlocal meter
+        mail.send(News(groups, meter, process.stop_signalled), trainer)
+        meter = Meter()
+
+    while True:
+        is_idle = not engine.any_rank(bool(episodes.prompts))
+        began = time.monotonic()
+        # The other ranks of the engine wait in a collective meanwhile.
+        messages = _new_messages(mail, MINUTE * is_idle) if engine.group_rank == 0 else []
+        messages = engine.gather_in_engine(messages)[0]
+        now = time.monotonic()
+        meter.mean("idle/rollout_ranks", (now - began) * is_idle, now - last)
+        last = now
+        for message in messages:
+            if message is None:
+                return
+            if isinstance(message, NewPrompts):
+                for request in message.requests:
+                    if request.number % ranks == rank:
+                        episodes.add(request)
+            else:
+                for trainer in trainers:
+                    send({}, trainer)
+                engine.load_weights(_received_weights(message, link, engine), message.version)
+        complete = episodes.advance()
+        engine.measure(meter)
+        for i, trainer in enumerate(trainers):
+            groups = {number: group for number, group in complete if number % len(trainers) == i}
+            if groups:
+                send(groups, trainer)
+
+
+def _new_messages(mail: Mail, seconds: float) -> list:
+    """Return the new messages in order; wait so long for the first one."""
+    messages = []
+    try:
+        while True:
+            messages.append(mail.inbox.get(seconds > 0 and not messages, seconds))
+    except queue.Empty:
+        return messages
+
+
+def _received_weights(message: NewWeights, link, engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    for name, shape in message.names_and_shapes:
+        weight = torch.empty(shape, dtype=engine.dtype, device=engine.device)
+        link.broadcast(weight, 0).wait()
+        yield name, weight

@@ -1,0 +1,242 @@
+"""Environments of a user's own, each in a process: they answer like built-in ones, and one that
+fails does not affect the others. tests/rewards/test_calls.py has the processes themselves."""
+
+import asyncio
+import inspect
+import os
+from types import SimpleNamespace
+
+import pytest
+from helpers import PATIENCE, alive, descendants, open_files, until
+from in_process import Args
+
+from common.model.hub import load_tokenizer
+from common.model.tiny import tiny_model
+from common.rollout import environments
+from common.rollout.engine import empty_completion
+from common.rollout.environments import Environments
+
+# The model's turns are Python code; its value is the environment's answer.
+USER_FILE = """
+import os, random, signal, subprocess, sys, threading, time
+
+import numpy.random
+
+def touch(path): open(path, "w").close()
+
+def wait_for(path):
+    while not os.path.exists(path): time.sleep(0.01)
+
+class Odd:
+    def __reduce__(self): return (int, ("odd",))
+
+class Doer:
+    def reset(self, example):
+        self.said, self.row = 0, example
+        if example.get("do"): eval(example["do"])
+        return [{"role": "user", "content": example["prompt"]}]
+
+    def step(self, completion):
+        self.said += 1
+        return eval(completion)
+
+    def __del__(self):
+        if self.row.get("last"): touch(self.row["last"])
+"""
+FINE = "[dict(role='tool', content=str(self.said))], self.said, False"
+
+
+def make(name: str, **flags) -> Environments:
+    flags = dict(environment_timeout=PATIENCE) | flags
+    args = Args(environment=name, reward=("environment",), **flags)
+    return Environments(args, SimpleNamespace(tokenizer=load_tokenizer(tiny_model())))
+
+
+@pytest.fixture
+def doers(tmp_path):
+    """Yield environments that evaluate the model's turns. Check that no process and no file is left
+    open at the end."""
+    (tmp_path / "doer.py").write_text(USER_FILE)
+    before, files = set(descendants(os.getpid())), open_files()
+    environments = make(f"{tmp_path / 'doer.py'}:Doer")
+    yield environments
+    environments.close()
+    assert not set(descendants(os.getpid())) - before and open_files() <= files
+
+
+def row(**columns) -> dict:
+    return dict(prompt="?", _prompt=[dict(role="user", content="?")]) | columns
+
+
+async def play(environments: Environments, row: dict, *turns: str, keep: bool = False):
+    """Return the completion of an episode with these turns and the texts of the answers; the
+    environment too, if it stays."""
+    episode = environments.begin(row)
+    completion, answers = empty_completion([5, 6]), []
+    for number, turn in enumerate(turns, 1):
+        completion.append_reply([7])
+        completion.turns, completion.text, completion.finish_reason = number, turn, "stop"
+        ids = await episode.answer(completion)
+        if ids is None:
+            break
+        answers.append(environments.encoder.tokenizer.decode(ids))
+    if keep:
+        return completion, answers, episode
+    episode.end(completion)
+    return completion, answers
+
+
+def played(environments: Environments, *episodes) -> list:
+    """Return what `play` returns of episodes that are played at a time: (row, turns)."""
+
+    async def main() -> list:
+        return await asyncio.gather(*(play(environments, each, *turns) for each, turns in episodes))
+
+    return asyncio.run(main())
+
+
+def record_states(environments: Environments) -> None:
+    """Set what reinforce.py has for `--turn_credit state`."""
+    flags = vars(environments.args) | dict(records_states=True, answer_seconds=PATIENCE)
+    environments.args = SimpleNamespace(**flags)
+
+
+def rewards(completion) -> list[float]:
+    return [reward for _, reward in completion.turn_rewards]
+
+
+# ---- answers ----
+
+
+def guess(tmp_path) -> tuple[str, str]:
+    """Return the built-in environment and the same one in a file."""
+    made = [inspect.getsource(thing) for thing in (environments.asked, environments.GuessNumber)]
+    (tmp_path / "guess.py").write_text("\n".join(["import re", "Message = dict", *made]))
+    return "guess_number", f"{tmp_path / 'guess.py'}:GuessNumber"
+
+
+def test_environment_of_a_file_answers_like_a_built_in_one(tmp_path):
+    asked = [dict(role="user", content="guess")]
+    cases = [
+        (dict(prompt="guess", number=37, _prompt=asked), ["50", "20", "?", "37"]),
+        (dict(prompt="guess", number=5, _prompt=asked), ["5"]),
+        (dict(prompt="guess", _prompt=asked), ["1", "2"]),
+        (dict(prompt="other", number=1, _prompt=asked), ["1"]),
+    ]
+    both = []
+    for name in guess(tmp_path):
+        here_or_there = make(name)
+        both.append(played(here_or_there, *cases))
+        here_or_there.close()
+    for (here, said), (there, also_said) in zip(*both, strict=True):
+        assert said == also_said and rewards(here) == rewards(there)
+        assert here.error == there.error.partition(" (line")[0]  # of the user's file
+    (first, said), (second, _), (third, _), (fourth, _) = both[0]
+    assert rewards(first) == [0, 0, 0, 1] and rewards(second) == [1]
+    words = ("lower", "higher", "a number!")
+    assert all(word in text for word, text in zip(words, said, strict=True))
+    assert third.error == "reset: KeyError: 'number'" and third.turn_rewards == []
+    assert fourth.error == "reset: ValueError: not the same messages as at the start of the run"
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_states_are_those_before_each_turn(tmp_path, in_file):
+    """No state follows the last turn."""
+    environment = make(guess(tmp_path)[in_file])
+    record_states(environment)
+    ((completion, _),) = played(environment, (row(number=37), ["20", "?", "60", "37"]))
+    assert completion.states == ["0 to inf", "21 to inf", "21 to inf", "21 to 59"]
+    assert rewards(completion) == [0, 0, 0, 1]
+    environment.close()
+
+
+def test_state_that_is_no_text_is_an_error(tmp_path):
+    (tmp_path / "doer.py").write_text(f"{USER_FILE}    def state(self): return [self.said]\n")
+    doers = make(f"{tmp_path / 'doer.py'}:Doer")
+    record_states(doers)
+    ((completion, _),) = played(doers, (row(), [FINE]))
+    assert completion.error == "reset: TypeError: state returned [0], not a text"
+    assert completion.turn_rewards == []
+    doers.close()
+
+
+ERRORS = {
+    "1 / 0": "ZeroDivisionError: division by zero",
+    "sys.exit(5)": "SystemExit: 5",
+    "os._exit(3)": "the process died",
+    "'no tuple'": "ValueError: too many values to unpack (expected 3)",
+    "([], 'x', False)": "ValueError: could not convert string to float: 'x'",
+    "([dict(role=7)], 0, False)": "ValueError: ",
+    "(7, 0, False)": "",
+    "([threading.Lock()], 0, False)": "the result cannot be pickled: TypeError: ",
+    "([Odd()], 0, False)": "the result cannot be unpickled: ValueError: ",
+}
+
+
+def test_error_ends_only_its_episode(doers, capfd):
+    cases = [(row(), [FINE, do, FINE]) for do in ERRORS]
+    cases += [(row(do=do), [FINE]) for do in list(ERRORS)[:3]]
+    cases += [(row(), [FINE, FINE, FINE])]
+    *failed, (fine, said) = played(doers, *cases)
+    for error, (completion, answers) in zip(ERRORS.values(), failed, strict=False):
+        assert completion.error.startswith(f"step 2: {error}") and len(answers) == 1
+        assert rewards(completion)[:1] == [1]
+    for error, (completion, answers) in zip(ERRORS.values(), failed[len(ERRORS) :], strict=False):
+        assert completion.error.startswith(f"reset: {error}") and not answers
+    assert rewards(fine) == [1, 2, 3] and len(said) == 3 and not fine.error
+    doers.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_episodes_draw_different_random_numbers(doers):
+    cases = [(row(), [f"[], {name}.random(), True"]) for name in ("random", "numpy.random") * 2]
+    found = played(doers, *cases)
+    assert len({completion.turn_rewards[0][1] for completion, _ in found}) == 4
+
+
+@pytest.mark.slow
+def test_only_a_hanging_environment_is_terminated(doers, tmp_path):
+    """One hangs in its reset, one in a step; the third goes on."""
+    object.__setattr__(doers.args, "environment_timeout", 2.0)
+    hang = "[0 for _ in iter(int, 1)]"
+    cases = [(row(), [hang]), (row(do=hang), [FINE]), (row(), [FINE] * 3)]
+    (step, _), (reset, _), (fine, _) = played(doers, *cases)
+    assert step.error == "step 1: no answer within 2 s"
+    assert reset.error == "reset: no answer within 2 s"
+    assert rewards(fine) == [1, 2, 3]
+
+
+def test_environments_run_concurrently(doers, tmp_path):
+    meet = f"(touch(self.row['here']), wait_for(self.row['there']), ({FINE}))[2]"
+    files = [str(tmp_path / name) for name in "ab"]
+    cases = [(row(here=x, there=y), [meet]) for x, y in (files, files[::-1])]
+    assert [rewards(completion) for completion, _ in played(doers, *cases)] == [[1], [1]]
+
+
+# ---- the end of an episode ----
+
+
+def test_finished_episode_cleans_up_and_its_processes_end(doers, tmp_path):
+    start = "subprocess.Popen(['sleep', '9999'], start_new_session=True).pid"
+    last = tmp_path / "last"
+    ((completion, _),) = played(doers, (row(last=str(last)), [f"[], {start}, True"]))
+    until(lambda: last.exists() and not alive(int(rewards(completion)[0])))
+
+
+@pytest.mark.slow
+def test_hundreds_of_episodes_are_played(doers):
+    cases = [(row(), ["[], os.getpid(), False"] * 2) for _ in range(200)]
+    found = [rewards(completion) for completion, _ in played(doers, *cases)]
+    assert len({pid for pid, _ in found}) == 200 and all(x == y for x, y in found)
+
+
+def test_file_that_cannot_be_loaded_is_an_error_until_it_can(doers, tmp_path):
+    file = tmp_path / "doer.py"
+    file.write_text("import nothing_of_this_name")
+    ((failed, _),) = played(doers, (row(), [FINE]))
+    assert "doer.py:Doer cannot be loaded: ModuleNotFoundError: No module" in failed.error
+    assert failed.error.startswith("reset: ")
+    file.write_text(USER_FILE)
+    doers.server.close()
+    ((fine, _),) = played(doers, (row(), [FINE]))
+    assert rewards(fine) == [1]
