@@ -1,18 +1,12 @@
 """Files of resumable checkpoints (train/checkpoint.py)."""
 
-import json
 import pickle
 import re
 from pathlib import Path
 
 import torch
 
-from common.parallel import durable
-from common.parallel.process import first_line
-
-# Files beside those of PyTorch.
-STATE = "state.json"
-MANIFEST = "manifest.json"
+STATE = "state.json"  # the file beside those of PyTorch
 
 # Classes and functions in the `.metadata` of a checkpoint, by module.
 METADATA = {
@@ -61,28 +55,3 @@ def checkpoints_in(folder: Path) -> list[Path]:
     paths = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{1,15}", path.name)]
     folders = [path for path in paths if path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
-
-
-def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """Return what is wrong with a checkpoint's files, None if nothing is. This rank checks every
-    `ranks`-th file."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{MANIFEST}: {_reason(error)}"
-    if not isinstance(manifest, dict) or STATE not in manifest:
-        return f"{MANIFEST} does not list the checkpoint's files"
-    for name, expected in sorted(manifest.items())[rank::ranks]:
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if durable.fingerprint(folder / name) != expected:
-            return f"{name} was changed after it was written"
-    try:
-        checkpoint_reader(folder).read_metadata()
-    except (OSError, pickle.UnpicklingError) as error:
-        return f".metadata: {_reason(error)}"
-    return None
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or first_line(error)

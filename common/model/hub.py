@@ -12,7 +12,7 @@ from common.config.extra import extra
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.config.specs import ADAPTER_CONFIG
 from common.data.chat import end_of_turn, use_template
-from common.model.checkpoint_files import MANIFEST, checkpoints_in
+from common.model.checkpoint_files import STATE, checkpoints_in
 from common.model.loading import (
     INDEX,
     files_of,
@@ -53,7 +53,7 @@ def resolve_model(
     folder = Path(model).expanduser()
     if not folder.is_dir():
         folder = _from_hub(model, label, weights)
-    if (folder / MANIFEST).is_file():  # a checkpoint of a run
+    if (folder / STATE).is_file():  # a checkpoint of a run
         folder = folder / "hf"
     _require_model(folder, label, weights)
     return str(folder)

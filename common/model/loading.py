@@ -91,10 +91,10 @@ def base_dtype(path: str | Path) -> torch.dtype:
 def require_unchanged(label: str, folder: Path) -> None:
     """Raise `ValueError` if a file of an export is damaged. One rank of each machine reads the
     files."""
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+    is_reader = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if not (is_reader and (folder / durable.CHECKSUMS).is_file()):
         return
-    name = durable.changed_file(folder)
-    if name:
+    if name := durable.changed_file(folder):
         raise ValueError(
             f"{label}: {name} is not as it was written; use another copy, or delete"
             f" {durable.CHECKSUMS} if you changed it yourself"

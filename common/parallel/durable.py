@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-CHECKSUMS = "checksums.json"  # in exports: the fingerprints of their files
+CHECKSUMS = "checksums.json"  # in checkpoints and exports: the fingerprints of their files
 UNCHECKED = ("README.md",)  # the model card, which users may edit
 OLD = ".old.tmp"  # end of the name of a folder while a new one takes its place
 
@@ -96,14 +96,13 @@ def write_checksums(folder: Path) -> None:
     write_json(folder / CHECKSUMS, fingerprints(folder, checked))
 
 
-def changed_file(folder: Path) -> str | None:
-    """Return a file that differs from the checksums in its folder, None without any or without
-    checksums."""
-    if not (folder / CHECKSUMS).is_file():
-        return None
+def changed_file(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
+    """Return a file that differs from the checksums in its folder, None without any. This rank
+    checks every `ranks`-th file."""
     try:
         written = read_json(folder / CHECKSUMS)
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return CHECKSUMS
-    now = fingerprints(folder, [name for name in written if (folder / name).is_file()])
-    return next((name for name in written if now.get(name) != written[name]), None)
+    names = sorted(written)[rank::ranks]
+    now = fingerprints(folder, [name for name in names if (folder / name).is_file()])
+    return next((name for name in names if now.get(name) != written[name]), None)

@@ -1,7 +1,7 @@
 """Resumable checkpoints, and the Hugging Face export.
 
 `checkpoints/step_000100/` contains PyTorch's distributed checkpoint of model and optimizer, which
-any number of ranks can load; `state.json` (step and data cursor); `manifest.json` (size and CRC of
+any number of ranks can load; `state.json` (step and data cursor); `checksums.json` (size and CRC of
 these files); and `hf/`, the model of this step, which `--model .../step_000100` loads. A save
 writes to a temporary folder and renames it at the end, so that an interrupted save is ignored. All
 ranks must share the folder."""
@@ -9,7 +9,6 @@ ranks must share the folder."""
 import json
 import re
 import shutil
-from collections import ChainMap
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -79,13 +78,12 @@ class Checkpointer:
         names = distributed.from_main([path.name for path in checkpoints_in(self.checkpoints)])
         for name in names:
             path = self.checkpoints / name
-            problem = checkpoint_files.damage(path, dist.get_rank(), dist.get_world_size())
-            problems = [problem for problem in distributed.gather_objects(problem) if problem]
-            if not problems:
+            changed = durable.changed_file(path, dist.get_rank(), dist.get_world_size())
+            damaged = [name for name in distributed.gather_objects(changed) if name]
+            if not damaged:
                 return self._load(path)
-            distributed.say(
-                f"checkpoint {path} is damaged ({problems[0]}): loading the previous one"
-            )
+            problem = f"{damaged[0]} is missing or not as it was written"
+            distributed.say(f"checkpoint {path} is damaged ({problem}): loading the previous one")
             if distributed.is_main():
                 shutil.rmtree(path.with_suffix(".corrupt"), ignore_errors=True)
                 path.rename(path.with_suffix(".corrupt"))
@@ -140,12 +138,11 @@ class Checkpointer:
             state = {name: item.state_dict() for name, item in self.stateful.items()}
             (work / checkpoint_files.STATE).write_text(json.dumps(dict(step=step) | state))
         write_model(self.model, self.files, work / "hf")
-        files = sorted(file for file in work.iterdir() if file.is_file())  # hf/ has checksums.json
-        share = files[dist.get_rank() :: dist.get_world_size()]
-        fingerprints = {file.name: durable.fingerprint(file) for file in share}
-        manifest = dict(ChainMap(*distributed.gather_objects(fingerprints)))
+        names = sorted(file.name for file in work.iterdir() if file.is_file())  # hf/ has its own
+        share = durable.fingerprints(work, distributed.share_of(names))
+        checksums = distributed.gather_dict(share)
         if distributed.is_main():
-            (work / checkpoint_files.MANIFEST).write_text(json.dumps(manifest))
+            durable.write_json(work / durable.CHECKSUMS, checksums)
             durable.replace(work, final)
             for old in checkpoints_in(self.checkpoints)[self.args.keep_last :]:
                 _delete(old)

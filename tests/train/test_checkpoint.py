@@ -364,15 +364,13 @@ def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     shard.write_bytes(damaged)
-    (folder / "step_000002" / "manifest.json").write_text("{}")
+    (folder / "step_000002" / "checksums.json").write_text("{}")
     shutil.copytree(folder / "step_000001", folder / "step_000009.tmp")  # a save that was killed
     assert checkpointer.load_latest() == 1 and is_of_step(checkpointer, 1)
     said = capsys.readouterr().out
-    assert (
-        f"step_000003 is damaged ({shard.name} was changed after it was written): "
-        "loading the previous one" in said
-    )
-    assert "step_000002 is damaged (manifest.json does not list the checkpoint's files)" in said
+    for name, file in (("step_000003", shard.name), ("step_000002", "checksums.json")):
+        problem = f"{file} is missing or not as it was written"
+        assert f"{name} is damaged ({problem}): loading the previous one" in said
     assert [name for name in steps_in(tmp_path) if "." not in name] == ["step_000001"]
     next((folder / "step_000001").glob("*.distcp")).unlink()
     for _ in range(2):  # the second time too, when it has been set aside
