@@ -362,7 +362,7 @@ def test_two_ranks_refuse_a_flag_once():
 @pytest.mark.slow
 def test_bad_input_gives_exit_code_2(tmp_path):
     error = one_error(1, "sft.py", "--max_length", 4096, "--output_dir", tmp_path)
-    assert error == "--max_length 4096: the model's context has only 2048 tokens"
+    assert error == "--max_length 4096: the model's context has 2048 tokens"
 
 
 @pytest.mark.slow

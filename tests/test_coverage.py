@@ -70,7 +70,7 @@ def test_incomplete_head_is_refused(left_out, tmp_path, device, monkeypatch):
 
 def test_irreplaceable_attention_is_refused(tmp_path, device):
     GPTJConfig(n_embd=64, n_layer=1, n_head=2, rotary_dim=16).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="gptj has no packed attention: 'packed'"):
+    with pytest.raises(ValueError, match="gptj with packed attention: 'packed'"):
         load_policy(str(tmp_path), ARGS, device)
 
 

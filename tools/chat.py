@@ -36,7 +36,7 @@ from common.data.encode import Encoder
 from common.data.tasks import TASKS
 from common.model import lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
-from common.model.loading import load_config, named_errors, one_line_errors, open_model
+from common.model.loading import load_config, named_errors, open_model
 from common.parallel import distributed
 from common.parallel.process import print_any_text, visible
 from common.rollout.environments import ENVIRONMENTS, load_environment
@@ -57,7 +57,7 @@ def merge_adapter(hf: nn.Module, folder: str, model: str) -> None:
         args = LoRAArgs(adapter=folder)
     except ValueError as error:
         raise ValueError(one_line(error)) from error
-    with named_errors(f"--adapter {folder} does not fit --model {model}", ValueError):
+    with named_errors(f"--adapter {folder} does not fit --model {model}"):
         lora.add_adapters(hf, args, f"--model {model}")
         stored = lora.read_adapter(hf, args)
     for name, layer in lora.layers_of(hf).items():
@@ -140,7 +140,7 @@ class Speaker:
         device, dtype = (
             ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
         )
-        with one_line_errors(f"{flag} {model}"):
+        with named_errors(f"{flag} {model}"):
             self.hf = open_model(path, dtype).to(device).eval()
         if options.adapter is not None and flag == "--model":
             merge_adapter(self.hf, options.adapter, model)

@@ -44,10 +44,8 @@ def packed_attention(
     attention); the offsets come through the model's keyword arguments. Queries behind a shared
     prefix attend to the keys of the prefix and their own. They are consecutive tokens: masks and
     windows are exact if the last query is aligned with the last key. CUDA has FlashAttention's
-    varlen kernel, which aligns them so and needs no memory quadratic in T; other devices have one
-    SDPA call for neighbours of one length. Neither has a `softcap` on the scores (Gemma 2) or
-    sinks (`s_aux`, gpt-oss), which need all scores at once. Raises `NotImplementedError` for
-    unsupported variants of attention, which loading reports in one line."""
+    varlen kernel, which aligns them so; other devices have one SDPA call for neighbours of one
+    length. Neither has a `softcap` on the scores (Gemma 2) or sinks (`s_aux`, gpt-oss)."""
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError(f"{type(module).__name__} needs position_bias in attention")
     if not getattr(module, "is_causal", True):
@@ -87,8 +85,8 @@ def varlen_attention(
 
 
 def gather_keys(x: Tensor, rows_K: Tensor) -> Tensor:
-    """Return rows of keys or values, [1, heads, T, head_dim] -> [1, heads, K, head_dim]: through
-    float32, so that the gradients of a row that is taken several times add up in it."""
+    """Return rows of keys or values, [1, heads, T, head_dim] -> [1, heads, K, head_dim]. Gradients
+    of a row that is taken several times add up in float32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.to(wide).index_select(2, rows_K).to(x.dtype)
 
@@ -99,8 +97,8 @@ def gather_keys(x: Tensor, rows_K: Tensor) -> Tensor:
 def attention_by_length(
     query: Tensor, key: Tensor, value: Tensor, pack: Tokens, variant: tuple
 ) -> Tensor:
-    """Compute `packed_attention`, all neighbours with as many queries and keys together: [1, T,
-    heads, head_dim]. `variant`: the other arguments of `causal_attention`."""
+    """Compute `packed_attention`, neighbours of one length together: [1, T, heads, head_dim].
+    `variant`: the other arguments of `causal_attention`."""
     lengths = zip(pack.lengths, (pack.keys or pack).lengths, strict=True)
     runs = [(*pair, len(list(run))) for pair, run in groupby(lengths)]
     key_rows = [num_keys * count for _, num_keys, count in runs]
@@ -125,8 +123,7 @@ def causal_attention(
     query is aligned with the last key.
 
     A softcap makes scores `softcap * tanh(scores / softcap)`. A sink is the score of one more key
-    of each head, whose value is 0. Both need memory for all scores: long sequences need
-    `--activation_checkpointing`."""
+    of each head, whose value is 0. Both need memory for all scores."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     before = num_keys - num_queries
     window = sliding_window or num_keys

@@ -1,15 +1,13 @@
 """Distillation: a student is compared with its teacher at every token; the teachers of a run.
 
 The comparison goes in chunks (logprobs.py), over the whole vocabulary or the K most likely tokens
-of the teacher. Both distributions have the same temperature. Only the student has gradients. The
-two heads may have different numbers of rows for one tokenizer. Then the divergence covers the
-shared tokens, and each distribution is normalised over them.
+of the teacher. If the two heads have different numbers of rows for one tokenizer, the divergence
+covers the shared tokens, and each distribution is normalised over them.
 
 Shapes: T packed tokens, C tokens of one chunk, V vocabulary, K most likely tokens. S = K + 1 with
 one entry for all other tokens, or V for distributions over the whole vocabulary."""
 
 from collections.abc import Collection
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,7 +26,6 @@ from common.model.loading import load_config
 from common.model.logprobs import Logits, logits_gradient
 from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence, coarsen, reverse_kl
-from common.parallel import distributed
 
 # ---- the comparison ----
 
@@ -79,7 +76,7 @@ def compare(
     divergence: Divergence = reverse_kl, top_k: int = 0,
 ) -> Comparison:  # fmt: skip
     """Compare a student with its teacher. A `top_k` above 0 coarsens both to the teacher's most
-    likely tokens. All targets must be shared tokens."""
+    likely tokens."""
     if top_k and isinstance(teacher, Logits):
         vocabulary = min(len(student.head_VD), len(teacher.head_VD))
         teacher = most_likely(teacher, targets_T, temperature, vocabulary, top_k)
@@ -104,8 +101,7 @@ class _Compare(torch.autograd.Function):
             logits_CV, _ = student.chunk(c, temperature)
             parts.append(_statistics(logits_CV, teacher, c, targets_T[c], temperature, divergence))
         out = tuple(map(torch.cat, zip(*parts, strict=True)))
-        # The teacher's head is large, so its tensors are saved: the backward pass frees saved
-        # tensors, not attributes.
+        # The backward pass frees saved tensors, such as a large head, but not attributes.
         tensors, ctx.teacher = (), teacher
         if isinstance(teacher, Logits):
             tensors, ctx.teacher = teacher[:3], teacher[3:]
@@ -214,14 +210,7 @@ class Teacher(Policy):
     reads_text = False  # whether its tokenizer is another one than the student's
 
     def read(self, groups: list[Group], meter) -> list[Group]:
-        """Return the student's completions in the form that `teach` reads. Raises `RunError` for an
-        id without an embedding: an untrained student may sample any row of its head."""
-        known = self.hf.get_input_embeddings().num_embeddings
-        ids = chain.from_iterable(sample.completion_ids for sample in chain(*groups))
-        if unknown := [i for i in ids if i >= known]:
-            problem = f"has {known} tokens, the student sampled token {unknown[0]}"
-            advice = "start from a student that has learned its tokenizer's tokens"
-            raise distributed.RunError(f"--teacher {self.path} {problem}; {advice}")
+        """Return the student's completions in the form that `teach` reads."""
         return groups
 
     @torch.no_grad()
@@ -243,8 +232,7 @@ class OwnTeacher(Student, Teacher):
 
 
 def find_teachers(args, path: str, tokenizer) -> dict[str, str]:
-    """Return the local folders of `--teacher` by name. `path` and `tokenizer` are the student's.
-    Raises `ValueError` for one that is missing, and with `--estimator full` for other tokens."""
+    """Return the local folders of `--teacher` by name. `path` and `tokenizer` are the student's."""
     folders = {}
     for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
         folders[name] = resolve_model(model, "--teacher", not args.dry_run)
@@ -253,8 +241,7 @@ def find_teachers(args, path: str, tokenizer) -> dict[str, str]:
             problem = f"--model and --teacher share only {shared} tokens"
             raise ValueError(f"--top_k {args.top_k}: {problem}")
         if args.estimator == "full":
-            otherwise = ", or set --estimator sampled, which compares text"
-            require_same_tokenizer("--teacher", folders[name], tokenizer, otherwise)
+            require_same_tokenizer("--teacher", folders[name], tokenizer)
     return folders
 
 
@@ -265,7 +252,7 @@ def shared_vocabulary(path: str, teacher_path: str) -> int:
 
 def teacher_of(row: dict, teachers: Collection[str], column: str | None) -> str:
     """Return the name of a row's teacher, its value in `--teacher_column`; without this flag there
-    is one teacher. Raises `ValueError` for another name."""
+    is one teacher."""
     name = next(iter(teachers)) if column is None else str(row.get(column))
     if name not in teachers:
         problem = f"{row.get(column)!r} is no name of --teacher ({', '.join(teachers)})"
@@ -279,8 +266,7 @@ def load_teachers(
 ) -> dict[str, Teacher]:  # fmt: skip
     """Return the frozen models by name. `policy` and `tokenizer` are the student's, `rows` those of
     all prompts. With `--teacher_logprobs stored`, the only teacher is a file of its log-probs for
-    `samples`, in the run's folder; the model is loaded to write it, and dropped. Collective. Raises
-    `ValueError` naming a row without a teacher."""
+    `samples`; the model is loaded to write it, and dropped. Collective."""
 
     def load(path: str, kind: type[Teacher] = Teacher) -> Teacher:
         return load_policy(path, args, device, trainable=False, flag="--teacher", kind=kind)

@@ -1,8 +1,6 @@
-"""Files of an export besides its weights: those of its base, with what the run changed.
-
-A program that reads the base reads the export alike, so files and fields stay where they are. A
-base in the form that only transformers 5 reads also gets the fields of transformers 4 (4.57), on
-which most other programs are built."""
+"""Files of an export besides its weights: those of its base, with what the run changed. A base in
+the form that only transformers 5 reads also gets the fields of transformers 4 (4.57), on which most
+other programs are built."""
 
 import json
 from collections.abc import Sequence
@@ -55,8 +53,7 @@ def _in_both_forms(fields: dict, config, dtype: torch.dtype) -> dict[str, object
 
 
 def fields_of_transformers_4(config) -> dict[str, object]:
-    """Return the fields that transformers 5 renamed or moved, under their names in transformers 4,
-    which would silently use its defaults."""
+    """Return what transformers 5 renamed or moved, under the names of transformers 4."""
     saved = config.to_dict()
     fields = {old: saved[new] for old, new in config.attribute_map.items() if new in saved}
     layers = saved.get("rope_parameters") or {}
@@ -80,18 +77,17 @@ def generation_file(
     path: str, tokenizer, prompt_format: str, stop_token_ids: Sequence[int] = ()
 ) -> bytes:
     """Return generation_config.json of the base with all tokens that end completions in training,
-    and the `prompt_format` for later runs. (`stop_strings` of transformers are not written: with
-    them `generate` fails without a tokenizer.)"""
+    and the `prompt_format` for later runs."""
     ends = eos_token_ids(path, tokenizer, prompt_format, stop_token_ids)
     fields = fields_of(path, GENERATION_CONFIG)
     return _json(fields | dict(eos_token_id=ends, prompt_format=prompt_format))
 
 
 def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes]:
-    """Return the base's tokenizer files by name. They are changed only for the `tokenizer`'s chat
-    template, if it is another one; for an end-of-turn token that only the template has, which
-    becomes the EOS; for names that only transformers 5 knows or that are of Python files; and for a
-    class with other ids than the `tokenizer`, which has those of tokenizer.json."""
+    """Return the base's tokenizer files by name. They are changed only for another chat template;
+    for an end-of-turn token that only the template has, which becomes the EOS; for names that only
+    transformers 5 knows or that are of Python files; and for a class with other ids than those of
+    tokenizer.json."""
     from transformers import AutoTokenizer
 
     folder = Path(path)
@@ -100,7 +96,12 @@ def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes
         for file in sorted(folder.glob(pattern)):
             if file.is_file() and file.suffix != ".py":
                 files[str(file.relative_to(folder))] = file.read_bytes()
-    changes = _tokenizer_names_of_transformers_4(json.loads(files[TOKENIZER_CONFIG]))
+    stored = json.loads(files[TOKENIZER_CONFIG])
+    changes: dict[str, object] = {}
+    if stored.get("tokenizer_class") == "TokenizersBackend":  # not known to transformers 4
+        changes["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(special := stored.get("extra_special_tokens"), list):  # a dict there
+        changes |= dict(extra_special_tokens=None, additional_special_tokens=special)
     named = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if named.encode(PROBE) != tokenizer.encode(PROBE):
         changes["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -122,27 +123,13 @@ def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes
     return files
 
 
-def _tokenizer_names_of_transformers_4(config: dict) -> dict[str, object]:
-    """Return the changes without which transformers 4 does not open a tokenizer that transformers 5
-    has saved."""
-    changes: dict[str, object] = {}
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        changes["tokenizer_class"] = "PreTrainedTokenizerFast"
-    extra = config.get("extra_special_tokens")
-    if isinstance(extra, list):
-        changes |= dict(extra_special_tokens=None, additional_special_tokens=extra)
-    return changes
-
-
 def change(files: dict[str, bytes], name: str, changes: dict[str, object]) -> None:
-    """Change fields of a JSON file, or remove those that become None. A file without a change keeps
-    its bytes."""
-    if name not in files:
-        return
-    before = json.loads(files[name])
-    after = changed(before, changes)
-    if after != before:
-        files[name] = _json(after)
+    """Change fields of a JSON file. A file without a change keeps its bytes."""
+    if name in files:
+        before = json.loads(files[name])
+        after = changed(before, changes)
+        if after != before:
+            files[name] = _json(after)
 
 
 def changed(fields: dict, changes: dict[str, object]) -> dict:

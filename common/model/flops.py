@@ -33,33 +33,23 @@ def num_delta_nets(config) -> int:
     return (getattr(config, "layer_types", None) or []).count("linear_attention")
 
 
-def state_size(config) -> int:
-    """Return the numbers of the state of a gated delta net."""
-    width = config.linear_key_head_dim * config.linear_value_head_dim
-    return config.linear_num_value_heads * width
-
-
 def matrix_weights(hf: nn.Module) -> int:
-    """Return the number of weights that multiply each token: all matrices of the language model,
-    the head included, but only the experts that a token is routed to. An embedding counts only if
-    it is also the head."""
-    embedding = hf.get_input_embeddings().weight
-    head = hf.get_output_embeddings()
-    weights = 0 if head is None or head.weight is embedding else head.weight.numel()
-    weights += hf.score.weight.numel() if hasattr(hf, "score") else 0
+    """Return the number of weights that multiply each token: all matrices of the language model and
+    its head, but only the experts that a token is routed to."""
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings() or hf.score
+    weights = head.weight.numel()
     for name, parameter in hf.get_decoder().named_parameters():
         if ".experts." in name:  # [experts, ...]
             weights += parameter[0].numel() * hf.config.get_text_config().num_experts_per_tok
-        elif parameter.ndim > 1:
+        elif parameter.ndim > 1 and parameter is not embedding.weight:
             weights += parameter.numel()
-    return weights if head is not None and head.weight is embedding else weights - embedding.numel()
+    return weights
 
 
 def forward_flops(config, weights: int, tokens: Tokens) -> float:
     """Return the floating-point operations of one forward over a pack: two for each token and
     weight and, in every layer with attention, 4 heads x width for each pair of a query and a key
-    that it attends to. Windows are ignored. A gated delta net takes 6 for each number of its state
-    and each token. A backward takes twice as many; recomputed operations are not counted."""
+    that it attends to. Windows and the states of gated delta nets are ignored."""
     config = config.get_text_config()
     pairs = 0
     for queries, keys in zip(tokens.lengths, (tokens.keys or tokens).lengths, strict=True):
@@ -67,10 +57,8 @@ def forward_flops(config, weights: int, tokens: Tokens) -> float:
     # This rank's share of the heads of its context group.
     pairs *= len(tokens.targets_T) / tokens.offsets[-1]
     heads, width = attention_shape(config)
-    delta_nets = num_delta_nets(config)
-    attention = 4 * heads * width * pairs * (config.num_hidden_layers - delta_nets)
-    if delta_nets:
-        attention += 6 * delta_nets * state_size(config) * len(tokens.targets_T)
+    layers = config.num_hidden_layers - num_delta_nets(config)
+    attention = 4 * heads * width * pairs * layers
     return 2.0 * weights * len(tokens.targets_T) + attention
 
 

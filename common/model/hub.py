@@ -10,15 +10,13 @@ from typing import Any
 
 from common.config.extra import extra
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
-from common.config.specs import ADAPTER_CONFIG
 from common.data.chat import end_of_turn, use_template
-from common.model.checkpoint_files import STATE, checkpoints_in
+from common.model.checkpoint_files import STATE
 from common.model.loading import (
     INDEX,
     files_of,
     load_config,
     method_of_quantization,
-    model_class,
     named_errors,
     require_unchanged,
 )
@@ -40,9 +38,7 @@ def resolve_model(
     `rope_factor`, return a folder of the same model with scaled rotary embeddings.
 
     The model of a resumable checkpoint is `hf/` in it. Collective. Raises `ValueError` naming
-    `flag` for a model that is not found, damaged, or not a causal language model."""
-    if not model:
-        raise ValueError(f"{flag}: the name is empty")
+    `flag`."""
     if rope_factor is not None:
         with extra("architectures", f"--rope_factor {rope_factor:g}"):
             from extras.architectures.rope import scaled_folder
@@ -70,7 +66,7 @@ def _from_hub(model: str, label: str, weights: bool) -> Path:
         raise ValueError(f"{label}: no such folder")
 
     def download() -> Path:
-        with named_errors(f"{label}: no such folder, and not on the hub", Exception):
+        with named_errors(f"{label}: no such folder, and not on the hub"):
             options = dict(revision=revision or None, allow_patterns=BESIDE_WEIGHTS)
             folder = Path(snapshot_download(repo_id, **options))
             if weights:  # of the same commit, which is the folder's name
@@ -85,25 +81,15 @@ def _from_hub(model: str, label: str, weights: bool) -> Path:
 
 
 def _require_model(folder: Path, label: str, weights: bool) -> None:
-    """Raise `ValueError` unless a folder has all files of a causal language model, whose weights
-    are floats, as they were written."""
-    if not (folder / "config.json").is_file():
-        if (folder / ADAPTER_CONFIG).is_file():
-            raise ValueError(f"{label}: an adapter; name its base, and this folder as --adapter")
-        if checkpoints := checkpoints_in(folder) or checkpoints_in(folder / "checkpoints"):
-            one = f"name one of them, such as {checkpoints[0]}"
-            raise ValueError(f"{label}: a folder of checkpoints; {one}")
+    """Raise `ValueError` unless a folder has all files of a causal language model."""
     needed = ["config.json", "tokenizer_config.json"]
-    with named_errors(f"{label}: {INDEX}", Exception):
+    with named_errors(f"{label}: {INDEX}"):
         needed += [file.name for file in files_of(folder)] if weights else []
     for name in needed:
         if not (folder / name).is_file():
             raise ValueError(f"{label}: the folder has no {name}")
-    with named_errors(f"{label}: config.json", Exception):
+    with named_errors(f"{label}: config.json"):
         config = load_config(folder)
-    if type(config) not in model_class(config)._model_mapping:
-        problem = f"{config.model_type} is not a causal language model"
-        raise ValueError(f"{label}: config.json: {problem}")
     # The weights would be read without their scales.
     methods = [method_of_quantization(part) for part in (config, config.get_text_config())]
     if any(method not in (None, "mxfp4") for method in methods):
@@ -117,7 +103,7 @@ def fields_of(path: str, name: str) -> dict:
     file = Path(path) / name
     if not file.is_file():
         return {}
-    with named_errors(f"{file}: no JSON object", Exception):
+    with named_errors(f"{file}: no JSON object"):
         return {**json.loads(file.read_text(encoding="utf-8"))}
 
 
@@ -130,14 +116,12 @@ def recorded_format(path: str) -> str | None:
 
 
 def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
-    """Return the tokenizer of a checkpoint, with the `--chat_template` of `args` if given; without
-    it, `prompt_format` of the tokenizer is the `--prompt_format` of `args`, where auto is chat for
-    a chat model. Raises `ValueError` if the tokenizer cannot be loaded, has no EOS, which ends
-    completions, or has more tokens than the model."""
+    """Return the tokenizer of a folder. With `args` it has the `--chat_template` and, as
+    `prompt_format`, the `--prompt_format`, where auto is chat for a chat model."""
     from transformers import PreTrainedTokenizerFast
 
     label = f"{flag} {path}"
-    with named_errors(f"{label}: the tokenizer cannot be loaded", Exception):
+    with named_errors(f"{label}: the tokenizer cannot be loaded"):
         # Not AutoTokenizer: for some model types, such as qwen2, transformers 5 chooses a class
         # with other ids than those of tokenizer.json.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
@@ -168,9 +152,8 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
 
 
 def chat_end(path: str, tokenizer) -> str | None:
-    """Return the token that ends the turns of a chat model: the chat template writes it, and it is
-    an EOS of the model. None for a base model, and for a model that was trained by onefile in
-    another format, which its export records."""
+    """Return the token that ends the turns of a chat model: its template writes it, and it is an
+    EOS of the model. None for a base model, and for an export of a run in another format."""
     if tokenizer.chat_template is None or recorded_format(path) not in (None, "chat"):
         return None
     end = end_of_turn(tokenizer)
@@ -178,12 +161,12 @@ def chat_end(path: str, tokenizer) -> str | None:
     return tokenizer.convert_ids_to_tokens(end) if is_eos else None
 
 
-def require_same_tokenizer(flag: str, path: str, tokenizer, otherwise: str = "") -> None:
+def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
     """Raise `ValueError` unless the model in `path` has the policy's vocabulary."""
     vocabulary = tokenizer.get_vocab().items()
     if differing := load_tokenizer(path, flag=flag).get_vocab().items() ^ vocabulary:
         problem = f"another tokenizer than --model's, {len(differing)} entries differ"
-        advice = f"name a model of the same family, with the same tokenizer{otherwise}"
+        advice = "name a model of the same family, with the same tokenizer"
         raise ValueError(f"{flag} {path}: {problem}; {advice}")
 
 
@@ -192,18 +175,13 @@ def eos_token_ids(
 ) -> list[int]:
     """Return all tokens that end a completion: the EOS of generation config (chat models often have
     two), config and tokenizer, `--stop_token_ids` and, unless `--prompt_format plain`, the tokens
-    that end a turn in the chat template, without and with tool calls. For base models with a
-    template they often differ from the EOS."""
+    that end a turn in the chat template, without and with tool calls."""
     ids = {tokenizer.eos_token_id, *stop_token_ids}
     if prompt_format != "plain" and tokenizer.chat_template is not None:
         ids |= {end_of_turn(tokenizer), end_of_turn(tokenizer, calls=True)}
     for name in (GENERATION_CONFIG, "config.json"):
         eos = fields_of(path, name).get("eos_token_id")
-        if isinstance(eos, int | None):
-            eos = [eos]
-        if not (isinstance(eos, list) and all(isinstance(i, int | None) for i in eos)):
-            raise ValueError(f"{path}/{name}: eos_token_id {eos!r} is no token id, nor a list")
-        ids.update(eos)
+        ids.update(eos if isinstance(eos, list) else [eos])
     return sorted(ids - {None})
 
 
@@ -211,8 +189,8 @@ def eos_token_ids(
 
 
 def context_length(path: str, args: BaseArgs, sequences: int = 1) -> int:
-    """Return the maximum length of prompt and completion together: the model's context, or what a
-    pack holds of `sequences` that share it."""
+    """Return the maximum length of a sequence: the model's context, or what a pack holds if
+    `sequences` share it."""
     config = load_config(path).get_text_config()
     longest = args.pack_capacity // sequences + 1
     return min(getattr(config, "max_position_embeddings", longest), longest)
@@ -223,7 +201,7 @@ def fit_max_length(
 ) -> TrainArgs:
     """Return the flags with `--max_length`. If it is not given, a resumed run has that of its
     `earlier` flags; others have 2048, or less if the model's context or a pack with so many
-    `sequences` is smaller. Raises `ValueError` for one that is too large for either."""
+    `sequences` is smaller."""
     max_length = args.max_length or earlier.get("max_length")
     context = context_length(path, args)
     if max_length is None:
@@ -233,6 +211,5 @@ def fit_max_length(
             distributed.say(f"--max_length {max_length}: {what}")
     args.require_fit(max_length, sequences)
     if max_length > context:
-        problem = f"the model's context has only {context} tokens"
-        raise ValueError(f"--max_length {max_length}: {problem}")
+        raise ValueError(f"--max_length {max_length}: the model's context has {context} tokens")
     return replace(args, max_length=max_length)  # pyrefly: ignore[unexpected-keyword]

@@ -1,5 +1,4 @@
-"""Checkpoint folders and transformers' models: the class of a folder, this rank's slices of its
-files, and the names that weights have in files.
+"""Model folders: the class of a folder, this rank's slices of its files, and the names of weights.
 
 transformers' own rules rename, stack and split weights: hub files have, for example, three matrices
 for each expert, and models two tensors for all of them. This file alone calls these functions,
@@ -72,48 +71,30 @@ def files_of(path: str | Path) -> list[Path]:
 
 
 def base_dtype(path: str | Path) -> torch.dtype:
-    """Return the dtype of a folder's weights: that of its config, or else of the first
-    floating-point tensor."""
-    from safetensors import safe_open
-
-    dtype = load_config(path).dtype
-    if dtype is not None:
-        return dtype
-    for file in files_of(path):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                tensor = tensors.get_tensor(name)
-                if tensor.is_floating_point():
-                    return tensor.dtype
-    return torch.float32
+    """Return the dtype of a folder's weights by its config: float32 if it names none."""
+    return load_config(path).dtype or torch.float32
 
 
 def require_unchanged(label: str, folder: Path) -> None:
-    """Raise `ValueError` if a file of an export is damaged. One rank of each machine reads the
-    files."""
-    is_reader = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if not (is_reader and (folder / durable.CHECKSUMS).is_file()):
-        return
-    if name := durable.changed_file(folder):
-        raise ValueError(
-            f"{label}: {name} is not as it was written; use another copy, or delete"
-            f" {durable.CHECKSUMS} if you changed it yourself"
-        )
+    """Raise `ValueError` if a file of an export is damaged. One rank of each machine reads them."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (folder / durable.CHECKSUMS).is_file():
+        if name := durable.changed_file(folder):
+            advice = f"use another copy, or delete {durable.CHECKSUMS} if you changed it yourself"
+            raise ValueError(f"{label}: {name} is not as it was written; {advice}")
 
 
 # ---- files -> shards ----
 
 
 def towers_of(hf: nn.Module) -> list[nn.Module]:
-    """Return the parts of a model of images and text beside its language model, such as the vision
-    tower."""
+    """Return the parts of a model beside its language model, such as the vision tower."""
     base, decoder = hf.base_model, hf.get_decoder()
     return [] if base is decoder else [part for part in base.children() if part is not decoder]
 
 
 def rules_of(hf: nn.Module) -> list:
-    """Return transformers' rules from the names in files to those of the model. Call it before
-    parts of the model are sharded: the rules go by the names of classes."""
+    """Return transformers' rules from the names in files to those of the model. They go by the
+    names of classes: call it before parts of the model are sharded."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return get_model_conversion_mapping(hf)
@@ -125,13 +106,12 @@ def read_weights(
 ) -> bool:
     """Fill a sharded model on meta from the files of a folder: each rank reads its own slices to
     `home`; buffers go to `device`. Return whether the folder lacks a scalar head; this head and
-    adapters get memory without values. Collective. Raises `ValueError` unless the files have every
-    other weight, in its shape."""
+    adapters get memory without values."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     set_buffers(hf, lambda x: torch.full_like(x, unfilled(x), device=home))
-    with one_line_errors(label), contextlib.ExitStack() as opened:
+    with named_errors(f"{label}: cannot read the checkpoint"), contextlib.ExitStack() as opened:
         slices = slices_of(path, opened)
         # A head in the files that is tied in the model would become a second parameter.
         tied = tuple(hf.all_tied_weights_keys)
@@ -140,12 +120,13 @@ def read_weights(
         options = LoadStateDictConfig(device_map={"": home}, weight_mapping=rules)
         found, _ = convert_and_load_state_dict_in_model(hf, slices, options)
     unread = {name for name, x in hf.named_parameters() if x.is_meta}
-    problem = _problem(hf, found, unread)
-    problems = [each for each in distributed.gather_objects(problem) if each]
-    if problems:
-        raise ValueError(f"{label}: {problems[0]}")
+    if problem := _problem(hf, found, unread):
+        raise ValueError(f"{label}: {problem}")
     for name in unread:
-        allocate(hf, name, home)
+        module, _, key = name.rpartition(".")
+        parameter = hf.get_parameter(name)
+        shard = torch.empty_like(parameter, device=home)
+        setattr(hf.get_submodule(module), key, nn.Parameter(shard, parameter.requires_grad))
     hf.tie_weights()
     for parameter in hf.parameters():
         parameter._is_hf_initialized = True
@@ -161,8 +142,7 @@ def read_weights(
 
 
 def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
-    """Return a slice, which reads nothing yet, of each tensor in a folder's files. Those in MXFP4
-    give floats."""
+    """Return a slice of each tensor in a folder's files, which reads nothing yet."""
     from safetensors import safe_open
 
     slices = {}
@@ -200,14 +180,6 @@ def _problem(hf: nn.Module, found, unread: set[str]) -> str | None:
     return None
 
 
-def allocate(hf: nn.Module, name: str, device: torch.device) -> None:
-    """Give a sharded parameter on meta its memory."""
-    module, _, key = name.rpartition(".")
-    parameter = hf.get_parameter(name)
-    shard = torch.empty_like(parameter, device=device)
-    setattr(hf.get_submodule(module), key, nn.Parameter(shard, parameter.requires_grad))
-
-
 def unfilled(buffer: Tensor) -> float:
     """Return the number that shows that a buffer was not filled."""
     return math.nan if buffer.is_floating_point() else -1
@@ -224,14 +196,6 @@ def persistent_buffers(hf: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that checkpoints have, by name."""
     left_out = {name for name, _ in hf.named_non_persistent_buffers()}
     return {name: x for name, x in hf.named_buffers() if name not in left_out}
-
-
-def draw_head(head: Tensor, seed: int) -> None:
-    """Fill a scalar head [1, D] from N(0, 1 / (D + 1)), the same on any number of ranks.
-    Collective."""
-    width = head.shape[1]
-    generator = torch.Generator().manual_seed(seed)
-    fill(head, torch.randn(1, width, generator=generator) / math.sqrt(width + 1))
 
 
 @torch.no_grad()
@@ -252,56 +216,21 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def hub_weights(hf: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole weights of a model under their names in files: in those that it was loaded from,
-    or for a model on meta in those of the hub."""
+    """Return whole weights of a model under their names in the files that it was loaded from, or
+    for a model on meta in those of the hub."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(hf, weights)
 
 
-def file_weights(path: str, hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in a folder under the names of its model `hf`, a tied head too. Experts
-    keep the names that they have in files."""
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    renamings = [rule for rule in rules_of(hf) if isinstance(rule, WeightRenaming)]
-    known = hf.state_dict()
-    tied = {source: name for name, source in hf.all_tied_weights_keys.items()}
-    with contextlib.ExitStack() as opened:
-        for stored, part in slices_of(path, opened).items():
-            name, _ = rename_source_key(stored, renamings, [], hf.base_model_prefix, known)
-            if name in hf.all_tied_weights_keys:
-                continue
-            weight = part[...]
-            yield name, weight
-            if name in tied:
-                yield tied[name], weight
-
-
-# ---- errors ----
-
-
 @contextlib.contextmanager
-def named_errors(label: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into a ValueError of one line that begins with `label`."""
+def named_errors(label: str) -> Iterator[None]:
+    """Turn errors of bad input into a ValueError of one line that begins with `label`."""
     try:
         yield
-    except (torch.OutOfMemoryError, torch.distributed.DistError):
-        raise  # these are RuntimeErrors too
-    except kinds as error:
-        raise ValueError(f"{label}: {distributed.first_line(error)}") from error
-
-
-@contextlib.contextmanager
-def one_line_errors(label: str) -> Iterator[None]:
-    """Turn errors of unreadable files into a ValueError with `label`."""
-    from safetensors import SafetensorError
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    unreadable = (OSError, EOFError, json.JSONDecodeError, RecursionError, SafetensorError)
-    with named_errors(f"{label}: cannot read the checkpoint", *unreadable):
-        try:
-            yield
-        except CheckpointException as error:
-            ((first, _), *_) = error.failures.values()
-            raise OSError(str(first)) from error
+    except (torch.OutOfMemoryError, torch.distributed.DistError, KeyboardInterrupt, SystemExit):
+        raise  # no fault of the input
+    except BaseException as error:  # a CheckpointException of PyTorch is no Exception
+        failures = getattr(error, "failures", None)  # of each rank
+        cause, *_ = next(iter(failures.values())) if failures else (error,)
+        raise ValueError(f"{label}: {distributed.first_line(cause)}") from error

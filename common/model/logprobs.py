@@ -21,9 +21,6 @@ def chunk_size(vocabulary: int, on_cuda: bool) -> int:
     return max(CUDA_CHUNK, CUDA_BYTES // (4 * vocabulary)) if on_cuda else CPU_CHUNK
 
 
-# ---- logits ----
-
-
 class Logits(NamedTuple):
     """Factors of the logits of T tokens: z = (hidden head^T + bias) * scale, or softcap * tanh(z /
     softcap)."""
@@ -91,8 +88,7 @@ def logits_gradient(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product a b. For matrices in 16 bits, sum and result are float32, in which
-    the product of two of their numbers is exact."""
+    """Return the matrix product a b. For matrices in 16 bits, sum and result are float32."""
     if a.dtype.itemsize != 2:
         return a @ b
     if a.is_cuda:
@@ -101,8 +97,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product_(sum_VD: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `product` to a float32 sum, without a second tensor of its size where there is a
-    kernel."""
+    """Add `product` to a float32 sum, on CUDA without a second tensor of its size."""
     if a.dtype.itemsize != 2:
         sum_VD.addmm_(a, b)
     elif a.is_cuda:
@@ -112,12 +107,8 @@ def add_product_(sum_VD: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def multiply_(x_CV: Tensor, factor: Tensor | float) -> Tensor:
-    """Multiply in place, but skip a factor of 1, because a GPU spends its time on reading and
-    writing [C, V]."""
+    """Multiply in place, but not by 1: a GPU spends its time on reading and writing [C, V]."""
     return x_CV if not isinstance(factor, Tensor) and factor == 1 else x_CV.mul_(factor)
-
-
-# ---- log-probs ----
 
 
 class TokenStats(NamedTuple):
@@ -132,7 +123,7 @@ def token_logprobs(
     logits: Logits, targets_T: Tensor, temperature: float = 1.0, compiled: bool = False
 ) -> TokenStats:
     """Return statistics of softmax(logits / temperature) without holding [T, V]. `compiled`: with
-    fused kernels, which read the logits of a chunk once or twice.
+    fused kernels.
 
     The logits are float32 also for hidden states and a head in bfloat16, like those of the engine:
     in bfloat16, sampling and scoring would differ most here. Their gradient is rounded to bfloat16
@@ -142,8 +133,8 @@ def token_logprobs(
 
 def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
     """Return the statistics of a chunk, in the order of `TokenStats`, then the largest logit and
-    the sum of exp(logit - largest). These two stay apart: their logsumexp would be rounded to the
-    precision of the largest logit. Overwrites the logits."""
+    the sum of exp(logit - largest): their logsumexp would be rounded to the precision of the
+    largest logit. Overwrites the logits."""
     largest_C = logits_CV.amax(-1)
     # Log-probs and entropy stay the same, and nothing overflows or cancels.
     logits_CV.sub_(largest_C[:, None])
@@ -161,10 +152,7 @@ def gradient(
     """Return the gradient of the logits of a chunk, in their place, from those of log-probs and
     entropies:
 
-    d log pi_target / d logit_j = [j is target] - pi_j,    dH / d logit_j = -pi_j (log pi_j + H)
-
-    The factor 1 / sum of pi_j is in the numbers per token, which saves a pass over the chunk.
-    """
+    d log pi_target / d logit_j = [j is target] - pi_j,    dH / d logit_j = -pi_j (log pi_j + H)"""
     logits_CV.sub_(largest_C[:, None])
     by_exp_C = -by_logprob_C / sum_C
     if by_entropy_C is None:
@@ -179,7 +167,7 @@ def gradient(
 
 
 def statistics_of_copy(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
-    """Return `statistics`. Compiled, it makes no copy, and does not write the logits back."""
+    """Return `statistics`. Compiled, it neither makes a copy nor writes the logits back."""
     return statistics(logits_CV.clone(), targets_C)
 
 

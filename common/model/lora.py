@@ -20,7 +20,7 @@ from common.config.groups import BUILT_IN_MODELS, TrainArgs
 from common.config.specs import ADAPTER_CONFIG
 from common.config.training import LoRAArgs
 from common.data.packing import PackedBatch
-from common.model.loading import fill, one_line_errors, require_unchanged, whole
+from common.model.loading import fill, named_errors, require_unchanged, whole
 from common.parallel import distributed, durable
 
 # ---- the layer ----
@@ -57,8 +57,7 @@ class _MergedLinear(torch.autograd.Function):
 
 
 class LoRALinear(nn.Linear):
-    """Linear layer with an adapter, in place of a linear layer whose weight and bias it takes under
-    their names."""
+    """Linear layer with an adapter. It takes weight and bias of the layer that it replaces."""
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float):
         super().__init__(layer.in_features, layer.out_features, device="meta")
@@ -73,13 +72,13 @@ class LoRALinear(nn.Linear):
         return _MergedLinear.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
     def merged(self) -> Tensor:
-        """Return the matrix that the layer multiplies by, where its parameters are whole."""
+        """Return the matrix that the layer multiplies by. The parameters must be whole."""
         return merge(self.weight, self.lora_A, self.lora_B, self.scale)
 
 
 def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a whole `weight` of `hf`'s state dict as its layer multiplies by it: with its adapter,
-    if there is one, in the compute dtype. Collective."""
+    """Return a whole weight as its layer multiplies by it: with its adapter, if there is one, in
+    the compute dtype. Collective."""
     layer = hf.get_submodule(name.rpartition(".")[0])
     if not isinstance(layer, LoRALinear) or weight.ndim < 2:
         return weight
@@ -92,7 +91,7 @@ def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) 
 
 def add_adapters(hf: nn.Module, args: LoRAArgs, label: str) -> None:
     """Give a model on meta its adapters, float32, and freeze all other weights except a scalar
-    head. Raises `ValueError` for targets that match no layer."""
+    head."""
     in_blocks = {*hf.get_decoder().layers.modules()}
     modules = dict(hf.named_modules())
     linear = {n: x for n, x in modules.items() if type(x) is nn.Linear and x in in_blocks}
@@ -195,8 +194,7 @@ PREFIX = "base_model.model."
 
 
 def save_adapter(hf: nn.Module, path: str, args: TrainArgs, folder: Path) -> None:
-    """Write the adapter alone; `path` is the folder of its model. The old folder stays until the
-    new one is complete. Collective."""
+    """Write the adapter alone; `path` is the folder of its model. Collective."""
     from safetensors.torch import save_file
 
     tensors = {}
@@ -245,14 +243,13 @@ def _peft_config(hf: nn.Module, path: str, args: TrainArgs) -> dict[str, object]
 
 
 def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
-    """Return the weights of `--adapter` for the parameters of `hf`, by their names. Raises
-    `ValueError` if it has other layers or shapes."""
+    """Return the weights of `--adapter` for the parameters of `hf`, by name."""
     from safetensors.torch import load_file
 
     label = f"--adapter {args.adapter}"
     folder = Path(args.adapter).expanduser()
     require_unchanged(label, folder)
-    with one_line_errors(label):
+    with named_errors(f"{label}: cannot read the checkpoint"):
         base = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
         tensors = load_file(folder / WEIGHTS)
     stored = {}

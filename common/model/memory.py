@@ -1,8 +1,7 @@
-"""Whether the activations of a run fit on its GPUs.
+"""Whether the activations of a run fit on its GPUs. Bytes, on each rank.
 
 docs/memory.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of
-a training step on fake tensors. Bytes, on each rank. `--dry_run` (extras/plan) adds what a run
-finds on its GPUs when it starts: weights, Adam's moments and the engine."""
+a training step on fake tensors. `--dry_run` (extras/plan) adds what lies on a GPU already."""
 
 from collections.abc import Sequence
 
@@ -58,9 +57,6 @@ def is_capped(model: nn.Module) -> bool:
     """Return whether attention needs all scores at once, for a softcap. Their memory is not
     predicted."""
     return getattr(model.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
-
-
-# ---- the arithmetic; models are on meta or sharded ----
 
 
 def training_peak(model: nn.Module, ranks: int, pack_tokens: int, recompute: bool) -> Bytes:

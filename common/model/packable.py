@@ -19,40 +19,41 @@ from common.model.loading import (
 from common.model.logprobs import TokenStats
 
 
-def model_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
-    """Return the model of a folder, whole: see `build_on_meta`."""
-    config = packable_config(load_config(path), label)  # resolve_model has checked that it is right
-    return build_on_meta(model_class(config), config, label, dtype)
-
-
-def classifier_on_meta(path: str, label: str, dtype: torch.dtype) -> nn.Module:
-    """Return the sequence classifier with one label of a folder: see `build_on_meta`. Raises
-    `ValueError` also for an architecture without such a classifier."""
-    from transformers import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        AutoModelForSequenceClassification,
-    )
-
-    config = packable_config(load_config(path), label)
-    config.num_labels = 1
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise ValueError(f"{label}: transformers has no sequence classifier of {config.model_type}")
-    hf = build_on_meta(AutoModelForSequenceClassification, config, label, dtype)
-    if not isinstance(getattr(hf, "score", None), nn.Linear):
-        raise ValueError(
-            f"{label}: {type(hf).__name__} has no linear head `score`, which is not supported"
-        )
-    return hf
-
-
-def packable_config(config, label: str):
-    """Return the configuration of a model without dropout. Raises `ValueError` if its rotary
-    embeddings mix sequences."""
-    from transformers import AttentionInterface
+def model_on_meta(path: str, label: str, dtype: torch.dtype, scalar: bool = False) -> nn.Module:
+    """Return the model of a folder, whole, or its sequence classifier with one label, a `scalar`
+    head. It takes no memory: weights of `dtype`, float32 buffers."""
+    from transformers import AttentionInterface, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
+    config = packable_config(path, label)
+    auto_class, kind = model_class(config), "language model"
+    if scalar:
+        auto_class, kind = AutoModelForSequenceClassification, "sequence classifier"
+        config.num_labels = 1
+    attention: str | dict[str, str] = "packed"
+    if has_images(config):
+        attention = dict.fromkeys(config.sub_configs, "sdpa") | dict(text_config="packed")
+    options = dict(attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
+    # GPT-J, for example, has an attention table of its own.
+    needed = f"{kind} of {config.model_type} with packed attention"
+    with named_errors(f"{label}: transformers has no {needed}"):
+        with torch.device("meta"):
+            hf = auto_class.from_config(config, **options)
+        assert not scalar or isinstance(hf.score, nn.Linear), "the head is not linear"
+        if num_delta_nets(config.get_text_config()):
+            with extra("architectures", f"{label}: {config.model_type}"):
+                from extras.architectures.delta_net import keep_sequences_apart
+            keep_sequences_apart(hf)
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return hf
+
+
+def packable_config(path: str, label: str):
+    """Return the configuration of a model without dropout."""
+    config = load_config(path)
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}  # of the model, or of each type of layer
     for fields in (rope, *rope.values()):
@@ -67,32 +68,6 @@ def packable_config(config, label: str):
     if method_of_quantization(config) is not None:
         del config.quantization_config  # weights in MXFP4 are read as floats
     return config
-
-
-def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Module:
-    """Return the model without memory: weights of `dtype`, float32 buffers. Raises `ValueError` if
-    its language model cannot take the packed attention."""
-    attention: str | dict[str, str] = "packed"
-    if has_images(config):
-        attention = dict.fromkeys(config.sub_configs, "sdpa") | dict(text_config="packed")
-    options = dict(attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
-    no_model = (AssertionError, ArithmeticError, AttributeError, RuntimeError, TypeError)
-    # GPT-J, for example, has an attention table of its own.
-    not_packed = (KeyError, ValueError)
-    with (
-        named_errors(f"{label}: config.json describes no model", *no_model),
-        named_errors(f"{label}: {config.model_type} has no packed attention", *not_packed),
-        torch.device("meta"),
-    ):
-        hf = auto_class.from_config(config, **options)
-    if num_delta_nets(config.get_text_config()):
-        with extra("architectures", f"{label}: {config.model_type}"):
-            from extras.architectures.delta_net import keep_sequences_apart
-        with named_errors(f"{label}: {config.model_type} has no packed forward", AttributeError):
-            keep_sequences_apart(hf)
-    for parameter in hf.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return hf
 
 
 def require_context_ranks(hf: nn.Module, context_ranks: int, label: str) -> None:
@@ -110,7 +85,7 @@ def require_context_ranks(hf: nn.Module, context_ranks: int, label: str) -> None
 @torch.no_grad()
 def check_packing(model: nn.Module, label: str) -> None:
     """Refuse a model in which one sequence of a pack changes another, or whose log-probs differ
-    from those of its own logits. Collective. Raises `ValueError`.
+    from those of its own logits. Collective.
 
     State-space and convolutional layers mix sequences; what a model does to its logits has no
     common name. Two packs differ only in the tokens of their first sequence. Shapes and thus
@@ -123,12 +98,10 @@ def check_packing(model: nn.Module, label: str) -> None:
         Sample(ids, [True] * len(ids)) for ids in (drawn[:13], drawn[13:26], drawn[26:])
     )
     groups = [first, second], [other, second], [second]
-    packs = [pack_groups([samples], 100, model.device, share_prefix=0)[0] for samples in groups]
-    alone = packs[2]
+    *packs, alone = (pack_groups([samples], 100, model.device)[0] for samples in groups)
     logits_TV = None
-    unsupported = (AttributeError, KeyError, TypeError, RuntimeError)
-    with named_errors(f"{label}: {model_type} has no packed forward", *unsupported):
-        x_T, y_T = (numbers_of(model(mb))[-second.num_targets :] for mb in packs[:2])
+    with named_errors(f"{label}: {model_type} has no packed forward"):
+        x_T, y_T = (numbers_of(model(mb))[-second.num_targets :] for mb in packs)
         if model.hf.get_output_embeddings() is not None:
             model.unshard()  # the head belongs to the root, and this is not the root's forward
             # Some models of images and text demand images while they train.
@@ -145,8 +118,7 @@ def check_packing(model: nn.Module, label: str) -> None:
     if logits_TV is None:
         return
     expected_T = logits_TV.log_softmax(-1).gather(-1, alone.targets_T[:, None])[:, 0]
-    # Log-probs are float32, logits have the compute dtype, whose error in nats grows with the
-    # logits.
+    # Log-probs are float32. Logits have the compute dtype, whose error in nats grows with them.
     tolerance = 1e-3 if model.compute_dtype == torch.float32 else 0.5
     tolerance *= max(1.0, logits_TV.abs().max().item() / 64)
     if not (expected_T - x_T).abs().max() < tolerance:
@@ -155,4 +127,4 @@ def check_packing(model: nn.Module, label: str) -> None:
 
 def numbers_of(output: TokenStats | Tensor) -> Tensor:
     """Return the log-probs of a policy or the scalars of another model, [T]."""
-    return output.logprobs_T if isinstance(output, TokenStats) else output
+    return output if isinstance(output, Tensor) else output.logprobs_T

@@ -6,6 +6,7 @@ Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden 
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +14,14 @@ from torch import Tensor, nn
 from common.config.extra import extra
 from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch
-from common.data.tokens import Tokens
 from common.model.attention import packed_inputs
 from common.model.flops import forward_flops, matrix_weights, num_delta_nets
-from common.model.loading import base_dtype, draw_head, read_weights, rules_of, towers_of
+from common.model.loading import base_dtype, fill, read_weights, rules_of, towers_of
 from common.model.logprobs import Logits, TokenStats, logits_of, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters, read_adapter
-from common.model.packable import (
-    check_packing,
-    classifier_on_meta,
-    model_on_meta,
-    require_context_ranks,
-)
+from common.model.packable import check_packing, model_on_meta, require_context_ranks
 from common.parallel import distributed
 from common.parallel.context import setup_context_groups
-from common.parallel.mesh import shard_mesh
 
 Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
@@ -35,15 +29,13 @@ Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
 
 class PackedModel(nn.Module):
-    """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names, of
-    images and text if the folder has one, whose language model reads the packs;
-    `flops` counts the operations of its forwards and backwards, `whole_flops` those without shared
-    prefixes. `watch` gets the outputs that have a graph, for the trace."""
+    """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
+    its language model reads the packs. `flops` counts operations of forwards and backwards."""
 
     share_prefix = 0  # `--share_prefix`, for packs of this model
     needs_whole_sequences = False
     expert_balance_N: Tensor  # see `watch_experts`
-    watch: Callable[[PackedBatch, Output], None] | None = None
+    watch: Callable[[PackedBatch, Output], None] | None = None  # of the trace: outputs with a graph
     forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
     distils = False  # whether the loss compares every token with a teacher's distribution
 
@@ -55,15 +47,16 @@ class PackedModel(nn.Module):
         self.matrix_weights = matrix_weights(hf)
         self.register_buffer("loss_scale", None)  # with float16: optim.py
         self.flops = 0.0
-        self.whole_flops = 0.0
 
     def hidden_states(self, mb: PackedBatch) -> Tensor:
         """Return the last hidden states [t, D]."""
         if self.needs_whole_sequences and mb.compact is not None:  # packed for another model
             raise ValueError(f"{self.path} needs whole sequences; set --share_prefix 0")
         tokens = mb.model_tokens
-        self.flops += self._flops(tokens)
-        self.whole_flops += self._flops(mb)
+        passes = 1
+        if torch.is_grad_enabled():  # a backward takes two; under adapters one, for activations
+            passes = 3 if self.hf.get_input_embeddings().weight.requires_grad else 2
+        self.flops += passes * forward_flops(self.hf.config, self.matrix_weights, tokens)
         inputs = packed_inputs(tokens) if self.images is None else self.images.inputs(tokens)
         return self.hf.get_decoder()(**inputs).last_hidden_state[0]
 
@@ -78,19 +71,8 @@ class PackedModel(nn.Module):
                     x.register_hook(lambda grad: None if grad is None else grad * scale)
         return output
 
-    def _flops(self, tokens: Tokens) -> float:
-        """Return the operations of a forward and, if it keeps a graph, of its backward."""
-        flops = forward_flops(self.hf.config, self.matrix_weights, tokens)
-        if not torch.is_grad_enabled():
-            return flops
-        if self.hf.get_input_embeddings().weight.requires_grad:
-            return 3 * flops
-        # Frozen under adapters, which are not counted.
-        return 3 * flops - 2 * self.matrix_weights * len(tokens.targets_T)
-
     def watch_experts(self, flag: str) -> None:
-        """Keep `expert_balance_N`, that of the last computed sequences, from now on. Raises
-        `ValueError` naming `flag` for a model without experts."""
+        """Keep `expert_balance_N`, that of the last computed sequences, from now on."""
         with extra("architectures", flag):
             from extras.architectures.expert_balance import watch_experts
         watch_experts(self, flag)
@@ -125,92 +107,44 @@ class ScalarModel(PackedModel):
 
 
 def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
-    """Return `--dtype`, where auto is bfloat16 on CUDA and float32 elsewhere."""
+    """Return `--dtype`."""
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
 def master_dtype(args: BaseArgs, device: torch.device, changes: bool) -> torch.dtype:
-    """Return the dtype of the shards: float32 for weights that change. Frozen weights, also under
-    adapters, have the compute dtype: FSDP casts to it before every forward, so that the numbers are
-    the same in fewer bytes."""
+    """Return the dtype of the shards: float32 for weights that change. Frozen ones, also under
+    adapters, have the compute dtype, to which FSDP would cast them before every forward."""
     return torch.float32 if changes and not args.lora_rank else compute_dtype(args, device)
 
 
 def load_policy(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model",
-    kind: type[Policy] = Policy, moves: bool = False,
-) -> Policy:  # fmt: skip
+    kind: type[PackedModel] = Policy, moves: bool = False,
+) -> Any:  # fmt: skip
     """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype`
-    compute, float32 reduction. With `--lora_rank` only adapters are trained (lora.py), with
-    `--vision` the model reads images (tower.py).
+    compute, float32 reduction, no dropout. With `--lora_rank` only adapters are trained (lora.py),
+    with `--vision` the model reads images.
 
-    The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives
-    a frozen reference in the compute dtype, or in float32 if it `moves` (`move_towards`). Dropout
-    is off. On device meta the model is neither sharded nor filled. `flag` stands in errors; `kind`
-    is the class of the result. Raises `ValueError` for a model that is not exact."""
-    label = f"{flag} {path}"
+    `trainable=False` gives a frozen reference in the compute dtype, or in float32 if it `moves`
+    (`move_towards`). On device meta the model is neither sharded nor filled. `flag` stands in
+    errors; `kind` is the class of the result. Collective. Raises `ValueError` for a model whose
+    packs are not exact."""
+    # ---- the model on meta, what is trained, and what is recomputed ----
+    label, scalar = f"{flag} {path}", kind is ScalarModel
     dtype = master_dtype(args, device, trainable or moves)
-    model = kind(model_on_meta(path, label, dtype), path)
-    if args.vision is not None:
+    model = kind(model_on_meta(path, label, dtype, scalar), path)
+    if args.vision is not None and not scalar:
         with extra("images", f"--vision {args.vision}"):
             from extras.images.tower import Images
         model.images = Images(model.hf, path, args, trainable)
-    return load(model, label, args, device, trainable)
-
-
-def load_reference(
-    policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None,
-    kind: type[Policy] = Policy, moves: bool = False,
-) -> nn.Module:  # fmt: skip
-    """Load the frozen model of `--reference_model` from `path`, by default the model that the
-    policy starts from. With adapters the default is the policy with its present adapters: call
-    before a checkpoint is loaded."""
-    if path is not None:
-        return load_policy(path, args, device, trainable=False, flag="--reference_model")
-    if args.lora_rank:
-        return StartingModel(policy)
-    return load_policy(policy.path, args, device, trainable=False, kind=kind, moves=moves)
-
-
-@torch.no_grad()
-def move_towards(frozen: nn.Module, policy: nn.Module, rate: float) -> None:
-    """Move the weights of `frozen` towards the trained ones of `policy`, shard by shard: frozen <-
-    (1 - rate) frozen + rate policy. A rate of 1 copies. `frozen` has the trained weights under the
-    same names. Keep it in float32: a small rate is rounded away in bfloat16."""
-    averages = dict(frozen.named_parameters())
-    for name, weight in policy.named_parameters():
-        if weight.requires_grad:
-            averages[name].lerp_(weight.to(averages[name].dtype), rate)
-
-
-def load_scalar_model(
-    path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
-) -> ScalarModel:
-    """Load a model with a scalar head, like `load_policy`. If the checkpoint has no such head, one
-    is drawn from N(0, 1 / (D + 1)) by `--seed`, as in arXiv:2009.01325. Frozen models need their
-    own.
-
-    Raises `ValueError` also for a classifier with more than one label.
-    """
-    label = f"{flag} {path}"
-    hf = classifier_on_meta(path, label, master_dtype(args, device, trainable))
-    return load(ScalarModel(hf, path), label, args, device, trainable)
-
-
-def load(
-    model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool
-) -> PackedModel:
-    """Shard a model on meta, read its weights, and test its packed forward. Raises `ValueError` for
-    an unsupported architecture, and for adapters or weights that do not fit the model."""
-    # ---- what is trained and recomputed ----
     hf = model.hf.requires_grad_(trainable)
     towers = towers_of(hf)
     rules = rules_of(hf)
     for tower in towers:
         tower.requires_grad_(trainable and args.vision == "train")
         if model.images is None:  # it is only exported
-            tower.to(base_dtype(model.path))
+            tower.to(base_dtype(path))
     recomputed = trainable and args.activation_checkpointing
     # The default is true on CUDA, until `keep_activations_that_fit` (memory.py) turns it off.
     if recomputed or (recomputed is None and device.type == "cuda"):
@@ -238,11 +172,11 @@ def load(
     shard(model, units, args, device, reshard_root=not trainable)
     home = torch.device("cpu") if offloads_all(args) else device
     # Only parameters may stay on the host: FSDP gathers them on the device.
-    lacks_head = read_weights(hf, model.path, label, rules, home, device)
-    if lacks_head:
+    if read_weights(hf, path, label, rules, home, device):  # without a scalar head
         if not trainable:
             raise ValueError(f"{label}: a language model without a reward head")
-        draw_head(hf.score.weight, args.seed)
+        head, generator = hf.score.weight, torch.Generator().manual_seed(args.seed)
+        fill(head, torch.randn(head.shape, generator=generator) / (head.shape[1] + 1) ** 0.5)
     if trainable and args.lora_rank:
         fill_adapters(hf, adapter, args.seed)
 
@@ -254,6 +188,40 @@ def load(
     if model.share_prefix != args.share_prefix:
         distributed.say(f"{label}: {hf.config.model_type} needs --share_prefix 0, which is taken")
     return model
+
+
+def load_scalar_model(
+    path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
+) -> ScalarModel:
+    """Load a model with a scalar head, like `load_policy`. If the folder has no such head, one is
+    drawn from N(0, 1 / (D + 1)) by `--seed`, as in arXiv:2009.01325. Frozen models need their
+    own."""
+    return load_policy(path, args, device, trainable, flag, kind=ScalarModel)
+
+
+def load_reference(
+    policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None,
+    kind: type[Policy] = Policy, moves: bool = False,
+) -> nn.Module:  # fmt: skip
+    """Load the frozen model of `--reference_model` from `path`, by default the model that the
+    policy starts from. With adapters the default is the policy with its present adapters: call
+    before a checkpoint is loaded."""
+    if path is not None:
+        return load_policy(path, args, device, trainable=False, flag="--reference_model")
+    if args.lora_rank:
+        return StartingModel(policy)
+    return load_policy(policy.path, args, device, trainable=False, kind=kind, moves=moves)
+
+
+@torch.no_grad()
+def move_towards(frozen: nn.Module, policy: nn.Module, rate: float) -> None:
+    """Move the weights of `frozen` towards the trained ones of `policy`, shard by shard: frozen <-
+    (1 - rate) frozen + rate policy. A rate of 1 copies. `frozen` has the trained weights under the
+    same names. Keep it in float32: a small rate is rounded away in bfloat16."""
+    averages = dict(frozen.named_parameters())
+    for name, weight in policy.named_parameters():
+        if weight.requires_grad:
+            averages[name].lerp_(weight.to(averages[name].dtype), rate)
 
 
 def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> None:
@@ -278,39 +246,31 @@ def shard(
     reshard_root: bool,
 ) -> None:  # fmt: skip
     """Apply `fully_shard` to every unit, such as a transformer block, and to the rest, as the root.
-    With `--compile` compile the blocks and the log-probs.
 
     The root stays whole from forward to backward, which needs it next; `reshard_root` frees it if
-    there is no backward. With `--offload all` FSDP keeps shards and their gradients on the host,
-    and gathers weights on the device."""
+    there is no backward. With `--offload all` FSDP keeps shards and gradients on the host."""
     from torch.distributed import fsdp
 
     model.device = device
     model.compute_dtype = compute_dtype(args, device)
     model.compiled = args.compile
     options = dict(
-        mesh=shard_mesh(device, args.shard_ranks),
+        mesh=distributed.shard_mesh(device, args.shard_ranks),
         mp_policy=fsdp.MixedPrecisionPolicy(model.compute_dtype, reduce_dtype=torch.float32),
     )
     if offloads_all(args):
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    if args.compile:
-        compile_blocks(model.hf.get_decoder().layers)
+    for block in model.hf.get_decoder().layers if args.compile else ():
+        # The router decides the sizes of experts, and inductor fails to compile them in float32
+        # (torch 2.13).
+        for name, module in block.named_modules():
+            if name.endswith("experts"):
+                module.forward = torch.compiler.disable(module.forward)
+        # With a graph or not, with shared prefixes or not, of fixed or any sizes.
+        torch._dynamo.config.recompile_limit = 32
+        block.compile()
     for unit in units:
         fsdp.fully_shard(unit, **options)
     fsdp.fully_shard(model, reshard_after_forward=reshard_root, **options)
     for method in model.forward_methods:
         fsdp.register_fsdp_forward_method(model, method)
-
-
-def compile_blocks(blocks: nn.ModuleList) -> None:
-    """Compile each transformer block, except its experts."""
-    # A block has variants: with a graph or not, with shared prefixes or not, of fixed or any sizes.
-    torch._dynamo.config.recompile_limit = 32
-    for block in blocks:
-        for name, module in block.named_modules():
-            # The router decides the sizes of experts, and inductor fails to compile them in float32
-            # (torch 2.13).
-            if name.endswith("experts"):
-                module.forward = torch.compiler.disable(module.forward)
-        block.compile()

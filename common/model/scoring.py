@@ -19,8 +19,9 @@ from common.data.packing import (
     sent_values,
 )
 from common.data.sample import Sample, at_end
-from common.model.hub import context_length, require_same_tokenizer, resolve_model
+from common.model.hub import require_same_tokenizer, resolve_model
 from common.model.loading import named_errors
+from common.model.packable import numbers_of
 from common.model.policy import PackedModel, Policy, ScalarModel, load_reference
 from common.parallel import distributed, durable
 
@@ -31,8 +32,7 @@ def forwards(model: nn.Module, micro_batches: Iterable[PackedBatch], **options) 
     Collective."""
     streams = []
     for mb in micro_batches:
-        output = model(mb, **options)
-        streams.append(output if isinstance(output, Tensor) else output.logprobs_T)
+        streams.append(numbers_of(model(mb, **options)))
     model.reshard()  # after a forward without backward the root is still whole
     return streams
 
@@ -41,9 +41,7 @@ def sequence_sums(
     model: PackedModel, groups: list[list[Sample]], pack_tokens: int
 ) -> tuple[list[PackedBatch], list[Tensor]]:
     """Pack this rank's groups, which may share prefixes. Return the micro-batches, and the sums of
-    `forwards` over the trained tokens of their samples, [N] each. Collective.
-
-    Raises `ValueError` for a sequence that is longer than the model's context."""
+    `forwards` over the trained tokens of their samples, [N] each. Collective."""
     require_context(model, max((sample.num_targets for sample in chain(*groups)), default=0))
     positions = positions_of_share(len(groups))
     (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, model.device, model.share_prefix)
@@ -57,9 +55,6 @@ def require_context(model: PackedModel, longest: int) -> None:
     if longest > context:
         problem = f"a sequence of {longest} tokens is longer than its context of {context}"
         raise ValueError(f"{model.path}: {problem}")
-
-
-# ---- of rollouts ----
 
 
 def with_logprobs(
@@ -83,9 +78,6 @@ def with_values(minibatches: Minibatches, value_model: nn.Module) -> Minibatches
 def _with_stream(minibatches: Minibatches, name: str, model: nn.Module, **options) -> Minibatches:
     streams = iter(forwards(model, chain(*minibatches), **options))
     return [[mb.with_streams(**{name: next(streams)}) for mb in mbs] for mbs in minibatches]
-
-
-# ---- of sequences ----
 
 
 def log_likelihoods(
@@ -114,20 +106,14 @@ def reference_logps(
     policy: Policy, datasets: Datasets, tokenizer, args, device: torch.device, needed: bool = True,
 ) -> list[Tensor]:  # fmt: skip
     """Return the log-probs of all completions by the reference, [groups, samples of a group] for
-    each data set; zeros if no reference is `needed`.
-
-    Call this before a checkpoint is loaded: the reference often is the starting model. Collective.
-    Raises `ValueError` for a reference that does not fit the policy."""
+    each data set; zeros if no reference is `needed`. Call this before a checkpoint is loaded: the
+    reference often is the starting model. Collective."""
     if not needed:
         return [torch.zeros(shape) for shape in _shapes(datasets)]
     name = args.reference_model or args.model
     factor = args.rope_factor if name == args.model else None
     path = resolve_model(name, "--reference_model", rope_factor=factor)
     require_same_tokenizer("--reference_model", path, tokenizer)
-    context = context_length(path, args)
-    if args.max_length > context:
-        problem = f"the reference's context has only {context} tokens"
-        raise ValueError(f"--max_length {args.max_length}: {problem}")
 
     def load() -> Policy:
         return load_reference(policy, args, device, path) if args.reference_model else policy
@@ -138,18 +124,15 @@ def reference_logps(
 def store_reference_logps(
     datasets: Datasets, path: str, load: Callable[[], Policy], folder: Path, args: TrainArgs
 ) -> list[Tensor]:
-    """Return the log-probs of completions by the reference, float64, as `reference_logps` does.
-
-    They come from `reference_logps.json` in the run's folder, if it has the same samples and
-    reference. Otherwise the reference computes them in one pass, divided among the ranks, and
-    stores them. Groups on disk are streamed. Collective. Raises `ValueError` for a damaged file.
-    """
+    """Return the log-probs of completions by the reference, float64, as `reference_logps` does:
+    those in `reference_logps.json` of the run's folder, if it has the same samples and reference.
+    Otherwise the reference computes them in one pass and stores them. Collective."""
     file = folder / "reference_logps.json"
     digest, stored = "", {}
     if distributed.is_main():
         folders = [each for each in (path, args.adapter) if each]
         digest = digest_of(chain.from_iterable(chain(*datasets)), path, folders, args.dtype)
-        with named_errors(f"{file} is damaged; delete it", ValueError, RecursionError):
+        with named_errors(f"{file} is damaged; delete it"):
             stored = durable.read_json(file) if file.is_file() else {}
     digest, stored = distributed.from_main((digest, stored))  # machines may have copies of the file
     if stored.get("digest") != digest:

@@ -1,5 +1,4 @@
-"""The ranks of a launch, what they compute together, and the seeds that they share: the same for
-one process and for many nodes.
+"""The ranks of a launch, what they compute together, and the seeds that they share.
 
 Every script calls `setup()` first, `cleanup()` at the end of its `main`, and `end_process()` after
 it. `--rollout_ranks` divides the launch into two roles, training ranks and rollout ranks. Each role
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.parallel import process
 from common.parallel.process import RunError, end_process, fail, first_line  # noqa: F401
@@ -62,14 +62,13 @@ def say(text: str) -> None:
 
 
 def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int]:
-    """Join the process group of this rank's role, handle failures, and seed torch. Exit with one
-    line if the other ranks cannot be reached. Signals end the process until a loop notes them.
+    """Join the process group of this rank's role, handle failures, and seed torch. Signals end the
+    process until a loop notes them.
 
     Returns `(device, rank, world_size)`, the latter two within the role, from the environment that
     torchrun sets; plain `python script.py` is one rank. Collectives of CUDA tensors (NCCL) time out
     after `NCCL_TIMEOUT`, those on the host (gloo) after a day, for a download or the longest
-    completion. Every rank gets the same seed: initial weights must not depend on the rank, and
-    nothing else draws from torch's generator."""
+    completion. Every rank gets the same seed: initial weights must not depend on the rank."""
     global _store, _launch_rank, training_ranks, rollout_ranks
     process.print_any_text()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt, but an end like SIGTERM's
@@ -117,10 +116,30 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
 
 
 def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
-    """Set the timeout of a group's collectives on `device`, also under
-    TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """Set the timeout of a group's collectives on `device`."""
     backend = group._get_backend(device)
+    # It is wrapped with TORCH_DISTRIBUTED_DEBUG=DETAIL.
     getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+
+
+@functools.cache  # one set of communicators for all models
+def shard_mesh(device: torch.device, shard_ranks: int | None) -> DeviceMesh:
+    """Return the mesh (shards,) of all ranks, or (copies, shards) if `shard_ranks` neighbours share
+    a copy of each model; by default they are those of a machine. The first call is collective.
+
+    On the second mesh FSDP gathers weights within a copy and averages gradients over both (hybrid
+    sharding, arXiv:2304.11277, 3.2.2)."""
+    ranks = world_size()
+    per_copy = shard_ranks or int(all_max(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    if per_copy == ranks or ranks % per_copy:
+        return init_device_mesh(device.type, (ranks,))
+    copies = ranks // per_copy
+    say(f"hybrid sharding: {copies} copies of each model, each on {per_copy} of the {ranks} ranks")
+    mesh = init_device_mesh(device.type, (copies, per_copy), mesh_dim_names=("copies", "shards"))
+    timeout = NCCL_TIMEOUT if device.type == "cuda" else DAY
+    for group in mesh.get_all_groups():  # they do not inherit the timeout of the default group
+        set_timeout(group, device, timeout)
+    return mesh
 
 
 def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup:
@@ -135,16 +154,14 @@ def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup
 
 
 def cleanup() -> None:
-    """Leave the process group, unless vLLM's shutdown has already left it. Call last, after
-    `Engine.close()`."""
+    """Leave the process group, unless vLLM's shutdown has already left it."""
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
 
 
 def stop_requested() -> bool:
-    """Return whether any rank has received a stop signal. Collective: every rank must call it at
-    the same point."""
+    """Return whether any rank has received a stop signal. Collective."""
     return bool(all_max(int(process.stop_signalled)))
 
 
@@ -172,8 +189,7 @@ def _reduce(value, op: dist.ReduceOp) -> Tensor:
 
 
 def barrier() -> None:
-    """Wait for all ranks on the host. `dist.barrier` would wait on the device, where
-    `NCCL_TIMEOUT` ends it."""
+    """Wait for all ranks on the host, without `NCCL_TIMEOUT`."""
     all_max(0)
 
 
@@ -217,8 +233,8 @@ def exchange_objects(outgoing: list) -> list:
 
 
 def gather_rows(x_P: Tensor, positions: Sequence[int]) -> Tensor:
-    """Return the rows [P, ...] of all ranks, sorted by their positions: [B, ...]. Results computed
-    from them do not depend on the number of ranks. A rank may have no rows. Collective."""
+    """Return the rows [P, ...] of all ranks, sorted by their positions: [B, ...]. A rank may have
+    none. Collective."""
     ranks = gather_objects((list(positions), x_P))
     order = torch.tensor([position for of_rank, _ in ranks for position in of_rank]).argsort()
     return torch.cat([x for _, x in ranks if len(x)])[order]
@@ -230,7 +246,6 @@ def share_of(items: Sequence) -> Sequence:
 
 
 def fold_seed(*numbers: int) -> int:
-    """Return a 32-bit seed from integers, the same in every process: `fold_seed(seed, step,
-    prompt_index)`."""
+    """Return a 32-bit seed from integers: `fold_seed(seed, step, prompt_index)`."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

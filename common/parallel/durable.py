@@ -60,8 +60,7 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Return the object of `write_json`. Raises `ValueError` or `RecursionError` if it is
-    damaged."""
+    """Return the object of `write_json`. Raises `ValueError` or `RecursionError` otherwise."""
     value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict) or value.pop("crc", None) != _crc(value):
         raise ValueError("it was changed after it was written")

@@ -39,8 +39,7 @@ class GroupShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Room that the group takes in a pack: its tokens, and copies of shared keys. It is at most
-        that of whole sequences."""
+        """Room that the group takes in a pack: its tokens, and copies of shared keys."""
         return self.tokens + math.ceil(KEY_COPY * sum(self.shared))
 
     @property
@@ -50,8 +49,7 @@ class GroupShape(NamedTuple):
         return self.tokens + ATTENTION * pairs
 
     def parts(self, limit: int) -> list["GroupShape"]:
-        """Return the sequences, in their order, as groups of at most this size, or of one sequence.
-        A sequence without a shared prefix begins a group."""
+        """Return the sequences, in their order, in groups of at most this size, or of one."""
         parts: list[GroupShape] = []
         for n, prefix in zip(*self, strict=True):
             if prefix:
@@ -67,10 +65,8 @@ def place(
     ranks: list[list[GroupShape]], num_bins: int, max_tokens: int, together: bool
 ) -> tuple[dict[Key, GroupShape], Rows]:
     """Split the groups of all ranks into parts, unless their sequences have to stay `together`, and
-    `assign` these so that every rank has the same work. Return them with the rows.
-
-    A part has at most a rank's share of all tokens: large parts compute few prefixes, and small
-    ones could be divided more evenly (the best of several sizes costs 1% less)."""
+    `assign` these so that every rank has the same work. Return them with the rows. A part has at
+    most a rank's share of all tokens: large parts compute few prefixes."""
     if not together:
         share = sum(group.size for group in chain(*ranks)) // num_bins + 1
         limit = min(max_tokens, share)
@@ -82,9 +78,7 @@ def place(
 def assign(groups: dict[Key, GroupShape], num_bins: int, max_tokens: int) -> Rows:
     """Assign groups of sequences to rows of `num_bins` bins: one micro-batch of each context group.
     A group stays whole, the sizes in a bin add up to at most `max_tokens`, and the bins of a row
-    cost about the same. There are as few rows as best-fit decreasing needs.
-
-    Raises `ValueError` for a group that does not fit."""
+    cost about the same. There are as few rows as best-fit decreasing needs."""
     bins = best_fit(groups, max_tokens)
     num_rows = max(1, math.ceil(len(bins) / num_bins))
     costs = {key: group.cost for key, group in groups.items()}
@@ -120,8 +114,7 @@ def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
 
 
 def longest_first(costs: dict[Key, float], num_bins: int) -> list[list[Key]]:
-    """Put the groups, most expensive first, each into the bin with the lowest cost (longest
-    processing time first)."""
+    """Put the groups, most expensive first, each into the cheapest bin."""
     bins: list[list[Key]] = [[] for _ in range(num_bins)]
     loads = [(0.0, i) for i in range(num_bins)]
     for key in sorted(costs, key=lambda key: (-costs[key], key)):

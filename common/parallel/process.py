@@ -53,7 +53,7 @@ stop_signalled = False  # whether this process has received SIGTERM or SIGINT
 
 def note_signals() -> None:
     """Make SIGTERM and SIGINT request a stop, which a loop obeys where its state can be saved. A
-    second one ends the process, as the first one does before a loop calls this."""
+    second one ends the process."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _note)
 
@@ -81,8 +81,8 @@ def first_line(error: BaseException) -> str:
 
 
 def fail(message: str) -> NoReturn:
-    """Print `error: message` once on each machine and exit, for bad input before the ranks have
-    met. The launcher ends the other ranks: if one of them ended first, this one might not print."""
+    """Print `error: message` once on each machine and exit, before the ranks have met. The launcher
+    ends the other ranks: if one of them ended first, this one might not print."""
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
         time.sleep(60)
     else:
@@ -122,8 +122,7 @@ def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: o
 
 def explain(error: BaseException, rank: int) -> tuple[int, str]:
     """Return the exit code and the text for an uncaught exception: one line for bad input, which is
-    a ValueError raised by the project, for a RunError, and for a full GPU, errors of the disk and
-    lost ranks. Anything else is a bug and keeps its traceback."""
+    a ValueError raised by the project, and for what happens to a run. A bug keeps its traceback."""
     line = " ".join(str(error).splitlines())  # file names may have line breaks
     if isinstance(error, ValueError):
         file = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()

@@ -17,12 +17,12 @@ from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
 from common.model.hub import context_length
 from common.model.loading import (
-    file_weights,
     has_images,
     hub_weights,
     load_config,
     method_of_quantization,
     model_class,
+    open_model,
 )
 from common.parallel import distributed
 from common.rollout.engine import Engine, Request, Turn
@@ -185,7 +185,8 @@ class VLLMEngine(Engine):
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
         if is_part and not self.trained and self.images is None:
-            self._load((name, x.to(self.dtype)) for name, x in file_weights(path, whole))
+            weights = open_model(path, self.dtype).state_dict()
+            self._load((name, x.to(self.dtype)) for name, x in weights.items())
 
     def _set_environment(self) -> None:
         """Set the variables that vLLM reads when it is imported."""

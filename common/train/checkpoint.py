@@ -30,7 +30,7 @@ from common.model.loading import (
     base_dtype,
     hub_weights,
     load_config,
-    one_line_errors,
+    named_errors,
     persistent_buffers,
     whole,
 )
@@ -98,7 +98,7 @@ class Checkpointer:
 
         # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest
         # of an optimizer's state are flags, and its learning rate is set at each step.
-        with one_line_errors(str(path)):
+        with named_errors(f"{path}: cannot read the checkpoint"):
             dcp.load(self._tensors(), storage_reader=checkpoint_files.checkpoint_reader(path))
             state = json.loads((path / checkpoint_files.STATE).read_text())
         for name, item in self.stateful.items():

@@ -116,7 +116,6 @@ class Run:
         while not self.done:
             for model in self.models:
                 model.flops = 0.0  # without those of evaluations
-                model.whole_flops = 0.0
             if self.trace is not None:
                 self.trace.begin(self.finished + 1, last=self.finished + 1 == self.total_steps)
             self.meter.start("step")
@@ -165,14 +164,12 @@ class Run:
         sequences = chain(*(sample.sequences for sample in samples))
         self.meter.sum("targets", sum(sequence.num_targets for sequence in sequences))
         self.meter.sum("flops", sum(model.flops for model in self.models))
-        self.meter.sum("whole_flops", sum(model.whole_flops for model in self.models))
         for name, gigabytes in peak_memory().items():
             self.meter.max(name, gigabytes)
         metrics = self.meter.reduce() | known
         tokens = metrics.pop("targets")
         sampled = metrics.pop("sampled", 0)
         flops = metrics.pop("flops")
-        whole_flops = metrics.pop("whole_flops")
         self.num_tokens += int(tokens)
         metrics |= epochs_of(self.data.cursor)
         metrics["num_tokens"] = self.num_tokens
@@ -183,8 +180,6 @@ class Run:
         seconds = metrics.get("time/train", metrics["time/step"]) + metrics.get("time/logprobs", 0)
         rate = flops / seconds / distributed.world_size()
         metrics["speed/tflops"] = rate / 1e12
-        if whole_flops > 1.01 * flops:  # prefixes were shared
-            metrics["speed/equivalent_tflops"] = metrics["speed/tflops"] * whole_flops / flops
         if self.peak_flops:
             metrics["speed/mfu"] = rate / self.peak_flops
         if (state := self.models[0].loss_scale) is not None:  # --dtype float16

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs
 from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
-from common.model.flops import attention_shape, num_delta_nets, state_size
+from common.model.flops import attention_shape, num_delta_nets
 from common.model.hub import context_length
 from common.model.memory import (
     GIB,
@@ -71,7 +71,8 @@ def bytes_in_cache(config, tokens: float, size: int, gpus: int) -> float:
     delta_nets = num_delta_nets(config)
     kept = per_token * (windowed * window + (layers - windowed - delta_nets) * tokens)
     if delta_nets:
-        kept += 4 * delta_nets * state_size(config) / gpus
+        state = config.linear_key_head_dim * config.linear_value_head_dim
+        kept += 4 * delta_nets * config.linear_num_value_heads * state / gpus
     return kept
 
 

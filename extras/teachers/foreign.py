@@ -85,7 +85,7 @@ class ForeignTeacher(Teacher):
         self.student_ends = eos_token_ids(
             student_path, student_tokenizer, args.prompt_format, args.stop_token_ids
         )
-        with named_errors(f"--teacher {self.path}", ValueError):
+        with named_errors(f"--teacher {self.path}"):
             if args.has_turns:
                 raise ValueError("another tokenizer than --model's cannot read several turns")
             self.bytes_of = bytes_of_tokens(tokenizer)

@@ -28,7 +28,7 @@ class StoredTeacher:
     likely tokens. The files do not depend on the number of ranks; complete files of a killed run
     are kept."""
 
-    flops = whole_flops = 0.0  # no model runs
+    flops = 0.0  # no model runs
     reads_text = False
 
     def __init__(

@@ -102,7 +102,6 @@ def test_only_the_weights_of_the_index_are_downloaded(tmp_path, monkeypatch):
             '{"model_type": "qwen3", "num_hidden_layers": "four"}',
             "num_hidden_layers",
         ),
-        ("config.json", '{"model_type": "clip"}', "clip is not a causal language model"),
         (
             "config.json",
             '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}',
@@ -121,7 +120,7 @@ def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["[]", "{oops", '{"eos_token_id": "2"}', '{"eos_token_id": [[]]}'])
+@pytest.mark.parametrize("text", ["[]", "{oops"])
 def test_damaged_generation_config_is_refused_by_name(text, tmp_path):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=f"^{tmp_path}/generation_config.json: "):
@@ -164,12 +163,6 @@ def test_sizes_other_than_those_of_the_weights_are_refused_before_memory_is_take
         load_policy(resolve_model(str(folder)), TrainArgs(model=str(folder)), device)
 
 
-def test_adapter_in_place_of_a_model_is_refused(tmp_path):
-    (tmp_path / "adapter_config.json").touch()
-    with pytest.raises(ValueError, match="an adapter; name its base, and this folder as --adapter"):
-        resolve_model(str(tmp_path))
-
-
 def test_reference_with_another_tokenizer_or_vocabulary_is_refused(tmp_path):
     tokenizer = load_tokenizer(tiny_model())
     for name, edit in (
@@ -192,8 +185,6 @@ def test_complete_model_is_accepted(monkeypatch):
     path = resolve_model("tiny")
     assert path == tiny_model() == resolve_model(path) and resolve_model(f"{path}/") == path
     require_same_tokenizer("--reference_model", path, load_tokenizer(path))
-    with pytest.raises(ValueError, match="^--reference_model: the name is empty"):
-        resolve_model("", "--reference_model")
 
 
 def test_tokenizer_without_an_eos_is_refused(tmp_path):

@@ -30,7 +30,7 @@ from bench.models import ARCHITECTURES, ARGS, checkpoint, rows
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
-from common.model.loading import file_weights, open_model, whole
+from common.model.loading import open_model, whole
 from common.model.policy import load_policy, load_scalar_model
 from common.train.checkpoint import export_hf
 
@@ -138,14 +138,10 @@ def require_changed_text_alone(path, hf: Path, device) -> None:
     torch.testing.assert_close(logprobs_T, expected_T, atol=2e-5, rtol=0)
 
 
-def test_weights_for_an_engine_are_those_of_the_policy(family, path, device):
-    """They have the names of transformers' model, with a tied head too."""
+def test_weights_for_an_engine_are_those_of_the_policy(path, device):
     policy = load_policy(path, ARGS, device)
     expected = {name: whole(weight).cpu() for name, weight in policy.hf.state_dict().items()}
-    weights = list(file_weights(path, policy.hf))
-    assert len(weights) == len(dict(weights))
-    if family != "qwen3_5_moe":  # the files name each expert
-        assert same(expected, dict(weights))
+    assert same(expected, open_model(path, torch.float32).state_dict())
 
 
 @with_runs
@@ -385,15 +381,13 @@ def change_weights(folder: Path, change) -> None:
 
 
 def test_head_that_is_stored_beside_its_tied_embedding_is_ignored(gemma, tmp_path, device):
-    """Transformers ties it: neither the trainer nor an engine or an export takes the stored one."""
+    """Neither the trainer nor an export takes the stored one."""
     folder = Path(shutil.copytree(gemma, tmp_path / "model"))
     head = {"language_model.lm_head.weight": torch.randn(384, 64)}
     change_weights(folder, lambda weights: weights.update(head))
     policy = load_policy(str(folder), ARGS, device)
     embedding = stored(gemma)["language_model.model.embed_tokens.weight"]
-    weights = list(file_weights(str(folder), policy.hf))
-    heads = [weight for name, weight in weights if name == "lm_head.weight"]
-    assert len(heads) == 1 and torch.equal(heads[0], embedding)
+    assert torch.equal(whole(policy.hf.lm_head.weight).cpu(), embedding)
     export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")
     assert same(stored(tmp_path / "hf"), stored(gemma))
 

@@ -26,7 +26,7 @@ from bench.models import ARCHITECTURES, SIZES
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
 from common.model.policy import load_policy, shard
-from common.parallel import context, distributed, mesh
+from common.parallel import context, distributed
 
 distributed.set_timeout = lambda *_: None  # fake groups have no timeout
 
@@ -63,7 +63,7 @@ for world, rank in ((world, rank) for world in steps for rank in (0, 1, world - 
             policy(mb)[0].sum().backward()
     steps[world].append(seen)
     dist.destroy_process_group()
-    mesh.shard_mesh.cache_clear()
+    distributed.shard_mesh.cache_clear()
     context.group = None
 print(json.dumps(steps))
 """

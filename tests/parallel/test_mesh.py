@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import EACH_STEP, ROOT, assert_close_metrics, metrics, run
 
-from common.parallel import mesh
+from common.parallel import distributed
 
 RANK = f"""
 import sys
@@ -174,10 +174,10 @@ def test_default_copy_lies_on_one_machine(ranks, of_machine, shape, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_machine))
     made = mock.Mock(**{"return_value.get_all_groups.return_value": []})
-    monkeypatch.setattr(mesh, "init_device_mesh", made)
-    mesh.shard_mesh.__wrapped__(torch.device("cpu"), None)
+    monkeypatch.setattr(distributed, "init_device_mesh", made)
+    distributed.shard_mesh.__wrapped__(torch.device("cpu"), None)
     assert made.call_args.args[1] == shape
 
 
 def test_one_rank_has_one_copy(device):
-    assert mesh.shard_mesh(device, shard_ranks=None).shape == (1,)
+    assert distributed.shard_mesh(device, shard_ranks=None).shape == (1,)
