@@ -48,7 +48,7 @@ from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods
 from common.parallel import distributed, durable
 from common.parallel.process import visible
-from common.rewards.models import load_model, path_of
+from common.rewards.reward_model import load_model, path_of
 from common.rewards.total import Rewards
 from common.rollout import completions_file
 from common.rollout.engine import Engine

@@ -21,11 +21,12 @@ from itertools import count
 
 from common.rewards import worker
 from common.rewards.result import Result
-from common.rewards.worker import HEADER, ORDER, one_line
+from common.rewards.worker import EACH, HEADER, ORDER, one_line
 
 # Seconds for an answer to come late: this process may have been busy and not have read it, and an
 # async function times out by itself.
 LATE = 1.0
+TOGETHER = 64  # calls of an async function in a process
 START_SECONDS = 60.0  # for a process to start and to load its target, before its first call
 
 
@@ -202,3 +203,53 @@ class Process:
             return Result(*pickle.loads(payload))
         except Exception as error:  # unpickling runs code of the returned object
             return Result(error=f"the result cannot be unpickled: {one_line(error)}")
+
+
+class Pool:
+    """At most `size` processes that call one function, for one event loop. They start when they are
+    needed.
+
+    Each call has `seconds` of wall-clock time. If the function has an attribute `prepare`, each
+    process calls it once after loading. The other arguments are those of `ForkServer`."""
+
+    def __init__(
+        self, target: str, size: int, seconds: float, *, is_async: bool = False,
+        shared: bool = False, memory_gib: float = 4.0,
+    ):  # fmt: skip
+        self.server = ForkServer(target, shared=shared, memory_gib=memory_gib)
+        self.seconds = seconds
+        self.is_async = is_async
+        self.free = asyncio.Semaphore(size)
+        self.idle: list[Process] = []
+        self.waiting: list[tuple] = []  # calls of an async function, each with its future
+
+    async def call(self, *arguments: object, seconds: float | None = None) -> Result:
+        """Return the result of `function(*arguments)`. The calls of an `async def` that wait for a
+        process go to it together, up to 64; if one of them blocks its event loop, all time out."""
+        seconds = seconds or self.seconds
+        if not self.is_async:
+            async with self.free:
+                return await self._call(None, *arguments, seconds=seconds)
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting.append((arguments, answer))
+        await asyncio.sleep(0)  # the other calls of the group come
+        async with self.free:
+            together, self.waiting = self.waiting[:TOGETHER], self.waiting[TOGETHER:]
+            if together:  # else another call has taken this one with it
+                result = await self._call(EACH, *(call for call, _ in together), seconds=seconds)
+                for number, (_, future) in enumerate(together):
+                    failed = result.error is not None
+                    future.set_result(result if failed else Result(*result.value[number]))
+        return await answer
+
+    async def _call(self, method: str | None, *arguments: object, seconds: float) -> Result:
+        while self.idle and self.idle[-1].reader.at_eof():  # killed from outside
+            self.idle.pop().close()
+        process = self.idle.pop() if self.idle else Process(self.server)
+        result = await process.call(method, *arguments, seconds=seconds)
+        if not process.closed:
+            self.idle.append(process)
+        return result
+
+    def close(self) -> None:
+        self.server.close()

@@ -4,7 +4,6 @@ that rows of data have the columns they need."""
 import difflib
 import importlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from common.config.extra import extra
 from common.config.online import SamplingArgs
@@ -23,7 +22,7 @@ OTHERS = dict(
     code_fraction="extras.code.scorer:fraction",
 )  # module and function
 BUILT_IN = (*REWARDS, *OTHERS)
-BY_LENGTH = ("cosine_length", "adaptive_length")  # computed from the first of --reward
+FORMS = ("by_row", "environment", "path/to/file.py:function", *(f"{k}PATH" for k in MODEL_KINDS))
 
 
 def load_reward(name: str) -> Reward:
@@ -36,45 +35,25 @@ def load_reward(name: str) -> Reward:
         with extra(module.split(".")[1], f"--reward {name}"):
             return getattr(importlib.import_module(module), function)
     if ":" not in name:
-        raise ValueError(f"--reward {name}: unknown; {intention(name)}")
+        near = difflib.get_close_matches(name.lower(), BUILT_IN, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN + FORMS)}"
+        raise ValueError(f"--reward {name}: unknown; {hint}")
     function = load_callable("--reward", name)
     reward_form(name, function)
     return function
 
 
-def intention(name: str) -> str:
-    """Return what an unknown name without a colon probably means."""
-    file, dot, function = name.rpartition(".")
-    near = difflib.get_close_matches(name, (*BUILT_IN, *BY_LENGTH), 1)
-    if near:
-        return f"did you mean {near[0]}?"
-    if name.endswith(".py"):
-        return f"name the function: {name}:..."
-    if Path(f"{name}.py").is_file():
-        return f"name the function: {name}.py:..."
-    if dot and Path(f"{file}.py").is_file():
-        return f"did you mean {file}.py:{function}?"
-    if Path(name, "config.json").is_file():
-        return f"did you mean model:{name}, judge:{name} or rank:{name}?"
-    forms = ("by_row", "environment", *BY_LENGTH, "path/to/file.py:function", "model:PATH")
-    forms += ("judge:PATH", "rank:PATH")
-    return f"there are {', '.join((*BUILT_IN, *forms))}"
-
-
 def short_names(rewards: Sequence[str]) -> dict[str, str]:
     """Return the name of each of `--reward` in metrics: a function's own name; `model`, `judge` or
-    `rank` for a model or, for several, the kind and the shortest ends of their paths that
-    differ."""
-    names = {name: name.rpartition(":")[2] for name in rewards}
-    for kind in MODEL_KINDS:
-        models = [name for name in rewards if name.startswith(kind)]
-        paths = {name: Path(name.removeprefix(kind)).parts for name in models}
-        ends = dict.fromkeys(paths, kind[:-1])
-        for length in range(1, 1 + max(map(len, paths.values()), default=0)):
-            if len(set(ends.values())) == len(ends):
-                break
-            ends = {name: f"{kind[:-1]}/{'/'.join(path[-length:])}" for name, path in paths.items()}
-        names |= ends
+    `rank` for a model, and of several `model`, `model2`, in the order of `--reward`."""
+    names = {}
+    for name in rewards:
+        own = name.rpartition(":")[2]
+        if name.startswith(MODEL_KINDS):
+            kind = name.partition(":")[0]
+            before = [other for other in rewards if other.startswith(f"{kind}:")].index(name)
+            own = f"{kind}{before + 1}" if before else kind
+        names[name] = own
     return names
 
 
@@ -126,7 +105,7 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
     functions = {
         name: load_reward(name)
         for name in args.reward
-        if name not in ("by_row", "environment", *BY_LENGTH) and not name.startswith(MODEL_KINDS)
+        if name not in ("by_row", "environment") and not name.startswith(MODEL_KINDS)
     }
     judges = [name for name in args.reward if name.startswith(JUDGE_KINDS)]
 

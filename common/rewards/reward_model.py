@@ -1,22 +1,51 @@
-"""Reward models, `--reward model:PATH`: any sequence classifier with one label, with its own
-tokenizer and template."""
+"""Rewards that are models, which all ranks compute together: reward models, `--reward model:PATH`,
+any sequence classifier with one label, with its own tokenizer and template; and judges by their
+names."""
 
+from collections.abc import Callable
 from itertools import chain
 
 import torch
 
 from common.config.online import SamplingArgs
+from common.config.sampling import MODEL_KINDS
 from common.data.chat import ChatTemplate, rendered
 from common.data.encode import Encoder
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group
 from common.data.turns import conversation_of
-from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.model.loading import load_config
 from common.model.policy import load_scalar_model
 from common.model.scoring import require_context, score
 from common.parallel.distributed import first_line
+from common.rewards.registry import load_judges
 from common.rewards.result import Result
+
+
+def load_model(
+    flag: str, name: str, args: SamplingArgs, rows: list[dict], tokenizer,
+    device: torch.device | None,
+) -> Callable[[list[Group]], list[Result]] | None:  # fmt: skip
+    """Return the reward model `model:PATH`, or the judge `judge:PATH` or `rank:PATH`. Without a
+    device only check the flags, and return None. Collective. Raises `ValueError` as `RewardModel`
+    and `Judge` do, and for a model of the other kind."""
+    kind = name.partition(":")[0] if name.startswith(MODEL_KINDS) else "model"
+    path = path_of(name)
+    folder = resolve_model(path, flag, weights=device is not None)
+    heads = " ".join(load_config(folder).architectures or ())
+    if kind != "model" and heads.endswith("ForSequenceClassification"):
+        raise ValueError(f"{flag} {name}: a reward model; did you mean model:{path}?")
+    if kind != "model":
+        judges = load_judges(f"{flag} {name}")
+        judge = judges.Judge(flag, kind, folder, args, rows, tokenizer, device)
+        return None if device is None else judge
+    return None if device is None else RewardModel(flag, folder, args, rows, tokenizer, device)
+
+
+def path_of(name: str | None) -> str | None:
+    """Return the name of a reward model or a judge without its kind."""
+    return name.partition(":")[2] if name and name.startswith(MODEL_KINDS) else name
 
 
 class RewardModel:

@@ -1,20 +1,20 @@
 """`--reward`: the weighted sum of several rewards of a rollout. docs/rewards.md says what a reward
 may be.
 
-A thread computes all rewards but those of reward models, as soon as samples are complete, while
-others are sampled or trained on. Reward models are collective: all ranks call them at the same
-point.
+All rewards but those of models begin as soon as the completions of a prompt are sampled, in the
+event loop of a thread, while others are sampled or trained on. Reward models and judges are
+collective: all ranks call them at the same point.
 
 Shapes: P prompts on this rank, G samples of each, K rewards.
 """
 
+import asyncio
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import chain, count
-from queue import PriorityQueue
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -25,15 +25,15 @@ from common.config.sampling import MODEL_KINDS
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
-from common.rewards.kinds import Scorer, make_scorer, make_scorers_by_row
-from common.rewards.lengths import by_length
-from common.rewards.models import make_model_scorer
-from common.rewards.registry import BY_LENGTH, short_names
+from common.rewards.processes import Pool
+from common.rewards.registry import reward_of_row, short_names
 from common.rewards.result import Result
+from common.rewards.reward_model import load_model
+from common.rewards.scorers import Scorer, for_rows_of, make_scorer
 from common.rewards.thoughts import Thoughts
 from common.rewards.worker import one_line
 
-SAMPLES_AT_ONCE = 64  # that the thread scores together, at least
+LARGEST = 1e18  # of a reward: the square of a larger one is no float32
 
 
 class Scored(NamedTuple):
@@ -47,18 +47,6 @@ class Scored(NamedTuple):
     """[P, G] of each number that a function returned beside its reward, as `reward/number`"""
 
 
-@dataclass(eq=False)
-class BegunGroup:
-    """A group whose rewards are being computed. `Rewards` finds it by the id of its first sample,
-    which is unique because the group holds the sample."""
-
-    samples: Group
-    results: dict[str, list[Result]] = field(default_factory=dict)
-    """results of the samples by reward, as far as they are computed"""
-    functions_done: Future = field(default_factory=Future)
-    """done when all rewards but those of reward models are computed"""
-
-
 class Rewards:
     """The weighted sum of `--reward`. Call it with groups of samples; it is collective."""
 
@@ -69,61 +57,70 @@ class Rewards:
         Raises `ValueError` for a name that is unknown or comes twice, a column that `rows` lack, a
         row that a reward cannot use, a model that is no reward model or does not fit these prompts.
         """
-        if args.reward[:1] and args.reward[0] in BY_LENGTH:
-            raise ValueError(
-                f"--reward {args.reward[0]}: name a reward for right answers before it"
-            )
         self.args = args
         self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
         self.scorers: dict[str, Scorer] = {}
-        self.first_names: list[str] = []  # several with by_row
-        weights: list[float] = []
-        reward_weights = args.reward_weights or [1.0] * len(args.reward)
+        self.models: dict[str, Callable[[list[Group]], list[Result]]] = {}
+        self.of_rows: list[str] = []  # names that come from the column of by_row
+        weights: dict[str, float] = {}
         short = short_names(args.reward)
+        reward_weights = args.reward_weights or [1.0] * len(args.reward)
         for name, weight in zip(args.reward, reward_weights, strict=True):
+            added = [short[name]]
             if name == "by_row":
-                added = make_scorers_by_row(rows, args, self.thoughts)
+                added = self.of_rows = sorted({reward_of_row(row) for row in rows})
+                for own in added:
+                    rows_of = [row for row in rows if row["reward"] == own]
+                    scorer = make_scorer(own, rows_of, args, self.thoughts)
+                    self.scorers[own] = for_rows_of(own, scorer)
             elif name.startswith(MODEL_KINDS):
-                scorer = make_model_scorer(name, args, rows, tokenizer, device)
-                added = {short[name]: scorer} if scorer else {}
+                dry_run = getattr(args, "dry_run", False)  # which loads no model
+                load_to = None if dry_run else device
+                model = load_model("--reward", name, args, rows, tokenizer, load_to)
+                if model is None:
+                    continue
+                self.models[short[name]] = model
             else:
-                added = {short[name]: make_scorer(name, rows, args, self.thoughts)}
-            if added.keys() & self.scorers:
+                self.scorers[short[name]] = make_scorer(name, rows, args, self.thoughts)
+            if weights.keys() & added:
                 raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
-            self.scorers |= added
-            self.first_names = self.first_names or list(added)
-            weights += [weight] * len(added)
-        self.weights = torch.tensor(weights, dtype=torch.float64)
-        self.pools = [scorer.pool for scorer in self.scorers.values() if scorer.pool]
-        self.begun: dict[int, BegunGroup] = {}
-        self.queue: PriorityQueue = PriorityQueue()  # (order, arrival, list of BegunGroup)
-        self.arrivals = count()
-        self.collective = {name: s for name, s in self.scorers.items() if s.is_collective}
-        functions = {name: s for name, s in self.scorers.items() if not s.is_collective}
-        at_once = max(SAMPLES_AT_ONCE, 8 * args.reward_workers)
-        # One thread, because it owns the pools. A daemon: a run that is stopped does not wait for
-        # rewards.
-        work = (self.queue, functions, self.pools, at_once)
-        threading.Thread(target=_score_in_order, args=work, daemon=True).start()
-        weakref.finalize(self, self.queue.put, (-math.inf, -1, None))
+            weights |= dict.fromkeys(added, weight)
+        self.names = list(weights)
+        self.weights = torch.tensor(list(weights.values()), dtype=torch.float64)
+        self.begun: dict[int, Future] = {}  # by prompt number
+        self.judged: dict[int, dict[str, list[Result]]] = {}  # results of models by prompt number
+        self.loop = asyncio.new_event_loop()
+        pools = [scorer.pool for scorer in self.scorers.values() if scorer.pool]
+        # A daemon: a run that is stopped does not wait for rewards.
+        threading.Thread(target=_run, args=(self.loop, pools), daemon=True).start()
+        weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
 
-    def begin(self, groups: list[Group], order: int = 0) -> None:
-        """Start computing the rewards that need no other rank, those of a smaller `order` first,
-        and return at once. The results are kept until `self` is called with these groups. From any
-        thread; not collective."""
-        begun = list(map(BegunGroup, groups))
-        for group in begun:
-            assert id(group.samples[0]) not in self.begun, "begun twice"
-            self.begun[id(group.samples[0])] = group
-        self.queue.put((order, next(self.arrivals), begun))
+    def begin(self, number: int, group: Group) -> None:
+        """Start computing the rewards of the prompt `number` that need no other rank, and return at
+        once. They are kept until `self` is called with this group. From any thread; not
+        collective."""
+        for sample in group:
+            sample.number = number
+        self.begun[number] = self._start(group)
+
+    def _start(self, group: Group) -> Future:
+        return asyncio.run_coroutine_threadsafe(_score(self.scorers, group), self.loop)
 
     def ask_models(self, groups: list[Group]) -> None:
         """Call the reward models for those of the groups, begun before, that they have not seen,
         and keep the results until `self` is called with them. Collective; a rank may have no
         groups."""
-        begun = [self.begun[id(group[0])] for group in groups]
-        new = [group for group in begun if not self.collective.keys() <= group.results.keys()]
-        _score(new, self.collective)
+        new = [group for group in groups if group[0].number not in self.judged]
+        for group, results in zip(new, self._ask(new), strict=True):
+            self.judged[group[0].number] = results
+
+    def _ask(self, groups: list[Group]) -> list[dict[str, list[Result]]]:
+        of_groups: list[dict[str, list[Result]]] = [{} for _ in groups]
+        for name, model in self.models.items():
+            results = iter(model(groups))
+            for group, of_group in zip(groups, of_groups, strict=True):
+                of_group[name] = [next(results) for _ in group]
+        return of_groups
 
     def __call__(self, groups: list[Group], meter: Meter) -> Scored:
         """Return the rewards of the groups. In the sum, rewards that do not apply count nothing; a
@@ -132,53 +129,58 @@ class Rewards:
 
         The numbers beside the rewards are averaged in the meter too. Raises `RunError` when more
         than `--max_reward_errors` of the rewards of all ranks could not be computed."""
-        self.begin([group for group in groups if id(group[0]) not in self.begun])
-        self.ask_models(groups)  # while the thread computes the others
-        begun = [self.begun.pop(id(group[0])) for group in groups]
-        assert [group.samples for group in begun] == list(groups), "begun as other groups"
-        for group in begun:
-            group.functions_done.result()  # waits
+        begun = [self.begun.pop(group[0].number, None) or self._start(group) for group in groups]
+        judged = [self.judged.pop(group[0].number, None) for group in groups]
+        new = [group for group, results in zip(groups, judged, strict=True) if results is None]
+        asked = iter(self._ask(new))  # while the thread computes the others
+        pairs = zip(begun, judged, strict=True)
+        computed = [future.result() | (of_models or next(asked)) for future, of_models in pairs]
+
+        samples = list(chain(*groups))
         shape = (len(groups), len(groups[0]) if groups else 1)
         results: dict[str, list[Result]] = {}
         numbers: dict[str, Tensor] = {}
-        for name in self.scorers:
-            pairs = [read(result) for result in chain(*(group.results[name] for group in begun))]
-            results[name] = [result for result, _ in pairs]
-            if "environment" not in self.scorers:  # which reports the errors of agents
-                results[name] = _with_errors(results[name], [*chain(*groups)])
-            for sample, result in zip(chain(*groups), results[name], strict=True):
+        for name in self.names:
+            read_results = map(read, chain(*(of_group[name] for of_group in computed)))
+            results[name] = []
+            beside: list[dict[str, float]] = []
+            for sample, (result, of_sample) in zip(samples, read_results, strict=True):
+                results[name].append(self._with_error(name, sample, result))
+                beside.append(of_sample)
                 sample.feedback = result.feedback or sample.feedback
-            for key in dict.fromkeys(chain(*(beside for _, beside in pairs))):
-                for _, beside in pairs:
-                    if key in beside:
-                        meter.mean(f"rewards/{name}/{key}", beside[key])
-                values = [beside.get(key, math.nan) for _, beside in pairs]
+            for key in dict.fromkeys(chain(*beside)):
+                for of_sample in beside:
+                    if key in of_sample:
+                        meter.mean(f"rewards/{name}/{key}", of_sample[key])
+                values = [of_sample.get(key, math.nan) for of_sample in beside]
                 numbers[f"{name}/{key}"] = torch.tensor(values, dtype=torch.float64).reshape(shape)
-        self._require_few_errors(results, list(chain(*groups)), meter)
+        self._require_few_errors(results, samples, meter)
         all_results = list(chain(*results.values()))
         values = [math.nan if result.value is None else result.value for result in all_results]
         failed = [result.error is not None for result in all_results]
         # not stacked: there may be no reward
         rewards_KPG = torch.tensor(values, dtype=torch.float64).reshape(len(results), *shape)
         failed_KPG = torch.tensor(failed, dtype=torch.bool).reshape(len(results), *shape)
-        by_name = dict(zip(results, rewards_KPG, strict=True))
-        for name in by_name.keys() & set(BY_LENGTH):
-            lengths = [sample.longest for sample in chain(*groups)]
-            lengths_PG = torch.tensor(lengths).reshape(shape)
-            first_PG = self.first(by_name)
-            by_name[name][:] = by_length(name, first_PG, lengths_PG, self.args.max_new_tokens)
         rewards_PG = (self.weights[:, None, None] * rewards_KPG).nansum(0)
         rewards_PG[failed_KPG.any(0) | rewards_KPG.isnan().all(0)] = math.nan
-        return Scored(rewards_PG, by_name, numbers)
+        return Scored(rewards_PG, dict(zip(results, rewards_KPG, strict=True)), numbers)
+
+    def _with_error(self, name: str, sample: Completion, result: Result) -> Result:
+        """Return the error of an episode that failed, in each reward that applies to its row."""
+        if "environment" in self.scorers or not sample.error:  # which reports it itself
+            return result
+        applies = name not in self.of_rows or sample.row["reward"] == name
+        return Result(error=sample.error) if applies else result
 
     def weight_of(self, name: str) -> float:
         """Return the weight of a reward, 0 for one that is not in `--reward`."""
-        return dict(zip(self.scorers, self.weights.tolist(), strict=True)).get(name, 0.0)
+        return dict(zip(self.names, self.weights.tolist(), strict=True)).get(name, 0.0)
 
     def first(self, by_name: dict[str, Tensor]) -> Tensor:
         """Return the first of `--reward`, [P, G]; with by_row the one that applies. NaN where there
         is none."""
-        return torch.stack([by_name[name] for name in self.first_names]).nanmean(0)
+        names = self.of_rows if self.args.reward[0] == "by_row" else self.names[:1]
+        return torch.stack([by_name[name] for name in names]).nanmean(0)
 
     def _require_few_errors(
         self, results: dict[str, list[Result]], samples: list[Completion], meter: Meter
@@ -204,50 +206,21 @@ class Rewards:
             raise distributed.RunError(f"{problem} ({limit}); the first: {all_failures[0]}")
 
 
-def _score_in_order(
-    queue: PriorityQueue, functions: dict[str, Scorer], pools: list, at_once: int
-) -> None:
-    """Compute the begun rewards in the order of the queue, until it contains None.
-
-    A turn takes groups from the queue until it has `at_once` samples. More would delay groups of a
-    smaller order that come during the turn."""
-    while True:
-        taken: list[BegunGroup] = []
-        while not taken or (sum(len(g.samples) for g in taken) < at_once and not queue.empty()):
-            *_, begun = queue.get()
-            if begun is None:
-                for pool in pools:
-                    pool.close()
-                return
-            taken += begun
-        try:
-            _score(taken, functions)
-            for group in taken:
-                group.functions_done.set_result(None)
-        except BaseException as error:  # a bug: raised where the rewards are needed
-            for group in taken:
-                group.functions_done.set_exception(error)
+def _run(loop: asyncio.AbstractEventLoop, pools: list[Pool]) -> None:
+    loop.run_forever()
+    for pool in pools:
+        pool.close()
 
 
-def _score(begun: list[BegunGroup], scorers: dict[str, Scorer]) -> None:
-    """Compute these rewards of the groups, and keep the results with each group."""
-    groups = [group.samples for group in begun]
-    for name, scorer in scorers.items():
-        results = iter(scorer.score(groups))
-        for group in begun:
-            group.results[name] = [next(results) for _ in group.samples]
-
-
-def _with_errors(results: list[Result], samples: list[Completion]) -> list[Result]:
-    """Return the results of one reward, with the error of each episode that failed."""
-    pairs = zip(results, samples, strict=True)
-    return [Result(error=sample.error) if sample.error else result for result, sample in pairs]
+async def _score(scorers: dict[str, Scorer], group: Group) -> dict[str, list[Result]]:
+    results = await asyncio.gather(*(scorer.score(group) for scorer in scorers.values()))
+    return dict(zip(scorers, results, strict=True))
 
 
 def read(result: Result) -> tuple[Result, dict[str, float]]:
     """Return a result with a finite float or None as its value, and the numbers that were returned
-    beside the reward as `(reward, {"name": number})`; with an error if anything of it is no finite
-    number. `feedback` is no number, but a text."""
+    beside the reward as `(reward, {"name": number})`; with an error if anything of it is no number
+    of at most LARGEST. `feedback` is no number, but a text."""
     reward = result.value
     beside: dict = {}
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], dict):
@@ -255,16 +228,17 @@ def read(result: Result) -> tuple[Result, dict[str, float]]:
     try:
         reward = None if reward is None else _number(reward)
         numbers = {str(k): _number(number) for k, number in beside.items() if k != "feedback"}
+        feedback = str(beside.get("feedback", ""))
     except Exception as error:  # of values that a user's code returned
         return Result(error=one_line(error)), {}
-    if reward is not None and not math.isfinite(reward):
+    if reward is not None and not abs(reward) <= LARGEST:
         return Result(error=f"returned {reward}"), {}
     for key, number in numbers.items():
         if key == "mean":
             return Result(error="its number 'mean' is of a name that is taken"), {}
-        if not math.isfinite(number):
+        if not abs(number) <= LARGEST:
             return Result(error=f"its number {key!r} is {number}"), {}
-    return result._replace(value=reward, feedback=str(beside.get("feedback", ""))), numbers
+    return result._replace(value=reward, feedback=feedback), numbers
 
 
 def _number(value: object) -> float:

@@ -160,7 +160,7 @@ class Remote:
             row = self.rows.pop(number)
             for sequence in chain(*(completion.sequences for completion in group)):
                 sequence.row = row
-            self.rewards.begin([group], number)  # groups with smaller numbers first
+            self.rewards.begin(number, group)
         self.mail.inbox.put(news)
 
     def _take_news_until(self, is_ready: Callable[[], bool]) -> None:

@@ -196,7 +196,7 @@ class Local:
             while self.engine.any_rank(len(groups) < len(numbers)):
                 for number, group in self.episodes.advance():
                     groups[number] = group
-                    self.rewards.begin([group], number)  # groups with smaller numbers first
+                    self.rewards.begin(number, group)
                 self.engine.measure(meter)
             self.engine.sleep()
         return [groups[number] for number in numbers]

@@ -1,15 +1,14 @@
 """The `code` rewards in a run: programs of many completions at once."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
-from multiprocessing.pool import ThreadPool
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.parallel import distributed
-from common.rewards.kinds import Scorer
 from common.rewards.result import Result
+from common.rewards.scorers import Scorer, in_thread
 from common.rewards.thoughts import Thoughts
 from extras.code.reward import fraction, passes
 from extras.code.sandbox import program
@@ -31,11 +30,14 @@ def make_scorer(function: Callable, name: str, args: SamplingArgs, thoughts: Tho
         except (ValueError, RuntimeError) as error:  # caused by bad tests or by the machine
             return Result(error=distributed.first_line(error))
 
-    def score(groups: list[Group]) -> list[Result]:
-        # The threads only wait for programs. Unlike those of `concurrent.futures`, they do not
-        # delay the end of a run.
-        with ThreadPool(args.reward_workers) as threads:
-            return threads.map(run, chain(*groups), chunksize=1)
+    free = asyncio.Semaphore(args.reward_workers)
+
+    async def score_one(sample: Completion) -> Result:
+        async with free:
+            return await in_thread(run, sample)
+
+    async def score(group: Group) -> list[Result]:
+        return await asyncio.gather(*map(score_one, group))
 
     return Scorer(score)
 

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from helpers import GSM8K, PATIENCE, ROOT, needs_gsm8k
+from helpers import GSM8K, ROOT, needs_gsm8k
 
 from common.rewards.functions import gsm8k
 from common.rewards.math_reward import math
-from tests.rewards.pools import StillClock, opened
+from tests.rewards.pools import opened
 
 # gold answer, answer, equal. Excluded cases, because math-verify is wrong about them: it ignores
 # number bases (25_8 = 25) and units (5 cm = 5 m), rounds decimals to six places (0.1234567 =
@@ -135,7 +135,7 @@ HANGING = [r"9^{9^{9^{9}}}", r"(10^8)!", r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}"]
 
 
 @pytest.mark.slow
-def test_only_answers_that_hang_in_sympy_get_no_reward(monkeypatch):
+def test_only_answers_that_hang_in_sympy_get_no_reward():
     """math-verify's time-outs are signals, which two of the three answers ignore."""
     rng, calls, rewards = random.Random(0), [], []
     for _ in range(60):
@@ -150,9 +150,8 @@ def test_only_answers_that_hang_in_sympy_get_no_reward(monkeypatch):
     hanging = {20: HANGING[0], 58: HANGING[1], 59: HANGING[2]}
     for i, answer in hanging.items():
         calls[i] = (f"so \\boxed{{{answer}}}", row("18"))
-    with opened(TARGET, 2, 10.0, start_seconds=PATIENCE, shared=True) as pool:
-        StillClock(monkeypatch, [pool], hanging)
-        results = pool.map(calls)
+    with opened(TARGET, 2, shared=True) as pool:
+        results = pool.map(calls, [2.0 if i in hanging else None for i in range(len(calls))])
     assert [i for i, r in enumerate(results) if r.timed_out] == sorted(hanging)
     assert [r.value for r in results] == [
         None if i in hanging else reward for i, reward in enumerate(rewards)
@@ -169,7 +168,7 @@ def test_errors_name_the_row_and_nothing_is_printed(capfd):
 def test_only_worker_processes_import_the_library():
     modules = "{'torch', 'sympy', 'math_verify'}"
     code = (
-        "import sys, common.rewards.math_reward, common.rewards.old_processes; "
+        "import sys, common.rewards.math_reward, common.rewards.processes; "
         f"print({modules} & sys.modules.keys())"
     )
     done = subprocess.run(

@@ -114,7 +114,7 @@ def test_model_scores_the_conversation_in_its_chat_template(asked, device, tmp_p
         args = Args(reward=names, pack_tokens=pack_tokens, max_new_tokens=64, dtype="float32")
         found[pack_tokens] = Rewards(args, rows, tokenizer, device)(groups, Meter())[1]
     parts = found[150]
-    assert list(parts) == ["model/other/hf", "model/trained/hf", "model/ours/hf"]
+    assert list(parts) == ["model", "model2", "model3"]
     for name, part_PG in parts.items():
         torch.testing.assert_close(part_PG, found[4096][name], atol=1e-5, rtol=1e-5)
     assert before == [sample.ids for group in groups for sample in group]
@@ -124,14 +124,12 @@ def test_model_scores_the_conversation_in_its_chat_template(asked, device, tmp_p
             messages = [*sample.row["prompt"], dict(role="assistant", content=sample.text)]
             whole = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
             assert theirs.decode(whole).endswith("<|im_end|>\n")
-            assert parts["model/other/hf"][i, j] == pytest.approx(
-                by_transformers(other, whole), abs=1e-4
-            )
+            assert parts["model"][i, j] == pytest.approx(by_transformers(other, whole), abs=1e-4)
             # a model of rm.py gets the same ids as in its training
-            assert parts["model/trained/hf"][i, j] == pytest.approx(
+            assert parts["model2"][i, j] == pytest.approx(
                 by_transformers(trained, whole[:-1]), abs=1e-4
             )
-            assert parts["model/ours/hf"][i, j] == pytest.approx(
+            assert parts["model3"][i, j] == pytest.approx(
                 by_transformers(ours, sample.ids), abs=1e-4
             )
 
@@ -183,9 +181,9 @@ def test_scores_do_not_depend_on_ranks(asked, main, device, tmp_path):
     main("eval", *flags, "--output_dir", tmp_path / "1")
     run(2, "eval.py", *flags, "--output_dir", tmp_path / "2")
     one, two = (json.loads((tmp_path / ranks / "results.json").read_text()) for ranks in "12")
-    assert list(one["overall"]["rewards"]) == ["f", "model/other", "model/ours", "f/long", "f/rare"]
+    assert list(one["overall"]["rewards"]) == ["f", "model", "model2", "f/long", "f/rare"]
     assert one["overall"]["rewards"]["f/rare"]["mean"] == 2
-    assert one["reward_model"] == one["overall"]["rewards"]["model/other"]
+    assert one["reward_model"] == one["overall"]["rewards"]["model"]
     for name, found in one["overall"]["rewards"].items():
         assert two["overall"]["rewards"][name] == pytest.approx(found, rel=1e-5)
 
@@ -270,23 +268,12 @@ def test_model_that_cannot_read_the_prompts_is_refused_at_start(asked, device, t
         assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("names", "short"),
-    [
-        (["gsm8k", "a/b.py:f", "model:runs/a/hf"], ["gsm8k", "f", "model"]),
-        (["model:runs/a/hf", "model:runs/b/hf/"], ["model/a/hf", "model/b/hf"]),
-        (["model:org/one", "model:org/two", "gsm8k"], ["model/one", "model/two", "gsm8k"]),
-        (
-            ["model:a/x/hf", "model:b/x/hf", "model:hf"],
-            ["model/a/x/hf", "model/b/x/hf", "model/hf"],
-        ),
-    ],
-)
-def test_model_names_are_the_shortest_unique_ones(names, short):
-    assert list(short_names(names).values()) == short
+def test_models_are_numbered_in_the_order_of_the_flag():
+    names = ["model:a/hf", "gsm8k", "judge:c", "model:b/hf", "my.py:f"]
+    assert list(short_names(names).values()) == ["model", "gsm8k", "judge", "model2", "f"]
 
 
 def test_duplicate_model_is_refused(asked, device, tmp_path):
     folder = save_classifier(tmp_path / "other")
     with pytest.raises(ValueError, match="the names must differ"):
-        Rewards(Args(reward=(f"model:{folder}", f"model:{folder}/")), asked[1], asked[0], device)
+        Rewards(Args(reward=(f"model:{folder}", f"model:{folder}")), asked[1], asked[0], device)

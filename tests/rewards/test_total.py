@@ -15,12 +15,9 @@ from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
 from common.model.scoring import score
 from common.parallel.distributed import RunError
-from common.rewards.old_processes import Pool
 from common.rewards.registry import BUILT_IN, load_reward
-from common.rewards.result import Result
 from common.rewards.total import Rewards
 from common.train.checkpoint import export_hf
-from tests.rewards.pools import StillClock
 
 # ---- several rewards at once ----
 
@@ -69,20 +66,21 @@ def test_failing_rewards_are_nan_and_limited_in_number(tmp_path):
     code = """
 def odd(completion, row):
     if completion == "raise": raise KeyError("oops")
-    return {"nan": float("nan"), "inf": 10**400, "text": "x"}.get(completion, 1.0)
+    odd = {"nan": float("nan"), "inf": 10**400, "text": "x", "large": -1e308}
+    return odd.get(completion, 1.0)
 """
     names, meter = (f"{user_file(tmp_path, code)}:odd", "format"), Meter()
-    batch = groups(["raise", "nan", "inf", "text", "fine", "#### 1"])
+    batch = groups(["raise", "nan", "inf", "text", "large", "fine", "#### 1"])
     total, parts, _ = make(names, max_errors=0.5)(batch, meter)
     assert (
         [math.isnan(x) for x in total[0]]
         == [math.isnan(x) for x in parts["odd"][0]]
-        == [True] * 4 + [False] * 2
+        == [True] * 5 + [False] * 2
     )
-    assert total[0, 4:].tolist() == [1, 2] and not parts["format"].isnan().any()
-    assert meter.reduce() == {"reward/error_fraction": 4 / 12, "reward/timeout_fraction": 0}
+    assert total[0, 5:].tolist() == [1, 2] and not parts["format"].isnan().any()
+    assert meter.reduce() == {"reward/error_fraction": 5 / 14, "reward/timeout_fraction": 0}
     with pytest.raises(
-        RunError, match=r"4 of 12 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"
+        RunError, match=r"5 of 14 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"
     ):
         make(names, max_errors=0.3)(batch, Meter())
 
@@ -157,34 +155,23 @@ def f(completions, row):
             make(names)(groups([text, ""]), Meter())
 
 
-def test_group_time_limit_is_the_sum_over_its_completions(monkeypatch, tmp_path):
-    code = (
-        "def f(completions, row):\n    while completions[0] == 'late': pass\n    return [1] * 3\n"
-    )
-    args = Args(reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=5)
-    rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
-    clock = StillClock(monkeypatch, rewards.pools, {1})
-    total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), meter)
-    assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all() and 15 < clock.ahead < 17
-    assert meter.reduce()["reward/timeout_fraction"] == 1 / 2
-
-
 @pytest.mark.slow
-def test_async_group_time_limit_is_the_sum_over_its_completions(monkeypatch, tmp_path):
-    code = """
+@pytest.mark.parametrize("start", ["def", "async def"])
+def test_group_time_limit_is_the_sum_over_its_completions(tmp_path, start):
+    wait = "await asyncio.sleep(9999)" if start == "async def" else "pass"
+    code = f"""
 import asyncio
-async def f(completions, row):
-    if completions[0] == "late": await asyncio.sleep(9999)
+{start} f(completions, row):
+    while completions[0] == 'late': {wait}
     return [1] * 3
 """
-    args = Args(
-        reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=0.7
-    )
-    rewards, results, map = Rewards(args, [ROW], None, torch.device("cpu")), [], Pool.map
-    monkeypatch.setattr(Pool, "map", lambda *arguments: results.extend(map(*arguments)) or results)
-    total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), Meter())
+    args = Args(reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=1)
+    rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
+    total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), meter)
     assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all()
-    assert results[1] == Result(error="no answer within 2.1 s", timed_out=True)
+    assert meter.reduce()["reward/timeout_fraction"] == 1 / 2
+    with pytest.raises(RunError, match="the first: f on rows.jsonl:1: no answer within 3 s"):
+        rewards(groups(["late", "", ""]), Meter())
 
 
 def test_async_group_function_returns_rewards(tmp_path):
@@ -317,14 +304,14 @@ def test_row_selects_its_reward():
 
 
 @pytest.mark.slow
-def test_math_timeout_is_wrong_and_unparsable_gold_answer_is_an_error(monkeypatch):
+def test_math_timeout_is_wrong_and_unparsable_gold_answer_is_an_error():
     rows = [dict(answer="2", _source="a:1"), dict(answer="?", _source="a:2")]
     batch = [
         [Completion([0], [True], text=text, row=row) for text in (r"\boxed{2}", r"\boxed{9^{9^9}}")]
         for row in rows
     ]
-    rewards, meter = make(("math",), max_errors=0.5, rows=rows), Meter()
-    StillClock(monkeypatch, rewards.pools, {1})
+    args = Args(reward=("math",), max_reward_errors=0.5, reward_timeout=3, reward_workers=2)
+    rewards, meter = Rewards(args, rows, None, torch.device("cpu")), Meter()
     total, _, _ = rewards(batch, meter)
     assert total[0].tolist() == [1, 0] and total[1].isnan().all()
     assert meter.reduce() == {"reward/error_fraction": 0.5, "reward/timeout_fraction": 0.25}
@@ -344,26 +331,31 @@ def test_environment_rewards_and_errors_are_counted():
     assert meter.reduce()["reward/error_fraction"] == 2 / 6
 
 
+def test_failed_episode_counts_in_the_rewards_of_its_row_only():
+    rows = [dict(reward=name, answer="1", _source="a:1") for name in ("gsm8k", "exact_match")]
+    batch = [[Completion([0], [True], text=t, row=row) for t in "12"] for row in rows]
+    batch[0][1].error = batch[1][1].error = "the agent died"
+    rewards, meter = make(("by_row",), rows=rows, max_errors=0.5), Meter()
+    rewards(batch, meter)
+    assert meter.reduce()["reward/error_fraction"] == 2 / 4
+
+
 def test_rank_without_groups_returns_empty_rewards():
     total, parts, _ = make(("gsm8k",))([], Meter())
     assert total.numel() == 0 and parts["gsm8k"].numel() == 0
 
 
 def test_bad_names_are_refused(tmp_path):
-    (tmp_path / "rm").mkdir()
-    (tmp_path / "rm/config.json").write_text("{}")
     file = user_file(tmp_path, "x = 1\n")
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
     for name, what in (
         ("gsm9k", "unknown; did you mean gsm8k?"),
-        ("my.py", "unknown; name the function: my.py:..."),
+        ("GSM8K", "unknown; did you mean gsm8k?"),
         ("xyz", f"unknown; there are {', '.join(BUILT_IN)}, by_row, environment"),
         (f"{tmp_path}/none.py:f", "no file"),
         (f"{tmp_path}/mine:x", rf"no file .*; did you mean {file}:x\?"),
-        (f"{tmp_path}/mine", f"unknown; name the function: {file}:..."),
-        (f"{tmp_path}/mine.x", rf"unknown; did you mean {file}:x\?"),
-        (f"{tmp_path}/rm", f"unknown; did you mean model:{tmp_path}/rm"),
+        (f"{tmp_path}/mine.py", r"unknown; there are .*, path/to/file.py:function, model:PATH"),
         (f"{file}:f", "has no function f"),
         (f"{file}:x", "has no function x"),
         (f"{broken}:f", "fails to import"),
@@ -385,7 +377,8 @@ def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
     ids = [[5, 6, 7, 9], [5, 6, 8], [9, 9, 9, 9, 9], [4, 3]]
     samples = [Completion(ids=i, loss_mask=[True] * len(i), text="#### 18", row=ROW) for i in ids]
     rewards = Rewards(args, [ROW], tokenizer, device)
-    rewards.begin([samples[2:]])
+    rewards.begin(7, samples[2:])
+    rewards.ask_models([samples[2:]])
     total_PG, parts, _ = rewards([samples[:2], samples[2:]], Meter())
     alone = torch.tensor([score(model, [[i]], 100)[0] for i in ids]).reshape(2, 2)
     torch.testing.assert_close(parts["model"].float(), alone)

@@ -2,11 +2,9 @@
 crash, print, fork."""
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -59,12 +57,6 @@ def say(text):
     sys.stdout.buffer.write(b"bytes" * 1000)
     os.write(1, b"directly")
     return sys.stdin.read()
-
-
-def flood(line):
-    for _ in range(3 * 2**20 // len(line)):
-        os.write(1, line)
-    subprocess.run(["echo", "far"])
 
 
 def spawn():
@@ -144,14 +136,6 @@ def close_all():
     return 1
 
 
-def scribble():
-    """Write an answer to a question that was not asked."""
-    for descriptor in range(3, 64):
-        with contextlib.suppress(OSError):
-            os.write(descriptor, struct.pack("!qQ", 999, 0))
-    return 1
-
-
 def alarm(pid):
     os.kill(pid, signal.SIGALRM)
     time.sleep(9999)
@@ -205,8 +189,8 @@ async def wait(seconds=0.0, how="sleep", what=None):
         if how == "block":
             began(what)
             time.sleep(9999)
-        if how == "spawn":
-            return spawn()
+        if how == "kill":
+            kill()
         if how == "stop":
             asyncio.get_running_loop().stop()
         if how == "own":
@@ -224,7 +208,3 @@ async def wait(seconds=0.0, how="sleep", what=None):
         return seconds, most, len(loops), os.getpid()
     finally:
         running -= 1
-
-
-async def refuse_async():
-    raise Refuses

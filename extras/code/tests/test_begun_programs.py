@@ -28,15 +28,15 @@ from tests.rewards.test_begun_rewards import ROW, descendants, groups, make, unt
 programs = make(("code",), rows=[ROW | dict(tests=["assert f()"])])
 batch = groups(*[["while True: pass"]] * 9)
 for (sample,) in batch: sample.row = dict(_source="a:1", tests=["assert f()"])
-programs.begin(batch)
+for number, group in enumerate(batch): programs.begin(number, group)
 until(lambda: descendants(os.getpid()))
 rows = [ROW | dict(tests=["assert f()"])]
 functions = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r}, "code"), rows=rows)
 batch = groups(*[["late"]] * 9)
 for (sample,) in batch: sample.row = dict(here={str(began)!r}, open="nowhere", tests=["assert f()"])
-functions.begin(batch)
+for number, group in enumerate(batch): functions.begin(number, group)
 until(lambda: os.path.exists({str(began)!r}))
-assert functions.pools[0].server.process.pid in descendants(os.getpid())
+assert functions.scorers['at_gate'].pool.server.process.pid in descendants(os.getpid())
 print(*descendants(os.getpid()), flush=True)
 raise SystemExit(3)
 """

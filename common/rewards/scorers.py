@@ -1,0 +1,138 @@
+"""The kinds of rewards, and how each is computed for the completions of a prompt.
+
+A scorer runs in the event loop of `Rewards`, beside those of other prompts: built-in functions are
+called there, `math` and a user's functions in processes. A built-in function may have a
+`make_scorer` of its own."""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from common.config.online import SamplingArgs
+from common.data.sample import Group
+from common.rewards.functions import Reward
+from common.rewards.processes import Pool
+from common.rewards.registry import load_reward, require_usable_rows
+from common.rewards.result import Result
+from common.rewards.thoughts import Thoughts
+from common.rewards.user_code import reward_form
+
+
+class Scorer(NamedTuple):
+    """One reward of `--reward` that needs no other rank."""
+
+    score: Callable[[Group], Awaitable[list[Result]]]
+    """a result for each completion of a prompt; its value is not checked yet"""
+    pool: Pool | None = None
+    """processes in which it runs; the caller closes them"""
+
+
+def make_scorer(name: str, rows: list[dict], args: SamplingArgs, thoughts: Thoughts) -> Scorer:
+    """Return the scorer of a reward that is not a model. Raises `ValueError` for an unknown name
+    and for rows that the reward cannot use."""
+    if name == "environment":
+        return Scorer(of_environment)
+    function = load_reward(name)
+    require_usable_rows(name, function, rows)
+    if hasattr(function, "make_scorer"):
+        return function.make_scorer(name, args, thoughts)
+    if name == "math":
+        return of_math(args, thoughts)
+    if ":" in name:
+        return of_user(name, function, list(rows[0]) if rows else [], args)
+    return of_built_in(function, thoughts)
+
+
+async def of_environment(group: Group) -> list[Result]:
+    return [
+        Result(error=sample.error)
+        if sample.error
+        else Result(sum(reward for _, reward in sample.turn_rewards))
+        for sample in group
+    ]
+
+
+def of_built_in(function: Reward, thoughts: Thoughts) -> Scorer:
+    """A function that takes microseconds, of the text that `thoughts` selects for it."""
+
+    async def score(group: Group) -> list[Result]:
+        return [Result(function(thoughts.read_by(function, each), each.row)) for each in group]
+
+    return Scorer(score)
+
+
+def of_math(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
+    """An answer that exceeds the time or memory limit is wrong and not an error: otherwise it would
+    go unpunished. Only a gold answer that cannot be parsed is an error."""
+    target = "common.rewards.math_reward:math"
+    pool = Pool(target, args.reward_workers, args.reward_timeout, shared=True)
+
+    async def score_one(sample) -> Result:
+        result = await pool.call(thoughts.answer(sample), sample.row)
+        if result.error is None or result.error.startswith("ValueError: "):
+            return result
+        return result._replace(value=0.0, error=None)
+
+    async def score(group: Group) -> list[Result]:
+        return await asyncio.gather(*map(score_one, group))
+
+    return Scorer(score, pool)
+
+
+def of_user(name: str, function: Callable, columns: list[str], args: SamplingArgs) -> Scorer:
+    """A user's function, of all text of a completion or, if it takes `completions`, of a group. A
+    call for a group has the time limit times the number of its completions."""
+    of_group, with_ids = reward_form(name, function, columns)
+    is_async = inspect.iscoroutinefunction(function)
+    pool = Pool(name, args.reward_workers, args.reward_timeout, is_async=is_async)
+
+    async def score_samples(group: Group) -> list[Result]:
+        calls = [(s.text, s.row, s.completion_ids)[: 2 + with_ids] for s in group]
+        return await asyncio.gather(*(pool.call(*call) for call in calls))
+
+    async def score_group(group: Group) -> list[Result]:
+        texts = [sample.text for sample in group]
+        ids = [sample.completion_ids for sample in group]
+        call = (texts, group[0].row, ids)[: 2 + with_ids]
+        result = await pool.call(*call, seconds=len(group) * pool.seconds)
+        values = result.value
+        if result.error is not None:
+            return [result] * len(group)
+        if not isinstance(values, list | tuple):
+            returned = f"{type(values).__name__}, not a list,"
+        elif len(values) != len(group):
+            returned = f"{len(values)} values"
+        else:
+            return [Result(value) for value in values]
+        return [Result(error=f"returned {returned} for {len(group)} completions")] * len(group)
+
+    return Scorer(score_group if of_group else score_samples, pool)
+
+
+def for_rows_of(name: str, scorer: Scorer) -> Scorer:
+    """With by_row: the scorer for the rows whose column `reward` is `name`. The others get empty
+    results."""
+
+    async def score(group: Group) -> list[Result]:
+        applies = group[0].row["reward"] == name
+        return await scorer.score(group) if applies else [Result()] * len(group)
+
+    return scorer._replace(score=score)
+
+
+async def in_thread(function: Callable, *arguments: object) -> object:
+    """Return what a function returns that waits for something. Unlike `asyncio.to_thread` it does
+    not delay the end of a run."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)
