@@ -88,7 +88,6 @@ class Rewards:
         self.names = list(weights)
         self.weights = torch.tensor(list(weights.values()), dtype=torch.float64)
         self.begun: dict[int, Future] = {}  # by prompt number
-        self.judged: dict[int, dict[str, list[Result]]] = {}  # results of models by prompt number
         self.loop = asyncio.new_event_loop()
         pools = [scorer.pool for scorer in self.scorers.values() if scorer.pool]
         # A daemon: a run that is stopped does not wait for rewards.
@@ -106,22 +105,6 @@ class Rewards:
     def _start(self, group: Group) -> Future:
         return asyncio.run_coroutine_threadsafe(_score(self.scorers, group), self.loop)
 
-    def ask_models(self, groups: list[Group]) -> None:
-        """Call the reward models for those of the groups, begun before, that they have not seen,
-        and keep the results until `self` is called with them. Collective; a rank may have no
-        groups."""
-        new = [group for group in groups if group[0].number not in self.judged]
-        for group, results in zip(new, self._ask(new), strict=True):
-            self.judged[group[0].number] = results
-
-    def _ask(self, groups: list[Group]) -> list[dict[str, list[Result]]]:
-        of_groups: list[dict[str, list[Result]]] = [{} for _ in groups]
-        for name, model in self.models.items():
-            results = iter(model(groups))
-            for group, of_group in zip(groups, of_groups, strict=True):
-                of_group[name] = [next(results) for _ in group]
-        return of_groups
-
     def __call__(self, groups: list[Group], meter: Meter) -> Scored:
         """Return the rewards of the groups. In the sum, rewards that do not apply count nothing; a
         sample with a reward that could not be computed, or with none that applies, has no reward,
@@ -130,21 +113,19 @@ class Rewards:
         The numbers beside the rewards are averaged in the meter too. Raises `RunError` when more
         than `--max_reward_errors` of the rewards of all ranks could not be computed."""
         begun = [self.begun.pop(group[0].number, None) or self._start(group) for group in groups]
-        judged = [self.judged.pop(group[0].number, None) for group in groups]
-        new = [group for group, results in zip(groups, judged, strict=True) if results is None]
-        asked = iter(self._ask(new))  # while the thread computes the others
-        pairs = zip(begun, judged, strict=True)
-        computed = [future.result() | (of_models or next(asked)) for future, of_models in pairs]
+        found = {name: model(groups) for name, model in self.models.items()}
+        computed = [future.result() for future in begun]  # waits
+        for name in self.scorers:
+            found[name] = list(chain(*(of_group[name] for of_group in computed)))
 
         samples = list(chain(*groups))
         shape = (len(groups), len(groups[0]) if groups else 1)
         results: dict[str, list[Result]] = {}
         numbers: dict[str, Tensor] = {}
         for name in self.names:
-            read_results = map(read, chain(*(of_group[name] for of_group in computed)))
             results[name] = []
             beside: list[dict[str, float]] = []
-            for sample, (result, of_sample) in zip(samples, read_results, strict=True):
+            for sample, (result, of_sample) in zip(samples, map(read, found[name]), strict=True):
                 results[name].append(self._with_error(name, sample, result))
                 beside.append(of_sample)
                 sample.feedback = result.feedback or sample.feedback

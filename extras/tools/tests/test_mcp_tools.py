@@ -1,6 +1,7 @@
 """MCP servers as tools: schemas and results reach the model, a server that hangs or dies costs one
 call, and no server outlives its episode."""
 
+import asyncio
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 from helpers import PATIENCE, ROOT
 
-from common.rewards.old_processes import ForkServer, Process, wait
+from common.rewards.processes import ForkServer, Process
 from extras.tools.mcp_tools import Server, mcp_source
 from extras.tools.sources import ToolError
 
@@ -160,19 +161,13 @@ def test_server_of_the_page(tmp_path):
 class Episode:
     """Process of an episode that has begun."""
 
-    def __init__(self, server: ForkServer, schemas: list[dict]):
+    def __init__(self, server: ForkServer, loop: asyncio.Runner, schemas: list[dict]):
         self.process = Process(server)
-        self.number = 0
+        self.loop = loop
         assert self.ask("begin", dict(tools=schemas)).error is None
 
     def ask(self, method, *arguments, seconds=PATIENCE):
-        self.number += 1
-        self.process.ask(self.number, method, arguments, seconds)
-        while True:
-            wait([self.process])
-            for number, result in self.process.answers():
-                assert number == self.number
-                return result
+        return self.loop.run(self.process.call(method, *arguments, seconds=seconds))
 
 
 @contextmanager
@@ -183,7 +178,8 @@ def episodes(spec: str, count: int):
     target = "extras.tools.toolbox:load_toolbox"
     server = ForkServer(target, shared=True, argument=settings)
     try:
-        yield [Episode(server, schemas) for _ in range(count)]
+        with asyncio.Runner() as loop:
+            yield [Episode(server, loop, schemas) for _ in range(count)]
     finally:
         server.close()
 
