@@ -70,6 +70,9 @@ class CompletionArgs:
     """completions sampled for each prompt (G)"""
     max_new_tokens: Positive[int] = 256
     """maximum length of a completion, in tokens"""
+    thinking_budget: Annotated[Positive[int] | None, Needs(agent=None), Needs(stop=None)] = None
+    """maximum tokens of a thought, in a turn: then the mark that ends thoughts is appended, without
+    loss, and the model goes on with its answer; default: no limit"""
     temperature: Positive[float] = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     stop_token_ids: Several[NotNegative[int]] = ()

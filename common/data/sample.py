@@ -103,14 +103,18 @@ class Completion(Sample):
     def sequences(self) -> "list[Completion]":
         return [self, *self.branches]
 
-    def append_reply(self, ids: list[int]) -> None:
-        """Append tokens that were not sampled, and begin the turn of the model after them."""
+    def append_forced(self, ids: list[int]) -> None:
+        """Append tokens that were not sampled."""
         self.ids += ids
         self.loss_mask += [False] * len(ids)
         self.rollout_logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
-        self.turns += 1
         self.finish_reason = ""
+
+    def append_reply(self, ids: list[int]) -> None:
+        """Append tokens that were not sampled, and begin the turn of the model after them."""
+        self.append_forced(ids)
+        self.turns += 1
 
     def rewards_before_last_turn(self) -> list[float]:
         """Return, for each of `ids`, the environment's reward for the turn that ends there; 0 for

@@ -43,13 +43,18 @@ def answer_of(
     return "" if re.search(start, answer) else answer
 
 
-def marks_of(template: str) -> tuple[str, str]:
-    """Return the start and the end of a thought as regular expressions: those that a chat template
-    contains, and those of <think>, which a prompt may ask for."""
+def pairs_of_marks(template: str) -> list[tuple[str, str]]:
+    """Return the start and the end of each kind of thought as regular expressions: those that a
+    chat template contains, and those of <think>, which a prompt may ask for."""
     names = {"think", *TAG.findall(template)}
     pairs = [(re.escape(f"<{name}>"), re.escape(f"</{name}>")) for name in sorted(names)]
-    pairs += [pair for pair in OTHERS if any(re.search(mark, template) for mark in pair)]
-    return "|".join(start for start, _ in pairs), "|".join(end for _, end in pairs)
+    return pairs + [pair for pair in OTHERS if any(re.search(mark, template) for mark in pair)]
+
+
+def marks_of(template: str) -> tuple[str, str]:
+    """Return the start and the end of any kind of thought as regular expressions."""
+    starts, ends = zip(*pairs_of_marks(template), strict=True)
+    return "|".join(starts), "|".join(ends)
 
 
 def template_text(tokenizer) -> str:

@@ -185,13 +185,17 @@ class Engine:
         completion.rollout_logprobs += turn.logprobs
         completion.versions += turn.versions
         completion.finish_reason = turn.finish_reason
-        text = self._text(turn.ids)
-        stops = [text.index(string) for string in self.args.stop if string in text]
-        completion.text = text[: min(stops, default=None)]
+        completion.text = self.text_of(turn.ids)
 
     def has_stop_string(self, ids: list[int]) -> bool:
         text = self._text(ids)
         return any(string in text for string in self.args.stop)
+
+    def text_of(self, turn: list[int]) -> str:
+        """Decode a turn up to its first stop string."""
+        text = self._text(turn)
+        stops = [text.index(string) for string in self.args.stop if string in text]
+        return text[: min(stops, default=None)]
 
     def _text(self, ids: list[int]) -> str:
         """Decode a turn, with special tokens such as <think> or <answer>, which a reward or an

@@ -6,12 +6,14 @@ and a prompt is complete when its last completion has ended."""
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
 from common.rollout.partner import partner_of
+from common.rollout.thinking import ThinkingBudget
 
 WAIT = 0.02  # seconds that a round waits for a request while nothing is sampled
 
@@ -57,6 +59,10 @@ class Episodes:
         partner = partner_of(args)
         self.partner = None if partner is None else partner(args, engine)
         self.prompts: dict[int, asyncio.Task[Group]] = {}  # in flight, by number
+        self.sample = engine.sample
+        if args.thinking_budget is not None:
+            budget = ThinkingBudget(args.thinking_budget, engine.tokenizer)
+            self.sample = partial(budget.sample, engine)
 
     def add(self, prompt: PromptRequest) -> None:
         """Begin the completions of a prompt."""
@@ -119,13 +125,13 @@ class Episodes:
         completion.row = row_for_engine(prompt.row)
         room = self.args.max_new_tokens
         if self.partner is None:
-            await self.engine.sample(prompt.turn(completion, index, 0, room))
+            await self.sample(prompt.turn(completion, index, 0, room))
             return completion
         episode = self.partner.begin(prompt.row)
         try:
             while True:
                 turn = completion.turns - 1
-                await self.engine.sample(prompt.turn(completion, index, turn, room))
+                await self.sample(prompt.turn(completion, index, turn, room))
                 if completion.finish_reason == "length":
                     break
                 answer = await episode.answer(completion)
