@@ -53,12 +53,10 @@ def load_user_file(flag: str, spec: str, path: str, name: str = "") -> ModuleTyp
 
 
 def load_agent(spec: str) -> Callable:
-    """Return the function of `--agent`. Raises `ValueError` if it is no agent, or if a package of
-    the endpoint is missing."""
-    missing = [name for name in ("uvicorn", "starlette") if not importlib.util.find_spec(name)]
-    if missing:
-        problem = f"needs {' and '.join(missing)}; pip install {' '.join(missing)}"
-        raise ValueError(f"--agent {spec}: {problem}")
+    """Return the function of `--agent`. Raises `ValueError` if it is no agent, or if the package
+    of the endpoint is missing."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ValueError(f"--agent {spec}: needs aiohttp; pip install aiohttp")
     if ":" not in spec:
         raise ValueError(f"--agent {spec}: name the function: path/to/file.py:function")
     function = load_callable("--agent", spec)

@@ -4,9 +4,9 @@ A request that continues a conversation as it was served gets the ids of this co
 of the new messages; nothing is tokenised twice. Any other request begins a branch, a sequence of
 its own. The sampled ids of all branches are trained.
 
-An agent runs in a process of its own (common/rewards/processes.py), the endpoint in a thread
-(endpoint.py). The coroutines of this module run beside the engine (common/rollout/episodes.py): one
-for each agent and one for each of its requests."""
+An agent runs in a process of its own (common/rewards/processes.py). Everything else runs beside the
+engine (common/rollout/episodes.py): a coroutine for each agent, and one for each request to the
+endpoint (endpoint.py)."""
 
 import asyncio
 import copy
@@ -26,11 +26,10 @@ from common.rewards.result import Result
 from common.rewards.thoughts import TAIL
 from common.rewards.total import read
 from common.rewards.user_code import load_agent
-from common.rewards.worker import one_line
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.environments import GRACE, allow_files, last_token
 from common.rollout.episodes import PromptRequest
-from extras.agents.endpoint import MODEL, OVER, Endpoint, Refusal
+from extras.agents.endpoint import MODEL, Endpoint, Refusal
 from extras.agents.requests import (
     SOURCE,
     continues,
@@ -43,6 +42,7 @@ from extras.agents.requests import (
 from extras.tools.parser import Parser, make_parser
 
 STARTING = 4 * (os.cpu_count() or 1)  # agents at a time before their first request: they use CPU
+OVER = "api_key: its episode is over"
 
 
 @dataclass(eq=False)
@@ -62,13 +62,12 @@ class Agent:
 
     prompt: PromptRequest
     index: int
-    token: str
     process: Process
     asked: asyncio.Future
     """done with the first request"""
     branches: list[Branch] = field(default_factory=list)
     sampling: set[asyncio.Task] = field(default_factory=set)
-    """requests whose turns the engine has"""
+    """turns that the engine has"""
     requests: int = 0
     calls: int = 0
     at_limit: bool = False
@@ -90,12 +89,13 @@ class Agents:
         self.engine = engine
         self.encoder = Encoder(engine.tokenizer, args)
         self.room = context_length(engine.path, args) - args.max_new_tokens  # for a prompt
-        self.endpoint = Endpoint(self.serve)
+        self.agents: dict[str, Agent] = {}  # that play, by key
+        self.endpoint = Endpoint(self.serve, self.agents)
+        self.serving: asyncio.Task | None = None  # from the first episode on
         self.server = ForkServer(args.agent, shared=True, grace=GRACE)
         allow_files()
         self.slots = asyncio.Semaphore(SLOTS)
         self.starting = asyncio.Semaphore(STARTING)
-        self.agents: dict[str, Agent] = {}  # by token
         self.parser: Parser | None = None  # of calls; made when needed
         if args.tool_parser is not None:
             self.parser = make_parser(engine.tokenizer, args)
@@ -104,13 +104,12 @@ class Agents:
     async def play(self, prompt: PromptRequest, index: int) -> Completion:
         """Play an episode and return a completion with branches of what its agent was served."""
         loop = asyncio.get_running_loop()
-        self.endpoint.loop = loop
+        self.serving = self.serving or loop.create_task(self.endpoint.run())
         async with self.slots:
-            token = f"{prompt.number}-{index}-{secrets.token_urlsafe()}"
-            agent = Agent(prompt, index, token, Process(self.server), loop.create_future())
-            self.agents[token] = agent
-            self.endpoint.tokens.add(token)
-            arguments = (prompt.row, self.endpoint.url, token)
+            key = f"{prompt.number}-{index}-{secrets.token_urlsafe()}"
+            agent = Agent(prompt, index, Process(self.server), loop.create_future())
+            self.agents[key] = agent
+            arguments = (prompt.row, self.endpoint.url, key)
             seconds = self.args.answer_seconds
             try:
                 async with self.starting:
@@ -118,19 +117,18 @@ class Agents:
                     await asyncio.wait((call, agent.asked), return_when=asyncio.FIRST_COMPLETED)
                 agent.result = await call
                 agent.died = agent.process.closed
-                while agent.sampling:
-                    await asyncio.wait(agent.sampling)
             finally:
-                self.endpoint.tokens.remove(token)
-                del self.agents[token]
+                del self.agents[key]
                 agent.process.close()
+            while agent.sampling:
+                await asyncio.wait(agent.sampling)
         return self._completion(agent)
 
-    async def serve(self, token: str, body: dict) -> dict:
+    async def serve(self, key: str, body: dict) -> dict:
         """Return the answer to a request, a sampled turn. Raises `Refusal`."""
-        agent = self.agents.get(token)
-        if agent is None or agent.result is not None:
-            raise OVER
+        agent = self.agents.get(key)
+        if agent is None:  # it has ended while it sent the request
+            raise Refusal(OVER, 401)
         if not agent.asked.done():
             agent.asked.set_result(None)
         try:
@@ -139,13 +137,12 @@ class Agents:
             agent.at_limit = refusal.code is not None
             raise
         number = agent.requests
-        agent.sampling.add(asyncio.current_task())
-        try:
-            await self.engine.sample(request)
-        finally:
-            agent.sampling.remove(asyncio.current_task())
+        turn = asyncio.create_task(self.engine.sample(request))
+        agent.sampling.add(turn)
+        turn.add_done_callback(agent.sampling.discard)
+        await turn
         if agent.result is not None:
-            raise OVER
+            raise Refusal(OVER, 401)
         return self._answer(agent, number, request, branch, messages)
 
     def _answer(
@@ -201,7 +198,6 @@ class Agents:
             completion.turn_rewards = [(len(completion.ids) - 1, result.value)]
         elif "environment" in self.args.reward and not agent.at_limit:
             completion.error = "the agent returned None; --reward environment needs a number"
-
         return completion
 
     def close(self) -> None:
@@ -225,15 +221,10 @@ class Agents:
         agent.at_limit = False
         if number >= self.args.max_turns:
             raise Refusal(f"--max_turns {number}: no more requests", code="max_turns_exceeded")
-        try:
-            self._report(ignored_parameters(body, self.args.temperature))
-            limit = limit_of(body, self.args.max_new_tokens)
-            messages = messages_of(body)
-            branch, completion = self._branch(agent, messages, tools_of(body))
-        except Refusal:
-            raise
-        except Exception as error:  # the request comes from the user's code
-            raise Refusal(one_line(error)) from error
+        self._report(ignored_parameters(body, self.args.temperature))
+        limit = limit_of(body, self.args.max_new_tokens)
+        messages = messages_of(body)
+        branch, completion = self._branch(agent, messages, tools_of(body))
         room = self.args.max_new_tokens - len(completion.completion_ids)
         branch.history = []
         request = agent.prompt.turn(completion, agent.index, number, min(room, limit))

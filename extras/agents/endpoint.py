@@ -1,22 +1,23 @@
-"""The endpoint of `--agent`: chat completions over HTTP, on this machine only, in a thread.
+"""The endpoint of `--agent`: chat completions over HTTP, on this machine only.
 
-The thread checks tokens and reads JSON. Everything else happens in the thread that has the engine,
-in a coroutine for each request (agents.py)."""
+It runs in the event loop of the episodes: the handler of a request is the coroutine that awaits its
+turn from the engine."""
 
 import asyncio
 import json
+import logging
 import socket
-import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from aiohttp import web
 
-LARGEST = 1 << 24  # bytes of a request
+from common.rewards.worker import one_line
+
+LARGEST = 1 << 22  # bytes of a request
+STRANGERS = 1024  # connections that have sent no key yet
+LOOKS = 10  # seconds for a connection to send one
 MODEL = "policy"
+QUIET = logging.Logger(__name__, logging.CRITICAL)  # a client may send anything
 
 
 class Refusal(ValueError):
@@ -30,75 +31,88 @@ class Refusal(ValueError):
         self.body = dict(error=dict(message=message, type=kind, param=None, code=code))
 
 
-OVER = Refusal("api_key: its episode is over", 401)
+class Closed(asyncio.Protocol):
+    """A connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 class Endpoint:
     """HTTP server on a free port of 127.0.0.1."""
 
-    def __init__(self, serve: Callable[[str, dict], Awaitable[dict]]) -> None:
-        """`serve(token, body)` returns the answer to a request, or raises `Refusal`. It runs in
-        `loop`, which must be set."""
+    def __init__(self, serve: Callable[[str, dict], Awaitable[dict]], keys: Container[str]):
+        """`serve(key, body)` returns the answer to a request, or raises `Refusal`. `keys`: those of
+        the episodes that are played."""
         self.serve = serve
-        self.loop: asyncio.AbstractEventLoop
-        self.tokens: set[str] = set()  # of the episodes that are played
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        routes = [
-            Route("/v1/chat/completions", self._complete, methods=["POST"]),
-            Route("/v1/models", self._models),
-        ]
-        app = Starlette(routes=routes)
-        config = uvicorn.Config(
-            app, loop="asyncio", ws="none", lifespan="off", log_config=None, access_log=False,
-            timeout_keep_alive=3600,  # a client fails if its connection closes as it sends
-        )  # fmt: skip
-        self.server = uvicorn.Server(config)
-        sockets = dict(sockets=[listener])
-        self.thread = threading.Thread(target=self.server.run, kwargs=sockets, daemon=True)
-        self.thread.start()
+        self.keys = keys
+        self.strangers: dict[asyncio.BaseProtocol, int] = {}  # connections -> looks at them
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
+
+    async def run(self) -> None:
+        """Serve until this is cancelled."""
+        loop = asyncio.get_running_loop()
+
+        def request_of(*parts: object) -> web.BaseRequest:
+            return web.BaseRequest(*parts, loop, client_max_size=LARGEST)
+
+        self.server = web.Server(
+            self._answer, request_factory=request_of, logger=QUIET, access_log=None
+        )
+        listening = await loop.create_server(self._connect, sock=self.listener, backlog=1024)
+        try:
+            while True:
+                await asyncio.sleep(1)
+                for connection, looks in [*self.strangers.items()]:
+                    self.strangers[connection] += 1
+                    if looks == LOOKS:
+                        del self.strangers[connection]
+                        connection.force_close()
+        finally:
+            listening.close()
+            await self.server.shutdown(0)
 
     def close(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(1.0)
-        self.server.force_exit = True  # without waiting for the last connections
-        self.thread.join()
+        self.listener.close()
 
-    async def _complete(self, request: Request) -> Response:
+    def _connect(self) -> asyncio.BaseProtocol:
+        if len(self.strangers) == STRANGERS:
+            return Closed()
+        connection = self.server()
+        self.strangers[connection] = 0
+        return connection
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
         try:
-            token, body = self._token(request), await _body(request)
-            serving = asyncio.run_coroutine_threadsafe(self.serve(token, body), self.loop)
-            answer = await asyncio.wrap_future(serving)
-        except Refusal as refusal:
-            return JSONResponse(refusal.body, refusal.status)
-        except asyncio.CancelledError:
-            return JSONResponse(OVER.body, OVER.status)
-        if body.get("stream"):
-            events = _events(answer, body.get("stream_options"))
-            return StreamingResponse(events, media_type="text/event-stream")
-        return JSONResponse(answer)
+            return await self._respond(request)
+        except Refusal as refused:
+            refusal = refused
+        except web.HTTPRequestEntityTooLarge:
+            refusal = Refusal(f"the request has more than {LARGEST} bytes", 413)
+        except Exception as error:  # the request comes from the user's code
+            refusal = Refusal(one_line(error))
+        return web.json_response(refusal.body, status=refusal.status)
 
-    async def _models(self, request: Request) -> Response:
-        try:
-            self._token(request)
-        except Refusal as refusal:
-            return JSONResponse(refusal.body, refusal.status)
-        return JSONResponse(dict(object="list", data=[dict(id=MODEL, object="model")]))
-
-    def _token(self, request: Request) -> str:
-        """Return the token of a request. Raises `Refusal` unless its episode is played."""
-        token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if token not in self.tokens:
+    async def _respond(self, request: web.BaseRequest) -> web.Response:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if key not in self.keys:
             raise Refusal("api_key: not that of an episode that is played", 401)
-        return token
+        self.strangers.pop(request.protocol, None)
+        match request.method, request.path:
+            case "GET", "/v1/models":
+                return web.json_response(dict(object="list", data=[dict(id=MODEL, object="model")]))
+            case "POST", "/v1/chat/completions":
+                body = _object_of(await request.read())
+                answer = await self.serve(key, body)
+                if not body.get("stream"):
+                    return web.json_response(answer)
+                events = "".join(_events(answer, body.get("stream_options")))
+                return web.Response(text=events, content_type="text/event-stream")
+        raise Refusal(f"{request.method} {request.path}: there is no such page", 404)
 
 
-async def _body(request: Request) -> dict:
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > LARGEST:
-            raise Refusal(f"the request has more than {LARGEST} bytes", 413)
+def _object_of(data: bytes) -> dict:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

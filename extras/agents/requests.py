@@ -68,7 +68,7 @@ def limit_of(body: dict, most: int) -> int:
     """Return the maximum length of a turn: that of the request, or `most`."""
     limits = (body.get("max_completion_tokens"), body.get("max_tokens"), most)
     limit = next(limit for limit in limits if limit is not None)
-    if not isinstance(limit, int) or limit < 1:
+    if type(limit) is not int or limit < 1:
         raise Refusal(f"max_tokens {limit!r:.50}: must be a positive integer")
     return limit
 

@@ -25,7 +25,7 @@ from common.rollout.engine import Request, Turn
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
-from extras.agents.endpoint import Refusal
+from extras.agents.endpoint import Closed, Refusal
 from extras.agents.requests import ignored_parameters, messages_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -386,8 +386,86 @@ def test_bad_agents_cost_an_episode(play, synced, tmp_path, device):
     assert "invented" in synced.tokenizer.decode(invented.prompt_ids)
     url, token = (tmp_path / "key").read_text().split()
     headers = dict(authorization=f"Bearer {token}")
-    late = httpx.post(f"{url}/chat/completions", headers=headers, json=dict(messages=[]))
+
+    async def late():
+        async with httpx.AsyncClient(headers=headers, verify=False) as client:
+            return await client.post(f"{url}/chat/completions", json=dict(messages=[]))
+
+    late = bad.episodes.loop.run_until_complete(late())
     assert late.status_code == 401
+
+
+HOSTILE = (
+    CLIENT
+    + """
+import socket
+from urllib.parse import urlsplit
+
+async def play(row, base_url, api_key):
+    address = urlsplit(base_url)
+    place = address.hostname, address.port
+    host = f"host: {address.netloc}\\r\\n"
+    key = host + f"authorization: Bearer {api_key}\\r\\n"
+
+    async def send(text, wait=True):
+        reader, writer = await asyncio.open_connection(*place)
+        writer.write(text.encode("latin-1"))
+        return (await reader.read(9999)).decode() if wait else writer
+
+    def post(body, head=key):
+        length = f"content-length: {len(body)}\\r\\n\\r\\n"
+        return send("POST /v1/chat/completions HTTP/1.1\\r\\n" + head + length + body)
+
+    for line in ("garbage\\r\\n\\r\\n", "GET\\r\\n\\r\\n", "\\x16\\x03\\x01\\r\\n\\r\\n"):
+        assert "HTTP/1" in await send(line)
+    said = '{"messages": [{"role": "user", "content": "a"}]'
+    assert " 401 " in await post(said + "}", host)
+    for body in ('{"\\\\ud800x": 1}', said + ', "\\\\ud800x": 1}', "[" * 99999, '{"messages": 3}',
+                 said + ', "max_tokens": true}', said + ', "tools": "\\\\ud800"}'):
+        assert " 400 " in await post(body), body
+    assert " 413 " in await post(said + ', "user": "' + "a" * (1 << 22) + '"}')
+    assert " 404 " in await send(f"GET /v1/nothing HTTP/1.1\\r\\n{key}\\r\\n")
+    begun = "GET /v1/models HTTP/1.1\\r\\nx: " + "a" * 5000
+    half = [await send(begun, wait=False) for _ in range(40)]
+    status, _ = await ask(row, base_url, api_key, [dict(role="user", content="a")])
+    assert status == 200
+    for writer in half:  # which the endpoint closes
+        while writer.transport.get_protocol()._stream_reader.at_eof() is False:
+            await asyncio.sleep(0.05)
+    return 1.0
+"""
+)
+
+
+def test_the_endpoint_answers_whatever_is_sent(play, monkeypatch, capfd):
+    """In silence: the terminal is the run's."""
+    monkeypatch.setattr("extras.agents.endpoint.LOOKS", 0)
+    hostile = play(HOSTILE, [dict(_source="rows:1")], max_turns=20, max_new_tokens=60)
+    ((sample,),) = hostile(1)
+    assert not sample.error and sample.turn_rewards[0][1] == 1.0
+    assert sample.requests == 6, "of which the key is right and the body an object"
+    assert "Traceback" not in capfd.readouterr().err
+    endpoint = hostile.episodes.partner.endpoint
+    monkeypatch.setattr("extras.agents.endpoint.STRANGERS", len(endpoint.strangers))
+    assert isinstance(endpoint._connect(), Closed)
+
+
+def test_many_agents_play_at_once(play):
+    """Each of 200 has a process; all of them wait for the last one before they go on."""
+    rows = [dict(n=n, _source=f"rows:{n}") for n in range(200)]
+    source = (
+        CLIENT
+        + """
+async def play(row, base_url, api_key):
+    status, message = await ask(row, base_url, api_key, [dict(role="user", content=str(row["n"]))])
+    assert status == 200
+    again = [dict(role="user", content="again"), message, dict(role="user", content="on")]
+    return float((await ask(row, base_url, api_key, again))[0])
+"""
+    )
+    groups = play(source, rows, max_new_tokens=20)(1)
+    assert {sample.error for sample in flat(groups)} == {""}
+    assert {sample.turn_rewards[0][1] for sample in flat(groups)} == {200.0}
 
 
 def test_hanging_agents_are_killed(play):
