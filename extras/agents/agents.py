@@ -75,8 +75,6 @@ class Agent:
     text: str | None = None
     """its last served turn; None before the first"""
     result: Result | None = None
-    died: bool = False
-    """whether its process has died, or was killed because it was late"""
 
 
 class Agents:
@@ -116,13 +114,13 @@ class Agents:
                     call = loop.create_task(agent.process.call(None, *arguments, seconds=seconds))
                     await asyncio.wait((call, agent.asked), return_when=asyncio.FIRST_COMPLETED)
                 agent.result = await call
-                agent.died = agent.process.closed
+                died = agent.process.closed  # or was killed because it was late
             finally:
                 del self.agents[key]
                 agent.process.close()
             while agent.sampling:
                 await asyncio.wait(agent.sampling)
-        return self._completion(agent)
+        return self._completion(agent, died)
 
     async def serve(self, key: str, body: dict) -> dict:
         """Return the answer to a request, a sampled turn. Raises `Refusal`."""
@@ -179,7 +177,7 @@ class Agents:
             calls.append(dict(id=name, type="function", function=function))
         return message | dict(content=turn.content, tool_calls=calls), "tool_calls"
 
-    def _completion(self, agent: Agent) -> Completion:
+    def _completion(self, agent: Agent, died: bool) -> Completion:
         completions = [branch.completion for branch in agent.branches if branch.completion]
         completion, *branches = completions or [self._filler()]
         completion.branches = branches
@@ -190,7 +188,7 @@ class Agents:
         result, _ = read(agent.result)
         if agent.at_limit:
             completion.finish_reason = "length"
-        if result.error is not None and (agent.died or not agent.at_limit):
+        if result.error is not None and (died or not agent.at_limit):
             completion.error = result.error
         elif agent.text is None:
             completion.error = "the agent got no completion"

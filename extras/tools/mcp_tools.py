@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import IO, NamedTuple
 
 import anyio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import start_blocking_portal
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT, Tool
 
@@ -27,18 +26,6 @@ PAGES = 100  # of a list of tools
 logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it reports each line that is no message
 
 
-class Running(NamedTuple):
-    """A server that has started."""
-
-    stack: ExitStack
-    """ends it"""
-    portal: BlockingPortal
-    """thread of its event loop"""
-    client: Client
-    log: IO[bytes]
-    """what it prints to stderr"""
-
-
 class Server:
     """Server that starts at its first question, and again after it has ended. Its event loop has a
     thread."""
@@ -47,7 +34,8 @@ class Server:
         """`seconds`: time limit for each answer."""
         self.command = command
         self.seconds = seconds
-        self.running: Running | None = None
+        self.stack = ExitStack()  # ends it
+        self.client: Client | None = None  # None while it does not run
 
     def tools(self) -> list[Tool]:
         """Return all tools. Raises `ToolError`, or `TimeoutError`."""
@@ -76,18 +64,16 @@ class Server:
 
     def close(self) -> None:
         """End the server. It has two seconds to end by itself."""
-        if self.running is not None:
-            self.running.stack.close()
-            self.running = None
+        self.stack.close()
+        self.client = None
 
     def _ask(self, method: str, **arguments):
         """Return the result of a method of the client. Closes a server that has ended, and one that
         answers neither this question nor another one in time."""
-        if self.running is None:
-            self.running = self._start()
-        running = self.running
+        if self.client is None:
+            self._start()
         try:
-            return running.portal.call(partial(self._answer, running.client, method, **arguments))
+            return self.portal.call(partial(self._answer, method, **arguments))
         except Exception as error:  # an answer may break the protocol in any way
             problem = one_line(error)
             code = error.code if isinstance(error, MCPError) else None
@@ -95,51 +81,48 @@ class Server:
             has_ended = code == CONNECTION_CLOSED
             if is_late:
                 problem = f"no answer within {self.seconds:g} s"
-                has_ended = not self._answers(running)
+                has_ended = not self._answers()
             if has_ended:
-                problem = with_last_line(problem, running.log)
-                problem += "; the next call starts the server anew"
+                problem = f"{self._with_last_line(problem)}; the next call starts the server anew"
                 self.close()
             raise (TimeoutError if is_late else ToolError)(problem) from error
 
-    async def _answer(self, client: Client, method: str, **arguments):
+    async def _answer(self, method: str, **arguments):
         with anyio.fail_after(self.seconds):
-            return await getattr(client, method)(**arguments)
+            return await getattr(self.client, method)(**arguments)
 
-    def _answers(self, running: Running) -> bool:
+    def _answers(self) -> bool:
         try:
-            running.portal.call(self._answer, running.client, "list_tools")
+            self.portal.call(self._answer, "list_tools")
         except Exception:  # of the protocol
             return False
         return True
 
-    def _start(self) -> Running:
-        log = tempfile.TemporaryFile()
+    def _start(self) -> None:
+        self.log = self.stack.enter_context(tempfile.TemporaryFile())  # what it prints to stderr
         parameters = StdioServerParameters(command=self.command[0], args=self.command[1:])
-        transport = stdio_client(parameters, errlog=log)
+        transport = stdio_client(parameters, errlog=self.log)
         client = Client(transport, read_timeout_seconds=self.seconds, cache=None)
-        with ExitStack() as stack:
-            portal = stack.enter_context(start_blocking_portal())
-            connecting = portal.wrap_async_context_manager(client)
-            try:
-                with without_memory_limit():  # which the server would inherit
-                    connected = stack.enter_context(connecting)
-            except Exception as error:  # of the system or of the protocol, or groups of them
-                cause = error
-                while isinstance(cause, ExceptionGroup):
-                    cause = cause.exceptions[0]
-                problem = with_last_line(one_line(cause), log)
-                raise ToolError(f"the server does not start: {problem}") from error
-            return Running(stack.pop_all(), portal, connected, log)
+        try:
+            self.portal = self.stack.enter_context(start_blocking_portal())
+            connecting = self.portal.wrap_async_context_manager(client)
+            with without_memory_limit():  # which the server would inherit
+                self.client = self.stack.enter_context(connecting)
+        except Exception as error:  # of the system or of the protocol, or groups of them
+            cause = error
+            while isinstance(cause, ExceptionGroup):
+                cause = cause.exceptions[0]
+            problem = self._with_last_line(one_line(cause))
+            self.close()
+            raise ToolError(f"the server does not start: {problem}") from error
 
-
-def with_last_line(problem: str, log: IO[bytes]) -> str:
-    """Return the problem with the last line that the server has printed to its log."""
-    size = os.fstat(log.fileno()).st_size
-    # pread, because a seek would move the place where the server prints
-    end = os.pread(log.fileno(), 4096, max(0, size - 4096)).decode(errors="replace")
-    lines = end.strip().splitlines()
-    return f"{problem}; it printed {lines[-1].strip()!r}" if lines else problem
+    def _with_last_line(self, problem: str) -> str:
+        """Return the problem with the last line that the server has printed."""
+        size = os.fstat(self.log.fileno()).st_size
+        # pread, because a seek would move the place where the server prints
+        end = os.pread(self.log.fileno(), 4096, max(0, size - 4096)).decode(errors="replace")
+        lines = end.strip().splitlines()
+        return f"{problem}; it printed {lines[-1].strip()!r}" if lines else problem
 
 
 @contextmanager
@@ -155,7 +138,7 @@ def without_memory_limit() -> Iterator[None]:
 
 @dataclass(eq=False)
 class McpTools:
-    """The tools of a server, as a `Source`."""
+    """The tools of a server, with the methods of `Functions`."""
 
     label: str
     command: list[str]
@@ -180,6 +163,7 @@ class McpTools:
         return [tool.name for tool in self.tools]
 
     def schemas(self) -> list[dict]:
+        """Return their JSON schemas, as the server has them."""
         functions = [
             dict(name=t.name, description=t.description or "", parameters=t.input_schema)
             for t in self.tools

@@ -40,8 +40,7 @@ FORMATS = (
     (r"<minimax:tool_call>", "minimax_m2"),
     (r"<tool_calls>\s*\[", "hunyuan_a13b"),
     (r"<\w+:function_calls>", "muse_glimmer"),
-    (r"functools\s*\[", "phi4_mini_json"),
-    (r"<\|tool_call\|>\s*functools|<\|tool_call\|>", "phi4_mini_json"),
+    (r"functools\s*\[|<\|tool_call\|>", "phi4_mini_json"),
     (r"\[\w+\(", "pythonic"),
     (r"\{\s*\"name\"", "llama3_json"),
 )

@@ -10,7 +10,7 @@ from common.data.messages import tools_field
 from common.parallel import distributed
 from common.rewards.user_code import load_callable, load_user_file
 from extras.tools.parser import make_parser
-from extras.tools.sources import Source, load_source, name_of
+from extras.tools.sources import Functions, load_source, name_of
 
 
 def schema_of(label: str, name: str, function: Callable, is_method: bool) -> dict:
@@ -35,21 +35,23 @@ def schema_of(label: str, name: str, function: Callable, is_method: bool) -> dic
     return schema
 
 
-def checked_source(spec: str, args: SamplingArgs) -> Source:
-    """Return the source of a value of `--tools`. Raises `ValueError` for a wrong one, also if a
+def schemas_of(spec: str, args: SamplingArgs) -> list[dict]:
+    """Return the schemas of a value of `--tools`. Raises `ValueError` for a wrong one, also if a
     user's file raises."""
-    if spec.startswith("mcp:"):
-        return load_source(spec, args)
     path, _, _ = spec.rpartition(":")
     if spec.endswith(".py"):
         load_user_file("--tools", spec, spec)
-    elif path:
+    elif path and not spec.startswith("mcp:"):
         load_callable("--tools", spec)
     source = load_source(spec, args)
+    if not isinstance(source, Functions):
+        return source.schemas()
     if not source.names:
         kind = "method" if path else "function with a docstring"
         raise ValueError(f"--tools {spec}: it has no public {kind}; write one")
-    return source
+    is_method = source.make is not None
+    named = source.functions.items()
+    return [schema_of(source.label, name, function, is_method) for name, function in named]
 
 
 def tool_schemas(args: SamplingArgs) -> list[dict]:
@@ -57,7 +59,7 @@ def tool_schemas(args: SamplingArgs) -> list[dict]:
     owners: dict[str, str] = {}
     schemas: list[dict] = []
     for spec in args.tools:
-        for schema in checked_source(spec, args).schemas():
+        for schema in schemas_of(spec, args):
             name = name_of(schema)
             if name in owners:
                 problem = f"the name {name} is taken by {owners[name]}; rename one of them"

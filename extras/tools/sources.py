@@ -1,40 +1,24 @@
 """The values of `--tools`: where tools come from.
 
-A source is made twice: in the training process for its schemas (schemas.py), and in the process
-that is forked for each episode (toolbox.py), which calls its tools and therefore imports little."""
+A source, `Functions` or `McpTools`, is made twice: in the training process for its schemas
+(schemas.py), and in the process that is forked for each episode (toolbox.py), which calls its tools
+and therefore imports little."""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from common.config.extra import extra
 from common.rewards.worker import load_file
 
+if TYPE_CHECKING:
+    from extras.tools.mcp_tools import McpTools
+
 TIME = 0.8  # of --environment_timeout; then the other tools of the episode keep their state
 HOOKS = ("reset", "close")  # optional methods of a class: at the start and the end of an episode
-
-
-class Source(Protocol):
-    """The tools of one value of `--tools`."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tools."""
-
-    def schemas(self) -> list[dict]:
-        """Return the JSON schemas of the tools. Raises `ValueError` naming the flag."""
-
-    def begin(self, row: dict) -> None:
-        """Begin an episode of a data row, before its first call."""
-
-    def call(self, name: str, arguments: dict) -> object:
-        """Return the result of a tool. It may raise anything."""
-
-    def end(self) -> None:
-        """End the episode. Does not run if its process hangs or dies."""
 
 
 class ToolError(Exception):
@@ -43,7 +27,8 @@ class ToolError(Exception):
 
 @dataclass(eq=False)
 class Functions:
-    """Functions, or methods of a class of which each episode has an object."""
+    """Functions, or methods of a class of which each episode has an object. `begin` runs before the
+    first call of an episode, `end` unless its process hangs or dies."""
 
     label: str
     functions: dict[str, Callable]
@@ -53,14 +38,6 @@ class Functions:
     @property
     def names(self) -> list[str]:
         return list(self.functions)
-
-    def schemas(self) -> list[dict]:
-        from extras.tools.schemas import schema_of
-
-        return [
-            schema_of(self.label, name, function, is_method=self.make is not None)
-            for name, function in self.functions.items()
-        ]
 
     def begin(self, row: dict) -> None:
         self.object = self.make() if self.make else None
@@ -80,7 +57,7 @@ def name_of(schema: dict) -> str:
     return schema.get("function", schema)["name"]
 
 
-def load_source(spec: str, flags: Any) -> Source:
+def load_source(spec: str, flags: Any) -> "Functions | McpTools":
     """Return the source of a value of `--tools`. `flags`: `answer_seconds` and
     `--unsafe_code_execution`. Raises `ValueError` for an unknown one, and what a user's file
     raises."""

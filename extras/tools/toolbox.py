@@ -12,10 +12,11 @@ from jsonschema.validators import extend, validator_for
 from referencing.jsonschema import EMPTY_REGISTRY
 
 from common.rewards.worker import one_line
-from extras.tools.sources import Source, ToolError, load_source, name_of
+from extras.tools.sources import Functions, ToolError, load_source, name_of
 
-if TYPE_CHECKING:  # the processes of tools do not import it
+if TYPE_CHECKING:  # the processes of tools import little
     from common.config.online import SamplingArgs
+    from extras.tools.mcp_tools import McpTools
 
 # keys of a schema beside which further parameters may be right, or which decide about them
 OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
@@ -45,7 +46,7 @@ def load_toolbox(settings: dict) -> Callable[[], "Toolbox"]:
     """Return the function that makes the toolbox of an episode. Imports the files of `--tools`.
     `settings`: those of `settings_of`."""
     flags = SimpleNamespace(**settings)
-    owners: dict[str, Source] = {}
+    owners: dict[str, Functions | McpTools] = {}
     for spec in flags.tools:
         source = load_source(spec, flags)
         owners |= dict.fromkeys(source.names, source)
@@ -55,9 +56,9 @@ def load_toolbox(settings: dict) -> Callable[[], "Toolbox"]:
 class Toolbox:
     """The tools of one episode: checks calls and runs them."""
 
-    def __init__(self, owners: dict[str, Source]):
+    def __init__(self, owners: "dict[str, Functions | McpTools]"):
         self.owners = owners
-        self.begun: list[Source] = []
+        self.begun: list[Functions | McpTools] = []
 
     def begin(self, row: dict) -> None:
         """Begin the episode of a data row, whose `tools` are the schemas that the model reads."""
