@@ -35,19 +35,10 @@ class MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def checkpoint_reader(folder: Path):
-    """Return a reader of PyTorch's shards that does not trust `.metadata`, a pickle, as torch
-    does."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    class CheckpointReader(FileSystemReader):
-        def read_metadata(self, *args, **kwargs):
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                metadata = MetadataUnpickler(file).load()
-            metadata.storage_meta.load_id = self.load_id
-            return metadata
-
-    return CheckpointReader(folder)
+def require_safe_metadata(folder: Path) -> None:
+    """Raise `UnpicklingError` if `.metadata`, a pickle that PyTorch trusts, would run a program."""
+    with (folder / ".metadata").open("rb") as file:
+        MetadataUnpickler(file).load()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -136,9 +136,6 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
         tokenizer.model_vocab_size = size
     if args is None:
         return tokenizer
-    last_id = max(args.stop_token_ids, default=0)
-    if last_id >= size:
-        raise ValueError(f"--stop_token_ids {last_id}: the ids of the model end at {size - 1}")
     tokenizer.prompt_format = args.prompt_format
     if args.chat_template is not None:
         use_template(tokenizer, args.chat_template)

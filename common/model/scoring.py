@@ -30,9 +30,7 @@ from common.parallel import distributed, durable
 def forwards(model: nn.Module, micro_batches: Iterable[PackedBatch], **options) -> list[Tensor]:
     """Return the log-probs of a policy, or the scalars of another model: [T] for each micro-batch.
     Collective."""
-    streams = []
-    for mb in micro_batches:
-        streams.append(numbers_of(model(mb, **options)))
+    streams = [numbers_of(model(mb, **options)) for mb in micro_batches]
     model.reshard()  # after a forward without backward the root is still whole
     return streams
 

@@ -99,7 +99,8 @@ class Checkpointer:
         # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest
         # of an optimizer's state are flags, and its learning rate is set at each step.
         with named_errors(f"{path}: cannot read the checkpoint"):
-            dcp.load(self._tensors(), storage_reader=checkpoint_files.checkpoint_reader(path))
+            checkpoint_files.require_safe_metadata(path)
+            dcp.load(self._tensors(), checkpoint_id=path)
             state = json.loads((path / checkpoint_files.STATE).read_text())
         for name, item in self.stateful.items():
             item.load_state_dict(state[name])
