@@ -70,9 +70,8 @@ def varlen_attention(
     """Compute `packed_attention` with FlashAttention's varlen kernel: [1, T, heads, head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options = dict(scale=scaling, window_size=(-1, 0))  # plain causal
-    if sliding_window is not None:
-        options["window_size"] = (sliding_window - 1, 0)
+    before = -1 if sliding_window is None else sliding_window - 1  # -1: all earlier keys
+    options = dict(scale=scaling, window_size=(before, 0))
     if VARLEN_HAS_GQA:
         options["enable_gqa"] = True
     else:
@@ -91,8 +90,7 @@ def gather_keys(x: Tensor, rows_K: Tensor) -> Tensor:
     return x.to(wide).index_select(2, rows_K).to(x.dtype)
 
 
-# torch.compile would compile it again for every list of offsets. Like torch.compiler.disable, but
-# imports when called.
+# torch.compile would compile it again for every list of offsets.
 @torch._disable_dynamo
 def attention_by_length(
     query: Tensor, key: Tensor, value: Tensor, pack: Tokens, variant: tuple

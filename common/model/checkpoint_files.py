@@ -8,37 +8,28 @@ import torch
 
 STATE = "state.json"  # the file beside those of PyTorch
 
-# Classes and functions in the `.metadata` of a checkpoint, by module.
-METADATA = {
-    "torch": {"Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-}
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        if name not in METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no checkpoint")
-        return super().find_class(module, name)
-
 
 def require_safe_metadata(folder: Path) -> None:
-    """Raise `UnpicklingError` if `.metadata`, a pickle that PyTorch trusts, would run a program."""
+    """Raise `UnpicklingError` if `.metadata`, a pickle that PyTorch trusts, could run a program."""
+    from torch.distributed.checkpoint import metadata
+
+    known = {
+        "torch": {"Size", *(name for name, x in vars(torch).items() if type(x) is torch.dtype)},
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.distributed.checkpoint.metadata": {*metadata.__all__, "_MEM_FORMAT_ENCODING"},
+        "pathlib": {"PosixPath"},
+        "pathlib._local": {"PosixPath"},
+    }
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            if name not in known.get(module, ()):
+                raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no checkpoint")
+            return super().find_class(module, name)
+
     with (folder / ".metadata").open("rb") as file:
-        MetadataUnpickler(file).load()
+        Unpickler(file).load()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

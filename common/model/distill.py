@@ -120,52 +120,40 @@ class _Compare(torch.autograd.Function):
 
         @torch.enable_grad()
         def of_chunk(logits_CV: Tensor, c: slice) -> Tensor:
-            logp_CV, *pair = _logprobs(logits_CV.requires_grad_(), teacher, c, temperature)
-            values, weights = [], []
-            if by_logprob_T is not None:
-                values.append(_of_target(logp_CV, targets_T[c]))
-                weights.append(by_logprob_T[c])
-            if by_divergence_T is not None:
-                values.append(divergence(*pair))
-                weights.append(by_divergence_T[c])
+            logits_CV.requires_grad_()
+            x = _statistics(logits_CV, teacher, c, targets_T[c], temperature, divergence)
+            pairs = (x.logprobs_T, by_logprob_T), (x.divergence_T, by_divergence_T)
+            used = [(x_C, by_T[c]) for x_C, by_T in pairs if by_T is not None]
+            values, weights = zip(*used, strict=True)
             return torch.autograd.grad(values, logits_CV, weights)[0]
 
         is_trained = ctx.needs_input_grad[1]
         return *logits_gradient(student, temperature, chunks, is_trained, of_chunk), *[None] * 7
 
 
-def _logprobs(
-    logits_CV: Tensor, teacher: Logits | TopK, c: slice, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probs of a chunk: the student's over its whole vocabulary, and the pair to
-    compare, coarsened or over the shared tokens."""
-    logp_CV = logits_CV.log_softmax(-1)
-    if isinstance(teacher, TopK):
-        shared_CV = _first(logp_CV, teacher.vocabulary)
-        return logp_CV, coarsen(shared_CV, teacher.tokens_TK[c]), teacher.logprobs_TS[c]
-    teacher_CV, _ = teacher.chunk(c, temperature)
-    shared = min(logp_CV.shape[1], teacher_CV.shape[1])
-    return logp_CV, _first(logp_CV, shared), teacher_CV[:, :shared].log_softmax(-1)
-
-
 def _statistics(
     logits_CV: Tensor, teacher: Logits | TopK, c: slice, targets_C: Tensor, temperature: float,
     divergence: Divergence,
 ) -> Comparison:  # fmt: skip
-    """Return the comparison of a chunk, without gradients."""
-    logp_CV, logp_CS, logq_CS = _logprobs(logits_CV, teacher, c, temperature)
-    reverse_C = reverse_kl(logp_CS, logq_CS)
-    divergence_C = reverse_C if divergence is reverse_kl else divergence(logp_CS, logq_CS)
+    """Return the comparison of a chunk."""
+    logp_CV = logits_CV.log_softmax(-1)
     if isinstance(teacher, TopK):
         shared, likely_C = teacher.vocabulary, teacher.tokens_TK[c, 0]
+        logq_CS = teacher.logprobs_TS[c]
+        logp_CS = coarsen(_first(logp_CV, shared), teacher.tokens_TK[c])
         mass_C = logq_CS[:, : teacher.tokens_TK.shape[1]].exp().sum(-1)
         of_teacher = teacher.target_logprobs_T[c], teacher.entropy_T[c], mass_C
     else:
-        shared, likely_C = logq_CS.shape[1], logq_CS.argmax(-1)
-        mass_C = torch.ones_like(reverse_C)
+        teacher_CV, _ = teacher.chunk(c, temperature)
+        shared = min(logp_CV.shape[1], teacher_CV.shape[1])
+        logp_CS, logq_CS = _first(logp_CV, shared), teacher_CV[:, :shared].log_softmax(-1)
+        likely_C, mass_C = logq_CS.argmax(-1), torch.ones_like(logq_CS[:, 0])
         of_teacher = _of_target(logq_CS, targets_C), _entropy(logq_CS), mass_C
-    of_student = _of_target(logp_CV, targets_C), divergence_C, _entropy(logp_CV), reverse_C
-    return Comparison(*of_student, *of_teacher, logp_CV[:, :shared].argmax(-1) == likely_C)
+    trained = _of_target(logp_CV, targets_C), divergence(logp_CS, logq_CS)
+    with torch.no_grad():
+        of_student = _entropy(logp_CV), reverse_kl(logp_CS, logq_CS)
+        agree_C = logp_CV[:, :shared].argmax(-1) == likely_C
+    return Comparison(*trained, *of_student, *of_teacher, agree_C)
 
 
 def _of_target(logp_CV: Tensor, targets_C: Tensor) -> Tensor:

@@ -171,9 +171,7 @@ def statistics_of_copy(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ..
     return statistics(logits_CV.clone(), targets_C)
 
 
-@functools.cache
-def fused(function: Callable) -> Callable:
-    return torch.compile(function)
+fused = functools.cache(torch.compile)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -1,9 +1,8 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): the model is frozen, and each of its
-linear layers learns a product of two narrow matrices, `scale b a`, that is added to its weight.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): the model is frozen, and its linear
+layers learn a product of two narrow matrices that is added to their weight.
 
-The layer multiplies by weight + scale b a, rounded to the compute dtype. Engine and exports get the
-same numbers. The two matrices are float32, so that small steps add up in them. Their files have the
-format of the PEFT library.
+A layer multiplies by weight + scale b a, rounded to the compute dtype. Engine and exports get the
+same numbers. The two matrices are float32, so that small steps add up in them.
 
 Shapes: R rank, I inputs and O outputs of a layer.
 """
@@ -97,7 +96,11 @@ def add_adapters(hf: nn.Module, args: LoRAArgs, label: str) -> None:
     linear = {n: x for n, x in modules.items() if type(x) is nn.Linear and x in in_blocks}
     hf.requires_grad_(False)
     for target in args.lora_targets:
-        names = [name for name in linear if _is_target(name, target)]
+        names = [name for name in linear if f".{name}".endswith(f".{target}")]
+        if target == "all-linear":
+            names = [*linear]
+        elif target == "attention":
+            names = [name for name in linear if "attn" in name or "attention" in name]
         if not names:
             has = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
             problem = f"{label} has no such linear layer; it has {has}"
@@ -107,12 +110,6 @@ def add_adapters(hf: nn.Module, args: LoRAArgs, label: str) -> None:
             hf.set_submodule(name, layer)
     if hasattr(hf, "score"):
         hf.score.float().requires_grad_(True)
-
-
-def _is_target(name: str, target: str) -> bool:
-    if target == "attention":
-        return "attn" in name or "attention" in name
-    return target == "all-linear" or f".{name}".endswith(f".{target}")
 
 
 def layers_of(hf: nn.Module) -> dict[str, LoRALinear]:
@@ -151,10 +148,6 @@ class StartingModel(nn.Module):
         self.policy = (policy,)  # not a submodule
         self.start = {name: x.detach().clone() for name, x in trained_parameters(policy).items()}
 
-    @property
-    def share_prefix(self) -> int:
-        return self.policy[0].share_prefix
-
     def named_parameters(self, *_, **__) -> Iterator[tuple[str, Tensor]]:
         yield from self.start.items()
 
@@ -176,8 +169,7 @@ class StartingModel(nn.Module):
             self._exchange()
 
     def _exchange(self) -> None:
-        # With --offload all the adapters are on the host, and the GPU may still copy them for the
-        # last forward.
+        # With --offload all the GPU may still copy the adapters from the host for the last forward.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for name, parameter in trained_parameters(self.policy[0]).items():
@@ -232,10 +224,6 @@ def _peft_config(hf: nn.Module, path: str, args: TrainArgs) -> dict[str, object]
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules=sorted(endings if is_all else adapted),
-        lora_dropout=0.0,
-        bias="none",
-        fan_in_fan_out=False,
-        init_lora_weights=True,
         inference_mode=True,
         task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
         modules_to_save=["score"] if is_scalar else None,

@@ -60,8 +60,7 @@ def with_logprobs(
     ref: nn.Module | None = None,
 ) -> Minibatches:  # fmt: skip
     """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`
-    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`; None adds nothing.
-    Collective."""
+    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`. Collective."""
     for model, name in ((old, "old_logprobs_T"), (ref, "ref_logprobs_T")):
         if model is not None:
             minibatches = _with_stream(minibatches, name, model, temperature=temperature)

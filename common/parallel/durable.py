@@ -26,7 +26,7 @@ def sync(path: Path) -> None:
 
 def replace(work: Path, final: Path) -> None:
     """Give a complete file or folder its name, and delete the old one when the new one is on the
-    disk. After a power cut what has the name is complete."""
+    disk."""
     for path in (*work.rglob("*"), work):
         sync(path)
     old = final.with_name(f"{final.name}{OLD}")
