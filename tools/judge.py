@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import yaml
 
+from common.rewards.functions import from_json, plain
+
 QUESTION = """\
 Prompt:
 {prompt}
@@ -33,7 +35,9 @@ Criterion: {criterion}
 How well does the answer meet the criterion? Give a short reason. Then end with a line
 Score: n
 where n is a number from 0 (not at all) to 10 (fully)."""
-SCORE = re.compile(r"\W*Score\W*?(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\W*", re.IGNORECASE)
+SCORE = re.compile(
+    r"\W*Score\W*?(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*10)?(?: *\([^()]*\))?\W*", re.IGNORECASE
+)
 RETRIED = (408, 409, 429, *range(500, 600))  # HTTP status of errors that may pass
 
 
@@ -98,8 +102,8 @@ def settings() -> Settings:
 
 def criteria_of(row: dict) -> list[tuple[str, float]]:
     """Return the criteria of a row with their weights. Raises `ValueError` for a row without."""
-    rubric = row.get("rubric") or settings().rubric
-    rubric = [rubric] if isinstance(rubric, str) else rubric
+    rubric = from_json(row.get("rubric") or settings().rubric)
+    rubric = [rubric] if isinstance(rubric, str | dict) else rubric
     criteria = []
     for one in rubric if isinstance(rubric, list) else ():
         one = dict(criterion=one) if isinstance(one, str) else one
@@ -177,7 +181,7 @@ async def score(question: str) -> tuple[float, float, float]:
     reply = json.loads(found[0]) if found else await answered(body)
     try:
         content = reply["choices"][0]["message"]["content"]
-        score = SCORE.fullmatch(content.strip().rpartition("\n")[2])  # the last line
+        score = SCORE.fullmatch(plain(content.strip().rpartition("\n")[2]))  # the last line
     except (LookupError, TypeError, AttributeError):
         raise ValueError(f"the reply has no message: {json.dumps(reply):.200}") from None
     if score is None or not 0 <= float(score[1]) <= 10:

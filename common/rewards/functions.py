@@ -146,10 +146,8 @@ SCALE_WORDS = (
 SCALE = rf"(?:{SCALE_WORDS}|(?:[ \t]?[kK]|M)(?!{LETTER}))"
 CURRENCY = r"\\?[$£€¥₹]?"
 # What makes two numbers, or a formula, of a number: `18 or 20`, `18-20`, `18/2`, `1 000`, `1e3`.
-JOINT = (
-    r"[ \t*(]*+(?:[-+/^=:;,.'’_~–—×÷x|&]|\\times|[或和到至]|(?:or|and|to)\b(?: maybe| perhaps)?)?"
-    r"[ \t*{]*+"
-)
+SIGN = r"[-+/^=:;,.'’_~–—×÷·⋅x|&±]|\\(?:times|cdot|div|pm|frac)|[或和到至]"
+JOINT = rf"[ \t*(]*+(?:{SIGN}|(?:or|and|to)\b(?: maybe| perhaps)?)?[ \t*{{]*+"
 NEXT = rf"{JOINT}[-+]?{CURRENCY}[-+]?{NUMBER}"
 MORE = rf"%?(?:[ \t]+[a-z]{{1,20}}(?=[ \t]+or\b))?(?:{NEXT}|[eE][-+]?[0-9]+)"
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes
@@ -161,7 +159,7 @@ FINAL_ANSWER = re.compile(
 EXPONENT = r"(?:[eE]|[ ]?(?:×|\\times|\\cdot|x|\*)[ ]?10[ ]?\^[ ]?\{?)([-+]?[0-9]{1,3})(?![0-9])\}?"
 # Neither part of a word, nor of a fraction or power.
 ANY_NUMBER = re.compile(
-    rf"(?:(?<!\w)([-+]))?{CURRENCY}(?<![/^])(?<!\^\{{)(?<!{LETTER})"
+    rf"(?:(?<!{LETTER})([-+]))?{CURRENCY}(?<![/^])(?<!\^\{{)(?<!{LETTER})"
     rf"({NUMBER}(?!\.?[0-9]|\s*/\s*[0-9]|\^)(?:{EXPONENT}|{SCALE})?)"
 )
 ONE_NUMBER = re.compile(rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?)({NUMBER})({SCALE})?\s*+%?\s*+\.?")
@@ -187,7 +185,7 @@ def value_of(text: str) -> Fraction | str:
     """Return the number that a text is, also as a fraction or with an exponent; else the text
     without spaces and what only typesets it. Equal answers have equal values."""
     text = FRACTION.sub(r" \1\2/\3\4", without_latex(plain(text)).replace("$", ""))
-    text = " ".join(text.split())
+    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", " ".join(text.split()))
     number = to_number(text.replace(" ", "") if SPACED.fullmatch(text) else text)
     if text[-1:] in "kKM":  # a variable
         number = None
@@ -232,7 +230,7 @@ def gsm8k(completion: str, row: dict) -> float:
 def final_answers(text: str) -> list[str]:
     """Return every number behind `####` or `A:`, as its sign and digits, with what makes it more
     than a number."""
-    return [sign + number for sign, number in FINAL_ANSWER.findall(plain(text))]
+    return [sign + number for sign, number in FINAL_ANSWER.findall(without_latex(plain(text)))]
 
 
 def gold_numbers(row: dict) -> list[Fraction | None]:
@@ -262,9 +260,9 @@ def flexible_answer(text: str) -> Fraction | None:
     found = [] if box is not None else final_answers(text)
     if found:
         return to_number(found[-1])
-    text = text if box is None else without_latex(box)
-    if box is not None and "frac{" in text:
+    if box is not None and "frac" in box:
         return None
+    text = FRACTION.sub(r" \1\2/\3\4", without_latex(text if box is None else box))
     numbers = [sign + number for sign, number, *_ in ANY_NUMBER.findall(text)]
     value = value_of(numbers[-1 if box is None else 0]) if numbers else None
     return value if isinstance(value, Fraction) else None

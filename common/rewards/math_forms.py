@@ -28,9 +28,10 @@ REPEATING = [
     )
 ]
 # A number with words: `18 dollars per week`, `2.5 million`, `3 quarters`, `£5`, `18个`.
+LETTERS = r"[^\W\d_]"
 WITH_WORDS = re.compile(
-    rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?{NUMBER})({SCALE_WORDS})?"
-    r"(?:[ -]*((?:[^\W\d_]{4,}|[^\W\d_\u0000-\u052f]|[€£¥₹]|percent)(?:[^\W\d_]|[ ,'.])*))?"
+    rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?{NUMBER})({SCALE_WORDS})?(?:[ -]*((?:{LETTERS}{{4,}}"
+    rf"|[^\W\d_\u0000-\u052f]|[€£¥₹]|USD|EUR|GBP|CNY|RMB)(?:{LETTERS}|[ ,'.])*))?"
 )
 SCALED = re.compile(rf"(?<!{LETTER})({NUMBER})({SCALE_WORDS})")
 PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth".split()

@@ -22,7 +22,8 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated
+
+from common.rewards.functions import from_json
 
 POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 # hyphens, dots and slashes inside do not divide a word; "'" does
@@ -31,32 +32,6 @@ CLOSING = "\"')]}*_`”’»"  # may stand between the end of a sentence and the
 ABBREVIATIONS = set(
     "mr. mrs. ms. dr. prof. st. jr. sr. vs. e.g. i.e. cf. inc. ltd. co. corp. u.s. u.k.".split()
 )
-
-
-# ---- the forms of arguments ----
-
-
-def is_count(value: object) -> bool:  # also 300.0: a table turns columns with gaps into floats
-    return (type(value) is int or (type(value) is float and value.is_integer())) and value >= 0
-
-
-def is_text(value: object) -> bool:
-    return isinstance(value, str) and value.strip() != ""
-
-
-def are_texts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(is_text, value))
-
-
-# each with the form that an error names, and a predicate
-Count = Annotated[int, "a whole number >= 0", is_count]
-Position = Annotated[int, "a whole number >= 1", lambda value: is_count(value) and value >= 1]
-Relation = Annotated[
-    str, '"at least" or "less than"', lambda value: value in ("at least", "less than")
-]
-Letter = Annotated[str, "one character", lambda value: is_text(value) and len(value) == 1]
-Text = Annotated[str, "a text that is not blank", is_text]
-Texts = Annotated[list[str], "a list of texts", are_texts]
 
 
 # ---- the reward ----
@@ -71,34 +46,32 @@ def ifeval(completion: str, row: dict) -> float:
     gaps with nulls, so None, for an argument or a dict, counts as missing)."""
     if not completion.strip():
         return 0.0
-    followed = 0
-    for instruction, kwargs in zip(row["instruction_id_list"], row["kwargs"], strict=True):
-        arguments = [kwargs[name] for name in arguments_of(instruction)]
-        followed += INSTRUCTIONS[instruction](completion, *arguments)
-    return followed / len(row["kwargs"])
+    checks = instructions_of(row)
+    return sum(bool(check(completion, **arguments)) for check, arguments in checks) / len(checks)
 
 
-def check(row: dict) -> None:
-    """Raise `ValueError` naming the row if its instructions cannot be checked: lists that are empty
-    or of different lengths, an unknown id, an argument that is missing or of the wrong type."""
+def instructions_of(row: dict) -> list[tuple[Callable, dict]]:
+    """Return the check of each instruction with its arguments. Raises `ValueError` naming the row
+    for lists that are empty or of different lengths, an unknown id, an argument that is missing or
+    of the wrong type."""
     source = row["_source"]
-    ids = row["instruction_id_list"]
-    all_kwargs = row["kwargs"]
+    ids = from_json(row["instruction_id_list"])
+    all_kwargs = from_json(row["kwargs"])
     if not isinstance(ids, list) or not ids:
         expected = "expected a list of instructions"
         raise ValueError(f"{source}: instruction_id_list: {expected}, got {ids!r}")
     if not isinstance(all_kwargs, list) or len(all_kwargs) != len(ids):
-        got = len(all_kwargs) if isinstance(all_kwargs, list) else repr(all_kwargs)
+        got = len(all_kwargs) if isinstance(all_kwargs, list) else repr(row["kwargs"])
         expected = f"expected a dict for each of the {len(ids)} instructions"
         raise ValueError(f"{source}: kwargs: {expected}, got {got}")
-    for instruction, kwargs in zip(ids, all_kwargs, strict=True):
-        try:
-            check_instruction(instruction, kwargs)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+    try:
+        arguments = list(map(arguments_for, ids, all_kwargs))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    return list(zip(map(INSTRUCTIONS.get, ids), arguments, strict=True))
 
 
-def check_instruction(instruction: object, kwargs: object) -> None:
+def arguments_for(instruction: object, kwargs: object) -> dict:
     if instruction == "language:response_language":
         problem = "needs a language detector, which ifeval lacks; drop the row"
         raise ValueError(f"{instruction} {problem}")
@@ -107,62 +80,77 @@ def check_instruction(instruction: object, kwargs: object) -> None:
         raise ValueError(f"unknown instruction {instruction!r}; there are {names}")
     if not isinstance(kwargs, dict | None):
         raise ValueError(f"the kwargs of {instruction}: expected a dict, got {kwargs!r}")
-    for name, (expected, is_right) in arguments_of(instruction).items():
-        value = (kwargs or {}).get(name)
+    arguments = {name: (kwargs or {}).get(name) for name in arguments_of(instruction)}
+    for name, value in arguments.items():
+        expected, is_right = FORMS[name]
         if value is None or not is_right(value):
             got = "nothing" if value is None else repr(value)
             raise ValueError(f"{instruction}: argument {name}: expected {expected}, got {got}")
+    return arguments
 
 
 @cache
-def arguments_of(instruction: str) -> dict[str, tuple]:
-    """Return the form of each argument: those of the parameters of the check behind the text."""
-    _, *parameters = inspect.signature(INSTRUCTIONS[instruction]).parameters.values()
-    return {parameter.name: parameter.annotation.__metadata__ for parameter in parameters}
+def arguments_of(instruction: str) -> list[str]:
+    """Return the names of an instruction's arguments: the parameters of its check behind the
+    text."""
+    return list(inspect.signature(INSTRUCTIONS[instruction]).parameters)[1:]
 
 
 ifeval.columns = ("instruction_id_list", "kwargs")
-ifeval.check = check
+ifeval.check = instructions_of
 
 
-# ---- keywords: not case-sensitive ----
+# ---- the forms of arguments: what an error expects, and whether a value is right ----
 
 
-def existence(text: str, keywords: Texts) -> bool:
-    """Check that every keyword occurs, inside a longer word too."""
-    text = text.lower()
-    return all(keyword.lower() in text for keyword in keywords)
+def is_count(value: object) -> bool:  # also 300.0: a table turns columns with gaps into floats
+    return (type(value) is int or (type(value) is float and value.is_integer())) and value >= 0
 
 
-def frequency(text: str, keyword: Text, frequency: Count, relation: Relation) -> bool:
-    """Count occurrences that do not overlap, inside longer words too."""
-    return compare(text.lower().count(keyword.strip().lower()), relation, frequency)
+def is_text(value: object) -> bool:
+    return isinstance(value, str) and value.strip() != ""
 
 
-def forbidden_words(text: str, forbidden_words: Texts) -> bool:
-    """Check that none of them occurs as a whole word."""
-    return not any(
-        re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
-        for word in forbidden_words
-    )
+COUNT = ("a whole number >= 0", is_count)
+POSITION = ("a whole number >= 1", lambda value: is_count(value) and value >= 1)
+RELATION = ('"at least" or "less than"', lambda value: value in ("at least", "less than"))
+TEXT = ("a text that is not blank", is_text)
+TEXTS = (
+    "a list of texts",
+    lambda value: isinstance(value, list) and bool(value) and all(map(is_text, value)),
+)
+FORMS = dict.fromkeys(
+    "frequency let_frequency num_words num_sentences num_placeholders num_bullets num_highlights "
+    "num_sections capital_frequency".split(), COUNT
+)  # fmt: skip
+FORMS |= dict.fromkeys(["relation", "let_relation", "capital_relation"], RELATION)
+FORMS |= dict.fromkeys(["num_paragraphs", "nth_paragraph"], POSITION)
+FORMS |= dict.fromkeys(["keywords", "forbidden_words"], TEXTS)
+FORMS |= dict.fromkeys(
+    ["keyword", "first_word", "postscript_marker", "section_spliter", "prompt_to_repeat",
+     "end_phrase"], TEXT
+)  # fmt: skip
+FORMS["letter"] = ("one character", lambda value: is_text(value) and len(value) == 1)
 
 
-def letter_frequency(
-    text: str, letter: Letter, let_frequency: Count, let_relation: Relation
-) -> bool:
-    """Count a character; the dataset counts # and ! too."""
-    return compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+# ---- checks of more than one line ----
 
 
-def number_words(text: str, num_words: Count, relation: Relation) -> bool:
-    """Count runs of letters, digits and underscores: "don't" is two words."""
-    return compare(len(re.findall(r"\w+", text)), relation, num_words)
+def compare(count: int, relation: str, bound: int) -> bool:
+    return count >= bound if relation == "at least" else count < bound
 
 
-def number_sentences(text: str, num_sentences: Count, relation: Relation) -> bool:
-    """Count sentences with a letter in them. A sentence ends with the text, or with a word that
-    ends in . ! or ? (also before quotes and brackets) and is no initial ("J.") or common
-    abbreviation. Line breaks end no sentence."""
+def divide(text: str, divider: str) -> list[str]:
+    """Return the stripped parts between dividers, which may also stand at the very start and end.
+    An empty part between two of them makes the list empty, which no instruction requires."""
+    first, *rest = (part.strip() for part in text.split(divider))
+    return [part for part in (first, *rest) if part] if all(rest[:-1]) else []
+
+
+def count_sentences(text: str) -> int:
+    """Return the number of sentences with a letter in them. A sentence ends with the text, or with
+    a word that ends in . ! or ? (also before quotes and brackets) and is no initial ("J.") or
+    common abbreviation. Line breaks end no sentence."""
     count = 0
     inside = False  # a sentence
     for word in text.split():
@@ -173,16 +161,11 @@ def number_sentences(text: str, num_sentences: Count, relation: Relation) -> boo
         if inside and not abbreviation and core.endswith((".", "!", "?", "…", "。", "！", "？")):
             count += 1
             inside = False
-    return compare(count + inside, relation, num_sentences)
-
-
-def number_paragraphs(text: str, num_paragraphs: Position) -> bool:
-    """Check for exactly so many paragraphs, divided by ***."""
-    return len(divide(text, "***")) == num_paragraphs
+    return count + inside
 
 
 def nth_paragraph_first_word(
-    text: str, num_paragraphs: Position, nth_paragraph: Position, first_word: Text
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
     """Check for exactly so many paragraphs, divided by empty lines, the nth (from 1) of which
     starts with the word."""
@@ -193,44 +176,24 @@ def nth_paragraph_first_word(
     return re.split(r"""[.,?!'"]""", word, maxsplit=1)[0].lower() == first_word.lower()
 
 
-# ---- content and format ----
-
-
-def number_placeholders(text: str, num_placeholders: Count) -> bool:
-    """Check for at least so many [placeholders], each within a line."""
-    # The closing bracket is optional: a "[" without one then uses up its line, which keeps the time
-    # linear.
-    return re.findall(r"\[[^\n\]]*+(\]?)", text).count("]") >= num_placeholders
-
-
-def postscript(text: str, postscript_marker: Text) -> bool:
+def postscript(text: str, postscript_marker: str) -> bool:
     """Check that the marker occurs anywhere, in any case; the dataset's two also with white space
     inside."""
     marker = postscript_marker.strip()
     return re.search(POSTSCRIPTS.get(marker, re.escape(marker.lower())), text.lower()) is not None
 
 
-def number_bullet_lists(text: str, num_bullets: Count) -> bool:
-    """Check for exactly so many lines that start with "-", or with one "*" and other text."""
-    bullets = [re.match(r"-|\*[^*]", line.lstrip()) for line in text.split("\n")]
-    return sum(map(bool, bullets)) == num_bullets
-
-
-def constrained_response(text: str) -> bool:
-    return re.search(r"My answer is (?:yes|no|maybe)\.", text) is not None
-
-
-def number_highlighted_sections(text: str, num_highlights: Count) -> bool:
+def number_highlighted_sections(text: str, num_highlights: int) -> bool:
     """Check for at least so many *highlights* and **highlights**, each within a line and not
     blank."""
     highlights = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
     return sum(highlight.strip() != "" for highlight in highlights) >= num_highlights
 
 
-def multiple_sections(text: str, section_spliter: Text, num_sections: Count) -> bool:
-    """Check for at least so many numbered headings (`Section 1`), case-sensitive. `section_spliter`
-    is the dataset's spelling."""
-    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+def forbidden_words(text: str, forbidden_words: list[str]) -> bool:
+    """Check that none of them occurs as a whole word."""
+    words = "|".join(map(re.escape, forbidden_words))
+    return re.search(rf"(?<!\w)(?:{words})(?!\w)", text, re.IGNORECASE) is None
 
 
 def json_format(text: str) -> bool:
@@ -260,76 +223,67 @@ def two_responses(text: str) -> bool:
     return len(responses) == 2 and responses[0] != responses[1]
 
 
-def repeat_prompt(text: str, prompt_to_repeat: Text) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+# ---- all instructions ----
 
-
-def end_checker(text: str, end_phrase: Text) -> bool:
-    """Check the last words; a double quotation mark may follow them."""
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def quotation(text: str) -> bool:
-    text = text.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
-
-
-def capital_word_frequency(text: str, capital_frequency: Count, capital_relation: Relation) -> bool:
-    """Count words with a capital letter and without a small one, such as "A" and "3D"."""
-    count = sum(map(str.isupper, CAPITAL_TOKEN.findall(text)))
-    return compare(count, capital_relation, capital_frequency)
-
-
-def english_capital(text: str) -> bool:
-    """Check for at least one letter with a case, and for no small one."""
-    return text.isupper()
-
-
-def english_lowercase(text: str) -> bool:
-    return text.islower()
-
-
-def no_comma(text: str) -> bool:
-    return "," not in text
-
-
-# ---- shared by the checks ----
-
-
-def compare(count: int, relation: Relation, bound: int) -> bool:
-    return count >= bound if relation == "at least" else count < bound
-
-
-def divide(text: str, divider: str) -> list[str]:
-    """Return the stripped parts between dividers, which may also stand at the very start and end.
-    An empty part between two of them makes the list empty, which no instruction requires."""
-    first, *rest = (part.strip() for part in text.split(divider))
-    return [part for part in (first, *rest) if part] if all(rest[:-1]) else []
-
-
-# the second half of an instruction's id is the name of its check
-CHECKS = dict(
-    keywords=(existence, frequency, forbidden_words, letter_frequency),
-    length_constraints=(
-        number_words,
-        number_sentences,
-        number_paragraphs,
-        nth_paragraph_first_word,
+INSTRUCTIONS: dict[str, Callable[..., bool]] = {
+    # keywords are not case-sensitive, and occur inside longer words too
+    "keywords:existence": lambda text, keywords: all(
+        keyword.lower() in text.lower() for keyword in keywords
     ),
-    detectable_content=(number_placeholders, postscript),
-    detectable_format=(
-        number_bullet_lists,
-        constrained_response,
-        number_highlighted_sections,
-        multiple_sections,
-        json_format,
-        title,
+    "keywords:frequency": lambda text, keyword, frequency, relation: compare(
+        text.lower().count(keyword.strip().lower()), relation, frequency
     ),
-    combination=(two_responses, repeat_prompt),
-    startend=(end_checker, quotation),
-    change_case=(capital_word_frequency, english_capital, english_lowercase),
-    punctuation=(no_comma,),
-)
-INSTRUCTIONS: dict[str, Callable[..., bool]] = {}
-for kind, checks in CHECKS.items():
-    INSTRUCTIONS |= {f"{kind}:{function.__name__}": function for function in checks}
+    "keywords:forbidden_words": forbidden_words,
+    # the dataset counts # and ! too
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    # runs of letters, digits and underscores: "don't" is two words
+    "length_constraints:number_words": lambda text, num_words, relation: compare(
+        len(re.findall(r"\w+", text)), relation, num_words
+    ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: compare(
+        count_sentences(text), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: (
+        len(divide(text, "***")) == num_paragraphs
+    ),
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    # at least so many [placeholders], each within a line. The closing bracket is optional: a "["
+    # without one then uses up its line, which keeps the time linear.
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        re.findall(r"\[[^\n\]]*+(\]?)", text).count("]") >= num_placeholders
+    ),
+    "detectable_content:postscript": postscript,
+    # exactly so many lines that start with "-", or with one "*" and other text
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        sum(bool(re.match(r"-|\*[^*]", line.lstrip())) for line in text.split("\n")) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: (
+        re.search(r"My answer is (?:yes|no|maybe)\.", text) is not None
+    ),
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    # at least so many numbered headings (`Section 1`); the name is the dataset's spelling
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+    ),
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    # a double quotation mark may follow the last words
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: re.fullmatch(r'\s*".*"\s*', text, re.DOTALL) is not None,
+    # words with a capital letter and without a small one, such as "A" and "3D"
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
+        sum(map(str.isupper, CAPITAL_TOKEN.findall(text))), capital_relation, capital_frequency
+    ),
+    # at least one letter with a case, and no small one
+    "change_case:english_capital": str.isupper,
+    "change_case:english_lowercase": str.islower,
+    "punctuation:no_comma": lambda text: "," not in text,
+}

@@ -1,6 +1,7 @@
 """The reward `countdown`. common/rewards/functions.py says what a reward function may have."""
 
 from common.rewards.arithmetic import arithmetic
+from common.rewards.functions import from_json
 
 
 def countdown(completion: str, row: dict) -> float:
@@ -30,7 +31,7 @@ def last_tagged(text: str, tag: str) -> str | None:
 
 
 def countdown_numbers(row: dict) -> list[int] | None:
-    return row["nums"] if row.get("nums") is not None else row.get("numbers")
+    return from_json(row["nums"] if row.get("nums") is not None else row.get("numbers"))
 
 
 def check_countdown(row: dict) -> None:

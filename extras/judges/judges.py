@@ -29,6 +29,7 @@ from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods, require_context
 from common.parallel import distributed
 from common.rewards.filler import template_filler
+from common.rewards.functions import from_json
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
 
@@ -62,7 +63,7 @@ def criteria_of(row: dict, args: SamplingArgs) -> list[tuple[str, float]]:
         return [(text, 1.0) for text in args.rubric]
     label = f"{row.get('_source')}: column rubric"
     try:
-        rubric = RUBRIC.validate_python(row["rubric"])
+        rubric = RUBRIC.validate_python(from_json(row["rubric"]))
     except ValidationError as error:
         problem = error.errors()[0]
         places = [f"criterion {x + 1}" if isinstance(x, int) else x for x in problem["loc"]]

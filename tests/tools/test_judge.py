@@ -107,6 +107,16 @@ def test_reward_is_the_weighted_mean_and_cost_that_of_all_tokens(endpoint, tmp_p
     assert "Prompt:\nHi\n\nAnswer:\nHello\n\nCriterion: " in first["messages"][0]["content"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["Score: 8 out of 10", "**Score:** 8/10", "Score: 8/10 (good)", "Score：８／１０", "Score: 8."],
+)
+def test_score_may_have_a_scale_and_a_remark(text, endpoint):
+    endpoint({"polite": [reply(text)], "short": [reply(text)]})
+    rubric = '[{"criterion": "polite", "weight": 3}, "short"]'  # JSON text, as in a table
+    assert ask(row=dict(prompt="Hi", rubric=rubric))[0][0] == pytest.approx(0.8)
+
+
 def test_errors_that_may_pass_are_tried_again(endpoint):
     failures = [(500, "busy"), (429, {})]
     server = endpoint({"Hi": [*failures, reply("Score: 5")]})

@@ -1,5 +1,6 @@
 """The rewards `choice` and `stated`: the forms of an answer, the forms of a row, bad rows."""
 
+import json
 import random
 import time
 
@@ -106,6 +107,40 @@ def test_choice_reads_texts_of_many_kinds(completion, options, letter):
     assert stated_letter(completion, options) == letter
 
 
+STATED = [
+    "Answer：@", "The answer is @。", "@。", "答案：@", "答案: @", "答案是@。", "答案为@", "选@",
+    "故选@。", "所以选择@。", "（@）", "Answer: （@）", "答案是\\boxed{@}", "正确答案是选项@",
+    "答案应为@，因为它最好", "答えは@です。", "정답은 @입니다.", "@是正确的。", "【答案】@",
+    "本题选@", "答案：**@**", "A，不。答案是@。", "La respuesta correcta es @.",
+    "Die Antwort ist @.", "A\n\n答案：@", "答案　@",
+]  # fmt: skip
+UNSTATED = [
+    "不选@", "答案不是@", "答案是A或@", "答案是A、@", "答案是A和@", "@不正确", "@是错误的",
+    "选@，不对，答案是A",
+]  # fmt: skip
+OPTIONS = [
+    ["red", "green", "blue"], ["红色", "绿色", "蓝色"], ["1", "2", "12"], ["红", "红色", "红色的"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_choice_reads_marks_and_words_of_other_scripts(options):
+    for shown in ("B", "Ｂ", "𝐁"):
+        for form in STATED:
+            assert stated_letter(form.replace("@", shown), options) == "B", form
+        for form in UNSTATED:
+            assert stated_letter(form.replace("@", shown), options) in ("", "A"), form
+    for form in ("答案：@。", "@", "**@**。", "\\boxed{@}", "Answer：@", "答案是@"):
+        assert stated_letter(form.replace("@", options[1]), options) == "B", form
+
+
+@pytest.mark.parametrize("column", ["options", "choices"])
+def test_options_may_be_json_text(column):
+    for value in (CITIES, ARC):
+        row = {column: json.dumps(value), "answer": 1, "_source": "a:1"}
+        assert options_of(row) == options_of(row | {column: value})
+
+
 def test_choice_ignores_thoughts():
     row = dict(options=CITIES, answer="B", _source="a:1")
     for completion, reward in [
@@ -136,6 +171,13 @@ def test_answers_of_any_text_are_quick():
     ]
     rng = random.Random(0)
     pieces = [
+        "_ ",
+        "选",
+        "答案是",
+        "A是",
+        "option A ",
+        "fully ",
+        "¹ ",
         "answer is A, ",
         "answer x x x x x x ",
         "A. London\n",
@@ -249,6 +291,12 @@ def test_bad_row_is_refused_in_one_line(row, problem):
         ("It follows.\ninvalid", "invalid", 1),
         ("Yes", "Yes", 1),
         ("Yes, it is plausible.", "yes", 0),
+        ("答案：巴黎。", "巴黎", 1),
+        ("答案是巴黎", "巴黎", 1),
+        ("答案不是巴黎", "巴黎", 0),
+        ("The answer is １，０００．", "1000", 1),
+        ("The answer is 1,00", "100", 0),
+        ("The answer is 0.5", "½", 1),
         ("", "yes", 0),
     ],
 )

@@ -16,6 +16,7 @@ from common.parallel.distributed import RunError
 from common.rewards.registry import short_names
 from common.rewards.total import Rewards
 from eval import Args as EvalArgs
+from extras.judges.judges import criteria_of
 from tests.rewards.test_reward_model import sampled, save_classifier
 
 TEMPLATE = (
@@ -206,6 +207,14 @@ def test_question_that_does_not_fit_is_an_error_of_its_sample(asked, judge, devi
         scored(f"judge:{judge}", asked, device)
     (only,), _, _ = scored(f"rank:{judge}", (tokenizer, row, group[:1]), device)
     assert only.isnan().all()  # held-out prompts have one completion
+
+
+def test_rubric_may_be_json_text():
+    rubric = [dict(criterion="short", weight=3.0), dict(criterion="polite")]
+    for one in (rubric, rubric[0], ["[short"], "[short"):
+        row = dict(_source="a:1", rubric=one)
+        text = row | dict(rubric=one if one == "[short" else json.dumps(one))
+        assert criteria_of(text, Args()) == criteria_of(row, Args())
 
 
 @pytest.mark.parametrize(

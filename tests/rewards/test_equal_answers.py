@@ -1,0 +1,278 @@
+"""An equal value in another spelling is equal, another value is not, and what stands around an
+answer does not change it: for every reward that compares answers, the check of gold answers, and
+majority votes."""
+
+# ruff: noqa: E501  (tables with wide characters)
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.evaluate.estimators import final_answer
+from common.rewards.functions import (
+    boxed,
+    check_answer,
+    from_json,
+    gsm8k,
+    gsm8k_flexible,
+    last_boxed,
+    plain,
+    to_number,
+    value_of,
+)
+from common.rewards.math_forms import normal, time_of, with_numbers
+from common.rewards.math_reward import math
+
+# gold answer, its other spellings, other values
+NUMBERS = {
+    "18": (
+        "18|18.0|18.|+18|18.00|１８|１８。|١٨|𝟏𝟖|१८|$18|\\$18|£18|€18|￥18|018|18\\text{ apples}",
+        "180|-18|−18|–18|-１８|1.8|18.5|8|18 million|18 thousand|18k|18万|18百|18²|18^2|18 or 20|18 to 20|"
+        "18-20|18–20|18～20|1,8|18,0|18.000.000|1 8|18/7|18\\text{ million}|18\\ \\text{billion}|18·2",
+    ),
+    "1000": (
+        "1000|1,000|1000.0|1,000.00|１，０００|１０００|$1,000|1{,}000|1\\,000|1\\!000|1\u2009000|1\u202f000|"
+        "1 thousand|1 Thousand|10 hundred|1千|1٬000",
+        "1.000|1,00|100,0|10,00|1,0000|1.0|1|1000 thousand|1,000,000|10,000|0.001|1'000'000",
+    ),
+    "1234567": (
+        "1234567|1,234,567|１，２３４，５６７|1{,}234{,}567|1.234567 million",
+        "1234,567|123,4567|12,34,567|1.234.567|1,234,567,000|-1,234,567|1,234",
+    ),
+    "-5": ("-5|−5|－5|–5|-5.0|-$5|$-5|−５|﹣5|‑5", "5|+5|-50|5-|-5 million"),
+    "0.5": ("0.5|.5|0.50|０．５|0٫5|٠٫٥", "5|.05|0,5|0.5 million|-.5|0.05|0.5.1"),
+    "18000000": ("18 million|18,000,000|18000000|18 Million|1800万|0.18亿|18\\text{ million}",
+                 "18|18 thousand|18 billion|18 million million|18万"),
+    "2500000": ("2.5 million|2,500,000|250万|25 lakh", "2.5|2.5 thousand|25 million|2,5 million"),
+    "60": ("60|5 dozen|5\\text{ dozen}", "5|12|5 dozens dozen"),
+    "35": ("35", "3,5|3, 5|3 5|3.5|3;5"),
+    "150": ("150", "1,50|1.50|15,0"),
+}  # fmt: skip
+TEXTS = {
+    "1/2": ("0.5|½|\\frac12|\\frac{1}{2}|\\dfrac{1}{2}|\\tfrac12|\\cfrac{1}{2}|1/2|１／２|1∕2|2/4|.50", "1/3|12|2|1|-½|1\\frac12|0.2"),
+    "7/2": ("3½|3 1/2|3\\frac{1}{2}|3\\dfrac12|3.5|7/2", "31/2|3|1/2|2/7|3/2"),
+    "1500": ("1.5e3|1.5E3|1.5 × 10^3|1.5\\times10^{3}|1.5 \\cdot 10^3|1.5×10³|1500|1,500", "1.5|3|10|1.5e4|15|1.5e-3"),
+    "0.001": ("1e-3|1 × 10⁻³|0.001", "1e3|0.01|-3"),
+    "(1, 2)": ("(1,2)|（1，2）|( 1 , 2 )|\\left(1, 2\\right)|(１，２)", "(2,1)|(1,3)|[1,2]|(1,2]|12|\\{1,2\\}"),
+    "[1, 2)": ("[1,2)|［1，2）|\\left[1,2\\right)", "(1,2)|[1,2]|(1,2]"),
+    "x^2": ("x^2|x^{2}|x²|$x^2$", "x^3|2x|x|x2"),
+}  # fmt: skip
+MATHS = {
+    "\\{1, 2\\}": ("\\{2,1\\}|2, 1|1,2|\\left\\{1,2\\right\\}", "(1,2)|\\{1,3\\}|12|1"),
+    "(-\\infty, 3)": ("x<3|3>x|（-∞，3）|(-∞,3)", "x\\le 3|(-\\infty,3]|x>3"),
+    "x < 3": ("(-\\infty,3)|3 > x", "x \\le 3"),
+    "[-2, 7]": ("-2 \\le x \\le 7|x \\in [-2,7]", "(-2,7)"),
+    "0.12": ("12%|12\\%|12 percent|12％|12٪|3/25", "12|1.2%|1.2|12 per mille"),
+    "3/4": ("3 quarters|0.75|75%|¾", "3|4|3 fourteenths|3 halves"),
+    "4": ("4|2^2|2²|√16|\\sqrt{16}", "2|2 squared|22|4 factorial"),
+    "90": ("90|90°|90^\\circ|90 degrees|90\\text{ degrees}", "9|90 million"),
+    "5 cm": ("5|5 cm|5\\text{ cm}|5.0 cm", "5 m|5 km|6 cm|5 cm^2"),
+    "2\\pi": ("2π|2 π|2\\cdot\\pi", "2|π|2\\pi^2"),
+    "2\\sqrt{3}": ("2√3|√12|\\sqrt{12}", "√3|\\sqrt{3}2^2|12"),
+    "True": ("true|TRUE|\\text{True}|True.", "1|False|0|yes"),
+    "no": ("No|\\text{no}", "on|yes"),
+    "none of the above": ("None of the above.|\\text{none of the above}", "all of the above|none"),
+    "25_8": ("25_8|25_{8}", "25_9|26_8"),
+    "0.\\overline{3}": ("1/3|0.3\u0305|0.(3)", "0.3|3"),
+    "3:45 p.m.": ("15:45|3:45 PM|3：45 p.m.", "3:46 p.m.|3:45 a.m.|45"),
+    "1,2": ("2, 1|1，2|1、2", "12|1.2|(1,3)"),
+    "18": ("18 USD|18 men|18个|18 kg|18€|18 元", "18 or more|18 alpha|18x"),
+}  # fmt: skip
+ANNOUNCED = (
+    "#### @",
+    "**####** @",
+    "A: @",
+    "**A:** @",
+    "Ａ：@",
+    "so 7, \\boxed{9}?\n#### @\n",
+    "答案A：@",
+)
+BOXED = ("\\boxed{@}", "so #### 7 and 9: $\\boxed{@}$.", "\\boxed{9}, no: \\fbox{@}", "答案是\\boxed{@}。",
+         "\\boxed{@} in \\boxed notation", "{ \\{ \\boxed {@}")  # fmt: skip
+PROSE = ("The answer is @", "答案是@", "总共@个", "so 7 * 9, which is **@**", "答え：@", "คำตอบ@")
+
+
+def split(*groups: str) -> list[list[str]]:
+    return [group.split("|") for group in groups]
+
+
+def row(answer: str) -> dict:
+    return dict(answer=answer, _source="rows:1")
+
+
+@pytest.mark.parametrize("gold", NUMBERS)
+def test_numbers_are_equal_in_every_spelling(gold):
+    equal, others = split(*NUMBERS[gold])
+    wrong = []
+    for right, texts in ((1, equal), (0, others)):
+        for text in texts:
+            forms = [(gsm8k, form) for form in ANNOUNCED]
+            if "apples" not in text:  # `boxed` compares other text than numbers as text
+                forms += [(boxed, form) for form in BOXED]
+            if right:  # prose may have several numbers
+                forms += [(gsm8k_flexible, form) for form in ANNOUNCED[:5] + BOXED]
+            if right and "\\" not in text and text[0] != "+":
+                forms += [(gsm8k_flexible, form) for form in PROSE]
+            wrong += [
+                (reward.__name__, form.replace("@", text), right)
+                for reward, form in forms
+                if reward(form.replace("@", text), row(gold)) != right
+            ]
+            if right and "apples" not in text and gsm8k(f"#### {gold}", row(text)) != 1:
+                wrong.append(("gold", text, right))
+    assert not wrong
+
+
+@pytest.mark.parametrize("gold", NUMBERS | TEXTS)
+def test_boxed_and_votes_compare_values(gold):
+    equal, others = split(*(NUMBERS | TEXTS)[gold])
+    equal = [gold, *(text for text in equal if "apples" not in text)]
+    votes = {final_answer(f"\\boxed{{{text}}}") for text in equal}
+    assert len(votes) == 1, votes
+    assert not votes & {final_answer(f"\\boxed{{{text}}}") for text in others}
+    assert [text for text in equal + others if boxed(f"\\boxed{{{text}}}", row(gold))] == equal
+    assert [text for text in equal + others if boxed(f"\\boxed{{{gold}}}", row(text))] == equal
+
+
+@pytest.mark.parametrize("gold", NUMBERS | TEXTS | MATHS)
+def test_math_compares_values(gold):
+    equal, others = split(*(NUMBERS | TEXTS | MATHS)[gold])
+    forms = ("\\boxed{@}", "so 7?\n\n#### @\n", "\\boxed{9}? No: $\\boxed{@}$。")
+    wrong = [
+        (form.replace("@", text), right)
+        for right, texts in ((1, equal), (0, others))
+        for text in texts
+        for form in forms
+        if math(form.replace("@", text), row(gold)) != right
+    ]
+    assert not wrong
+
+
+# ---- generated values ----
+
+WIDE = {i: i + 0xFEE0 for i in range(0x21, 0x7F)}
+MARKS = str.maketrans("%:,.-$()", "％：，．－＄（）")
+SCRIPTS = [str.maketrans("0123456789", "".join(chr(zero + i) for i in range(10)))
+           for zero in (0xFF10, 0x660, 0x6F0, 0x966, 0xE50, 0x1D7CE)]  # fmt: skip
+
+
+@given(st.integers(-(10**8), 10**8), st.integers(0, 999), st.booleans(), st.sampled_from(SCRIPTS),
+       st.sampled_from([None, WIDE, MARKS]), st.sampled_from(["", ".", " ", "。", "，", "个", "元", " km", "다"]),
+       st.integers(-3, 3))  # fmt: skip
+def test_digits_and_marks_of_any_script_do_not_change_a_score(
+    whole, part, commas, script, marks, behind, change
+):
+    text = f"{whole:,}" if commas else f"{whole}.{part:03}"
+    gold = row(text.replace(",", "") if not change else str(whole + change * 7))
+    for form, reward in (("#### @", gsm8k), ("\\boxed{@}", boxed), ("是@", gsm8k_flexible)):
+        written = text.translate(script)
+        completion = form.replace("@", written.translate(marks) if marks else written)
+        if "{" not in form:
+            completion += behind
+        assert reward(completion, gold) == (not change), completion
+
+
+CONTEXTS = st.lists(st.sampled_from([
+    "So 7 * 9 = 63.\n", "\\boxed{7}", "#### 7\n", "A: 7\n", "{", "}", "\\{", "$", "`", "**", "答案是7。", " ",
+    "\n", "<b>", "(7", "\\[", "1.", "2)", "- ", "7,", "\u200b", "（", "Answer: 7\n", "\\text{", "\\left\\{",
+])).map("".join)  # fmt: skip
+
+
+@given(CONTEXTS, st.sampled_from(["18", "18.0", "1,8", "１８", "-18", "18 million", "18万"]))
+def test_what_stands_before_an_answer_does_not_change_it(before, text):
+    for form, reward in (("\n#### @", gsm8k), ("\\boxed{@}", boxed), ("\\boxed{@}", gsm8k_flexible),
+                         ("\\boxed{@}", math), ("\n#### @", math)):  # fmt: skip
+        if reward is math and form == "\n#### @" and "\\boxed" in before:
+            continue  # a box wins
+        answer = form.replace("@", text)
+        assert reward(before + answer, row("18")) == reward(answer, row("18"))
+    assert final_answer(f"{before}\\boxed{{{text}}}") == final_answer(f"\\boxed{{{text}}}")
+
+
+@given(st.lists(st.integers(0, 99), min_size=2, max_size=3))
+def test_a_list_of_numbers_is_no_number(numbers):
+    text = ",".join(map(str, numbers))
+    joined = row("".join(map(str, numbers)))
+    assert to_number(text) is None and final_answer(f"\\boxed{{{text}}}") == text
+    assert boxed(f"\\boxed{{{text}}}", joined) == gsm8k(f"#### {text}", joined) == 0
+    assert boxed(f"\\boxed{{{text}}}", row(", ".join(map(str, numbers)))) == 1
+
+
+@given(st.text(max_size=80))
+def test_plain_text_stays_plain(text):
+    assert plain(plain(text)) == plain(text) and isinstance(value_of(text), Fraction | str)
+    assert value_of(text) == value_of(plain(text))
+
+
+# ---- boxes, JSON text, gold answers ----
+
+
+@pytest.mark.parametrize("content", [
+    r"\left\{x, y\right.", r"\{1, 2\}", r"\{1", r"1\}", r"\frac{1}{2}", r"\\{x}\\", r"\{\{",
+])  # fmt: skip
+def test_escaped_braces_do_not_count(content):
+    assert last_boxed(rf"so {{ \boxed{{{content}}} }}") == content
+    assert boxed(rf"\boxed{{{content}}}", row(rf"\boxed{{{content}}}")) == 1
+
+
+@pytest.mark.parametrize("text", ['["4", "four"]', ' ["4"]', '[4, "four"]'])
+def test_list_of_texts_as_json_is_refused(text):
+    with pytest.raises(ValueError, match="rows:1: column answer: expected the list itself"):
+        check_answer(row(text))
+    check_answer(row([text]))
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "[1, 2)", "{1, 2}", '{"a": 1}', "[x]", "[", "4", ""])
+def test_other_texts_with_brackets_are_answers(text):
+    check_answer(row(text))
+    assert isinstance(from_json(text), str) == (text not in ("[1, 2]", '{"a": 1}'))
+
+
+def test_gold_answer_that_failed_once_is_parsed_again(monkeypatch):
+    """math-verify turns a MemoryError into an answer that it does not understand."""
+    from math_verify import parser
+
+    gold = r"\frac{x + 17}{23}"
+    with monkeypatch.context() as short:
+
+        def fail(*arguments):
+            raise MemoryError
+
+        short.setattr(parser, "extract_latex", fail)
+        with pytest.raises(ValueError, match="rows:1: math-verify does not understand"):
+            math(rf"\boxed{{{gold}}}", row(gold))
+    assert math(rf"\boxed{{{gold}}}", row(gold)) == 1
+
+
+# ---- any text, in linear time ----
+
+SIZE = 100_000
+PIECES = [
+    "a", " ", "\n", "\t", "(", "{", "}", "\\", "\\boxed{", "\\boxed ", "\\frac", "\\frac{1}", "\\text{", "\\text",
+    "$", "####", "#### 1", "A:", "1", "1,", "1,111,", "1.", "1/", "1 ", "e9", "1e5", "-", "–", "^{", "*", "* ",
+    "_ ", "hundred ", "1 hundred ", "百", "1百", "x10^", "1 x 10 ^", "选", "答案", "，", "１", "½", "²", "\u2009",
+    "1\u2009111", "1:", "0.1(", "0.\\dot", "\\overline{", "1\u0305", "√", "1+",
+]  # fmt: skip
+ENDS = [("####", " ", "x"), ("#### 1", ",", ""), ("#### 1", " ", "/ 2"), ("1", "0", "x^2"), ("-", " ", "x"),
+        ("\\boxed", " ", "x"), ("\\text", "a", "{"), ("#### 1", " hundred", "x"), ("A:", " *", "x"),
+        ("1/1", " ", "x"), ("1.", "0", "/3"), ("", "_ ", "x"), ("1", " ", "/2")]  # fmt: skip
+LONG = [piece * (SIZE // len(piece)) for piece in PIECES]
+LONG += [start + fill * (SIZE // len(fill)) + end for start, fill, end in ENDS]
+READERS = [
+    gsm8k,
+    gsm8k_flexible,
+    boxed,
+    lambda text, row: boxed(f"\\boxed{{{text}}}", row),
+    lambda text, row: (final_answer(text), normal(text), with_numbers(text), time_of(text)),
+]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_long_texts_take_linear_time(reader):
+    for text in LONG:
+        started = time.process_time()
+        reader(text, row("18"))
+        assert time.process_time() - started < 5, text[:20]  # 0.3 s; quadratic: minutes
