@@ -249,7 +249,7 @@ def test_gold_answer_that_failed_once_is_parsed_again(monkeypatch):
 
 # ---- any text, in linear time ----
 
-SIZE = 100_000
+SIZE = 30_000
 PIECES = [
     "a", " ", "\n", "\t", "(", "{", "}", "\\", "\\boxed{", "\\boxed ", "\\frac", "\\frac{1}", "\\text{", "\\text",
     "$", "####", "#### 1", "A:", "1", "1,", "1,111,", "1.", "1/", "1 ", "e9", "1e5", "-", "–", "^{", "*", "* ",
@@ -275,4 +275,4 @@ def test_long_texts_take_linear_time(reader):
     for text in LONG:
         started = time.process_time()
         reader(text, row("18"))
-        assert time.process_time() - started < 5, text[:20]  # 0.3 s; quadratic: minutes
+        assert time.process_time() - started < 5, text[:20]  # 0.1 s; quadratic: 10 s
