@@ -15,14 +15,14 @@ install: .venv/installed  # the first step of every other target, alone
 demo: .venv/installed
 	$(BIN)/python demo.py
 
-course-base: .venv/installed  # the models of docs/lessons, besides the built-in tiny-sft; both at once, one core each
-	$(BIN)/python docs/lessons/rows.py
+course-base: .venv/installed  # the models of course/lessons, besides the built-in tiny-sft; both at once, one core each
+	$(BIN)/python course/lessons/rows.py
 	printf '%s\n' splits chains | OMP_NUM_THREADS=1 xargs -P 2 -I {} $(BIN)/python sft.py --config configs/course_{}.yaml
 
 # Two files at a time, in the order of tests/in_process.py. OPTIONS are pytest's.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 FIELD := tests/field $(wildcard extras/*/tests/test_field.py)
-COURSE := tests/course $(wildcard extras/*/tests/test_view.py extras/*/tests/test_lesson.py)
+COURSE := course/tests $(wildcard extras/*/tests/test_view.py extras/*/tests/test_lesson.py)
 LEFT_OUT := $(COURSE) $(FIELD)
 
 # The promises of the README: tests/ in a copy of the project without extras/, then the tests of each extra.
@@ -60,8 +60,8 @@ build/field/%: Makefile | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@.tmp $(FIELD_$*)
 	mv $@.tmp $@ && touch $@
 
-exercises: .venv/installed  # writes and marks exercises/work/; ONLY=gae marks one (exercises/README.md)
-	@OMP_NUM_THREADS=1 $(BIN)/python exercises/mark.py $(ONLY)
+exercises: .venv/installed  # writes and marks course/exercises/work/; ONLY=gae marks one (course/exercises/README.md)
+	@OMP_NUM_THREADS=1 $(BIN)/python course/exercises/mark.py $(ONLY)
 
 gpu-test: .venv/installed  # docs/gpu.md; each test is skipped below the number of GPUs it needs
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu

@@ -14,7 +14,7 @@ from bench.models import checkpoint
 
 EXTRAS = sorted(path.name for path in Path(__file__).parent.iterdir() if (path / "tests").is_dir())
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
-# Extras that need another one, as docs/reading_order.md says: modules that import it.
+# Extras that need another one, as course/reading_order.md says: modules that import it.
 USES = dict(
     code={"extras.tools.python_tool"},
     tools={"extras.agents.agents"},

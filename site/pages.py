@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import yaml
 
-from exercises.fragments import find
+from course.exercises.fragments import find
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"
@@ -26,10 +26,11 @@ LANGUAGES = {
     ".txt": "text",
     "": "text",
 }
-START = ("README", "docs/your_data", "docs/choosing", "docs/reading_order", "docs/changes/README")
+START = ("README", "docs/your_data", "docs/choosing", "course/reading_order",
+         "course/changes/README")  # fmt: skip
 COURSE = (
-    "docs/primer", "docs/glossary", "docs/lessons/README", "docs/lessons/*", "exercises/*",
-    "objectives",
+    "course/primer", "course/glossary", "course/lessons/README", "course/lessons/*",
+    "course/exercises/*", "objectives",
 )  # fmt: skip
 GREEK = {"rho": "ρ", "pi": "π", "beta": "β", "gamma": "γ", "lambda": "λ", "sigma": "σ"}
 # Not the articles: "a", and "A" in front of a word.
@@ -71,9 +72,9 @@ def equations() -> dict:
 
 @functools.cache
 def glossary() -> dict[str, str]:
-    """Return the meaning of every symbol in the first table of docs/glossary.md, and of its letter
+    """Return the meaning of every symbol in the first table of the glossary, and of its letter
     alone."""
-    table = text_of(ROOT / "docs/glossary.md").partition("## Symbols")[2].partition("\n## ")[0]
+    table = text_of(ROOT / "course/glossary.md").partition("## Symbols")[2].partition("\n## ")[0]
     rows = [row.split("|") for row in table.splitlines() if row.startswith("| `")]
     return {
         name: row[2].strip().replace("`", "")
@@ -349,7 +350,7 @@ class Pages(dict[str, str]):
 def make(target: Path) -> None:
     """Write all pages to the empty folder `target`."""
     site, scripts = Pages(), list(equations()["scripts"])
-    for place in ("README.md", "docs/**/*.md", "exercises/**/*.md", "extras/*/README.md"):
+    for place in ("README.md", "docs/**/*.md", "course/exercises/**/*.md", "extras/*/README.md"):
         for path in sorted(ROOT.glob(place)):
             site.markdown(path)
     docs = [

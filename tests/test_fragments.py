@@ -2,7 +2,7 @@
 
 import pytest
 
-from exercises.fragments import find, replace
+from course.exercises.fragments import find, replace
 
 BROKEN = """value = function(
     first,

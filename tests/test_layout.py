@@ -103,9 +103,9 @@ def seams(path: Path) -> list[str]:
 
 
 def test_extras_enter_at_the_seams_alone():
-    """docs/reading_order.md lists them. A reward is a seam by its name, in rewards/registry.py."""
+    """The reading order lists them. A reward is a seam by its name, in rewards/registry.py."""
     found = {dotted(path): names for path in FILES if (names := seams(path))}
-    page = (ROOT / "docs/reading_order.md").read_text(encoding="utf-8")
+    page = (ROOT / "course/reading_order.md").read_text(encoding="utf-8")
     missing = [
         name for name in found if f"{name.removeprefix('common.').replace('.', '/')}.py" not in page
     ]

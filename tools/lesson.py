@@ -1,9 +1,9 @@
-"""Draw your runs of a lesson over stored ones (docs/lessons/README.md).
+"""Draw your runs of a lesson over stored ones (course/lessons/README.md).
 
-    python tools/lesson.py 6            # after the commands of docs/lessons/06_*.md
+    python tools/lesson.py 6            # after the commands of course/lessons/06_*.md
     python tools/lesson.py 6 --store    # every arm with three seeds: curves, picture and table
 
-A lesson has four files in docs/lessons: page (.md), description (.yaml), stored curves (.json) and
+A lesson has four files in course/lessons: page (.md), description (.yaml), stored curves (.json),
 picture (.png). The band of a metric is the 95% t interval for one more run with another seed."""
 
 import itertools
@@ -27,7 +27,7 @@ from tools.compare import Run, band, by_seed, difference, read_run, values_of
 from tools.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
-LESSONS = ROOT / "docs/lessons"
+LESSONS = ROOT / "course/lessons"
 SEEDS = (1, 2, 3)  # a reader's run has the default, 0
 
 
@@ -77,7 +77,7 @@ def read_lesson(name: str) -> Lesson:
     none."""
     found = sorted(LESSONS.glob(f"{name.zfill(2)}_*.yaml" if name.isdecimal() else f"{name}.yaml"))
     if not found:
-        raise ValueError(f"lesson {name}: no such lesson; docs/lessons/README.md lists them")
+        raise ValueError(f"lesson {name}: no such lesson; course/lessons/README.md lists them")
     keys = yaml.safe_load(found[0].read_text(encoding="utf-8"))
     return Lesson(found[0].with_suffix(""), **{"yours": list(keys["arms"])} | keys)
 

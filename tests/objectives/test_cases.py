@@ -1,5 +1,5 @@
 """One case a test: the mistakes that people make in the objectives of the scripts, each with a test
-that names it. exercises/ marks solutions with them."""
+that names it. course/exercises/ marks solutions with them."""
 
 import math
 from types import SimpleNamespace

@@ -7,8 +7,8 @@ import runpy
 import pytest
 from helpers import ROOT
 
-LESSON = runpy.run_path(str(ROOT / "docs/lessons/13_images.py"))
-PAGE = " ".join((ROOT / "docs/lessons/13_images.md").read_text(encoding="utf-8").split())
+LESSON = runpy.run_path(str(ROOT / "course/lessons/13_images.py"))
+PAGE = " ".join((ROOT / "course/lessons/13_images.md").read_text(encoding="utf-8").split())
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,8 @@ def test_page_has_the_ids_and_the_shapes_of_the_first_picture(data, capsys):
 
 
 def test_lines_of_the_tower_are_those_of_the_source():
-    code = (ROOT / "docs/lessons/13_images.md").read_text().split("```python\n")[1].split("```")[0]
+    page = (ROOT / "course/lessons/13_images.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
     source = (ROOT / "extras/images/tower.py").read_text()
     assert len(code.splitlines()) == 3
     assert [line for line in code.splitlines() if f" {line}\n" not in source] == []

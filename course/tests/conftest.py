@@ -1,0 +1,8 @@
+"""One set of fixtures for tests/ and the tests of extras/, whichever are run."""
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for plugin in ("in_process", "engines"):
+        config.pluginmanager.import_plugin(plugin)  # does nothing the second time
