@@ -14,6 +14,8 @@ import ast
 import json
 from dataclasses import dataclass
 
+from common.rewards import functions
+
 
 @dataclass(frozen=True)
 class StdinTest:
@@ -22,10 +24,6 @@ class StdinTest:
 
     input: str
     output: str
-
-    @property
-    def output_bytes(self) -> int:
-        return 2 * len(self.output.encode("utf-8", "replace"))
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,6 @@ class CallTest:
     is_leetcode: bool = False
     """whether the function may be a method of the program's class `Solution`"""
 
-    @property
-    def output_bytes(self) -> int:
-        return 4 * len(str(self.results))
-
 
 @dataclass(frozen=True)
 class AssertTest:
@@ -53,10 +47,6 @@ class AssertTest:
     source: str
     setup: str = ""
     candidate: str | None = None
-
-    @property
-    def output_bytes(self) -> int:
-        return 4 * len(self.source)
 
 
 Test = StdinTest | CallTest | AssertTest
@@ -115,6 +105,8 @@ def parse_item(item: object, place: str) -> Test:
         return parse_assert(item, place)
     is_dict = isinstance(item, dict)
     require(is_dict, f"{place} is a {type(item).__name__}, not an object or a string")
+    if item.get("testtype", item.get("type")) in ("stdin", "stdin_stdout"):  # LiveCodeBench
+        item = {key: value for key, value in item.items() if key not in ("testtype", "type")}
     # A table gives every object the keys of all.
     keys = {key for key, value in item.items() if value is not None}
     if "function" in keys:
@@ -172,8 +164,8 @@ def text_of(data: object, place: str) -> str:
 
 def parse_mbpp(row: dict) -> list[Test]:
     setup = row.get("test_setup_code") or ""
-    imports = row.get("test_imports") or []
-    tests = row["test_list"]
+    imports = functions.from_json(row.get("test_imports")) or []
+    tests = functions.from_json(row["test_list"])
     require(isinstance(setup, str), "test_setup_code is not a string")
     for name, column in (("test_imports", imports), ("test_list", tests)):
         is_right = isinstance(column, list) and all(isinstance(line, str) for line in column)

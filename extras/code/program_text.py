@@ -3,6 +3,7 @@
 import ast
 import builtins
 import re
+from collections import defaultdict
 from functools import lru_cache
 
 from extras.code.cases import AssertTest, CallTest, StdinTest, Test, tested_names
@@ -26,19 +27,17 @@ def extract_program(completion: str, row: dict, tests: list[Test]) -> str:
     if not blocks:
         return assemble(completion, row, tests, cut=True)
     programs = [assemble(code, row, tests) for code in blocks]
-    if len(blocks) == 1:
-        return programs[0]
     valid = [i for i, program in enumerate(programs) if parsed(program)[0]]
-    names = tested_names(tests)
-    stdin_tests = [test for test in tests if isinstance(test, StdinTest)]
     fitting = valid
-    if names:
-        continues = [stub_of(tests) and is_indented(code) for code in blocks]
-        fitting = [i for i in valid if continues[i] or names & defined(blocks[i])]
-    elif stdin_tests:
+    if tested := tested_names(tests):
+        continues = [
+            stub_of(tests) and code.lstrip("\n").startswith((" ", "\t")) for code in blocks
+        ]
+        fitting = [i for i in valid if continues[i] or tested & names_in(blocks[i])["defined"]]
+    elif stdin_tests := [test for test in tests if isinstance(test, StdinTest)]:
         has_input = any(test.input.strip() for test in stdin_tests)
-        defined_in_any = set().union(*map(defined, blocks))
-        fitting = [i for i in valid if is_program(blocks[i], defined_in_any, has_input)] or valid
+        defined = set().union(*(names_in(code)["defined"] for code in blocks))
+        fitting = [i for i in valid if is_program(blocks[i], defined, has_input)] or valid
     return programs[fitting[-1] if fitting else -1]
 
 
@@ -65,7 +64,7 @@ def assemble(code: str, row: dict, tests: list[Test], cut: bool = False) -> str:
     """Return `code` behind the source that it continues or needs. `cut`: drop the prose, or the
     unfinished function, behind HumanEval's function."""
     start = stub_of(tests)
-    if start and row["entry_point"] in defined(code):
+    if start and row["entry_point"] in names_in(code)["defined"]:
         return after_future(code, start)
     if start:
         program = f"{row['prompt']}\n{code}"
@@ -107,74 +106,49 @@ def without_rest(program: str) -> str:
     return program
 
 
-def is_indented(code: str) -> bool:
-    return code.lstrip("\n").startswith((" ", "\t"))
-
-
 # ---- the kind of a block ----
 
 
 def is_program(code: str, defined_in_any: set[str], has_input: bool) -> bool:
     """Return whether a block is a program for tests of stdin: it uses no name that only another
     block defines, as a test of its functions would (`defined_in_any`: the names that any block
-    defines), and reads stdin if the tests have input, else prints."""
-    if defined_in_any & unbound(code):
+    defines), and reads stdin, which it does not replace, if the tests have input, else prints."""
+    names = names_in(code)
+    unbound = names["read"] - names["defined"] - names["bound"] - set(dir(builtins))
+    if defined_in_any & unbound:
         return False
-    return reads_stdin(code) if has_input else prints(code)
-
-
-def prints(code: str) -> bool:
-    """Return whether a program names `print` or `stdout`."""
-    attributes = {node.attr for node in nodes_of(code, ast.Attribute)}
-    return bool({"print", "stdout"} & (read_names(code) | attributes))
-
-
-def reads_stdin(code: str) -> bool:
-    """Return whether a program names `input`, `stdin`, `fileinput` or `open(0)`, and does not
-    replace `sys.stdin`."""
-    stdins = [n for n in nodes_of(code, ast.Attribute) if n.attr in ("stdin", "__stdin__")]
-    if any(isinstance(node.ctx, ast.Store) for node in stdins):
-        return False
-    for call in nodes_of(code, ast.Call):
-        first = [n.value for n in call.args if isinstance(n, ast.Constant)]
-        if getattr(call.func, "id", "") == "open" and 0 in first:
-            return True
-    imported = {alias.name for alias in nodes_of(code, ast.alias)}
-    takes_input = "input" in read_names(code) - defined(code)
-    return bool(stdins or imported & {"stdin", "fileinput"} or takes_input)
-
-
-def defined(code: str) -> set[str]:
-    """Return the names of functions, methods, classes and assigned variables."""
-    names = nodes_of(code, ast.Name)
-    stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
-    blocks = nodes_of(code, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return stored | {block.name for block in blocks}
-
-
-def read_names(code: str) -> set[str]:
-    names = nodes_of(code, ast.Name)
-    return {name.id for name in names if isinstance(name.ctx, ast.Load)}
-
-
-def unbound(code: str) -> set[str]:
-    """Return the names that are read but neither bound here nor built in."""
-    imports = nodes_of(code, ast.alias)
-    bound = {alias.asname or alias.name.partition(".")[0] for alias in imports}
-    bound |= {argument.arg for argument in nodes_of(code, ast.arg)}
-    bound |= {handler.name for handler in nodes_of(code, ast.ExceptHandler)}
-    return read_names(code) - defined(code) - bound - set(dir(builtins))
-
-
-def nodes_of(code: str, *kinds: type[ast.AST]) -> list:
-    """Return the nodes of these kinds in a program; none if it cannot be parsed."""
-    return [node for node in all_nodes(code) if isinstance(node, kinds)]
+    if not has_input:
+        return bool({"print", "stdout"} & (names["read"] | names["attribute"]))
+    takes_input = "input" in names["read"] - names["defined"]
+    stdins = {"stdin", "__stdin__", "fileinput"} & (names["attribute"] | names["imported"])
+    return bool(stdins or takes_input) and not names["replaced"]
 
 
 @lru_cache(8)  # several questions about each block
-def all_nodes(code: str) -> list[ast.AST]:
+def names_in(code: str) -> dict[str, set[str]]:
+    """Return the names in a program by their use; none if it cannot be parsed."""
+    names: dict[str, set[str]] = defaultdict(set)
     tree, _ = parsed(code)
-    return list(ast.walk(tree)) if tree else []
+    for node in ast.walk(tree) if tree else ():
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                names["read"].add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.FunctionDef(name=name):
+                names["defined"].add(name)
+            case ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names["defined"].add(name)
+            case ast.arg(arg=name) | ast.ExceptHandler(name=name):
+                names["bound"].add(name)
+            case ast.alias(name=name, asname=other):
+                names["imported"].add(name)
+                names["bound"].add(other or name.partition(".")[0])
+            case ast.Attribute(attr="stdin" | "__stdin__", ctx=ast.Store()):
+                names["replaced"].add("stdin")
+            case ast.Attribute(attr=name):
+                names["attribute"].add(name)
+            case ast.Call(func=ast.Name(id="open"), args=[ast.Constant(value=0), *_]):
+                names["imported"].add("stdin")
+    return names
 
 
 def parsed(code: str) -> tuple[ast.Module | None, int]:

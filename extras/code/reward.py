@@ -105,8 +105,8 @@ def start_judge(stack: ExitStack, limits: Limits, unsafe: bool) -> Program:
 
 def with_room(limits: Limits, tests: list[Test]) -> Limits:
     """Return `limits` with room for an output as long as the expected one."""
-    sizes = [test.output_bytes for test in tests]
-    return replace(limits, output_bytes=max(limits.output_bytes, *sizes))
+    size = max(len(repr(test)) for test in tests)
+    return replace(limits, output_bytes=max(limits.output_bytes, 4 * size))
 
 
 def same_output(text: str, expected: str) -> bool:

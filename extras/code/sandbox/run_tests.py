@@ -4,12 +4,14 @@ for `Program`."""
 import ast
 import builtins
 import importlib
+import itertools
 import symtable
 import sys
 
 import child  # it runs this module
 
 broken: list[str] = []  # why the test cannot run
+answers: list[bool] = []  # whether the program has answered this test
 
 
 class Remote:
@@ -34,14 +36,23 @@ class Remote:
 
 
 def pass_on(value: object) -> object:
+    """Encode a value that is not plain for the program. If that is impossible, the test cannot run;
+    after an answer of the program, which may be the cause, it fails."""
     if isinstance(value, Remote):
         return {"object": value._expression}
-    broken.append(f"a {type(value).__name__} cannot be passed to the program")
-    raise TypeError(broken[-1])
+    if isinstance(value, child.PASSED_AS_ITERATORS) or hasattr(type(value), "__next__"):
+        items = list(itertools.islice(value, child.ITEMS + 1))
+        if len(items) <= child.ITEMS:
+            return {"iterator": child.encode(items, pass_on)}
+    problem = f"a {type(value).__name__} cannot be passed to the program"
+    if not answers:
+        broken.append(problem)
+    raise TypeError(problem)
 
 
 def ask(question: dict) -> object:
     reply = __ask__(question)  # noqa: F821  # pyrefly: ignore  # a global of the child
+    answers[:] = [True]
     try:
         if "value" in reply:
             return child.decode(reply["value"], Remote)
@@ -66,6 +77,7 @@ def exception(types: list[str], message: str) -> BaseException:
 def judge(source: str, setup: str, candidate: str | None) -> bool | str:
     """Return whether the test passes, or why it cannot run with any program."""
     broken.clear()
+    answers.clear()
     try:
         names = stand_ins(setup, source, candidate)
         if not broken:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -286,6 +287,35 @@ FORMS = {
         "def f(): return ['x'] * 300_000",
         "def f(): return ['x']",
     ),
+    **{
+        f"{name} passed on": (
+            row(tests=["assert total(evens(4)) == 2"]),
+            f"def evens(n): return {code}\ndef total(xs): return sum(xs)",
+            f"def evens(n): return {code}\ndef total(xs): return 0",
+        )
+        for name, code in dict(
+            generator="(i for i in range(n) if i % 2 == 0)",
+            range="range(0, n, 2)",
+            map="map(int, ['0', '2'])",
+            keys="{0: 1, 2: 1}.keys()",
+            iterator="iter([0, 2])",
+        ).items()
+    },  # fmt: skip
+    "exception passed on": (
+        row(tests=["try:\n    f(1)\nexcept ValueError as error:\n    f(error)\nassert f(2) == 2"]),
+        "def f(x): return x",
+        "def f(x): raise ValueError",
+    ),
+    "method of a result": (
+        row(tests=["assert run(make().get) == 1"]),
+        "class make:\n    def get(self): return 1\ndef run(f): return f()",
+        "def make(): return {}\ndef run(f): return 1",
+    ),
+    "type of LiveCodeBench": (
+        row(tests=[dict(input="3\n", output="6", testtype="stdin")]),
+        "print(2 * int(input()))",
+        "print(3)",
+    ),
     "mixed": (
         row(
             tests=[
@@ -537,6 +567,25 @@ def test_prompt_is_prepended_only_if_it_is_a_stub():
     ):
         assert program_in(body, HUMANEVAL | dict(prompt=prompt)) == body
     assert program_in(body, STDIN | dict(prompt=HUMANEVAL_PROMPT)) == body
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * 100_000 + "x",
+        "\t" * 100_000,
+        "- " * 50_000,
+        "1" * 100_000,
+        (" " * 1000 + "\n") * 100,
+        "```\n" * 30_000,
+        " ```x\n" * 20_000,
+    ],
+)
+def test_blocks_are_found_in_linear_time(text):
+    started = time.process_time()
+    program_in(text, STDIN)
+    same_output(text, text + "x")
+    assert time.process_time() - started < 5  # quadratic: minutes
 
 
 # ---- comparison ----
