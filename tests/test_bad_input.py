@@ -281,15 +281,14 @@ def infinite(completion, row): return float("inf")
 
 def test_missing_reward_column_is_refused():
     with pytest.raises(
-        ValueError, match="--reward exact_match reads column answer; the dataset has prompt$"
+        ValueError, match="a:1: --reward exact_match reads column answer; the row has prompt$"
     ):
         Rewards(Args(), [dict(prompt="a", _source="a:1")], None, None)
     with pytest.raises(
-        ValueError, match="a:2: column answer is missing, --reward exact_match reads it"
+        ValueError, match="a:2: --reward exact_match reads column answer; the row has prompt$"
     ):
-        Rewards(
-            Args(), [dict(answer="1", _source="a:1"), dict(answer=None, _source="a:2")], None, None
-        )
+        rows = [dict(answer="1", _source="a:1"), dict(answer=None, prompt="a", _source="a:2")]
+        Rewards(Args(), rows, None, None)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from itertools import count
 
@@ -56,30 +55,19 @@ class ForkServer:
         self.numbers = count()  # of forks
         self.process: subprocess.Popen | None = None
 
-    async def fork(self, connection: socket.socket, seconds: float) -> int:
-        """Start a fork with this connection and return its number. Waits, at most `seconds`, only
-        if hundreds of forks wait for the target to load."""
+    def fork(self, connection: socket.socket) -> int:
+        """Start a fork with this connection and return its number. Blocks only if hundreds of forks
+        wait for the target to load."""
         if self.process is None or self.process.poll() is not None:
             self._start()
         number = next(self.numbers)
-        until = time.monotonic() + seconds
-        self.control.settimeout(0)
         with suppress(OSError):  # the server has died or hangs: the connection just ends
-            while True:
-                try:
-                    order = ORDER.pack(number, 0.0)
-                    socket.send_fds(self.control, [order], [connection.fileno()])
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        break
-                await asyncio.sleep(0.05)
+            socket.send_fds(self.control, [ORDER.pack(number, 0.0)], [connection.fileno()])
         return number
 
     def end(self, number: int, seconds: float) -> None:
         """Have a fork killed that has not ended after `seconds`."""
         if self.process is not None:
-            self.control.settimeout(LATE)
             with suppress(OSError):  # the server has died, and with it its forks
                 self.control.send(ORDER.pack(number, seconds))
 
@@ -97,6 +85,7 @@ class ForkServer:
     def _start(self) -> None:
         self.close(hangs=True)
         self.control, child_end = socket.socketpair()
+        self.control.settimeout(START_SECONDS)
         setup = dict(
             path=[*sys.path, *self.folders],
             control=child_end.fileno(),
@@ -104,7 +93,7 @@ class ForkServer:
             target=self.target,
             shared=self.shared,
             memory_gib=self.memory_gib,
-            argument=self.argument,
+            argument=json.dumps(self.argument),
         )
         # -P: without the script's folder on sys.path
         command = [sys.executable, "-P", "-u", worker.__file__, json.dumps(setup)]
@@ -174,7 +163,7 @@ class Process:
         self.socket, theirs = socket.socketpair()
         self.reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
         with theirs:
-            self.number = await self.server.fork(theirs, self.start_seconds)
+            self.number = self.server.fork(theirs)
         loaded = await self._answer(self.start_seconds)
         if loaded is None and self.server.shared:  # the server itself hangs in loading
             self.server.close(hangs=True)

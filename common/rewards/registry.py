@@ -57,23 +57,14 @@ def short_names(rewards: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:
-    """Raise `ValueError` if the rows lack a column that the function reads, or the function refuses
-    one of them."""
-    for column in getattr(function, "columns", ()):
-        if not any(column in row for row in rows):
-            columns = ", ".join(c for c in rows[0] if not c.startswith("_"))
-            raise ValueError(f"--reward {name} reads column {column}; the dataset has {columns}")
-    for row in rows:
-        require_usable_row(name, function, row)
-
-
 def require_usable_row(name: str, function: Reward, row: dict) -> None:
     """Raise `ValueError` naming the row if it lacks a column, or the function refuses it."""
     source = row.get("_source")
     for column in getattr(function, "columns", ()):
         if row.get(column) is None:
-            raise ValueError(f"{source}: column {column} is missing, --reward {name} reads it")
+            there = ", ".join(key for key, value in row.items() if value and key[:1] != "_")
+            problem = f"--reward {name} reads column {column}; the row has {there}"
+            raise ValueError(f"{source}: {problem}")
     if hasattr(function, "check"):
         try:
             function.check(row)

@@ -6,16 +6,14 @@ called there, `math` and a user's functions in processes. A built-in function ma
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from typing import NamedTuple
 
 from common.config.online import SamplingArgs
 from common.data.sample import Group
 from common.rewards.functions import Reward
 from common.rewards.processes import Pool
-from common.rewards.registry import load_reward, require_usable_rows
+from common.rewards.registry import load_reward
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
 from common.rewards.user_code import reward_form
@@ -30,19 +28,18 @@ class Scorer(NamedTuple):
     """processes in which it runs; the caller closes them"""
 
 
-def make_scorer(name: str, rows: list[dict], args: SamplingArgs, thoughts: Thoughts) -> Scorer:
-    """Return the scorer of a reward that is not a model. Raises `ValueError` for an unknown name
-    and for rows that the reward cannot use."""
+def make_scorer(name: str, columns: list[str], args: SamplingArgs, thoughts: Thoughts) -> Scorer:
+    """Return the scorer of a reward that is not a model. Raises `ValueError` for an unknown
+    name."""
     if name == "environment":
         return Scorer(of_environment)
     function = load_reward(name)
-    require_usable_rows(name, function, rows)
     if hasattr(function, "make_scorer"):
         return function.make_scorer(name, args, thoughts)
     if name == "math":
         return of_math(args, thoughts)
     if ":" in name:
-        return of_user(name, function, list(rows[0]) if rows else [], args)
+        return of_user(name, function, columns, args)
     return of_built_in(function, thoughts)
 
 
@@ -121,18 +118,3 @@ def for_rows_of(name: str, scorer: Scorer) -> Scorer:
         return await scorer.score(group) if applies else [Result()] * len(group)
 
     return scorer._replace(score=score)
-
-
-async def in_thread(function: Callable, *arguments: object) -> object:
-    """Return what a function returns that waits for something. Unlike `asyncio.to_thread` it does
-    not delay the end of a run."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(future)

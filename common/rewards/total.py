@@ -26,7 +26,7 @@ from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.rewards.processes import Pool
-from common.rewards.registry import reward_of_row, short_names
+from common.rewards.registry import reward_of_row, row_check, short_names
 from common.rewards.result import Result
 from common.rewards.reward_model import load_model
 from common.rewards.scorers import Scorer, for_rows_of, make_scorer
@@ -57,6 +57,10 @@ class Rewards:
         Raises `ValueError` for a name that is unknown or comes twice, a column that `rows` lack, a
         row that a reward cannot use, a model that is no reward model or does not fit these prompts.
         """
+        check = row_check(args)
+        for row in rows:
+            check(row)
+        columns = list(rows[0]) if rows else []
         self.args = args
         self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
         self.scorers: dict[str, Scorer] = {}
@@ -70,8 +74,7 @@ class Rewards:
             if name == "by_row":
                 added = self.of_rows = sorted({reward_of_row(row) for row in rows})
                 for own in added:
-                    rows_of = [row for row in rows if row["reward"] == own]
-                    scorer = make_scorer(own, rows_of, args, self.thoughts)
+                    scorer = make_scorer(own, columns, args, self.thoughts)
                     self.scorers[own] = for_rows_of(own, scorer)
             elif name.startswith(MODEL_KINDS):
                 dry_run = getattr(args, "dry_run", False)  # which loads no model
@@ -81,7 +84,7 @@ class Rewards:
                     continue
                 self.models[short[name]] = model
             else:
-                self.scorers[short[name]] = make_scorer(name, rows, args, self.thoughts)
+                self.scorers[short[name]] = make_scorer(name, columns, args, self.thoughts)
             if weights.keys() & added:
                 raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
             weights |= dict.fromkeys(added, weight)

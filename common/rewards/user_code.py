@@ -5,9 +5,6 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import cache
-from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -43,7 +40,6 @@ def load_user_file(flag: str, spec: str, path: str, name: str = "") -> ModuleTyp
         raise ValueError(f"{flag} {spec}: {path} is not a Python file")
     folder = str(Path(path).absolute().parent)
     try:
-        warn_of_taken_names(f"{flag} {spec}", path)
         if folder not in sys.path:
             sys.path.append(folder)
         return load_file(path)
@@ -68,36 +64,6 @@ def load_agent(spec: str) -> Callable:
     except TypeError as error:
         raise ValueError(f"--agent {spec}: {error}; {form}") from error
     return function
-
-
-@cache
-def warn_of_taken_names(label: str, path: str) -> None:
-    """Print a line, once, for each file beside a user's file that it should import but that has the
-    name of another module. Python finds the other one, because the folder is the last one that is
-    searched."""
-    folder = Path(path).absolute().parent
-    finder = ModuleFinder([str(folder)])  # the imports of the file and of the files beside it
-    with suppress(SyntaxError, ValueError):  # which the import reports
-        finder.run_script(path)
-    for name in sorted(finder.modules.keys() - {"__main__"}):
-        places = (folder / f"{name}.py", folder / name / "__init__.py")
-        beside = next(filter(Path.is_file, places), None)
-        other = place_of(name) if beside else None
-        if other and not (Path(other).exists() and beside.samefile(other)):
-            problem = f"import {name} finds {other}, not {beside}; rename that file"
-            distributed.say(f"warning: {label}: {problem}")
-
-
-def place_of(name: str) -> str | None:
-    """Return the place of the module that Python finds under a name; None if there is none, or a
-    folder alone, which gives way to a file."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except ValueError:  # a loaded module without a spec, such as __main__
-        return "a loaded module"
-    if spec is None or spec.origin is None:
-        return None
-    return spec.origin if spec.has_location else "a built-in module"
 
 
 def reward_form(

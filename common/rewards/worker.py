@@ -25,7 +25,7 @@ EACH = "each of the calls, together"  # in place of a method
 
 
 def serve(
-    control: int, parent: int, target: str, shared: bool, memory_gib: float, argument: object
+    control: int, parent: int, target: str, argument: str, shared: bool, memory_gib: float
 ) -> None:
     """Fork a worker for each connection that the parent sends with an order, and kill a worker when
     an order says so. End when the parent closes `control` or dies, with all processes of all
@@ -33,31 +33,29 @@ def serve(
     end_with(parent, signal.SIGKILL)  # SIGKILL, because the target may hang while it loads
     orders = socket.socket(fileno=control)
     orders.set_inheritable(False)
-    fork = (target, json.dumps(argument), memory_gib)
     if shared:
         with suppress(BaseException):  # each worker loads it again and reports the error
-            load(*fork[:2])
+            load(target, argument)
     workers: dict[int, int] = {}  # number -> process id
     ends: dict[int, float] = {}  # number -> time when it is killed
     spared = children()  # the user's file started them
+    is_open = True
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     end_with(parent, signal.SIGTERM)
     try:
-        while orders or workers:
-            if orders and select.select([orders], [], [], 0.05 if ends else 1.0)[0]:
+        while is_open or workers:
+            wait = 0.05 if ends or not is_open else 1.0
+            if select.select([orders] if is_open else [], [], [], wait)[0]:
                 order, descriptors, *_ = socket.recv_fds(orders, ORDER.size, 1)
-                if not order:  # the parent has closed it
-                    orders = None
-                    ends = {number: ends.get(number, 0.0) for number in workers}
-                    continue
-                number, seconds = ORDER.unpack(order)
-                if descriptors:  # none if it wants an end, or if too many files are open
+                number, seconds = ORDER.unpack(order) if order else (None, 0.0)
+                if descriptors:
                     with socket.socket(fileno=descriptors[0]) as connection, suppress(OSError):
-                        workers[number] = fork_worker(connection, orders, *fork)
+                        workers[number] = fork(connection, target, argument, memory_gib)
                 elif number in workers:
                     ends[number] = time.monotonic() + seconds
-            elif not orders:
-                time.sleep(0.02)
+                elif not order:  # the parent has closed it: end all that have no end yet
+                    is_open = False
+                    ends = dict.fromkeys(workers, 0.0) | ends
             for number, pid in list(workers.items()):
                 if ends.get(number, float("inf")) <= time.monotonic():
                     end(pid)
@@ -73,21 +71,20 @@ def serve(
             time.sleep(0.01)
 
 
-def fork_worker(connection: socket.socket, orders: socket.socket, *setup: object) -> int:
+def fork(connection: socket.socket, target: str, argument: str, memory_gib: float) -> int:
+    """Make a worker, and return its process id."""
     server = os.getpid()
-    pid = os.fork()
-    if pid:
+    if pid := os.fork():
         return pid
     try:
         # a process group, to kill it as a whole; and Linux divides a busy CPU among sessions
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         end_with(server, signal.SIGKILL)
-        orders.close()
         if "numpy.random" in sys.modules:  # reseeded, as Python does with its own generator
             sys.modules["numpy.random"].seed()
         with suppress(OSError):  # the parent, or the user's code, has closed the connection
-            work(connection, *setup)
+            work(connection, target, argument, memory_gib)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
@@ -101,80 +98,74 @@ def work(connection: socket.socket, target: str, argument: str, memory_gib: floa
     If the target is a function, `method` is None, or EACH: then an async function is called with
     each member of `arguments`, together. If it is a class, one object is made, whose `method` is
     called, at the end also `close`, if it has that."""
+    file = target.rpartition(":")[0]
     stream = connection.makefile("rb")
     loop = asyncio.new_event_loop()  # a single one: clients in the user's file are bound to it
     asyncio.set_event_loop(loop)
     worker = os.getpid()
     instance = None
-
-    def send(*result: object) -> None:
-        if os.getpid() != worker:  # a child that the function has forked: only its parent answers
-            os._exit(0)
-        try:
-            payload = pickle.dumps(result)
-        except BaseException as error:
-            payload = pickle.dumps((None, f"the result cannot be pickled: {one_line(error)}"))
-        connection.sendall(HEADER.pack(len(payload)) + payload)
-
-    file = target.rpartition(":")[0]
     try:
         function = load(target, argument)
         limit_memory(memory_gib)
     except BaseException as error:
-        return send(None, one_line(error))
-    send()
+        return reply(connection, None, one_line(error))
+    reply(connection)
     while header := stream.read(HEADER.size):
         try:
-            method, arguments, seconds = pickle.loads(stream.read(HEADER.unpack(header)[0]))
-            if method == EACH:
-                calls = [answer(function, call, seconds, file) for call in arguments]
-                result = (loop.run_until_complete(together(calls)),)
-            elif inspect.iscoroutinefunction(function):
-                result = loop.run_until_complete(answer(function, arguments, seconds, file))
+            method, arguments, seconds = pickle.loads(stream.read(*HEADER.unpack(header)))
+            if inspect.iscoroutinefunction(function):
+                calls = arguments if method == EACH else [arguments]
+                results = loop.run_until_complete(together(function, calls, seconds, file))
+                result = (results,) if method == EACH else results[0]
             elif method is None:
                 result = (function(*arguments),)
             else:
                 instance = instance or function()
                 result = (getattr(instance, method)(*arguments),)
         except BaseException as error:  # also SystemExit, and time-out exceptions of libraries
-            result = None, located(error, file)
-        send(*result)
+            result = None, one_line(error, file)
+        if os.getpid() != worker:  # a child that the function has forked: only its parent answers
+            return
+        reply(connection, *result)
     if hasattr(instance, "close"):
         instance.close()
 
 
-async def together(calls: list) -> list:
-    return await asyncio.gather(*calls)
-
-
-async def answer(function, arguments: tuple, seconds: float, file: str) -> tuple:
-    """Return the fields of a `Result` of an async function."""
-    limit = None
+def reply(connection: socket.socket, *result: object) -> None:
+    """Send the fields of a `Result`."""
     try:
-        async with asyncio.timeout(seconds) as limit:
-            return (await function(*arguments),)
+        payload = pickle.dumps(result)
     except BaseException as error:
-        if limit is not None and limit.expired():  # the function may raise TimeoutError itself
-            return None, f"no answer within {seconds:g} s", True
-        return None, located(error, file)
+        payload = pickle.dumps((None, f"the result cannot be pickled: {one_line(error)}"))
+    connection.sendall(HEADER.pack(len(payload)) + payload)
 
 
-def located(error: BaseException, file: str) -> str:
-    """Return `one_line` of an error, with the line of the user's file that raised it."""
-    trace = walk_tb(error.__traceback__)
-    lines = [line for frame, line in trace if frame.f_code.co_filename == file]
-    return f"{one_line(error)} (line {lines[-1]})" if lines else one_line(error)
+async def together(function, calls: list[tuple], seconds: float, file: str) -> list[tuple]:
+    """Return the fields of a `Result` for each call of an async function."""
+
+    async def answer(call: tuple) -> tuple:
+        limit = None
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return (await function(*call),)
+        except BaseException as error:
+            if limit is not None and limit.expired():  # the function may raise TimeoutError itself
+                return None, f"no answer within {seconds:g} s", True
+            return None, one_line(error, file)
+
+    return await asyncio.gather(*map(answer, calls))
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException, file: str = "") -> str:
+    """Return an error in one line, with the line of the user's `file` that raised it."""
     try:
         text = str(error).strip().partition("\n")[0][:500]
     except BaseException:
         text = "(its text cannot be had)"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-# ---- loading ----
+    trace = walk_tb(error.__traceback__)
+    lines = [line for frame, line in trace if frame.f_code.co_filename == file]
+    place = f" (line {lines[-1]})" if lines else ""
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__) + place
 
 
 @cache
@@ -195,9 +186,6 @@ def load_file(path: str):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-# ---- processes ----
 
 
 def end(pid: int) -> None:

@@ -1,14 +1,16 @@
 """The `code` rewards in a run: programs of many completions at once."""
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.result import Result
-from common.rewards.scorers import Scorer, in_thread
+from common.rewards.scorers import Scorer
 from common.rewards.thoughts import Thoughts
 from extras.code.reward import fraction, passes
 from extras.code.sandbox import program
@@ -40,6 +42,21 @@ def make_scorer(function: Callable, name: str, args: SamplingArgs, thoughts: Tho
         return await asyncio.gather(*map(score_one, group))
 
     return Scorer(score)
+
+
+async def in_thread(function: Callable, *arguments: object) -> object:
+    """Return what a function returns that waits for something. Unlike `asyncio.to_thread` it does
+    not delay the end of a run."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 passes.make_scorer = partial(make_scorer, passes)

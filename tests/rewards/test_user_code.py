@@ -1,10 +1,8 @@
 """User files: errors name the problem, and the parameters of a reward determine its form."""
 
-import json
 import sys
 
 import pytest
-import yaml
 
 from common.rewards.user_code import load_callable, reward_form
 from tests.rewards.pools import opened
@@ -86,23 +84,6 @@ def test_files_beside_it_can_be_imported_in_the_run_and_in_worker_processes(sibl
     with opened(spec, 1) as pool:
         assert pool.map([("abc", {})])[0].value == 7
     assert capsys.readouterr().out == ""
-
-
-def test_name_of_another_module_is_not_replaced_and_is_reported_once(siblings, capsys):
-    for name in ("json", "yaml", "unread"):
-        (siblings / f"{name}.py").write_text("raise RuntimeError\n")
-    spec = f"{siblings}/mine.py:f"
-    assert (
-        load_callable("--reward", spec)("abc", {})
-        == load_callable("--reward", spec)("abc", {})
-        == 7
-    )
-    with opened(spec, 1) as pool:
-        assert pool.map([("abc", {})])[0].value == 7
-    lines = capsys.readouterr().out.splitlines()
-    for line, module in zip(lines, (json, yaml), strict=True):
-        start = f"warning: --reward {spec}: import {module.__name__} finds {module.__file__}, "
-        assert line == f"{start}not {siblings}/{module.__name__}.py; rename that file"
 
 
 # ---- the forms of a reward ----

@@ -72,7 +72,7 @@ def test_server_ends_if_its_parent_died_before_it_started():
     line = [
         sys.executable,
         worker.__file__,
-        json.dumps(setup | dict(argument=None)),
+        json.dumps(setup | dict(argument="null")),
     ]  # its parent is this process
     with ours, theirs:
         assert subprocess.run(line, pass_fds=[theirs.fileno()], timeout=PATIENCE).returncode == 0

@@ -80,8 +80,8 @@ def test_dropped_rows_are_reported_by_reason(tmp_path, capsys):
 
     assert asked(rows, **flags, on_bad_row="skip") == ["a:2", "a:4"]
     assert capsys.readouterr().out.splitlines() == [
-        "--on_bad_row skip: 2 left out, such as a:1: column answer is missing, "
-        "--reward exact_match reads it",
+        "--on_bad_row skip: 2 left out, such as a:1: --reward exact_match reads column answer; "
+        "the row has prompt, level",
         "--on_bad_row skip: 1 left out, such as a:3: --prompt_template: no column level",
     ]
     with pytest.raises(ValueError, match="^a:3: --prompt_template: no column level$"):

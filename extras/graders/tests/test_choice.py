@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from common.rewards.registry import load_reward, require_usable_rows
+from common.rewards.registry import load_reward, require_usable_row
 from common.rewards.thoughts import answer_of
 from extras.graders.choice import LETTERS, choice, option_columns, options_of, stated
 
@@ -254,7 +254,7 @@ def test_options_of_gpqa_have_an_order_of_their_own():
 )
 def test_bad_row_is_refused_in_one_line(row, problem):
     with pytest.raises(ValueError) as error:
-        require_usable_rows("choice", load_reward("choice"), [row | dict(_source="a:1")])
+        require_usable_row("choice", load_reward("choice"), row | dict(_source="a:1"))
     said = str(error.value)
     assert said.startswith(f"a:1: {problem}") and "\n" not in said
     assert said.endswith("(--reward choice)")

@@ -132,7 +132,7 @@ MUCH = ["--pack_tokens", "90000000"]
     ("ranks", "flags", "what"),
     [
         (1, ["--reward", "FILE:raises"], "rewards could not be computed .* ZeroDivisionError"),
-        (1, ["--reward", "exact_match"], "reads column answer; the dataset has prompt"),
+        (1, ["--reward", "exact_match"], "reads column answer; the row has prompt"),
         (1, ["--model", "absent/absent"], "--model absent/absent: no such folder"),
         (1, ["--reward", "model:absent"], "--reward model:absent|--reward absent"),
         (1, MUCH, r"--dry_run: needs .* GiB of 79.1 \(activations .*\) on each GPU"),
