@@ -26,8 +26,8 @@ class TransformersEngine(Engine):
 
     def _step(self) -> list[tuple[str, Turn]]:
         """Sample whole turns of the requests that come first."""
-        by_priority = sorted(self.running.items(), key=lambda item: item[1].priority)  # stable
-        chosen = dict(by_priority[:BATCH])
+        first = sorted(self.running.items(), key=lambda item: item[1].priority)[:BATCH]
+        chosen = dict(sorted(first, key=lambda item: item[1].start))  # stable
         turns: list[tuple[str, Turn]] = []
         for temperature in {request.temperature for request in chosen.values()}:
             same = {name: x for name, x in chosen.items() if x.temperature == temperature}
