@@ -63,10 +63,10 @@ build/field/%: Makefile | .venv/installed
 exercises: .venv/installed  # writes and marks course/exercises/work/; ONLY=gae marks one (course/exercises/README.md)
 	@OMP_NUM_THREADS=1 $(BIN)/python course/exercises/mark.py $(ONLY)
 
-gpu-test: .venv/installed  # docs/gpu.md; each test is skipped below the number of GPUs it needs
+gpu-test: .venv/installed  # docs/scaling.md; each test is skipped below the number of GPUs it needs
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
 
-gpu-report: .venv/installed  # the same and bench/gpu.py, with the results in docs/gpu.md
+gpu-report: .venv/installed  # the same and bench/gpu.py, with the results in docs/log.md
 	$(BIN)/python bench/gpu_report.py
 
 lint: .venv/installed

@@ -146,7 +146,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     preset: Literal[tuple(PRESETS)] | None = None
     """published variant, which sets flags (docs/grpo.md); contradicting flags are an error"""
     loss: Literal[tuple(POLICY_LOSSES)] = "clip"
-    """policy loss (docs/grpo.md). By the ratio of a token: clip: PPO; dppo: bounded divergence;
+    """policy loss (docs/losses.md). By the ratio of a token: clip: PPO; dppo: bounded divergence;
     cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi, without ratio.
     By the ratio of a completion: gspo: clip of its geometric mean over tokens; sequence_clip: clip
     of the ratio itself; gmpo: geometric mean of clipped token ratios; topr: clips the ratio if

@@ -19,7 +19,7 @@ In episodes of several turns (`--environment`), `--turn_credit` adds to R_t the 
 turn: its discounted return minus the mean return of comparable turns of the group, such as those
 that began in the same state (GiGPO, Feng et al. 2025, arXiv:2505.10978).
 
-Difference from the papers: weights c_t = pi_old(y_t) / pi_engine(y_t) (docs/corrections.md).
+Difference from the papers: weights c_t = pi_old(y_t) / pi_engine(y_t) (docs/losses.md).
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes targets_T[t]."""

@@ -79,7 +79,7 @@ class Args(ImageArgs, GenerateArgs, EvalSampleArgs, StreamArgs, TrainArgs):
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     router_aux_loss_coef: NotNegative[float] = 0.0
     """mixtures of experts: weight of the load-balancing loss, which spreads tokens over the experts
-    (docs/moe.md); 0: off"""
+    (docs/models.md); 0: off"""
 
     def __post_init__(self) -> None:
         self.require_fit(self.max_length)

@@ -1,4 +1,4 @@
-"""Run the GPU tests and bench/gpu.py, and write their results to docs/gpu.md: `make gpu-report`.
+"""Run the GPU tests and bench/gpu.py, and write their results to docs/log.md: `make gpu-report`.
 
     python bench/gpu_report.py --tests 'ranks or logprobs' --bench '--layers 8'
 
@@ -97,8 +97,8 @@ def main() -> None:
     parser.add_argument(
         "--page",
         type=Path,
-        default=ROOT / "docs/gpu.md",
-        help="page to write; default: docs/gpu.md",
+        default=ROOT / "docs/log.md",
+        help="page to write; default: docs/log.md",
     )
     options = parser.parse_args()
     (runs := ROOT / "runs").mkdir(exist_ok=True)

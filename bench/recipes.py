@@ -1,5 +1,5 @@
-"""Print the table of docs/recipes.md: memory and time of recipes for Qwen3 as `--dry_run` predicts
-them, by arithmetic alone, for prompts of 200 tokens and pairs of full length.
+"""Print the table of extras/plan/README.md: memory and time of recipes for Qwen3 as
+`--dry_run` predicts them, by arithmetic alone, for prompts of 200 tokens and pairs of full length.
 
     python bench/recipes.py
 """

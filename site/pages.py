@@ -26,7 +26,7 @@ LANGUAGES = {
     ".txt": "text",
     "": "text",
 }
-START = ("README", "docs/your_data", "docs/choosing", "course/reading_order",
+START = ("README", "docs/your_data", "docs/launch", "course/reading_order",
          "course/changes/README")  # fmt: skip
 COURSE = (
     "course/primer", "course/glossary", "course/lessons/README", "course/lessons/*",

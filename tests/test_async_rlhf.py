@@ -1,5 +1,5 @@
-"""The recipes of docs/async_rlhf.md on rows with the columns of their data sets, with a tiny random
-GPT-NeoX in place of Pythia."""
+"""The recipes of docs/asynchronous.md on rows with the columns of their data sets, with a tiny
+random GPT-NeoX in place of Pythia."""
 
 import json
 from pathlib import Path
@@ -130,5 +130,5 @@ def test_recipe_trains_on_the_samples_of_a_rollout_rank(pythia, tmp_path):
 
 
 def test_every_recipe_is_named_on_the_page():
-    page = (ROOT / "docs/async_rlhf.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/asynchronous.md").read_text(encoding="utf-8")
     assert [name for name in RECIPES if name not in page] == []

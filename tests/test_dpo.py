@@ -162,7 +162,7 @@ def test_objectives_are_summed_with_their_weights():
 @pytest.mark.slow
 def test_model_learns_arithmetic_preferences(small, tmp_path, main):
     """Training starts from the untrained model; from the demo's checkpoint the accuracy is more
-    than 0.95 (docs/dpo.md)."""
+    than 0.95 (docs/log.md)."""
     rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:3840]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     flags = (

@@ -243,7 +243,7 @@ def test_disagreement_stops_the_run_before_the_first_update(flags, small, tmp_pa
 @needs_gsm8k
 @pytest.mark.slow
 def test_gsm8k_recipe_runs_one_step(main, tmp_path):
-    """A step of the recipe on the real file, with an untrained model; docs/grpo.md has the full
+    """A step of the recipe on the real file, with an untrained model; docs/log.md has the full
     run."""
     main(
         "grpo", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",

@@ -171,7 +171,7 @@ def test_new_head_depends_only_on_the_seed(device):
 @pytest.mark.curve
 def test_model_learns_arithmetic_preferences(small, tmp_path, main):
     """Training starts from the untrained model; from the demo's checkpoint the accuracy is more
-    than 0.95 (docs/rm.md)."""
+    than 0.95 (docs/log.md)."""
     flags = (
         *small[:2], "--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10,
         "--eval_every", 80, "--eval_size", 200,

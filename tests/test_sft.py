@@ -161,7 +161,7 @@ def test_default_max_length_adapts_to_context_and_pack(
 @pytest.mark.curve
 @needs_gsm8k
 def test_model_learns_gsm8k(main, tmp_path):
-    """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 20 small steps reach less
+    """The recipe's 200 steps reach 1.95 nats per character (docs/log.md); 20 small steps reach less
     than 3.5, from ln 356."""
     some = tmp_path / "some.jsonl"  # each rank would encode all of the data
     some.write_text("".join(helpers.GSM8K.open().readlines()[:400]))

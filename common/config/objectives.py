@@ -49,8 +49,9 @@ class PolicyLossArgs:
     """Policy loss"""
 
     loss: Literal[tuple(BY_TOKEN)] = "clip"
-    """policy loss of a token with advantage A (docs/grpo.md). clip: PPO; dppo: bounded divergence;
-    cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi"""
+    """policy loss of a token with advantage A (docs/losses.md). clip: PPO; dppo:
+    bounded divergence; cispo: clips the weight of the gradient; sapo: soft clip; reinforce:
+    -A log pi"""
     clip_low: Annotated[BelowOne, Needs(loss="clip")] = 0.2
     """distance from 1 of the lower bound of the importance ratio"""
     clip_high: Annotated[NotNegative[float], Needs(loss="clip")] = 0.2

@@ -83,7 +83,7 @@ def gdpo(x: Scores) -> Tensor:
 def best_of_k(rewards_BG: Tensor, k: int) -> Tensor:
     """Return k times the gain of each completion: the expected best reward of it and k - 1 others
     of its group, less that of k others; 0 in a group of k or fewer (PKPO, arXiv:2505.15201 Eq. 29;
-    docs/grpo.md has the difference). With it the policy gradient is unbiased for the best of k
+    docs/losses.md has the difference). With it the policy gradient is unbiased for the best of k
     samples. [B, G], float64. Notation: n completions of a group from the worst to the best."""
     out_BG = torch.zeros_like(rewards_BG, dtype=torch.float64)
     centred_BG = centre_groups(rewards_BG)

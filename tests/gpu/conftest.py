@@ -1,4 +1,4 @@
-"""Tests that need GPUs: `make gpu-test`, docs/gpu.md.
+"""Tests that need GPUs: `make gpu-test`, docs/scaling.md.
 
 A test marked `gpu(n)` needs n GPUs and is skipped in one line if there are fewer; `gpu(n,
 shared=True)` also runs as n ranks on one GPU (share_gpu.py). The files run in the order of what

@@ -1,4 +1,4 @@
-"""Commands of the documentation: the demo on one GPU, and the README's commands on eight."""
+"""Commands of the documentation: the demo on one GPU, and those of docs/launch.md on eight."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from on_gpu import ON_CPU, gpu, launch
 
 STEPS = 2 if ON_CPU else 3
 OFFLINE = ("sft.py", "dpo.py", "rm.py")
-# stand-ins for the user-supplied models and data in README.md
+# stand-ins for the user-supplied models and data in docs/launch.md
 NAMES = {
     "./sft/hf": "Qwen/Qwen3-1.7B",
     "runs/qwen3_grpo/hf": "Qwen/Qwen3-1.7B",
@@ -30,11 +30,11 @@ SMALL_ONLINE = (
 ) if ON_CPU else ()  # fmt: skip
 
 
-def readme_commands() -> list[tuple[str, ...]]:
-    """Return the lines of README.md that launch a script on eight GPUs, without those that need a
-    user's files."""
+def page_commands() -> list[tuple[str, ...]]:
+    """Return the lines of docs/launch.md that launch a script on eight GPUs, without those that
+    need a user's files."""
     lines = re.findall(
-        r"^\|.*`torchrun --nproc_per_node 8 (.*)` \|$", (ROOT / "README.md").read_text(), re.M
+        r"^\|.*`torchrun --nproc_per_node 8 (.*)` \|$", (ROOT / "docs/launch.md").read_text(), re.M
     )
     commands = [tuple(NAMES.get(word, word) for word in line.split()) for line in lines]
     return [
@@ -44,9 +44,9 @@ def readme_commands() -> list[tuple[str, ...]]:
     ]
 
 
-def test_readme_contains_the_tested_commands():
-    """Part of the ordinary suite: the other tests take their commands from README.md."""
-    commands = readme_commands()
+def test_page_contains_the_tested_commands():
+    """Part of the ordinary suite: the other tests take their commands from docs/launch.md."""
+    commands = page_commands()
     assert {words[0] for words in commands} >= {
         *OFFLINE,
         "grpo.py",
@@ -94,8 +94,8 @@ def from_the_hub() -> None:
 
 
 @gpu(8)
-@pytest.mark.parametrize("words", readme_commands(), ids=" ".join)
-def test_readme_commands_run(words, tmp_path, from_the_hub):
+@pytest.mark.parametrize("words", page_commands(), ids=" ".join)
+def test_page_commands_run(words, tmp_path, from_the_hub):
     """Three steps of each published recipe, with its batch and model on eight GPUs (64 prompts for
     eval.py). Memory suffices, engine and trainer agree, and every line has times and peak memory,
     which this test prints (pytest -s). CPU twin: test_groups.py for the recipes' flags; the

@@ -1,5 +1,5 @@
 """`--dry_run`: what it checks, what it prints, and its arithmetic against hand numbers and the
-measurements of docs/gpu.md."""
+measurements of docs/log.md."""
 
 import json
 import re
@@ -326,8 +326,8 @@ def test_cache_of_a_sequence_by_hand():
 
 
 def documented(part: str) -> float:
-    """Return the seconds of a row of docs/gpu.md."""
-    text = (ROOT / "docs/gpu.md").read_text()
+    """Return the seconds of a row of docs/log.md."""
+    text = (ROOT / "docs/log.md").read_text()
     (row,) = re.findall(rf"^\| {re.escape(part)} \|.*", text, flags=re.MULTILINE)
     return float(row.split("|")[4]) / 1000
 
@@ -395,7 +395,7 @@ def test_lines_about_time_name_what_is_assumed(folders):
 
 
 def test_table_of_recipes_is_the_prediction():
-    page = (ROOT / "docs/recipes.md").read_text().splitlines()
+    page = (ROOT / "extras/plan/README.md").read_text().splitlines()
     assert [line for line in page if "`torchrun" in line] == [*rows()]
 
 
