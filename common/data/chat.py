@@ -227,7 +227,7 @@ def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
     """Return the text of a conversation. Raises `ValueError`, which begins with `label`, if the
     template refuses it."""
     try:
-        with time_limit():
+        with time_limit(RENDER_SECONDS):
             return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything
         problem = distributed.first_line(error) or type(error).__name__
@@ -236,17 +236,17 @@ def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
 
 
 @contextlib.contextmanager
-def time_limit() -> Iterator[None]:
-    """Raise `TimeoutError` after `RENDER_SECONDS`. Does nothing in a thread."""
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` after some seconds. Does nothing in a thread."""
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"no end within {RENDER_SECONDS:g} s")
+        raise TimeoutError(f"no end within {seconds:g} s")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from common.config.online import SamplingArgs
-from common.data.chat import ASKED, CALL, PROBE, SAID, ChatTemplate
+from common.data.chat import ASKED, CALL, PROBE, SAID, ChatTemplate, time_limit
 from common.data.messages import arguments_of
 from common.data.turns import as_sampled, require_shown
 from common.parallel import distributed
@@ -48,6 +48,8 @@ FORMATS = (
 
 # a call with arguments of two types, which the start of a run writes and reads
 TRIED = CALL | dict(function=CALL["function"] | dict(arguments=dict(x=1, s="a b")))
+
+SECONDS = 5.0  # to read a turn: patterns of vLLM's parsers take quadratic time and worse
 
 
 class Call(NamedTuple):
@@ -92,8 +94,9 @@ class Parser:
             inside = re.search(rf"(?:{self.start})\s*\Z", prompt) is not None
             answer = answer_of(text, inside, self.start, self.end)
         try:
-            content, calls = self.read(answer, tools, prompt)
-        except ValueError as error:
+            with time_limit(SECONDS):
+                content, calls = self.read(answer, tools, prompt)
+        except (ValueError, TimeoutError) as error:
             return Turn(answer, [], str(error))
         if not calls and self.marker and self.marker in answer:
             return Turn(answer, [], "no call can be read")

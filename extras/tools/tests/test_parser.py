@@ -151,6 +151,15 @@ def test_a_turn_is_read_in_linear_time(load):
             assert seconds(8_000) < 0.05 + 20 * short, (head, piece)
 
 
+def test_a_turn_that_a_parser_of_vllm_does_not_end_is_malformed(monkeypatch):
+    monkeypatch.setattr("extras.tools.parser.SECONDS", 0.2)
+    parser = Parser(make_reader("qwen3_coder", chatml()), chatml())
+    parser.marker = "<tool_call>"
+    text = "<tool_call>\n<function=python>\n<parameter=code>" + ">" * 20_000
+    turn = parser.parse(text, [PYTHON_TOOL])
+    assert turn.problem and not turn.calls
+
+
 @pytest.mark.parametrize(("text", "calls", "problem"), HERMES)
 def test_hermes(text, calls, problem):
     turn = parser_of(chatml()).parse(text, [PYTHON_TOOL])
