@@ -350,7 +350,7 @@ class Pages(dict[str, str]):
 def make(target: Path) -> None:
     """Write all pages to the empty folder `target`."""
     site, scripts = Pages(), list(equations()["scripts"])
-    for place in ("README.md", "docs/**/*.md", "course/exercises/**/*.md", "extras/*/README.md"):
+    for place in ("README.md", "docs/**/*.md", "course/**/*.md", "extras/*/README.md"):
         for path in sorted(ROOT.glob(place)):
             site.markdown(path)
     docs = [
