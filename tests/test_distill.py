@@ -141,10 +141,6 @@ def test_top_k_of_the_whole_vocabulary_equals_the_full_divergence(main, flags, t
     assert whole["teacher_mass"] == pytest.approx(1) and 0.1 < top["teacher_mass"] < 0.9999
     assert top["loss"] < whole["loss"] and top["reverse_kl"] < whole["reverse_kl"]
     assert top["teacher_entropy"] == pytest.approx(whole["teacher_entropy"], rel=1e-5)
-    with pytest.raises(
-        ValueError, match="^--top_k 357: --model and --teacher share only 356 tokens"
-    ):
-        main("distill", *flags, "--top_k", 357, "--output_dir", tmp_path / "357")
 
 
 @pytest.mark.slow

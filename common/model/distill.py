@@ -27,8 +27,6 @@ from common.model.logprobs import Logits, logits_gradient
 from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence, coarsen, reverse_kl
 
-# ---- the comparison ----
-
 
 class TopK(SimpleNamespace):
     """Distributions of a teacher over the shared tokens, coarsened to its most likely tokens. No
@@ -58,8 +56,7 @@ class Comparison(NamedTuple):
 def most_likely(
     teacher: Logits, targets_T: Tensor, temperature: float, vocabulary: int, top_k: int
 ) -> TopK:
-    """Coarsen a teacher's distributions over the first `vocabulary` tokens to the `top_k` most
-    likely ones."""
+    """Coarsen a teacher's distributions over the first `vocabulary` tokens."""
     chunks = []
     for c in teacher.chunks():
         logq_CV = teacher.chunk(c, temperature)[0][:, :vocabulary].log_softmax(-1)
@@ -182,9 +179,8 @@ class Student(Policy):
         self, mb: PackedBatch, teacher: Logits | TopK | Any, divergence: Divergence = reverse_kl,
         top_k: int = 0, temperature: float = 1.0,
     ) -> Comparison:  # fmt: skip
-        """Return statistics of this student and its `teacher`, the result of the teacher's `teach`:
-        see `compare`. The spans of a teacher with another tokenizer compare themselves."""
-        if not isinstance(teacher, Logits | TopK):
+        """Return statistics of this student and its `teacher`, the result of a `teach`."""
+        if not isinstance(teacher, Logits | TopK):  # spans of a teacher with another tokenizer
             return teacher.compare(Policy.forward(self, mb, temperature), mb.old_logprobs_T)
         targets_T = mb.model_tokens.targets_T
         comparison = compare(self._logits(mb), teacher, targets_T, temperature, divergence, top_k)
@@ -203,8 +199,7 @@ class Teacher(Policy):
 
     @torch.no_grad()
     def teach(self, mb: PackedBatch) -> Logits:
-        """Return the logits for a student's `distill`, with a copy of the head: FSDP frees its own.
-        Keep it for one micro-batch only."""
+        """Return the logits for `distill`, with a copy of the head: FSDP frees its own."""
         logits = self._logits(mb)
         bias_V = None if logits.bias_V is None else logits.bias_V.clone()
         return logits._replace(head_VD=logits.head_VD.clone(), bias_V=bias_V)
@@ -224,18 +219,9 @@ def find_teachers(args, path: str, tokenizer) -> dict[str, str]:
     folders = {}
     for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
         folders[name] = resolve_model(model, "--teacher", not args.dry_run)
-        shared = shared_vocabulary(path, folders[name])
-        if args.top_k > shared:
-            problem = f"--model and --teacher share only {shared} tokens"
-            raise ValueError(f"--top_k {args.top_k}: {problem}")
         if args.estimator == "full":
             require_same_tokenizer("--teacher", folders[name], tokenizer)
     return folders
-
-
-def shared_vocabulary(path: str, teacher_path: str) -> int:
-    """Return how many tokens the models in two folders share."""
-    return min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
 
 
 def teacher_of(row: dict, teachers: Collection[str], column: str | None) -> str:
@@ -268,7 +254,8 @@ def load_teachers(
             with extra("teachers", "--teacher_logprobs stored"):
                 from extras.teachers.stored import StoredTeacher
             folder = Path(args.output_dir) / "teacher_logprobs"
-            shared = shared_vocabulary(policy.path, path)
+            configs = (load_config(each).get_text_config() for each in (policy.path, path))
+            shared = min(config.vocab_size for config in configs)
             teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, device)
         elif own_tokenizer.get_vocab() == tokenizer.get_vocab():
             teachers[name] = load(path)

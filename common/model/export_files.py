@@ -124,7 +124,7 @@ def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes
 
 
 def change(files: dict[str, bytes], name: str, changes: dict[str, object]) -> None:
-    """Change fields of a JSON file. A file without a change keeps its bytes."""
+    """Change fields of a JSON file, which keeps its bytes if they do not change."""
     if name in files:
         before = json.loads(files[name])
         after = changed(before, changes)

@@ -20,8 +20,7 @@ BFLOAT16_PEAK = {
 
 
 def attention_shape(config) -> tuple[int, int]:
-    """Return the number of attention heads and the width of each, in the layer with the widest; one
-    head for a model without attention."""
+    """Return the number of attention heads and the width of each, in the widest layer."""
     heads = getattr(config, "num_attention_heads", 1)
     if "head_dim" in (getattr(config, "per_layer_attributes", None) or ()):  # as in Gemma 4
         return heads, max(layer.head_dim for layer in config.per_layer_config)

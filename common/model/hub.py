@@ -27,9 +27,6 @@ BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokeniz
 GENERATION_CONFIG = "generation_config.json"
 
 
-# ---- the folder ----
-
-
 def resolve_model(
     model: str, flag: str = "--model", weights: bool = True, rope_factor: float | None = None
 ) -> str:
@@ -37,8 +34,7 @@ def resolve_model(
     `id@revision`: config.json, tokenizer and, unless `weights` is false, safetensors. With
     `rope_factor`, return a folder of the same model with scaled rotary embeddings.
 
-    The model of a resumable checkpoint is `hf/` in it. Collective. Raises `ValueError` naming
-    `flag`."""
+    The model of a resumable checkpoint is `hf/` in it. `flag` stands in errors. Collective."""
     if rope_factor is not None:
         with extra("architectures", f"--rope_factor {rope_factor:g}"):
             from extras.architectures.rope import scaled_folder
@@ -130,8 +126,7 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
     size = load_config(path).get_text_config().vocab_size
     beyond = {i for i in tokenizer.get_vocab().values() if i >= size}
     if beyond - tokenizer.added_tokens_decoder.keys():
-        problem = f"the model's vocabulary of {size} is smaller than its tokenizer's"
-        raise ValueError(f"{label}: {problem}")
+        raise ValueError(f"{label}: its vocabulary of {size} is smaller than its tokenizer's")
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
     if args is None:
@@ -180,9 +175,6 @@ def eos_token_ids(
         eos = fields_of(path, name).get("eos_token_id")
         ids.update(eos if isinstance(eos, list) else [eos])
     return sorted(ids - {None})
-
-
-# ---- the maximum length ----
 
 
 def context_length(path: str, args: BaseArgs, sequences: int = 1) -> int:

@@ -1,5 +1,4 @@
-"""Log-probs and entropies of tokens, and their gradients, for one chunk of tokens at a time: the
-logits of a whole pack, [T, V], are never stored.
+"""Log-probs and entropies of tokens, and their gradients, for one chunk of tokens at a time.
 
 Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary.
 """
@@ -17,7 +16,6 @@ CUDA_BYTES = 2**30
 
 
 def chunk_size(vocabulary: int, on_cuda: bool) -> int:
-    """Return the number of tokens in a chunk."""
     return max(CUDA_CHUNK, CUDA_BYTES // (4 * vocabulary)) if on_cuda else CPU_CHUNK
 
 
@@ -32,8 +30,7 @@ class Logits(NamedTuple):
     softcap: float | None = None
 
     def chunks(self, extra: int = 0) -> list[slice]:
-        """Return the chunks of the T tokens. `extra`: numbers per token that are stored beside the
-        logits."""
+        """Return the chunks of the T tokens. `extra`: numbers stored beside the logits of each."""
         size = chunk_size(len(self.head_VD) + extra, self.hidden_TD.is_cuda)
         return [slice(start, start + size) for start in range(0, len(self.hidden_TD), size)]
 

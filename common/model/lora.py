@@ -22,8 +22,6 @@ from common.data.packing import PackedBatch
 from common.model.loading import fill, named_errors, require_unchanged, whole
 from common.parallel import distributed, durable
 
-# ---- the layer ----
-
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """Return weight + scale b a, computed in float32 and rounded to the dtype of the weight."""
@@ -113,7 +111,6 @@ def add_adapters(hf: nn.Module, args: LoRAArgs, label: str) -> None:
 
 
 def layers_of(hf: nn.Module) -> dict[str, LoRALinear]:
-    """Return the layers of a model that have adapters, by name."""
     return {name: module for name, module in hf.named_modules() if isinstance(module, LoRALinear)}
 
 
@@ -146,6 +143,7 @@ class StartingModel(nn.Module):
     def __init__(self, policy: nn.Module):
         super().__init__()
         self.policy = (policy,)  # not a submodule
+        self.reshard = policy.reshard
         self.start = {name: x.detach().clone() for name, x in trained_parameters(policy).items()}
 
     def named_parameters(self, *_, **__) -> Iterator[tuple[str, Tensor]]:
@@ -156,9 +154,6 @@ class StartingModel(nn.Module):
 
     def teach(self, mb: PackedBatch):
         return self._run(self.policy[0].teach, mb)
-
-    def reshard(self) -> None:
-        self.policy[0].reshard()
 
     @torch.no_grad()
     def _run(self, function: Callable, *args, **kwargs):

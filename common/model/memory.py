@@ -54,8 +54,7 @@ def free_memory(device: torch.device) -> tuple[float, float]:
 
 
 def is_capped(model: nn.Module) -> bool:
-    """Return whether attention needs all scores at once, for a softcap. Their memory is not
-    predicted."""
+    """Return whether attention needs all scores at once, whose memory is not predicted."""
     return getattr(model.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 

@@ -1,5 +1,4 @@
-"""Support of architectures: models without an exact packed forward are refused, before or after
-they are loaded."""
+"""Models without an exact packed forward are refused, before or after they are loaded."""
 
 import torch
 from torch import Tensor, nn
@@ -84,12 +83,11 @@ def require_context_ranks(hf: nn.Module, context_ranks: int, label: str) -> None
 
 @torch.no_grad()
 def check_packing(model: nn.Module, label: str) -> None:
-    """Refuse a model in which one sequence of a pack changes another, or whose log-probs differ
-    from those of its own logits. Collective.
+    """Refuse a model in which one sequence of a pack changes another, as in state-space layers, or
+    whose log-probs differ from those of its own logits. Collective.
 
-    State-space and convolutional layers mix sequences; what a model does to its logits has no
-    common name. Two packs differ only in the tokens of their first sequence. Shapes and thus
-    kernels are the same, so that the second sequence must have the same numbers in both."""
+    Two packs differ only in the tokens of their first sequence. Shapes and thus kernels are the
+    same, so that the second sequence must have the same numbers in both."""
     model_type = model.hf.config.model_type
     generator = torch.Generator().manual_seed(0)
     size = model.hf.config.get_text_config().vocab_size

@@ -25,8 +25,6 @@ from common.parallel.context import setup_context_groups
 
 Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
-# ---- models that take packs ----
-
 
 class PackedModel(nn.Module):
     """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
@@ -194,8 +192,7 @@ def load_scalar_model(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
 ) -> ScalarModel:
     """Load a model with a scalar head, like `load_policy`. If the folder has no such head, one is
-    drawn from N(0, 1 / (D + 1)) by `--seed`, as in arXiv:2009.01325. Frozen models need their
-    own."""
+    drawn from N(0, 1 / (D + 1)) by `--seed` (arXiv:2009.01325). Frozen models need their own."""
     return load_policy(path, args, device, trainable, flag, kind=ScalarModel)
 
 
@@ -204,8 +201,7 @@ def load_reference(
     kind: type[Policy] = Policy, moves: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Load the frozen model of `--reference_model` from `path`, by default the model that the
-    policy starts from. With adapters the default is the policy with its present adapters: call
-    before a checkpoint is loaded."""
+    policy starts from. With adapters that is the policy, before a checkpoint is loaded."""
     if path is not None:
         return load_policy(path, args, device, trainable=False, flag="--reference_model")
     if args.lora_rank:
@@ -215,9 +211,8 @@ def load_reference(
 
 @torch.no_grad()
 def move_towards(frozen: nn.Module, policy: nn.Module, rate: float) -> None:
-    """Move the weights of `frozen` towards the trained ones of `policy`, shard by shard: frozen <-
-    (1 - rate) frozen + rate policy. A rate of 1 copies. `frozen` has the trained weights under the
-    same names. Keep it in float32: a small rate is rounded away in bfloat16."""
+    """Move `frozen` towards the trained weights of `policy`: frozen <- (1 - rate) frozen + rate
+    policy. Keep it in float32: a small rate is rounded away in bfloat16."""
     averages = dict(frozen.named_parameters())
     for name, weight in policy.named_parameters():
         if weight.requires_grad:
@@ -225,8 +220,7 @@ def move_towards(frozen: nn.Module, policy: nn.Module, rate: float) -> None:
 
 
 def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> None:
-    """Choose the threads of this process, unless OMP_NUM_THREADS says more than torchrun's default
-    of 1."""
+    """Choose the threads of this process, unless OMP_NUM_THREADS does: 1 is torchrun's default."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.matrix_weights < 1e7:
         # In so small a model threads wait for each other longer than they compute.
         torch.set_num_threads(1)

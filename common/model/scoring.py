@@ -80,15 +80,13 @@ def _with_stream(minibatches: Minibatches, name: str, model: nn.Module, **option
 def log_likelihoods(
     model: Policy, groups: list[list[Sample]], pack_tokens: int
 ) -> list[tuple[float, int]]:
-    """Return the model's log-prob of each completion, in nats, and its number of tokens.
-    Collective; see `sequence_sums`."""
+    """Return the log-prob of each completion, in nats, and its number of tokens. Collective."""
     logps = sent_values(*sequence_sums(model, groups, pack_tokens))
     return [(x, sum(s.loss_mask)) for x, s in zip(logps, chain(*groups), strict=True)]
 
 
 def score(model: ScalarModel, groups: list[list[list[int]]], pack_tokens: int) -> list[float]:
-    """Return the reward of each of this rank's sequences of token ids (prompt and completion).
-    Collective; see `sequence_sums`."""
+    """Return the reward of each of this rank's sequences of prompt and completion. Collective."""
     samples = [[at_end(ids) for ids in group] for group in groups]
     return sent_values(*sequence_sums(model, samples, pack_tokens))
 
@@ -147,7 +145,6 @@ def store_reference_logps(
 
 
 def _shapes(datasets: Datasets) -> list[tuple[int, int]]:
-    """Return the number of groups of each data set, and of samples in a group."""
     return [(len(groups), len(groups[0]) if groups else 0) for groups in datasets]
 
 

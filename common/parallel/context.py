@@ -21,8 +21,7 @@ group: dist.ProcessGroup | None = None  # of this rank; None: every rank runs it
 
 
 def setup_context_groups(context_ranks: int) -> None:
-    """Make a context group of every `context_ranks` neighbours. The first call is collective, later
-    ones do nothing."""
+    """Make a context group of every `context_ranks` neighbours. The first call is collective."""
     global group
     if context_ranks > 1 and group is None:
         group, _ = dist.new_subgroups(context_ranks, timeout=NCCL_TIMEOUT)
@@ -33,8 +32,7 @@ def context_group_size() -> int:
 
 
 def exchange(attention: Callable) -> Callable:
-    """Turn an attention function of all tokens and some heads into one of some tokens and all
-    heads."""
+    """Turn attention of all tokens and some heads into that of some tokens and all heads."""
 
     @functools.wraps(attention)
     def exchanged(module, query, key, value, *args, **kwargs):
@@ -55,8 +53,7 @@ def exchange(attention: Callable) -> Callable:
 
 
 def _exchange(x: Tensor, group: dist.ProcessGroup, R: int) -> Tensor:
-    """Divide the first dimension among the ranks, and join the parts of the second: heads for
-    tokens [H, t, d] -> [H / R, all tokens, d], or back."""
+    """Exchange heads for tokens, [H, t, d] -> [H / R, all tokens, d], or back."""
     parts = x.unflatten(0, (R, -1)).contiguous()
     parts = collectives.all_to_all_single_autograd(parts, None, None, group)
     return parts.transpose(0, 1).flatten(1, 2)

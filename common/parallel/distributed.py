@@ -62,8 +62,7 @@ def say(text: str) -> None:
 
 
 def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int]:
-    """Join the process group of this rank's role, handle failures, and seed torch. Signals end the
-    process until a loop notes them.
+    """Join the process group of this rank's role, handle failures, and seed torch.
 
     Returns `(device, rank, world_size)`, the latter two within the role, from the environment that
     torchrun sets; plain `python script.py` is one rank. Collectives of CUDA tensors (NCCL) time out
@@ -233,8 +232,7 @@ def exchange_objects(outgoing: list) -> list:
 
 
 def gather_rows(x_P: Tensor, positions: Sequence[int]) -> Tensor:
-    """Return the rows [P, ...] of all ranks, sorted by their positions: [B, ...]. A rank may have
-    none. Collective."""
+    """Return the rows [P, ...] of all ranks, sorted by their positions: [B, ...]. Collective."""
     ranks = gather_objects((list(positions), x_P))
     order = torch.tensor([position for of_rank, _ in ranks for position in of_rank]).argsort()
     return torch.cat([x for _, x in ranks if len(x)])[order]

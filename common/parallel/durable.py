@@ -1,7 +1,6 @@
 """Files that survive a crash, and checks that they are as they were written.
 
-A kill or a power cut leaves the old file or the new one, never a part. Damage is found by sizes and
-CRC-32, at the speed of the disk."""
+A kill or a power cut leaves the old file or the new one. Sizes and CRC-32 show damage."""
 
 import json
 import os

@@ -1,8 +1,7 @@
 """Placement: which rank trains on which samples.
 
 FSDP makes every micro-batch wait for its slowest rank. Therefore all samples of a step are divided
-among the ranks by their cost, whichever rank read or sampled them. A context group (context.py)
-counts as one rank.
+among the ranks by their cost. A context group (context.py) counts as one rank.
 
 A key (owner, i) names group i of the rank `owner`, or a part of a group. A row is a micro-batch of
 all ranks: a bin of keys for each."""
@@ -20,8 +19,7 @@ Rows = list[list[list[Key]]]
 # Attention costs ATTENTION n^2 for a sequence of n tokens: heads x head width x layers / weights.
 # 2e-5 in an 8B model, 1e-4 in one of 0.6B.
 ATTENTION = 4e-5
-# A sequence has a copy of the keys and values of a shared prefix. A block keeps at least eight
-# times as many bytes for a token as its key and value take.
+# A sequence has a copy of the keys of a shared prefix, which take less than an eighth of a token.
 KEY_COPY = 1 / 8
 
 

@@ -25,13 +25,10 @@ DISK_ERROR = re.compile(
     "|Stale file handle|inline_container).*$",
     re.MULTILINE,
 )
-# Control characters but line feed and tab, marks of direction, and characters without width that
-# belong to no word.
+# Control characters but line feed and tab, marks of direction, and characters without width.
 UNSEEN = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]"
 )
-
-# ---- text on the terminal, of models, data and file names ----
 
 
 def visible(text: str) -> str:
@@ -152,7 +149,7 @@ def end_process() -> None:
     another program, such as a profiler or pytest, runs the script and has work left.
 
     Python would finalize the interpreter. If a thread of gloo drops the last reference of a tensor
-    meanwhile, the process aborts (2% of launches, before Python 3.14)."""
+    meanwhile, the process aborts: 2% of launches."""
     callers = {frame.f_globals["__name__"] for frame, _ in traceback.walk_stack(sys._getframe())}
     if all(name == "__main__" or name.startswith(("common.", "extras.")) for name in callers):
         threading._shutdown()  # joins the threads that are no daemons, as Python does
@@ -161,8 +158,7 @@ def end_process() -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process without finalizing the interpreter. As in Python, the code is 120 if output
-    is lost."""
+    """End this process as it is. As in Python, the code is 120 if output is lost."""
     try:
         print(end="", flush=True)
     except (OSError, ValueError):  # the reader of a pipe has gone, or the stream is closed
