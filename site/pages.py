@@ -29,8 +29,8 @@ LANGUAGES = {
 START = ("README", "docs/your_data", "docs/launch", "course/reading_order",
          "course/changes/README")  # fmt: skip
 COURSE = (
-    "course/primer", "course/glossary", "course/lessons/README", "course/lessons/*",
-    "course/exercises/*", "objectives",
+    "course/README", "course/primer", "course/one_step", "course/lessons/*", "course/exercises/*",
+    "course/glossary", "objectives",
 )  # fmt: skip
 GREEK = {"rho": "ρ", "pi": "π", "beta": "β", "gamma": "γ", "lambda": "λ", "sigma": "σ"}
 # Not the articles: "a", and "A" in front of a word.

@@ -1,7 +1,7 @@
-"""Draw your runs of a lesson over stored ones (course/lessons/README.md).
+"""Draw your runs of a lesson over stored ones (README.md).
 
-    python tools/lesson.py 6            # after the commands of course/lessons/06_*.md
-    python tools/lesson.py 6 --store    # every arm with three seeds: curves, picture and table
+    python course/lesson.py 6            # after the commands of course/lessons/06_*.md
+    python course/lesson.py 6 --store    # every arm with three seeds: curves, picture and table
 
 A lesson has four files in course/lessons: page (.md), description (.yaml), stored curves (.json),
 picture (.png). The band of a metric is the 95% t interval for one more run with another seed."""
@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 
 from common.parallel.process import print_any_text
-from tools.compare import Run, band, by_seed, difference, read_run, values_of
+from tools.compare import Run, band, by_seed, read_run, values_of
 from tools.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,7 +77,7 @@ def read_lesson(name: str) -> Lesson:
     none."""
     found = sorted(LESSONS.glob(f"{name.zfill(2)}_*.yaml" if name.isdecimal() else f"{name}.yaml"))
     if not found:
-        raise ValueError(f"lesson {name}: no such lesson; course/lessons/README.md lists them")
+        raise ValueError(f"lesson {name}: no such lesson; course/README.md lists them")
     keys = yaml.safe_load(found[0].read_text(encoding="utf-8"))
     return Lesson(found[0].with_suffix(""), **{"yours": list(keys["arms"])} | keys)
 
@@ -149,26 +149,19 @@ def band_of_one_more(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def table(lesson: Lesson) -> str:
-    """Return the last values of the stored runs as a table in Markdown."""
+    """Return the mean last values of the stored runs as a table in Markdown. Bold: the arm differs
+    from the first one, by the 95% t interval of the difference, paired by seed."""
     stored, base = read_stored(lesson), next(iter(lesson.arms))
-    lines = [
-        f"| metric | arm | seeds {SEEDS} | mean | minus `{base}`, 95% interval |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [f"| | {' | '.join(f'`{arm}`' for arm in stored)} |", "|---" * (len(stored) + 1) + "|"]
     for name in lesson.names:
         first = by_seed(stored[base], ends(stored[base], name))
-        for arm, runs in stored.items():
-            values, change = by_seed(runs, ends(runs, name)), ""
-            if arm != base:
-                low, high = band(np.array([values[seed] - first[seed] for seed in first]))
-                change = difference(first, values).removesuffix(" paired") + ": not shown" * bool(
-                    low <= 0 <= high
-                )
-            numbers = (
-                ", ".join(f"{x:.3g}" for x in values.values()),
-                f"{np.mean([*values.values()]):.3g}",
-            )
-            lines.append(f"| `{name}` | `{arm}` | {' | '.join(numbers)} | {change} |")
+        cells = []
+        for runs in stored.values():
+            values = by_seed(runs, ends(runs, name))
+            low, high = band(np.array([values[seed] - first[seed] for seed in first]))
+            mean = f"{np.mean([*values.values()]):.3g}"
+            cells.append(mean if low <= 0 <= high else f"**{mean}**")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
