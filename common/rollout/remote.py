@@ -8,9 +8,12 @@ the rank that will train on it. A rollout waits for the groups that it needs.
 The version of weights is the number of finished steps. A rollout first sends the present weights.
 The rollout ranks interrupt their completions, load the weights and go on."""
 
+import pickle
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -23,16 +26,14 @@ from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.model.policy import Policy, compute_dtype
 from common.parallel import distributed, process
+from common.parallel.process import fail_in_thread
 from common.rewards.total import Rewards
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, PromptRequest, row_for_engine
-from common.rollout.mail import Mail
 from common.rollout.weights import whole_weights
 
-MINUTE = 60.0
-
-# ---- messages; None is the last one in both directions ----
+# ---- messages over gloo, and the group in which weights are broadcast ----
 
 
 @dataclass
@@ -60,6 +61,61 @@ class News:
     """metrics of the rollout rank since its last message"""
     stop: bool
     """whether the rollout rank received a signal to stop"""
+
+
+class Mail:
+    """Messages to and from the ranks of the other role.
+
+    A thread receives from each, so that a message is taken at once, whatever this rank does. If a
+    rank of the other role dies, such a thread ends this process."""
+
+    def __init__(self, receive: Callable[[object], None] | None = None) -> None:
+        """`receive` is called with each message in the receiving threads; by default messages go to
+        `inbox`. Collective over all ranks of the launch."""
+        ranks = [*distributed.training_ranks, *distributed.rollout_ranks]
+        self.link = distributed.link("mail", ranks, torch.device("cpu"))
+        self.inbox: queue.Queue = queue.Queue()
+        self.receive = receive or self.inbox.put
+        # Of the training ranks only rank 0 sends.
+        senders = ranks[:1] if distributed.is_rollout_rank() else distributed.rollout_ranks
+        self.threads = [
+            threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in senders
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def send(self, message: object, rank: int) -> None:
+        """Send a message to a rank of the launch; None is the last one."""
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        self.link.send([torch.tensor([len(data)])], rank, 0).wait()
+        self.link.send([data], rank, 0).wait()
+
+    def new(self, wait: bool) -> list:
+        """Return the new messages in order; wait for the first one, up to a minute."""
+        messages = []
+        with suppress(queue.Empty):
+            while True:
+                messages.append(self.inbox.get(wait and not messages, timeout=60))
+        return messages
+
+    def close(self) -> None:
+        """Wait for the last messages."""
+        for thread in self.threads:
+            thread.join()
+
+    def _listen(self, rank: int) -> None:
+        try:
+            while True:
+                size = torch.empty(1, dtype=torch.int64)
+                self.link.recv([size], rank, 0).wait()
+                data = torch.empty(int(size), dtype=torch.uint8)
+                self.link.recv([data], rank, 0).wait()
+                message = pickle.loads(data.numpy())
+                self.receive(message)
+                if message is None:
+                    return
+        except Exception as error:  # the rank has died, or a bug: without this the run would hang
+            fail_in_thread(error)
 
 
 def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
@@ -225,8 +281,8 @@ def _generate(engine: Engine, episodes: Episodes, mail: Mail, link) -> None:
     while True:
         is_idle = not engine.any_rank(bool(episodes.prompts))
         began = time.monotonic()
-        # The other ranks of the engine wait in a collective meanwhile.
-        messages = _new_messages(mail, MINUTE * is_idle) if engine.group_rank == 0 else []
+        # The other ranks of the engine wait in the collective meanwhile.
+        messages = mail.new(wait=is_idle) if engine.group_rank == 0 else []
         messages = engine.gather_in_engine(messages)[0]
         now = time.monotonic()
         meter.mean("idle/rollout_ranks", (now - began) * is_idle, now - last)
@@ -248,16 +304,6 @@ def _generate(engine: Engine, episodes: Episodes, mail: Mail, link) -> None:
             groups = {number: group for number, group in complete if number % len(trainers) == i}
             if groups:
                 send(groups, trainer)
-
-
-def _new_messages(mail: Mail, seconds: float) -> list:
-    """Return the new messages in order; wait so long for the first one."""
-    messages = []
-    try:
-        while True:
-            messages.append(mail.inbox.get(seconds > 0 and not messages, seconds))
-    except queue.Empty:
-        return messages
 
 
 def _received_weights(message: NewWeights, link, engine: Engine) -> Iterator[tuple[str, Tensor]]:
