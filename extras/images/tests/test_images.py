@@ -22,11 +22,12 @@ def flags(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prompts")
     rows = [json.loads(line) for line in dataset(folder).read_text().splitlines()]
     prompts = folder / "prompts.jsonl"
-    lines = [dict(prompt=row["prompt"], images=row.get("images", []), target_length=6)
+    lines = [dict(prompt=row["prompt"], images=row.get("images", []), answer="abcdef")
              for row in rows]  # fmt: skip
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return (
-        "--dataset", prompts, "--reward", "length", "--missing_eos_penalty", 1, "--vision", "train",
+        "--dataset", prompts, "--reward", "characters", "--missing_eos_penalty", 1,
+        "--vision", "train",
         "--prompts_per_step", 6, "--samples_per_prompt", 4, "--max_new_tokens", 12,
         "--max_steps", 3, "--lr", 1e-2, "--eval_every", 0,
         "--advantage", "group_mean", "--trace_every", 0,
@@ -102,7 +103,6 @@ def test_engine_that_is_used_again_ends_at_placeholders(checkpoint, device):
 # vLLM on a GPU loses what is no weight in its sleep. On a CPU it does not sleep.
 SLEEP = """
 from common.config.parse import parse
-from common.rollout import engine
 from common.rollout.vllm_engine import VLLMEngine
 import grpo
 
@@ -112,7 +112,6 @@ def lose_buffers(worker):
         buffer.fill_(1.0)
 
 
-engine.SLOTS = 4  # one prompt at a time
 VLLMEngine.sleep = lambda self: self.llm.collective_rpc(lose_buffers)
 grpo.main(parse(grpo.Args))
 """
@@ -124,13 +123,14 @@ def test_images_are_not_mixed_up_in_the_caches_of_vllm(checkpoint, flags, tmp_pa
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEP)
     text = "What is shown here, and how often is it shown? "
-    rows = [dict(prompt=6 * text, images=[], target_length=6)]
+    rows = [dict(prompt=6 * text, images=[], answer="abcdef")]
     for seed in range(2):
         picture(40, 40, seed).save(tmp_path / f"{seed}.png")
         rows.append(rows[0] | dict(prompt=text, images=[f"{seed}.png"]))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(1, script, "--model", checkpoint("qwen3_vl"), *flags, "--dataset", prompts,
+        "--engine_args", "max_num_seqs=4",  # one prompt at a time
         "--prompts_per_step", 3, "--max_steps", 2, "--output_dir", tmp_path / "run")  # fmt: skip
     for line in metrics(tmp_path / "run"):
         assert line[GAP] < 1e-4 and line["engine/prefix_hit_rate"] > 0.4
