@@ -185,7 +185,7 @@ def value_of(text: str) -> Fraction | str:
     """Return the number that a text is, also as a fraction or with an exponent; else the text
     without spaces and what only typesets it. Equal answers have equal values."""
     text = FRACTION.sub(r" \1\2/\3\4", without_latex(plain(text)).replace("$", ""))
-    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", " ".join(text.split()))
+    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", " ".join(text.split())).rstrip(" .")
     number = to_number(text.replace(" ", "") if SPACED.fullmatch(text) else text)
     if text[-1:] in "kKM":  # a variable
         number = None
@@ -196,7 +196,7 @@ def value_of(text: str) -> Fraction | str:
     power = POWER_OF_TEN.fullmatch(text) if len(text) <= 100 else None
     if power:
         number = Fraction(power[1].replace(",", "")) * Fraction(10) ** int(power[2])
-    return re.sub(r"(?<!\d) | (?!\d)", "", text).rstrip(".") if number is None else number
+    return re.sub(r"(?<!\d) | (?!\d)", "", text) if number is None else number
 
 
 # ---- rewards ----

@@ -16,6 +16,7 @@ import string
 
 from common.rewards.functions import (
     LETTER,
+    SCALE,
     as_text,
     check_answer,
     from_json,
@@ -43,21 +44,19 @@ ANSWER = rf"\b{NOUN}\b(?: (?!not\b|cannot\b|choices\b|options\b)\w{{2,30}}){{0,6
 IS = r"(?::|=|\b(?:is|are|was|be|es|ist|est|é|è)\b:?)"
 VERB = r"\b(?:choose|pick|select|go with)\b"
 # 答案是, 答案应为, 故选, 答えは, 정답은; but neither 答案不是 nor 不选
-EAST = r"[^\W\u0000-\u2e7f]"
 NAMED_EAST = r"(?:选项|選項|选择|選擇|项|項)?"
 ANSWER_EAST = r"(?:答案|答え|正解|정답|답)(?:应该|應該|应|應)?(?:是|为|為|选|選|は|은|는)?"
 VERB_EAST = r"(?<!不)(?:选|選)(?:择|擇)?"
 ANNOUNCED = (
     rf"(?i:(?:####|{ANSWER} ?{IS}|{VERB}|(?:{ANSWER_EAST}|{VERB_EAST}){NAMED_EAST} ?[:=]?)\s*)"
 )
-RIGHT_ONE = r"(?:correct|right|best|answer|option|choice|正确|正確|对的|正解)"
+RIGHT_ONE = r"(?:correct|right|best|answer|option|choice|正[确確]的?|对的|正解)"
 FILLERS = rf"(?i:(?:(?:therefore|most|\w{{1,20}}ly|either|both|the|letter|{RIGHT_ONE})\s+)*)"
 OPTION = rf"[(\[]?(?<!{LETTER})[A-Z](?!{LETTER})[)\]]?"
 OPTIONS = rf"{OPTION}(?:(?:,? (?:and|or) |, ?| ?[/&] ?|[和或与與及]){OPTION})*"
 # What follows an option. An article is followed by a word: `The answer is A lot of work`.
-END = (
-    rf"(?=\s*(?:$|[(–—]|[.,;:!?)](?!{LETTER})|{EAST}|(?:-|as|and|because|since|which|with|but)\s))"
-)
+WHY = r"(?:-|as|and|because|since|which|with|but)\s|选?项|選?項|因|是|で|だ|입|이|가"
+END = rf"(?=\s*(?:$|[(–—]|[.,;:!?)](?!{LETTER})|{WHY}))"
 LINE = rf"(?:[>•] ?|- )*{OPTION}(?: ?[.:)–-]* \[[A-Z]\])?[ .:;,!]*(?:\n|\Z)"
 STATEMENTS = (
     rf"{ANNOUNCED}{FILLERS}({OPTIONS}){END}",
@@ -133,7 +132,7 @@ def stated_letters(completion: str, options: list[str]) -> set[str]:
     for option, letter in sorted(zip(texts, LETTERS, strict=False), key=lambda x: -len(x[0])):
         is_letter = re.fullmatch("[a-z]?", option)
         if not is_letter and texts.count(option) == 1:
-            pattern = rf"(?<!{LETTER}){re.escape(option)}(?!{LETTER})"
+            pattern = rf"(?<!{LETTER}){re.escape(option)}(?!{LETTER}|{SCALE})"
             text = re.sub(pattern, f"[{letter}]", text, flags=re.IGNORECASE)
     last_line = text.rpartition("\n")[2]
     letters = re.findall(r"\(([A-Z])\)", last_line)

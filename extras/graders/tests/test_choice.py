@@ -89,6 +89,9 @@ def test_choice_reads_the_last_statement(completion, letter):
         ("The answer is 12.5", ["12", "12.5", "1", "-12"], "B"),
         ("The answer is 12.", ["12", "12.5", "1", "-12"], "A"),
         (r"\boxed{-12}", ["12", "12.5", "1", "-12"], "D"),
+        ("The answer is 12 million.", ["12", "12.5"], ""),
+        ("答案是12万。", ["12", "12.5"], ""),
+        ("答案是A型血", ["12", "12.5"], ""),
         ("The answer is 2", ["2", "2", "3"], ""),  # which 2?
         ("The answer is B", ["2", "2", "3"], "B"),
         ("The answer is B.", ["O", "A", "B", "AB"], "B"),  # a letter is a letter
