@@ -2,13 +2,15 @@
 intervals."""
 
 import math
+import re
 from collections import Counter
 
 import numpy as np
 
 from common.parallel import distributed
-from common.rewards.functions import final_answers, last_boxed, value_of
+from common.rewards.functions import final_answers, last_boxed, plain, value_of
 
+STATED = re.compile(r"(?:\banswer(?: is\b|:)|答案(?:是|为|:))[ :*]*([^\n]+)", re.IGNORECASE)
 PERMUTATIONS = 64  # random orders of the samples over which a majority vote is averaged
 
 
@@ -27,10 +29,12 @@ def shown_ks(n: int) -> list[int]:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the vote of a completion: its last boxed answer, else its last `####` number, else all
-    of it; None if that is empty. Numbers are in canonical form, other answers without whitespace
-    and cut to 200 characters."""
-    answer = last_boxed(text) or (final_answers(text) or [text])[-1]
+    """Return the vote of a completion: its last boxed answer, else its last `####` number, else the
+    rest of the line behind the last "answer is" or "answer:", else all of it; None if that is
+    empty. Numbers are in canonical form, other answers without whitespace and cut to 200
+    characters."""
+    found = final_answers(text) or STATED.findall(plain(text)) or [text]
+    answer = last_boxed(text) or found[-1].strip(" *`").rstrip(" *`.")
     return str(value_of(answer))[:200] or None
 
 

@@ -153,7 +153,7 @@ MORE = rf"%?(?:[ \t]+[a-z]{{1,20}}(?=[ \t]+or\b))?(?:{NEXT}|[eE][-+]?[0-9]+)"
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes
 # cubic time.
 FINAL_ANSWER = re.compile(
-    rf"(?:####|(?<!{LETTER})A:)[\s*]*+([-+]?)\s*+{CURRENCY}\s*+"
+    rf"(?:####|(?<!{LETTER})A:)[\s*`_]*+([-+]?)\s*+{CURRENCY}\s*+"
     rf"([-+]?{NUMBER}{SCALE}?(?:{MORE})?)"
 )
 EXPONENT = r"(?:[eE]|[ ]?(?:×|\\times|\\cdot|x|\*)[ ]?10[ ]?\^[ ]?\{?)([-+]?[0-9]{1,3})(?![0-9])\}?"
@@ -272,8 +272,10 @@ def boxed(completion: str, row: dict) -> float:
     """Return 1 if the last \\boxed{...} of the completion has the value of the `answer` column, or
     of the \\boxed{...} there: as numbers if both are, else as text (`value_of`)."""
     box = last_boxed(completion)
-    golds = [value_of(last_boxed(answer) or answer) for answer in gold_answers(row)]
-    return float(box is not None and value_of(box) in golds)
+    if box is None:
+        return 0.0
+    golds = (last_boxed(answer) or answer for answer in gold_answers(row))
+    return float(value_of(box) in map(value_of, golds))
 
 
 # A box is braced; a number alone needs no braces.

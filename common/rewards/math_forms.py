@@ -76,10 +76,12 @@ def _without_words(sign: str, digits: str, scale: str | None, rest: str, words: 
 
 
 def with_numbers(text: str) -> str:
-    """Return a text with plain numbers for `18 million`, and spaces between the letters of scripts
-    that have none and numbers."""
+    """Return a text with plain numbers for `18 million`, and spaces before numbers behind `Answer:`
+    and the letters of scripts that have none: math-verify looks for these."""
     text = SCALED.sub(lambda x: str(to_number(x[0]) or x[0]), text)
-    return re.sub(r"(?<=[^\W\u0000-\u052f])(?=[-+.\d$\\])", " ", text)
+    text = re.sub(r"(?<=\d)\^\{(\d+)\}", r"^\1", text)
+    east = r"[^\W\u0000-\u052f]"
+    return re.sub(rf"(?:(?<={east})|(?<=[^\W\d_]:))(?=[-+.\d$\\])|(?<=\d)(?={east})", " ", text)
 
 
 def letters_of(answer: str) -> str:

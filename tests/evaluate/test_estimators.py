@@ -71,6 +71,9 @@ def test_clear_majority_outvotes_a_wrong_answer():
 @pytest.mark.parametrize(("text", "answer"), [
     (r"so \boxed{1,000.0}", "1000"), (r"\boxed{x + 1} ", "x+1"), ("6*3=18\n#### 18", "18"),
     (" 0.50 ", "1/2"), ("118", "118"), ("", None), (" \n", None), (r"#### 7 no \boxed{8}", "8"),
+    ("So the answer is **B**.", "B"), ("答案是B。", "B"), ("7\nAnswer: 1/2", "1/2"),
+    ("Answer：0.5", "1/2"), (r"\boxed{3,5}", "3,5"), (r"\boxed{1 2}", "1 2"),
+    (r"\boxed{12}", "12"), ("#### 18 or 20", "18or20"),
 ])  # fmt: skip
 def test_final_answer_is_extracted_from_the_text(text, answer):
     assert estimators.final_answer(text) == answer

@@ -151,6 +151,16 @@ def test_math_compares_values(gold):
     assert not wrong
 
 
+@pytest.mark.parametrize(
+    "form", ["Answer：@", "Answer:@", "答案是@。", "总共@个。", "答案：@", "The answer is @."]
+)
+def test_math_finds_answers_in_prose(form):
+    equal, others = split("18|18.0|１８|−18|18 km", "180|18 million|18 thousand|18万|1,8|18²")
+    for text in equal:
+        assert math(form.replace("@", text), row("-18" if text == "−18" else "18")) == 1, text
+    assert not [text for text in others if math(form.replace("@", text), row("18"))]
+
+
 # ---- generated values ----
 
 WIDE = {i: i + 0xFEE0 for i in range(0x21, 0x7F)}

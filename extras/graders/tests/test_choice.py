@@ -5,6 +5,8 @@ import random
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.rewards.registry import load_reward, require_usable_row
 from common.rewards.thoughts import answer_of
@@ -198,6 +200,15 @@ def test_answers_of_any_text_are_quick():
     for _ in range(300):
         text = "".join(rng.choices(alphabet, k=rng.randint(0, 30)))
         assert choice(text, row) in (0, 1) and stated(text, dict(answer="(A)")) in (0, 1)
+
+
+@given(
+    st.text()
+    | st.lists(st.sampled_from([*STATED, "A", "[", "答案是", "_", "\n", "，"])).map("".join)
+)
+def test_any_text_is_scored(text):
+    assert choice(text, dict(options=CITIES, answer="B", _source="a:1")) in (0, 1)
+    assert stated(text, dict(answer="(A)")) in (0, 1)
 
 
 # ---- rows ----
