@@ -1,11 +1,13 @@
 """Episodes: sampled tokens are unchanged, replies of environments have no loss, seeds determine
 completions, limits hold; the built-in environments; training on episodes."""
 
+import asyncio
 import dataclasses
 import json
 import math
 import re
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from common.data.sample import Completion
 from common.data.tasks import TASKS
 from common.metrics.meter import Meter
 from common.rewards.total import Rewards
+from common.rollout import episodes as module
 from common.rollout.environments import (
     ENVIRONMENTS,
     Calculator,
@@ -202,6 +205,16 @@ def test_episodes_do_not_depend_on_the_split_of_prompts(synced, user_file):
         if s.turns > 1
     ]
     assert len({str(t) for t in texts}) == len(texts), "samples of a prompt are not the same"
+
+
+def test_no_rank_waits_while_another_of_its_engine_samples(synced, monkeypatch):
+    """A rank whose episodes all wait for their environments must not hold up the next round."""
+    monkeypatch.setattr(module, "WAIT", math.inf)
+    running = SimpleNamespace(running={"0": None}, new=[], step=lambda: None, sample=None)
+    episodes = Episodes(running, Args())
+    episodes.prompts[0] = episodes.loop.create_task(asyncio.sleep(math.inf))
+    assert episodes.advance() == []
+    episodes.close()
 
 
 def test_limits_on_turns_and_tokens_hold(synced, user_file):
