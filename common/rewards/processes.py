@@ -170,28 +170,35 @@ class Process:
         return loaded or Result(error=f"not loaded within {self.start_seconds:g} s")
 
     async def _answer(self, seconds: float) -> Result | None:
-        """Return the next answer; None if it is late, after which the process is closed."""
-        reading = asyncio.ensure_future(self._read())
-        try:
-            for limit in (seconds, LATE):
-                await asyncio.wait({reading}, timeout=limit)
-        finally:
-            if not reading.done():
-                reading.cancel()
-                self.close()
-        return reading.result() if reading.done() else None
-
-    async def _read(self) -> Result:
+        """Return the next answer; None if it is late, and then the process is closed."""
+        self._set_timer(seconds, LATE)
         try:
             (length,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
             payload = await self.reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
+            if self.timer is None:
+                return None
             self.close()
             return Result(error="the process died")
+        finally:
+            if self.timer is not None:
+                self.timer.cancel()
         try:
             return Result(*pickle.loads(payload))
         except Exception as error:  # unpickling runs code of the returned object
             return Result(error=f"the result cannot be unpickled: {one_line(error)}")
+
+    def _set_timer(self, seconds: float, *again: float) -> None:
+        """Close the process after some seconds and then some more, in which an answer may be read
+        that came while this process was busy."""
+        self.timer = asyncio.get_running_loop().call_later(seconds, self._wake, *again)
+
+    def _wake(self, *again: float) -> None:
+        if again:
+            self._set_timer(*again)
+        else:
+            self.timer = None
+            self.close()
 
 
 class Pool:
