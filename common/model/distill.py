@@ -141,15 +141,15 @@ def _statistics(
         mass_C = logq_CS[:, : teacher.tokens_TK.shape[1]].exp().sum(-1)
         of_teacher = teacher.target_logprobs_T[c], teacher.entropy_T[c], mass_C
     else:
-        teacher_CV, _ = teacher.chunk(c, temperature)
-        shared = min(logp_CV.shape[1], teacher_CV.shape[1])
-        logp_CS, logq_CS = _first(logp_CV, shared), teacher_CV[:, :shared].log_softmax(-1)
+        shared = min(logp_CV.shape[1], len(teacher.head_VD))
+        logq_CS = teacher.chunk(c, temperature)[0][:, :shared].log_softmax(-1)
+        logp_CS = _first(logp_CV, shared)
         likely_C, mass_C = logq_CS.argmax(-1), torch.ones_like(logq_CS[:, 0])
         of_teacher = _of_target(logq_CS, targets_C), _entropy(logq_CS), mass_C
-    trained = _of_target(logp_CV, targets_C), divergence(logp_CS, logq_CS)
     with torch.no_grad():
         of_student = _entropy(logp_CV), reverse_kl(logp_CS, logq_CS)
         agree_C = logp_CV[:, :shared].argmax(-1) == likely_C
+    trained = _of_target(logp_CV, targets_C), divergence(logp_CS, logq_CS)
     return Comparison(*trained, *of_student, *of_teacher, agree_C)
 
 

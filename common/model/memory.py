@@ -79,7 +79,7 @@ def training_peak(model: nn.Module, ranks: int, pack_tokens: int, recompute: boo
     # numbers per logit as the loss needs.
     chunk = chunk_size(config.vocab_size * (1 + model.distils), on_cuda=True)
     logits = 4 * min(pack_tokens, chunk) * config.vocab_size if head_weights(model) else 0
-    copies = 7 if model.distils else 2 if chunk < pack_tokens else 1.5
+    copies = 6 if model.distils else 2 if chunk < pack_tokens else 1.5
     of_head = max(2 * logits, 4 * head_trained + copies * logits)
     at_head = {
         "gathered weights": size * (root + block),
