@@ -31,7 +31,7 @@ REPEATING = [
 LETTERS = r"[^\W\d_]"
 WITH_WORDS = re.compile(
     rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?{NUMBER})({SCALE_WORDS})?(?:[ -]*((?:{LETTERS}{{4,}}"
-    rf"|[^\W\d_\u0000-\u052f]|[€£¥₹]|USD|EUR|GBP|CNY|RMB)(?:{LETTERS}|[ ,'.])*))?"
+    rf"|[^\W\d_\u0000-\u052f]|[€£¥₹]|USD|EUR|GBP|CNY|RMB|k?m/[hs])(?:{LETTERS}|[ ,'.])*))?"
 )
 SCALED = re.compile(rf"(?<!{LETTER})({NUMBER})({SCALE_WORDS})")
 PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth".split()
@@ -40,7 +40,7 @@ PARTS |= dict(hundredth=100, thousandth=1000)
 # Words that make another value, and the names of formulas, which math-verify reads.
 CHANGING = set("or to minus plus over squared cubed factorial below".split())
 FORMULAS = set("alpha beta gamma delta theta lambda sigma omega sqrt infinity sinh cosh".split())
-SYMBOLS = str.maketrans({"∞": r"\infty ", "·": r"\cdot ", "⋅": r"\cdot ", "°": "", "´": "'"})
+SYMBOLS = str.maketrans({"∞": r"\infty ", "∈": r"\in ", "·": r"\cdot ", "⋅": r"\cdot ", "°": ""})
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 # of an answer; more are prose, which math-verify would read as a product of letters too
 MOST_WORDS = 12

@@ -28,7 +28,9 @@ ANNOUNCED = re.compile(
 LONGEST_TEXT = 2000  # last characters of a completion that are searched if it announces no answer
 SHAPE = re.compile(r"^(\(|\\\{)[^()]*(?:\)|\\\})$")
 BASE = re.compile(r"\d_\{?(\d+)\}?$")
-UNIT = re.compile(r"\d[ ~]*([mckμ]?m|[mk]?g|m?[lL]|s|min|h)(?: *\^\{?(\d))?\}?$")
+UNIT = re.compile(r"\d[ ~]*(k?m/[hs]|mph|[mckμ]?m|[mk]?g|m?[lL]|s|min|h)(?: *\^\{?(\d))?\}?$")
+
+CENTS = re.compile(r"(?:\bcents?\b|¢)()|\bdollars?\b")
 
 
 def math(completion: str, row: dict) -> float:
@@ -82,9 +84,10 @@ def equal(gold: str, answer: str) -> bool:
         return True
     if gold_time and gold_time.is_certain and (time or ":" in gold):
         return False
-    # (1, 2) is no set, 25_8 is not 25_9, and 5 m is not 5 cm; math-verify looks at neither
+    # (1, 2) is no set, 25_8 is not 25_9, 5 m is not 5 cm, nor 5 dollars 5 cents; math-verify
+    # looks at none of these
     texts = [without_latex(text).strip(" $.") for text in (gold, answer)]
-    for form in (SHAPE, BASE, UNIT):
+    for form in (SHAPE, BASE, UNIT, CENTS):
         forms = {match.groups() for match in map(form.search, texts) if match}
         if len(forms) == 2:
             return False
