@@ -146,7 +146,7 @@ SCALE_WORDS = (
 SCALE = rf"(?:{SCALE_WORDS}|(?:[ \t]?[kK]|M)(?!{LETTER}))"
 CURRENCY = r"\\?[$£€¥₹]?"
 # What makes two numbers, or a formula, of a number: `18 or 20`, `18-20`, `18/2`, `1 000`, `1e3`.
-SIGN = r"[-+/^=:;,.'’_~–—×÷·⋅x|&±]|\\(?:times|cdot|div|pm|frac)|[或和到至]"
+SIGN = r"[-+/^=:;,'’_~–—×÷·⋅x|&±]|\\(?:times|cdot|div|pm|frac)|[或和到至]"
 JOINT = rf"[ \t*(]*+(?:{SIGN}|(?:or|and|to)\b(?: maybe| perhaps)?)?[ \t*{{]*+"
 NEXT = rf"{JOINT}[-+]?{CURRENCY}[-+]?{NUMBER}"
 MORE = rf"%?(?:[ \t]+[a-z]{{1,20}}(?=[ \t]+or\b))?(?:{NEXT}|[eE][-+]?[0-9]+)"
