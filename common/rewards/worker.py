@@ -41,6 +41,7 @@ def serve(
     spared = children()  # the user's file started them
     is_open = True
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the file may ignore it
     end_with(parent, signal.SIGTERM)
     try:
         while is_open or workers:
@@ -120,7 +121,7 @@ def work(connection: socket.socket, target: str, argument: str, memory_gib: floa
             elif method is None:
                 result = (function(*arguments),)
             else:
-                instance = instance or function()
+                instance = function() if instance is None else instance
                 result = (getattr(instance, method)(*arguments),)
         except BaseException as error:  # also SystemExit, and time-out exceptions of libraries
             result = None, one_line(error, file)
