@@ -55,7 +55,7 @@ def normal(answer: str) -> str:
     if CHANGING & set(words) or len(WORD.findall(answer)) > MOST_WORDS:
         return ""
     if match and not FORMULAS & set(words):
-        return _without_words(*match.groups(), words)
+        return _without_words(match[1], match[2], match[3], words)
     answer = re.sub(r"√\s*(\d+|\w)", r"\\sqrt{\1}", answer).replace("√", r"\sqrt")
     for pattern in REPEATING:
         answer = pattern.sub(_as_fraction, answer)
@@ -65,7 +65,7 @@ def normal(answer: str) -> str:
     return re.sub(r"(?<=\d)[eE]([-+]?\d+)", r"\\times 10^{\1}", answer)
 
 
-def _without_words(sign: str, digits: str, scale: str | None, rest: str, words: list[str]) -> str:
+def _without_words(sign: str, digits: str, scale: str | None, words: list[str]) -> str:
     number = to_number(f"{digits}{scale or ''}")
     part = PARTS.get(words[0].removesuffix("s")) if words else None
     if number is not None and (scale or part):

@@ -54,7 +54,8 @@ class Endpoint:
         """Serve until this is cancelled."""
         loop = asyncio.get_running_loop()
 
-        def request_of(*parts: object) -> web.BaseRequest:
+        def request_of(message, payload, protocol, writer, task) -> web.BaseRequest:
+            parts = message, payload, protocol, writer, task
             return web.BaseRequest(*parts, loop, client_max_size=LARGEST)
 
         self.server = web.Server(
