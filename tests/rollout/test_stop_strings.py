@@ -103,6 +103,3 @@ def test_stop_tokens_are_ends():
     tokenizer = load_tokenizer(path, Args(stop_token_ids=(7, 5)))
     ends = eos_token_ids(path, tokenizer)
     assert set(eos_token_ids(path, tokenizer, "auto", (7, 5))) == {5, 7, *ends}
-    size = len(tokenizer)
-    with pytest.raises(ValueError, match=f"--stop_token_ids {size}: .* end at {size - 1}"):
-        load_tokenizer(path, Args(stop_token_ids=(7, size)))
