@@ -195,7 +195,7 @@ def test_python_keeps_its_state_until_it_ends():
 
 SPOILED = [
     ("import sys; sys._getframe(1).f_globals['run'] = None", ""),
-    ("import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"value\":[7,\"forged\"]}\\n')"
+    ("import os\nfor fd in range(3, 4000):\n    try: os.write(fd, b'{\"value\":[7,\"forged\"]}\\n')"
      "\n    except OSError: pass", "malformed"),
     ("x = []\nwhile True: x.append('x' * 10**7)", None),
     ("import os; os._exit(0)", "exit code 0"),
