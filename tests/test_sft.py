@@ -153,8 +153,7 @@ def test_default_max_length_adapts_to_context_and_pack(
     flags = (*data, "--model", model, "--max_steps", 1, "--batch_size", 4, "--eval_every", 0)
     main("sft", *flags, *extra, "--output_dir", tmp_path / "run")
     assert (
-        f"--max_length {length}: the maximum for the model's context and --pack_tokens"
-        in capsys.readouterr().out
+        f"--max_length {length}: the limit of context and --pack_tokens" in capsys.readouterr().out
     )
 
 

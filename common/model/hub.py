@@ -131,6 +131,8 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
         tokenizer.model_vocab_size = size
     if args is None:
         return tokenizer
+    if any(i >= size for i in args.stop_token_ids):
+        raise ValueError(f"--stop_token_ids: the ids of the model end at {size - 1}")
     tokenizer.prompt_format = args.prompt_format
     if args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
@@ -178,8 +180,7 @@ def eos_token_ids(
 
 
 def context_length(path: str, args: BaseArgs, sequences: int = 1) -> int:
-    """Return the maximum length of a sequence: the model's context, or what a pack holds if
-    `sequences` share it."""
+    """Return the maximum length of a sequence in the model's context, or in a pack of several."""
     config = load_config(path).get_text_config()
     longest = args.pack_capacity // sequences + 1
     return min(getattr(config, "max_position_embeddings", longest), longest)
@@ -196,8 +197,7 @@ def fit_max_length(
     if max_length is None:
         max_length = min(2048, context, args.pack_capacity // sequences)
         if max_length < 2048:
-            what = "the maximum for the model's context and --pack_tokens"
-            distributed.say(f"--max_length {max_length}: {what}")
+            distributed.say(f"--max_length {max_length}: the limit of context and --pack_tokens")
     args.require_fit(max_length, sequences)
     if max_length > context:
         raise ValueError(f"--max_length {max_length}: the model's context has {context} tokens")

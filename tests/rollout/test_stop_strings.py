@@ -10,6 +10,7 @@ from bench.completions import complete
 from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.loading import load_config
 from common.model.tiny import tiny_model
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.weights import whole_weights
@@ -103,3 +104,6 @@ def test_stop_tokens_are_ends():
     tokenizer = load_tokenizer(path, Args(stop_token_ids=(7, 5)))
     ends = eos_token_ids(path, tokenizer)
     assert set(eos_token_ids(path, tokenizer, "auto", (7, 5))) == {5, 7, *ends}
+    size = load_config(path).get_text_config().vocab_size
+    with pytest.raises(ValueError, match=f"--stop_token_ids: .* end at {size - 1}"):
+        load_tokenizer(path, Args(stop_token_ids=(7, size)))
