@@ -457,7 +457,7 @@ def test_rows_with_images_are_refused(gemma, main, tmp_path):
             "--max_new_tokens",
             16,
             "--reward",
-            "length",
+            "characters",
             "--columns",
             "prompt=messages",
         )
