@@ -9,8 +9,10 @@ import torch
 STATE = "state.json"  # the file beside those of PyTorch
 
 
-def require_safe_metadata(folder: Path) -> None:
-    """Raise `UnpicklingError` if `.metadata`, a pickle that PyTorch trusts, could run a program."""
+def load_tensors(tensors: dict, folder: Path) -> None:
+    """Load a checkpoint's tensors in place. PyTorch's own reader and planner unpickle, and would
+    run a program that lies in the files; raises `UnpicklingError` for one. Collective."""
+    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import metadata
 
     known = {
@@ -28,8 +30,18 @@ def require_safe_metadata(folder: Path) -> None:
                 raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no checkpoint")
             return super().find_class(module, name)
 
-    with (folder / ".metadata").open("rb") as file:
-        Unpickler(file).load()
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self):  # with arguments torch would also read that of one rank
+            with (folder / ".metadata").open("rb") as file:
+                found = Unpickler(file).load()
+            found.storage_meta.load_id = self.load_id
+            return found
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, read_item, value) -> None:
+            """Skip what is no tensor: flags of the optimizer, which the script sets."""
+
+    dcp.load(tensors, storage_reader=Reader(folder), planner=Planner())
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

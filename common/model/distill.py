@@ -8,6 +8,7 @@ Shapes: T packed tokens, C tokens of one chunk, V vocabulary, K most likely toke
 one entry for all other tokens, or V for distributions over the whole vocabulary."""
 
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from common.model.loading import load_config
 from common.model.logprobs import Logits, logits_gradient
 from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence, coarsen, reverse_kl
+from common.parallel import distributed
 
 
 class TopK(SimpleNamespace):
@@ -194,7 +196,11 @@ class Teacher(Policy):
     reads_text = False  # whether its tokenizer is another one than the student's
 
     def read(self, groups: list[Group], meter) -> list[Group]:
-        """Return the student's completions in the form that `teach` reads."""
+        """Return the student's completions in the form that `teach` reads. Raises `RunError` for a
+        token that the teacher lacks: a head may have more rows than there are tokens."""
+        known = self.hf.get_input_embeddings().num_embeddings
+        if any(i >= known for sample in chain(*groups) for i in sample.completion_ids):
+            raise distributed.RunError(f"--teacher {self.path}: has no token that the student uses")
         return groups
 
     @torch.no_grad()
@@ -219,6 +225,10 @@ def find_teachers(args, path: str, tokenizer) -> dict[str, str]:
     folders = {}
     for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
         folders[name] = resolve_model(model, "--teacher", not args.dry_run)
+        configs = [load_config(each).get_text_config() for each in (path, folders[name])]
+        shared = min(config.vocab_size for config in configs)
+        if args.top_k > shared:
+            raise ValueError(f"--top_k {args.top_k}: --model and --teacher share {shared} tokens")
         if args.estimator == "full":
             require_same_tokenizer("--teacher", folders[name], tokenizer)
     return folders

@@ -21,7 +21,7 @@ from common.model.loading import (
     require_unchanged,
 )
 from common.model.tiny import tiny_model
-from common.parallel import distributed
+from common.parallel import distributed, durable
 
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 GENERATION_CONFIG = "generation_config.json"
@@ -45,7 +45,7 @@ def resolve_model(
     folder = Path(model).expanduser()
     if not folder.is_dir():
         folder = _from_hub(model, label, weights)
-    if (folder / STATE).is_file():  # a checkpoint of a run
+    if (folder / STATE).is_file() and (folder / durable.CHECKSUMS).is_file():  # of a run, whole
         folder = folder / "hf"
     _require_model(folder, label, weights)
     return str(folder)
@@ -175,7 +175,10 @@ def eos_token_ids(
         ids |= {end_of_turn(tokenizer), end_of_turn(tokenizer, calls=True)}
     for name in (GENERATION_CONFIG, "config.json"):
         eos = fields_of(path, name).get("eos_token_id")
-        ids.update(eos if isinstance(eos, list) else [eos])
+        eos = eos if isinstance(eos, list) else [eos]
+        if not all(isinstance(i, int | None) for i in eos):
+            raise ValueError(f"{path}/{name}: eos_token_id {eos} are no token ids")
+        ids.update(eos)
     return sorted(ids - {None})
 
 

@@ -69,7 +69,8 @@ def files_of(path: str | Path) -> list[Path]:
 
 def base_dtype(path: str | Path) -> torch.dtype:
     """Return the dtype of a folder's weights by its config: float32 if it names none."""
-    return load_config(path).dtype or torch.float32
+    config = load_config(path)
+    return config.dtype or config.get_text_config().dtype or torch.float32
 
 
 def require_unchanged(label: str, folder: Path) -> None:
@@ -171,7 +172,8 @@ def _problem(hf: nn.Module, found, unread: set[str]) -> str | None:
     has_part = {name for name in unread if hf.get_parameter(name).to_local().numel()}
     missing = {n for n in has_part if ".lora_" not in n} - {*hf.all_tied_weights_keys}
     for name in sorted(missing - {"score.weight"}):
-        return f"{name}: no such weight in the files, or only parts of it"
+        failure = found.conversion_errors.get(name, "no such weight in the files")
+        return f"{name}: {failure.splitlines()[-2:][0]}"  # a traceback ends with two messages
     return None
 
 
@@ -226,6 +228,8 @@ def named_errors(label: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, torch.distributed.DistError, KeyboardInterrupt, SystemExit):
         raise  # no fault of the input
     except BaseException as error:  # a CheckpointException of PyTorch is no Exception
+        if "by peer" in str(error):  # gloo: another rank has ended
+            raise
         failures = getattr(error, "failures", None)  # of each rank
         cause, *_ = next(iter(failures.values())) if failures else (error,)
         raise ValueError(f"{label}: {distributed.first_line(cause)}") from error

@@ -3,6 +3,7 @@
 docs/memory.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of
 a training step on fake tensors. `--dry_run` (extras/plan) adds what lies on a GPU already."""
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -48,9 +49,9 @@ def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> 
 
 def free_memory(device: torch.device) -> tuple[float, float]:
     """Return how many bytes of a GPU tensors can still take, and how many it has."""
-    free, capacity = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached, capacity
+    gc.collect()  # a model that was dropped is a reference cycle
+    torch.cuda.empty_cache()  # what stays reserved may belong to the engine
+    return torch.cuda.mem_get_info(device)
 
 
 def is_capped(model: nn.Module) -> bool:

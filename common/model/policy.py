@@ -51,10 +51,11 @@ class PackedModel(nn.Module):
         if self.needs_whole_sequences and mb.compact is not None:  # packed for another model
             raise ValueError(f"{self.path} needs whole sequences; set --share_prefix 0")
         tokens = mb.model_tokens
-        passes = 1
-        if torch.is_grad_enabled():  # a backward takes two; under adapters one, for activations
-            passes = 3 if self.hf.get_input_embeddings().weight.requires_grad else 2
-        self.flops += passes * forward_flops(self.hf.config, self.matrix_weights, tokens)
+        flops = forward_flops(self.hf.config, self.matrix_weights, tokens)
+        if torch.is_grad_enabled():  # a backward takes two; under adapters one for frozen matrices
+            is_frozen = not self.hf.get_input_embeddings().weight.requires_grad
+            flops = 3 * flops - is_frozen * 2 * self.matrix_weights * len(tokens.targets_T)
+        self.flops += flops
         inputs = packed_inputs(tokens) if self.images is None else self.images.inputs(tokens)
         return self.hf.get_decoder()(**inputs).last_hidden_state[0]
 

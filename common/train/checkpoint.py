@@ -78,6 +78,8 @@ class Checkpointer:
         names = distributed.from_main([path.name for path in checkpoints_in(self.checkpoints)])
         for name in names:
             path = self.checkpoints / name
+            if (path / "manifest.json").is_file():
+                raise ValueError(f"{path}: of an earlier version; resume with that, or start over")
             changed = durable.changed_file(path, dist.get_rank(), dist.get_world_size())
             damaged = [name for name in distributed.gather_objects(changed) if name]
             if not damaged:
@@ -94,13 +96,10 @@ class Checkpointer:
         return 0
 
     def _load(self, path: Path) -> int:
-        import torch.distributed.checkpoint as dcp
-
         # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest
         # of an optimizer's state are flags, and its learning rate is set at each step.
         with named_errors(f"{path}: cannot read the checkpoint"):
-            checkpoint_files.require_safe_metadata(path)
-            dcp.load(self._tensors(), checkpoint_id=path)
+            checkpoint_files.load_tensors(self._tensors(), path)
             state = json.loads((path / checkpoint_files.STATE).read_text())
         for name, item in self.stateful.items():
             item.load_state_dict(state[name])

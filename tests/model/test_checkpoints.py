@@ -128,15 +128,19 @@ class Planted:
         return Path.touch, (self.mark,)
 
 
-def test_a_checkpoint_runs_no_code(checkpoint, tmp_path, device):
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata"])
+def test_a_checkpoint_runs_no_code(name, checkpoint, tmp_path, device):
+    """PyTorch reads the metadata of a rank if it cannot read that of all."""
     mark = tmp_path / "mark"
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(5))
+    (checkpoint / name).write_bytes(pickle.dumps(Planted(mark)))
     checksums = durable.read_json(checkpoint / "checksums.json")
-    checksums[".metadata"] = durable.fingerprint(checkpoint / ".metadata")
+    checksums |= {each: durable.fingerprint(checkpoint / each) for each in (".metadata", name)}
     durable.write_json(checkpoint / "checksums.json", checksums)
     run = saved(checkpoint.parent.parent.with_name("other"), device)
     run.checkpoints = checkpoint.parent
-    with pytest.raises(ValueError, match="it names pathlib.Path.touch, which is in no checkpoint"):
+    words = "pathlib.Path.touch, which is in no checkpoint" if name == ".metadata" else "'int'"
+    with pytest.raises(ValueError, match=f"cannot read the checkpoint: .*{words}"):
         run.load_latest()
     assert not mark.exists()
 
