@@ -85,6 +85,7 @@ class Completion(Sample):
     text: str = ""  # decoded completion, or its last turn of several: for rewards and logs
     number: int | None = None  # of its prompt in the run, once its rewards have begun
     turns: int = 1  # of the model; tokens of an environment between them are not trained on
+    turn_start: int = 0  # place in `ids` of the last of several turns, if they were sampled here
     # Rewards of the environment, each with the index in `ids` of the turn's last token.
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     # State of the environment before each turn of the model, if recorded; none if the first turn
@@ -115,6 +116,7 @@ class Completion(Sample):
         """Append tokens that were not sampled, and begin the turn of the model after them."""
         self.append_forced(ids)
         self.turns += 1
+        self.turn_start = len(self.ids)
 
     def rewards_before_last_turn(self) -> list[float]:
         """Return, for each of `ids`, the environment's reward for the turn that ends there; 0 for

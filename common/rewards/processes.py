@@ -53,11 +53,11 @@ class ForkServer:
         self.grace = grace
         self.argument = argument
         self.numbers = count()  # of forks
+        self.starting = asyncio.Semaphore(32)  # more orders do not fit in the server's socket
         self.process: subprocess.Popen | None = None
 
     def fork(self, connection: socket.socket) -> int:
-        """Start a fork with this connection and return its number. Blocks only if hundreds of forks
-        wait for the target to load."""
+        """Start a fork with this connection and return its number."""
         if self.process is None or self.process.poll() is not None:
             self._start()
         number = next(self.numbers)
@@ -162,9 +162,10 @@ class Process:
         """Return the result of loading the target."""
         self.socket, theirs = socket.socketpair()
         self.reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
-        with theirs:
-            self.number = self.server.fork(theirs)
-        loaded = await self._answer(self.start_seconds)
+        async with self.server.starting:
+            with theirs:
+                self.number = self.server.fork(theirs)
+            loaded = await self._answer(self.start_seconds)
         if loaded is None and self.server.shared:  # the server itself hangs in loading
             self.server.close(hangs=True)
         return loaded or Result(error=f"not loaded within {self.start_seconds:g} s")
@@ -227,13 +228,17 @@ class Pool:
             async with self.free:
                 return await self._call(None, *arguments, seconds=seconds)
         answer = asyncio.get_running_loop().create_future()
-        self.waiting.append((arguments, answer))
+        self.waiting.append((arguments, seconds, answer))
         await asyncio.sleep(0)  # the other calls of the group come
         async with self.free:
             together, self.waiting = self.waiting[:TOGETHER], self.waiting[TOGETHER:]
             if together:  # else another call has taken this one with it
-                result = await self._call(EACH, *(call for call, _ in together), seconds=seconds)
-                for number, (_, future) in enumerate(together):
+                calls, limits, futures = zip(*together, strict=True)
+                try:
+                    result = await self._call(EACH, *calls, seconds=max(limits))
+                except Exception as error:  # no process could be started
+                    result = Result(error=one_line(error))
+                for number, future in enumerate(futures):
                     failed = result.error is not None
                     future.set_result(result if failed else Result(*result.value[number]))
         return await answer

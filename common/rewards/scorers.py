@@ -63,13 +63,15 @@ def of_built_in(function: Reward, thoughts: Thoughts) -> Scorer:
 
 def of_math(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
     """An answer that exceeds the time or memory limit is wrong and not an error: otherwise it would
-    go unpunished. Only a gold answer that cannot be parsed is an error."""
+    go unpunished. A gold answer that cannot be parsed is an error, and so is a process that cannot
+    start."""
     target = "common.rewards.math_reward:math"
     pool = Pool(target, args.reward_workers, args.reward_timeout, shared=True)
 
     async def score_one(sample) -> Result:
         result = await pool.call(thoughts.answer(sample), sample.row)
-        if result.error is None or result.error.startswith("ValueError: "):
+        faults = "ValueError: ", f"{target} cannot be loaded: "
+        if result.error is None or result.error.startswith(faults):
             return result
         return result._replace(value=0.0, error=None)
 

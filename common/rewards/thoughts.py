@@ -99,4 +99,6 @@ def before_last_turn(sample: Completion) -> list[int]:
     """Return the ids in front of the model's last turn."""
     if sample.turns == 1:
         return sample.prompt_ids
+    if sample.turn_start:
+        return sample.ids[: sample.turn_start]
     return sample.ids[: len(sample.loss_mask) - sample.loss_mask[::-1].index(False)]

@@ -25,6 +25,7 @@ from common.config.sampling import MODEL_KINDS
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
+from common.parallel.process import fail_in_thread
 from common.rewards.processes import Pool
 from common.rewards.registry import reward_of_row, row_check, short_names
 from common.rewards.result import Result
@@ -191,7 +192,10 @@ class Rewards:
 
 
 def _run(loop: asyncio.AbstractEventLoop, pools: list[Pool]) -> None:
-    loop.run_forever()
+    try:
+        loop.run_forever()
+    except BaseException as error:  # without this a run would wait for its rewards for ever
+        fail_in_thread(error)
     for pool in pools:
         pool.close()
 

@@ -111,6 +111,7 @@ def work(connection: socket.socket, target: str, argument: str, memory_gib: floa
     except BaseException as error:
         return reply(connection, None, one_line(error))
     reply(connection)
+    spared = children()  # the user's file started them
     while header := stream.read(HEADER.size):
         try:
             method, arguments, seconds = pickle.loads(stream.read(*HEADER.unpack(header)))
@@ -127,6 +128,8 @@ def work(connection: socket.socket, target: str, argument: str, memory_gib: floa
             result = None, one_line(error, file)
         if os.getpid() != worker:  # a child that the function has forked: only its parent answers
             return
+        while instance is None and kill_children(spared):  # what a call of a function has left
+            time.sleep(0.001)
         reply(connection, *result)
     if hasattr(instance, "close"):
         instance.close()
@@ -142,19 +145,25 @@ def reply(connection: socket.socket, *result: object) -> None:
 
 
 async def together(function, calls: list[tuple], seconds: float, file: str) -> list[tuple]:
-    """Return the fields of a `Result` for each call of an async function."""
+    """Return the fields of a `Result` for each call of an async function. No call costs another
+    one its answer: a value that cannot be pickled is an error here, and a late cleanup goes on."""
 
     async def answer(call: tuple) -> tuple:
         limit = None
         try:
             async with asyncio.timeout(seconds) as limit:
-                return (await function(*call),)
+                value = await function(*call)
+            pickle.dumps(value)
+            return (value,)
         except BaseException as error:
             if limit is not None and limit.expired():  # the function may raise TimeoutError itself
                 return None, f"no answer within {seconds:g} s", True
             return None, one_line(error, file)
 
-    return await asyncio.gather(*map(answer, calls))
+    tasks = [asyncio.ensure_future(answer(call)) for call in calls]
+    await asyncio.wait(tasks, timeout=seconds + 0.5)
+    late = None, f"no answer within {seconds:g} s", True
+    return [task.result() if task.done() else late for task in tasks]
 
 
 def one_line(error: BaseException, file: str = "") -> str:

@@ -42,6 +42,8 @@ def make_engine(
         return VLLMEngine(path, args, eos_ids, tokenizer, device, trained)
     if args.tensor_parallel_size > 1:
         raise ValueError("--tensor_parallel_size needs --engine vllm")
+    if args.engine_args:
+        raise ValueError(f"--engine_args {' '.join(args.engine_args)} needs --engine vllm")
     if args.engine == "auto" and not is_installed and dist.get_rank() == 0:
         print("vllm is not installed: sampling with transformers, which is slower")
     return TransformersEngine(path, args, eos_ids, tokenizer, device, trained)

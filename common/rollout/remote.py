@@ -183,6 +183,7 @@ class Remote:
             self.ready = 0
             self.version = step
         self.rows |= {request.number: request.row for request in own}
+        distributed.barrier()  # no group comes to a rank before it knows the rows
         if not self.args.has_turns:
             requests = [replace(each, row=row_for_engine(each.row)) for each in requests]
         self._send(NewPrompts(requests))

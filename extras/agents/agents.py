@@ -21,6 +21,7 @@ from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import context_length
 from common.parallel import distributed
+from common.parallel.process import fail_in_thread
 from common.rewards.processes import ForkServer, Process
 from common.rewards.result import Result
 from common.rewards.thoughts import TAIL
@@ -77,6 +78,12 @@ class Agent:
     result: Result | None = None
 
 
+def end_of_service(serving: asyncio.Task) -> None:
+    """End the run if the endpoint fails: agents would wait for it until their time is over."""
+    if not serving.cancelled() and (error := serving.exception()):
+        fail_in_thread(error)
+
+
 class Agents:
     """The partner of `--agent`."""
 
@@ -102,7 +109,9 @@ class Agents:
     async def play(self, prompt: PromptRequest, index: int) -> Completion:
         """Play an episode and return a completion with branches of what its agent was served."""
         loop = asyncio.get_running_loop()
-        self.serving = self.serving or loop.create_task(self.endpoint.run())
+        if self.serving is None:
+            self.serving = loop.create_task(self.endpoint.run())
+            self.serving.add_done_callback(end_of_service)
         async with self.slots:
             key = f"{prompt.number}-{index}-{secrets.token_urlsafe()}"
             agent = Agent(prompt, index, Process(self.server), loop.create_future())

@@ -87,13 +87,13 @@ class Server:
                 self.close()
             raise (TimeoutError if is_late else ToolError)(problem) from error
 
-    async def _answer(self, method: str, **arguments):
-        with anyio.fail_after(self.seconds):
+    async def _answer(self, method: str, share: float = 1.0, **arguments):
+        with anyio.fail_after(share * self.seconds):
             return await getattr(self.client, method)(**arguments)
 
     def _answers(self) -> bool:
         try:
-            self.portal.call(self._answer, "list_tools")
+            self.portal.call(self._answer, "list_tools", 0.2)
         except Exception:  # of the protocol
             return False
         return True

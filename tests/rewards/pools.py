@@ -24,7 +24,8 @@ class Mapper:
     """A pool in an event loop of its own."""
 
     def __init__(self, target: str, size: int, seconds: float, **named):
-        self.pool = Pool(target, size, seconds, is_async=target == WAIT, **named)
+        is_async = dict(is_async=target == WAIT) | named
+        self.pool = Pool(target, size, seconds, **is_async)
         self.loop = asyncio.Runner()
 
     def map(self, calls: Sequence[tuple], seconds: Sequence[float | None] = ()) -> list[Result]:

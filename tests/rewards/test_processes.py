@@ -9,6 +9,7 @@ import pytest
 from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
 
 from common.rewards.processes import Pool
+from common.rewards.result import Result
 from tests.rewards.pools import DO, WAIT, Mapper, errors, opened, watched
 
 pytestmark = pytest.mark.slow  # processes
@@ -91,15 +92,16 @@ def test_large_rows_do_not_block_the_parent():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_children_of_the_file_and_of_calls_end_with_the_pool(shared, tmp_path):
+def test_children_of_calls_end_with_them_and_of_the_file_with_the_pool(shared, tmp_path):
     start = "subprocess.Popen(['sleep', '9999'], start_new_session=True)"
     (tmp_path / "start.py").write_text(
         f"import subprocess\nchild = {start}\ndef f():\n    return child.pid, {start}.pid"
     )
     with opened(f"{tmp_path}/start.py:f", 1, shared=shared) as pool:
-        pids = {pid for result in pool.map([()] * 3) for pid in result.value}
-        assert len(pids) == 4 and all(map(alive, pids))
-    assert not any(map(alive, pids))
+        of_file, of_calls = zip(*(result.value for result in pool.map([()] * 3)), strict=True)
+        assert len({*of_file}) == 1 and alive(of_file[0])
+        assert len({*of_calls}) == 3 and not any(map(alive, of_calls))
+    assert not alive(of_file[0])
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -143,13 +145,53 @@ def test_async_calls_fail_separately():
 
 @pytest.mark.parametrize("how", ["block", "stubborn", "kill"])
 def test_async_calls_of_a_process_share_its_end(how, tmp_path):
-    """Calls that were answered before or sent afterwards succeed."""
+    """Calls that were answered before or sent afterwards succeed; one that refuses to be cancelled
+    costs no other."""
     with watched(WAIT, 1, 2.0) as (pool, _):
         assert errors(pool.map([(0.0,)] * 3)) == [None] * 3
         results = pool.map([(0.0,)] * 20 + [(0.0, how)] + [(0.0,)] * 100)
         end = "the process died" if how == "kill" else "no answer within 2 s"
-        assert [r.error for r in results] == [end] * 64 + [None] * 57
+        lost = [None] * 20 + [end] + [None] * 43 if how == "stubborn" else [end] * 64
+        assert [r.error for r in results] == lost + [None] * 57
         assert errors(pool.map([(0.0,)] * 3)) == [None] * 3
+
+
+def test_a_bad_async_call_costs_no_other_one_its_answer(tmp_path):
+    """They run together: one returns what cannot be pickled, one cleans up for ever."""
+    (tmp_path / "mixed.py").write_text("""
+import asyncio
+async def f(what):
+    try:
+        if what == "late": await asyncio.sleep(9999)
+    finally:
+        if what == "late": await asyncio.sleep(9999)
+    return (lambda: 0) if what == "function" else what
+""")
+    with opened(f"{tmp_path}/mixed.py:f", 1, 2.0, is_async=True) as pool:
+        calls = [("late",), (1,), ("function",), (2,)]
+        for _ in range(2):
+            late, one, function, two = pool.map(calls)
+            assert late.timed_out and (one, two) == (Result(1), Result(2))
+            assert "pickle" in function.error
+
+
+def test_async_calls_have_the_longest_of_their_limits(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\nasync def f(x):\n    await asyncio.sleep(x)\n    return x"
+    )
+    with opened(f"{tmp_path}/slow.py:f", 1, is_async=True) as pool:
+        results = pool.map([(0.0,), (1.5,)], [1.0, PATIENCE])
+    assert [result.value for result in results] == [0.0, 1.5]
+
+
+def test_calls_end_if_no_process_can_start(monkeypatch):
+    def fails(self):
+        raise OSError("too many open files")
+
+    with opened(WAIT, 1) as pool:
+        monkeypatch.setattr("common.rewards.processes.ForkServer._start", fails)
+        results = pool.map([(0.0,)] * 3)
+    assert all("too many open files" in result.error for result in results)
 
 
 # ---- external events ----

@@ -169,3 +169,20 @@ def test_last_turn_of_an_episode_is_opened_by_its_own_prompt():
     assert thoughts.opened(sample) == "<think>" and thoughts.answer(sample) == ""
     sample.text = "7</think>18"
     assert thoughts.answer(sample) == "18"
+
+
+def test_a_forced_mark_is_part_of_the_turn():
+    """--thinking_budget in the second turn of an episode, whose prompt opens a thought."""
+    tokenizer = tiny_tokenizer()
+    prompt, reply = (tokenizer(text)["input_ids"] for text in ("1+1?<think>", "no<think>"))
+    sample = Completion(
+        [*prompt],
+        [False] * len(prompt),
+        len(prompt),
+        rollout_logprobs=[0.0] * len(prompt),
+        versions=[-1] * len(prompt),
+    )
+    sample.append_forced(tokenizer("2")["input_ids"])
+    sample.append_reply(reply)
+    sample.append_forced(tokenizer("a</think>b")["input_ids"])
+    assert Thoughts(tokenizer, cut=True).opened(sample) == "<think>"
