@@ -246,12 +246,9 @@ def answers(
             engine, path, args, task.tokenizer, task.device, f"--{flag}"
         )
         episodes = Episodes(engine, args)
-        counts = dict(samples_per_prompt=args.samples_per_prompt, temperature=args.temperature)
-        generate = partial(completions_file.greedy_and_sampled, episodes, **counts)
         lines = completions_file.sample_completions(
-            file, lines, task.prompts, generate, task.rewards, batch_size=args.prompts_per_step,
-            seed=args.seed,
-        )  # fmt: skip
+            file, lines, task.prompts, episodes, task.rewards, args, args.prompts_per_step
+        )
         episodes.close()
         engine.sleep()  # frees memory for the judges
     return lines, engine

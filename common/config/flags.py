@@ -49,7 +49,6 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Gpus = Annotated[str, AfterValidator(_number_and_kind)]
-OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 
 # Marks a flag that may differ between the run that made a checkpoint and the run that resumes it:

@@ -1,9 +1,7 @@
-"""`--eval_generate`: greedy completions of held-out prompts, for the scripts that train on data
-alone."""
+"""`--eval_generate`: completions of held-out prompts, for the scripts that train on data alone."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sized
 
 from pydantic.dataclasses import dataclass
 
@@ -31,7 +29,6 @@ class Generation:
         Raises `ValueError` for rows without a prompt or without the columns that the reward needs.
         """
         self.sampler = None
-        self.prompts: Sized = ()
         if not (args.eval_generate and args.eval_every):
             return
         online = sampling_args(args)

@@ -41,7 +41,8 @@ def evaluate_prompts(
     for i, group in enumerate(groups):
         solved_S = means["eval/solved"][i]
         solved_S = solved_S[~solved_S.isnan()]
-        for end in ["", *(f"/{name}" for name in [group[0].row.get("_dataset")] if name)]:
+        row = group[0].row
+        for end in ["", f"/{row['_dataset']}"] if "_dataset" in row else [""]:
             for name, values_PS in means.items():
                 valid_S = ~values_PS[i].isnan()
                 meter.mean(f"{name}{end}", values_PS[i].nansum(), valid_S.sum())

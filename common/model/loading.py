@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from common.config.extra import extra
 from common.parallel import distributed, durable
+from common.parallel.process import is_lost_rank
 
 INDEX = "model.safetensors.index.json"
 
@@ -228,7 +229,7 @@ def named_errors(label: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, torch.distributed.DistError, KeyboardInterrupt, SystemExit):
         raise  # no fault of the input
     except BaseException as error:  # a CheckpointException of PyTorch is no Exception
-        if "by peer" in str(error):  # gloo: another rank has ended
+        if is_lost_rank(error):
             raise
         failures = getattr(error, "failures", None)  # of each rank
         cause, *_ = next(iter(failures.values())) if failures else (error,)

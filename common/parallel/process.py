@@ -136,9 +136,15 @@ def explain(error: BaseException, rank: int) -> tuple[int, str]:
         return 1, f"error: writing to the disk failed: {problem[0].strip()}"
     if isinstance(error, OSError) and error.filename:
         return 1, f"error: {line}"
-    if isinstance(error, RuntimeError) and ("by peer" in line or "gloo/transport" in line):
+    if is_lost_rank(error):
         return 1, f"error: rank {rank} lost another rank: {first_line(error)}"
     return 1, f"rank {rank} failed:\n{stacks}"
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether gloo reports that another rank has ended."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("by peer" in text or "gloo/transport" in text)
 
 
 # ---- the end ----

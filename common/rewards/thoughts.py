@@ -86,13 +86,11 @@ class Thoughts:
         return answer_of(sample.text, bool(self.opened(sample)), self.start, self.end)
 
     def read_by(self, reward: Callable, sample: Completion) -> str:
-        """Return the text that a built-in reward reads, by its attribute `reads`: the answer unless
-        it is set; `completion`: all of the text; `turn`: all, behind the mark that the prompt
-        opens."""
-        reads = getattr(reward, "reads", "answer")
-        if reads == "answer":
-            return self.answer(sample)
-        return sample.text if reads == "completion" else self.opened(sample) + sample.text
+        """Return the text that a built-in reward reads: the answer or, if its attribute `reads` is
+        "turn", all of the text with the mark that the prompt opens."""
+        if getattr(reward, "reads", "answer") == "turn":
+            return self.opened(sample) + sample.text
+        return self.answer(sample)
 
 
 def before_last_turn(sample: Completion) -> list[int]:

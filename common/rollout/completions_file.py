@@ -39,9 +39,6 @@ from common.rollout.weights import whole_weights
 
 CRC = ', "crc": '  # ends the lines that this module writes
 
-# Prompts and a seed for each -> the completions of this rank's share of them. Collective.
-Generate = Callable[[Prompts, list[int]], list[Group]]
-
 
 class StoredCompletion(TypedDict, total=False):
     """A completion in the file. A text alone stands for one with this text."""
@@ -118,8 +115,8 @@ def _null(x: Tensor) -> float | None:
 
 
 def sample_completions(
-    file: Path, lines: list[dict], prompts: Prompts, generate: Generate, rewards: Rewards, *,
-    batch_size: int, seed: int,
+    file: Path, lines: list[dict], prompts: Prompts, episodes: Episodes, rewards: Rewards,
+    args: SamplingArgs, batch_size: int,
 ) -> list[dict]:  # fmt: skip
     """Sample the prompts that `lines`, read from `file`, lack, append their lines to the file in
     batches and return all lines; fewer than there are prompts if the run is to stop. Collective.
@@ -135,8 +132,9 @@ def sample_completions(
         start = len(lines)
         end = start + batch_size
         batch = Prompts(prompts.ids[start:end], prompts.rows[start:end])
-        seeds = [distributed.fold_seed(seed, start + i) for i in range(len(batch))]
-        new = make_lines(generate(batch, seeds), batch, rewards, greedy=True)
+        seeds = [distributed.fold_seed(args.seed, start + i) for i in range(len(batch))]
+        groups = greedy_and_sampled(episodes, batch, seeds, args)
+        new = make_lines(groups, batch, rewards, greedy=True)
         lines += new
         if distributed.is_main():
             with file.open("a", encoding="utf-8") as out:
@@ -151,18 +149,13 @@ def _as_text(line: dict) -> str:
 
 
 def greedy_and_sampled(
-    episodes: Episodes,
-    prompts: Prompts,
-    seeds: list[int],
-    *,
-    samples_per_prompt: int,
-    temperature: float,
+    episodes: Episodes, prompts: Prompts, seeds: list[int], args: SamplingArgs
 ) -> list[Group]:
     """Return this rank's share of the groups: a greedy completion, then the sampled ones.
     Collective with tensor parallelism."""
     own = own_share(len(prompts))
     groups: list[Group] = [[] for _ in own]
-    for samples, temp in ((1, 0.0), (samples_per_prompt, temperature)):
+    for samples, temp in ((1, 0.0), (args.samples_per_prompt, args.temperature)):
         if samples:
             requests = [PromptRequest(i, *prompts[i], seeds[i], samples, temp) for i in own]
             new = episodes.generate(requests)

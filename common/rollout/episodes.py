@@ -6,7 +6,6 @@ and a prompt is complete when its last completion has ended."""
 
 import asyncio
 from dataclasses import dataclass
-from functools import partial
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
@@ -59,10 +58,9 @@ class Episodes:
         partner = partner_of(args)
         self.partner = None if partner is None else partner(args, engine)
         self.prompts: dict[int, asyncio.Task[Group]] = {}  # in flight, by number
-        self.sample = engine.sample
+        self.budget: ThinkingBudget | None = None
         if args.thinking_budget is not None:
-            budget = ThinkingBudget(args.thinking_budget, engine.tokenizer)
-            self.sample = partial(budget.sample, engine)
+            self.budget = ThinkingBudget(args.thinking_budget, engine.tokenizer)
 
     def add(self, prompt: PromptRequest) -> None:
         """Begin the completions of a prompt."""
@@ -125,13 +123,13 @@ class Episodes:
         completion.row = row_for_engine(prompt.row)
         room = self.args.max_new_tokens
         if self.partner is None:
-            await self.sample(prompt.turn(completion, index, 0, room))
+            await self._sample(prompt.turn(completion, index, 0, room))
             return completion
         episode = self.partner.begin(prompt.row)
         try:
             while True:
                 turn = completion.turns - 1
-                await self.sample(prompt.turn(completion, index, turn, room))
+                await self._sample(prompt.turn(completion, index, turn, room))
                 if completion.finish_reason == "length":
                     break
                 answer = await episode.answer(completion)
@@ -146,3 +144,9 @@ class Episodes:
             episode.end(completion)
         completion.transcript = self.engine.tokenizer.decode(completion.completion_ids)
         return completion
+
+    async def _sample(self, request: Request) -> None:
+        if self.budget is None:
+            await self.engine.sample(request)
+        else:
+            await self.budget.sample(self.engine, request)

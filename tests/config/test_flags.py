@@ -19,7 +19,6 @@ from common.config.flags import (
     MayChange,
     Needs,
     NotNegative,
-    OpenFraction,
     Positive,
     PositiveFraction,
     Real,
@@ -46,7 +45,6 @@ def built(hint: Any, value: Any) -> Any:
     [
         (Positive[int], 1, 0, "0 must be greater than 0"),
         (AtLeast2, 2, 1, "1 must be greater than or equal to 2"),
-        (OpenFraction, 0.5, 1.0, "1.0 must be less than 1"),
         (Real | None, None, -math.inf, "-inf must be finite in float32"),
         (Positive[float], MAX_FLOAT, 1e39, "1e+39 must be finite in float32"),
         (Positive[float], 1, math.nan, "nan must be greater than 0"),

@@ -11,6 +11,7 @@ from common.metrics.meter import Meter
 from common.rewards.registry import BUILT_IN, OTHERS, load_reward
 from common.rewards.thoughts import Thoughts, answer_of
 from common.rewards.total import Rewards
+from common.rollout.engine import empty_completion
 
 RIGHT = r"\boxed{18}"
 
@@ -175,13 +176,7 @@ def test_a_forced_mark_is_part_of_the_turn():
     """--thinking_budget in the second turn of an episode, whose prompt opens a thought."""
     tokenizer = tiny_tokenizer()
     prompt, reply = (tokenizer(text)["input_ids"] for text in ("1+1?<think>", "no<think>"))
-    sample = Completion(
-        [*prompt],
-        [False] * len(prompt),
-        len(prompt),
-        rollout_logprobs=[0.0] * len(prompt),
-        versions=[-1] * len(prompt),
-    )
+    sample = empty_completion(prompt)
     sample.append_forced(tokenizer("2")["input_ids"])
     sample.append_reply(reply)
     sample.append_forced(tokenizer("a</think>b")["input_ids"])
