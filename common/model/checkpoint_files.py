@@ -30,12 +30,13 @@ def load_tensors(tensors: dict, folder: Path) -> None:
                 raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no checkpoint")
             return super().find_class(module, name)
 
+    with (folder / ".metadata").open("rb") as file:
+        known_files = Unpickler(file).load()  # here: inside of `load` torch would log a traceback
+
     class Reader(dcp.FileSystemReader):
         def read_metadata(self):  # with arguments torch would also read that of one rank
-            with (folder / ".metadata").open("rb") as file:
-                found = Unpickler(file).load()
-            found.storage_meta.load_id = self.load_id
-            return found
+            known_files.storage_meta.load_id = self.load_id
+            return known_files
 
     class Planner(dcp.DefaultLoadPlanner):
         def load_bytes(self, read_item, value) -> None:
