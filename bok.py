@@ -73,8 +73,7 @@ class Args(TruncationArgs, LogKLArgs, OnlineArgs):
     samples_per_prompt: AtLeast2 = 4
     """completions sampled for each prompt (G, the k of best-of-k)"""
     keep: Positive[int] = 1
-    """number of completions of each prompt to train on: those of highest reward, the first of equal
-    ones"""
+    """completions of each prompt to train on: the best rewards, of equal ones the first"""
     beta: NotNegative[float] = 0.0
     """weight of a KL penalty in the ranking of completions, reward - beta log(policy / starting
     model); 0: no penalty, and no reference model in memory"""
@@ -131,7 +130,7 @@ def main(args: Args) -> None:
         groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
-        positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
+        positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)

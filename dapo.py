@@ -265,7 +265,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens, _ = count_trained(minibatch)  # of all ranks
+                tokens, _ = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)

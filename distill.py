@@ -325,7 +325,7 @@ def main(args: Args) -> None:
             groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
             if groups is None:  # a stop was requested
                 break
-            positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
+            positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
             with meter.time("reward"):
                 rewards_PG, named_rewards, _ = rewards(groups, meter)
             measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
@@ -354,7 +354,7 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
                 packs = {name: sampled[name][m] + written[name][m] for name in teachers}
-                tokens, _ = count_trained([*chain(*packs.values())])  # of all ranks
+                tokens, _ = count_trained([*chain(*packs.values())])  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for teacher, mb in [(teachers[name], mb) for name in packs for mb in packs[name]]:
                     comparison = policy.distill(

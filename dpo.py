@@ -200,7 +200,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)
     ref_logps_R2, eval_ref_logps_R2 = reference_logps(
         policy, (pairs, eval_pairs), tokenizer, args, device, needs_reference
-    )  # of all R rows
+    )  # all R rows
     optimizer = adamw(policy, args)
     generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
 

@@ -251,7 +251,7 @@ def main(args: Args) -> None:
         groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
-        positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
+        positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
 
         # ---- 2. rewards: wait for the last ones; advantages: from the rewards of all ranks ----
         with meter.time("reward"):
@@ -281,7 +281,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens, sequences = count_trained(minibatch)  # of all ranks
+                tokens, sequences = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)

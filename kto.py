@@ -217,12 +217,12 @@ def forward(
     return loss_N.sum()
 
 
-def prepare(
+def pack_with_baseline(
     policy: Policy, groups: list[list[Sample]], ref_logps_B2: Tensor, args: Args,
     device: torch.device,
 ) -> tuple[list[PackedBatch], Tensor, Tensor]:  # fmt: skip
-    """Return the packed completions of this rank's groups of `with_mismatches`; which of those of
-    all ranks are desirable, [B]; and the baseline z0. Collective."""
+    """Pack completions of `with_mismatches`. Return the micro-batches; which completions
+    of all ranks are desirable, [B]; and the baseline z0. Collective."""
     completions = pack([group[0] for group in groups], args.pack_tokens, device)
     desirable_P = torch.tensor([completion.row["label"] for completion, *_ in groups])
     desirable_B = distributed.gather_rows(desirable_P, positions_of_share(len(groups)))
@@ -241,7 +241,9 @@ def evaluate(
     meter = Meter()
     share = [groups[i] for i in distributed.share_of(indices)]
     ref_logps_B2 = ref_logps_B2[indices]
-    micro_batches, desirable_B, baseline = prepare(policy, share, ref_logps_B2, args, device)
+    micro_batches, desirable_B, baseline = pack_with_baseline(
+        policy, share, ref_logps_B2, args, device
+    )
     for mb in micro_batches:
         forward(policy, mb, ref_logps_B2[:, 0], desirable_B, baseline, args, meter, "eval_")
     return meter
@@ -270,7 +272,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)
     ref_logps_R2, eval_ref_logps_R2 = reference_logps(
         policy, (groups, eval_groups), tokenizer, args, device
-    )  # of all R rows
+    )  # all R rows
     optimizer = adamw(policy, args)
     generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
 
@@ -291,7 +293,7 @@ def main(args: Args) -> None:
         batch = [groups[i] for i in drawn[rank::world_size]]
         ref_logps_B2 = ref_logps_R2[drawn]
         with meter.time("logprobs"):
-            micro_batches, desirable_B, baseline = prepare(
+            micro_batches, desirable_B, baseline = pack_with_baseline(
                 policy, batch, ref_logps_B2, args, device
             )
         ref_logps_B = ref_logps_B2[:, 0]

@@ -199,7 +199,7 @@ def main(args: Args) -> None:
         groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
-        positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
+        positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
 
         # ---- 2. rewards: wait for the last ones; the pair of each group ----
         with meter.time("reward"):

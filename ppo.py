@@ -278,7 +278,7 @@ def main(args: Args) -> None:
         groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
-        positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
+        positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
 
         # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):
@@ -310,7 +310,7 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             trains_policy = step >= args.value_warmup_steps
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens, _ = count_trained(minibatch)  # of all ranks
+                tokens, _ = count_trained(minibatch)  # on all ranks
                 if trains_policy:
                     total_loss = add_policy_gradient(policy, minibatch, tokens, args, meter)
                 values_loss = add_value_gradient(value_model, minibatch, tokens)
@@ -332,9 +332,8 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        last_advantages = [
-            mb.advantages_T[mb.ends_N] for mb in chain(*minibatches)
-        ]  # of last tokens
+        # samples are shown with the advantage of their last token
+        last_advantages = [mb.advantages_T[mb.ends_N] for mb in chain(*minibatches)]
         advantages_BG = per_sample(chain(*minibatches), last_advantages, scores_BG.shape)
         advantages_PG = advantages_BG[positions]
         run.show_samples(step + 1, groups, positions, rewards_PG, advantages_PG, named_rewards)

@@ -122,8 +122,8 @@ def sampled_kl(mb: PackedBatch, args: "Args") -> Tensor:
 
 
 def token_advantages(mb: PackedBatch, less_BG: Tensor, args: "Args") -> Tensor:
-    """Return the advantage of each token before it is whitened, [T] float64: that of its completion
-    plus that of its turn (`mb.advantages_T`) minus beta times the KL to come."""
+    """Return the advantage of each token before whitening, [T] float64: its completion's plus its
+    turn's (`mb.advantages_T`), minus beta times the KL to come."""
     A_T = mb.on_tokens(less_BG).double()
     if mb.advantages_T is not None:
         A_T = A_T + mb.advantages_T
@@ -295,7 +295,7 @@ def main(args: Args) -> None:
         groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
-        positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
+        positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
 
         # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):
@@ -332,7 +332,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens, sequences = count_trained(minibatch)  # of all ranks
+                tokens, sequences = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)

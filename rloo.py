@@ -69,8 +69,8 @@ def loss(
     args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each completion's share of the objective L, to be minimised, and further numbers of
-    each to log. Log-probs are those of whole completions. `weights_N`: c_i; `completions`: their
-    number in the *global* minibatch."""
+    each to log. Log-probs are sums over a completion. `weights_N`: c_i; `completions`: how many the
+    *global* minibatch has."""
     log_rho_N = logprobs_N - old_logprobs_N
     A_N = advantages_N
     rho_N = bounded_exp(log_rho_N)
@@ -138,7 +138,7 @@ def main(args: Args) -> None:
         groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
-        positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
+        positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
 
         # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):

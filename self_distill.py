@@ -74,9 +74,9 @@ SUCCESS = 1.0  # first reward of a successful completion, for --hint sibling
 
 
 def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
-    """Return the teacher's logits in the places of the student's tokens. The two masks have the
-    same tokens, in the same order, among those of the teacher and of the student. Other tokens have
-    equal logits."""
+    """Move the teacher's logits to the places of the student's tokens. The masks mark the same
+    tokens in the same order, in the teacher's pack and in the student's. Other places get equal
+    logits."""
     hidden_TD = teacher.hidden_TD.new_zeros(len(hinted_T), teacher.hidden_TD.shape[1])
     hidden_TD[hinted_T] = teacher.hidden_TD[hinted_S]
     return teacher._replace(hidden_TD=hidden_TD)
@@ -223,7 +223,7 @@ def main(args: Args) -> None:
         groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
-        positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
+        positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
