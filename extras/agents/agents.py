@@ -1,8 +1,8 @@
 """`--agent`: episodes that a user's function plays through an endpoint for chat completions.
 
-A request that continues a conversation as it was served gets the ids of this conversation and those
-of the new messages; nothing is tokenised twice. Any other request begins a branch, a sequence of
-its own. The sampled ids of all branches are trained.
+A request that continues a conversation gets the ids that were served, then the ids of the new
+messages: nothing is tokenised twice. Any other request begins a branch, a sequence of its own. The
+sampled ids of all branches are trained.
 
 An agent runs in a process of its own (common/rewards/processes.py). Everything else runs beside the
 engine (common/rollout/episodes.py): a coroutine for each agent, and one for each request to the
@@ -21,7 +21,6 @@ from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import context_length
 from common.parallel import distributed
-from common.parallel.process import fail_in_thread
 from common.rewards.processes import ForkServer, Process
 from common.rewards.result import Result
 from common.rewards.thoughts import TAIL
@@ -30,9 +29,11 @@ from common.rewards.user_code import load_agent
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.environments import GRACE, allow_files, last_token
 from common.rollout.episodes import PromptRequest
-from extras.agents.endpoint import MODEL, Endpoint, Refusal
-from extras.agents.requests import (
+from extras.agents.endpoint import (
+    MODEL,
     SOURCE,
+    Endpoint,
+    Refusal,
     continues,
     ignored_parameters,
     limit_of,
@@ -52,9 +53,9 @@ class Branch:
 
     tools: list[dict]
     completion: Completion | None = None
-    """all served turns; None before the first"""
+    """its served turns; None before the first"""
     history: list[dict] = field(default_factory=list)
-    """messages up to the model's last one as it was served; empty while that is sampled"""
+    """messages as they were served; empty while the next turn is sampled"""
 
 
 @dataclass(eq=False)
@@ -63,32 +64,24 @@ class Agent:
 
     prompt: PromptRequest
     index: int
-    process: Process
     asked: asyncio.Future
     """done with the first request"""
     branches: list[Branch] = field(default_factory=list)
-    sampling: set[asyncio.Task] = field(default_factory=set)
-    """turns that the engine has"""
+    turns: list[asyncio.Task] = field(default_factory=list)
+    """that the engine has sampled, or samples"""
     requests: int = 0
     calls: int = 0
     at_limit: bool = False
     """whether its last request was refused for a limit"""
     text: str | None = None
     """its last served turn; None before the first"""
-    result: Result | None = None
-
-
-def end_of_service(serving: asyncio.Task) -> None:
-    """End the run if the endpoint fails: agents would wait for it until their time is over."""
-    if not serving.cancelled() and (error := serving.exception()):
-        fail_in_thread(error)
 
 
 class Agents:
     """The partner of `--agent`."""
 
     def __init__(self, args: SamplingArgs, engine: Engine):
-        """Start the endpoint. Raises `ValueError` for a file that is no agent."""
+        """Raises `ValueError` for a file that is no agent."""
         load_agent(args.agent)
         self.args = args
         self.engine = engine
@@ -111,25 +104,23 @@ class Agents:
         loop = asyncio.get_running_loop()
         if self.serving is None:
             self.serving = loop.create_task(self.endpoint.run())
-            self.serving.add_done_callback(end_of_service)
         async with self.slots:
-            key = f"{prompt.number}-{index}-{secrets.token_urlsafe()}"
-            agent = Agent(prompt, index, Process(self.server), loop.create_future())
-            self.agents[key] = agent
+            key = secrets.token_urlsafe()
+            agent = self.agents[key] = Agent(prompt, index, loop.create_future())
+            process = Process(self.server)
             arguments = (prompt.row, self.endpoint.url, key)
             seconds = self.args.answer_seconds
             try:
                 async with self.starting:
-                    call = loop.create_task(agent.process.call(None, *arguments, seconds=seconds))
+                    call = loop.create_task(process.call(None, *arguments, seconds=seconds))
                     await asyncio.wait((call, agent.asked), return_when=asyncio.FIRST_COMPLETED)
-                agent.result = await call
-                died = agent.process.closed  # or was killed because it was late
+                result = await call
+                died = process.closed  # or was killed because it was late
             finally:
                 del self.agents[key]
-                agent.process.close()
-            while agent.sampling:
-                await asyncio.wait(agent.sampling)
-        return self._completion(agent, died)
+                process.close()
+            await asyncio.gather(*agent.turns)
+        return self._completion(agent, result, died)
 
     async def serve(self, key: str, body: dict) -> dict:
         """Return the answer to a request, a sampled turn. Raises `Refusal`."""
@@ -138,19 +129,79 @@ class Agents:
             raise Refusal(OVER, 401)
         if not agent.asked.done():
             agent.asked.set_result(None)
+        agent.at_limit = False
+        number = agent.requests
+        agent.requests += 1
         try:
-            request, branch, messages = self._request(agent, body)
+            request, branch, messages = self._request(agent, number, body)
         except Refusal as refusal:
             agent.at_limit = refusal.code is not None
             raise
-        number = agent.requests
-        turn = asyncio.create_task(self.engine.sample(request))
-        agent.sampling.add(turn)
-        turn.add_done_callback(agent.sampling.discard)
-        await turn
-        if agent.result is not None:
+        agent.turns.append(asyncio.create_task(self.engine.sample(request)))
+        await agent.turns[-1]
+        if key not in self.agents:
             raise Refusal(OVER, 401)
         return self._answer(agent, number, request, branch, messages)
+
+    def close(self) -> None:
+        self.server.close()
+        self.endpoint.close()
+
+    # ---- requests ----
+
+    def _request(self, agent: Agent, number: int, body: dict) -> tuple[Request, Branch, list[dict]]:
+        """Return the turn that an agent requests, the branch that it continues or a new one, and
+        its messages. Raises `Refusal`."""
+        if number >= self.args.max_turns:
+            raise Refusal(f"--max_turns {number}: no more requests", code="max_turns_exceeded")
+        self._report(ignored_parameters(body))
+        limit = limit_of(body, self.args.max_new_tokens)
+        messages, tools = messages_of(body), tools_of(body)
+        row = dict(_source=SOURCE, messages=messages, tools=tools)
+        for branch in agent.branches:
+            if branch.tools == tools and continues(branch.history, messages):
+                completion = self._continued(branch, row)
+                branch.history = []
+                break
+        else:
+            completion = self._begun(row)
+            branch = Branch(tools)
+            agent.branches.append(branch)
+        room = self.args.max_new_tokens - len(completion.completion_ids)
+        request = agent.prompt.turn(completion, agent.index, number, min(room, limit))
+        return request, branch, messages
+
+    def _report(self, ignored: list[str]) -> None:
+        """Report parameters that have no effect, once."""
+        if not self.reported.issuperset(ignored):
+            names = ", ".join(ignored)
+            distributed.say(
+                f"--agent: {names} of requests have no effect; the run's distribution is sampled"
+            )
+        self.reported.update(ignored)
+
+    def _begun(self, row: dict) -> Completion:
+        """Return a completion of the messages in `row` without tokens."""
+        if row["tools"] and self.parser is None:
+            self.parser = make_parser(self.encoder.tokenizer, self.args)
+        ids = self.encoder.prompt(row, ("messages",))
+        _require_room(self.room - len(ids), f"the prompt has {len(ids)} tokens")
+        return empty_completion(ids)
+
+    def _continued(self, branch: Branch, row: dict) -> Completion:
+        """Return a copy of the completion of a branch with the new messages in `row`."""
+        completion = branch.completion
+        new = row["messages"][len(branch.history) :]
+        calls = branch.history[-1].get("tool_calls")
+        ids = self.encoder.reply(new, last_token(completion, self.args), calls, row["tools"])
+        length = len(completion.completion_ids) + len(ids)
+        room = self.args.max_new_tokens - length
+        _require_room(room - 1, f"the conversation has {length} tokens after its prompt")
+        continued = copy.deepcopy(completion)
+        continued.append_reply(ids)
+        return continued
+
+    # ---- answers ----
 
     def _answer(
         self, agent: Agent, number: int, request: Request, branch: Branch, messages: list[dict]
@@ -186,7 +237,9 @@ class Agents:
             calls.append(dict(id=name, type="function", function=function))
         return message | dict(content=turn.content, tool_calls=calls), "tool_calls"
 
-    def _completion(self, agent: Agent, died: bool) -> Completion:
+    # ---- the end of an episode ----
+
+    def _completion(self, agent: Agent, result: Result, died: bool) -> Completion:
         completions = [branch.completion for branch in agent.branches if branch.completion]
         completion, *branches = completions or [self._filler()]
         completion.branches = branches
@@ -194,7 +247,7 @@ class Agents:
         completion.text = agent.text or ""
         texts = [self.encoder.tokenizer.decode(sequence.ids) for sequence in completion.sequences]
         completion.transcript = "\n[branch]\n".join(texts)
-        result, _ = read(agent.result)
+        result, _ = read(result)
         if agent.at_limit:
             completion.finish_reason = "length"
         if result.error is not None and (died or not agent.at_limit):
@@ -207,10 +260,6 @@ class Agents:
             completion.error = "the agent returned None; --reward environment needs a number"
         return completion
 
-    def close(self) -> None:
-        self.server.close()
-        self.endpoint.close()
-
     def _filler(self) -> Completion:
         """Return a completion that trains nothing."""
         filler = empty_completion([self.encoder.tokenizer.eos_token_id] * 2)
@@ -218,60 +267,6 @@ class Agents:
         filler.versions[1] = self.engine.version
         filler.finish_reason = "stop"
         return filler
-
-    # ---- requests ----
-
-    def _request(self, agent: Agent, body: dict) -> tuple[Request, Branch, list[dict]]:
-        """Return the turn that an agent requests, its branch and messages. Raises `Refusal`."""
-        number = agent.requests
-        agent.requests += 1
-        agent.at_limit = False
-        if number >= self.args.max_turns:
-            raise Refusal(f"--max_turns {number}: no more requests", code="max_turns_exceeded")
-        self._report(ignored_parameters(body, self.args.temperature))
-        limit = limit_of(body, self.args.max_new_tokens)
-        messages = messages_of(body)
-        branch, completion = self._branch(agent, messages, tools_of(body))
-        room = self.args.max_new_tokens - len(completion.completion_ids)
-        branch.history = []
-        request = agent.prompt.turn(completion, agent.index, number, min(room, limit))
-        return request, branch, messages
-
-    def _report(self, ignored: list[str]) -> None:
-        """Report parameters that have no effect, once."""
-        if not self.reported.issuperset(ignored) and distributed.rank() == 0:
-            names = ", ".join(ignored)
-            print(f"--agent: {names} of requests have no effect; the run's distribution is sampled")
-        self.reported.update(ignored)
-
-    def _branch(
-        self, agent: Agent, messages: list[dict], tools: list[dict]
-    ) -> tuple[Branch, Completion]:
-        """Return the branch that a request continues, or a new one, and its completion up to the
-        turn that is requested."""
-        row = dict(_source=SOURCE, messages=messages, tools=tools)
-        for branch in agent.branches:
-            if branch.tools == tools and continues(branch.history, messages):
-                return branch, self._continued(branch, row)
-        if tools and self.parser is None:
-            self.parser = make_parser(self.encoder.tokenizer, self.args)
-        ids = self.encoder.prompt(row, ("messages",))
-        _require_room(self.room - len(ids), f"the prompt has {len(ids)} tokens")
-        agent.branches.append(Branch(tools))
-        return agent.branches[-1], empty_completion(ids)
-
-    def _continued(self, branch: Branch, row: dict) -> Completion:
-        """Return a copy of the completion of a branch with the new messages in `row`."""
-        completion = branch.completion
-        new = row["messages"][len(branch.history) :]
-        calls = branch.history[-1].get("tool_calls")
-        ids = self.encoder.reply(new, last_token(completion, self.args), calls, row["tools"])
-        length = len(completion.completion_ids) + len(ids)
-        room = self.args.max_new_tokens - length
-        _require_room(room - 1, f"the conversation has {length} tokens after its prompt")
-        continued = copy.deepcopy(completion)
-        continued.append_reply(ids)
-        return continued
 
 
 def _require_room(room: int, problem: str) -> None:

@@ -8,20 +8,32 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Container, Iterator
+from functools import partial
 
 from aiohttp import web
 
+from common.data.messages import messages_field
 from common.rewards.worker import one_line
 
 LARGEST = 1 << 22  # bytes of a request
-STRANGERS = 1024  # connections that have sent no key yet
-LOOKS = 10  # seconds for a connection to send one
+STRANGERS = 1024  # connections without a key; beyond these, the oldest one is closed
 MODEL = "policy"
+SOURCE = "the request"  # in place of a data row
 QUIET = logging.Logger(__name__, logging.CRITICAL)  # a client may send anything
+
+# Parameters of a request that are read, or change nothing.
+NAMES = ("model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store",
+         "max_tokens", "max_completion_tokens", "parallel_tool_calls")  # fmt: skip
+# Parameters of sampling, without effect: training needs the distribution of the run.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
+            "frequency_penalty")  # fmt: skip
+# Parameters that may have one value.
+ONLY = dict(n=1, tool_choice="auto", response_format=dict(type="text"))
+FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
 class Refusal(ValueError):
-    """Reason why a request has no completion, in the form of the API."""
+    """Why a request has no completion, in the form of the API."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -31,45 +43,26 @@ class Refusal(ValueError):
         self.body = dict(error=dict(message=message, type=kind, param=None, code=code))
 
 
-class Closed(asyncio.Protocol):
-    """A connection that is one too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
-
-
 class Endpoint:
     """HTTP server on a free port of 127.0.0.1."""
 
     def __init__(self, serve: Callable[[str, dict], Awaitable[dict]], keys: Container[str]):
-        """`serve(key, body)` returns the answer to a request, or raises `Refusal`. `keys`: those of
-        the episodes that are played."""
+        """`serve(key, body)` returns the answer to a request, or raises `Refusal`. `keys`: of the
+        episodes in progress."""
         self.serve = serve
         self.keys = keys
-        self.strangers: dict[asyncio.BaseProtocol, int] = {}  # connections -> looks at them
+        self.strangers: dict[asyncio.BaseProtocol, None] = {}  # connections without a key
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
 
     async def run(self) -> None:
         """Serve until this is cancelled."""
         loop = asyncio.get_running_loop()
-
-        def request_of(message, payload, protocol, writer, task) -> web.BaseRequest:
-            parts = message, payload, protocol, writer, task
-            return web.BaseRequest(*parts, loop, client_max_size=LARGEST)
-
-        self.server = web.Server(
-            self._answer, request_factory=request_of, logger=QUIET, access_log=None
-        )
+        make = partial(web.BaseRequest, loop=loop, client_max_size=LARGEST)
+        self.server = web.Server(self._answer, request_factory=make, logger=QUIET, access_log=None)
         listening = await loop.create_server(self._connect, sock=self.listener, backlog=1024)
         try:
-            while True:
-                await asyncio.sleep(1)
-                for connection, looks in [*self.strangers.items()]:
-                    self.strangers[connection] += 1
-                    if looks == LOOKS:
-                        del self.strangers[connection]
-                        connection.force_close()
+            await asyncio.Event().wait()
         finally:
             listening.close()
             await self.server.shutdown(0)
@@ -78,10 +71,12 @@ class Endpoint:
         self.listener.close()
 
     def _connect(self) -> asyncio.BaseProtocol:
-        if len(self.strangers) == STRANGERS:
-            return Closed()
         connection = self.server()
-        self.strangers[connection] = 0
+        self.strangers[connection] = None
+        if len(self.strangers) > STRANGERS:
+            oldest = next(iter(self.strangers))
+            del self.strangers[oldest]
+            oldest.force_close()
         return connection
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
@@ -98,29 +93,21 @@ class Endpoint:
     async def _respond(self, request: web.BaseRequest) -> web.Response:
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         if key not in self.keys:
-            raise Refusal("api_key: not that of an episode that is played", 401)
+            raise Refusal("api_key: of no episode in progress", 401)
         self.strangers.pop(request.protocol, None)
         match request.method, request.path:
             case "GET", "/v1/models":
                 return web.json_response(dict(object="list", data=[dict(id=MODEL, object="model")]))
             case "POST", "/v1/chat/completions":
-                body = _object_of(await request.read())
+                body = json.loads(await request.read())
+                if not isinstance(body, dict):
+                    raise Refusal("the request is not a JSON object")
                 answer = await self.serve(key, body)
                 if not body.get("stream"):
                     return web.json_response(answer)
                 events = "".join(_events(answer, body.get("stream_options")))
                 return web.Response(text=events, content_type="text/event-stream")
         raise Refusal(f"{request.method} {request.path}: there is no such page", 404)
-
-
-def _object_of(data: bytes) -> dict:
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"the request is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refusal("the request is not a JSON object")
-    return body
 
 
 def _events(answer: dict, options: object) -> Iterator[str]:
@@ -140,3 +127,75 @@ def _events(answer: dict, options: object) -> Iterator[str]:
         chunk = answer | dict(object="chat.completion.chunk", usage=None) | part
         yield f"data: {json.dumps(chunk)}\n\n"
     yield "data: [DONE]\n\n"
+
+
+# ---- the body of a request ----
+
+
+def ignored_parameters(body: dict) -> list[str]:
+    """Return the parameters of a request that have no effect. Raises `Refusal` for one that would
+    change the answer."""
+    absent = ("None", "False", "[]", "{}")
+    given = {name: value for name, value in body.items() if repr(value) not in absent}
+    for name, value in given.items():
+        if name not in NAMES + SAMPLING and ONLY.get(name) != value:
+            raise Refusal(f"{name} {value!r:.50}: not supported; leave it out")
+    return [name for name in SAMPLING if name in given]
+
+
+def messages_of(body: dict) -> list[dict]:
+    """Return the messages of a request in one form, without the fields that clients add."""
+    messages = messages_field(dict(_source=SOURCE, messages=body.get("messages")), "messages")
+    if not messages:
+        raise Refusal("messages: expected a list of messages")
+    if messages[-1]["role"] == "assistant":
+        raise Refusal("messages: the last one is the model's; a turn cannot be continued")
+    names = {}  # of the functions that calls name
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call.get("id")] = call["function"]["name"]
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]  # which templates may read
+    return [{name: message[name] for name in FIELDS if name in message} for message in messages]
+
+
+def tools_of(body: dict) -> list[dict]:
+    """Return the schemas of a request."""
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise Refusal("tools: expected a list of schemas")
+    return tools
+
+
+def limit_of(body: dict, most: int) -> int:
+    """Return the most tokens of a turn: what the request asks for, or `most`."""
+    limits = (body.get("max_completion_tokens"), body.get("max_tokens"), most)
+    limit = next(limit for limit in limits if limit is not None)
+    if type(limit) is not int or limit < 1:
+        raise Refusal(f"max_tokens {limit!r:.50}: must be a positive integer")
+    return limit
+
+
+def continues(history: list[dict], messages: list[dict]) -> bool:
+    """Return whether messages are a history as it was served, followed by messages of others than
+    the model."""
+    new = messages[len(history) :]
+    if not history or not new or any(message["role"] == "assistant" for message in new):
+        return False
+    return [*map(_compared, history)] == [*map(_compared, messages[: len(history)])]
+
+
+def _compared(message: dict) -> list:
+    calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls", ())]
+    return [message["role"], message["content"], message.get("tool_call_id"), calls]
+
+
+def written(message: dict) -> dict:
+    """Return a message of the model as the API writes it: arguments are JSON."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"] | dict(arguments=json.dumps(call["function"]["arguments"]))
+        calls.append(call | dict(function=function))
+    return message | dict(tool_calls=calls)
