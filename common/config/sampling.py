@@ -90,8 +90,8 @@ class CompletionArgs:
     docstring), path/to/file.py:name (a function, or a class whose methods are tools), python, or
     mcp:COMMAND, a server of the Model Context Protocol (extras/tools/README.md)"""
     tool_parser: Annotated[str | None, Needs(tools=True, agent=True)] = None
-    """reader of the calls in a completion: hermes, openai, response_template, or the name of a tool
-    parser of vLLM; default: the one that fits the chat template"""
+    """reader of the calls in a completion: hermes, openai, or the name of a tool parser of vLLM;
+    default: the one that fits the chat template"""
     max_turns: Annotated[Positive[int], EPISODE] = 8
     """maximum turns of the model per completion, whose tokens max_new_tokens bounds together;
     maximum requests of an agent's episode"""

@@ -8,11 +8,10 @@ import logging
 import os
 import resource
 import shlex
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 
 import anyio
 from anyio.from_thread import start_blocking_portal
@@ -68,40 +67,32 @@ class Server:
         self.client = None
 
     def _ask(self, method: str, **arguments):
-        """Return the result of a method of the client. Closes a server that has ended, and one that
-        answers neither this question nor another one in time."""
+        """Return the result of a method of the client. Closes a server that ended or is late."""
         if self.client is None:
             self._start()
+
+        async def answer():
+            with anyio.fail_after(self.seconds):
+                return await getattr(self.client, method)(**arguments)
+
         try:
-            return self.portal.call(partial(self._answer, method, **arguments))
+            return self.portal.call(answer)
         except Exception as error:  # an answer may break the protocol in any way
             problem = one_line(error)
             code = error.code if isinstance(error, MCPError) else None
             is_late = isinstance(error, TimeoutError) or code == REQUEST_TIMEOUT
-            has_ended = code == CONNECTION_CLOSED
             if is_late:
                 problem = f"no answer within {self.seconds:g} s"
-                has_ended = not self._answers()
-            if has_ended:
-                problem = f"{self._with_last_line(problem)}; the next call starts the server anew"
+            if is_late or code == CONNECTION_CLOSED:
+                problem += "; the next call starts the server anew"
                 self.close()
             raise (TimeoutError if is_late else ToolError)(problem) from error
 
-    async def _answer(self, method: str, share: float = 1.0, **arguments):
-        with anyio.fail_after(share * self.seconds):
-            return await getattr(self.client, method)(**arguments)
-
-    def _answers(self) -> bool:
-        try:
-            self.portal.call(self._answer, "list_tools", 0.2)
-        except Exception:  # of the protocol
-            return False
-        return True
-
     def _start(self) -> None:
-        self.log = self.stack.enter_context(tempfile.TemporaryFile())  # what it prints to stderr
+        # what servers print to stderr would fill the terminal
+        log = self.stack.enter_context(open(os.devnull, "w"))
         parameters = StdioServerParameters(command=self.command[0], args=self.command[1:])
-        transport = stdio_client(parameters, errlog=self.log)
+        transport = stdio_client(parameters, errlog=log)
         client = Client(transport, read_timeout_seconds=self.seconds, cache=None)
         try:
             self.portal = self.stack.enter_context(start_blocking_portal())
@@ -112,17 +103,8 @@ class Server:
             cause = error
             while isinstance(cause, ExceptionGroup):
                 cause = cause.exceptions[0]
-            problem = self._with_last_line(one_line(cause))
             self.close()
-            raise ToolError(f"the server does not start: {problem}") from error
-
-    def _with_last_line(self, problem: str) -> str:
-        """Return the problem with the last line that the server has printed."""
-        size = os.fstat(self.log.fileno()).st_size
-        # pread, because a seek would move the place where the server prints
-        end = os.pread(self.log.fileno(), 4096, max(0, size - 4096)).decode(errors="replace")
-        lines = end.strip().splitlines()
-        return f"{problem}; it printed {lines[-1].strip()!r}" if lines else problem
+            raise ToolError(f"the server does not start: {one_line(cause)}") from error
 
 
 @contextmanager

@@ -4,7 +4,6 @@
 tried at the start of a run on a call that the chat template writes. A turn in which a call begins
 but none can be read is malformed: it is not an answer."""
 
-import difflib
 import importlib.util
 import json
 import logging
@@ -71,8 +70,8 @@ class Turn(NamedTuple):
     """why the calls cannot be read; empty if they can, or if there are none"""
 
 
-# Returns the text in front of the calls, and the calls. Raises `ValueError` with the problem.
-Reader = Callable[[str, list[dict], str], tuple[str, list[Call]]]
+# (turn, schemas) -> text in front of the calls, and the calls. Raises `ValueError`.
+Reader = Callable[[str, list[dict]], tuple[str, list[Call]]]
 
 
 class Parser:
@@ -95,7 +94,7 @@ class Parser:
             answer = answer_of(text, inside, self.start, self.end)
         try:
             with time_limit(SECONDS):
-                content, calls = self.read(answer, tools, prompt)
+                content, calls = self.read(answer, tools)
         except (ValueError, TimeoutError) as error:
             return Turn(answer, [], str(error))
         if not calls and self.marker and self.marker in answer:
@@ -115,7 +114,7 @@ def make_parser(tokenizer, args: SamplingArgs) -> Parser:
         advice = f"set --chat_template to one that does, such as {example}"
         raise ValueError(f"--tools: the chat template does not read tools; {advice}")
     prompt, text = written_calls(chat, PROBE, [TRIED])
-    name = args.tool_parser or default_parser(tokenizer, text)
+    name = args.tool_parser or default_parser(text)
     parser = Parser(make_reader(name, tokenizer), tokenizer, cuts_thoughts=name != "openai")
     turn = parser.parse(text, PROBE["tools"], prompt)
     function = TRIED["function"]
@@ -150,13 +149,11 @@ def written_calls(chat: ChatTemplate, row: dict, calls: list[dict]) -> tuple[str
     return "", text[len(shared) :]
 
 
-def default_parser(tokenizer, text: str) -> str:
+def default_parser(text: str) -> str:
     """Return the name of the parser for a call as the template writes it."""
     for pattern, name in FORMATS:
         if re.search(pattern, text, re.DOTALL):
             return name
-    if getattr(tokenizer, "response_template", None):
-        return "response_template"
     raise ValueError(f"--tools: no parser is known for the call {text!r:.200}; set --tool_parser")
 
 
@@ -176,40 +173,29 @@ def make_reader(name: str, tokenizer) -> Reader:
     if name in OURS:
         return OURS[name]
     flag = f"--tool_parser {name}"
-    if name == "response_template":
-        if not getattr(tokenizer, "response_template", None):
-            raise ValueError(f"{flag}: the tokenizer has no response_template")
-        return template_reader(tokenizer)
     if importlib.util.find_spec("vllm") is None:
-        ours = ", ".join([*OURS, "response_template"])
-        raise ValueError(f"{flag}: this parser needs vllm; without it there are {ours}")
+        raise ValueError(f"{flag}: this parser needs vllm; without it there are {', '.join(OURS)}")
     from vllm.tool_parsers import ToolParserManager
 
-    names = [*OURS, "response_template", *ToolParserManager.list_registered()]
+    names = [*OURS, *ToolParserManager.list_registered()]
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-        raise ValueError(f"{flag}: unknown; {hint}")
+        raise ValueError(f"{flag}: unknown; there are {', '.join(names)}")
     return vllm_reader(name, tokenizer)
 
 
-def read_hermes(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
+def read_hermes(text: str, tools: list[dict]) -> tuple[str, list[Call]]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     content, *bodies = text.split("<tool_call>")
-    return content, [call_of(json_of(body.partition("</tool_call>")[0])) for body in bodies]
+    return content, [call_of(body.partition("</tool_call>")[0]) for body in bodies]
 
 
-def json_of(text: str) -> object:
-    """Return what the model wrote as JSON. Raises `ValueError`."""
+def call_of(text: str) -> Call:
+    """Read a call as JSON, in the forms that a row of data has; `parameters` are arguments. Raises
+    `ValueError` for any other key: without it, another call would run."""
     try:
-        return json.loads(text)
+        call = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not JSON: {distributed.first_line(error)}") from error
-
-
-def call_of(call: object) -> Call:
-    """Return a call that is an object of JSON, in the forms that a row of data has; `parameters`
-    are arguments. Raises `ValueError` for any other key: without it, another call would run."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call | call["function"]
         del call["function"]
@@ -223,7 +209,7 @@ def call_of(call: object) -> Call:
     return Call(call["name"], arguments_of(given[0]) if given else {})
 
 
-def read_harmony(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
+def read_harmony(text: str, tools: list[dict]) -> tuple[str, list[Call]]:
     """Read the call of gpt-oss, the last message of its turn, whose recipient is a function. Other
     messages of the turn are thoughts."""
     header, _, body = text.rpartition("<|start|>")[2].partition("<|message|>")
@@ -253,7 +239,7 @@ def vllm_reader(name: str, tokenizer) -> Reader:
         request = ChatCompletionRequest(model="", messages=[], tools=params)
         return make(tokenizer, params), request
 
-    def read(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
+    def read(text: str, tools: list[dict]) -> tuple[str, list[Call]]:
         try:
             parser, request = parser_and_request(json.dumps(tools))
             found = parser.extract_tool_calls(text, request)
@@ -264,18 +250,5 @@ def vllm_reader(name: str, tokenizer) -> Reader:
             arguments = arguments_of(call.function.arguments)  # JSON of what the model wrote
             calls.append(Call(call.function.name, arguments, call.id if call.id in text else None))
         return found.content or "", calls
-
-    return read
-
-
-def template_reader(tokenizer) -> Reader:
-    """Return a reader that calls the tokenizer's own `parse_response`."""
-
-    def read(text: str, tools: list[dict], prompt: str) -> tuple[str, list[Call]]:
-        try:
-            message = tokenizer.parse_response(text, prefix=prompt, tools=tools)
-        except Exception as error:  # a response_template may raise anything on text of a model
-            raise ValueError(f"no call can be read: {distributed.first_line(error)}") from error
-        return message.get("content") or "", [*map(call_of, message.get("tool_calls") or [])]
 
     return read

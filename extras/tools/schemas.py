@@ -16,7 +16,6 @@ from extras.tools.sources import Functions, load_source, name_of
 def schema_of(label: str, name: str, function: Callable, is_method: bool) -> dict:
     """Return the JSON schema of the function `name` from its type hints and its docstring. Raises
     `ValueError` that begins with `label` if they are incomplete."""
-    label = f"{label}: {name}"
     from transformers.utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -51,7 +50,7 @@ def schemas_of(spec: str, args: SamplingArgs) -> list[dict]:
         raise ValueError(f"--tools {spec}: it has no public {kind}; write one")
     is_method = source.make is not None
     named = source.functions.items()
-    return [schema_of(source.label, name, function, is_method) for name, function in named]
+    return [schema_of(f"--tools {spec}: {name}", name, f, is_method) for name, f in named]
 
 
 def tool_schemas(args: SamplingArgs) -> list[dict]:
@@ -70,8 +69,8 @@ def tool_schemas(args: SamplingArgs) -> list[dict]:
 
 
 def tool_selector(args: SamplingArgs, tokenizer) -> Callable[[dict], list[dict]]:
-    """Return the function row -> schemas of its tools: those that its column `tools` names, by
-    default all of `--tools`. It raises `ValueError` for a row that names an unknown one. Raises
+    """Return the function row -> schemas of its tools, which its column `tools` names; by default
+    all of `--tools`. It raises `ValueError` for a row that names an unknown one. Raises
     `ValueError` for wrong tools, and if the calls of the chat template cannot be read."""
     make_parser(tokenizer, args)
     schemas = {name_of(schema): schema for schema in tool_schemas(args)}

@@ -30,7 +30,6 @@ class Functions:
     """Functions, or methods of a class of which each episode has an object. `begin` runs before the
     first call of an episode, `end` unless its process hangs or dies."""
 
-    label: str
     functions: dict[str, Callable]
     make: Callable[[], object] | None = None
     """for methods: returns the object"""
@@ -68,7 +67,7 @@ def load_source(spec: str, flags: Any) -> "Functions | McpTools":
         require_confinement(flags.unsafe_code_execution)
         seconds = TIME * flags.answer_seconds
         make = partial(Interpreter, seconds, flags.unsafe_code_execution)
-        return Functions(label, dict(python=Interpreter.python), make)
+        return Functions(dict(python=Interpreter.python), make)
     if spec.startswith("mcp:"):
         try:
             from extras.tools.mcp_tools import mcp_source
@@ -76,14 +75,14 @@ def load_source(spec: str, flags: Any) -> "Functions | McpTools":
             raise ValueError(f"{label}: {error}; pip install mcp") from error
         return mcp_source(spec, TIME * flags.answer_seconds)
     if spec.endswith(".py"):
-        return Functions(label, functions_of(load_file(spec)))
+        return Functions(functions_of(load_file(spec)))
     if ":" not in spec:
         raise ValueError(f"{label}: unknown; there are python, mcp:COMMAND, path/to/file.py")
     path, _, name = spec.rpartition(":")
     tool = getattr(load_file(path), name)
     if isinstance(tool, type):
-        return Functions(label, methods_of(tool), tool)
-    return Functions(label, {name: tool})
+        return Functions(methods_of(tool), tool)
+    return Functions({name: tool})
 
 
 def functions_of(module: ModuleType) -> dict[str, Callable]:

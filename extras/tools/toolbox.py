@@ -44,7 +44,7 @@ def settings_of(args: "SamplingArgs") -> dict:
 
 def load_toolbox(settings: dict) -> Callable[[], "Toolbox"]:
     """Return the function that makes the toolbox of an episode. Imports the files of `--tools`.
-    `settings`: those of `settings_of`."""
+    `settings`: see `settings_of`."""
     flags = SimpleNamespace(**settings)
     owners: dict[str, Functions | McpTools] = {}
     for spec in flags.tools:

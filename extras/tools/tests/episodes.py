@@ -3,10 +3,9 @@
 from itertools import groupby
 
 from common.config.online import SamplingArgs
-from common.data.chat import ChatTemplate
 from common.data.encode import Encoder
 from common.data.sample import Sample
-from extras.tools.parser import Parser, make_parser, written_calls
+from extras.tools.parser import Parser, make_parser
 from extras.tools.turns import reply_ids
 
 # a file with tools
@@ -63,15 +62,6 @@ def parser_of(tokenizer) -> Parser | None:
 
 def call(name: str, arguments: dict) -> dict:
     return dict(type="function", id="call00000", function=dict(name=name, arguments=arguments))
-
-
-def written_and_read(tokenizer, parser: Parser, tools: list[dict], calls: list[dict]) -> list:
-    """Return the names and arguments that the parser reads in calls that the template writes."""
-    row = dict(_source="x:1", tools=tools)
-    prompt, text = written_calls(ChatTemplate(tokenizer), row, calls)
-    turn = parser.parse(text, tools, prompt)
-    assert not turn.problem, (text, turn)
-    return [(name, arguments) for name, arguments, _ in turn.calls]
 
 
 def spans(sample: Sample) -> list[tuple[bool, list[int]]]:

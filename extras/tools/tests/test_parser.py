@@ -2,7 +2,6 @@
 parser that does not fit is refused."""
 
 import json
-import timeit
 
 import pytest
 from field.families import CHATML, GLM, GLM_ENDS, HARMONY, HARMONY_ENDS, IM_END, ours
@@ -18,7 +17,6 @@ from extras.tools.tests.episodes import (
     call,
     make_args,
     parser_of,
-    written_and_read,
 )
 
 CODES = ["12*34", 'print("é")\nx = {1: "</s>"}', "7"]
@@ -49,60 +47,42 @@ ENDS = {"<|end_of_turn|>", *IM_END, *GLM_ENDS, *HARMONY_ENDS}
 
 
 @pytest.mark.parametrize("load", TOKENIZERS)
-def test_the_parser_reads_what_the_template_writes(load):
-    tokenizer = load()
-    parser = parser_of(tokenizer)
-    for code in CODES:
-        read = written_and_read(tokenizer, parser, [PYTHON_TOOL], [call("python", dict(code=code))])
-        assert read == [("python", dict(code=code))]
-
-
-@pytest.mark.parametrize("load", TOKENIZERS)
 def test_an_episode_has_the_ids_of_sft(load):
+    """And the parser reads the calls that the template writes."""
     encoder = Encoder(load(), BaseArgs(prompt_format="chat"))
     silent = {encoder.tokenizer.convert_tokens_to_ids(token) for token in ENDS}
-    for result in ("408", "error: no\nline"):
-        called = call("python", dict(code="12*34"))
+    for code in CODES:
+        called = call("python", dict(code=code))
         messages = [
             dict(role="user", content="?"),
             dict(role="assistant", content="", tool_calls=[called]),
-            dict(role="tool", name="python", tool_call_id=called["id"], content=result),
+            dict(role="tool", name="python", tool_call_id=called["id"], content="error: no\nline"),
             dict(role="assistant", content="408"),
         ]
         row = dict(messages=messages, tools=[PYTHON_TOOL], _source="x:1")
         assert_episode_equals_sft(encoder, parser_of(encoder.tokenizer), row, silent)
 
 
+X = [Call("f", dict(x=1))]
+# turn, calls that are read, problem
 HERMES = [
     ("It is 7.", [], ""),
-    ('a<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', [Call("f", dict(x=1))], ""),
+    ('a<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', X, ""),
     ('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}', [Call("f", {}), Call("g", {})], ""),
     ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', [Call("f", 3)], ""),
-    ('<tool_call>{"name": "f", "parameters": {"x": 1}}', [Call("f", dict(x=1))], ""),
-    ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}', [Call("f", dict(x=1))], ""),
-    ('<tool_call>{"name": "f", "arguments": ""}', [Call("f", {})], ""),
-    ('<tool_call>{"name": "f", "arguments": null}', [Call("f", {})], ""),
-    (
-        '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}',
-        [Call("f", dict(x=1))],
-        "",
-    ),
+    ('<tool_call>{"name": "f", "parameters": {"x": 1}}', X, ""),
+    ('<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}', X, ""),
     ('<tool_call>{"name": "f", "args": {"x": 1}}', [], "the call has args; write"),
-    ('<tool_call>{"name": "f", "input": {}}', [], "the call has input; write"),
-    ('<tool_call>{"name": "f", "x": 1}', [], "the call has x; write"),
     ('<tool_call>{"name": "f", "x": 1, "arguments": {}}', [], "the call has x; write"),
-    (
-        '<tool_call>{"name": "f", "parameters": {"x": 1}, "arguments": {}}',
-        [],
-        "the call has arguments and parameters; write",
-    ),
+    ('<tool_call>{"name": "f", "parameters": {"x": 1}, "arguments": {}}', [],
+     "the call has arguments and parameters; write"),
     ('<tool_call>{"name": "f", "arguments": "x=1"}', [], "the arguments are not JSON"),
     ("<tool_call>{</tool_call>", [], "the call is not JSON: Expecting property name"),
     ("<tool_call>[1]</tool_call>", [], "the call is not an object with"),
     ("<tool_call>" + "[" * 100_000, [], "the call is not JSON"),
     ('<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>\n\n7', [], ""),
     ("<think>\n<tool_call>{", [], ""),  # an unfinished thought has neither call nor answer
-]
+]  # fmt: skip
 
 
 # forms of the arguments x=1, and of none, in data and from the model
@@ -130,27 +110,6 @@ def test_a_call_means_the_same_in_data_and_from_the_model(given, read):
         assert turn.calls == [Call("f", read)], (name, turn)
 
 
-PIECES = (
-    'a <tool_call> </tool_call> { } [ ] " \\ \n < <| |> . 1 to=functions. to=functions.f'
-    " <|message|> <|channel|> <|start|> <|constrain|> analysis commentary <think> </think>"
-).split(" ")
-
-
-@pytest.mark.parametrize("load", [chatml, gpt_oss])
-def test_a_turn_is_read_in_linear_time(load):
-    """A turn of eight times the length takes about eight times as long, not 64 times."""
-    parser = parser_of(load())
-
-    def seconds(length: int) -> float:
-        text = head + piece * (length // len(piece)) + "!"
-        return min(timeit.repeat(lambda: parser.parse(text, []), number=1, repeat=2))
-
-    for head in ("", "to=functions.", "<tool_call>", "<|channel|>analysis"):
-        for piece in ("a", " ", "to=functions.a", *PIECES):
-            short = seconds(1_000)
-            assert seconds(8_000) < 0.05 + 20 * short, (head, piece)
-
-
 def test_a_turn_that_a_parser_of_vllm_does_not_end_is_malformed(monkeypatch):
     monkeypatch.setattr("extras.tools.parser.SECONDS", 0.2)
     parser = Parser(make_reader("qwen3_coder", chatml()), chatml())
@@ -163,11 +122,8 @@ def test_a_turn_that_a_parser_of_vllm_does_not_end_is_malformed(monkeypatch):
 @pytest.mark.parametrize(("text", "calls", "problem"), HERMES)
 def test_hermes(text, calls, problem):
     turn = parser_of(chatml()).parse(text, [PYTHON_TOOL])
-    assert (
-        turn.calls == calls
-        and turn.problem.startswith(problem)
-        and bool(problem) == bool(turn.problem)
-    )
+    assert turn.calls == calls and bool(turn.problem) == bool(problem)
+    assert turn.problem.startswith(problem)
 
 
 def test_a_thought_may_begin_in_the_prompt():
@@ -200,9 +156,12 @@ def test_vllm_swallows_a_broken_call_that_is_malformed_here():
             {},
             "--tools: the chat template does not read tools; set --chat_template",
         ),
-        (chatml, dict(tool_parser="hermez"), "--tool_parser hermez: unknown; did you mean hermes"),
+        (
+            chatml,
+            dict(tool_parser="hermez"),
+            "--tool_parser hermez: unknown; there are hermes",
+        ),
         (chatml, dict(tool_parser="openai"), "--tool_parser openai: does not read the calls of "),
-        (chatml, dict(tool_parser="response_template"), "has no response_template"),
     ],
 )
 def test_a_parser_that_does_not_fit_is_refused(tokenizer, flags, words):

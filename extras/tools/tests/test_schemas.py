@@ -68,20 +68,3 @@ def test_wrong_tools_are_refused(tmp_path, text, tools, words):
     with pytest.raises(ValueError, match=words) as caught:
         tool_schemas(args)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("--tools ")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (dict(environment="calculator", reward=("environment",)), "--tools and --environment ex"),
-        (dict(tools=(), tool_parser="hermes"), "--tool_parser hermes has no effect without"),
-        (
-            dict(tools=(), max_turns=3),
-            "--max_turns 3 has no effect without --environment, --tools or --agent",
-        ),
-        (dict(prompt_format="plain"), "has no effect with --prompt_format plain"),
-    ],
-)
-def test_wrong_flags_are_refused(flags, words):
-    with pytest.raises(ValueError, match=words):
-        make_args(**flags)

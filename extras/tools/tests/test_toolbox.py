@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from helpers import ROOT
 
 from extras.code.sandbox import program
 from extras.tools import python_tool
-from extras.tools import toolbox as toolbox_module
 from extras.tools.schemas import schema_of, tool_schemas
 from extras.tools.tests.episodes import FILE, make_args
 from extras.tools.toolbox import (
@@ -47,6 +47,9 @@ def test_results_and_errors(file):
     assert toolbox.call("add", dict(a=1)) == Outcome("2")
     assert toolbox.call("put", dict(item="é")) == Outcome('["cup", "é"]')
     assert toolbox.call("put", dict(item="x")).text == '["cup", "é", "x"]', "no state"
+    cut = toolbox.call("put", dict(item="\ud800" + 4000 * "a"))
+    end = "aa\n[the first 4000 of 4022 characters]"
+    assert cut.cut and cut.text.startswith('["cup", "é", "x", "?a') and cut.text.endswith(end)
     for name, arguments, problem, words in (
         ("nix", {}, "unknown", "error: unknown tool nix; there are: add, put"),
         ("add", dict(a="1"), "wrong_arguments", "error: argument a: '1' is not of type 'integer'"),
@@ -57,12 +60,6 @@ def test_results_and_errors(file):
     ):
         outcome = toolbox.call(name, arguments)
         assert outcome.problem == problem and outcome.text.startswith(words), outcome
-
-
-def test_a_long_result_is_cut_with_a_note(file, monkeypatch):
-    monkeypatch.setattr(toolbox_module, "MAX_OUTPUT", 5)
-    outcome = begin(f"{file}:Shelf", first="").call("put", dict(item="\ud800abc"))
-    assert outcome == Outcome('["", \n[the first 5 of 12 characters]', cut=True)
 
 
 @dataclass
@@ -98,16 +95,12 @@ def some_letters():
         ((1, None, "é", 0.5), '[1, null, "é", 0.5]'),
         (float("nan"), "NaN"),
         ("as\nit is", "as\nit is"),
+        (pandas.DataFrame(dict(a=[1, 2])), "   a\n0  1\n1  2"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_the_model_can_read_what_a_function_returns(value, text):
     assert text_of(value) == text
-
-
-def test_a_table_is_text():
-    pandas = pytest.importorskip("pandas")
-    assert text_of(pandas.DataFrame(dict(a=[1, 2]))) == "   a\n0  1\n1  2"
 
 
 HINTS = {
@@ -193,36 +186,36 @@ def test_python_keeps_its_state_until_it_ends():
         open(folder)
 
 
-SPOILED = [
-    ("import sys; sys._getframe(1).f_globals['run'] = None", ""),
-    ("import os\nfor fd in range(3, 4000):\n    try: os.write(fd, b'{\"value\":[7,\"forged\"]}\\n')"
-     "\n    except OSError: pass", "malformed"),
-    ("x = []\nwhile True: x.append('x' * 10**7)", None),
-    ("import os; os._exit(0)", "exit code 0"),
-]  # fmt: skip
+SPOILED = dict(
+    run=("import sys; sys._getframe(1).f_globals['run'] = None", ""),
+    forged=("import os\nfor fd in range(3, 4000):\n    try: os.write(fd, b'{\"value\":[1,2]}\\n')"
+            "\n    except OSError: pass", "malformed"),
+    memory=("x = []\nwhile True: x.append('x' * 10**7)", ""),
+    exit=("import os; os._exit(0)", "exit code 0"),
+    time=("while True: pass", "0.3 s: time limit"),
+    output=("for i in range(300): print('x' * 10**7)", "xxx"),
+)  # fmt: skip
 
 
 @confined
-@pytest.mark.parametrize(("code", "kind"), SPOILED, ids=["run", "forged", "memory", "exit"])
-def test_an_interpreter_that_is_lost_is_ended(code, kind, monkeypatch, tmp_path):
-    """No process and no folder is left, and the next call has an interpreter that answers it."""
+@pytest.mark.parametrize("kind", SPOILED)
+def test_whatever_a_program_does_the_next_call_is_answered(kind, monkeypatch, tmp_path):
+    """And no process and no folder is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     toolbox = begin("python")
-    outcomes = [toolbox.call("python", dict(code=code)) for _ in range(2)]
-    if kind:
-        assert f"{kind}; the interpreter was restarted" in outcomes[0].text
+    assert toolbox.call("python", dict(code="1")).text == "1"
+    interpreter = toolbox.owners["python"].object
+    if kind == "time":
+        interpreter.seconds = 0.3
+    code, said = SPOILED[kind]
+    outcome = toolbox.call("python", dict(code=code))
+    interpreter.seconds = 60.0
+    assert said in outcome.text and (kind != "output" or outcome.cut)
     later = [toolbox.call("python", dict(code="6 * 7")).text for _ in range(2)]
-    assert later[1] == "42", (outcomes, later)
+    assert later[1] == "42", (outcome, later)
     assert len(list(tmp_path.glob("onefile-sandbox-*"))) <= 1
     toolbox.close()
     assert list(tmp_path.glob("onefile-sandbox-*")) == []
-
-
-@confined
-def test_output_is_bounded_where_it_is_written():
-    toolbox = begin("python")
-    outcome = toolbox.call("python", dict(code="for i in range(300): print('x' * 10**7)"))
-    assert outcome.cut and outcome.text.startswith("xxx") and not outcome.problem
 
 
 @confined
@@ -242,12 +235,6 @@ threading.Thread(target=work, daemon=True).start()
     assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT).si_status == signal.SIGSTOP
     assert int(toolbox.call("python", dict(code="time.sleep(0.1); len(done)")).text) > 0
     toolbox.close()
-
-
-@confined
-def test_python_has_a_time_limit():
-    outcome = begin("python", seconds=0.5).call("python", dict(code="while True: pass"))
-    assert outcome.problem == "timed_out" and "0.4 s: time limit" in outcome.text
 
 
 def test_python_is_refused_where_it_cannot_be_confined(monkeypatch):
