@@ -72,7 +72,7 @@ def rows() -> Iterator[str]:
             Path(folder, "tokenizer_config.json").write_text("{}")
         for recipe, (kind, case) in RECIPES.items():
             command, launch = launch_of(recipe, folders)
-            memory = total(launch.memory(launch.plan)) / GIB
+            memory = total(launch.memory) / GIB
             size = f"{memory:.1f} GiB of {launch.gpu.memory / GIB:.1f}"
             step = f"{launch.args.rows_per_step} x {launch.each} = {launch.sequences:,} sequences"
             tokens = f"{launch.sequences * (launch.new or launch.length):,.0f}"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from torch import nn
+
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs
 from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
@@ -16,11 +18,12 @@ from common.model.memory import (
     USABLE,
     Bytes,
     block_and_root,
+    is_capped,
     num_weights,
     total,
+    training_peak,
 )
 from common.model.policy import PackedModel
-from extras.plan.memory import Plan, make_plan, predict, size_of, uses_vllm
 
 # Shares of the published rates that are reached, and the band around the time that they give.
 TRAINING = 0.27  # of FLOP/s
@@ -59,8 +62,8 @@ def flops_per_token(model: PackedModel, length: float) -> float:
 
 def bytes_in_cache(config, tokens: float, size: int, gpus: int) -> float:
     """Return the bytes of a sequence in the cache of each GPU of an engine, with numbers of `size`
-    bytes. A layer keeps keys and values of all tokens, or of those in its window; a delta net keeps
-    its state, in float32."""
+    bytes. A layer keeps the keys and values of all tokens, or of its window; a delta net keeps its
+    state, in float32."""
     heads, width = attention_shape(config)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     per_token = 2 * max(1, key_heads // gpus) * width * size
@@ -78,7 +81,7 @@ def bytes_in_cache(config, tokens: float, size: int, gpus: int) -> float:
 
 @dataclass(frozen=True)
 class Launch:
-    """A run on its GPUs. Models are on meta; bytes are those on each GPU."""
+    """A run on its GPUs. Models are on meta. Bytes: on each GPU."""
 
     args: TrainArgs
     gpus: int
@@ -121,49 +124,61 @@ class Launch:
     # ---- memory ----
 
     @property
-    def models(self) -> list[PackedModel]:
-        return [*self.trained, *self.frozen]
+    def ranks(self) -> int:
+        """Ranks that a copy of each model is sharded over, as `shard_mesh` does it."""
+        whole = self.trainers if self.trainers % self.machine else self.machine
+        return self.args.shard_ranks or whole
 
     @cached_property
-    def plan(self) -> Plan:
-        """The plan of a training rank. A copy of each model is sharded as `shard_mesh` does it."""
-        whole = self.trainers if self.trainers % self.machine else self.machine
-        return make_plan(self.models, self.args, self.args.shard_ranks or whole, self.gpu.memory)
+    def recompute(self) -> bool:
+        """Whether activations are recomputed: without the flag, if they would not fit."""
+        flag = self.args.activation_checkpointing
+        if flag is not None or not self.gpu.memory:
+            return bool(flag)
+        too_large = total(self.update_memory(False)) > USABLE * self.gpu.memory
+        return any(map(is_capped, [*self.trained, *self.frozen])) or too_large
 
-    def memory(self, plan: Plan) -> Bytes:
-        """Return the bytes on a training rank at the peak of a step, by use: the larger peak of the
-        update and, with a colocated engine, of sampling."""
-        update = predict(self.models, plan)
+    def update_memory(self, recompute: bool) -> Bytes:
+        """Return the bytes on a training rank at the peak of an update, by use. Trained models are
+        updated one after the other, so that only one has activations."""
+        args = self.args
+        on_gpu = 0 if args.offload == "all" else 1 / self.ranks
+        numbers = sum(num_weights(model, trained=True) for model in self.trained)
+        settings = self.ranks, args.pack_tokens, recompute
+        peaks = [training_peak(model, *settings) for model in self.trained]
+        has_copy = self.samples and not self.rollout_ranks and not self.has_vllm
+        return {
+            "weights": sum(map(size_of, self.trained)) * on_gpu,
+            "frozen models": sum(map(size_of, self.frozen)) * on_gpu,
+            # Offloaded moments of one parameter in its update take less than its backward.
+            "Adam": 8 * numbers / self.ranks if args.offload == "none" else 0,
+            "gradients": 4 * numbers * on_gpu,
+            "engine": self.engine_weights if has_copy else 0,
+        } | max(peaks, key=total)
+
+    @cached_property
+    def memory(self) -> Bytes:
+        """The bytes on a training rank at the peak of a step, by use: the larger peak of the update
+        and, with a colocated engine, of sampling."""
+        update = self.update_memory(self.recompute)
         if not self.has_vllm or self.rollout_ranks:
             return update
         sampling = {name: update[name] for name in ("weights", "frozen models", "Adam")}
-        parts = [(model.compute_dtype.itemsize, *block_and_root(model)) for model in self.models]
+        models = [*self.trained, *self.frozen]
+        parts = [(model.compute_dtype.itemsize, *block_and_root(model)) for model in models]
         sampling["gathered weights"] = max(size * (root + 2 * block) for size, block, root in parts)
         return max(update, sampling | dict(engine=self.engine), key=total)
 
-    def on_the_host(self, plan: Plan) -> float:
-        """Return the bytes of host memory that each rank takes for `--offload`."""
-        moments = 8 * sum(num_weights(model, trained=True) for model in self.trained)
-        everything = sum(map(size_of, self.models)) + 1.5 * moments  # with gradients
-        return {"none": 0, "optimizer": moments, "all": everything}[plan.offload] / plan.ranks
-
     def describe_memory(self) -> str:
         """Return the memory of a training rank in GiB, in one line, the largest use first."""
-        uses = sorted(self.memory(self.plan).items(), key=lambda use: -use[1])
+        uses = sorted(self.memory.items(), key=lambda use: -use[1])
         listed = [f"{use} {size / GIB:.1f}" for use, size in uses if size >= 0.05 * GIB]
         available = f" of {self.gpu.memory / GIB:.1f}" if self.gpu.memory else ""
-        line = f"{sum(size for _, size in uses) / GIB:.1f} GiB{available} ({', '.join(listed)}"
-        if self.plan.offload != "none":
-            line += f"; on the host {self.on_the_host(self.plan) / GIB:.1f}"
-        return line + ")"
-
-    @property
-    def fits(self) -> bool:
-        return total(self.memory(self.plan)) <= USABLE * self.gpu.memory
+        return f"{total(self.memory) / GIB:.1f} GiB{available} ({', '.join(listed)})"
 
     @property
     def has_vllm(self) -> bool:
-        return self.samples and uses_vllm(self.args)
+        return self.samples and self.args.engine != "transformers"
 
     @property
     def engines(self) -> int:
@@ -196,9 +211,9 @@ class Launch:
 
     def problem(self) -> str | None:
         """Return the reason why the run does not fit or vLLM does not start, if so."""
-        if not self.fits:
-            needs = self.describe_memory()
-            return f"needs {needs} on each GPU, of which {USABLE:.0%} are usable"
+        if total(self.memory) > USABLE * self.gpu.memory:
+            needs = f"{self.describe_memory()} on each GPU, of which {USABLE:.0%} are usable"
+            return f"needs {needs}; --offload, --lora_rank or more GPUs save memory"
         if not self.has_vllm:
             return None
         longest = self.cached(context_length(self.trained[0].path, self.args))
@@ -223,7 +238,7 @@ class Launch:
     def passes(self, model: PackedModel) -> int:
         """Return how many forwards forward and backward take: 2 if only adapters are trained."""
         is_whole = next(model.hf.parameters()).requires_grad
-        return (3 if is_whole else 2) + self.plan.recompute
+        return (3 if is_whole else 2) + self.recompute
 
     def rollout_seconds(self) -> float:
         """Return the time in which an engine samples its share. A token of all running completions
@@ -238,3 +253,8 @@ class Launch:
         computed = count / waves * flops_per_token(policy, 2 * context) / rate
         token = max(read / (DECODING * self.gpu.bandwidth), computed)
         return prompts * flops_per_token(policy, self.prompt) / rate + waves * self.new * token
+
+
+def size_of(model: nn.Module) -> int:
+    """Return the bytes of all weights: float32 masters, or frozen ones in the compute dtype."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())

@@ -18,7 +18,7 @@ from common.data.sample import Completion, Sample
 from common.metrics.logger import preview
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
-from common.model.memory import GIB, total
+from common.model.memory import GIB
 from common.model.policy import (
     PackedModel,
     Policy,
@@ -72,7 +72,8 @@ def dry_run(
     )  # fmt: skip
     lines += [*repetitions(args, data), *describe_memory(launch)]
     problem = launch.problem() if gpu.memory else None
-    lines += alternatives(launch) if problem else describe_time(launch, name, num_steps(args, data))
+    if not problem:
+        lines += describe_time(launch, name, num_steps(args, data))
     if distributed.is_main():
         for sample in groups[0] if rewards is None else ():  # the first prompt is already shown
             preview(sample, tokenizer, Console())
@@ -105,8 +106,8 @@ def first_groups(args: TrainArgs, data) -> list[list[Sample]]:
 def rewards_of_rows(
     args: TrainArgs, tokenizer, prompts: list[Completion], rewards: Callable
 ) -> Iterator[str]:
-    """Yield a line for each reward except those of models: its mean over the rows' own answers, and
-    over empty completions. Collective."""
+    """Yield a line for each reward that is no model: its mean over the rows' own answers, and over
+    empty completions. Collective."""
     row = prompts[0].row
     column = next((name for name in ANSWERS if row.get(name) is not None), None)
     if isinstance(args, OnlineArgs) and args.has_turns:  # an answer is no episode
@@ -158,8 +159,8 @@ def build(
 
 
 def gpus_of(args: TrainArgs) -> tuple[int, int, str, Gpu]:
-    """Return the number of GPUs, those of a machine, their kind and its numbers: of `--dry_run
-    8xH100`, or of this launch. The memory of a CPU, which other programs share, is 0."""
+    """Return the number of GPUs, how many a machine has, their kind and its numbers: of `--dry_run
+    8xH100`, or of this launch. The memory of a CPU, which other programs share, counts as 0."""
     if args.planned_ranks:
         kind = args.dry_run.partition("x")[2].upper()
         if kind not in GPUS:
@@ -185,7 +186,7 @@ def describe_memory(launch: Launch) -> Iterator[str]:
     updates = args.updates_per_rollout if launch.samples else 1
     size = f"{args.rows_per_step} rows x {launch.each} = {launch.sequences} sequences, {tokens}"
     yield f"step: {size}; training ranks: {launch.trainers}; optimizer steps: {updates}"
-    recomputed = "recomputed" if launch.plan.recompute else "kept"
+    recomputed = "recomputed" if launch.recompute else "kept"
     yield f"memory of a training rank: {launch.describe_memory()}; activations {recomputed}"
     if launch.has_vllm and launch.gpu.memory:
         cache = max(0.0, launch.engine - launch.engine_weights)
@@ -193,23 +194,6 @@ def describe_memory(launch: Launch) -> Iterator[str]:
         engines = f"{launch.engines} x {launch.engine / GIB:.1f} GiB per GPU ({parts})"
         each = f"{launch.running} completions of {length:,.0f} tokens at a time"
         yield f"engines: {engines}: {each}, of {launch.sequences / launch.engines:.4g} of a step"
-
-
-def alternatives(launch: Launch) -> Iterator[str]:
-    """Yield lines about the memory of a rank with `--offload` and with more GPUs, if a rank lacks
-    memory."""
-    if launch.fits:
-        return  # the engine does
-    for factor in (1, 2, 4):
-        ranks = launch.plan.ranks if factor == 1 else factor * launch.trainers
-        sharded = f" --shard_ranks {ranks}" if factor > 1 else ""
-        cells = []
-        for offload in ("none", "optimizer", "all"):
-            plan = replace(launch.plan, ranks=ranks, offload=offload, recompute=True)
-            size = f"{total(launch.memory(plan)) / GIB:.1f}"
-            host = f" (and {launch.on_the_host(plan) / GIB:.1f} on the host)"
-            cells.append(f"--offload {offload} {size}{host if offload != 'none' else ''}")
-        yield f"GiB on each of {factor * launch.gpus} GPUs{sharded}: {', '.join(cells)}"
 
 
 def describe_time(launch: Launch, name: str, steps: int) -> Iterator[str]:

@@ -1,5 +1,4 @@
-"""`--dry_run`: what it checks, what it prints, and its arithmetic against hand numbers and the
-measurements of docs/log.md."""
+"""`--dry_run`: what it checks, what it prints, and its arithmetic against hand numbers."""
 
 import json
 import re
@@ -26,9 +25,9 @@ from common.model.flops import forward_flops
 from common.model.memory import GIB, USABLE, num_weights, total
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
-from extras.plan.launch import BAND, GPUS, Launch, bytes_in_cache, flops_per_token
-from extras.plan.memory import Plan, make_plan, predict, size_of
-from extras.plan.plan import alternatives, build, describe_memory, describe_time, gpus_of, span
+from common.parallel.distributed import RunError
+from extras.plan.launch import GPUS, Gpu, Launch, bytes_in_cache, flops_per_token, size_of
+from extras.plan.plan import build, describe_memory, describe_time, gpus_of, span
 
 SETTINGS = dict(dtype="bfloat16", prompts_per_step=64, samples_per_prompt=8, pack_tokens=20_000)
 
@@ -55,51 +54,35 @@ def launch_of(path: str, gpus: str = "8xH100", prompt: float = 84, **flags) -> L
 
 
 @pytest.fixture
-def no_weights(tmp_path) -> Path:
-    """Return a folder of a model that has no weights."""
+def dry(main, capsys):
+    """`dry("grpo", *flags)` returns what a dry run prints."""
+
+    def dry(script: str, *flags: object) -> str:
+        kind = () if "--dry_run" in flags else ("--dry_run", "8xH100")
+        with pytest.raises(SystemExit, match="0"):
+            main(script, *flags, "--max_steps", 4, *kind)
+        return capsys.readouterr().out
+
+    return dry
+
+
+@pytest.mark.parametrize("script", [s for s in ALGORITHMS if s != "eval"])
+def test_dry_run_needs_no_weights_and_leaves_no_files(script, dry, sums, tmp_path):
     ignored = shutil.ignore_patterns("*.safetensors")
-    return Path(shutil.copytree(tiny_model(), tmp_path / "model", ignore=ignored))
-
-
-def dry(ranks: int, script: str | Path, *flags: object, code: int = 0):
-    return run(ranks, script, *flags, "--max_steps", 4, "--dry_run", "8xH100", code=code)
-
-
-QUICK = ("grpo", "dpo")
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        s if s in QUICK else pytest.param(s, marks=pytest.mark.slow)
-        for s in ALGORITHMS
-        if s != "eval"
-    ],
-)
-def test_dry_run_needs_no_weights_and_leaves_no_files(script, no_weights, sums, tmp_path):
-    flags = ["--model", no_weights, "--dataset", sums, "--output_dir", tmp_path / "run"]
-    flags += ["--teacher", no_weights] if script == "distill" else []
+    model = shutil.copytree(tiny_model(), tmp_path / "model", ignore=ignored)
+    flags = ["--model", model, "--dataset", sums, "--output_dir", tmp_path / "run"]
+    flags += ["--teacher", model] if script == "distill" else []
     flags += ["--hint", "answer"] if script == "self_distill" else []
-    done = dry(2 if script in QUICK else 1, f"{script}.py", *flags)
-    assert re.search(r"memory of a training rank: [0-9.]+ GiB of 79.1 \(", done.stdout)
-    assert "time of a step: " in done.stdout
-    assert done.stdout.count("dry run: no weights were loaded") == 1  # on one of the ranks
+    said = dry(script, *flags)
+    assert re.search(r"memory of a training rank: [0-9.]+ GiB of 79.1 \(", said)
+    assert "time of a step: " in said and "dry run: no weights were loaded" in said
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("script", ["grpo", "rloo"])
-def test_a_copied_script_has_the_same_plan(script, sums, tmp_path):
-    shutil.copy(ROOT / f"{script}.py", tmp_path / "mine.py")
-    flags = ["--dataset", sums, "--beta", 0.05, "--output_dir", tmp_path / "run"]
-    flags += ["--minibatches", 2]
-    plans = [dry(1, file, *flags).stdout for file in (f"{script}.py", tmp_path / "mine.py")]
-    assert plans[0] == plans[1] and "log-probs" in plans[0]
-
-
-def test_the_plan_has_the_first_row_the_step_and_the_rewards(sums, tmp_path):
+def test_the_plan_has_the_first_row_the_step_and_the_rewards(dry, sums, tmp_path):
     flags = "--prompts_per_step 16 --samples_per_prompt 4 --max_new_tokens 10 --minibatches 2"
     flags += " --epochs_per_rollout 3 --rollout_ranks 4 --reward characters format"
-    text = dry(1, "grpo.py", "--model", "tiny", *flags.split()).stdout
+    text = dry("grpo", "--model", "tiny", *flags.split())
     for line in (
         "the first prompt:\n",
         "reward characters, mean of 10 rows: 1 for column answer, 0 for empty completions\n",
@@ -113,152 +96,147 @@ def test_the_plan_has_the_first_row_the_step_and_the_rewards(sums, tmp_path):
         assert line in text, line
     (tmp_path / "rows.jsonl").write_text('{"prompt": "12", "completion": "345"}\n' * 16)
     flags = ("--dataset", tmp_path / "rows.jsonl", "--batch_size", 8, "--eval_every", 0)
-    text = dry(1, "sft.py", *flags).stdout
+    text = dry("sft", *flags)
     assert "12⟦345<|eos|>⟧" in text and "step: 8 rows x 1 = 8 sequences, 48 tokens" in text
+    assert "time of the run: " in dry("sft", *flags, "--streaming", "true")
+    assert "time: not predicted for a CPU" in dry("sft", *flags, "--dry_run", "true")
 
 
-@pytest.mark.slow
-def test_plans_without_gpus_and_without_a_number_of_rows(sums):
-    text = run(1, "dpo.py", "--max_steps", 4, "--dry_run", "true").stdout
-    assert "memory of a training rank: " in text and "time: not predicted for a CPU" in text
-    text = dry(1, "sft.py", "--dataset", sums, "--streaming", "true", "--eval_every", 0).stdout
-    assert "time of the run: " in text
-
-
-MUCH = ["--pack_tokens", "90000000"]
+MUCH = "--pack_tokens 90000000"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags", "what"),
+    ("flags", "what"),
     [
-        (1, ["--reward", "FILE:raises"], "rewards could not be computed .* ZeroDivisionError"),
-        (1, ["--reward", "exact_match"], "reads column answer; the row has prompt"),
-        (1, ["--model", "absent/absent"], "--model absent/absent: no such folder"),
-        (1, ["--reward", "model:absent"], "--reward model:absent|--reward absent"),
-        (1, MUCH, r"--dry_run: needs .* GiB of 79.1 \(activations .*\) on each GPU"),
-        (2, MUCH, r"--dry_run: needs .* GiB of 79.1 \(activations .*\) on each GPU"),
-        (2, ["--dry_run", "8xH10"], "--dry_run 8xH10: unknown kind; use A100, A100_40GB, H100"),
-        (1, ["--dry_run", "H100"], "--dry_run H100 must be a number and a kind of GPUs, such as"),
-        (1, ["--prompts_per_step", "12"], "--prompts_per_step 12 must be .* training ranks .8."),
+        ("--reward FILE:raises", "rewards could not be computed .* ZeroDivisionError"),
+        ("--reward exact_match", "reads column answer; the row has prompt"),
+        ("--model absent/absent", "--model absent/absent: no such folder"),
+        ("--reward model:absent", "--reward model:absent|--reward absent"),
+        (MUCH, r"--dry_run: needs .* GiB of 79.1 \(activations .*\) on each GPU"),
+        ("--dry_run 8xH10", "--dry_run 8xH10: unknown kind; use A100, A100_40GB, H100"),
     ],
 )
-def test_a_wrong_launch_is_refused_in_one_line(ranks, flags, what, tmp_path):
-    lines = [json.dumps(dict(prompt=f"{i}+1=")) for i in range(64)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    rewards = "def raises(completion, row):\n    return 1 / 0\n\n\ndef fine(completion, row):\n"
-    (tmp_path / "mine.py").write_text(rewards + "    return 1.0\n")
-    flags = [flag.replace("FILE", str(tmp_path / "mine.py")) for flag in flags]
-    flags = ["--reward", f"{tmp_path}/mine.py:fine"] * ("--reward" not in flags) + flags
-    flags += ["--dry_run", "8xH100"] * ("--dry_run" not in flags)
-    data = ["--dataset", tmp_path / "rows.jsonl", "--max_new_tokens", 8, "--eval_every", 0]
-    code = 1 if ranks > 1 or "could not" in what else 2  # of several ranks, the launcher's
-    done = run(ranks, "grpo.py", *data, *flags, code=code)
+def test_a_wrong_launch_is_refused_in_one_line(flags, what, main, tmp_path):
+    data = rejected_launch(flags, tmp_path)
+    with pytest.raises((ValueError, RunError), match=what) as caught:
+        main("grpo", *data)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_launch_of_two_ranks_is_refused_in_one_line(tmp_path):
+    done = run(2, "grpo.py", *rejected_launch(MUCH, tmp_path), code=1)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert re.search(what, line) and "Traceback" not in done.stderr
-    if flags[2:4] == MUCH:
-        assert len(re.findall("GiB on each of .* --offload optimizer", done.stdout)) == 3
+    assert line.startswith("error: --dry_run: needs ") and "Traceback" not in done.stderr
+
+
+def rejected_launch(flags: str, folder: Path) -> list[object]:
+    rows = "".join(json.dumps(dict(prompt=f"{i}+1=")) + "\n" for i in range(64))
+    (folder / "rows.jsonl").write_text(rows)
+    rewards = "def raises(completion, row):\n    return 1 / 0\n\n\ndef fine(completion, row):\n"
+    (folder / "mine.py").write_text(rewards + "    return 1.0\n")
+    words = flags.replace("FILE", str(folder / "mine.py")).split()
+    words += ["--reward", f"{folder}/mine.py:fine"] * ("--reward" not in words)
+    words += ["--dry_run", "8xH100"] * ("--dry_run" not in words)
+    return [*words, "--dataset", folder / "rows.jsonl", "--max_new_tokens", 8, "--eval_every", 0]
 
 
 def test_flags_are_checked_for_the_planned_ranks():
-    args = grpo.Args(dry_run="8xH100", rollout_ranks=8)
-    with pytest.raises(ValueError, match="--rollout_ranks 8 must be less than .* .8."):
-        check_ranks(args, args.planned_ranks)
-    assert grpo.Args(dry_run="true").planned_ranks is None
+    with pytest.raises(ValueError, match="must be a number and a kind of GPUs, such as 8xH100"):
+        grpo.Args(dry_run="H100")
+    for flags, words in (
+        (dict(rollout_ranks=8), "--rollout_ranks 8 must be less than .* .8."),
+        (dict(prompts_per_step=12), "--prompts_per_step 12 must be .* training ranks .8."),
+    ):
+        args = grpo.Args(dry_run="8xH100", **flags)
+        with pytest.raises(ValueError, match=words):
+            check_ranks(args, args.planned_ranks)
 
 
 # ---- memory and engines ----
 
-PLAN = Plan(ranks=10, pack_tokens=1024, recompute=True)
 BLOCK = 2 * 1024 * 1024 + 2 * 1024 * 256 + 2 * 64 + 3 * 1024 * 4096 + 2 * 1024
 WEIGHTS = 3 * BLOCK + 2 * 8000 * 1024 + 1024  # of UNTIED
 
 
-def model(frozen: bool = False, **changes) -> Policy:
+def model(frozen: bool = False) -> Policy:
     """Return a Qwen3 of 60M weights on meta."""
-    config = Qwen3Config(**UNTIED.to_dict() | changes)
     AttentionInterface.register("packed", packed_attention)
     dtype = torch.bfloat16 if frozen else torch.float32
-    return meta_model(config, Policy, dtype).requires_grad_(not frozen)
+    return meta_model(Qwen3Config(**UNTIED.to_dict()), Policy, dtype).requires_grad_(not frozen)
+
+
+def small_launch(trained, frozen=(), gpus=10, memory=80 * GIB, **flags) -> Launch:
+    args = TrainArgs(**dict(pack_tokens=1024, activation_checkpointing=True) | flags)
+    return Launch(args, gpus, Gpu(memory), gpus, trained, frozen, [], prompt=100, each=1)
 
 
 def test_predicted_parts_equal_a_count_by_hand():
     """On 10 ranks: 4 bytes each as weight and as gradient, 8 for Adam; 2 bytes if frozen."""
-    parts = predict([model(), model(frozen=True)], PLAN)
+    policy, reference = model(), model(frozen=True)
+    parts = small_launch([policy], [reference]).memory
     N = WEIGHTS / 10
     names = ("weights", "frozen models", "gradients", "Adam")
     assert [parts[name] for name in names] == pytest.approx([4 * N, 2 * N, 4 * N, 8 * N])
-    both = predict([model(), model()], PLAN)
+    both = small_launch([policy, model()]).memory
     assert [both[name] for name in names] == pytest.approx([8 * N, 0, 8 * N, 16 * N])
     assert both["gathered weights"] == parts["gathered weights"]  # updates alternate
-    host = predict([model(), model(frozen=True)], replace(PLAN, offload="optimizer"))
+    host = small_launch([policy], [reference], offload="optimizer").memory
     assert host | dict(Adam=parts["Adam"]) == parts and host["Adam"] == 0
-    gone = predict([model(), model(frozen=True)], replace(PLAN, offload="all"))
+    gone = small_launch([policy], [reference], offload="all").memory
     assert [gone[name] for name in names] == [0] * 4
 
 
 def test_activations_are_planned_as_a_run_chooses_them():
     """Only without the flag, not on a CPU (0 bytes), and not for scores with a softcap, whose
     memory is not predicted."""
-    kept = replace(PLAN, ranks=8, pack_tokens=8192, recompute=False)
     policy, capped = model(), model()
     capped.hf.config.attn_logit_softcapping = 50.0
-    capacity = total(predict([policy], kept)) / USABLE
+    kept = small_launch([policy], gpus=8, pack_tokens=8192, activation_checkpointing=False)
+    capacity = total(kept.memory) / USABLE
     for flag, one, size, recomputed in (
         (None, policy, capacity + 1, False), (None, policy, capacity - 1, True),
         (None, policy, 0, False), (True, policy, capacity + 1, True),
         (False, policy, capacity - 1, False), (None, capped, capacity + 1, True),
     ):  # fmt: skip
-        plan = make_plan([one], TrainArgs(activation_checkpointing=flag), 8, size)
-        assert plan == replace(kept, recompute=recomputed)
-
-
-def test_transformers_engine_counts_as_a_copy_of_the_policy(folders):
-    launch = launch_of(folders["1.7B"], engine="transformers")
-    assert launch.plan.engine == 2 * num_weights(launch.trained[0])
+        flags = dict(gpus=8, memory=size, pack_tokens=8192, activation_checkpointing=flag)
+        assert small_launch([one], **flags).recompute == recomputed
 
 
 def test_frozen_models_that_move_take_four_bytes(folders):
     """The teacher of `--teacher ema`."""
     path = folders["1.7B"]
     args = self_distill.Args(dry_run="8xH100", hint="answer", **SETTINGS)
-    sizes = []
-    for moving in (False, True):
-        launch = Launch(
-            args, 8, GPUS["H100"], 8, *build(args, path, None, [path], moving), [], 1, 8
-        )
-        sizes.append([size_of(model) / num_weights(model) for model in launch.models])
-    assert sizes == [[4, 2], [4, 4]]
+    for moving, size in ((False, 2), (True, 4)):
+        (trained,), (frozen,) = build(args, path, None, [path], moving)
+        sizes = [size_of(each) / num_weights(each) for each in (trained, frozen)]
+        assert sizes == [4, size]
 
 
 def test_a_step_needs_the_larger_of_update_and_sampling(folders):
-    """A colocated engine shares the GPU with weights and Adam, not with gradients."""
+    """A colocated engine shares the GPU with weights and Adam, not with gradients. That of
+    transformers stays: it counts as a copy of the policy."""
     launch = launch_of(folders["1.7B"], pack_tokens=4096)
-    update, sampling = predict(launch.models, launch.plan), launch.memory(launch.plan)
+    update, sampling = launch.update_memory(launch.recompute), launch.memory
     assert sampling["engine"] == launch.engine and "gradients" not in sampling
     assert [sampling[name] for name in ("weights", "Adam")] == [update["weights"], update["Adam"]]
     small = replace(launch, args=replace(launch.args, engine_args=("gpu_memory_utilization=0.01",)))
-    assert small.memory(small.plan) == update
-    apart = launch_of(folders["1.7B"], rollout_ranks=4)
-    assert not apart.memory(apart.plan)["engine"]
-    size = num_weights(launch.trained[0])
-    host = [launch.on_the_host(replace(launch.plan, offload=x)) for x in ("none", "optimizer")]
-    assert host == [0, 8 * size / 8]
-    assert launch.on_the_host(replace(launch.plan, offload="all")) == 16 * size / 8
+    assert small.memory == update
+    assert not launch_of(folders["1.7B"], rollout_ranks=4).memory["engine"]
+    copy = launch_of(folders["1.7B"], engine="transformers")
+    assert copy.memory["engine"] == 2 * num_weights(copy.trained[0])
 
 
 def test_run_that_exceeds_memory_is_refused(folders):
     """The message is one line with what the run needs."""
     launch = launch_of(folders["1.7B"], engine="transformers", activation_checkpointing=True)
-    needs = total(launch.memory(launch.plan))
-
-    def problem(spare: float) -> str | None:
-        gpu = launch.gpu._replace(memory=needs / USABLE + spare)
-        return replace(launch, gpu=gpu).problem()
-
-    assert problem(1) is None
-    message = problem(-1)
-    assert message.startswith(f"needs {needs / GIB:.1f} GiB of {needs / USABLE / GIB:.1f} (")
-    assert message.endswith(" on each GPU, of which 92% are usable") and "\n" not in message
+    needs = total(launch.memory)
+    one, other = (
+        replace(launch, gpu=launch.gpu._replace(memory=needs / USABLE + spare)).problem()
+        for spare in (1, -1)
+    )
+    assert one is None
+    assert other.startswith(f"needs {needs / GIB:.1f} GiB of {needs / USABLE / GIB:.1f} (")
+    assert " on each GPU, of which 92% are usable" in other and "\n" not in other
 
 
 def test_reward_models_and_judges_are_counted(folders):
@@ -273,16 +251,15 @@ def test_adapters_share_the_weights_of_the_reference(folders):
     args = ppo.Args(dry_run="8xH100", lora_rank=8, **SETTINGS)
     trained, others = build(args, path, path, [path])
     launch = Launch(args, 8, GPUS["H100"], 8, trained, others, [], 100, 8)
-    assert len(trained) == len(launch.models) == 2 and not others
-    assert launch.passes(trained[0]) == 2 + launch.plan.recompute
+    assert len(trained) == 2 and not others
+    assert launch.passes(trained[0]) == 2 + launch.recompute
 
 
 def test_models_are_sharded_over_a_machine(folders):
     path = folders["1.7B"]
-    ranks = [launch_of(path, gpus).plan.ranks for gpus in ("4xH100", "8xH100", "64xH100")]
-    assert ranks == [4, 8, 8]
-    assert launch_of(path, "64xH100", shard_ranks=32).plan.ranks == 32
-    assert launch_of(path, "8xH100", rollout_ranks=4, prompts_per_step=64).plan.ranks == 4
+    assert [launch_of(path, gpus).ranks for gpus in ("4xH100", "8xH100", "64xH100")] == [4, 8, 8]
+    assert launch_of(path, "64xH100", shard_ranks=32).ranks == 32
+    assert launch_of(path, "8xH100", rollout_ranks=4, prompts_per_step=64).ranks == 4
 
 
 def test_eight_billion_parameters_have_room_for_eight_long_completions(folders):
@@ -299,7 +276,6 @@ def test_vllm_needs_room_for_one_sequence(folders):
     launch = launch_of(folders["8B"], engine_args=("gpu_memory_utilization=0.2",))
     assert "vLLM would not start: 15.3 GiB of weights and 2.7 for the" in launch.problem()
     assert launch_of(folders["8B"]).problem() is None
-    assert not [*alternatives(launch)]  # a rank has enough memory
 
 
 def config(**changes) -> SimpleNamespace:
@@ -325,13 +301,6 @@ def test_cache_of_a_sequence_by_hand():
 # ---- time ----
 
 
-def documented(part: str) -> float:
-    """Return the seconds of a row of docs/log.md."""
-    text = (ROOT / "docs/log.md").read_text()
-    (row,) = re.findall(rf"^\| {re.escape(part)} \|.*", text, flags=re.MULTILINE)
-    return float(row.split("|")[4]) / 1000
-
-
 def test_operations_are_those_of_the_metrics(folders):
     launch = launch_of(folders["1.7B"])
     model = launch.trained[0]
@@ -340,26 +309,6 @@ def test_operations_are_those_of_the_metrics(folders):
     )
     counted = forward_flops(model.hf.config, model.matrix_weights, tokens)
     assert 3000 * flops_per_token(model, 1000) == pytest.approx(counted, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("part", "gpus", "phase", "rows", "prompt", "flags"),
-    [
-        ("micro-batch", "1xH200", "update", 8, 1024, dict(activation_checkpointing=False)),
-        ("micro-batch, activation checkpointing", "1xH200", "update", 8, 1024,
-         dict(activation_checkpointing=True)),
-        ("vLLM: generate", "1xH100", "rollout", 256, 512,
-         dict(engine_args=("gpu_memory_utilization=0.8",))),
-    ],
-)  # fmt: skip
-def test_measurements_lie_in_the_band(folders, part, gpus, phase, rows, prompt, flags):
-    new = 256 if phase == "rollout" else 1
-    flags |= dict(prompts_per_step=rows, max_new_tokens=new)
-    launch = replace(launch_of(folders["1.7B"], gpus, prompt, **flags), each=1)
-    predicted = launch.seconds()[phase]
-    assert BAND[0] < documented(part) / predicted < BAND[1] * 0.75
-    if phase == "update":
-        assert predicted == pytest.approx(documented(part), rel=0.05)
 
 
 def test_times_by_hand(folders):
@@ -399,17 +348,9 @@ def test_table_of_recipes_is_the_prediction():
     assert [line for line in page if "`torchrun" in line] == [*rows()]
 
 
-def test_memory_in_the_output_is_of_the_kind(folders):
-    for kind, gpu in GPUS.items():
-        line = [*describe_memory(launch_of(folders["1.7B"], f"2x{kind.lower()}"))][1]
-        assert f" GiB of {gpu.memory / GIB:.1f} (" in line
-
-
-def test_a_model_of_images_and_text_needs_no_weights(main, sums, tmp_path, capsys):
+def test_a_model_of_images_and_text_needs_no_weights(dry, sums, tmp_path):
     folder = Path(checkpoint("gemma3", tmp_path / "model"))
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    flags = ("--model", folder, "--dataset", sums, "--dry_run", "true", "--output_dir", tmp_path)
-    with pytest.raises(SystemExit, match="0"):
-        main("sft", *flags)
-    assert "dry run: no weights were loaded" in capsys.readouterr().out
+    said = dry("sft", "--model", folder, "--dataset", sums, "--output_dir", tmp_path)
+    assert "dry run: no weights were loaded" in said
