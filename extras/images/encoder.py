@@ -47,9 +47,9 @@ class ImageEncoder:
         return text.replace(IMAGE, self.reader.around(self.token, self.tokenizer))
 
     def expanded(self, row: dict, pieces: list[list[int]]) -> list[list[int]]:
-        """Return the ids of a row with those that show an image in place of each placeholder, and
-        set the row's `_images`. Raises `ValueError` for another number of placeholders than the row
-        has images."""
+        """Replace each placeholder in the ids of a row by the ids that show its image, and set the
+        row's `_images`. Raises `ValueError` if the row has more or fewer placeholders than images.
+        """
         files = row.get("images") or []
         found = sum(piece.count(self.reader.image_id) for piece in pieces)
         if found != len(files):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.data.sample import Completion
-from extras.images.reader import Pixels, Reader, reader
+from extras.images.reader import reader
 
 OPTIONS = dict(
     skip_tokenizer_init=False,  # vLLM's processors refuse to be without one
@@ -44,8 +44,33 @@ class EngineImages:
         return OPTIONS
 
     def vllm_input(self, completion: Completion) -> dict:
-        """Return the prompt of `add_request`: see `input_of`."""
-        return input_of(completion, self.reader)
+        """Return a prompt with images as vLLM's `MultiModalInput`, for `add_request`. Images are
+        named by the digests of their contents: vLLM's caches take equal ones for the same image."""
+        from vllm.inputs import mm_input
+        from vllm.multimodal.inputs import (
+            MultiModalFieldConfig,
+            MultiModalKwargsItems,
+            PlaceholderRange,
+        )
+
+        items, places = [], []
+        for span in completion.images:
+            ids = torch.tensor(completion.ids[span.start : span.end])
+            is_embed = ids == self.reader.image_id
+            places.append(
+                PlaceholderRange(span.start, len(ids), None if is_embed.all() else is_embed)
+            )
+            pixels = self.reader.recent_pixels(span.file, span.digest)
+            count = torch.tensor([len(pixels["pixel_values"])])  # of tiles, or of patches
+            whole = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+            fields = dict.fromkeys(pixels, MultiModalFieldConfig.flat_from_sizes("image", count))
+            fields |= dict(num_patches=whole, image_grid_thw=whole)
+            data = pixels | dict(num_patches=count)
+            items += MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
+        digests = [span.digest for span in completion.images]
+        return mm_input(
+            [*completion.ids], dict(image=items), dict(image=digests), dict(image=places)
+        )
 
     def after_vllm_load(self, llm) -> None:
         """Clear what vLLM keeps beside the weights, which were just loaded."""
@@ -99,31 +124,3 @@ def zero_deepstack(worker) -> None:
     (vllm/model_executor/models/qwen3_vl.py)."""
     for buffer in getattr(worker.get_model(), "deepstack_input_embeds", ()):
         buffer.zero_()
-
-
-def input_of(completion: Completion, reader: Reader) -> dict:
-    """Return a prompt with images as vLLM's `MultiModalInput`. Images are named by the digests of
-    their contents: vLLM's caches take equal ones for the same image."""
-    from vllm.inputs import mm_input
-    from vllm.multimodal.inputs import PlaceholderRange
-
-    items, places = [], []
-    for span in completion.images:
-        ids = torch.tensor(completion.ids[span.start : span.end])
-        is_embed = None if (ids == reader.image_id).all() else ids == reader.image_id
-        places.append(PlaceholderRange(span.start, span.end - span.start, is_embed))
-        items.append(_item(reader.recent_pixels(span.file, span.digest)))
-    digests = [span.digest for span in completion.images]
-    return mm_input([*completion.ids], dict(image=items), dict(image=digests), dict(image=places))
-
-
-def _item(pixels: Pixels):
-    """Return the pixels of an image as vLLM's `MultiModalKwargsItem`."""
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
-
-    count = torch.tensor([len(pixels["pixel_values"])])  # of tiles, or of patches
-    whole = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
-    fields = dict.fromkeys(pixels, MultiModalFieldConfig.flat_from_sizes("image", count))
-    fields |= dict(num_patches=whole, image_grid_thw=whole)
-    data = pixels | dict(num_patches=count)
-    return MultiModalKwargsItems.from_hf_inputs(data, fields)["image"][0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.data.sample import ImageSpan
 from common.data.tokens import Tokens
-from extras.images.reader import Features, Pixels, Reader
+from extras.images.reader import Pixels, Reader
 
 _thread = ThreadPoolExecutor(1, "images")
 
@@ -60,7 +60,8 @@ class PackedImages:
 
     def _begin(self, reader: Reader) -> Future:
         if self._decoded is None:
-            self._decoded = _thread.submit(_decode, reader, self.spans)
+            files = [(span.file, span.digest) for span in self.spans]
+            self._decoded = _thread.submit(lambda: [reader.pixels(*file) for file in files])
         return self._decoded
 
     def positions(self, positions_T: Tensor, pixels: list[Pixels], reader: Reader) -> Tensor:
@@ -81,12 +82,3 @@ def images_of(tokens: Tokens) -> PackedImages | None:
     if tokens.images is None and tokens.with_images is not None:
         tokens.images = PackedImages(tokens)
     return tokens.images if tokens.images and tokens.images.spans else None
-
-
-def _decode(reader: Reader, spans: list[ImageSpan]) -> list[Pixels]:
-    return [reader.pixels(span.file, span.digest) for span in spans]
-
-
-def to_device(features: Features, like: Tensor) -> Features:
-    """Return features in the dtype and on the device of embeddings."""
-    return Features(features.embeds.to(like), [each.to(like) for each in features.deepstack])

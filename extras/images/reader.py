@@ -1,9 +1,9 @@
 """Readers of images: files -> pixels as a family of models takes them, and the text with which its
 prompts show an image.
 
-transformers' processors make the pixels, those of PIL: they need no torchvision, and they make the
-same numbers on every machine. The layout of an image, which decides its number of tokens, is that
-of a blank one of its size."""
+transformers' PIL processors make the pixels: they need no torchvision, and make the same numbers on
+every machine. The layout of an image, which decides its number of tokens, depends on its size
+alone, so it is read from a blank image."""
 
 import io
 from functools import cache, lru_cache
@@ -151,16 +151,13 @@ class Idefics3Reader(Reader):
         return Layout(rows, columns, patches // self.patches_per_placeholder, patches)
 
     def text(self, layout: Layout, token: str) -> str:
-        count = layout.rows * layout.columns + 1
-        tile = token * (layout.placeholders // count)
+        from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+        tile = layout.placeholders // (layout.rows * layout.columns + 1)
         around = "<fake_token_around_image>"
-        tiles = ""
-        for row in range(1, layout.rows + 1):
-            for column in range(1, layout.columns + 1):
-                tiles += f"{around}<row_{row}_col_{column}>{tile}"
-            tiles += "\n"
-        whole = f"{around}<global-img>{tile}{around}"
-        return f"{tiles}\n{whole}" if tiles else whole
+        return get_image_prompt_string(
+            layout.rows, layout.columns, tile, around, token, "<global-img>"
+        )
 
     def arguments(self, pixels: list[Pixels]) -> Pixels:
         names = ("pixel_values", "pixel_attention_mask")

@@ -20,7 +20,7 @@ from common.model.attention import packed_inputs
 from common.model.export_files import change, changed
 from common.model.loading import towers_of
 from extras.images.image_files import digest, stored
-from extras.images.packed import images_of, to_device
+from extras.images.packed import images_of
 from extras.images.reader import reader
 
 
@@ -35,8 +35,8 @@ class Images:
         self.is_trained = trainable and args.vision == "train"
 
     def kept_numbers(self) -> int:
-        """Return the numbers that the tower keeps for its backward per placeholder of an image; if
-        it is frozen, those of one block at a time."""
+        """Return the numbers that the tower keeps for its backward, per placeholder of an image; a
+        frozen tower keeps one block at a time."""
         vision = self.hf.config.vision_config
         depth = getattr(vision, "num_hidden_layers", None) or vision.depth
         of_block = 10 * vision.hidden_size + 2 * vision.intermediate_size
@@ -56,15 +56,15 @@ class Images:
             decoded = images.decode(self.reader)
             pixels = [{name: x.to(device) for name, x in each.items()} for each in decoded]
             with torch.set_grad_enabled(self.is_trained and torch.is_grad_enabled()):
-                features = to_device(self.reader.features(self.hf.base_model, pixels), embeds_TD)
+                features = self.reader.features(self.hf.base_model, pixels)
             is_image_T = images.is_placeholder(ids_T, self.reader.image_id)
             assert is_image_T.sum() == len(features.embeds), "placeholders differ from features"
-            embeds_TD = embeds_TD.masked_scatter(is_image_T[:, None], features.embeds)
+            embeds_TD = embeds_TD.masked_scatter(is_image_T[:, None], features.embeds.to(embeds_TD))
             positions = images.positions(tokens.position_ids_T, decoded, self.reader)
             inputs["position_ids"] = positions[..., None, :]
             if features.deepstack:
                 inputs["visual_pos_masks"] = is_image_T[None]
-                inputs["deepstack_visual_embeds"] = features.deepstack
+                inputs["deepstack_visual_embeds"] = [x.to(embeds_TD) for x in features.deepstack]
         if self.is_trained:
             # FSDP reduces the gradients that exist: all ranks must have the same ones.
             embeds_TD = embeds_TD + 0.0 * self._touch()

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import torch
-import transformers
 from helpers import tiny_tokenizer
 from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' }}"
@@ -16,18 +16,12 @@ TEMPLATE = (
     "{{ '<|end_of_turn|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
 )
-TILES = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
+VISION = dict(hidden_size=32, intermediate_size=64, patch_size=8)
 TEXT = dict(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    max_position_embeddings=1024,
-    bos_token_id=None,
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, bos_token_id=None,
     tie_word_embeddings=True,
-)
+)  # fmt: skip
 MEAN = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
@@ -39,17 +33,14 @@ def tokenizer(special: list[str], image: str):
     return made
 
 
-def save(folder: Path, made, model_class, config, processor: dict) -> Path:
-    from transformers import GenerationConfig
-
+def save(folder: Path, family: str, made, fields: dict, processor: dict) -> Path:
     ends = [made.convert_tokens_to_ids(t) for t in ("<|eos|>", "<|end_of_turn|>")]
-    text = config.get_text_config()
-    for each in (config, text):
-        each.eos_token_id = ends
-        each.pad_token_id = made.pad_token_id
+    config = AutoConfig.for_model(family, **fields, tie_word_embeddings=True, dtype="float32")
+    for each in (config, config.get_text_config()):
+        each.eos_token_id, each.pad_token_id = ends, made.pad_token_id
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class(config)
+        model = AutoModelForImageTextToText.from_config(config)
         for parameter in model.parameters():  # larger than usual, so that images matter
             if parameter.ndim > 1:
                 parameter.data *= 4
@@ -60,109 +51,56 @@ def save(folder: Path, made, model_class, config, processor: dict) -> Path:
     return folder
 
 
-def idefics3(folder: Path, name: str = "Idefics3") -> Path:
-    config_class = getattr(transformers, f"{name}Config")
-    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
-    special = ["<fake_token_around_image>", "<image>", "<global-img>", *TILES]
+def idefics3(folder: Path, family: str = "idefics3", name: str = "Idefics3") -> Path:
+    tiles = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
+    special = ["<fake_token_around_image>", "<image>", "<global-img>", *tiles]
     made = tokenizer(special, "<image>")
-    config = config_class(
-        image_token_id=made.convert_tokens_to_ids("<image>"),
-        scale_factor=2,
-        pad_token_id=made.pad_token_id,
-        tie_word_embeddings=True,
-        vision_config=dict(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=32,
-            patch_size=8,
-        ),
+    sizes = dict(num_hidden_layers=2, num_attention_heads=2, image_size=32)
+    fields = dict(
+        image_token_id=made.convert_tokens_to_ids("<image>"), scale_factor=2,
+        pad_token_id=made.pad_token_id, vision_config=VISION | sizes,
         text_config=TEXT | dict(model_type="llama", vocab_size=len(made)),
-        dtype="float32",
-    )
-    processor = dict(
-        image_processor_type=f"{name}ImageProcessor",
-        size=dict(longest_edge=64),
-        max_image_size=dict(longest_edge=32),
-        resample=1,
-    )
-    return save(folder, made, model_class, config, processor)
+    )  # fmt: skip
+    edges = dict(size=dict(longest_edge=64), max_image_size=dict(longest_edge=32))
+    processor = dict(image_processor_type=f"{name}ImageProcessor", resample=1) | edges
+    return save(folder, family, made, fields, processor)
 
 
 def smolvlm(folder: Path) -> Path:
-    return idefics3(folder, "SmolVLM")
+    return idefics3(folder, "smolvlm", "SmolVLM")
 
 
-def _qwen(folder: Path, model_class, config_class, vision: dict, text: dict) -> Path:
+def _qwen(folder: Path, family: str, vision: dict, text: dict, rope: dict) -> Path:
     special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     made = tokenizer(special, "<|vision_start|><|image_pad|><|vision_end|>")
     start, end, image, video = made.convert_tokens_to_ids(special)
-    config = config_class(
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        tie_word_embeddings=True,
-        vision_config=vision
-        | dict(
-            hidden_size=32,
-            intermediate_size=64,
-            depth=2,
-            num_heads=2,
-            patch_size=8,
-            spatial_merge_size=2,
-            temporal_patch_size=2,
-            out_hidden_size=64,
-            num_position_embeddings=64,
-        ),
-        text_config=TEXT | dict(vocab_size=len(made)) | text,
-        dtype="float32",
-    )
-    processor = dict(
-        image_processor_type="Qwen2VLImageProcessor",
-        size=dict(shortest_edge=256, longest_edge=4096),
-        patch_size=8,
-        temporal_patch_size=2,
-        merge_size=2,
-    )
-    return save(folder, made, model_class, config, processor)
+    patches = dict(patch_size=8, temporal_patch_size=2)
+    vision |= VISION | patches | dict(
+        depth=2, num_heads=2, spatial_merge_size=2, out_hidden_size=64, num_position_embeddings=64
+    )  # fmt: skip
+    rope |= dict(rope_type="default", rope_theta=1e4, mrope_interleaved=True)
+    fields = dict(
+        image_token_id=image, video_token_id=video, vision_start_token_id=start,
+        vision_end_token_id=end, vision_config=vision,
+        text_config=TEXT | dict(vocab_size=len(made), rope_parameters=rope) | text,
+    )  # fmt: skip
+    edges = dict(size=dict(shortest_edge=256, longest_edge=4096), merge_size=2)
+    processor = dict(image_processor_type="Qwen2VLImageProcessor") | patches | edges
+    return save(folder, family, made, fields, processor)
 
 
 def qwen3_vl(folder: Path) -> Path:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    rope = dict(
-        rope_type="default", rope_theta=1e4, mrope_section=[6, 5, 5], mrope_interleaved=True
-    )
-    return _qwen(
-        folder,
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLConfig,
-        dict(deepstack_visual_indexes=[0, 1]),
-        dict(rope_parameters=rope),
-    )
+    vision = dict(deepstack_visual_indexes=[0, 1])
+    return _qwen(folder, "qwen3_vl", vision, {}, dict(mrope_section=[6, 5, 5]))
 
 
 def qwen3_5(folder: Path) -> Path:
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    rope = dict(
-        rope_type="default",
-        rope_theta=1e4,
-        mrope_section=[2, 1, 1],
-        mrope_interleaved=True,
-        partial_rotary_factor=0.25,
-    )
     text = dict(
-        rope_parameters=rope,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-    )
-    return _qwen(folder, Qwen3_5ForConditionalGeneration, Qwen3_5Config, {}, text)
+        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=1,
+        linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32,
+    )  # fmt: skip
+    rope = dict(mrope_section=[2, 1, 1], partial_rotary_factor=0.25)
+    return _qwen(folder, "qwen3_5", {}, text, rope)
 
 
 FAMILIES = dict(idefics3=idefics3, smolvlm=smolvlm, qwen3_vl=qwen3_vl, qwen3_5=qwen3_5)

@@ -5,12 +5,9 @@ import json
 import pytest
 from helpers import EACH_STEP, assert_close_metrics, metrics, run, stored, weights
 
-from common.model.hub import load_tokenizer
-from common.rollout.engines import make_engine
 from common.train import run as train_run
 from extras.images.reader import Reader
 from extras.images.tests.checkpoints import FAMILIES, dataset, picture
-from grpo import Args
 
 SAME = ("grad_norm", "entropy", "reward", "completions/mean_length")
 GAP = "sampling/sampling_logp_difference/max"
@@ -87,17 +84,6 @@ def test_sampled_placeholder_ends_the_completion(checkpoint, flags, tmp_path, ma
     main("grpo", "--model", path, *flags, "--max_steps", 1, "--engine", "transformers",
          "--output_dir", tmp_path)  # fmt: skip
     assert metrics(tmp_path)[-1]["completions/mean_length"] < 7
-
-
-def test_engine_that_is_used_again_ends_at_placeholders(checkpoint, device):
-    """eval.py samples several checkpoints, each with its own EOS, with one engine."""
-    path = str(checkpoint("qwen3_vl"))
-    args = Args(model=path, engine="transformers", vision="frozen")
-    tokenizer = load_tokenizer(path, args)
-    engine = make_engine(path, args, [1, 2], tokenizer, device)
-    engine.end_at([3])
-    ends = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
-    assert engine.eos_ids == [3, *ends] and engine.silent_ids >= {*ends}
 
 
 # vLLM on a GPU loses what is no weight in its sleep. On a CPU it does not sleep.

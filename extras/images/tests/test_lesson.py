@@ -49,11 +49,3 @@ def test_page_has_the_ids_and_the_shapes_of_the_first_picture(data, capsys):
         "[36, 128]",
     ]
     assert all(shape in PAGE for shape in ("[64, 64]", "[16, 128]", "[36, 128]"))
-
-
-def test_lines_of_the_tower_are_those_of_the_source():
-    page = (ROOT / "course/lessons/13_images.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
-    source = (ROOT / "extras/images/tower.py").read_text()
-    assert len(code.splitlines()) == 3
-    assert [line for line in code.splitlines() if f" {line}\n" not in source] == []

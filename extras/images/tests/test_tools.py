@@ -11,7 +11,6 @@ import torch
 from helpers import ROOT, call_main
 from transformers import AutoModelForImageTextToText
 
-import eval as evaluation
 import sft
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
@@ -20,9 +19,8 @@ from common.data.sample import Completion
 from common.metrics.logger import RunLogger
 from common.model.hub import load_tokenizer
 from common.parallel.process import visible
-from common.rollout.completions_file import read_completions, require_same_architecture
+from common.rollout.completions_file import read_completions
 from common.rollout.prompts import Prompts, show_first
-from extras.images.encoder import ImageEncoder
 from extras.images.reader import reader
 from extras.images.tests.checkpoints import picture
 
@@ -76,19 +74,6 @@ def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_pa
     file.write_text("".join(json.dumps(line) + "\n" for line in stored))
     with pytest.raises(ValueError, match="line 2: `images` are not those of this row"):
         read_completions("--completions", file, prompts, tokenizer)
-
-
-@pytest.mark.parametrize("reward", ["judge:tiny", "rank:tiny", "model:tiny"])
-def test_models_that_see_no_images_give_no_rewards(reward, pictures):
-    given = dict(model="tiny", dataset=[str(pictures)], reward=[reward], vision="frozen")
-    if reward == "judge:tiny":
-        given["rubric"] = "It is right."
-    with pytest.raises(ValueError, match=f"--reward {reward} does not support images"):
-        ImageEncoder(None, evaluation.Args(**given))
-
-
-def test_export_is_compared_with_its_base(trained, checkpoints):
-    require_same_architecture(str(trained.folder / "hf"), str(checkpoints("idefics3")))
 
 
 # ---- the chat ----
