@@ -124,8 +124,8 @@ def choice(completion: str, row: dict) -> float:
 
 
 def stated_letters(completion: str, options: list[str]) -> set[str]:
-    """Return the letters of the last statement: behind "answer is" and the like, in a box, as lines
-    of their own, or as "B is correct". Without any of these, they are those in brackets in the last
+    """Return the letters of the last statement: behind "answer is" and the like, in a box, on lines
+    of their own, or as "B is correct". Without a statement: the letters in brackets in the last
     line."""
     text = unmarked(completion)
     texts = [unmarked(option).rstrip(".").lower() for option in options]

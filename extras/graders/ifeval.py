@@ -5,8 +5,8 @@ A row names its instructions in two columns, as the public dataset `google/IFEva
     instruction_id_list: ["length_constraints:number_words", "punctuation:no_comma"]
     kwargs:              [{"relation": "at least", "num_words": 300}, {}]
 
-`INSTRUCTIONS` lists all instructions. The rules are those of the paper's checker, lenient where it
-is lenient, so that scores can be compared, except that
+`INSTRUCTIONS` lists all instructions. The rules follow the paper's checker, lenient where it is
+lenient, so that scores can be compared, except that
 
 - keywords, markers and section names are text, never regular expressions;
 - there is no language detector: `english_capital` and `english_lowercase` check only the case of

@@ -57,7 +57,7 @@ RUBRIC = TypeAdapter(Annotated[list[OneOrText], Field(min_length=1), BeforeValid
 
 
 def criteria_of(row: dict, args: SamplingArgs) -> list[tuple[str, float]]:
-    """Return the criteria of a row and their weights: those of its column `rubric`, else those of
+    """Return the criteria of a row and their weights, from its column `rubric`, else from
     `--rubric`. Raises `ValueError` naming the row for a malformed rubric."""
     if row.get("rubric") is None:
         return [(text, 1.0) for text in args.rubric]
@@ -244,7 +244,7 @@ class Judge:
         return self.fill(first.row | values | dict(criterion=criterion))
 
     def _transcript(self, sample: Completion) -> str:
-        """Return all turns of a sample; those of stored completions are not decoded yet."""
+        """Return all turns of a sample; stored completions are not decoded yet."""
         if sample.transcript or sample.turns == 1:
             return sample.transcript or sample.text
         return self.policy_encoder.tokenizer.decode(sample.completion_ids)

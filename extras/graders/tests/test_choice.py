@@ -1,15 +1,10 @@
 """The rewards `choice` and `stated`: the forms of an answer, the forms of a row, bad rows."""
 
 import json
-import random
-import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.rewards.registry import load_reward, require_usable_row
-from common.rewards.thoughts import answer_of
 from extras.graders.choice import LETTERS, choice, option_columns, options_of, stated
 
 CITIES = ["London", "Paris", "Rome", "A town on the Seine"]
@@ -146,71 +141,6 @@ def test_options_may_be_json_text(column):
         assert options_of(row) == options_of(row | {column: value})
 
 
-def test_choice_ignores_thoughts():
-    row = dict(options=CITIES, answer="B", _source="a:1")
-    for completion, reward in [
-        ("<think>The answer is A. Or (C)?</think>\nThe answer is B.", 1),
-        ("<think>The answer is B.</think>\nHm.", 0),
-        ("<think>The answer is B.", 0),
-    ]:
-        assert choice(answer_of(completion), row) == reward
-
-
-def test_answers_of_any_text_are_quick():
-    row = dict(options=CITIES, answer="B", _source="a:1")
-    alphabet = [
-        "answer",
-        " is",
-        ":",
-        " ",
-        "\n",
-        "A",
-        "B",
-        ")",
-        "(",
-        "**",
-        r"\boxed{",
-        "}",
-        "or",
-        "-",
-    ]
-    rng = random.Random(0)
-    pieces = [
-        "_ ",
-        "选",
-        "答案是",
-        "A是",
-        "option A ",
-        "fully ",
-        "¹ ",
-        "answer is A, ",
-        "answer x x x x x x ",
-        "A. London\n",
-        " \n",
-        "(A) ",
-        "> ",
-        "#",
-        "the ",
-    ]
-    for piece in alphabet + pieces:
-        start = time.perf_counter()
-        choice(piece * 20_000, row)
-        stated(piece * 20_000, dict(answer="(A)"))
-        assert time.perf_counter() - start < 10
-    for _ in range(300):
-        text = "".join(rng.choices(alphabet, k=rng.randint(0, 30)))
-        assert choice(text, row) in (0, 1) and stated(text, dict(answer="(A)")) in (0, 1)
-
-
-@given(
-    st.text()
-    | st.lists(st.sampled_from([*STATED, "A", "[", "答案是", "_", "\n", "，"])).map("".join)
-)
-def test_any_text_is_scored(text):
-    assert choice(text, dict(options=CITIES, answer="B", _source="a:1")) in (0, 1)
-    assert stated(text, dict(answer="(A)")) in (0, 1)
-
-
 # ---- rows ----
 
 GPQA = {"Correct Answer": "right\n", "Incorrect Answer 1": "a", "Incorrect Answer 2": "b"}
@@ -281,38 +211,22 @@ def test_bad_row_is_refused_in_one_line(row, problem):
     "completion, answer, reward",
     [
         ("not ( True ) is False. So the answer is False.", "False", 1),
-        ("The answer is (B).", "(B)", 1),
-        ("The answer is B.", "(B)", 1),
-        ("The answer is (B) 01/02/2021.", "(B)", 1),
-        (r"\boxed{(B)}", "(B)", 1),
-        (r"\boxed{\text{B}}", "(B)", 1),
-        ("The answer is (C).", "(B)", 0),
-        ("The answer is (A) or (B).", "(A)", 0),
-        ("The answer is therefore False.", "False", 1),
-        ("The answer is the red ball.", "The red ball", 1),
-        (r"\boxed{Truee", "True", 0),
-        ("**Answer:** yes", "Yes", 1),
-        ("The answer is True. No: the answer is False.", "True", 0),
-        ("The answer is 24", "24", 1),
-        ("The answer is -24.", "24", 0),
-        ("The answer is 240", "24", 0),
-        (r"so $\boxed{24}$.", "24", 1),
+        ("The answer is (B).", "(B)", 1), ("The answer is B.", "(B)", 1),
+        ("The answer is (B) 01/02/2021.", "(B)", 1), (r"\boxed{(B)}", "(B)", 1),
+        (r"\boxed{\text{B}}", "(B)", 1), ("The answer is (C).", "(B)", 0),
+        ("The answer is (A) or (B).", "(A)", 0), ("The answer is therefore False.", "False", 1),
+        ("The answer is the red ball.", "The red ball", 1), (r"\boxed{Truee", "True", 0),
+        ("**Answer:** yes", "Yes", 1), ("The answer is True. No: the answer is False.", "True", 0),
+        ("The answer is 24", "24", 1), ("The answer is -24.", "24", 0),
+        ("The answer is 240", "24", 0), (r"so $\boxed{24}$.", "24", 1),
         ("The answer is: apple  banana cherry", "apple banana cherry", 1),
-        ("The answer is ] ) }", "] ) }", 1),
-        ("The answer is ) }", "] ) }", 0),
-        (r"\boxed{] ) }}", "] ) }", 1),
-        ("<answer>valid</answer>", "valid", 1),
-        ("It follows.\ninvalid", "invalid", 1),
-        ("Yes", "Yes", 1),
-        ("Yes, it is plausible.", "yes", 0),
-        ("答案：巴黎。", "巴黎", 1),
-        ("答案是巴黎", "巴黎", 1),
-        ("答案不是巴黎", "巴黎", 0),
-        ("The answer is １，０００．", "1000", 1),
-        ("The answer is 1,00", "100", 0),
-        ("The answer is 0.5", "½", 1),
-        ("", "yes", 0),
+        ("The answer is ] ) }", "] ) }", 1), ("The answer is ) }", "] ) }", 0),
+        (r"\boxed{] ) }}", "] ) }", 1), ("<answer>valid</answer>", "valid", 1),
+        ("It follows.\ninvalid", "invalid", 1), ("Yes", "Yes", 1),
+        ("Yes, it is plausible.", "yes", 0), ("答案：巴黎。", "巴黎", 1), ("答案是巴黎", "巴黎", 1),
+        ("答案不是巴黎", "巴黎", 0), ("The answer is １，０００．", "1000", 1),
+        ("The answer is 1,00", "100", 0), ("The answer is 0.5", "½", 1), ("", "yes", 0),
     ],
-)
+)  # fmt: skip
 def test_stated_compares_the_rest_of_the_line(completion, answer, reward):
     assert stated(completion, dict(answer=answer)) == reward

@@ -1,13 +1,6 @@
-"""IFEval's instructions: completions that follow each or violate it, malformed rows, and random
-text."""
-
-import json
-import random
-import time
+"""IFEval's instructions: completions that follow each or violate it, and malformed rows."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.rewards.registry import load_reward
 from extras.graders.ifeval import INSTRUCTIONS, arguments_of, ifeval
@@ -212,155 +205,31 @@ def test_reward_is_the_fraction_of_followed_instructions():
 
 
 WORDS = "length_constraints:number_words"
+RELATION = dict(relation="at least")
 
 
 @pytest.mark.parametrize("broken, message", [
-    (
-        row(("language:response_language", dict(language="kn"))),
-        "response_language needs a language detector",
-    ),
-    (
-        row(("number_words", {})),
-        "unknown instruction 'number_words'; there are keywords:existence, ",
-    ),
-    (row((None, {})), "unknown instruction None"),
+    (row(("language:response_language", {})), "response_language needs a language detector"),
+    (row(("number_words", {})), "unknown instruction 'number_words'; there are keywords:existe"),
     (row((["a"], {})), "unknown instruction"),
     (row(), "instruction_id_list: expected a list of instructions"),
     (row() | dict(instruction_id_list="x"), "instruction_id_list: expected a list .* got 'x'"),
-    (
-        row((WORDS, {})) | dict(kwargs=[]),
-        "kwargs: expected a dict for each of the 1 instructions, got 0",
-    ),
-    (row((WORDS, {})) | dict(kwargs=[{}, {}]), "got 2"),
+    (row((WORDS, {})) | dict(kwargs=[]), "expected a dict for each of the 1 instructions, got 0"),
     (row((WORDS, {})) | dict(kwargs="{}"), "got '{}'"),
     (row((WORDS, "{}")), f"the kwargs of {WORDS}: expected a dict, got '{{}}'"),
     (row((WORDS, None)), f"{WORDS}: argument num_words: expected a whole number >= 0, got nothing"),
-    (
-        row((WORDS, dict(num_words=3))),
-        f"{WORDS}: argument relation: expected .at least. .* got nothing",
-    ),
+    (row((WORDS, dict(num_words=3))), f"{WORDS}: argument relation: .*at least. .* got nothing"),
     (row((WORDS, dict(num_words=3, relation="at most"))), "argument relation: .* got 'at most'"),
-    (row((WORDS, dict(num_words="3", relation="at least"))), "argument num_words: .* got '3'"),
-    (row((WORDS, dict(num_words=-1, relation="at least"))), "argument num_words: .* got -1"),
-    (row((WORDS, dict(num_words=True, relation="at least"))), "argument num_words: .* got True"),
-    (row((WORDS, dict(num_words=2.5, relation="at least"))), "argument num_words: .* got 2.5"),
-    (
-        row((WORDS, dict(num_words=float("nan"), relation="at least"))),
-        "argument num_words: .* got nan",
-    ),
-    (
-        row(("length_constraints:number_paragraphs", dict(num_paragraphs=0))),
-        "num_paragraphs: .* >= 1, got 0",
-    ),
-    (
-        row(("keywords:existence", dict(keywords="river"))),
-        "keywords: expected a list of texts, got 'river'",
-    ),
-    (
-        row(("keywords:existence", dict(keywords=[]))),
-        r"keywords: expected a list of texts, got \[\]",
-    ),
-    (
-        row(("keywords:forbidden_words", dict(forbidden_words=["a", " "]))),
-        "forbidden_words: expected a list",
-    ),
-    (
-        row(("startend:end_checker", dict(end_phrase=" "))),
-        "end_phrase: expected a text that is not blank",
-    ),
-    (
-        row(
-            (
-                "keywords:letter_frequency",
-                dict(letter="ab", let_frequency=1, let_relation="at least"),
-            )
-        ),
-        "letter: expected one character, got 'ab'",
-    ),
-    # not only the first
-    (row(("punctuation:no_comma", {}), (WORDS, {})), "argument num_words"),
+    *((row((WORDS, RELATION | dict(num_words=value))), f"argument num_words: .* got {value!r}")
+      for value in ("3", -1, True, 2.5, float("nan"))),
+    (row(("length_constraints:number_paragraphs", dict(num_paragraphs=0))), ".* >= 1, got 0"),
+    (row(("keywords:existence", dict(keywords="river"))), "keywords: expected a list of texts"),
+    (row(("keywords:existence", dict(keywords=[]))), r"expected a list of texts, got \[\]"),
+    (row(("keywords:forbidden_words", dict(forbidden_words=["a", " "]))), "expected a list"),
+    (row(("startend:end_checker", dict(end_phrase=" "))), "expected a text that is not blank"),
+    (row(("keywords:letter_frequency", dict(letter="ab"))), "letter: expected one character, got"),
+    (row(("punctuation:no_comma", {}), (WORDS, {})), "argument num_words"),  # not only the first
 ])  # fmt: skip
 def test_malformed_rows_are_refused_by_name(broken, message):
     with pytest.raises(ValueError, match=rf"^rows.jsonl:3: .*{message}"):
         ifeval.check(broken)
-
-
-# ---- random text ----
-
-EXAMPLES = {name: value for _, kwargs, _, _ in CASES for name, value in kwargs.items()}
-ALL = row(*((i, {name: EXAMPLES[name] for name in arguments_of(i)}) for i in INSTRUCTIONS))
-PIECES = [
-    "*",
-    "**",
-    "***",
-    "******",
-    "[",
-    "]",
-    "<<",
-    ">>",
-    '"',
-    "'",
-    ",",
-    ".",
-    "!",
-    "?",
-    "P.",
-    "S.",
-    "Section",
-    " 1",
-]
-PIECES += ["\n", "\n\n", "- ", " ", "\t", "a", "A", "river", "{", "}", "```", "json"]
-PIECES += ["\x00", "文", "😀", "İ", "ß", "\u2028"]
-
-
-@given(st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=40).map("".join)))
-def test_random_text_gets_a_fraction(text):
-    value = ifeval(text, ALL)
-    assert isinstance(value, float) and 0 <= value <= 1
-    assert value * len(INSTRUCTIONS) == pytest.approx(round(value * len(INSTRUCTIONS)))
-    assert text.strip() or value == 0
-
-
-@given(st.text(alphabet="ab .!?\n", max_size=60), st.integers(0, 8))
-def test_less_than_is_the_negation_of_at_least(text, bound):
-    for instruction, name in [("number_words", "num_words"), ("number_sentences", "num_sentences")]:
-        less, at_least = (
-            follows(text, instruction, relation=r, **{name: bound})
-            for r in ("less than", "at least")
-        )
-        assert less != at_least or not text.strip()
-
-
-@given(
-    st.recursive(
-        st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
-    )
-)
-def test_json_instruction_accepts_the_output_of_json(value):
-    text = json.dumps(value)
-    assert follows(text, "json_format") and follows(f"```json\n{text}\n```", "json_format")
-    assert not follows(text + " x", "json_format")
-
-
-SIZE = 100_000
-WILD = {repr(piece): piece * (SIZE // len(piece)) for piece in PIECES} | {
-    "words": "word " * (SIZE // 5),
-    "headings": "Section 1 " * (SIZE // 10),
-    "highlights": "*a " * (SIZE // 3),
-    "titles": "<<a " * (SIZE // 4),
-    "spaces before a bullet": "\n" * (SIZE // 2) + " " * (SIZE // 2) + "* a",
-    "hyphens": "A-" * (SIZE // 2),
-    "sentences": "A b. " * (SIZE // 5),
-    "closing": "a" + '"' * SIZE + " " + "*" * SIZE,
-    "nested": "[" * (SIZE // 2) + "]" * (SIZE // 2),
-    "random": "".join(random.Random(0).choices(PIECES, k=SIZE // 2)),
-}
-
-
-@pytest.mark.parametrize("kind", WILD)
-def test_long_random_text_takes_linear_time(kind):
-    started = time.process_time()
-    assert 0 <= ifeval(WILD[kind], ALL) <= 1
-    assert (
-        time.process_time() - started < 20
-    )  # measured CPU time: under 0.2 s for all 24; quadratic would be minutes
