@@ -1,9 +1,9 @@
 """Gated delta nets (arXiv:2412.06464; Qwen3-Next, Qwen3.5) on packed sequences.
 
 Such a layer has a causal convolution over the last few tokens, and a recurrence whose state has
-read all tokens before. Both begin anew at every sequence of a pack. Transformers calls them as
-functions of its module, with the keyword arguments of the model; those here take their place, and
-do what transformers' do if there is no `pack` among the arguments.
+read all tokens before. Both begin anew at every sequence of a pack. Transformers calls both as
+functions of its module, with the keyword arguments of the model. The functions here take their
+place; without a `pack` among the arguments they call the originals.
 
 Shapes: T tokens of a pack, C channels of the convolution, H heads."""
 

@@ -40,8 +40,8 @@ def scaled_folder(path: str, factor: float) -> str:
 
 
 def scaled_config(path: str, factor: float) -> dict[str, object]:
-    """Return the fields of config.json with the scaling, in the form of the file: that of
-    transformers 4 or 5. The model's context is the length that it was trained for."""
+    """Return the fields of config.json with the scaling, in the file's own form (transformers 4 or
+    5). The model's context is the length that it was trained for."""
     config = load_config(path).get_text_config()
     label = f"--rope_factor {factor:g}: {path}"
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -1,9 +1,9 @@
 """A teacher with another tokenizer: it reads the text of prompt and completion in its own tokens.
 
 Student and teacher are compared on spans, the shortest parts of a completion that both tokenizers
-cut out: the log-prob of a span is the sum of those of its tokens (chain rule). GOLD (Hugging Face,
-2025) has the same spans, but merges whole distributions over them. The end of a completion is a
-span: the student's EOS is the text that ends a completion for the teacher."""
+cut out: the log-prob of a span is the sum over its tokens (chain rule). GOLD (Hugging Face, 2025)
+has the same spans, but merges whole distributions over them. The end of a completion is a span: the
+student's EOS is the text that ends a completion for the teacher."""
 
 import json
 import re
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder, format_of
@@ -37,10 +38,10 @@ class Spans:
         self.shares_T = shares_T  # log-prob of the span / its number of the student's tokens
 
     def compare(self, student: TokenStats, old_logprobs_T: Tensor | None) -> Comparison:
-        """Compare a student with the teacher. Each token of a span has an equal share of the span's
-        log q - log pi_old; their sum is that of the whole completion. None as `old_logprobs_T`:
-        those of the student. Distributions cannot be compared: `reverse_kl_T` is its estimate
-        log pi_old - log q, the others are None."""
+        """Compare a student with the teacher. The tokens of a span share its log q - log pi_old
+        equally, so that they sum to the difference over the whole completion. Without
+        `old_logprobs_T`, the student's log-probs are used. Distributions cannot be compared:
+        `reverse_kl_T` is its estimate log pi_old - log q, the others are None."""
         old_T = student.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
         span_T = (self.starts_T.long().cumsum(0) - 1).clamp(min=0)
         sizes = span_T.bincount()
@@ -210,7 +211,7 @@ def bytes_of_tokens(tokenizer) -> dict[int, bytes]:
     added = tokenizer.added_tokens_decoder
     texts = {i: token for token, i in tokenizer.get_vocab().items() if i not in added}
     if "ByteLevel" in kinds:
-        byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         texts = {i: text for i, text in texts.items() if byte_of.keys() >= {*text}}
         pieces = {i: bytes(map(byte_of.get, text)) for i, text in texts.items()}
     elif kinds <= {"ByteFallback", "Fuse", "Replace", "Strip", "Metaspace"}:
@@ -219,13 +220,6 @@ def bytes_of_tokens(tokenizer) -> dict[int, bytes]:
     else:
         raise ValueError(f"the tokens of its tokenizer are no bytes ({', '.join(sorted(kinds))})")
     return pieces | {i: str(t).encode() for i, t in added.items() if not t.special}
-
-
-def byte_characters() -> list[str]:
-    """Return the character of each byte in byte-level BPE: itself, if it can be printed."""
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
 def _piece(text: str, has_blanks: bool) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EACH_STEP, assert_close_metrics, assert_resumes_exactly, metrics, run
+from helpers import run
 from model.test_families import require_vllm_keeps_nothing
 from model.test_policy import write_checkpoint
 from torch import Tensor
@@ -20,11 +20,10 @@ from common.data.sample import Sample
 from common.model.flops import forward_flops
 from common.model.loading import whole
 from common.model.policy import load_policy
-from extras.architectures.delta_net import CONVOLUTION, ONE_TOKEN, RECURRENCE, keep_sequences_apart
+from extras.architectures.delta_net import CONVOLUTION, ONE_TOKEN, RECURRENCE
 
 QUICK = "qwen3_5_text"
 TYPES = (QUICK, "qwen3_next", "qwen3_5_moe_text")
-with_runs = pytest.mark.parametrize("model_type", [QUICK], indirect=True)  # the others: no run
 # Around the convolution's four taps and the recurrence's chunks of 64 tokens, in targets.
 LENGTHS = (2, 301, 3, 64, 65, 66, 2, 129, 4, 5)
 SHORT = replace(ARGS, share_prefix=0)
@@ -93,22 +92,6 @@ def test_pack_has_the_numbers_of_its_sequences_alone(recompute, path, device):
         assert_equal(numbers(policy, [order], device), alone)
 
 
-def test_sequence_of_one_token_keeps_its_neighbours_apart(path, device):
-    """The shortest sequence is shorter than the convolution."""
-    policy = load_policy(path, SHORT, device)
-    groups = [samples((2, 2, 9)), samples((2, 2, 9))]
-    groups[1][0] = Sample([7, 9], [True, True])
-    groups[1][1] = Sample([9, 7], [True, True])
-    ends = []
-    for group in groups:
-        (mb,) = pack(group, 100, device)
-        begin = next(b for b, e in zip(mb.offsets, mb.offsets[1:], strict=False) if e - b == 8)
-        with torch.no_grad():
-            ends.append(policy(mb)[0][begin : begin + 8])
-        policy.reshard()
-    torch.testing.assert_close(ends[0], ends[1], atol=1e-6, rtol=0)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels may be called here")
 def test_installed_kernels_are_not_called_on_a_cpu(path, device, monkeypatch):
     """Transformers calls the kernels of an installed package on every device."""
@@ -130,31 +113,6 @@ def test_installed_kernels_are_not_called_on_a_cpu(path, device, monkeypatch):
     policy.hf.set_attn_implementation("eager")
     ids = policy.hf.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, eos_token_id=None)
     assert ids.shape == (1, 6)
-
-
-def test_transformers_own_model_is_unchanged(path, device):
-    """Without a pack, the functions in its module return the outputs of transformers; they are
-    replaced only once."""
-    ids = torch.tensor([samples()[3].ids])
-    policy = load_policy(path, SHORT, device)
-    module = sys.modules[type(policy.hf).__module__]
-    patched = {name: getattr(module, name) for name in (CONVOLUTION, RECURRENCE)}
-    keep_sequences_apart(policy.hf)
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    outputs = []
-    for original in (False, True):
-        for name, function in patched.items():
-            assert getattr(module, name) is function
-            assert not hasattr(function.of_transformers, "of_transformers")
-            if original:
-                setattr(module, name, function.of_transformers)
-        logits = plain(ids, use_cache=False).logits
-        generated = plain.generate(ids, max_new_tokens=6, do_sample=False, min_new_tokens=6)
-        outputs.append((logits.detach(), generated))
-        for name, function in patched.items():
-            setattr(module, name, function)
-    assert torch.equal(outputs[0][0], outputs[1][0])
-    assert torch.equal(outputs[0][1], outputs[1][1])
 
 
 def test_shared_prefixes_are_off(path, device, capsys):
@@ -216,30 +174,7 @@ def test_attention_is_counted_in_its_layers_alone(path, device):
 # ---- runs ----
 
 
-@pytest.fixture(scope="module")
-def trained(path, sums, device, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("delta_run")
-    run(1, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", folder)
-    return folder
-
-
-@with_runs
-@pytest.mark.slow
-def test_update_does_not_depend_on_ranks(path, trained, sums, tmp_path):
-    run(2, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", tmp_path)
-    names = ("loss", "grad_norm", "entropy")
-    assert_close_metrics(trained, tmp_path, names, rel=5e-4)
-
-
-@with_runs
-@pytest.mark.slow
-def test_run_resumes_exactly(path, main, sums, tmp_path):
-    flags = (*STEPS, "--model", path, "--dataset", sums, "--keep_last", 2)
-    main("sft", *flags, "--output_dir", tmp_path / "run")
-    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=2)
-
-
-@with_runs
+@pytest.mark.parametrize("model_type", [QUICK], indirect=True)
 @pytest.mark.slow
 def test_adapters_of_delta_nets(path, sums, tmp_path):
     """The five linear layers of a delta net have adapters, and the merged export opens."""
@@ -252,20 +187,6 @@ def test_adapters_of_delta_nets(path, sums, tmp_path):
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name.split(".")[-2] for name in changed} == set(targets)
-
-
-@with_runs
-@pytest.mark.slow
-def test_engine_of_transformers_samples_from_the_trained_weights(path, sums, tmp_path):
-    flags = ("--model", path, "--dataset", sums, "--output_dir", tmp_path, "--engine",
-             "transformers", "--dtype", "float32", "--max_steps", 2, "--prompts_per_step", 4,
-             "--samples_per_prompt", 2, "--max_new_tokens", 70, "--lr", 1e-2,
-             "--eval_every", 0)  # fmt: skip
-    run(2, EACH_STEP, "grpo.py", *flags)
-    lines = metrics(tmp_path)
-    assert len(lines) == 2
-    for line in lines:
-        assert line["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 @pytest.mark.slow

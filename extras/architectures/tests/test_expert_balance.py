@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, assert_resumes_exactly, metrics, run
+from helpers import ROOT, metrics, run
 from model.test_moe import gradient_is_transformers, whole
 
 from bench.models import ARGS, checkpoint, rows
@@ -34,25 +34,11 @@ def path(tmp_path_factory) -> str:
     return checkpoint("mixtral", tmp_path_factory.mktemp("mixtral"))
 
 
-@pytest.mark.slow
-def test_run_with_expert_balancing_resumes_exactly(main, sums, tmp_path):
-    path = checkpoint("mixtral", tmp_path / "model")
-    flags = (
-        "--model",
-        path,
-        "--router_aux_loss_coef",
-        0.5,
-        "--max_steps",
-        4,
-        "--batch_size",
-        4,
-        "--save_every",
-        2,
-    )
-    flags += ("--lr", 1e-3, "--pack_tokens", 100, "--eval_every", 0, "--dataset", sums)
-    main("sft", *flags, "--output_dir", tmp_path / "run")
-    assert all(1 < line["expert_balance"] < 2 for line in metrics(tmp_path / "run"))
-    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
+def test_a_run_logs_the_balance(path, main, sums, tmp_path):
+    flags = ("--model", path, "--router_aux_loss_coef", 0.5, "--max_steps", 2, "--batch_size", 4,
+             "--eval_every", 0, "--dataset", sums, "--output_dir", tmp_path)  # fmt: skip
+    main("sft", *flags)
+    assert all(1 < line["expert_balance"] < 2 for line in metrics(tmp_path))
 
 
 @pytest.mark.parametrize(("pack_tokens", "recompute"), [(63, False), (1000, True)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import metrics, run
+from helpers import metrics
 from model.test_images_and_text import STEPS, checkpoint, logits, logprobs, opens_whole, rows
 from model.test_policy import hf_model, samples, separate, small, write_checkpoint
 from transformers import AutoConfig
@@ -122,31 +122,27 @@ def test_models_that_cannot_be_scaled_are_refused(config, what, tmp_path):
         resolve_model(path, rope_factor=2.0)
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_engine_samples_from_the_scaled_model(engine, tmp_path):
+def test_engine_samples_from_the_scaled_model(main, tmp_path):
     """The run compares the log-probs of engine and trainer, and its reference is scaled too. It
     resumes with the same flags, and its checkpoint is a scaled model."""
-    if engine == "vllm":
-        pytest.importorskip("vllm")
-    flags = ["--model", "tiny", "--engine", engine, "--output_dir", tmp_path / "run"]
+    flags = ["--model", "tiny", "--engine", "transformers", "--output_dir", tmp_path / "run"]
     flags += ["--rope_factor", 4, "--max_logprob_difference", 1e-4]
     flags += ["--prompts_per_step", 4, "--samples_per_prompt", 4, "--eval_every", 0]
-    flags += ["--log_kl"]
-    run(1, "grpo.py", *flags, "--max_steps", 1)
+    flags += ["--log_kl", "--max_new_tokens", 8]
+    main("grpo", *flags, "--max_steps", 1)
     lines = metrics(tmp_path / "run")
     assert lines[-1]["sampling/sampling_logp_difference/max"] < 1e-4
     assert abs(lines[-1]["kl"]) < 1e-6
-    run(1, "grpo.py", *flags, "--max_steps", 2)
+    main("grpo", *flags, "--max_steps", 2)
     model = resolve_model(str(tmp_path / "run/checkpoints/step_000002"))
     for folder in (model, tmp_path / "run/hf"):
         assert AutoConfig.from_pretrained(folder).rope_parameters["rope_type"] == "yarn"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
-def test_rotary_embeddings_of_text_are_scaled(model_type, main, sums, tmp_path, device):
+def test_rotary_embeddings_of_text_are_scaled(main, sums, tmp_path, device):
     """With the numbers of the full class, whose export has them in its text_config."""
-    path = checkpoint(model_type, tmp_path / "model")
+    path = checkpoint("qwen3_vl", tmp_path / "model")
     flags = (*STEPS, "--model", path, "--dataset", sums, "--rope_factor")
     main("sft", *flags, 2, "--output_dir", tmp_path / "run")
     hf = tmp_path / "run" / "hf"

@@ -17,7 +17,7 @@ from common.data.packing import pack_minibatches
 from common.data.sample import Completion
 from common.data.text_ids import TextIds
 from common.metrics.meter import Meter
-from common.model.distill import Student, Teacher
+from common.model.distill import Student
 from common.model.hub import load_tokenizer
 from common.model.logprobs import TokenStats
 from common.model.policy import load_policy
@@ -195,24 +195,6 @@ def test_log_probs_of_completions_are_those_of_a_plain_forward(device, folder):
         log_p = mb.sequence_sums(plain_T)[own]
         assert sums[own].item() == pytest.approx((log_q.sum() - log_p).item(), abs=1e-4)
     assert meter.reduce() == dict(unaligned=0.25)
-
-
-def test_equal_tokenizers_give_the_numbers_of_an_ordinary_teacher(device, tmp_path_factory):
-    from in_process import write_teacher
-
-    path = write_teacher(tmp_path_factory.mktemp("same") / "hf", vocabulary=356)
-    args = distill.Args(dtype="float32")
-    ordinary = load_policy(str(path), args, device, trainable=False, kind=Teacher)
-    student = load_policy(tiny_model(), args, device, kind=Student)
-    ours = tiny_tokenizer()
-    groups = [[completion(ours(text)["input_ids"] + [ours.eos_token_id])] for text in ("17", "1é")]
-    teacher = foreign(path, device)
-    mb = packed(teacher.read(groups, Meter()), device)
-    assert mb.span_starts_T[mb.loss_mask_T].all()
-    mine = student.distill(mb, teacher.teach(mb))
-    theirs = student.distill(mb, ordinary.teach(mb))
-    both = [(x.teacher_logprobs_T - x.logprobs_T)[mb.loss_mask_T] for x in (mine, theirs)]
-    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
