@@ -188,8 +188,8 @@ def test_python_keeps_its_state_until_it_ends():
 
 SPOILED = dict(
     run=("import sys; sys._getframe(1).f_globals['run'] = None", ""),
-    forged=("import os\nfor fd in range(3, 4000):\n    try: os.write(fd, b'{\"value\":[1,2]}\\n')"
-            "\n    except OSError: pass", "malformed"),
+    forged=("import os\nfor fd in range(3, 4000):\n    try:\n        "
+            "os.write(fd, b'{\"value\":[9,\"x\"]}\\n')\n    except OSError: pass", "malformed"),
     memory=("x = []\nwhile True: x.append('x' * 10**7)", ""),
     exit=("import os; os._exit(0)", "exit code 0"),
     time=("while True: pass", "0.3 s: time limit"),
