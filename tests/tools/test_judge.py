@@ -1,10 +1,8 @@
-"""tools/judge.py against a local endpoint: scores, further attempts, time-outs, malformed replies,
-stored replies, prices."""
+"""tools/judge.py against a local endpoint: questions, scores, errors."""
 
 import asyncio
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -16,93 +14,63 @@ from common.metrics.meter import Meter
 from common.rewards.total import Rewards
 from common.rewards.worker import load_file
 
+JUDGE = f"{ROOT}/tools/judge.py"
 ROW = dict(prompt="Hi", _source="a:1", rubric=["polite", dict(criterion="short", weight=3)])
-USAGE = dict(prompt_tokens=1000, completion_tokens=10)
 
 
-def reply(content: object) -> tuple[int, object]:
-    return 200, dict(choices=[dict(message=dict(content=content))], usage=USAGE)
+@pytest.fixture
+def endpoint(monkeypatch):
+    """Return a function that starts an endpoint and sets JUDGE_*. It answers a question by the
+    first of `replies`, texts or HTTP errors, of a word in it, and drops this reply unless it is the
+    last. The function returns the list of the requests."""
+    servers = []
 
-
-class Endpoint:
-    """Server that answers a question by the first of `replies`, (status, JSON), of a word in it,
-    and drops this reply unless it is the last. A status of 0 answers only at the end of the
-    test."""
-
-    def __init__(self, replies: dict[str, list[tuple[int, object]]]):
-        self.questions: list[dict] = []
-        self.ended = threading.Event()
-        outer = self
+    def start(replies: dict[str, list[str | int]]) -> list[dict]:
+        requests: list[dict] = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                outer.questions.append(body | dict(key=self.headers["authorization"]))
+                requests.append(body | dict(key=self.headers["authorization"]))
                 text = body["messages"][0]["content"]
                 of_word = next(found for word, found in replies.items() if word in text)
-                status, value = of_word.pop(0) if len(of_word) > 1 else of_word[0]
-                if not status:
-                    outer.ended.wait()
-                    return
-                payload = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-                self.send_response(status)
+                reply = of_word.pop(0) if len(of_word) > 1 else of_word[0]
+                choices = [dict(message=dict(content=reply))]
+                payload = json.dumps(dict(choices=choices)).encode()
+                self.send_response(reply if isinstance(reply, int) else 200)
+                self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(payload)))
+                self.send_header("retry-after-ms", "1")
                 self.end_headers()
                 self.wfile.write(payload)
 
             def log_message(self, *_):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self):
-        self.ended.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
-@pytest.fixture
-def endpoint(monkeypatch):
-    """Return a function that starts an endpoint with these replies and sets JUDGE_*."""
-    started = []
-
-    def start(replies, **settings):
-        started.append(Endpoint(replies))
-        values = dict(url=started[-1].url, model="m", backoff=0, retries=2) | settings
-        for name, value in values.items():
-            monkeypatch.setenv(f"JUDGE_{name.upper()}", str(value))
-        return started[-1]
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+        monkeypatch.setenv("JUDGE_MODEL", "m")
+        return requests
 
     yield start
-    for one in started:
-        one.close()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
-def ask(completion: str = "Hello", row: dict = ROW, times: int = 1) -> list:
-    """Return the rewards of a new process's first calls, in turn."""
-
-    async def calls():
-        return [await module.judge(completion, row) for _ in range(times)]
-
+def ask(row: dict) -> float:
+    """Return the reward of a new process's first call."""
     load_file.cache_clear()
-    module = load_file(str(ROOT / "tools/judge.py"))
-    return asyncio.run(calls())
+    return asyncio.run(load_file(JUDGE).judge("Hello", row))
 
 
-def test_reward_is_the_weighted_mean_and_cost_that_of_all_tokens(endpoint, tmp_path, monkeypatch):
-    file = tmp_path / "judge.yaml"
-    file.write_text("input_price: 2\noutput_price: 10\nkey: secret\nurl: replaced")
-    monkeypatch.setenv("JUDGE_SETTINGS", str(file))
-    server = endpoint(
-        {"polite": [reply("Score: 3\n**Score: 10**")], "short": [reply("score: 2.5/10")]}
-    )
-    ((reward, numbers),) = ask()
-    assert reward == pytest.approx((1 + 3 * 0.25) / 4)
-    assert numbers == pytest.approx(dict(cost=2 * (1000 * 2 + 10 * 10) / 1e6, cached=0))
-    (first, _) = server.questions
+def test_reward_is_the_weighted_mean_of_the_last_lines(endpoint, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    requests = endpoint({"polite": ["Score: 3\n**Score: 10**"], "short": ["score: 2.5/10"]})
+    assert ask(ROW) == pytest.approx((1 + 3 * 0.25) / 4)
+    first, _ = requests
     assert (first["model"], first["temperature"], first["key"]) == ("m", 0, "Bearer secret")
     assert "Prompt:\nHi\n\nAnswer:\nHello\n\nCriterion: " in first["messages"][0]["content"]
 
@@ -112,99 +80,37 @@ def test_reward_is_the_weighted_mean_and_cost_that_of_all_tokens(endpoint, tmp_p
     ["Score: 8 out of 10", "**Score:** 8/10", "Score: 8/10 (good)", "Score：８／１０", "Score: 8."],
 )
 def test_score_may_have_a_scale_and_a_remark(text, endpoint):
-    endpoint({"polite": [reply(text)], "short": [reply(text)]})
+    endpoint({"polite": [text], "short": [text]})
     rubric = '[{"criterion": "polite", "weight": 3}, "short"]'  # JSON text, as in a table
-    assert ask(row=dict(prompt="Hi", rubric=rubric))[0][0] == pytest.approx(0.8)
-
-
-def test_errors_that_may_pass_are_tried_again(endpoint):
-    failures = [(500, "busy"), (429, {})]
-    server = endpoint({"Hi": [*failures, reply("Score: 5")]})
-    assert ask(row=dict(prompt="Hi", rubric="a"))[0][0] == 0.5
-    assert len(server.questions) == 3
-    for status, message, attempts in (
-        (503, "HTTP 503", 3),
-        (401, "HTTP 401", 1),
-        (0, "Timeout", 3),
-    ):
-        server = endpoint({"Hi": [(status, "no")]}, seconds=0.2)
-        with pytest.raises(RuntimeError, match=message) as error:
-            ask(row=dict(prompt="Hi", rubric="a"))
-        assert len(server.questions) == attempts and "\n" not in str(error.value)
+    assert ask(dict(prompt="Hi", rubric=rubric)) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (reply("It is fine."), "not end with `Score: n`, n from 0 to 10: 'It is fine.'"),
-        (reply("Score: 11"), "not end with `Score: n`, n from 0 to 10"),
-        (reply("Score: -3"), "not end with `Score: n`, n from 0 to 10"),
-        (reply("Score: 7\nor more"), "not end with `Score: n`, n from 0 to 10"),
-        (reply(None), "the reply has no message"),
-        ((200, dict(choices=[])), "the reply has no message"),
-        ((200, "<html>"), "the reply is no JSON: '<html>'"),
-    ],
+    "text", ["It is fine.", "Score: 11", "Score: -3", "Score: 7\nor more", None]
 )
-def test_malformed_reply_is_an_error_and_is_not_stored(answer, message, endpoint, tmp_path):
-    server = endpoint({"Hi": [answer]}, cache=tmp_path / "replies.db", retries=0)
-    for _ in range(2):
-        with pytest.raises((ValueError, RuntimeError), match=message):
-            ask(row=dict(prompt="Hi", rubric="a"))
-    assert len(server.questions) == 2
+def test_reply_without_a_score_is_an_error(text, endpoint):
+    endpoint({"Hi": [text]})
+    with pytest.raises(ValueError, match="not end with `Score: n`, n from 0 to 10"):
+        ask(dict(prompt="Hi", rubric="a"))
 
 
-def test_stored_reply_needs_no_request(endpoint, tmp_path):
-    """Other processes have the stored replies too; another question or model has its own."""
-    cache = tmp_path / "new" / "replies.db"
-    server = endpoint({"Hi": [reply("Score: 5")]}, cache=cache, input_price=1)
-    (first, second) = ask(row=dict(prompt="Hi", rubric="a"), times=2)
-    assert first == (0.5, dict(cost=0.001, cached=0)) and second == (0.5, dict(cost=0, cached=1))
-    assert ask(row=dict(prompt="Hi", rubric="a")) == [second] and len(server.questions) == 1
-    ask("Bye", row=dict(prompt="Hi", rubric="a"))
-    assert len(server.questions) == 2
-
-
-def test_processes_share_the_file_of_replies(endpoint, tmp_path):
-    cache = tmp_path / "replies.db"
-    endpoint({"Hi": [reply("Score: 5")]}, cache=cache, concurrency=4)
-
-    def many(start: int) -> None:
-        load = load_file.__wrapped__(str(ROOT / "tools/judge.py"))
-
-        async def calls():
-            texts = [f"{start + n}" for n in range(20)]
-            await asyncio.gather(*(load.judge(t, dict(prompt="Hi", rubric="a")) for t in texts))
-
-        asyncio.run(calls())
-
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(many, (0, 10, 20)))
-    answers = ask("39", row=dict(prompt="Hi", rubric="a"))
-    assert answers[0][1]["cached"] == 1
-
-
-def test_settings_and_rubrics_that_are_wrong_are_named(endpoint, device, monkeypatch):
-    reward = f"{ROOT}/tools/judge.py:judge"
-
+def test_settings_and_rubrics_that_are_wrong_are_named(endpoint, device):
     def refused(row: dict, message: str) -> None:
         load_file.cache_clear()
         with pytest.raises(ValueError, match=message) as error:
-            Rewards(Args(reward=(reward,)), [row], None, device)
+            Rewards(Args(reward=(f"{JUDGE}:judge",)), [row], None, device)
         assert "\n" not in str(error.value)
 
     refused(ROW, "JUDGE_URL is not set; tools/judge.py needs it")
     endpoint({})
     refused(dict(prompt="", _source="a:1"), "a:1: .*no rubric: set JUDGE_RUBRIC")
-    monkeypatch.setenv("JUDGE_RETRIES", "two")
-    refused(ROW, "JUDGE_RETRIES: expected int, got 'two'")
+    refused(ROW | dict(rubric=dict(criterion="a", weight=-1)), "a:1: .*weights > 0")
 
 
-def test_run_gets_scores_and_costs(endpoint, device):
-    endpoint({"polite": [reply("Score: 8")], "short": [(500, ""), reply("Score: 4")]})
+def test_run_gets_scores_after_errors_that_may_pass(endpoint, device):
+    endpoint({"polite": [429, "Score: 8"], "short": [500, "Score: 4"]})
     load_file.cache_clear()
-    rewards = Rewards(Args(reward=(f"{ROOT}/tools/judge.py:judge",)), [ROW], None, device)
+    rewards = Rewards(Args(reward=(f"{JUDGE}:judge",)), [ROW], None, device)
     group = [Completion([1], [True], row=ROW, text=text) for text in ("Hello", "Bye")]
-    meter = Meter()
-    total, _, _ = rewards([group], meter)
+    total, _, _ = rewards([group], Meter())
     assert total.tolist() == [pytest.approx([0.5, 0.5])]
-    assert meter.reduce()["rewards/judge/cost"] == 0
