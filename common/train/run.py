@@ -276,8 +276,6 @@ class Run:
             if python.startswith(".."):
                 python = "python"
             chat = f"{python} tools/chat.py --model {folder}/hf"
-            if environment := getattr(self.args, "environment", None):
-                chat += f" --environment {environment}"
             if self.args.model in BUILT_IN_MODELS:
                 chat += ", or your own --model and --dataset"
             lines.append(f"next: {chat}")

@@ -2,20 +2,16 @@
 
 import io
 import json
-import os
-import pty
 import re
 import runpy
-import select
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, Ranks, alive, tiny_tokenizer
+from helpers import ROOT, call_main, tiny_tokenizer
 from model.test_lora import ARGS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +22,8 @@ from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
 
 CHAT = ROOT / "tools" / "chat.py"
-main = runpy.run_path(str(CHAT), run_name="chat")["main"]
+module = runpy.run_path(str(CHAT), run_name="chat")
+GREEDY = ("--temperature", 0, "--max_new_tokens")
 
 
 @pytest.fixture
@@ -34,18 +31,10 @@ def chat(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
     """`chat(text, *options)` returns stdout and stderr of a chat with this input on a pipe."""
 
     def chat(text: str | bytes, *options: object, code: int = 0) -> tuple[str, str]:
-        data, ended = text.encode() if isinstance(text, str) else text, 0  # after /quit
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        monkeypatch.setattr(sys, "argv", [str(CHAT), *map(str, options)])
-        try:
-            main()
-        except EOFError:
-            ended = 0
-        except SystemExit as error:
-            ended = error.code
-        shown = capsys.readouterr()
-        assert ended == code, shown
-        return shown.out, shown.err
+        data = text.encode() if isinstance(text, str) else text
+        stdin = io.TextIOWrapper(io.BytesIO(data + b"\n/quit\nmore"), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", stdin)
+        return call_main(module["main"], [CHAT, *options], code, monkeypatch, capsys)
 
     return chat
 
@@ -90,86 +79,33 @@ def trained(tmp_path_factory, device) -> Path:
 
 
 def test_conversation_is_that_of_plain_transformers_until_it_is_reset(chat):
-    options = ("--model", "tiny", "--temperature", 0, "--max_new_tokens", 6, "--system", "S")
-    shown, notes = chat("one\ntwo\n\n/help\n/reset\ntwo\n/system T\ntwo\n/quit\nthree\n", *options)
+    options = ("--model", "tiny", *GREEDY, 6, "--system", "S")
+    shown, notes = chat("one\ntwo\n\n/help\n/reset\ntwo\n/system T\ntwo", *options)
     first = greedy(tiny_model(), rendered("one", system="S"), 6)
     second = greedy(tiny_model(), rendered("one", first, "two", system="S"), 6)
     alone = [greedy(tiny_model(), rendered("two", system=system), 6) for system in "ST"]
     assert shown == "".join(f"{text}\n" for text in (first, second, *alone))
     assert notes.count("the commands are /reset, /system TEXT, /image FILE and /quit") == 1
+    assert notes.count("cut off after 6 tokens") == 4
 
 
 def test_spaces_at_the_end_of_a_line_belong_to_a_plain_prompt(chat):
-    options = (
-        "--model",
-        "tiny",
-        "--temperature",
-        0,
-        "--max_new_tokens",
-        6,
-        "--prompt_format",
-        "plain",
-    )
+    shown, _ = chat("1+1= \n1+1=", "--model", "tiny", *GREEDY, 6, "--prompt_format", "plain")
     answers = [greedy(tiny_model(), prompt, 6) for prompt in ("1+1= ", "1+1=")]
-    assert (
-        chat("1+1= \n1+1=\n", *options)[0] == "".join(f"{text}\n" for text in answers)
-        and len({*answers}) == 2
-    )
+    assert shown == "".join(f"{text}\n" for text in answers) and len({*answers}) == 2
 
 
-def test_adapter_gives_the_answers_of_the_merged_model_beside_those_of_the_base(chat, trained):
-    options = ("--prompt_format", "plain", "--temperature", 0, "--max_new_tokens", 8)
-    shown = chat(
-        "1+1=\n", "--model", "tiny", "--adapter", trained / "adapter", "--compare", "tiny", *options
-    )[0]
-    merged, base = greedy(trained / "hf", "1+1=", 8), greedy(tiny_model(), "1+1=", 8)
-    assert shown == f"tiny:\n{merged}\ntiny:\n{base}\n" and merged != base
+def test_model_of_plain_text_continues_lines(chat):
+    shown, notes = chat("213+6=", "--model", "tiny-sft", *GREEDY, 5)
+    assert shown == f"{greedy(tiny_model('tiny-sft'), '213+6=', 5)}\n"
+    assert "[trained on plain text, it continues each line" in notes
 
 
-def test_answers_depend_on_the_seed_alone(chat):
-    options = (
-        "--model",
-        "tiny",
-        "--compare",
-        "tiny",
-        "--max_new_tokens",
-        20,
-        "--prompt_format",
-        "plain",
-        "--seed",
-    )
-    one, same, other = (chat(b"\xff?\n", *options, seed)[0] for seed in (1, 1, 2))
-    assert one == same != other
-    first, second = one.split("tiny:\n")[1:]
-    assert first == second
-
-
-def test_environment_answers_the_model_until_its_end(chat, tmp_path):
-    (tmp_path / "echo.py").write_text(
-        "class Echo:\n"
-        "    def reset(self, example):\n"
-        "        self.turn = example['start']\n"
-        "        return [dict(role='user', content=example['prompt'])]\n"
-        "    def step(self, completion):\n"
-        "        self.turn += 1\n"
-        "        return [dict(role='tool', content=f'turn {self.turn}')], 0.5, self.turn == 4\n"
-    )
-    options = (
-        "--model",
-        "tiny",
-        "--max_new_tokens",
-        3,
-        "--environment",
-        f"{tmp_path}/echo.py:Echo",
-    )
-    shown, notes = chat("hi\n", *options, "--row", '{"start": 2}')
-    assert re.findall("tool: .*", shown) == ["tool: turn 3", "tool: turn 4"]
-    assert "[the episode ends after 2 turns with reward 1]" in notes
-    assert "[KeyError: 'start']" in chat("hi\n", *options)[1]
-    assert (
-        "user: "
-        in chat("\n", "--model", "tiny", "--max_new_tokens", 3, "--environment", "guess_number")[0]
-    )
+def test_adapter_gives_the_answers_of_the_merged_model(chat, trained):
+    options = ("--prompt_format", "plain", *GREEDY, 8)
+    shown, _ = chat("1+1=", "--model", "tiny", "--adapter", trained / "adapter", *options)
+    merged = greedy(trained / "hf", "1+1=", 8)
+    assert shown == f"{merged}\n" and merged != greedy(tiny_model(), "1+1=", 8)
 
 
 def test_lines_of_the_page_for_transformers_give_the_same_answer(chat, capsys):
@@ -178,45 +114,40 @@ def test_lines_of_the_page_for_transformers_give_the_same_answer(chat, capsys):
     )
     exec(code.replace("runs/sft/hf", tiny_model()), {})
     expected = capsys.readouterr().out
-    options = ("--model", "tiny", "--temperature", 0, "--max_new_tokens", 256)
-    assert chat("47+25=\n", *options)[0] == expected and len(expected) > 50
+    assert chat("47+25=", "--model", "tiny", *GREEDY, 256)[0] == expected and len(expected) > 50
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_answers_and_environments_control_no_terminal_in_any_encoding(
-    encoding, chat, tmp_path, monkeypatch
-):
-    (tmp_path / "hostile.py").write_text(
-        "class Hostile:\n"
-        "    def reset(self, row):\n"
-        "        return [dict(role='user', content=row['prompt'])]\n"
-        "    def step(self, completion):\n"
-        "        return [dict(role='tool', content='\x1b[2J⟦é')], 0.0, True\n"
-    )
-    options = (
-        "--model",
-        talking(tmp_path / "model", "\x1b"),
-        "--temperature",
-        0,
-        "--max_new_tokens",
-        3,
-    )
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+def test_sampled_answers_differ(chat):
+    shown, _ = chat(b"\xff?\n/reset\n\xff?", "--model", "tiny", "--max_new_tokens", 20)
+    assert len({*shown.split("\n")}) > 2
+
+
+def test_answers_control_no_terminal_and_need_no_encoding(chat, tmp_path, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
-    chat("hi\n", *options, "--environment", f"{tmp_path}/hostile.py:Hostile")
-    shown = "⟦é".encode(encoding, "backslashreplace").decode(encoding)
-    assert (
-        out.buffer.getvalue().decode(encoding)
-        == rf"\x1b\x1b\x1b{chr(10)}tool: \x1b[2J{shown}{chr(10)}"
-    )
+    for name, character in enumerate("\x1b\xe9"):  # the second is a byte that is no UTF-8
+        chat("hi", "--model", talking(tmp_path / str(name), character), *GREEDY, 3)
+    out.flush()
+    assert out.buffer.getvalue() == rb"\x1b\x1b\x1b" + b"\n" + rb"\ufffd\ufffd\ufffd" + b"\n"
 
 
 def test_line_beyond_the_context_is_dropped_and_the_next_one_is_answered(chat):
-    shown, notes = chat(
-        f"{'x' * 3000}\nhi\n", "--model", "tiny", "--temperature", 0, "--max_new_tokens", 4
-    )
-    assert "tokens do not fit in the context of tiny, 2048; the line is dropped" in notes
+    shown, notes = chat(f"{'x' * 3000}\nhi", "--model", "tiny", *GREEDY, 4)
+    assert "tokens do not fit in the context of 2048; the line is dropped" in notes
     assert shown == f"{greedy(tiny_model(), rendered('hi'), 4)}\n"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(chat, tmp_path, monkeypatch):
+    put = module["Printer"].put
+
+    def interrupted(self, value) -> None:
+        put(self, value)
+        if len(self.token_cache) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module["Printer"], "put", interrupted)
+    shown, notes = chat("one\ntwo", "--model", talking(tmp_path / "model", "a"), *GREEDY, 9)
+    assert shown == "aaa\naaa\n" and notes.count("[stopped]") == 2
 
 
 @pytest.mark.parametrize(
@@ -224,21 +155,12 @@ def test_line_beyond_the_context_is_dropped_and_the_next_one_is_answered(chat):
     [
         ((), "the following arguments are required: --model"),
         (("--model", "/absent"), "--model /absent: no such folder"),
-        (("--model", "tiny", "--compare", ""), "--compare: the name is empty"),
-        (
-            ("--model", "tiny", "--adapter", "/absent"),
-            "--adapter /absent: adapter_config.json: ",
-        ),
-        (("--model", "tiny", "--temperature", "nan"), "--temperature must be finite"),
-        (("--model", "tiny", "--environment", "chess"), "--environment chess: unknown"),
-        (
-            ("--model", "tiny", "--row", "{}"),
-            "--row must be a JSON object, and needs --environment",
-        ),
+        (("--model", "tiny", "--adapter", "/absent"), "--adapter /absent: adapter_config.json: "),
+        (("--model", "tiny", "--max_pixels", "0"), "--max_pixels 0 must be greater than 0"),
     ],
 )
 def test_bad_option_is_one_line(chat, options, words):
-    shown, notes = chat("hi\n", *options, code=2)
+    shown, notes = chat("hi", *options, code=2)
     assert shown == "" and notes.startswith(f"error: {words}") and notes.count("\n") == 1
 
 
@@ -248,10 +170,7 @@ def test_adapter_of_another_model_is_refused(chat, trained, tmp_path):
     config = adapter / "adapter_config.json"
     config.write_text(config.read_text().replace('"r": ', '"r": 1'))
     _, notes = chat("", "--model", "tiny", "--adapter", adapter, code=2)
-    assert (
-        notes.startswith(f"error: --adapter {adapter} does not fit --model tiny: ")
-        and notes.count("\n") == 1
-    )
+    assert notes.startswith(f"error: --adapter {adapter}: ") and notes.count("\n") == 1
 
 
 def talking(folder: Path, character: str) -> Path:
@@ -268,51 +187,3 @@ def talking(folder: Path, character: str) -> Path:
     vocabulary[first], vocabulary[token] = vocabulary[token], 0
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
-
-
-@pytest.mark.slow
-def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_chat(tmp_path):
-    controller, terminal = pty.openpty()
-    (tmp_path / "on_terminal.py").write_text(
-        "import os, runpy, signal, sys\n_, terminal, *sys.argv = sys.argv\nos.setsid()\n"
-        "signal.signal(signal.SIGINT, "
-        "signal.default_int_handler)  # a job in the background inherits an ignored one\n"
-        "for descriptor in (0, 1, 2): os.dup2(os.open(terminal, os.O_RDWR), descriptor)\n"
-        "sys.stdin, sys.stdout, sys.stderr = open(0), open(1, 'w', buffering=1), open(2, 'w', "
-        "buffering=1)\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    options, shown = (
-        "--max_new_tokens 2000 --prompt_format plain --temperature 0 --model".split(),
-        b"",
-    )
-    line = (
-        tmp_path / "on_terminal.py",
-        os.ttyname(terminal),
-        CHAT,
-        *options,
-        talking(tmp_path / "model", "\n"),
-    )
-
-    def expect(words: bytes) -> None:
-        nonlocal shown
-        while words not in shown:
-            if select.select([controller], [], [], 1)[0]:
-                shown += os.read(controller, 4096)
-            else:
-                assert all(map(alive, chat.pids)), shown
-        shown = shown.partition(words)[2]
-
-    with Ranks(1, *line) as chat:
-        expect(b"> ")
-        for _ in range(2):
-            os.write(controller, b"1+1=\n")
-            expect(b"1+1=")
-            expect(b"\r\n" * 9)  # the answer has begun
-            os.kill(*chat.pids, signal.SIGINT)
-            expect(b"[stopped]")
-            expect(b"> ")
-        os.write(controller, b"\x04")
-        assert chat.end().returncode == 0
-    os.close(terminal)
-    os.close(controller)

@@ -122,8 +122,8 @@ def test_chat_answers_as_the_whole_model_on_rows_of_training(family, checkpoints
     for i in range(3):
         files.append(tmp_path / f"{i}.png")
         picture(60, 40 + 20 * i, i).save(files[-1])
-    lines = [f"/image {files[0]}", f"/image {files[1]}", "Two?", f"/image {files[2]}", "/image"]
-    shown, notes = talk(path, *lines, "And this?", "Again?")
+    lines = [f"/image {files[0]}", f"/image {files[1]}", "Two?", f"/image {files[2]}", "And this?"]
+    shown, notes = talk(path, *lines, "Again?")
     messages, answers = [], []
     for text, marks in (("Two?", 2), ("And this?", 1), ("Again?", 0)):
         messages.append(dict(role="user", content="<image>" * marks + text))
@@ -131,24 +131,19 @@ def test_chat_answers_as_the_whole_model_on_rows_of_training(family, checkpoints
         answers.append(greedy(path, messages, files[:count]))
         messages.append(dict(role="assistant", content=answers[-1]))
     assert shown == "".join(f"{visible(text)}\n" for text in answers)
-    assert f"attached to the next line: {files[2]}; in the conversation so far: 2" in notes
+    assert f"[attached to the next line: {files[0]}, {files[1]}]" in notes
+    assert f"[attached to the next line: {files[2]}]" in notes
 
 
-def test_chat_says_in_a_line_why_an_image_is_refused(checkpoints, talk, tmp_path, trained):
+def test_chat_says_in_a_line_why_an_image_is_refused(talk, tmp_path, trained):
     (tmp_path / "bad.png").write_text("no image")
-    exported = trained.folder / "hf"
-    _, notes = talk(exported, "/image /absent.png", f"/image {tmp_path}/bad.png", "/image")
-    lines = notes.split("\n")
-    assert lines[-4:] == [
-        "[/image /absent.png: no such file]",
-        f"[/image {tmp_path}/bad.png: cannot be read: no image, or of an unknown format]",
-        "[attached to the next line: none; in the conversation so far: 0]",
-        "",
-    ]
-    _, notes = talk("tiny", f"/image {trained.pictures[0]}", "hi")
-    assert "[--model tiny: qwen3 reads no images here; models of the types idefics3, " in notes
-    image = f"/image {trained.pictures[0]}"
-    shown, notes = talk(exported, image, "hi", image, "/reset", "/image")
+    exported, image = trained.folder / "hf", f"/image {trained.pictures[0]}"
+    shown, notes = talk(
+        exported, "/image /absent.png", f"/image {tmp_path}/bad.png", "hi", image, "hi"
+    )
+    assert "[FileNotFoundError: [Errno 2] No such file or directory: '/absent.png']" in notes
+    assert "image 1: cannot be read: no image, or of an unknown format]" in notes
     message = dict(role="user", content="<image>hi")
     assert shown == f"{visible(greedy(exported, [message], [trained.pictures[0]]))}\n"
-    assert "[attached to the next line: none; in the conversation so far: 0]" in notes
+    _, notes = talk("tiny", image, "hi")
+    assert "qwen3 reads no images here; models of the types idefics3, " in notes
