@@ -27,49 +27,42 @@ from tools.options import Options
 
 FREE = ("seed", "output_dir", "resume")  # flags that may differ within a group
 CAPTION = "mean over seeds; band: 95% t interval of the mean, range for 2 seeds"
+COLUMNS = (
+    "metric", "group", "seeds", "step", "first -> last", "95% interval",
+    "difference to the first group",
+)  # fmt: skip
 
 
 class Run(NamedTuple):
     folder: Path
     flags: dict
-    script: Path  # the first line of args.yaml
+    script: str  # the file's name
     metrics: dict[str, dict[int, float]]  # values by step
 
 
 def read_run(folder: Path) -> Run:
     """Read a run, without an unfinished last line. Raises `ValueError` if a file is missing or
     damaged."""
-    file, metrics = folder / "metrics.jsonl", {}
+    metrics: dict[str, dict[int, float]] = {}
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-        file = folder / "args.yaml"
-        written = file.read_text(encoding="utf-8")
+        written = (folder / "args.yaml").read_text(encoding="utf-8")
         flags = dict(yaml.safe_load(written))
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}; name the output folder of a run") from error
-    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{file}: damaged; leave out this run") from error
-    for number, text in enumerate(lines, 1):
-        try:
+        for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
             line = json.loads(text)
-            step = int(line.pop("step"))
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
-            raise ValueError(
-                f"{folder / 'metrics.jsonl'}, line {number}: damaged; delete the line"
-            ) from error
-        for name, value in line.items():
-            if isinstance(value, int | float):
-                metrics.setdefault(name, {})[step] = value
-    first = written.split("\n")[0]
-    script = Path(first.removeprefix("# ") if first.startswith("# ") else "")
-    return Run(folder, flags, script, metrics)
+            step = line.pop("step")
+            for name, value in line.items():
+                if isinstance(value, int | float):
+                    metrics.setdefault(name, {})[step] = value
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+        raise ValueError(f"{problem}; name the output folder of a run") from error
+    except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(f"{folder}: args.yaml or metrics.jsonl is damaged: {error}") from error
+    return Run(folder, flags, Path(written.split("\n")[0]).name, metrics)
+
+
+def by_seed(group: list[Run], values: Iterable) -> dict[str, Any]:
+    return {str(run.flags.get("seed")): value for run, value in zip(group, values, strict=True)}
 
 
 def group_runs(runs: list[Run]) -> list[list[Run]]:
@@ -77,47 +70,38 @@ def group_runs(runs: list[Run]) -> list[list[Run]]:
     alike: dict[str, list[Run]] = {}
     for run in runs:
         flags = {name: value for name, value in run.flags.items() if name not in FREE}
-        key = [flags, run.script.name]
-        alike.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
-    repeated = {key for key, group in alike.items() if len(by_seed(group, group)) < len(group)}
-    return [
-        part
-        for key, group in alike.items()
-        for part in ([[run] for run in group] if key in repeated else [group])
-    ]
-
-
-def by_seed(group: list[Run], values: Iterable) -> dict[str, Any]:
-    return {str(run.flags.get("seed")): value for run, value in zip(group, values, strict=True)}
+        alike.setdefault(json.dumps([flags, run.script], sort_keys=True, default=str), []).append(
+            run
+        )
+    groups = []
+    for group in alike.values():
+        has_repeated_seeds = len(by_seed(group, group)) < len(group)
+        groups += [[run] for run in group] if has_repeated_seeds else [group]
+    return groups
 
 
 def label_groups(groups: list[list[Run]]) -> list[str]:
     """Return the flags in which the groups differ, at most 3; folders if flags do not tell the
     groups apart."""
     flags = [{k: str(v) for k, v in group[0].flags.items() if k not in FREE} for group in groups]
-    names = [
-        k
-        for k in dict.fromkeys(k for of in flags for k in of)
-        if len({of.get(k) for of in flags}) > 1
-    ]
+    names = [k for k in dict.fromkeys(chain(*flags)) if len({of.get(k) for of in flags}) > 1]
     by_flags = [", ".join(f"{k} {of.get(k, '-')}" for k in names) for of in flags]
-    by_name = [", ".join(run.folder.resolve().name for run in group) for group in groups]
-    by_path = [", ".join(map(str, (run.folder for run in group))) for group in groups]
-    choices = [by_flags] * (1 <= len(names) <= 3) + [by_name]
-    return next((labels for labels in choices if len({*labels}) == len(groups)), by_path)
+    if len(names) <= 3 and len({*by_flags}) == len(groups) > 1:
+        return by_flags
+    return [", ".join(str(run.folder) for run in group) for group in groups]
+
+
+# ---- numbers ----
 
 
 def values_of(group: list[Run], name: str) -> tuple[list[int], np.ndarray]:
     """Return the steps at which all runs have this metric, and its values [runs, steps]."""
     steps = sorted(set.intersection(*({*run.metrics[name]} for run in group)))
     if not steps:
-        raise ValueError(
-            f"{', '.join(str(run.folder) for run in group)}: "
-            f"no step has {name} in all of these runs"
-        )
-    return steps, np.array(
-        [[run.metrics[name][step] for step in steps] for run in group], dtype=float
-    )
+        folders = ", ".join(str(run.folder) for run in group)
+        raise ValueError(f"{folders}: no step has {name} in all of these runs")
+    values = [[run.metrics[name][step] for step in steps] for run in group]
+    return steps, np.array(values, dtype=float)
 
 
 def t_quantile(df: float) -> float:
@@ -130,12 +114,11 @@ def t_quantile(df: float) -> float:
 
 def band(values_RT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the 95% t interval of the mean of the runs, or the range of 1 or 2 runs."""
-    if (count := len(values_RT)) < 3:
+    count = len(values_RT)
+    if count < 3:
         return values_RT.min(0), values_RT.max(0)
-    mean, half = (
-        values_RT.mean(0),
-        t_quantile(count - 1) * values_RT.std(0, ddof=1) / math.sqrt(count),
-    )
+    mean = values_RT.mean(0)
+    half = t_quantile(count - 1) * values_RT.std(0, ddof=1) / math.sqrt(count)
     return mean - half, mean + half
 
 
@@ -156,21 +139,30 @@ def difference(base: dict[str, float], other: dict[str, float]) -> str:
 
 
 def rows_of(groups: list[list[Run]], labels: list[str], name: str, last: int) -> list[list[str]]:
-    """Return the rows of a metric: name, group, seeds, step, first -> last value, interval,
-    difference."""
-    rows, base = [], {}
+    """Return the rows of a metric, with a cell for each of `COLUMNS`."""
+    rows = []
+    base: dict[str, float] = {}
     for label, group in zip(labels, groups, strict=True):
         steps, values_RT = values_of(group, name)
         ends_R = values_RT[:, -1 if name.startswith("eval") else -last :].mean(1)
-        ends, (low, high) = by_seed(group, ends_R), band(ends_R)
-        change = f"{values_RT[:, 0].mean():.4g} -> {ends_R.mean():.4g}"
-        rows.append([name, label, str(len(group)), str(steps[-1]), change])
-        rows[-1] += [
-            f"[{low:.4g}, {high:.4g}]" if len(group) > 2 else "-",
-            difference(base, ends) if base else "",
-        ]
+        low, high = band(ends_R)
+        ends = by_seed(group, ends_R)
+        rows.append(
+            [
+                name,
+                label,
+                str(len(group)),
+                str(steps[-1]),
+                f"{values_RT[:, 0].mean():.4g} -> {ends_R.mean():.4g}",
+                f"[{low:.4g}, {high:.4g}]" if len(group) > 2 else "-",
+                difference(base, ends) if base else "",
+            ]
+        )
         base = base or ends
     return rows
+
+
+# ---- picture, table ----
 
 
 def draw(groups: list[list[Run]], labels: list[str], names: list[str], picture: Path) -> None:
@@ -187,27 +179,17 @@ def draw(groups: list[list[Run]], labels: list[str], names: list[str], picture: 
     for axis in axes.flat[len(names) :]:
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
-        for number, group in enumerate(groups):
+        for number, (label, group) in enumerate(zip(labels, groups, strict=True)):
             steps, values_RT = values_of(group, name)
-            axis.plot(
-                steps, values_RT.mean(0), color=f"C{number}", marker="." if len(steps) < 30 else ""
-            )
+            style = dict(color=f"C{number}", marker="." if len(steps) < 30 else "")
+            count = f"{len(group)} seed{'s' * (len(group) > 1)}"
+            axis.plot(steps, values_RT.mean(0), label=f"{label} ({count})", **style)
             axis.fill_between(steps, *band(values_RT), color=f"C{number}", alpha=0.2, linewidth=0)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
-    seeds = [
-        f"{label} ({len(group)} seed{'s' * (len(group) > 1)})"
-        for label, group in zip(labels, groups, strict=True)
-    ]
-    figure.legend(
-        axes.flat[0].lines,
-        seeds,
-        loc="outside lower center",
-        fontsize=8,
-        title=CAPTION,
-        title_fontsize=8,
-    )
+    legend = dict(loc="outside lower center", fontsize=8, title=CAPTION, title_fontsize=8)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), **legend)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
@@ -217,49 +199,23 @@ def main() -> None:
     parser = Options(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
-    add(
-        "--metrics",
-        nargs="+",
-        metavar="NAME",
-        help="metrics or patterns; default: eval* reward loss",
-    )
-    add(
-        "--last", type=int, default=10, metavar="N",
-        help="the last value of metrics other than eval* is the mean of the last N logged ones; "
-        "default: 10",
-    )  # fmt: skip
-    add(
-        "--out",
-        type=Path,
-        help="picture to write; default: compare.png in the folder with the first run",
-    )
+    names = dict(nargs="+", default=["eval*", "reward", "loss"], metavar="NAME")
+    add("--metrics", **names, help="metrics or patterns; default: eval* reward loss")
+    means = "the last value of metrics other than eval* is the mean of the last N; default: 10"
+    add("--last", type=int, default=10, metavar="N", help=means)
+    add("--out", type=Path, help="picture to write; default: compare.png beside the first run")
     options = parser.parse_args()
     try:
-        if options.last < 1:
-            raise ValueError(f"--last {options.last}: must be at least 1")
-        twice = [
-            run
-            for i, run in enumerate(options.runs)
-            if run.resolve() in map(Path.resolve, options.runs[:i])
-        ]
-        if twice:
-            raise ValueError(f"{twice[0]}: the folder is given twice; name each run once")
         runs = [read_run(folder) for folder in options.runs]
         shared = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
-        found = {
-            name: fnmatch.filter(shared, name)
-            for name in options.metrics or ("eval*", "reward", "loss")
-        }
-        missing = [name for name in found if not found[name]]
-        if missing and (options.metrics or len(missing) == len(found)):
-            raise ValueError(
-                f"--metrics {' '.join(missing)}: not in all runs; common: "
-                f"{', '.join(shared) or 'none'}"
-            )
-        groups, matching = group_runs(runs), chain(*found.values())
-        names = distinct({name: [run.metrics[name] for run in runs] for name in matching})
+        found = list(chain(*(fnmatch.filter(shared, name) for name in options.metrics)))
+        if not found:
+            problem = f"--metrics {' '.join(options.metrics)}: not in all runs"
+            raise ValueError(f"{problem}; common: {', '.join(shared) or 'none'}")
+        names = distinct({name: [run.metrics[name] for run in runs] for name in found})
+        groups = group_runs(runs)
         labels = label_groups(groups)
-        rows = [rows_of(groups, labels, name, options.last) for name in names]
+        rows = [row for name in names for row in rows_of(groups, labels, name, options.last)]
         picture = options.out or options.runs[0].parent / "compare.png"
         draw(groups, labels, names, picture)
     except (OSError, ValueError) as error:
@@ -268,26 +224,13 @@ def main() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        "metric",
-        "group",
-        "seeds",
-        "step",
-        "first -> last",
-        "95% interval",
-        "difference to the first group",
-    )
-    for row in (row for of_metric in rows for row in of_metric):
+    table = Table(*COLUMNS)
+    for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row), end_section=row[1] == labels[-1])
     console = Console()
     console.width = console.width if console.is_terminal else 200
     console.print(table)
     print(f"last: the mean of the last {options.last} logged values; of eval* the last one")
-    if any(len({row[3] for row in of_metric}) > 1 for of_metric in rows):
-        print(
-            "warning: the groups end at different steps, "
-            "so the differences compare different numbers of steps"
-        )
     print(visible(f"curves: {picture}"))
 
 

@@ -69,11 +69,6 @@ CONTENT = (
 SIZE = 32  # pixels of a picture, in both directions
 
 
-def main(names: list[str]) -> None:
-    for name in names:
-        write(name, FOLDERS[name])
-
-
 def write(name: str, folder: Path) -> None:
     """Write the tokenizer and the model of a name."""
     tokenizer = build_tokenizer() if name != "tiny-images" else build_image_tokenizer()
@@ -183,4 +178,5 @@ def random_model(model_class, config, ends: dict):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(FOLDERS))
+    for name in sys.argv[1:] or FOLDERS:
+        write(name, FOLDERS[name])

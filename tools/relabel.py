@@ -1,9 +1,10 @@
 """Swap chosen and rejected where a reward model prefers the rejected side.
 
-    torchrun --nproc_per_node 4 tools/relabel.py --model runs/rm/hf --dataset pairs.jsonl --output_dir runs/relabelled
+    torchrun --nproc_per_node 4 tools/relabel.py --model runs/rm/hf --dataset pairs.jsonl \\
+        --output_dir runs/relabelled
 
-It takes the flags of rm.py for model and data, prints how often the model agrees with the pairs, and
-writes <output_dir>/relabelled.jsonl. A swapped pair has the margin 0, if there are margins."""  # noqa: E501
+It takes the flags of rm.py for model and data, prints how often the model agrees with the pairs,
+and writes <output_dir>/relabelled.jsonl. A swapped pair has the margin 0, if there are margins."""
 
 import json
 import sys
