@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -25,12 +24,6 @@ LEAST = 10  # steps below which a mean over a third of them says nothing
 
 class Missing(Exception):
     """The run lacks a metric that a rule reads, or has too few steps."""
-
-
-class Finding(NamedTuple):
-    rule: str
-    seen: str
-    remedy: str
 
 
 def curve(run: Run, name: str, least: int = LEAST) -> list[float]:
@@ -57,10 +50,12 @@ def reward_falls(run: Run) -> bool:
     return late(run, "reward") < before - 0.05 * abs(before)
 
 
-# ---- rules: each returns what it saw, or None ----
+# ---- rules: each returns what it saw, or None. Its docstring says what to try ----
 
 
 def not_finite(run: Run) -> str | None:
+    """try: a lower `--lr`, a lower `--max_grad_norm`, `--dtype float32`; a reward that returns
+    NaN"""
     for name in ("loss", "grad_norm", "value_loss", "reward", "kl", "entropy"):
         steps = [step for step, x in run.metrics.get(name, {}).items() if not math.isfinite(x)]
         if steps:
@@ -69,6 +64,8 @@ def not_finite(run: Run) -> str | None:
 
 
 def explodes(run: Run) -> str | None:
+    """try: a lower `--lr`, `--warmup_steps`, a lower `--max_grad_norm`; with samples `--minibatches
+    1`"""
     norms = [x for x in curve(run, "grad_norm") if x > 0] or [0.0]
     before, after = fmean(norms[: max(1, len(norms) // 3)]), late(run, "grad_norm")
     if 0 < 20 * before < after:
@@ -84,6 +81,7 @@ def explodes(run: Run) -> str | None:
 
 
 def entropy_collapses(run: Run) -> str | None:
+    """try: a lower `--lr`, a positive `--beta`, `--entropy_coef`, a higher `--clip_high`"""
     before, after = early(run, "entropy"), late(run, "entropy")
     if after < 0.1 * before and reward_falls(run):  # arXiv:2505.22617 trades reward for entropy
         return f"entropy fell from {before:.3g} to {after:.3g} nats per token, and the reward fell"
@@ -91,6 +89,8 @@ def entropy_collapses(run: Run) -> str | None:
 
 
 def engine_differs(run: Run) -> str | None:
+    """try: `--dtype float32`. If the difference stays, the engine reads the weights differently
+    (docs/models.md); if not, it is rounding: raise `--max_logprob_difference`"""
     stale = max(run.metrics.get("sampling/staleness/mean", {}).values(), default=0.0)
     if stale > 0 or run.flags.get("old_logprobs") == "engine":
         raise Missing("the present weights did not sample")
@@ -104,6 +104,8 @@ def engine_differs(run: Run) -> str | None:
 
 
 def equal_rewards(run: Run) -> str | None:
+    """try: easier or harder prompts, more `--samples_per_prompt`, a higher `--temperature`. If the
+    reward never changes: the column and the form of the answer that it reads (samples.jsonl)"""
     rewards, spreads = curve(run, "reward", 3), curve(run, "reward_std", 3)
     if max(spreads) < 1e-9 and max(rewards) - min(rewards) < 1e-9:
         return f"every completion of {len(rewards)} steps has reward {rewards[0]:g}"
@@ -115,11 +117,14 @@ def equal_rewards(run: Run) -> str | None:
 
 
 def truncated(run: Run) -> str | None:
+    """try: a higher `--max_new_tokens`, `--template_kwargs enable_thinking=false`; if the samples
+    have no end token: `--chat_template`, `--prompt_format`, or sft.py on rows with that token"""
     cut = late(run, "completions/clipped_ratio", 1)
     return f"{cut:.0%} of the completions reach --max_new_tokens" if cut > 0.5 else None
 
 
 def kl_grows(run: Run) -> str | None:
+    """try: a higher `--beta`, `--keep_best` with a held-out metric"""
     kl = late(run, "kl")
     if kl > 1 and reward_falls(run):
         return f"KL to the reference is {kl:.3g} nats, and the reward fell"
@@ -127,16 +132,21 @@ def kl_grows(run: Run) -> str | None:
 
 
 def clips_often(run: Run) -> str | None:
+    """try: a lower `--lr`, `--minibatches 1`, fewer `--epochs_per_rollout`, a lower
+    `--max_grad_norm`"""
     clipped = late(run, "clip_ratio/region_mean", 3)
     return f"{clipped:.0%} of the tokens are clipped, without gradient" if clipped > 0.5 else None
 
 
 def reward_errors(run: Run) -> str | None:
+    """try: the reward function and its `--reward_timeout`; samples.jsonl has the completions"""
     errors = late(run, "reward/error_fraction", 1)
     return f"{errors:.1%} of the rewards could not be computed" if errors > 0.01 else None
 
 
 def length_drifts(run: Run) -> str | None:
+    """try: `--missing_eos_penalty`, another `--reduction` (a mean over sequences favours long wrong
+    answers, arXiv:2503.20783), a penalty of length in the reward"""
     before = early(run, "completions/mean_length")
     after = late(run, "completions/mean_length")
     if reward_falls(run) and not 0.5 < after / before < 1.5:
@@ -144,64 +154,24 @@ def length_drifts(run: Run) -> str | None:
     return None
 
 
-RULES = {  # and what to try
-    not_finite: (
-        "a lower `--lr`, a lower `--max_grad_norm`, `--dtype float32`; a reward that returns NaN"
-    ),
-    explodes: (
-        "a lower `--lr`, `--warmup_steps`, a lower `--max_grad_norm`; with samples "
-        "`--minibatches 1`"
-    ),
-    truncated: (
-        "a higher `--max_new_tokens`, `--template_kwargs enable_thinking=false`; if the "
-        "samples have no end token: `--chat_template`, `--prompt_format`, or sft.py on rows "
-        "with that token"
-    ),
-    equal_rewards: (
-        "easier or harder prompts, more `--samples_per_prompt`, a higher `--temperature`. If "
-        "the reward never changes: the column and the form of the answer that it reads "
-        "(samples.jsonl)"
-    ),
-    reward_errors: (
-        "the reward function and its `--reward_timeout`; samples.jsonl has the completions"
-    ),
-    engine_differs: (
-        "`--dtype float32`. If the difference stays, the engine reads the weights differently"
-        " (docs/models.md); if not, it is rounding: raise `--max_logprob_difference`"
-    ),
-    entropy_collapses: (
-        "a lower `--lr`, a positive `--beta`, `--entropy_coef`, a higher `--clip_high`"
-    ),
-    kl_grows: ("a higher `--beta`, `--keep_best` with a held-out metric"),
-    clips_often: (
-        "a lower `--lr`, `--minibatches 1`, fewer `--epochs_per_rollout`, a lower `--max_grad_norm`"
-    ),
-    length_drifts: (
-        "`--missing_eos_penalty`, another `--reduction` (a mean over sequences favours long "
-        "wrong answers, arXiv:2503.20783), a penalty of length in the reward"
-    ),
-}
+RULES = (
+    not_finite, explodes, truncated, equal_rewards, reward_errors, engine_differs,
+    entropy_collapses, kl_grows, clips_often, length_drifts,
+)  # fmt: skip
 
 
 # ---- report ----
 
 
-def examine(folder: Path) -> tuple[list[Finding], list[Callable]]:
-    """Return the findings in a run and the rules that apply to it. Raises `ValueError` if a file is
-    missing or damaged."""
-    run = read_run(folder)
-    if not run.metrics:
-        raise ValueError(f"{folder / 'metrics.jsonl'}: no finished step; wait for the first one")
-    findings, applied = [], []
-    for rule, remedy in RULES.items():
+def examine(run: Run) -> dict[Callable, str | None]:
+    """Return what each rule saw that applies to the run, None if all is well."""
+    seen = {}
+    for rule in RULES:
         try:
-            seen = rule(run)
+            seen[rule] = rule(run)
         except Missing:
-            continue
-        applied.append(rule)
-        if seen is not None:
-            findings.append(Finding(rule.__name__, seen, remedy))
-    return findings, applied
+            pass
+    return seen
 
 
 def main() -> None:
@@ -209,12 +179,14 @@ def main() -> None:
     parser = Options(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
     try:
-        findings, applied = examine(parser.parse_args().run)
-    except (OSError, ValueError) as error:
+        run = read_run(parser.parse_args().run)
+    except ValueError as error:
         parser.error(" ".join(str(error).split()))
-    for rule, seen, remedy in findings:
-        print(visible(f"{rule}: {seen}\n    try: {remedy}"))
-    print(f"{len(findings) or 'no'} findings; {len(applied)} of {len(RULES)} rules apply")
+    seen = examine(run)
+    found = {rule: what for rule, what in seen.items() if what is not None}
+    for rule, what in found.items():
+        print(visible(f"{rule.__name__}: {what}\n    {' '.join(rule.__doc__.split())}"))
+    print(f"{len(found) or 'no'} findings; {len(seen)} of {len(RULES)} rules apply")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.config.groups import TrainArgs, flags_of
+from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
 from common.data.sample import Completion, Group, Sample
 from common.metrics.logger import asked
@@ -185,13 +185,7 @@ class Trace:
         lines = {i: self._line(i, chosen[i], groups[i], numbers) for i in chosen if i in groups}
         lines = distributed.gather_dict(lines)
         weights = distributed.gather_objects([fingerprint(model) for model in self.models])
-        header = dict(
-            schema=SCHEMA,
-            step=step,
-            loss=self._losses(),
-            weights=weights,
-            flags=flags_of(self.args),
-        )
+        header = dict(schema=SCHEMA, step=step, loss=self._losses(), weights=weights)
         if distributed.is_main():
             path = Path(self.args.output_dir, "trace", f"step_{step:06}.jsonl.gz")
             write(path, [header, *(lines[i] for i in chosen)])

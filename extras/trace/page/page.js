@@ -7,9 +7,9 @@ const sum = (xs) => xs.reduce((a, b) => a + b, 0);
 const mean = (xs) => sum(xs) / xs.length;
 const PALETTE = ["#3b7dbf", "#d9772b", "#4d9c5a", "#9a6bb5", "#b5555a", "#85857c", "#3a9a9a", "#c0a030"];
 
-let data = JSON.parse($("data").textContent);
-const state = { run: 0, step: Infinity, group: null, follow: true };
-const shown = { trace: null, group: null, metrics: new Set(data.main), charts: [], text: "" };
+const data = JSON.parse($("data").textContent);
+const state = { run: 0, step: Infinity, group: null };
+const shown = { trace: null, group: null, metrics: new Set(data.main), charts: [] };
 const cache = new Map();
 const run = () => data.runs[state.run];
 
@@ -43,19 +43,17 @@ const nearest = (traces, step) => [...traces].sort((a, b) => Math.abs(a.step - s
 /** Return a promise of the trace of a step: its groups. The page keeps the last few. */
 function load(r, trace) {
   const key = `${r} ${trace.step}`;
-  if (!cache.has(key)) cache.set(key, read(r, trace));
+  if (!cache.has(key)) cache.set(key, read(trace));
   if (cache.size > 6) cache.delete(cache.keys().next().value);
   return cache.get(key);
 }
 
-async function read(r, { step, gzip }) {
-  const bytes = gzip ? Uint8Array.from(atob(gzip), (x) => x.charCodeAt(0))
-    : await (await fetch(`trace/${r}/${step}`)).arrayBuffer();
+async function read({ step, gzip }) {
+  const bytes = Uint8Array.from(atob(gzip), (x) => x.charCodeAt(0));
   const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   const groups = text.trimEnd().split("\n").slice(1).map((line) => JSON.parse(line));
   const images = groups.flatMap((group) => group.completions.flatMap((c) => c.images ?? []));
-  const pictures = images.length && !gzip ? await (await fetch(`pictures/${r}/${step}`)).json() : data.pictures;
-  for (const image of images) Object.assign(image, pictures[image.digest]);
+  for (const image of images) Object.assign(image, data.pictures[image.digest]);
   return { step, groups };
 }
 
@@ -220,7 +218,7 @@ function factsOf(completion, g) {
 /** Return images; a line for one that cannot be shown. A click enlarges an image. */
 function picturesOf({ images = [] }) {
   return images.map(({ file, url, problem }, i) => {
-    if (!url) return el("p", { class: "facts" }, `image ${i + 1}, ${file}: ${problem}`);
+    if (!url) return el("p", { class: "facts" }, `image ${i + 1}: ${problem}`);
     const button = el("button", { title: file, onclick: () => button.classList.toggle("large") },
       el("img", { src: url, alt: `image ${i + 1}, ${file}` }));
     return button;
@@ -281,7 +279,6 @@ function setGroup(group) {
 async function setStep(step) {
   const last = Math.max(...Object.values(run().metrics).map(([steps]) => steps.at(-1)));
   state.step = Math.min(step, last);
-  state.follow = state.step === last;
   const trace = nearest(run().traces, state.step);
   $("slider").max = Math.max(0, run().traces.length - 1);
   $("slider").value = run().traces.indexOf(trace);
@@ -300,25 +297,6 @@ function setRun(r) {
   const others = data.runs.flatMap((x, i) => (i === state.run ? [] : [[i, x.folder]]));
   options($("other"), [["", "nothing"], ...others], $("other").value);
   return setStep(state.step);
-}
-
-async function poll() {
-  try {
-    const answer = await fetch("data");
-    const text = await answer.text();
-    if (!answer.ok) throw new Error(text);
-    if (text !== shown.text) { // also at first: the data may have changed since the page was made
-      data = JSON.parse(text);
-      cache.clear();
-      drawCharts();
-      if (state.follow) state.step = Infinity;
-      await setRun(state.run);
-    }
-    shown.text = text;
-  } catch (error) {
-    $("status").textContent = `no new data: ${error.message}`;
-  }
-  setTimeout(poll, data.live * 1000);
 }
 
 function slide(by) {
@@ -340,4 +318,3 @@ addEventListener("resize", drawCharts);
 showMetricNames();
 drawCharts();
 setRun(0).then(() => document.body.setAttribute("data-ready", ""));
-if (data.live) poll();

@@ -1,6 +1,7 @@
 """Traces have the numbers of the update, and change nothing."""
 
 import gzip
+import math
 import sys
 from pathlib import Path
 
@@ -31,11 +32,8 @@ SCRIPTS = {
     "reinforce": SAMPLING,
     "rloo": SAMPLING,
     "ppo": SAMPLING,
-    "online_dpo": (
-        *SAMPLING,
-        "--minibatches",
-        1,
-    ),  # a minibatch has any number of pairs, and the metric is their mean
+    # A minibatch has any number of pairs, and the metric is their mean.
+    "online_dpo": (*SAMPLING, "--minibatches", 1),
     "bok": SAMPLING,
     "distill": (*SAMPLING, "--teacher", "tiny", "--on_policy_fraction", 0.5),
     "self_distill": (*SAMPLING, "--hint", "answer"),
@@ -51,11 +49,8 @@ def traces(folder: Path) -> dict[int, list[dict]]:
 def flags(small, script: str, folder: Path, *more: object) -> tuple:
     folder.mkdir(exist_ok=True)
     (folder.parent / "reward.py").write_text(REWARD)
-    reward = (
-        ("--reward", f"{folder.parent / 'reward.py'}:digits")
-        if SAMPLING[0] in SCRIPTS[script]
-        else ()
-    )
+    is_online = SAMPLING[0] in SCRIPTS[script]
+    reward = ("--reward", f"{folder.parent / 'reward.py'}:digits") if is_online else ()
     return (
         *small, *SCRIPTS[script], *reward, "--max_steps", 2, "--eval_every", 0, "--save_every", 100,
         "--dtype", "float32", "--trace_every", 1, "--output_dir", folder, *more,
@@ -71,16 +66,13 @@ def test_shares_of_all_tokens_add_up_to_the_loss(main, script, small, tmp_path, 
     logged = {row["step"]: row for row in metrics(tmp_path)}
     for step, (header, *groups) in traces(tmp_path).items():
         updates = len(header["loss"])
-        assert sum(header["loss"]) / updates == pytest.approx(
-            logged[step]["loss"], rel=1e-5, abs=1e-7
-        )
+        mean = sum(header["loss"]) / updates
+        assert mean == pytest.approx(logged[step]["loss"], rel=1e-5, abs=1e-7)
         traced = [0.0] * updates
-        for update in (
-            update for group in groups for c in group["completions"] for update in c["updates"]
-        ):
-            traced[update["update"]] += sum(update.get("share", [])) + update.get("row", {}).get(
-                "share", 0.0
-            )
+        completions = [c for group in groups for c in group["completions"]]
+        for update in (update for c in completions for update in c["updates"]):
+            traced[update["update"]] += sum(update.get("share", []))
+            traced[update["update"]] += update.get("row", {}).get("share", 0.0)
         assert traced == pytest.approx(header["loss"], rel=1e-5, abs=1e-6) and any(traced)
         assert sorted(group["group"] for group in groups) == [*range(len(groups))]
     assert sorted(traces(tmp_path)) == [1, 2]
@@ -95,6 +87,14 @@ def test_trace_changes_no_weight(main, script, small, tmp_path):
     assert not (tmp_path / "without" / "trace").exists()
 
 
+@pytest.mark.slow
+def test_updates_of_the_value_model_are_counted_before_the_policy_learns(main, small, tmp_path):
+    more = ("--epochs_per_rollout", 1, "--value_warmup_steps", 1)
+    main("ppo", *flags(small, "ppo", tmp_path, *more))
+    assert [len(traces(tmp_path)[step][0]["loss"]) for step in (1, 2)] == [2, 2]  # --minibatches 2
+
+
+NAMES = ("logprobs", "ratio", "clip_ratio/region_mean", "share", "logprobs_gradient")
 LARGE_STEPS = ("--lr", 3e-3, "--warmup_steps", 0)  # after which ratios are clipped
 
 
@@ -107,29 +107,20 @@ def test_streams_of_a_token_fit_together(main, small, tmp_path):
     for _, *groups in traces(tmp_path).values():
         for completion in (c for group in groups for c in group["completions"]):
             ids, start = completion["ids"], completion["start"]
-            assert (
-                len(completion["tokens"]) == len(ids)
-                and len(completion["mask"]) == len(ids) - start
-            )
+            assert len(completion["tokens"]) == len(ids)
+            assert len(completion["mask"]) == len(ids) - start
             old = completion["fixed"]["old_logprobs"]
             for update in completion["updates"]:
-                new, of_token = (
-                    update["logprobs"],
-                    zip(*(update[name] for name in NAMES), old, strict=True),
-                )
-                assert len(new) == len(ids) - start
-                for new, ratio, is_clipped, share, gradient, old_logprob in of_token:
-                    assert ratio == pytest.approx(
-                        torch.tensor(new - old_logprob).exp().item(), rel=1e-4
-                    )
-                    assert gradient == pytest.approx(
-                        0.0 if is_clipped else share, rel=1e-4, abs=1e-7
-                    )
+                assert len(update["logprobs"]) == len(ids) - start
+                columns = [update[name] for name in NAMES]
+                for new, ratio, is_clipped, share, gradient, old_logprob in zip(
+                    *columns, old, strict=True
+                ):
+                    assert ratio == pytest.approx(math.exp(new - old_logprob), rel=1e-4)
+                    expected = 0.0 if is_clipped else share
+                    assert gradient == pytest.approx(expected, rel=1e-4, abs=1e-7)
                     seen.add((is_clipped, completion["advantage"] > 0))
     assert len(seen) >= 3
-
-
-NAMES = ("logprobs", "ratio", "clip_ratio/region_mean", "share", "logprobs_gradient")
 
 
 @pytest.mark.slow
@@ -141,9 +132,7 @@ def test_two_ranks_trace_what_one_rank_traces(main, small, tmp_path):
     assert len(one["weights"]) == 1 and len(two["weights"]) == 2
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-4, abs=1e-6)
     for group, other in zip(groups, other_groups, strict=True):
-        assert [group[key] for key in ("group", "chosen", "prompt")] == [
-            other[key] for key in ("group", "chosen", "prompt")
-        ]
+        assert all(group[key] == other[key] for key in ("group", "chosen", "prompt"))
         for x, y in zip(group["completions"], other["completions"], strict=True):
             assert x["ids"] == y["ids"] and x["reward"] == y["reward"]
             for u, v in zip(x["updates"], y["updates"], strict=True):

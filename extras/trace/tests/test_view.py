@@ -1,11 +1,8 @@
-"""The viewer: the data of its page, a page in a browser if one is here, live runs, bad input."""
+"""The viewer: the data of its page, a page in a browser if one is here, bad input."""
 
 import json
 import shutil
 import subprocess
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -53,7 +50,7 @@ def run(tmp_path) -> Path:
 
 def built(*folders: Path) -> Path:
     out = folders[0] / "view.html"
-    out.write_text(view.page(view.collect([*folders], embed=True) | dict(live=0)), encoding="utf-8")
+    out.write_text(view.page(view.collect([*folders])), encoding="utf-8")
     return out
 
 
@@ -72,7 +69,7 @@ def dom(html: Path) -> str:
 
 
 def test_page_has_the_metrics_and_the_traces_as_they_are_on_disk(run):
-    data = view.collect([run], embed=True)
+    data = view.collect([run])
     (found,) = data["runs"]
     assert data["main"] == ["reward", "loss"]  # one of two equal metrics
     assert found["metrics"]["reward"] == [[1, 2], [0.1, 0.2]]
@@ -113,47 +110,6 @@ def test_browser_shows_two_runs(run, tmp_path):
     assert f'<option value="1">{other}</option>' in shown and shown.count("u-over") == 2
 
 
-# ---- a live run ----
-
-
-def test_serve_follows_a_new_step_and_answers_this_machine_alone(run):
-    servers, started = [], threading.Event()
-    ready = lambda server: (servers.append(server), started.set())  # noqa: E731
-    thread = threading.Thread(target=view.serve, args=([run], 0, ready), daemon=True)
-    thread.start()
-    assert started.wait(10)
-    (server,) = servers
-    address = f"http://localhost:{server.server_port}"
-
-    def answer(path: str, **headers: str) -> bytes:
-        request = urllib.request.Request(f"{address}{path}", headers=headers)
-        with urllib.request.urlopen(request) as found:
-            return found.read()
-
-    try:
-        assert server.server_address[0] == "127.0.0.1"
-        assert b"connect-src 'self'" in answer("/")
-        write_trace(run, 3)
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 3, "reward": 0.9}\n{"step": 4, "rew')
-        (found,) = json.loads(answer("/data"))["runs"]
-        assert found["metrics"]["reward"][0] == [1, 2, 3]
-        assert [trace["step"] for trace in found["traces"]] == [1, 3]
-        content = (run / "trace" / "step_000003.jsonl.gz").read_bytes()
-        assert answer("/trace/0/3") == content and answer("/pictures/0/3") == b"{}"
-        for path, headers, code in (
-            ("/data", dict(Host="evil.example"), 403),
-            ("/trace/0/9", {}, 500),
-            ("/absent", {}, 500),
-        ):
-            with pytest.raises(urllib.error.HTTPError) as error:
-                answer(path, **headers)
-            assert error.value.code == code
-    finally:
-        server.shutdown()
-        thread.join(10)
-
-
 # ---- the command ----
 
 
@@ -163,32 +119,15 @@ def test_command_writes_a_page(run, tmp_path, monkeypatch, capsys):
     assert out.startswith(f"{tmp_path}/x.html: 0.") and out.count("\n") == 1
 
 
-def damage(run: Path, what: str) -> None:
-    match what:
-        case "trace":
-            (run / "trace" / "step_000001.jsonl.gz").write_bytes(b"no gzip")
-        case "group":
-            lines = [dict(schema=trace_file.SCHEMA, step=1), dict(group=0)]
-            trace_file.write(run / "trace" / "step_000001.jsonl.gz", lines)
-        case "metrics":
-            (run / "metrics.jsonl").unlink()
-        case "steps":
-            (run / "metrics.jsonl").write_text("")
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("trace", "{run}/trace/step_000001.jsonl.gz: damaged; delete it"),
-        ("group", "{run}/trace/step_000001.jsonl.gz: damaged; delete it"),
-        (
-            "metrics",
-            "{run}/metrics.jsonl: No such file or directory; name the output folder of a run",
-        ),
-        ("steps", "{run}/metrics.jsonl: no finished step; wait for the first one"),
-    ],
-)
-def test_bad_input_is_one_line(run, what, words, monkeypatch, capsys):
-    damage(run, what)
-    _, shown = call_main(view.main, ["view.py", run], 2, monkeypatch, capsys)
-    assert shown == f"error: {words.format(run=run)}\n"
+def test_bad_input_is_one_line(run, monkeypatch, capsys):
+    for name, text, words in (
+        ("trace/step_000001.jsonl.gz", "no gzip", "damaged; delete it"),
+        ("metrics.jsonl", "", "no finished step; wait for the first one"),
+        ("metrics.jsonl", None, "No such file or directory; name the output folder of a run"),
+    ):
+        (run / name).unlink()
+        if text is not None:
+            (run / name).write_text(text)
+        _, shown = call_main(view.main, ["view.py", run], 2, monkeypatch, capsys)
+        assert shown == f"error: {run}/{name}: {words}\n"
+        write_trace(run, 1)
