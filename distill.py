@@ -64,7 +64,8 @@ from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts
-from common.rollout.sampler import make_sampler, serve
+from common.rollout.remote import serve
+from common.rollout.sampler import make_sampler
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps
 from common.train.run import Run

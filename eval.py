@@ -17,7 +17,6 @@ Shapes: P prompts, S samples of each, B bootstrap draws.
 import dataclasses
 import json
 import math
-import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,7 +56,6 @@ from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show
 from common.train.run_folder import begin_run, prepare_output_dir
 
 OWN_FILE = "completions.jsonl"
-OTHER_FILES = "against_*.jsonl"
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
     and the column completions (list of texts, or of objects as in completions.jsonl) or completion
     (one text)"""
     against: Annotated[MayChange[str | None], Needs(agent=None)] = None
-    """opponent for a win rate: another model, or a .jsonl file of its completions"""
+    """opponent for a win rate: a file of another model's completions, like that of --completions"""
     reward_model: Annotated[MayChange[str | None], Needs(agent=None)] = None
     """reward model whose mean score is reported and which judges the win rate, or a chat model as
     judge:PATH or, of pairs, rank:PATH; default judge: `reward`"""
@@ -193,8 +191,8 @@ class Task:
     tokenizer: Any
     rewards: Rewards
     device: torch.device
-    folders: dict[str, str]  # folders of further models by flag: against, reward_model, ...
-    files: dict[str, list[dict]]  # completions from a file instead of a model: `model`, `against`
+    folders: dict[str, str]  # folders of further models by flag: reward_model, perplexity_model
+    files: dict[str, list[dict]]  # completions from a file by flag: completions, against
 
 
 def load_task(args: Args, path: str, device: torch.device) -> Task:
@@ -210,41 +208,34 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), max_prompt_length, args)
     show_first(prompts, tokenizer)
     rewards = Rewards(args, prompts.rows, tokenizer, device)
-    folders = {}
     files = {}
-    has_turn_rewards = args.environment is not None
-    named = dict(against=args.against, completions=args.completions)
-    named |= dict(reward_model=path_of(args.reward_model), perplexity_model=args.perplexity_model)
-    for flag, name in ((flag, name) for flag, name in named.items() if name is not None):
-        if flag == "completions" or (flag == "against" and name.endswith(".jsonl")):
-            read = completions_file.read_completions(
-                f"--{flag}", Path(name), prompts, tokenizer, episodes=has_turn_rewards
+    for flag, name in dict(completions=args.completions, against=args.against).items():
+        if name is not None:
+            files[flag] = completions_file.read_completions(
+                f"--{flag}", Path(name), prompts, tokenizer, episodes=args.environment is not None
             )
-            files["model" if flag == "completions" else flag] = read
-        else:
-            folders[flag] = resolve_model(name, f"--{flag}")
-            if flag != "reward_model":
-                require_same_tokenizer(f"--{flag}", folders[flag], tokenizer)
-    if "against" in folders:
-        completions_file.require_same_architecture(path, folders["against"])
+    folders = {}
+    if args.reward_model is not None:
+        folders["reward_model"] = resolve_model(path_of(args.reward_model), "--reward_model")
+    if args.perplexity_model is not None:
+        folders["perplexity_model"] = resolve_model(args.perplexity_model, "--perplexity_model")
+        require_same_tokenizer("--perplexity_model", folders["perplexity_model"], tokenizer)
     return Task(prompts, tokenizer, rewards, device, folders, files)
 
 
 def answers(
-    args: Args, task: Task, engine: Engine | None, flag: str, path: str | None, file: Path
+    args: Args, task: Task, engine: Engine | None, path: str, file: Path
 ) -> tuple[list[dict], Engine | None]:
-    """Return the completions of --model or --against (`flag`), read or sampled into `file`, a line
-    per prompt, fewer after a stop; and the engine, which is started when first needed.
-    Collective."""
-    if flag in task.files:
-        return completions_file.reward_again(task.files[flag], task.prompts, task.rewards), engine
+    """Return the completions of --model, read or sampled into `file`, a line per prompt, fewer
+    after a stop; and the engine, which is started when first needed. Collective."""
+    if "completions" in task.files:
+        lines = task.files["completions"]
+        return completions_file.reward_again(lines, task.prompts, task.rewards), engine
     lines = completions_file.read_completions(
         "--output_dir", file, task.prompts, task.tokenizer, own=True
     )
     if len(lines) < len(task.prompts):
-        engine = completions_file.load_engine(
-            engine, path, args, task.tokenizer, task.device, f"--{flag}"
-        )
+        engine = completions_file.load_engine(engine, path, args, task.tokenizer, task.device)
         episodes = Episodes(engine, args)
         lines = completions_file.sample_completions(
             file, lines, task.prompts, episodes, task.rewards, args, args.prompts_per_step
@@ -320,22 +311,19 @@ def main(args: Args) -> None:
     engine = None
     stopped = False
     other_lines = []
-    other_file = folder / OTHER_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
+    if args.against is not None:
+        other_lines = [
+            completions_file.reward_again(task.files["against"], task.prompts, task.rewards)
+        ]
     for target, model in models:
         if target != folder and not checkpoint_curve.still_exists(model):
             continue
         target.mkdir(exist_ok=True)
         path = resolve_model(model, rope_factor=args.rope_factor)
-        lines, engine = answers(args, task, engine, "model", path, target / OWN_FILE)
-        outputs = [lines]
-        if args.against is not None and len(lines) == len(task.prompts):
-            if not other_lines:  # the same for every checkpoint
-                other_lines, engine = answers(
-                    args, task, engine, "against", task.folders.get("against"), other_file
-                )
-            outputs.append(other_lines)
-        if stopped := any(len(lines) < len(task.prompts) for lines in outputs):
+        lines, engine = answers(args, task, engine, path, target / OWN_FILE)
+        if stopped := len(lines) < len(task.prompts):
             break
+        outputs = [lines, *other_lines]
         results = all_results(args, task, model, outputs)
         if distributed.is_main():
             durable.write_text(target / "results.json", json.dumps(results, indent=2) + "\n")

@@ -47,16 +47,11 @@ from common.objectives.divergence import DIVERGENCES
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
-from common.rollout.hints import (
-    divide,
-    hint_filler,
-    hint_of_row,
-    hinted_prompt,
-    say_if_unused,
-)
+from common.rollout.hints import divide, hint_filler, hint_of_row, hinted_prompt
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts, prompt_columns
-from common.rollout.sampler import make_sampler, serve
+from common.rollout.remote import serve
+from common.rollout.sampler import make_sampler
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps
 from common.train.run import Run
@@ -231,7 +226,6 @@ def main(args: Args) -> None:
         # ---- 2. pack: each completion beside its copy after the hinted prompt, then apart ----
         first_PG = rewards.first(named_rewards) if args.reward else rewards_PG
         pairs = hinted_pairs(groups, first_PG, make_prompt, context, meter, args)
-        say_if_unused(pairs, step)
         G = args.samples_per_prompt
         places = [*chain(*(range(p * G, (p + 1) * G) for p in positions))]  # of the pairs
         packed = pack_minibatches(

@@ -12,7 +12,7 @@ is off). Parts:
   vocabulary;
 - micro-batch: forward and backward of a whole policy (FSDP2, one rank), without and with activation
   checkpointing, and a step of AdamW;
-- engine: tokens per second, and the seconds of weight sync, sleep and wake. `--model random`, the
+- engine: tokens per second, and the seconds of weight sync and sleep. `--model random`, the
   default, builds a model in the shape of Qwen3-1.7B.
 
 Counted operations are those of the mathematics, without recomputation. Attention: 2 heads head_dim
@@ -46,7 +46,7 @@ from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 from common.model.flops import forward_flops
-from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
+from common.model.hub import load_tokenizer, resolve_model
 from common.model.logprobs import Logits, token_logprobs
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
@@ -257,9 +257,7 @@ def engine(flags, device, dtype) -> list[dict]:
         engine_args=("gpu_memory_utilization=0.4",),
     )
     policy, tokenizer = load_policy(flags.model, args, device), load_tokenizer(flags.model)
-    sampler = make_engine(
-        flags.model, args, eos_token_ids(flags.model, tokenizer), tokenizer, device
-    )
+    sampler = make_engine(flags.model, args, tokenizer, device)
     generator = torch.Generator().manual_seed(0)
     vocabulary = policy.hf.config.get_text_config().vocab_size
     prompts = torch.randint(
@@ -267,7 +265,7 @@ def engine(flags, device, dtype) -> list[dict]:
     ).tolist()
     kind, times, tokens = (
         type(sampler).__name__,
-        {name: [] for name in ("wake", "sync", "generate", "sleep")},
+        {name: [] for name in ("sync", "generate", "sleep")},
         0,
     )
 
@@ -280,7 +278,6 @@ def engine(flags, device, dtype) -> list[dict]:
         return result
 
     for n in range(1 + flags.rounds):
-        timed("wake", sampler.wake)
         timed("sync", lambda: sampler.load_weights(whole_weights(policy, sampler.dtype)))
         seeds = [n * flags.prompts + i for i in range(flags.prompts)]
         groups = timed("generate", lambda seeds=seeds: complete(sampler, prompts, 1, seeds, 1.0))
@@ -292,7 +289,7 @@ def engine(flags, device, dtype) -> list[dict]:
     took = {name: median(values[1:]) for name, values in times.items()}
     rows = [row(f"{kind}: generate", size, name_of(dtype), took["generate"], tokens=tokens)]
     rows += [
-        row(f"{kind}: {name}", "", name_of(dtype), took[name]) for name in ("sync", "sleep", "wake")
+        row(f"{kind}: {name}", "", name_of(dtype), took[name]) for name in ("sync", "sleep")
     ]
     sampler.close()
     return rows

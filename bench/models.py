@@ -40,7 +40,7 @@ from common.config.online import SamplingArgs
 from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.flops import num_delta_nets
-from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.hub import load_tokenizer
 from common.model.loading import load_config, model_class, open_model
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
@@ -301,12 +301,11 @@ def against_vllm(path: str, device: torch.device) -> float:
     policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
     if num_delta_nets(load_config(path).get_text_config()):
         prepare()
-    engine = make_engine(path, ARGS, eos_token_ids(path, tokenizer), tokenizer, device)
+    engine = make_engine(path, ARGS, tokenizer, device)
     for _ in range(3):  # syncs, as in training
         policy.reshard()
         for parameter in policy.parameters():
             parameter.mul_(1.05)
-        engine.wake()
         engine.load_weights(whole_weights(policy, engine.dtype))
     groups = complete(engine, rows(), 2, list(range(len(LENGTHS))), 0.7)
     worst = 0.0

@@ -11,7 +11,7 @@ import torch
 from in_process import NEW_TOKENS, Args
 
 from common.data.sample import Completion
-from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.hub import load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
 from common.rollout.engine import Engine, Request
@@ -46,9 +46,7 @@ def engine(request, engines, device) -> Engine:
             Args(dtype="float32", engine=kind, max_new_tokens=NEW_TOKENS),
         )
         with mock.patch.dict(os.environ, RANK_0_OF_1):
-            engines[kind] = make_engine(
-                path, args, eos_token_ids(path, tokenizer), tokenizer, device
-            )
+            engines[kind] = make_engine(path, args, tokenizer, device)
     return engines[kind]
 
 
@@ -67,7 +65,6 @@ def policy(device) -> Policy:
 
 @pytest.fixture
 def synced(engine, policy) -> Engine:
-    engine.wake()
     engine.load_weights(whole_weights(policy, engine.dtype))
     return engine
 

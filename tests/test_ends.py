@@ -11,7 +11,7 @@ from helpers import metrics, tiny_tokenizer
 from common.model.export_files import generation_file, tokenizer_files
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-from common.rollout.engine import Engine, Turn, empty_completion
+from common.rollout.engine import Engine
 from common.train.checkpoint import write_files
 from grpo import Args
 
@@ -128,13 +128,11 @@ def test_text_has_all_tokens_but_ends_and_padding(device):
         def _start(self, path):
             pass
 
-    engine = Silent("", Args(), [end, seven], tokenizer, device, trained=False)
+    args = Args(stop_token_ids=(end, seven))
+    engine = Silent(tiny_model(), args, tokenizer, device, trained=False)
 
     def text(*last: int) -> str:
-        ids = [tokenizer.convert_tokens_to_ids("6"), *last]
-        completion = empty_completion([5])
-        engine._append(completion, Turn(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
-        return completion.text
+        return engine.text_of([tokenizer.convert_tokens_to_ids("6"), *last])
 
     assert text(end) == "6"
     assert text(seven) == "67"  # a character stays in the text although it is an EOS

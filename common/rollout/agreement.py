@@ -34,19 +34,13 @@ def require_agreement(
     on_rank = [torch.zeros(0)]
     for mb in chain(*minibatches):
         if mb.num_samples:
-            assert mb.versions_T is not None, "samples without the version of their weights"
             fresh_T = mb.loss_mask_T & (mb.versions_T == step)
             on_rank.append((mb.old_logprobs_T - mb.rollout_logprobs_T)[fresh_T].abs().cpu())
-    differences = (
-        torch.cat(distributed.gather_objects(torch.cat(on_rank)))
-        .nan_to_num(nan=torch.inf)
-        .sort()
-        .values
-    )
-    if not (count := len(differences)):  # all samples are from older weights
+    found = torch.cat(distributed.gather_objects(torch.cat(on_rank))).nan_to_num(nan=torch.inf)
+    if not len(found):  # all samples are from older weights
         return
-    mean = differences.mean().item()
-    high = differences[math.ceil(0.999 * count) - 1].item()
+    mean = found.mean().item()
+    high = found.sort().values[math.ceil(0.999 * len(found)) - 1].item()
     if high > limit or mean > limit / 10:
         values = f"mean {mean:.2g} nats, 99.9th percentile {high:.2g}"
         flag = f"--max_logprob_difference {limit:g}"

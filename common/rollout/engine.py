@@ -1,17 +1,16 @@
-"""Base class of the engines: turns of the model in flight, and their conversion to completions.
+"""Base class of the engines: turns of the model in flight.
 
 An engine is vLLM (one per rank or per tensor-parallel group) or, where vLLM is not installed,
 transformers. A coroutine that needs a turn awaits `sample`; whoever runs the event loop calls
-`step` beside it, which runs a round of the engine (episodes.py):
+`step` beside it (episodes.py):
 
     await engine.sample(request)        in as many coroutines as there are turns in flight
     engine.step()                       a token for each of them; wakes those whose turns have ended
 
 Weights may change between two rounds. Turns in flight then continue under the new weights, and
-every token records the version of the weights that sampled it. A training rank calls these methods
-in this order; a rollout rank never sleeps:
+every token records the version of the weights that sampled it. On a training rank:
 
-    wake(); load_weights(whole_weights(policy, engine.dtype), version); step() ...; sleep()
+    load_weights(whole_weights(policy, engine.dtype), version); step() ...; sleep()
 """
 
 import asyncio
@@ -32,8 +31,8 @@ from common.config.extra import extra
 from common.config.online import SamplingArgs
 from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.model.hub import eos_token_ids
 from common.model.policy import compute_dtype
-from common.parallel import distributed
 
 # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
 SEED_SPACING = 1 << 16
@@ -80,7 +79,6 @@ class Engine:
         self,
         path: str,
         args: SamplingArgs,
-        eos_ids: list[int],
         tokenizer,
         device: torch.device,
         trained: bool,
@@ -93,11 +91,16 @@ class Engine:
                 from extras.images.features import EngineImages
             self.images = EngineImages(path, args.max_pixels)
         self.tokenizer = tokenizer
-        self.end_at(eos_ids)
+        self.eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
+        if self.images is not None:  # a placeholder that is sampled has no image
+            self.eos_ids += self.images.reader.placeholder_ids
+        # Tokens that are no text: those that end a turn, BOS and padding. A character that ends a
+        # turn is text.
+        ends = {*self.eos_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
+        self.silent_ids = ends & tokenizer.added_tokens_decoder.keys()
         self.device = device
         self.dtype = compute_dtype(args, device)
         self.trained = trained
-        self.beside_trainer = trained and not distributed.is_rollout_rank()
         # the ranks that share this engine, if there are several, and this rank's place among them
         self.group: dist.ProcessGroup | None = None
         self.group_rank = 0
@@ -112,20 +115,6 @@ class Engine:
             self._start(path)
             if trained:
                 self.sleep()
-
-    def end_at(self, eos_ids: list[int]) -> None:
-        """Set the tokens that end completions."""
-        self.eos_ids = [*eos_ids]
-        if self.images is not None:  # a placeholder that is sampled has no image
-            self.eos_ids += self.images.reader.placeholder_ids
-        tokenizer = self.tokenizer
-        of_tokenizer = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-        ends = {*self.eos_ids, *of_tokenizer}
-        self.silent_ids = ends & tokenizer.added_tokens_decoder.keys()
-        """tokens that are no text: those that end a turn, BOS and padding; a character that ends a
-        turn is text"""
-
-    # ---- requests ----
 
     async def sample(self, request: Request) -> None:
         """Append a turn to the completion of a request.
@@ -150,13 +139,27 @@ class Engine:
             turns = self._step() if self.running else []
         for name, turn in turns:
             request = self.running.pop(name)
-            self._append(request.completion, turn)
+            completion = request.completion
+            completion.ids += turn.ids
+            completion.loss_mask += [True] * len(turn.ids)
+            completion.rollout_logprobs += turn.logprobs
+            completion.versions += turn.versions
+            completion.finish_reason = turn.finish_reason
+            completion.text = self.text_of(turn.ids)
             ended = self.ended.pop(request, None)  # None: of another rank
             if ended is not None and not ended.done():  # its episode may be over
                 ended.set_result(None)
 
+    def text_of(self, turn: list[int], cut: bool = True) -> str:
+        """Decode a turn, up to its first stop string unless `cut` is false. Special tokens such as
+        <think>, which a reward or an environment may read, are text."""
+        ids = [token for token in turn if token not in self.silent_ids]
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        stops = [text.index(string) for string in self.args.stop if cut and string in text]
+        return text[: min(stops, default=None)]
+
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
-        """Load all policy weights by name. Call before sampling; requests in flight continue under
+        """Load all policy weights by name, and wake the engine. Requests in flight continue under
         the new weights. Collective with tensor parallelism."""
         self.version = version
         self._load(weights)
@@ -179,30 +182,6 @@ class Engine:
         collective loop together. Collective over them."""
         return any(self.gather_in_engine(value))
 
-    def _append(self, completion: Completion, turn: Turn) -> None:
-        completion.ids += turn.ids
-        completion.loss_mask += [True] * len(turn.ids)
-        completion.rollout_logprobs += turn.logprobs
-        completion.versions += turn.versions
-        completion.finish_reason = turn.finish_reason
-        completion.text = self.text_of(turn.ids)
-
-    def has_stop_string(self, ids: list[int]) -> bool:
-        text = self._text(ids)
-        return any(string in text for string in self.args.stop)
-
-    def text_of(self, turn: list[int]) -> str:
-        """Decode a turn up to its first stop string."""
-        text = self._text(turn)
-        stops = [text.index(string) for string in self.args.stop if string in text]
-        return text[: min(stops, default=None)]
-
-    def _text(self, ids: list[int]) -> str:
-        """Decode a turn, with special tokens such as <think> or <answer>, which a reward or an
-        environment reads."""
-        text_ids = [token for token in ids if token not in self.silent_ids]
-        return self.tokenizer.decode(text_ids, skip_special_tokens=False)
-
     # ---- implemented by each engine ----
 
     def _start(self, path: str) -> None:
@@ -220,9 +199,6 @@ class Engine:
 
     def sleep(self) -> None:
         """Release memory for the trainer, if the engine can. Nothing may be running."""
-
-    def wake(self) -> None:
-        """Reclaim the memory released by `sleep`. `load_weights` must follow before `step`."""
 
     def close(self) -> None:
         """Shut down, on every rank, before `distributed.cleanup`."""

@@ -15,19 +15,13 @@ from common.rollout.vllm_engine import VLLMEngine
 
 
 def make_engine(
-    path: str,
-    args: SamplingArgs,
-    eos_ids: list[int],
-    tokenizer,
-    device: torch.device,
-    trained: bool = True,
+    path: str, args: SamplingArgs, tokenizer, device: torch.device, trained: bool = True
 ) -> Engine:
     """Return the engine of `--engine` with the checkpoint in folder `path`. Call after
-    `load_policy`. It sleeps until `wake` and `load_weights`; if no model is `trained`, it is awake
-    with the weights of the checkpoint.
+    `load_policy`. It sleeps until `load_weights`; if no model is `trained`, it is awake with the
+    weights of the checkpoint.
 
-    Raises `ValueError` for `--engine vllm` without vLLM, or a model or tensor-parallel size that
-    vLLM refuses."""
+    Raises `ValueError` for `--engine vllm` without vLLM, or a model or flag that vLLM refuses."""
     is_installed = importlib.util.find_spec("vllm") is not None
     if args.engine == "vllm" and not is_installed:
         raise ValueError(
@@ -39,11 +33,11 @@ def make_engine(
             "sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16 only"
         )
     elif is_installed and args.engine != "transformers":
-        return VLLMEngine(path, args, eos_ids, tokenizer, device, trained)
+        return VLLMEngine(path, args, tokenizer, device, trained)
     if args.tensor_parallel_size > 1:
         raise ValueError("--tensor_parallel_size needs --engine vllm")
     if args.engine_args:
         raise ValueError(f"--engine_args {' '.join(args.engine_args)} needs --engine vllm")
     if args.engine == "auto" and not is_installed and dist.get_rank() == 0:
         print("vllm is not installed: sampling with transformers, which is slower")
-    return TransformersEngine(path, args, eos_ids, tokenizer, device, trained)
+    return TransformersEngine(path, args, tokenizer, device, trained)

@@ -1,16 +1,13 @@
-"""Environments, which answer the model between its turns, and the built-in ones.
-
-An environment is a class whose constructor takes no arguments. Each episode has an object of its
-own:
+"""`--environment`: it answers the model between its turns. An environment is a class whose
+constructor takes no arguments; each episode has an object of its own:
 
     reset(example: dict) -> messages                   the prompt of a data row, the same every time
     step(completion: str) -> messages, reward, done    the answer to one turn of the model
     state() -> str                                     optional: the situation before the next turn
 
-Turns of a prompt's episodes with equal states can be compared (docs/environments.md).
-Messages are `{"role": ..., "content": ...}`, as in a chat. `--reward environment` is the sum of the
-rewards of the turns. Each built-in environment has a task of the same name for `--dataset`
-(common/data/tasks.py).
+`--reward environment` is the sum of the rewards of the turns. Turns of a prompt's episodes with
+equal states can be compared (docs/environments.md). Each built-in environment has a task of the
+same name for `--dataset` (common/data/tasks.py).
 
 An environment of your own runs in a process, a fork of one that has imported the file
 (common/rewards/processes.py): one that hangs or dies costs its own episode only. The tokens of a
@@ -22,7 +19,6 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
 
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
@@ -31,7 +27,6 @@ from common.data.sample import Completion
 from common.rewards.arithmetic import arithmetic
 from common.rewards.functions import to_number
 from common.rewards.processes import ForkServer, Process
-from common.rewards.result import Result
 from common.rewards.user_code import load_callable
 from common.rewards.worker import one_line
 from common.rollout.engine import Engine
@@ -41,15 +36,9 @@ GRACE = 1.0  # seconds for an environment to clean up when its episode is over
 Message = dict[str, str]
 
 
-class Environment(Protocol):
-    def reset(self, example: dict) -> list[Message]: ...
-
-    def step(self, completion: str) -> tuple[list[Message], float, bool]: ...
-
-
-def load_environment(name: str, with_state: bool = False) -> Callable[[], Environment]:
-    """Return a built-in environment, or `path/to/file.py:Class`. Raises `ValueError` for anything
-    else, and `with_state` for a class without the method state."""
+def load_environment(name: str, with_state: bool = False) -> type:
+    """Return the class of a built-in environment, or of `path/to/file.py:Class`. Raises
+    `ValueError` for anything else, and `with_state` for a class without the method state."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if ":" not in name:
@@ -57,8 +46,7 @@ def load_environment(name: str, with_state: bool = False) -> Callable[[], Enviro
         raise ValueError(f"--environment {name}: unknown; there are {names}, path/to/file.py:Class")
     environment = load_callable("--environment", name)
     names = ["reset", "step"] + ["state"] * with_state
-    methods = [getattr(environment, method, None) for method in names]
-    if not isinstance(environment, type) or not all(map(callable, methods)):
+    if not isinstance(environment, type) or not all(hasattr(environment, x) for x in names):
         wanted = " and ".join(names)
         raise ValueError(f"--environment {name}: not a class with the methods {wanted}")
     return environment
@@ -67,11 +55,10 @@ def load_environment(name: str, with_state: bool = False) -> Callable[[], Enviro
 def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Message]]:
     """Return the function row -> prompt of the environment, the messages of its reset. It raises
     `ValueError` naming the row that the environment cannot use."""
-    name = args.environment
-    environment = load_environment(name, args.records_states)
+    environment = load_environment(args.environment, args.records_states)
 
     def first_messages(row: dict) -> list[Message]:
-        place = f"{row['_source']}: --environment {name}"
+        place = f"{row['_source']}: --environment {args.environment}"
         try:
             messages = environment().reset(copy.deepcopy(row))
         except BaseException as error:  # the user's code may raise anything
@@ -89,13 +76,24 @@ def on_turns(completion: Completion, values: list[float]) -> list[float]:
     return [values[bisect_left(ends, index)] for index in range(len(completion.ids))]
 
 
+# ---- episodes ----
+
+
 def last_token(completion: Completion, args: SamplingArgs) -> int | None:
     """Return the last token of a turn that may lack its EOS, for `Encoder.reply`."""
     has_eos = completion.finish_reason == "stop" and not (args.stop or args.stop_token_ids)
     return None if has_eos else completion.ids[-1]
 
 
-# ---- episodes ----
+def episode_server(target: str, argument: object = None) -> ForkServer:
+    """Return a server with a process for each episode. An episode takes a file here and one in the
+    server: as many may be open as the system allows."""
+    if sys.platform == "linux":
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return ForkServer(target, shared=True, grace=GRACE, argument=argument)
 
 
 class Environments:
@@ -107,15 +105,10 @@ class Environments:
         self.encoder = Encoder(engine.tokenizer, args)
         self.server = None
         if args.environment not in ENVIRONMENTS:
-            self.server = ForkServer(args.environment, shared=True, grace=GRACE)
-            allow_files()
+            self.server = episode_server(args.environment)
 
     def begin(self, row: dict) -> "EnvironmentEpisode":
         return EnvironmentEpisode(self, row)
-
-    def reply(self, messages: list[Message], completion: Completion) -> list[int]:
-        """Return the ids of an answer to the last turn of a completion."""
-        return self.encoder.reply(messages, last_token(completion, self.args))
 
     def close(self) -> None:
         if self.server is not None:
@@ -123,35 +116,37 @@ class Environments:
 
 
 class EnvironmentEpisode:
-    """An environment from its reset, after the first turn of the model, to its end."""
+    """An environment from its reset, after the first turn of the model, to its end: in a process
+    or, a built-in one, here, where it cannot hang."""
 
     def __init__(self, environments: Environments, row: dict):
-        self.environments = environments
         self.row = row
-        self.process: Process | BuiltIn | None = None
+        self.args = environments.args
+        self.encoder = environments.encoder
+        self.process = Process(environments.server) if environments.server else None
+        self.built_in = None if self.process else environments.make()
+        self.is_new = True
 
     async def answer(self, completion: Completion) -> list[int] | None:
         """Return the ids of the environment's messages; see `Episode` in partner.py."""
-        step = f"step {completion.turns}"
-        doing = step if self.process else "reset"
+        doing = "reset" if self.is_new else f"step {completion.turns}"
         try:
-            if self.process is None:
-                server = self.environments.server
-                self.process = Process(server) if server else BuiltIn(self.environments.make())
+            if self.is_new:
+                self.is_new = False
                 if await self._call("reset", self.row) != self.row["_prompt"]:
                     raise ValueError("not the same messages as at the start of the run")
                 await self._record_state(completion)
-            doing = step
+            doing = f"step {completion.turns}"
             messages, reward, done = await self._call("step", completion.text)
             reward = float(reward)
             if not done:
                 await self._record_state(completion)
             completion.turn_rewards.append((len(completion.ids) - 1, reward))
-            return None if done else self.environments.reply(messages, completion)
-        except Failure as failure:
-            completion.error = f"{doing}: {failure}"
-        except Exception as error:  # of what the user's code returned
-            completion.error = f"{doing}: {one_line(error)}"
+            if not done:
+                return self.encoder.reply(messages, last_token(completion, self.args))
+        except Exception as error:
+            problem = error if isinstance(error, Failure) else one_line(error)
+            completion.error = f"{doing}: {problem}"
         return None
 
     def end(self, completion: Completion) -> None:
@@ -159,15 +154,17 @@ class EnvironmentEpisode:
             self.process.close()
 
     async def _call(self, method: str, *arguments: object) -> object:
-        """Return what a method of the environment returns. Raises `Failure`."""
-        seconds = self.environments.args.answer_seconds
-        result = await self.process.call(method, *arguments, seconds=seconds)
+        """Return what a method of the environment returns. Raises `Failure` for an error in a
+        process."""
+        if self.process is None:
+            return getattr(self.built_in, method)(*copy.deepcopy(arguments))
+        result = await self.process.call(method, *arguments, seconds=self.args.answer_seconds)
         if result.error is not None:
             raise Failure(result.error)
         return result.value
 
     async def _record_state(self, completion: Completion) -> None:
-        if self.environments.args.records_states:
+        if self.args.records_states:
             state = await self._call("state")
             if not isinstance(state, str):
                 raise TypeError(f"state returned {state!r:.50}, not a text")
@@ -176,32 +173,6 @@ class EnvironmentEpisode:
 
 class Failure(Exception):
     """An error of the environment, in one line."""
-
-
-def allow_files() -> None:
-    """Allow as many open files as the system does: an episode takes one here and one in the
-    server."""
-    if sys.platform == "linux":
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-class BuiltIn:
-    """An environment in this process, with the methods of a `Process`: it cannot hang."""
-
-    def __init__(self, environment: Environment):
-        self.environment = environment
-
-    async def call(self, method: str, *arguments: object, seconds: float) -> Result:
-        try:
-            return Result(getattr(self.environment, method)(*copy.deepcopy(arguments)))
-        except Exception as error:  # counted as a reward that could not be computed
-            return Result(error=one_line(error))
-
-    def close(self) -> None:
-        pass
 
 
 # ---- built-in environments ----

@@ -54,13 +54,14 @@ class Episodes:
     def __init__(self, engine: Engine, args: SamplingArgs):
         self.engine = engine
         self.args = args
-        self.loop = asyncio.new_event_loop()
+        self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self.runner.get_loop()
         partner = partner_of(args)
         self.partner = None if partner is None else partner(args, engine)
         self.prompts: dict[int, asyncio.Task[Group]] = {}  # in flight, by number
-        self.budget: ThinkingBudget | None = None
+        self.sample = engine.sample
         if args.thinking_budget is not None:
-            self.budget = ThinkingBudget(args.thinking_budget, engine.tokenizer)
+            self.sample = ThinkingBudget(args.thinking_budget, engine).sample
 
     def add(self, prompt: PromptRequest) -> None:
         """Begin the completions of a prompt."""
@@ -87,16 +88,9 @@ class Episodes:
 
     def close(self) -> None:
         """End the completions in flight, and the partner."""
-        self.loop.run_until_complete(self._cancel())
+        self.runner.close()
         if self.partner is not None:
             self.partner.close()
-        self.loop.close()
-
-    async def _cancel(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _go_on(self) -> None:
         """Let the coroutines run: an answer needs several turns of the loop from its socket to the
@@ -110,7 +104,7 @@ class Episodes:
             await asyncio.sleep(0.001)
 
     async def _complete(self, prompt: PromptRequest) -> Group:
-        play = self.partner.play if self.args.agent is not None else self._play
+        play = self._play if self.args.agent is None else self.partner.play
         group = await asyncio.gather(*(play(prompt, i) for i in range(prompt.samples)))
         for completion in group:
             for sequence in completion.sequences:
@@ -123,13 +117,13 @@ class Episodes:
         completion.row = row_for_engine(prompt.row)
         room = self.args.max_new_tokens
         if self.partner is None:
-            await self._sample(prompt.turn(completion, index, 0, room))
+            await self.sample(prompt.turn(completion, index, 0, room))
             return completion
         episode = self.partner.begin(prompt.row)
         try:
             while True:
                 turn = completion.turns - 1
-                await self._sample(prompt.turn(completion, index, turn, room))
+                await self.sample(prompt.turn(completion, index, turn, room))
                 if completion.finish_reason == "length":
                     break
                 answer = await episode.answer(completion)
@@ -144,9 +138,3 @@ class Episodes:
             episode.end(completion)
         completion.transcript = self.engine.tokenizer.decode(completion.completion_ids)
         return completion
-
-    async def _sample(self, request: Request) -> None:
-        if self.budget is None:
-            await self.engine.sample(request)
-        else:
-            await self.budget.sample(self.engine, request)

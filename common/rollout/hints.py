@@ -5,8 +5,6 @@ from collections.abc import Callable
 from common.data.encode import Encoder
 from common.data.messages import messages_field, text_field
 from common.data.packing import PackedBatch
-from common.data.sample import Completion
-from common.parallel import distributed
 from common.rewards.filler import template_filler
 
 SAMPLED = ("sibling", "feedback")  # hints that are no column
@@ -26,14 +24,6 @@ def hint_filler(hint: str | None, template: str, rows: list[dict]) -> Callable[[
     for row in rows:
         fill(row | dict(prompt="", hint=""))
     return fill
-
-
-def say_if_unused(pairs: list[list[Completion]], step: int) -> None:
-    """Print a line if no completion of any rank has a divergence in the first step. Collective."""
-    is_used = any(any(own.weights) for own, _ in pairs)
-    if step == 0 and not any(distributed.gather_objects(is_used)):
-        flags = "--hint, --reward, --pack_tokens"
-        distributed.say(f"no completion of the first rollout has a divergence; see {flags}")
 
 
 def hint_of_row(row: dict, column: str) -> str:
@@ -67,16 +57,15 @@ def divide(mb: PackedBatch) -> tuple[PackedBatch, PackedBatch]:
     if not mb.num_samples:
         return mb, mb
     assert mb.compact is None, "pairs with a shared prefix"
-    return _every_second(mb, 0), _every_second(mb, 1)
-
-
-def _every_second(mb: PackedBatch, start: int) -> PackedBatch:
-    here_T = mb.sequence_ids_T % 2 == start
-    half = PackedBatch(
-        mb.input_ids_T[here_T], mb.targets_T[here_T], mb.position_ids_T[here_T],
-        mb.lengths[start::2], loss_mask_T=mb.loss_mask_T[here_T],
-        index_N=mb.index_N[start::2] // 2, datasets=mb.datasets[start::2],
-    )  # fmt: skip
-    half.sent = {index // 2: sample for index, sample in mb.sent.items() if index % 2 == start}
-    streams_T = {name: x_T[here_T] for name, x_T in vars(mb).items() if name not in vars(half)}
-    return half.with_streams(**streams_T)
+    halves = []
+    for start in (0, 1):
+        here_T = mb.sequence_ids_T % 2 == start
+        half = PackedBatch(
+            mb.input_ids_T[here_T], mb.targets_T[here_T], mb.position_ids_T[here_T],
+            mb.lengths[start::2], loss_mask_T=mb.loss_mask_T[here_T],
+            index_N=mb.index_N[start::2] // 2, datasets=mb.datasets[start::2],
+        )  # fmt: skip
+        half.sent = {index // 2: s for index, s in mb.sent.items() if index % 2 == start}
+        streams_T = {name: x_T[here_T] for name, x_T in vars(mb).items() if name not in vars(half)}
+        halves.append(half.with_streams(**streams_T))
+    return halves[0], halves[1]

@@ -58,13 +58,7 @@ def measure_groups(
     """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. If
     `warn`, for the first rollout of a run, rank 0 prints warnings; then collective."""
     if warn:
-        finish_reasons = [[sample.finish_reason for sample in group] for group in groups]
-        pairs = [
-            list(zip(rewards_G, reasons_G, strict=True))
-            for rewards_G, reasons_G in zip(rewards_PG.tolist(), finish_reasons, strict=True)
-        ]
-        ranks = distributed.gather_objects(pairs)
-        for warning in warnings(list(chain(*ranks)), bool(named_rewards)):
+        for warning in warnings(groups, rewards_PG, bool(named_rewards)):
             distributed.say(f"warning: in the first rollout {warning}")
     valid_PG = ~rewards_PG.isnan()
     std_P = group_std(rewards_PG)[:, 0]
@@ -90,30 +84,22 @@ def measure_groups(
             meter.mean(f"tools/{name}", count)
 
 
-def warnings(groups: list[list[tuple[float, str]]], has_rewards: bool = True) -> list[str]:
-    """Return the problems of a rollout with the flags that may solve them. `groups`: (reward or
-    NaN, finish_reason); `has_rewards`: whether the run has rewards."""
-    reasons = [reason for group in groups for _, reason in group]
+def warnings(groups: list[Group], rewards_PG: Tensor, has_rewards: bool = True) -> list[str]:
+    """Return the problems of a rollout of all ranks with the flags that may solve them. Collective.
+    `has_rewards`: whether the run has rewards."""
+    cut_off = int(distributed.all_sum(truncated(groups).sum()))
+    samples = int(distributed.all_sum(sum(map(len, groups))))
+    rewards = [x for x in chain(*distributed.gather_objects(rewards_PG.flatten().tolist()))]
+    rewards = [x for x in rewards if not math.isnan(x)]
     problems = []
-    if (cut_off := reasons.count("length")) == len(reasons) > 0:
-        problems.append(
-            "no completion ended with an EOS: see --chat_template, --prompt_format and"
-            " --max_new_tokens"
-        )
-    elif cut_off > len(reasons) / 2:
-        problems.append(
-            f"{cut_off} of {len(reasons)} completions were truncated: see --max_new_tokens"
-        )
-    rewards = [[reward for reward, _ in group if not math.isnan(reward)] for group in groups]
-    equal = [len(set(group)) == 1 for group in rewards if len(group) > 1]
-    all_rewards = list(chain(*rewards))
-    advice = "see --reward, the answer format in the prompt, and --temperature"
-    if has_rewards and reasons and not all_rewards:
-        problems.append(
-            "no completion has a reward: does the function of --reward return a number for each?"
-        )
-    elif len(all_rewards) > 1 and len(set(all_rewards)) == 1:
-        problems.append(f"all {len(all_rewards)} rewards are {all_rewards[0]:g}: {advice}")
-    elif equal and sum(equal) >= 0.9 * len(equal):
-        problems.append(f"in {sum(equal)} of {len(equal)} groups all rewards are equal: {advice}")
+    if samples and cut_off == samples:
+        flags = "--chat_template, --prompt_format and --max_new_tokens"
+        problems.append(f"no completion ended with an EOS: see {flags}")
+    elif cut_off > samples / 2:
+        problems.append(f"{cut_off} of {samples} completions were truncated: see --max_new_tokens")
+    if has_rewards and samples and not rewards:
+        problems.append("no completion has a reward: does --reward return a number for each?")
+    elif len(rewards) > 1 and len(set(rewards)) == 1:
+        advice = "see --reward, the answer format in the prompt, and --temperature"
+        problems.append(f"all {len(rewards)} rewards are {rewards[0]:g}: {advice}")
     return problems

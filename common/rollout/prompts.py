@@ -49,8 +49,9 @@ def load_prompts(args: OnlineArgs, tokenizer, context: int) -> tuple[Prompts, Pr
     columns = prompt_columns(args, rows)
     encoder = Encoder(tokenizer, args)
     room = context - args.max_new_tokens
-    prompts = encode_prompts(rows, columns, encoder, room, args)
-    held_out = encode_prompts(held_out_rows, columns, encoder, room, args)
+    prompts, held_out = (
+        encode_prompts(each, columns, encoder, room, args) for each in (rows, held_out_rows)
+    )
     too_long = f", {held_out.dropped} are too long: see --max_new_tokens and --pack_tokens"
     require_held_out(held_out_rows, held_out.rows, too_long)
     show_first(prompts, tokenizer)
@@ -58,12 +59,9 @@ def load_prompts(args: OnlineArgs, tokenizer, context: int) -> tuple[Prompts, Pr
 
 
 def show_first(prompts: Prompts, tokenizer) -> None:
-    """Print the first prompt as the model reads it, on rank 0."""
-    if not prompts.ids[0]:
-        distributed.say("the agent writes the prompts; their lengths are not known in advance")
-        return
+    """Print the first prompt as the model reads it, on rank 0. An agent writes its own."""
     ids, row = prompts[0]
-    text = Sample(ids, [], row=row).decoded(tokenizer, ids)
+    text = Sample(ids, [], row=row).decoded(tokenizer, ids) if ids else "written by the agent"
     if len(text) > 2000:
         text = f"{text[:1000]} ... {text[-1000:]}"
     distributed.say(f"the first prompt:\n{text}")
@@ -89,12 +87,6 @@ def encode_prompts(
     that a reward cannot use are left out too; else `Rewards` names the first. Raises `ValueError`
     for a longer prompt with `--overlong error`, unless bad rows are skipped, and if no row
     is left."""
-    if not rows:
-        return Prompts([], [])
-    if room < 1:
-        raise ValueError(
-            f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt"
-        )
     make_prompt = prompt_maker(args)
     select_tools = partner_of(args).tools_of_rows(args, encoder.tokenizer) if args.tools else None
     check = row_check(args) if args.on_bad_row == "skip" else None
@@ -111,14 +103,8 @@ def encode_prompts(
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
         return ids
 
-    encoded = list(encode_each(rows, encode, args.on_bad_row))
-    if not encoded:
-        source = rows[0]["_source"]
-        raise ValueError(
-            f"all {len(rows)} rows, such as {source}, are left out (--on_bad_row skip)"
-        )
     prompts = Prompts([], [])
-    for row, ids in encoded:
+    for row, ids in encode_each(rows, encode, args.on_bad_row):
         if len(ids) <= room:
             prompts.ids.append(ids)
             prompts.rows.append(row)
@@ -130,10 +116,12 @@ def encode_prompts(
                 f" --pack_tokens) {room} beside --max_new_tokens {args.max_new_tokens};"
                 " --overlong drop leaves such rows out"
             )
-    if not prompts.ids:
-        raise ValueError(
-            f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens"
-        )
+    if prompts.dropped and not prompts:
+        problem = f"no prompt has at most {room} tokens"
+        raise ValueError(f"{problem}: see --max_new_tokens and --pack_tokens")
+    if rows and not prompts:
+        example = f"all {len(rows)} rows, such as {rows[0]['_source']}"
+        raise ValueError(f"{example}, are left out (--on_bad_row skip)")
     return prompts
 
 
@@ -142,6 +130,4 @@ def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[dict]] | Non
     them. It raises `ValueError` naming the row that the environment or the template cannot use."""
     if args.environment is not None:
         return prompt_maker_of_environment(args)
-    if args.prompt_template is not None:
-        return template_maker(args)
-    return None
+    return None if args.prompt_template is None else template_maker(args)

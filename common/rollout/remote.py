@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from common.config.online import OnlineArgs
 from common.data.sample import Group
 from common.metrics.meter import Meter
-from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
+from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import Policy, compute_dtype
 from common.parallel import distributed, process
 from common.parallel.process import fail_in_thread
@@ -37,26 +36,21 @@ from common.rollout.weights import whole_weights
 
 
 @dataclass
-class NewPrompts:
-    """From rank 0 to each engine: prompts of all rollout ranks."""
+class Orders:
+    """From rank 0 to each engine: prompts of all rollout ranks and, before they begin, weights."""
 
     requests: list[PromptRequest]
-
-
-@dataclass
-class NewWeights:
-    """From rank 0 to each engine: the broadcast of all weights follows, in this order."""
-
     version: int
     names_and_shapes: list[tuple[str, torch.Size]]
+    """of the weights whose broadcast follows, in this order; none if the engine has them"""
 
 
 @dataclass
 class News:
-    """From a rollout rank to a training rank: complete groups by the numbers of their prompts, or
-    none if the rollout rank is ready for weights."""
+    """From a rollout rank to a training rank."""
 
     groups: dict[int, Group]
+    """complete ones, by the numbers of their prompts"""
     meter: Meter
     """metrics of the rollout rank since its last message"""
     stop: bool
@@ -69,17 +63,16 @@ class Mail:
     A thread receives from each, so that a message is taken at once, whatever this rank does. If a
     rank of the other role dies, such a thread ends this process."""
 
-    def __init__(self, receive: Callable[[object], None] | None = None) -> None:
-        """`receive` is called with each message in the receiving threads; by default messages go to
-        `inbox`. Collective over all ranks of the launch."""
+    def __init__(self, receive: Callable[[object], None]) -> None:
+        """`receive` is called with each message, in the receiving threads. Collective over all
+        ranks of the launch."""
         ranks = [*distributed.training_ranks, *distributed.rollout_ranks]
         self.link = distributed.link("mail", ranks, torch.device("cpu"))
-        self.inbox: queue.Queue = queue.Queue()
-        self.receive = receive or self.inbox.put
         # Of the training ranks only rank 0 sends.
         senders = ranks[:1] if distributed.is_rollout_rank() else distributed.rollout_ranks
         self.threads = [
-            threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in senders
+            threading.Thread(target=self._listen, args=(rank, receive), daemon=True)
+            for rank in senders
         ]
         for thread in self.threads:
             thread.start()
@@ -87,33 +80,24 @@ class Mail:
     def send(self, message: object, rank: int) -> None:
         """Send a message to a rank of the launch; None is the last one."""
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        self.link.send([torch.tensor([len(data)])], rank, 0).wait()
-        self.link.send([data], rank, 0).wait()
-
-    def new(self, wait: bool) -> list:
-        """Return the new messages in order; wait for the first one, up to a minute."""
-        messages = []
-        with suppress(queue.Empty):
-            while True:
-                messages.append(self.inbox.get(wait and not messages, timeout=60))
-        return messages
+        for x in (torch.tensor([len(data)]), data):
+            self.link.send([x], rank, 0).wait()
 
     def close(self) -> None:
         """Wait for the last messages."""
         for thread in self.threads:
             thread.join()
 
-    def _listen(self, rank: int) -> None:
+    def _listen(self, rank: int, receive: Callable[[object], None]) -> None:
+        message: object = ""
         try:
-            while True:
+            while message is not None:
                 size = torch.empty(1, dtype=torch.int64)
                 self.link.recv([size], rank, 0).wait()
                 data = torch.empty(int(size), dtype=torch.uint8)
                 self.link.recv([data], rank, 0).wait()
                 message = pickle.loads(data.numpy())
-                self.receive(message)
-                if message is None:
-                    return
+                receive(message)
         except Exception as error:  # the rank has died, or a bug: without this the run would hang
             fail_in_thread(error)
 
@@ -144,17 +128,15 @@ class Remote:
         self.dtype = compute_dtype(args, policy.device)
         self.rows: dict[int, dict] = {}  # of this rank's prompts in flight
         self.groups: dict[int, Group] = {}  # complete ones that are not taken yet
+        self.inbox: queue.Queue[News | None] = queue.Queue()
         self.mail = Mail(self._receive)  # waits for the rollout ranks
-        self.is_sender = torch.distributed.get_rank() == 0
+        self.is_sender = distributed.is_main()
         self.link = weights_link(policy.device) if self.is_sender else None
         self.names_and_shapes = [
             (name, weight.shape) for name, weight in whole_weights(policy, self.dtype)
         ]
         self.version: int | None = None  # of the weights that the rollout ranks have
-        self.ready = 0  # rollout ranks that wait for weights
-        self.load = Meter()  # from the rollout ranks, since the last rollout
-        self.waited = 0.0  # seconds since then
-        self.last_rollout = time.perf_counter()
+        self.last_wait = time.perf_counter()
 
     def __str__(self) -> str:
         ranks = len(distributed.rollout_ranks)
@@ -170,46 +152,40 @@ class Remote:
     def begin(
         self, requests: list[PromptRequest], own: list[PromptRequest], step: int, meter: Meter
     ) -> None:
-        """Send the weights after `step` steps, unless they are there, and the prompts of all
-        ranks. Collective."""
-        if self.version != step:
-            self._send(NewWeights(step, self.names_and_shapes))
-            with meter.time("rollout"):
-                self._take_news_until(lambda: self.ready == len(distributed.rollout_ranks))
+        """Send the prompts of all ranks and the weights after `step` steps, unless they are there.
+        Collective."""
+        self.rows |= {request.number: request.row for request in own}
+        distributed.barrier()  # no group comes to a rank before it knows the rows
+        is_new = self.version != step
+        if self.is_sender:
+            if not self.args.has_turns:
+                requests = [replace(each, row=row_for_engine(each.row)) for each in requests]
+            orders = Orders(requests, step, self.names_and_shapes if is_new else [])
+            for rank in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
+                self.mail.send(orders, rank)  # to the first rank of each engine
+        if is_new:
             with meter.time("sync"):
                 for _, weight in whole_weights(self.policy, self.dtype):
                     if self.link is not None:
                         self.link.broadcast(weight, 0).wait()
-            self.ready = 0
             self.version = step
-        self.rows |= {request.number: request.row for request in own}
-        distributed.barrier()  # no group comes to a rank before it knows the rows
-        if not self.args.has_turns:
-            requests = [replace(each, row=row_for_engine(each.row)) for each in requests]
-        self._send(NewPrompts(requests))
 
-    def wait(self, numbers: list[int], meter: Meter) -> list[Group]:
-        """Return the groups of this rank's prompts."""
+    def wait(self, numbers: list[int], step: int, meter: Meter) -> list[Group]:
+        """Return the groups of this rank's prompts for `step`. Measure the ages of their weights,
+        and how long both roles waited since the last call."""
+        began = time.perf_counter()
         with meter.time("rollout"):
-            self._take_news_until(lambda: self.groups.keys() >= set(numbers))
-        return [self.groups.pop(number) for number in numbers]
-
-    def measure(self, meter: Meter, groups: list[Group], step: int) -> None:
-        """Measure the ages of the weights that sampled the groups of `step`, and how long both
-        roles waited."""
-        measure_staleness(meter, groups, step)
+            while not self.groups.keys() >= set(numbers):
+                news = self.inbox.get()
+                self.groups |= news.groups
+                meter.add(news.meter)
+                process.stop_signalled |= news.stop
         now = time.perf_counter()
-        meter.mean("idle/training_ranks", self.waited, now - self.last_rollout)
-        meter.add(self.load)
-        self.load = Meter()
-        self.waited = 0.0
-        self.last_rollout = now
-
-    def _send(self, message: NewPrompts | NewWeights) -> None:
-        """Send a message to the first rank of each engine."""
-        if self.is_sender:
-            for rank in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
-                self.mail.send(message, rank)
+        meter.mean("idle/training_ranks", now - began, now - self.last_wait)
+        self.last_wait = now
+        groups = [self.groups.pop(number) for number in numbers]
+        measure_staleness(meter, groups, step)
+        return groups
 
     def _receive(self, news: News | None) -> None:
         """Begin the rewards of new groups at once. Runs in the threads of `mail`."""
@@ -218,17 +194,7 @@ class Remote:
             for sequence in chain(*(completion.sequences for completion in group)):
                 sequence.row = row
             self.rewards.begin(number, group)
-        self.mail.inbox.put(news)
-
-    def _take_news_until(self, is_ready: Callable[[], bool]) -> None:
-        began = time.perf_counter()
-        while not is_ready():
-            news = self.mail.inbox.get()
-            self.load.add(news.meter)
-            self.groups |= news.groups
-            self.ready += not news.groups
-            process.stop_signalled |= news.stop
-        self.waited += time.perf_counter() - began
+        self.inbox.put(news)
 
 
 def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
@@ -248,15 +214,13 @@ def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
 def serve(args: OnlineArgs, device: torch.device) -> None:
     """Generate on a rollout rank until training ends."""
     path = resolve_model(args.model, rope_factor=args.rope_factor)
-    tokenizer = load_tokenizer(path, args)
-    eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
-    engine = make_engine(path, args, eos_ids, tokenizer, device)
+    engine = make_engine(path, args, load_tokenizer(path, args), device)
     episodes = Episodes(engine, args)
-    engine.wake()
-    mail = Mail()
+    inbox: queue.Queue[Orders | None] = queue.Queue()
+    mail = Mail(inbox.put)
     link = weights_link(device)
     process.note_signals()  # a stop can reach the training ranks now
-    _generate(engine, episodes, mail, link)
+    _generate(engine, episodes, inbox, mail, link)
     for rank in distributed.training_ranks:
         mail.send(None, rank)
     mail.close()
@@ -266,49 +230,42 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
     distributed.cleanup()
 
 
-def _generate(engine: Engine, episodes: Episodes, mail: Mail, link) -> None:
-    """Process messages of rank 0 and sample in between, until it sends None."""
-    rank = torch.distributed.get_rank()
-    ranks = len(distributed.rollout_ranks)
+def _generate(engine: Engine, episodes: Episodes, inbox: queue.Queue, mail: Mail, link) -> None:
+    """Follow the orders of rank 0 and sample in between, until it sends None."""
+    rank, ranks = distributed.rank(), len(distributed.rollout_ranks)
     trainers = distributed.training_ranks
     meter = Meter()
     last = time.monotonic()
-
-    def send(groups: dict[int, Group], trainer: int) -> None:
-        nonlocal meter
-        mail.send(News(groups, meter, process.stop_signalled), trainer)
-        meter = Meter()
-
     while True:
         is_idle = not engine.any_rank(bool(episodes.prompts))
         began = time.monotonic()
-        # The other ranks of the engine wait in the collective meanwhile.
-        messages = mail.new(wait=is_idle) if engine.group_rank == 0 else []
-        messages = engine.gather_in_engine(messages)[0]
+        orders = []
+        if engine.group_rank == 0:  # the other ranks of the engine wait in the collective
+            while (is_idle and not orders) or not inbox.empty():
+                orders.append(inbox.get())
+        orders = engine.gather_in_engine(orders)[0]
         now = time.monotonic()
         meter.mean("idle/rollout_ranks", (now - began) * is_idle, now - last)
         last = now
-        for message in messages:
-            if message is None:
+        for order in orders:
+            if order is None:
                 return
-            if isinstance(message, NewPrompts):
-                for request in message.requests:
-                    if request.number % ranks == rank:
-                        episodes.add(request)
-            else:
-                for trainer in trainers:
-                    send({}, trainer)
-                engine.load_weights(_received_weights(message, link, engine), message.version)
+            if order.names_and_shapes:
+                engine.load_weights(_received(order, link, engine), order.version)
+            for request in order.requests:
+                if request.number % ranks == rank:
+                    episodes.add(request)
         complete = episodes.advance()
         engine.measure(meter)
         for i, trainer in enumerate(trainers):
             groups = {number: group for number, group in complete if number % len(trainers) == i}
             if groups:
-                send(groups, trainer)
+                mail.send(News(groups, meter, process.stop_signalled), trainer)
+                meter = Meter()
 
 
-def _received_weights(message: NewWeights, link, engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for name, shape in message.names_and_shapes:
+def _received(orders: Orders, link, engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    for name, shape in orders.names_and_shapes:
         weight = torch.empty(shape, dtype=engine.dtype, device=engine.device)
         link.broadcast(weight, 0).wait()
         yield name, weight

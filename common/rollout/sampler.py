@@ -13,13 +13,10 @@ rank n % ranks. Seeds depend on the number alone, so samples do not depend on th
 from collections import deque
 from itertools import chain
 
-import torch
-
 from common.config.online import OnlineArgs
 from common.data.order import Order, make_order
 from common.data.sample import Group
 from common.metrics.meter import Meter
-from common.model.hub import eos_token_ids
 from common.model.policy import Policy
 from common.parallel import distributed
 from common.rewards.total import Rewards
@@ -27,7 +24,7 @@ from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import trained_count
 from common.rollout.prompts import Prompts
-from common.rollout.remote import Remote, serve  # noqa: F401
+from common.rollout.remote import Remote
 from common.rollout.weights import whole_weights
 
 
@@ -44,10 +41,8 @@ def make_sampler(
     training rank. Raises `ValueError` for an engine that is not available."""
     order = order or make_order(prompts.rows, args)
     if args.rollout_ranks:
-        source = Remote(policy, args, rewards)
-    else:
-        source = Local(policy, args, rewards, tokenizer)
-    return Sampler(prompts, args, order, source)
+        return Sampler(prompts, args, order, Remote(policy, args, rewards))
+    return Sampler(prompts, args, order, Local(policy, args, rewards, tokenizer))
 
 
 class Sampler:
@@ -58,8 +53,8 @@ class Sampler:
         self.args = args
         self.order = order
         self.source = source
-        self.rank = torch.distributed.get_rank()
-        self.ranks = torch.distributed.get_world_size()
+        self.rank = distributed.rank()
+        self.ranks = distributed.world_size()
         self.number = 0  # of the oldest prompt that no step has taken
         self.rows: deque[int] = deque()  # the data rows of this prompt and of those after it
         self.begun = 0  # number of the first prompt that is not in flight
@@ -88,18 +83,37 @@ class Sampler:
             self.step, self.before_step = step, self.state_dict()
         size = size or self.args.prompts_per_step
         steps_ahead = max(0, min(self.source.steps_ahead, total_steps - step - 1))
-        new = self._draw(size + steps_ahead * self.args.prompts_per_step)
-        self.source.begin(new, self._own(new), step, meter)
+        self._begin(self.number + size + steps_ahead * self.args.prompts_per_step, step, meter)
         self.taken = range(self.number, self.number + size)
         self.data_rows = [self.rows.popleft() for _ in self.taken]
         self.number += size
-        groups = self.source.wait([n for n in self.taken if n % self.ranks == self.rank], meter)
+        own = [number for number in self.taken if number % self.ranks == self.rank]
+        groups = self.source.wait(own, step, meter)
         meter.sum("sampled", sum(map(trained_count, chain(*groups))))
-        self.source.measure(meter, groups, step)
         if distributed.stop_requested():
             self.load_state_dict(self.before_step)
             return None
         return groups
+
+    @property
+    def positions(self) -> list[int]:
+        """Indices of this rank's groups in the last rollout of all ranks."""
+        return [i for i, number in enumerate(self.taken) if number % self.ranks == self.rank]
+
+    def _begin(self, end: int, step: int, meter: Meter) -> None:
+        """Have the prompts of all ranks in flight whose numbers are below `end`."""
+        args = self.args
+        self.rows += self.order.draw(max(0, end - self.number - len(self.rows)))
+        requests = []
+        for number in range(self.begun, end):
+            ids, row = self.prompts[self.rows[number - self.number]]
+            seed = distributed.fold_seed(args.seed, *divmod(number, args.prompts_per_step))
+            requests.append(
+                PromptRequest(number, ids, row, seed, args.samples_per_prompt, args.temperature)
+            )
+        self.begun = max(self.begun, end)
+        own = [request for request in requests if request.number % self.ranks == self.rank]
+        self.source.begin(requests, own, step, meter)
 
     def sample_now(
         self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float
@@ -113,32 +127,9 @@ class Sampler:
             PromptRequest(self.next_urgent + i, *prompts[i], seed, n, temperature)
             for i, seed in enumerate(seeds)
         ]
-        own = self._own(requests)
+        own = requests[self.rank :: self.ranks]
         self.source.begin(requests, own, step, Meter())
-        return self.source.wait([request.number for request in own], Meter())
-
-    @property
-    def positions(self) -> list[int]:
-        """Indices of this rank's groups in the last rollout of all ranks."""
-        return [i for i, number in enumerate(self.taken) if number % self.ranks == self.rank]
-
-    def _draw(self, count: int) -> list[PromptRequest]:
-        """Have `count` prompts in flight. Return requests for those that begin now, of all
-        ranks."""
-        args = self.args
-        self.rows += self.order.draw(max(0, count - len(self.rows)))
-        requests = []
-        for number in range(self.begun, self.number + count):
-            ids, row = self.prompts[self.rows[number - self.number]]
-            seed = distributed.fold_seed(args.seed, *divmod(number, args.prompts_per_step))
-            requests.append(
-                PromptRequest(number, ids, row, seed, args.samples_per_prompt, args.temperature)
-            )
-        self.begun = max(self.begun, self.number + count)
-        return requests
-
-    def _own(self, requests: list[PromptRequest]) -> list[PromptRequest]:
-        return [request for request in requests if request.number % self.ranks == self.rank]
+        return self.source.wait([request.number for request in own], step, Meter())
 
     # ---- resume ----
 
@@ -166,8 +157,7 @@ class Local:
     def __init__(self, policy: Policy, args: OnlineArgs, rewards: Rewards, tokenizer):
         self.policy = policy
         self.rewards = rewards
-        eos_ids = eos_token_ids(policy.path, tokenizer, args.prompt_format, args.stop_token_ids)
-        self.engine = make_engine(policy.path, args, eos_ids, tokenizer, policy.device)
+        self.engine = make_engine(policy.path, args, tokenizer, policy.device)
         self.episodes = Episodes(self.engine, args)
 
     def __str__(self) -> str:
@@ -185,10 +175,9 @@ class Local:
         for request in own:
             self.episodes.add(request)
         with meter.time("sync"):
-            self.engine.wake()
             self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
 
-    def wait(self, numbers: list[int], meter: Meter) -> list[Group]:
+    def wait(self, numbers: list[int], step: int, meter: Meter) -> list[Group]:
         """Return the groups of this rank's prompts, begin the rewards of each when it is complete,
         and release the engine's memory. Collective."""
         groups: dict[int, Group] = {}
@@ -200,6 +189,3 @@ class Local:
                 self.engine.measure(meter)
             self.engine.sleep()
         return [groups[number] for number in numbers]
-
-    def measure(self, meter: Meter, groups: list[Group], step: int) -> None:
-        """Measure what only rollout ranks have, after a rollout for `step`."""

@@ -24,39 +24,50 @@ class TransformersEngine(Engine):
         self.replica = model.to(self.device).eval()
         self.replica.generation_config = GenerationConfig()  # without the penalties of the model's
 
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        replica_weights = self.replica.state_dict()
+        with torch.no_grad():
+            for name, whole in weights:
+                replica_weights[name].copy_(whole)
+
     def _step(self) -> list[tuple[str, Turn]]:
         """Sample whole turns of the requests that come first."""
         first = sorted(self.running.items(), key=lambda item: item[1].priority)[:BATCH]
-        chosen = dict(sorted(first, key=lambda item: item[1].start))  # stable
+        first.sort(key=lambda item: item[1].start)  # stable
         turns: list[tuple[str, Turn]] = []
-        for temperature in {request.temperature for request in chosen.values()}:
-            same = {name: x for name, x in chosen.items() if x.temperature == temperature}
+        for temperature in {request.temperature for _, request in first}:
+            same = {name: x for name, x in first if x.temperature == temperature}
             turns += zip(same, self._sample(list(same.values()), temperature), strict=True)
         return turns
 
     @torch.no_grad()
     def _sample(self, requests: list[Request], temperature: float) -> list[Turn]:
         prompts = [request.completion.ids for request in requests]
-        limits = [request.max_tokens for request in requests]
         pad = self.eos_ids[0]
         longest = max(map(len, prompts))
         padded = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        seeds = [request.seed for request in requests]
+        input_ids = torch.tensor(padded, device=self.device)
+        of_images: dict[str, Tensor] = {}
+        if self.images is not None:
+            completions = [request.completion for request in requests]
+            of_images = self.images.generation_arguments(completions, input_ids)
         truncation = (self.args.truncation or {}) if temperature > 0 else {}
+        seeds = [request.seed for request in requests]
         sampler = _SeededSampler(seeds, temperature, truncation, self.device)
         stopped: dict[int, int] = {}  # where a stop string ends a turn
 
         def are_stopped(input_ids: Tensor, scores: Tensor, **_) -> Tensor:
             for i, ids in enumerate(input_ids[:, longest:].tolist()):
-                if i not in stopped and self.has_stop_string(ids):
-                    stopped[i] = len(ids)
+                text = self.text_of(ids, cut=False)
+                if any(string in text for string in self.args.stop):
+                    stopped.setdefault(i, len(ids))
             return torch.tensor([i in stopped for i in range(len(requests))], device=self.device)
 
         out = self.replica.generate(
-            torch.tensor(padded, device=self.device),
+            input_ids,
             attention_mask=torch.tensor(mask, device=self.device),
-            max_new_tokens=max(limits),
+            max_new_tokens=max(request.max_tokens for request in requests),
             eos_token_id=self.eos_ids,
             pad_token_id=pad,
             do_sample=False,
@@ -65,45 +76,18 @@ class TransformersEngine(Engine):
             repetition_penalty=None,
             logits_processor=[sampler],
             stopping_criteria=[are_stopped] if self.args.stop else [],
-            **(self._images(requests, padded) if self.images is not None else {}),
+            **{name: x.to(self.device) for name, x in of_images.items()},
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         turns = []
         for i, tokens in enumerate(out[:, longest:].tolist()):
             ends = [k + 1 for k, token in enumerate(tokens) if token in self.eos_ids]
             ends += [stopped[i]] if i in stopped else []
-            length = min([limits[i], *ends])
+            length = min([requests[i].max_tokens, *ends])
             versions = [self.version] * length
             reason = "stop" if length in ends else "length"
             turns.append(Turn(tokens[:length], logprobs[i][:length], versions, reason))
         return turns
-
-    def _images(self, requests: list[Request], padded: list[list[int]]) -> dict[str, Tensor]:
-        """Return the arguments of `generate` for the images of requests, if they have any."""
-        completions = [request.completion for request in requests]
-        arguments = self.images.generation_arguments(completions, torch.tensor(padded))
-        return {name: x.to(self.device) for name, x in arguments.items()}
-
-    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        replica_weights = self.replica.state_dict()
-        with torch.no_grad():
-            for name, whole in weights:
-                replica_weights[name].copy_(whole)
-
-
-def truncation_of(top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0):
-    """Return the processors that set the logits of tokens that are not sampled to -inf, in the
-    order of vLLM (vllm/v1/sample/sampler.py). The list is empty if all tokens stay."""
-    from transformers.generation import logits_process
-
-    processors = logits_process.LogitsProcessorList()
-    if min_p > 0:
-        processors.append(logits_process.MinPLogitsWarper(min_p))
-    if top_k > 0:
-        processors.append(logits_process.TopKLogitsWarper(top_k))
-    if top_p < 1:
-        processors.append(logits_process.TopPLogitsWarper(top_p))
-    return processors
 
 
 class _SeededSampler:
@@ -111,13 +95,7 @@ class _SeededSampler:
     noise) ~ p. Each completion has a noise generator of its own, so that samples do not depend on
     batches and ranks."""
 
-    def __init__(
-        self,
-        seeds: list[int],
-        temperature: float,
-        truncation: dict[str, float],
-        device: torch.device,
-    ):
+    def __init__(self, seeds: list[int], temperature: float, truncation: dict, device):
         self.temperature = temperature
         self.truncate = truncation_of(**truncation)
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
@@ -137,3 +115,18 @@ class _SeededSampler:
             chosen = chosen.masked_fill(logprobs == -torch.inf, -torch.inf)  # noise may be 0
         self.logprobs.append(logprobs.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0])
         return chosen
+
+
+def truncation_of(top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0):
+    """Return the processors that set the logits of tokens that are not sampled to -inf, in the
+    order of vLLM (vllm/v1/sample/sampler.py). The list is empty if all tokens stay."""
+    from transformers.generation import logits_process
+
+    processors = logits_process.LogitsProcessorList()
+    if min_p > 0:
+        processors.append(logits_process.MinPLogitsWarper(min_p))
+    if top_k > 0:
+        processors.append(logits_process.TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(logits_process.TopPLogitsWarper(top_p))
+    return processors

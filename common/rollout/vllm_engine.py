@@ -34,17 +34,15 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def lost_asleep(worker) -> list[str]:
-    """Return the names of tensors in vLLM's model that are lost in sleep at level 2. `load_weights`
-    restores weights and vLLM restores buffers; the cache is filled again; scales named `_cpu`
-    belong to quantised caches."""
-    lost = []
-    for name, module in worker.get_model().named_modules():
-        for key, value in vars(module).items():
-            if key == "kv_cache" or key.endswith("_cpu"):
-                continue
-            if isinstance(value, Tensor) and value.device.type == worker.device.type:
-                lost.append(f"{name}.{key}")
-    return lost
+    """Return the names of tensors in vLLM's model that are lost in sleep at level 2: they are
+    neither weights, buffers, caches nor scales of quantised caches (`_cpu`)."""
+    return [
+        f"{name}.{key}"
+        for name, module in worker.get_model().named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.device.type == worker.device.type
+        if key != "kv_cache" and not key.endswith("_cpu")
+    ]
 
 
 def has_head(worker) -> bool:
@@ -126,21 +124,23 @@ class VLLMEngine(Engine):
         from transformers import MODEL_MAPPING
 
         stored = load_config(path)
-        is_part = has_images(stored) or method_of_quantization(stored) is not None
         config = text_config(load_config(path))
-        # What vLLM loads: the model of a folder, or its language model alone, under another name.
+        self.model_type = config.model_type
+        self.has_delta_nets = num_delta_nets(config) > 0
+        size = self.args.tensor_parallel_size
+        if self.model_type == "gpt_oss" and size > 1:
+            raise ValueError("--tensor_parallel_size above 1 is not supported for gpt_oss")
+        # What vLLM loads: the model of the folder, or its language model alone, under other names.
+        is_part = has_images(stored) and self.images is None
         with torch.device("meta"):
             whole = model_class(stored).from_config(stored)
-            alone = has_images(stored) and self.images is None
-            self.model = model_class(config).from_config(config) if alone else whole
+            self.model = model_class(config).from_config(config) if is_part else whole
         self.prefixes = tuple(
             next(f"{name}." for name, part in hf.named_modules() if part is hf.get_decoder())
             for hf in (whole, self.model)
         )
-        self.model_type = config.model_type
-        self.has_delta_nets = num_delta_nets(config) > 0
-        if self.model_type == "gpt_oss" and self.args.tensor_parallel_size > 1:
-            raise ValueError("--tensor_parallel_size above 1 is not supported for gpt_oss")
+        # without the weights of the folder
+        is_empty = is_part or (self.images is None and method_of_quantization(stored) is not None)
         self._set_environment()
         with undone_changes(MODEL_MAPPING[type(config)]):
             from vllm import LLM
@@ -149,7 +149,7 @@ class VLLMEngine(Engine):
             try:
                 if self.images is not None:
                     options |= self.images.vllm_options(stored.architectures[0])
-                elif is_part:
+                elif is_empty:
                     options |= text_alone(config, options.get("hf_overrides", {}))
                 self.llm = LLM(model=path, **options)
             except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
@@ -159,18 +159,17 @@ class VLLMEngine(Engine):
                     message = problem["msg"].removeprefix("Value error, ")
                     reason = ": ".join([*map(str, problem["loc"]), message])
                 raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
-        if self.device.type == "cpu" and self.args.tensor_parallel_size > 1:
+        if self.device.type != "cpu":
+            if lost := self.llm.collective_rpc(lost_asleep)[0]:
+                problem = f"sleep loses {lost[0]} of this model"
+                raise ValueError(f"--engine vllm: {problem}; use --engine transformers")
+        elif size > 1:
             # With AVX-512 the ranks share memory, under one name for all launches. All ranks have
             # mapped it now; a file that stayed would stop the next launch.
             distributed.barrier()
             name = os.environ["VLLM_DIST_IDENT"].lstrip("/")
             for file in Path("/dev/shm").glob(f"{name}-*cpushm*"):
                 file.unlink(missing_ok=True)
-        lost = self.llm.collective_rpc(lost_asleep)[0] if self.device.type != "cpu" else []
-        if lost:
-            raise ValueError(
-                f"--engine vllm: sleep loses {lost[0]} of this model; use --engine transformers"
-            )
         # Some of vLLM's models (Gemma 2) have no head apart from the embedding and refuse weights
         # for one.
         self.has_head = self.llm.collective_rpc(has_head)[0]
@@ -180,11 +179,10 @@ class VLLMEngine(Engine):
         # of the prompts since the last `measure`
         self.cached_tokens = 0
         self.prompt_tokens = 0
-        size = self.args.tensor_parallel_size
         if size > 1:
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
-        if is_part and not self.trained and self.images is None:
+        if is_empty and not self.trained:
             weights = open_model(path, self.dtype).state_dict()
             self._load((name, x.to(self.dtype)) for name, x in weights.items())
 
@@ -201,7 +199,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
     def _options(self, max_model_len: int) -> dict:
-        default = BESIDE_TRAINER if self.beside_trainer else ALONE
+        on_cpu = self.device.type == "cpu"
         options = dict(
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=self.args.tensor_parallel_size,
@@ -217,29 +215,29 @@ class VLLMEngine(Engine):
         )
         if self.dtype != torch.float32:  # as in the trainer: see token_logprobs
             options["hf_overrides"] = dict(head_dtype="float32")
-        if self.device.type != "cpu":
+        if not on_cpu:
             options["enable_sleep_mode"] = True
         flags = self.args.engine_options
         for name in ("model", "tokenizer", "load_format", *options):
             if name in flags:
                 raise ValueError(f"--engine_args {name}={flags[name]}: the run sets it")
-        options |= dict(gpu_memory_utilization=default, max_num_seqs=SLOTS)
-        if self.device.type != "cpu":
-            return options | flags
-        of_cpu = dict(
-            enforce_eager=True,
-            # Only whole blocks of a prompt are computed once for its group. vLLM's default on a
-            # CPU is 128 tokens.
-            block_size=32,
-            # After a prompt in two chunks vLLM rewinds the request's generator, which a CPU
-            # generator cannot do ("CPU Generator does not use offset",
-            # vllm/v1/worker/gpu_model_runner.py).
-            enable_chunked_prefill=False,
-            # The same error comes with cached states of delta nets.
-            enable_prefix_caching=False if self.has_delta_nets else None,
-            max_num_batched_tokens=max(8192, max_model_len),
-        )
-        return options | of_cpu | flags
+        beside_trainer = self.trained and not distributed.is_rollout_rank()
+        options["gpu_memory_utilization"] = BESIDE_TRAINER if beside_trainer else ALONE
+        options["max_num_seqs"] = SLOTS
+        if on_cpu:
+            options |= dict(
+                enforce_eager=True,
+                # Only whole blocks of a prompt are computed once for its group. vLLM's default on
+                # a CPU is 128 tokens.
+                block_size=32,
+                # After a prompt in two chunks vLLM rewinds the request's generator, which a CPU
+                # generator cannot do (vllm/v1/worker/gpu_model_runner.py). The same error comes
+                # with cached states of delta nets.
+                enable_chunked_prefill=False,
+                enable_prefix_caching=False if self.has_delta_nets else None,
+                max_num_batched_tokens=max(8192, max_model_len),
+            )
+        return options | flags
 
     def _add(self, name: str, request: Request) -> None:
         from vllm import SamplingParams
@@ -297,6 +295,10 @@ class VLLMEngine(Engine):
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.device.type == "cpu":
             self.llm.collective_rpc(forget_packed_experts)
+        else:
+            # vLLM takes its memory from the driver, not from PyTorch's cache
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
         if self.model_type == "gpt_oss":
             with extra("architectures", "--engine vllm: gpt_oss"):
                 from extras.architectures import gpt_oss_weights
@@ -332,16 +334,11 @@ class VLLMEngine(Engine):
                 self.llm.llm_engine.step()  # computed ahead for turns that have ended
             self.llm.sleep(level=2)
 
-    def wake(self) -> None:
-        if self.device.type != "cpu":
-            # vLLM takes its memory from the driver, not from PyTorch's cache
-            torch.cuda.empty_cache()
-            self.llm.wake_up(tags=["weights"])
-
     def close(self) -> None:
         if self.device.type != "cpu" and self.llm.llm_engine.is_sleeping():
-            self.wake()  # freeing unmapped memory is a CUDA error (vllm/device_allocator/cumem.py)
-            self.llm.wake_up(tags=["kv_cache"])
+            # freeing unmapped memory is a CUDA error (vllm/device_allocator/cumem.py)
+            for tag in ("weights", "kv_cache"):
+                self.llm.wake_up(tags=[tag])
         # vLLM's shutdown leaves the process group, which other ranks may still need
         distributed.barrier()
         self.llm.llm_engine.engine_core.shutdown()

@@ -21,13 +21,13 @@ from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import context_length
 from common.parallel import distributed
-from common.rewards.processes import ForkServer, Process
+from common.rewards.processes import Process
 from common.rewards.result import Result
 from common.rewards.thoughts import TAIL
 from common.rewards.total import read
 from common.rewards.user_code import load_agent
 from common.rollout.engine import Engine, Request, empty_completion
-from common.rollout.environments import GRACE, allow_files, last_token
+from common.rollout.environments import episode_server, last_token
 from common.rollout.episodes import PromptRequest
 from extras.agents.endpoint import (
     MODEL,
@@ -90,8 +90,7 @@ class Agents:
         self.agents: dict[str, Agent] = {}  # that play, by key
         self.endpoint = Endpoint(self.serve, self.agents)
         self.serving: asyncio.Task | None = None  # from the first episode on
-        self.server = ForkServer(args.agent, shared=True, grace=GRACE)
-        allow_files()
+        self.server = episode_server(args.agent)
         self.slots = asyncio.Semaphore(SLOTS)
         self.starting = asyncio.Semaphore(STARTING)
         self.parser: Parser | None = None  # of calls; made when needed

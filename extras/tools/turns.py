@@ -9,11 +9,11 @@ from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.parallel import distributed
-from common.rewards.processes import ForkServer, Process
+from common.rewards.processes import Process
 from common.rewards.result import Result
 from common.rewards.thoughts import TAIL, before_last_turn
 from common.rollout.engine import Engine
-from common.rollout.environments import GRACE, allow_files, last_token
+from common.rollout.environments import episode_server, last_token
 from extras.tools.parser import Call, make_parser
 from extras.tools.schemas import tool_selector
 from extras.tools.toolbox import PROBLEMS, Outcome, settings_of
@@ -33,9 +33,7 @@ class Tools:
         self.tokenizer = engine.tokenizer
         self.encoder = Encoder(engine.tokenizer, args)
         self.parser = make_parser(engine.tokenizer, args)
-        target = "extras.tools.toolbox:load_toolbox"
-        self.server = ForkServer(target, shared=True, grace=GRACE, argument=settings_of(args))
-        allow_files()
+        self.server = episode_server("extras.tools.toolbox:load_toolbox", settings_of(args))
 
     def begin(self, row: dict) -> "ToolEpisode":
         return ToolEpisode(self, row)

@@ -18,7 +18,7 @@ import torch
 from bench.completions import complete
 from common.config.online import OnlineArgs
 from common.data.packing import pack
-from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.parallel import distributed
@@ -57,12 +57,10 @@ class Both:
         tokenizer = load_tokenizer(path)
         self.policy = load_policy(path, self.args, self.device)
         self.optimizer = adamw(self.policy, self.args)
-        eos_ids = eos_token_ids(path, tokenizer)
-        self.engine = make_engine(path, self.args, eos_ids, tokenizer, self.device, trained)
+        self.engine = make_engine(path, self.args, tokenizer, self.device, trained)
         self.prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
 
     def wake(self) -> None:
-        self.engine.wake()
         self.engine.load_weights(whole_weights(self.policy, self.engine.dtype))
 
     def generate(self, temperature: float, n: int = 1, seed: int = 1):

@@ -30,7 +30,6 @@ from bench.completions import complete
 from bench.delta_vllm import prepare
 from bench.models import rows
 from common.data.packing import pack
-from common.model.hub import eos_token_ids
 from common.parallel import distributed
 from common.rollout.engines import make_engine
 path, has_delta_nets = sys.argv[1:]
@@ -39,11 +38,10 @@ if has_delta_nets == "True":
     prepare()
 policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
 args = replace(ARGS, engine="vllm")
-engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+engine = make_engine(path, args, tokenizer, device)
 worst = []
 with torch.no_grad():
     for turn in range(4):
-        engine.wake()
         engine.load_weights(whole_weights(policy, engine.dtype))
         groups = complete(engine, rows()[1:4], 2, [1, 2, 3], 0.7)
         (mb,) = pack([sample for group in groups for sample in group], 2000, device)

@@ -403,8 +403,8 @@ def test_engine_flag_selects_the_engine(device, monkeypatch):
     for flags in (dict(engine="vllm"), dict(tensor_parallel_size=2)):
         with monkeypatch.context() as ranks, pytest.raises(ValueError, match="vllm"):
             ranks.setenv("WORLD_SIZE", "2")
-            make_engine(path, Args(**flags), [1], tokenizer, device)
-    assert type(make_engine(path, Args(), [1], tokenizer, device)).__name__ == "TransformersEngine"
+            make_engine(path, Args(**flags), tokenizer, device)
+    assert type(make_engine(path, Args(), tokenizer, device)).__name__ == "TransformersEngine"
 
 
 def test_context_is_the_smaller_of_model_and_pack():

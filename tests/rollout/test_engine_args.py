@@ -30,7 +30,7 @@ def test_wrong_options_are_refused_in_one_line(device, option, reason):
         mock.patch.dict(os.environ, RANK_0_OF_1),
         pytest.raises(ValueError, match=reason) as caught,
     ):
-        make_engine(path, args, [1], load_tokenizer(path), device)
+        make_engine(path, args, load_tokenizer(path), device)
     assert "\n" not in str(caught.value)
 
 
@@ -41,7 +41,7 @@ def test_another_engine_refuses_them(device):
         mock.patch("importlib.util.find_spec", return_value=None),
         pytest.raises(ValueError, match="--engine_args max_num_seqs=8 needs --engine vllm"),
     ):
-        make_engine(path, args, [1], load_tokenizer(path), device)
+        make_engine(path, args, load_tokenizer(path), device)
 
 
 def test_values_are_those_of_yaml():

@@ -9,7 +9,6 @@ from helpers import completion
 
 from common.data.packing import count_trained, pack
 from common.metrics.meter import Meter
-from common.parallel import distributed
 from common.rollout import measure
 
 CPU, NAN = torch.device("cpu"), math.nan
@@ -67,7 +66,7 @@ def test_truncated_completions_are_penalised():
     assert got.tolist() == [[0, -0.5], [-0.5, 0]] and got.dtype == torch.float64
 
 
-ENDED, CUT = "stop", "length"
+ENDED, CUT = (0.0, "stop"), (0.0, "length")
 NO_EOS = (
     "no completion ended with an EOS: see --chat_template, --prompt_format and --max_new_tokens"
 )
@@ -75,44 +74,27 @@ FORM = "see --reward, the answer format in the prompt, and --temperature"
 
 
 @pytest.mark.parametrize(("groups", "found"), [
-    ([[(0.0, ENDED), (1.0, CUT)], [(0.0, ENDED), (1.0, ENDED)]], []),
-    ([[(0.0, CUT), (1.0, CUT)], [(0.0, ENDED), (1.0, ENDED)]], []),  # half of them
+    ([[ENDED, (1.0, "length")], [ENDED, CUT]], []),  # half of them
     (
-        [[(0.0, CUT), (1.0, CUT)], [(0.0, CUT), (1.0, ENDED)]],
+        [[CUT, (1.0, "length")], [CUT, ENDED]],
         ["3 of 4 completions were truncated: see --max_new_tokens"],
     ),
-    ([[(0.0, CUT), (1.0, CUT)]], [NO_EOS]),
-    ([[(0.5, ENDED), (0.5, ENDED)]] * 2, [f"all 4 rewards are 0.5: {FORM}"]),
-    (
-        [[(0.0, ENDED), (NAN, ENDED)], [(0.0, ENDED), (0.0, ENDED)]],
-        [f"all 3 rewards are 0: {FORM}"],
-    ),
-    (
-        [[(0.0, ENDED)] * 2] * 9 + [[(0.0, ENDED), (1.0, ENDED)]],
-        [f"in 9 of 10 groups all rewards are equal: {FORM}"],
-    ),
-    ([[(0.0, ENDED)] * 2] * 8 + [[(0.0, ENDED), (1.0, ENDED)]] * 2, []),
-    ([[(0.0, ENDED)], [(1.0, ENDED)], [(1.0, ENDED)]], []),  # groups of one have equal rewards
-    # a single reward is equal to itself
-    ([[(NAN, ENDED), (NAN, ENDED)], [(0.0, ENDED), (NAN, ENDED)]], []),
-    (
-        [[(NAN, ENDED)] * 2],
-        ["no completion has a reward: does the function of --reward return a number for each?"],
-    ),
+    ([[CUT, (1.0, "length")]], [NO_EOS]),
+    ([[(0.5, "stop")] * 2] * 2, [f"all 4 rewards are 0.5: {FORM}"]),
+    ([[ENDED, (NAN, "stop")], [ENDED, ENDED]], [f"all 3 rewards are 0: {FORM}"]),
+    ([[(NAN, "stop")] * 2, [ENDED, (NAN, "stop")]], []),  # a single one equals itself
+    ([[(NAN, "stop")]], ["no completion has a reward: does --reward return a number for each?"]),
     ([], []),
 ])  # fmt: skip
 def test_warnings_name_the_obstacles_to_learning(groups, found):
-    assert measure.warnings(groups) == found
+    rewards_PG = torch.tensor([[reward for reward, _ in group] for group in groups])
+    samples = [[completion(3, reason) for _, reason in group] for group in groups]
+    assert measure.warnings(samples, rewards_PG) == found
 
 
-def test_warning_covers_only_the_first_rollout_of_all_ranks_together(monkeypatch, capsys):
+def test_first_rollout_is_warned_about(capsys):
     groups, zeros = [[completion(4), completion(2)]], torch.zeros(1, 2).double()
     measure.measure_groups(Meter(), groups, zeros, {})
     assert capsys.readouterr().out == ""
-    measure.measure_groups(Meter(), groups, zeros, {}, warn=True)
+    measure.measure_groups(Meter(), groups, zeros, dict(x=zeros), warn=True)
     assert capsys.readouterr().out == f"warning: in the first rollout all 2 rewards are 0: {FORM}\n"
-    monkeypatch.setattr(
-        distributed, "gather_objects", lambda mine: [mine, [[(0.0, ENDED), (1.0, ENDED)]]]
-    )
-    measure.measure_groups(Meter(), groups, zeros, {}, warn=True)
-    assert capsys.readouterr().out == ""

@@ -29,15 +29,11 @@ class Engine(base.Engine):
     names of the called methods."""
 
     def __init__(self, args):
-        super().__init__(
-            "", args, [], load_tokenizer(tiny_model()), torch.device("cpu"), trained=False
-        )
+        tokenizer = load_tokenizer(tiny_model())
+        super().__init__(tiny_model(), args, tokenizer, torch.device("cpu"), trained=False)
 
     def _start(self, path):
         self.calls, self.seeds, self.turns = [], {}, {}
-
-    def wake(self):
-        self.calls.append("wake")
 
     def sleep(self):
         assert not self.running
@@ -69,15 +65,14 @@ class Engine(base.Engine):
 @pytest.fixture
 def make(device, monkeypatch):
     monkeypatch.setattr(module, "make_engine", lambda path, args, *_: Engine(args))
-    monkeypatch.setattr(module, "eos_token_ids", lambda *_: [1])
     monkeypatch.setattr(module, "whole_weights", lambda model, dtype: f"{model.version} as {dtype}")
     prompts = Prompts([[i] for i in range(ROWS)], [dict(prompt=f"{i}?") for i in range(ROWS)], 0)
 
     def make(rank: int = 0, ranks: int = 1, order: Order | None = None, **flags) -> Sampler:
         args = Args(**dict(prompts_per_step=4, samples_per_prompt=2) | flags)
         with monkeypatch.context() as patch:
-            patch.setattr(torch.distributed, "get_rank", lambda: rank)
-            patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+            patch.setattr(distributed, "rank", lambda: rank)
+            patch.setattr(distributed, "world_size", lambda: ranks)
             rewards = SimpleNamespace(begin=lambda groups, order: None)
             policy = SimpleNamespace(path="", version=0, device=device)
             return make_sampler(policy, prompts, args, None, rewards, order)
@@ -136,8 +131,8 @@ def test_engine_loads_current_weights_before_sampling_and_sleeps_after(make):
     sampler.close()
     calls = [name for name, _ in groupby(sampler.source.engine.calls)]
     assert calls == [
-        "wake", "load 0 as torch.float32", "step 0.5", "sleep",
-        "wake", "load 1 as torch.float32", "step 0", "sleep", "close",
+        "load 0 as torch.float32", "step 0.5", "sleep",
+        "load 1 as torch.float32", "step 0", "sleep", "close",
     ]  # fmt: skip
 
 
@@ -202,12 +197,9 @@ class Source:
         self.begun += [request.number for request in requests]
         self.requests |= {request.number: request for request in own}
 
-    def wait(self, numbers, meter):
+    def wait(self, numbers, step, meter):
         rows = [self.requests.pop(number).row for number in numbers]
         return [[Completion([0], [False], 1, row)] for row in rows]
-
-    def measure(self, meter, groups, step):
-        pass
 
 
 class Run:
@@ -218,8 +210,8 @@ class Run:
         args = Args(prompts_per_step=4)
         self.samplers = []
         for rank in range(ranks):
-            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-            monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(distributed, "world_size", lambda: ranks)
             order = Order({"": range(ROWS)}, 0)
             self.samplers.append(Sampler(prompts, args, order, Source(ahead)))
 

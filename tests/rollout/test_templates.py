@@ -59,7 +59,7 @@ def test_a_row_is_no_example_of_itself(tmp_path):
         (dict(shot_template="{"), "--shot_template: "),
         (dict(shots=9), "test.jsonl:1: --shots 9: --shots_split dev has 8 other rows"),
         (dict(shots=5, shots_by="subject"), "dev has 4 other rows with subject 'b'"),
-        (dict(shots_by="level"), "dev.jsonl:1: --shots_by level: no text or number in this column"),
+        (dict(shots_by="level"), "dev.jsonl:1: --shots_by level: no column level"),
     ],
 )
 def test_unusable_examples_are_refused(flags, problem, tmp_path):

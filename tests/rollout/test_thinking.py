@@ -1,6 +1,8 @@
 """`--thinking_budget`: forced marks have no loss, and everything else is sampled by the trainer's
 distribution."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import tiny_tokenizer
@@ -29,7 +31,6 @@ def forced(sample: Completion) -> list[tuple[int, list[int]]]:
 @torch.no_grad()
 def test_a_thought_is_closed_at_its_limit(engine, policy, device):
     """The prompt opens a thought that the untrained model never closes."""
-    engine.wake()
     engine.load_weights(whole_weights(policy, engine.dtype), 3)
     args = Args(max_new_tokens=TOKENS, thinking_budget=BUDGET)
     tokenizer = engine.tokenizer
@@ -72,4 +73,5 @@ def test_tokens_of_an_open_thought_are_counted(before, turn, mark, length):
     def ids(text: str) -> list[int]:
         return [i for c in text for i in tokenizer(c, add_special_tokens=False)["input_ids"]]
 
-    assert ThinkingBudget(5, tokenizer).open_thought(ids(before), ids(turn)) == (mark, length)
+    budget = ThinkingBudget(5, SimpleNamespace(tokenizer=tokenizer))
+    assert budget.open_thought(ids(before), ids(turn)) == (mark, length)

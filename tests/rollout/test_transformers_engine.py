@@ -9,7 +9,7 @@ from in_process import NEW_TOKENS, Args
 
 from bench.completions import complete
 from common.data.packing import pack
-from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.rollout.engines import make_engine
@@ -35,7 +35,7 @@ def test_generation_config_of_the_model_is_ignored(tmp_path, device):
         load_tokenizer(path),
     )
     engine, policy = (
-        make_engine(str(path), args, eos_token_ids(str(path), tokenizer), tokenizer, device),
+        make_engine(str(path), args, tokenizer, device),
         load_policy(str(path), args, device),
     )
     groups = complete(

@@ -19,7 +19,6 @@ from common.data.sample import Completion
 from common.metrics.logger import RunLogger
 from common.model.hub import load_tokenizer
 from common.parallel.process import visible
-from common.rollout.completions_file import read_completions
 from common.rollout.prompts import Prompts, show_first
 from extras.images.reader import reader
 from extras.images.tests.checkpoints import picture
@@ -43,14 +42,13 @@ def test_console_folds_runs_of_placeholders(trained, checkpoints, pictures, caps
     assert expected in capsys.readouterr().out
 
 
-def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_path):
+def test_samples_name_their_images(checkpoints, pictures, tmp_path):
     args = sft.Args(model=str(checkpoints("idefics3")), vision="frozen", output_dir=str(tmp_path))
     tokenizer = load_tokenizer(args.model, args)
     encoder = Encoder(tokenizer, args)
     rows = load_rows("--dataset", str(pictures), "train", TrainArgs())
     encoded = encode_each(rows, lambda row: encoder.prompt(row, ("prompt",)), "error")
     rows, ids = map(list, zip(*encoded, strict=True))
-    prompts = Prompts(ids, rows)
     groups = [
         [Completion([*ids, 1], [False] * len(ids) + [True], len(ids), row, versions=[0])]
         for ids, row in zip(ids, rows, strict=True)
@@ -63,17 +61,6 @@ def test_samples_and_completions_name_their_images(checkpoints, pictures, tmp_pa
     assert [[*map(Path, line.get("images", []))] for line in lines] == expected
     assert [*map(len, expected)] == [1, 2, 1, 2, 1, 0]
     assert lines[1]["prompt"] == "What is number 1?"
-
-    file = tmp_path / "completions.jsonl"
-    stored = [
-        dict(images={x.file: x.digest for x in group[0].images}, completion="x") for group in groups
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in stored))
-    assert len(read_completions("--completions", file, prompts, tokenizer)) == len(rows)
-    stored[1]["images"] = dict(reversed(stored[1]["images"].items()))
-    file.write_text("".join(json.dumps(line) + "\n" for line in stored))
-    with pytest.raises(ValueError, match="line 2: `images` are not those of this row"):
-        read_completions("--completions", file, prompts, tokenizer)
 
 
 # ---- the chat ----
