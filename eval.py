@@ -254,9 +254,7 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
         raise ValueError(f"--against {args.against} has {difference}")
     folders = task.folders
     interval = partial(mean_and_interval, seed=args.seed)
-    score_lines = partial(
-        completions_file.score_stored, prompts=task.prompts, room=args.pack_capacity
-    )
+    score_lines = partial(completions_file.score_stored, prompts=task.prompts)
     lines_of_domain: dict[str, list[dict]] = {}
     for line, row in zip(outputs[0], task.prompts.rows, strict=True):
         lines_of_domain.setdefault(str(row.get("domain")), []).append(line)

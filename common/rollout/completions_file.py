@@ -12,7 +12,6 @@ Shapes: P prompts on this rank, S completions of each.
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, field
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -184,17 +183,12 @@ def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[
 
 
 def score_stored(
-    lines: list[dict], score: Callable[[list[Group]], list], prompts: Prompts, room: int
+    lines: list[dict], score: Callable[[list[Group]], list], prompts: Prompts
 ) -> list[list]:
     """Return the results of `score`, which maps groups to one result per completion, for the
-    completions of prompts. Collective. Raises `ValueError` for a completion of more than `room`
-    tokens, which fits in no pack."""
+    completions of prompts. Collective."""
     own = distributed.share_of(range(len(lines)))
     groups = _restore(lines, prompts, own)
-    for completion in chain(*groups):
-        if (size := completion.num_targets) > room:
-            what = f"prompt and completion have {size} tokens"
-            raise ValueError(f"{completion.row['_source']}: {what}, a pack holds {room}")
     results = iter(score(groups))
     of_prompt = {i: [next(results) for _ in group] for i, group in zip(own, groups, strict=True)}
     of_prompt = distributed.gather_dict(of_prompt)

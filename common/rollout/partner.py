@@ -21,9 +21,8 @@ class Episode(Protocol):
 
 def partner_of(args: SamplingArgs) -> type | None:
     """Return the class of `--environment`, `--tools` or `--agent`; None for completions of one
-    turn. An object of it, `partner(args, engine)`, has `begin(row) -> Episode` and `close()`. An
-    agent has, in place of `begin`, `async play(prompt, index) -> Completion`: it writes the prompts
-    and may have several turns sampled at a time."""
+    turn. An object `partner(args, engine)` has `begin(row) -> Episode` and `close()`; an agent,
+    which writes the prompts itself, has `async play(prompt, index) -> Completion` for `begin`."""
     if args.agent is not None:
         with extra("agents", f"--agent {args.agent}"):
             from extras.agents.agents import Agents

@@ -156,8 +156,7 @@ class VLLMEngine(Engine):
                 reason = distributed.first_line(error)
                 if isinstance(error, ValidationError):  # its first line names only the class
                     problem = error.errors()[0]
-                    message = problem["msg"].removeprefix("Value error, ")
-                    reason = ": ".join([*map(str, problem["loc"]), message])
+                    reason = ": ".join([*map(str, problem["loc"]), problem["msg"]])
                 raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
         if self.device.type != "cpu":
             if lost := self.llm.collective_rpc(lost_asleep)[0]:
@@ -337,6 +336,7 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         if self.device.type != "cpu" and self.llm.llm_engine.is_sleeping():
             # freeing unmapped memory is a CUDA error (vllm/device_allocator/cumem.py)
+            torch.cuda.empty_cache()
             for tag in ("weights", "kv_cache"):
                 self.llm.wake_up(tags=[tag])
         # vLLM's shutdown leaves the process group, which other ranks may still need

@@ -296,10 +296,6 @@ def test_tensors_lost_during_sleep_are_named(synced):
     assert synced.llm.collective_rpc(with_a_table) == [["model.layers.0.table"]]
 
 
-def test_empty_prompt_list_gives_no_completions(synced):
-    assert complete(synced, [], 4, [], 1.0) == []
-
-
 def test_global_generators_are_unchanged(synced, policy):
     def draw():
         return (
@@ -384,17 +380,6 @@ def _compare_frequencies(synced, policy, device, truncation) -> None:
     chi_square = ((counts - count * p).square() / (count * p)).sum().item()
     degrees = len(p) - 1
     assert abs(chi_square - degrees) < 6 * (2 * degrees) ** 0.5
-
-
-def test_truncated_samples_depend_only_on_their_seeds_and_greedy_ones_on_nothing(synced):
-    def sampled(temperature: float, n: int) -> list[list[int]]:
-        return [s.ids for s in flat(complete(synced, prompts(synced), n, SEEDS, temperature))]
-
-    greedy = sampled(0.0, 1)
-    with truncating(synced, TRUNCATIONS[-1]):
-        first, again, apart = sampled(1.0, 2), sampled(1.0, 2), sampled(1.0, 1)
-        assert first == again and first[::2] == apart and sampled(0.0, 1) == greedy
-    assert sampled(1.0, 2) != first
 
 
 def test_engine_flag_selects_the_engine(device, monkeypatch):

@@ -34,16 +34,6 @@ def test_wrong_options_are_refused_in_one_line(device, option, reason):
     assert "\n" not in str(caught.value)
 
 
-def test_another_engine_refuses_them(device):
-    path = tiny_model()
-    args = Args(max_new_tokens=NEW_TOKENS, engine_args=("max_num_seqs=8",))
-    with (
-        mock.patch("importlib.util.find_spec", return_value=None),
-        pytest.raises(ValueError, match="--engine_args max_num_seqs=8 needs --engine vllm"),
-    ):
-        make_engine(path, args, load_tokenizer(path), device)
-
-
 def test_values_are_those_of_yaml():
     given = ("a=1", "b=0.5", "c=true", "d=x", 'e={"m": "ngram", "n": 4}')
     options = Args(engine_args=given).engine_options

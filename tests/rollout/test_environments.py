@@ -206,13 +206,6 @@ def test_only_a_hanging_environment_is_terminated(doers, tmp_path):
     assert rewards(fine) == [1, 2, 3]
 
 
-def test_environments_run_concurrently(doers, tmp_path):
-    meet = f"(touch(self.row['here']), wait_for(self.row['there']), ({FINE}))[2]"
-    files = [str(tmp_path / name) for name in "ab"]
-    cases = [(row(here=x, there=y), [meet]) for x, y in (files, files[::-1])]
-    assert [rewards(completion) for completion, _ in played(doers, *cases)] == [[1], [1]]
-
-
 # ---- the end of an episode ----
 
 
@@ -221,22 +214,3 @@ def test_finished_episode_cleans_up_and_its_processes_end(doers, tmp_path):
     last = tmp_path / "last"
     ((completion, _),) = played(doers, (row(last=str(last)), [f"[], {start}, True"]))
     until(lambda: last.exists() and not alive(int(rewards(completion)[0])))
-
-
-@pytest.mark.slow
-def test_hundreds_of_episodes_are_played(doers):
-    cases = [(row(), ["[], os.getpid(), False"] * 2) for _ in range(200)]
-    found = [rewards(completion) for completion, _ in played(doers, *cases)]
-    assert len({pid for pid, _ in found}) == 200 and all(x == y for x, y in found)
-
-
-def test_file_that_cannot_be_loaded_is_an_error_until_it_can(doers, tmp_path):
-    file = tmp_path / "doer.py"
-    file.write_text("import nothing_of_this_name")
-    ((failed, _),) = played(doers, (row(), [FINE]))
-    assert "doer.py:Doer cannot be loaded: ModuleNotFoundError: No module" in failed.error
-    assert failed.error.startswith("reset: ")
-    file.write_text(USER_FILE)
-    doers.server.close()
-    ((fine, _),) = played(doers, (row(), [FINE]))
-    assert rewards(fine) == [1]

@@ -387,24 +387,6 @@ def test_bad_rows_are_refused_by_name(tmp_path, user_file):
             Args(**flags)
 
 
-def test_prompt_template_is_filled_from_the_row():
-    rows = [dict(problem="1+1", level=3, _source="a:1"), dict(problem="2+2", _source="a:2")]
-    args = Args(prompt_template="{problem}={{}}")
-    assert prompt_columns(args, rows) == ("_prompt",) and list(map(prompt_maker(args), rows)) == [
-        "1+1={}",
-        "2+2={}",
-    ]
-    rows[1]["level"] = None
-    for template, words in (
-        ("{level}", "a:2: --prompt_template: no column level"),
-        ("{problem", "--prompt_template: expected '}'"),
-        ("{}", "--prompt_template: {} names no column"),
-        ("{problem.x}", "a:1: .*no attribute 'x'"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            list(map(prompt_maker(Args(prompt_template=template)), rows))
-
-
 # ---- training ----
 
 

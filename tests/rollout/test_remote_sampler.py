@@ -8,7 +8,6 @@ from collections import Counter
 
 import helpers
 import pytest
-import yaml
 from helpers import (
     Ranks,
     assert_close_metrics,
@@ -20,10 +19,6 @@ from helpers import (
     weights,
 )
 from in_process import REWARD
-
-import rloo
-from common.config.groups import flags_of
-from common.train.run_folder import prepare_output_dir
 
 pytestmark = pytest.mark.slow
 
@@ -198,20 +193,6 @@ def test_dead_rank_of_either_role_ends_the_job(victim, flags, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "lost another rank" in said[0], done.stderr
-
-
-def test_resumed_run_may_change_rollout_ranks_but_not_max_staleness(tmp_path, device):
-    (tmp_path / "metrics.jsonl").write_text("")
-
-    def goes_on(**now: int) -> None:
-        then = rloo.Args(rollout_ranks=2, max_staleness=3)
-        (tmp_path / "args.yaml").write_text(yaml.safe_dump(flags_of(then)))
-        prepare_output_dir(rloo.Args(**now, output_dir=str(tmp_path)))
-
-    goes_on(rollout_ranks=3, max_staleness=3)
-    goes_on()  # without rollout ranks the flag has no effect
-    with pytest.raises(ValueError, match="max_staleness was 3, is 1"):
-        goes_on(rollout_ranks=2)
 
 
 def test_rollout_ranks_end_if_trainers_fail_at_start(flags, tmp_path):

@@ -1,11 +1,10 @@
 """Stop strings and stop tokens: a turn ends at the token that completes one, in both engines."""
 
-import re
 from collections import Counter
 
 import pytest
-from engines import Flight, stopping
-from in_process import NEW_TOKENS, Args
+from engines import stopping
+from in_process import Args
 
 from bench.completions import complete
 from common.data.encode import Encoder
@@ -13,8 +12,7 @@ from common.data.sample import Completion
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.loading import load_config
 from common.model.tiny import tiny_model
-from common.rollout.engine import Engine, Request, empty_completion
-from common.rollout.weights import whole_weights
+from common.rollout.engine import Engine
 
 
 def naive_end(tokenizer, turn: list[int], strings, silent_ids) -> int | None:
@@ -74,24 +72,6 @@ def test_engine_cuts_at_a_stop_string(synced):
     ended = [c for c, without in zip(cut, whole, strict=True) if len(c.ids) < len(without.ids)]
     assert len(whole) > len(ended) > 5
     assert not synced.running
-
-
-def test_string_that_spans_an_interruption_ends_the_turn(synced, policy):
-    """A greedy completion that is interrupted ends where the whole one does."""
-    whole = sampled(synced, 1, 0.0)
-    found = (re.search("[^\ufffd]{2,3}", completion.text[2:]) for completion in whole)
-    strings = tuple({match[0] for match in found if match})
-    assert strings
-    with stopping(synced, strings):
-        empty = [empty_completion(completion.prompt_ids) for completion in whole]
-        flight = Flight(synced, [Request(completion, NEW_TOKENS, 0, 0.0) for completion in empty])
-        for _ in range(NEW_TOKENS):
-            flight.rounds(1)
-            synced.load_weights(whole_weights(policy, synced.dtype))
-        cut = flight.finish()
-    for completion, without in zip(cut, whole, strict=True):
-        assert fields(completion) == expected(synced, without, strings)
-    assert any(len(c.ids) < len(x.ids) for c, x in zip(cut, whole, strict=True))
 
 
 def test_reply_to_a_turn_without_its_end_begins_with_the_end():
