@@ -385,7 +385,11 @@ def _compare_frequencies(synced, policy, device, truncation) -> None:
 def test_engine_flag_selects_the_engine(device, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     path, tokenizer = tiny_model(), load_tokenizer(tiny_model())
-    for flags in (dict(engine="vllm"), dict(tensor_parallel_size=2)):
+    for flags in (
+        dict(engine="vllm"),
+        dict(tensor_parallel_size=2),
+        dict(engine_args=("max_num_seqs=8",)),
+    ):
         with monkeypatch.context() as ranks, pytest.raises(ValueError, match="vllm"):
             ranks.setenv("WORLD_SIZE", "2")
             make_engine(path, Args(**flags), tokenizer, device)
