@@ -96,10 +96,21 @@ class _SeededSampler:
     batches and ranks."""
 
     def __init__(self, seeds: list[int], temperature: float, truncation: dict, device):
+        """`truncation`: values of `TruncationArgs`, by name."""
+        from transformers.generation import logits_process as hf
+
         self.temperature = temperature
-        self.truncate = truncation_of(**truncation)
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.logprobs: list[Tensor] = []
+        # They set the logits of tokens that are not sampled to -inf, in the order of vLLM
+        # (vllm/v1/sample/sampler.py).
+        self.truncate = hf.LogitsProcessorList()
+        if (min_p := truncation.get("min_p", 0.0)) > 0:
+            self.truncate.append(hf.MinPLogitsWarper(min_p))
+        if (top_k := truncation.get("top_k", 0)) > 0:
+            self.truncate.append(hf.TopKLogitsWarper(top_k))
+        if (top_p := truncation.get("top_p", 1.0)) < 1:
+            self.truncate.append(hf.TopPLogitsWarper(top_p))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
@@ -115,18 +126,3 @@ class _SeededSampler:
             chosen = chosen.masked_fill(logprobs == -torch.inf, -torch.inf)  # noise may be 0
         self.logprobs.append(logprobs.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0])
         return chosen
-
-
-def truncation_of(top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0):
-    """Return the processors that set the logits of tokens that are not sampled to -inf, in the
-    order of vLLM (vllm/v1/sample/sampler.py). The list is empty if all tokens stay."""
-    from transformers.generation import logits_process
-
-    processors = logits_process.LogitsProcessorList()
-    if min_p > 0:
-        processors.append(logits_process.MinPLogitsWarper(min_p))
-    if top_k > 0:
-        processors.append(logits_process.TopKLogitsWarper(top_k))
-    if top_p < 1:
-        processors.append(logits_process.TopPLogitsWarper(top_p))
-    return processors

@@ -17,7 +17,7 @@ from common.config.sampling import SLOTS
 from common.data.packing import pack
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
-from common.model.hub import context_length, load_tokenizer
+from common.model.hub import load_tokenizer
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.rollout import transformers_engine
@@ -394,10 +394,3 @@ def test_engine_flag_selects_the_engine(device, monkeypatch):
             ranks.setenv("WORLD_SIZE", "2")
             make_engine(path, Args(**flags), tokenizer, device)
     assert type(make_engine(path, Args(), tokenizer, device)).__name__ == "TransformersEngine"
-
-
-def test_context_is_the_smaller_of_model_and_pack():
-    assert context_length(tiny_model(), Args(pack_tokens=8192)) == 2048
-    assert (
-        context_length(tiny_model(), Args(pack_tokens=1000)) == 1001
-    )  # the last token is only a target

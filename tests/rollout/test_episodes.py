@@ -26,8 +26,6 @@ from common.data.encode import Encoder
 from common.data.packing import pack
 from common.data.sample import Completion
 from common.data.tasks import TASKS
-from common.metrics.meter import Meter
-from common.rewards.total import Rewards
 from common.rollout import episodes as module
 from common.rollout.environments import (
     ENVIRONMENTS,
@@ -38,21 +36,15 @@ from common.rollout.environments import (
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import encode_prompts, prompt_columns, prompt_maker
 
-# Replies with the number of characters of a turn, for as many turns as the row has; may raise.
+# Replies with the number of characters of a turn, for as many turns as the row has.
 USER_FILE = """
 class Counter:
     def reset(self, example):
-        self.turns, self.done, self.trouble = example["turns"], 0, example.get("trouble")
-        if self.trouble == "reset" and example.get("late"):
-            raise RuntimeError("no reset")
+        self.turns, self.done = example["turns"], 0
         return [{"role": "user", "content": example["prompt"]}]
 
     def step(self, completion):
         self.done += 1
-        if self.trouble == "step" and self.done == 2:
-            raise KeyError("second turn")
-        if self.trouble == "form":
-            return "no tuple"
         result = {"role": "tool", "content": f"{self.done}: {len(completion)}"}
         said = [result, {"role": "user", "content": "on"}]
         return said, 0.5 ** self.done, self.done == self.turns
@@ -238,38 +230,6 @@ def test_limits_on_turns_and_tokens_hold(synced, user_file):
     )
 
 
-def test_exception_in_an_environment_is_an_error_of_its_completion(synced, user_file, device):
-    rows = [
-        dict(prompt="a", turns=3, trouble="step", _source="rows:1"),
-        dict(prompt="b", turns=3, trouble="reset", _source="rows:2"),
-        dict(prompt="c", turns=1, trouble="form", _source="rows:3"), *ROWS,
-    ]  # fmt: skip
-    play = Play(synced, user_file, rows)
-    play.rows[1]["late"] = True
-    play.rows[3]["prompt"] = "another"  # a different reset than at the start of the run
-    groups = play()
-    first = [s for s in groups[0] if s.finish_reason == "stop"]
-    assert first and all(
-        re.fullmatch(r"step 2: KeyError: 'second turn' \(line \d+\)", s.error) for s in first
-    )
-    assert all(
-        re.fullmatch(r"reset: RuntimeError: no reset \(line \d+\)", s.error) and not s.turn_rewards
-        for s in groups[1]
-    )
-    assert all(
-        s.error.startswith("step 1: ValueError") for s in groups[2] if s.finish_reason == "stop"
-    )
-    assert all(
-        s.error == "reset: ValueError: not the same messages as at the start of the run"
-        for s in groups[3]
-    )
-    assert not any(s.error for s in flat(groups[4:])) and any(s.turns > 1 for s in flat(groups[4:]))
-    args = Args(environment=user_file, reward=("environment",), max_reward_errors=0.9)
-    total, _, _ = Rewards(args, play.rows, synced.tokenizer, device)(groups, Meter())
-    assert total.isnan().tolist() == [[bool(s.error) for s in group] for group in groups]
-    assert total[5].tolist() == [sum(r for _, r in s.turn_rewards) for s in groups[5]]
-
-
 # ---- the built-in environments ----
 
 
@@ -303,34 +263,27 @@ def test_tasks_fit_their_environments(name):
     assert not TASKS[name]("train")[:200] == TASKS[name]("test")[:200]
 
 
-def test_calculator_evaluates_expressions():
-    def step(text, answer="12"):
-        environment = Calculator()
-        environment.reset(dict(prompt="?", answer=answer))
-        said, reward, done = environment.step(text)
-        return (said[0]["content"] if said else None), reward, done
-
-    assert step("<calc>3*4</calc>") == ("3*4=12", 0, False)
-    assert step("so <calc> (3+5)/16</calc>") == ("(3+5)/16=1/2", 0, False)
-    for bad in (
-        "<calc>3**4</calc>",
-        "<calc>",
-        "<calc>3*</calc>",
-        "<calc>1/0</calc>",
-        "<calc>__import__('os')</calc>",
-        "<calc>9*" * 50,
-        "<calc></calc>",
+@pytest.mark.parametrize(("text", "told", "reward"), [
+    ("<calc>3*4</calc>", "3*4=12", 0),
+    ("so <calc> (3+5)/16</calc>", "(3+5)/16=1/2", 0),
+    ("it is 12", None, 1),
+    ("13 - no, 12.0", None, 1),
+    ("12 or 13", None, 0),
+    ("", None, 0),
+    ("-12", None, 0),
+    ("9" * 10_000, None, 0),
+    *((bad, "error", 0) for bad in (
+        "<calc>3**4</calc>", "<calc>", "<calc>3*</calc>", "<calc>1/0</calc>",
+        "<calc>__import__('os')</calc>", "<calc>9*" * 50, "<calc></calc>",
         "<calc>" + "(" * 9000 + "</calc>",
-    ):
-        told, reward, done = step(bad)
-        assert told.startswith("error") and reward == 0 and not done, bad
-    assert step("it is 12") == (None, 1, True) and step("13 - no, 12.0") == (None, 1, True)
-    assert (
-        step("12 or 13") == (None, 0, True)
-        and step("") == (None, 0, True)
-        and step("-12") == (None, 0, True)
-    )
-    assert step("9" * 10_000) == (None, 0, True) and step("0.5", answer="1/2")[1] == 0
+    )),
+])  # fmt: skip
+def test_calculator_evaluates_expressions(text, told, reward):
+    environment = Calculator()
+    environment.reset(dict(prompt="?", answer="12"))
+    said, found, done = environment.step(text)
+    assert found == reward and done == (told is None)
+    assert done or said[0]["content"].partition(":")[0] == told
 
 
 def test_guess_number_compares_guesses():

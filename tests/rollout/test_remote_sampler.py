@@ -132,27 +132,6 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
         )
 
 
-def test_every_step_sends_new_weights_to_in_flight_completions(flags, tmp_path):
-    """The number of interrupted completions depends on timing. test_engine.py shows that a token
-    has the log-prob of its weights."""
-    flags = (
-        *flags,
-        "--max_new_tokens",
-        100,
-        "--max_steps",
-        4,
-        "--eval_every",
-        0,
-        "--rollout_ranks",
-        1,
-    )
-    run(2, "rloo.py", *flags, "--engine", "vllm", "--max_staleness", 2, "--output_dir", tmp_path)
-    lines = metrics(tmp_path)
-    assert all(
-        line["sampling/version_spread/max"] <= line["sampling/staleness/max"] <= 2 for line in lines
-    )
-
-
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
     (2, 1, "dapo.py", ()),
     (3, 1, "ppo.py", ("--value_warmup_steps", 1)),

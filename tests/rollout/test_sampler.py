@@ -167,21 +167,6 @@ def test_staleness_is_the_age_of_the_weights_of_sampled_tokens():
     }
 
 
-def test_stopped_rollout_returns_none_and_is_sampled_again(make, monkeypatch):
-    sampler = make()
-    step(sampler, 0)
-    cursor = sampler.cursor
-    first = step(sampler, 1)
-    assert sampler.cursor != cursor
-    monkeypatch.setattr(distributed, "stop_requested", lambda: True)
-    assert step(sampler, 1) is None
-    assert sampler.cursor == cursor
-    monkeypatch.setattr(distributed, "stop_requested", lambda: False)
-    resumed = make()
-    resumed.load_state_dict(sampler.state_dict())
-    assert rows(step(resumed, 1)) == rows(first)
-
-
 # ---- rows and numbers ----
 
 
