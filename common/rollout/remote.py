@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -240,9 +241,11 @@ def _generate(engine: Engine, episodes: Episodes, inbox: queue.Queue, mail: Mail
         is_idle = not engine.any_rank(bool(episodes.prompts))
         began = time.monotonic()
         orders = []
-        if engine.group_rank == 0:  # the other ranks of the engine wait in the collective
-            while (is_idle and not orders) or not inbox.empty():
-                orders.append(inbox.get())
+        if engine.group_rank == 0:
+            # at most a minute: the engine's other ranks wait in a collective, which times out
+            with suppress(queue.Empty):
+                while True:
+                    orders.append(inbox.get(is_idle and not orders, timeout=60))
         orders = engine.gather_in_engine(orders)[0]
         now = time.monotonic()
         meter.mean("idle/rollout_ranks", (now - began) * is_idle, now - last)

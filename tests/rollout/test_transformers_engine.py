@@ -21,26 +21,13 @@ def test_generation_config_of_the_model_is_ignored(tmp_path, device):
     path = tmp_path / "model"
     shutil.copytree(tiny_model(), path)
     config = json.loads((path / "generation_config.json").read_text())
-    config |= dict(
-        do_sample=True,
-        temperature=0.3,
-        top_k=5,
-        top_p=0.5,
-        repetition_penalty=1.5,
-        no_repeat_ngram_size=2,
-    )
+    config |= dict(do_sample=True, temperature=0.3, top_k=5, top_p=0.5, repetition_penalty=1.5)
     (path / "generation_config.json").write_text(json.dumps(config))
-    args, tokenizer = (
-        Args(dtype="float32", engine="transformers", max_new_tokens=NEW_TOKENS),
-        load_tokenizer(path),
-    )
-    engine, policy = (
-        make_engine(str(path), args, tokenizer, device),
-        load_policy(str(path), args, device),
-    )
-    groups = complete(
-        engine, [tokenizer("1+1=")["input_ids"], tokenizer("a")["input_ids"]], 4, [1, 2], 1.0
-    )
+    args = Args(dtype="float32", engine="transformers", max_new_tokens=NEW_TOKENS)
+    tokenizer, policy = load_tokenizer(path), load_policy(str(path), args, device)
+    engine = make_engine(str(path), args, tokenizer, device)
+    prompts = [tokenizer(text)["input_ids"] for text in ("1+1=", "a")]
+    groups = complete(engine, prompts, 4, [1, 2], 1.0)
     for mb in pack([sample for group in groups for sample in group], 1000, device):
         logprobs_T, *_ = policy(mb, temperature=1.0)
         assert ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-4
