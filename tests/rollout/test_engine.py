@@ -227,22 +227,18 @@ def test_fields_of_a_completion_are_consistent(synced):
             completion = s.completion_ids
             assert s.ids[: s.prompt_length] == prompt and 1 <= len(completion) <= NEW_TOKENS
             assert s.loss_mask == [False] * len(prompt) + [True] * len(completion)
-            assert len(s.rollout_logprobs) == len(s.ids) and s.rollout_logprobs[: len(prompt)] == [
-                0.0
-            ] * len(prompt)
-            assert all(logprob < 0 for logprob in s.rollout_logprobs[len(prompt) :])
+            logprobs = s.rollout_logprobs
+            assert len(logprobs) == len(s.ids) and not any(logprobs[: len(prompt)])
+            assert all(logprob < 0 for logprob in logprobs[len(prompt) :])
             ends = [i for i, token in enumerate(completion) if token in synced.eos_ids]
             assert ends in ([], [len(completion) - 1])
             assert s.finish_reason == ("stop" if ends else "length")
             assert ends or len(completion) == NEW_TOKENS
-            assert s.text == synced.tokenizer.decode(
-                [i for i in completion if i not in synced.silent_ids]
-            )
+            spoken = [i for i in completion if i not in synced.silent_ids]
+            assert s.text == synced.tokenizer.decode(spoken)
             reasons.add((s.finish_reason, completion[-1] if ends else None))
-    assert len(synced.eos_ids) == 2
-    assert reasons == {("length", None)} | {
-        ("stop", eos) for eos in synced.eos_ids
-    }  # every EOS ends a completion
+    assert len(synced.eos_ids) == 2  # each ends a completion
+    assert reasons == {("length", None)} | {("stop", eos) for eos in synced.eos_ids}
 
 
 def test_requests_have_separate_length_limits(synced):
@@ -257,26 +253,17 @@ def test_requests_have_separate_length_limits(synced):
 
 
 def test_temperature_0_is_greedy(synced, policy, device):
-    plain = (
-        AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval().to(device)
-    )
-    weights = {
-        name: t.full_tensor() if hasattr(t, "full_tensor") else t
-        for name, t in policy.hf.state_dict().items()
-    }
-    plain.load_state_dict(weights)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).to(device)
+    plain.load_state_dict(dict(whole_weights(policy, torch.float32)))
+    ends = [[token] for token in synced.eos_ids]
     groups = complete(synced, prompts(synced), 1, [0] * len(TEXTS), 0.0)
     for prompt, (sample,) in zip(prompts(synced), groups, strict=True):
         ids = list(prompt)
-        while len(ids) < len(prompt) + NEW_TOKENS and (
-            len(ids) == len(prompt) or ids[-1] not in synced.eos_ids
-        ):
+        while len(ids) < len(prompt) + NEW_TOKENS and ids[len(prompt) :][-1:] not in ends:
             with torch.no_grad():
                 ids.append(int(plain(torch.tensor([ids], device=device)).logits[0, -1].argmax()))
         assert sample.ids == ids
-    assert (
-        difference(policy, groups, 1.0, device) < 1e-4
-    )  # greedy log-probs are those at temperature 1
+    assert difference(policy, groups, 1.0, device) < 1e-4  # log-probs at temperature 1
 
 
 def test_tensors_lost_during_sleep_are_named(synced):
@@ -296,16 +283,13 @@ def test_tensors_lost_during_sleep_are_named(synced):
     assert synced.llm.collective_rpc(with_a_table) == [["model.layers.0.table"]]
 
 
-def test_global_generators_are_unchanged(synced, policy):
-    def draw():
-        return (
-            torch.rand(3).tolist(),
-            np.random.rand(3).tolist(),
-            [random.random() for _ in range(3)],
-        )
+def test_global_generators_are_unchanged(synced):
+    def draw() -> tuple:
+        return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
 
-    def seed():
-        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    def seed() -> None:
+        for start in (torch.manual_seed, np.random.seed, random.seed):
+            start(0)
 
     seed()
     expected = draw()
