@@ -288,9 +288,7 @@ def engine(flags, device, dtype) -> list[dict]:
     size = f"{flags.prompts} prompts of {flags.length // 2}, {flags.new} new tokens"
     took = {name: median(values[1:]) for name, values in times.items()}
     rows = [row(f"{kind}: generate", size, name_of(dtype), took["generate"], tokens=tokens)]
-    rows += [
-        row(f"{kind}: {name}", "", name_of(dtype), took[name]) for name in ("sync", "sleep")
-    ]
+    rows += [row(f"{kind}: {name}", "", name_of(dtype), took[name]) for name in ("sync", "sleep")]
     sampler.close()
     return rows
 
