@@ -1,173 +1,17 @@
-"""Prompts, rows and seeds of each step, weights and their versions, stop and resume. The engine is
-a stand-in that records its calls."""
-
-from itertools import groupby
-from types import SimpleNamespace
+"""Prompts, rows and seeds of each step, stop and resume. The engine is a stand-in."""
 
 import pytest
-import torch
 from in_process import Args
 
 from common.data.order import Order, epochs_of
 from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer
-from common.model.tiny import tiny_model
 from common.parallel import distributed
-from common.rollout import engine as base
-from common.rollout import sampler as module
-from common.rollout.engine import SEED_SPACING
 from common.rollout.prompts import Prompts
 from common.rollout.remote import measure_staleness
-from common.rollout.sampler import Sampler, make_sampler
+from common.rollout.sampler import Sampler
 
 ROWS = 10
-
-
-class Engine(base.Engine):
-    """Engine whose turn is a token more than the prompt's id says, one a round. `calls` has the
-    names of the called methods."""
-
-    def __init__(self, args):
-        tokenizer = load_tokenizer(tiny_model())
-        super().__init__(tiny_model(), args, tokenizer, torch.device("cpu"), trained=False)
-
-    def _start(self, path):
-        self.calls, self.seeds, self.turns = [], {}, {}
-
-    def sleep(self):
-        assert not self.running
-        self.calls.append("sleep")
-
-    def close(self):
-        self.calls.append("close")
-
-    def _load(self, weights):
-        self.calls.append(f"load {weights}")
-
-    def _add(self, name, request):
-        self.seeds.setdefault(request.priority, request.seed)
-        self.turns[name] = base.Turn([], [], [], "stop")
-
-    def _step(self):
-        self.calls.append(f"step {next(iter(self.running.values())).temperature:g}")
-        ended = []
-        for name, request in self.running.items():
-            turn = self.turns[name]
-            turn.ids.append(request.seed % SEED_SPACING)
-            turn.logprobs.append(-1.0)
-            turn.versions.append(self.version)
-            if len(turn.ids) > request.completion.ids[0]:
-                ended.append((name, turn))
-        return ended
-
-
-@pytest.fixture
-def make(device, monkeypatch):
-    monkeypatch.setattr(module, "make_engine", lambda path, args, *_: Engine(args))
-    monkeypatch.setattr(module, "whole_weights", lambda model, dtype: f"{model.version} as {dtype}")
-    prompts = Prompts([[i] for i in range(ROWS)], [dict(prompt=f"{i}?") for i in range(ROWS)], 0)
-
-    def make(rank: int = 0, ranks: int = 1, order: Order | None = None, **flags) -> Sampler:
-        args = Args(**dict(prompts_per_step=4, samples_per_prompt=2) | flags)
-        with monkeypatch.context() as patch:
-            patch.setattr(distributed, "rank", lambda: rank)
-            patch.setattr(distributed, "world_size", lambda: ranks)
-            rewards = SimpleNamespace(begin=lambda groups, order: None)
-            policy = SimpleNamespace(path="", version=0, device=device)
-            return make_sampler(policy, prompts, args, None, rewards, order)
-
-    return make
-
-
-def step(sampler: Sampler, number: int, total: int = 100):
-    return sampler.rollout(number, total, Meter())
-
-
-def rows(groups) -> list[str]:
-    for sample in (sample for group in groups for sample in group):
-        number = int(sample.row["prompt"][:-1])
-        assert sample.row is groups[0][0].row or sample.ids[0] == number
-        assert len(sample.completion_ids) == number + 1 and sample.finish_reason == "stop"
-    return [group[0].row["prompt"] for group in groups]
-
-
-def test_completions_have_the_row_seed_and_version_of_their_step(make):
-    sampler = make()
-    for number in range(5):
-        groups = step(sampler, number)
-        assert len(set(rows(groups))) == 4 and [len(group) for group in groups] == [2] * 4
-        assert {v for group in groups for s in group for v in s.versions[1:] + [s.version]} == {
-            number
-        }
-    seeds = [
-        distributed.fold_seed(0, number, i) * SEED_SPACING for number in range(5) for i in range(4)
-    ]
-    assert sampler.source.engine.seeds == dict(enumerate(seeds)) and len(set(seeds)) == 20
-
-
-def test_order_of_your_own_chooses_the_prompts(make):
-    class Backwards(Order):
-        def draw(self, count: int) -> list[int]:
-            start = self.drawn[""]
-            super().draw(count)
-            return [-n % ROWS for n in range(start + 1, start + count + 1)]
-
-    sampler = make(order=Backwards({"": range(ROWS)}, seed=0))
-    assert [rows(step(sampler, number)) for number in range(2)] == [
-        ["9?", "8?", "7?", "6?"],
-        ["5?", "4?", "3?", "2?"],
-    ]
-    resumed = make(order=Backwards({"": range(ROWS)}, seed=0))
-    resumed.load_state_dict(sampler.state_dict())
-    assert rows(step(resumed, 2)) == ["1?", "0?", "9?", "8?"]
-
-
-def test_engine_loads_current_weights_before_sampling_and_sleeps_after(make):
-    sampler = make(temperature=0.5)
-    step(sampler, 0)
-    sampler.source.policy.version = 1
-    sampler.sample_now(1, sampler.prompts, [0] * ROWS, n=1, temperature=0.0)
-    sampler.close()
-    calls = [name for name, _ in groupby(sampler.source.engine.calls)]
-    assert calls == [
-        "load 0 as torch.float32", "step 0.5", "sleep",
-        "load 1 as torch.float32", "step 0", "sleep", "close",
-    ]  # fmt: skip
-
-
-def test_held_out_prompts_are_divided_among_ranks(make):
-    samplers = [make(rank, 3) for rank in range(3)]
-    shares = [
-        each.sample_now(0, each.prompts, list(range(ROWS)), n=1, temperature=0.0)
-        for each in samplers
-    ]
-    assert [rows(share) for share in shares] == [
-        [f"{i}?" for i in range(rank, ROWS, 3)] for rank in range(3)
-    ]
-    seeds = [
-        sorted(seed // SEED_SPACING for seed in each.source.engine.seeds.values())
-        for each in samplers
-    ]
-    assert seeds == [list(range(rank, ROWS, 3)) for rank in range(3)]
-
-
-def test_staleness_is_the_age_of_the_weights_of_sampled_tokens():
-    completions = [
-        Completion([0, 1, 2], [False, True, True], 1, versions=versions)
-        for versions in ([-1, 3, 5], [-1, 4, 4])
-    ]
-    meter = Meter()
-    measure_staleness(meter, [completions], step=5)
-    assert meter.reduce() == {
-        "sampling/staleness/mean": 1.0,
-        "sampling/staleness/max": 2,
-        "sampling/version_spread/mean": 1.0,
-        "sampling/version_spread/max": 2,
-    }
-
-
-# ---- rows and numbers ----
 
 
 class Source:
@@ -180,6 +24,7 @@ class Source:
 
     def begin(self, requests, own, step, meter):
         self.begun += [request.number for request in requests]
+        self.seeds = {request.number: request.seed for request in own}
         self.requests |= {request.number: request for request in own}
 
     def wait(self, numbers, step, meter):
@@ -190,15 +35,15 @@ class Source:
 class Run:
     """The samplers of all ranks."""
 
-    def __init__(self, monkeypatch, ranks: int = 1, ahead: int = 0):
+    def __init__(self, monkeypatch, ranks: int = 1, ahead: int = 0, order: type = Order):
         prompts = Prompts([[i] for i in range(ROWS)], [dict(row=i) for i in range(ROWS)], 0)
         args = Args(prompts_per_step=4)
         self.samplers = []
         for rank in range(ranks):
             monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
             monkeypatch.setattr(distributed, "world_size", lambda: ranks)
-            order = Order({"": range(ROWS)}, 0)
-            self.samplers.append(Sampler(prompts, args, order, Source(ahead)))
+            drawn = order({"": range(ROWS)}, 0)
+            self.samplers.append(Sampler(prompts, args, drawn, Source(ahead)))
 
     def step(self, number: int, total: int = 1000, size: int | None = None) -> list[int]:
         """Return the rows of all ranks, in order."""
@@ -283,3 +128,48 @@ def test_all_rollouts_of_a_stopped_step_are_sampled_again(monkeypatch, ahead):
         assert run.step(1, size=2) == []
     resumed = Run(monkeypatch, 1, ahead).resume(run)
     assert [resumed.step(1), resumed.step(1, size=2), resumed.step(2)] == [first, second, third]
+
+
+def test_seeds_depend_on_the_numbers_of_prompts_alone(monkeypatch):
+    one, two = Run(monkeypatch), Run(monkeypatch, 2)
+    for number in range(3):
+        one.step(number), two.step(number)
+        expected = {4 * number + i: distributed.fold_seed(0, number, i) for i in range(4)}
+        assert one.samplers[0].source.seeds == expected
+        (first, second) = (sampler.source.seeds for sampler in two.samplers)
+        assert first | second == expected and {n % 2 for n in first} == {0}
+
+
+def test_order_of_your_own_chooses_the_prompts(monkeypatch):
+    class Backwards(Order):
+        def draw(self, count: int) -> list[int]:
+            start = self.drawn[""]
+            super().draw(count)
+            return [-n % ROWS for n in range(start + 1, start + count + 1)]
+
+    run = Run(monkeypatch, order=Backwards)
+    assert [run.step(number) for number in range(2)] == [[9, 8, 7, 6], [5, 4, 3, 2]]
+    assert Run(monkeypatch, order=Backwards).resume(run).step(2) == [1, 0, 9, 8]
+
+
+def test_held_out_prompts_are_divided_among_ranks(monkeypatch):
+    for rank, sampler in enumerate(Run(monkeypatch, 3).samplers):
+        groups = sampler.sample_now(0, sampler.prompts, [*range(ROWS)], n=1, temperature=0.0)
+        assert [sample.row["row"] for (sample,) in groups] == [*range(rank, ROWS, 3)]
+        assert [*sampler.source.seeds.values()] == [*range(rank, ROWS, 3)]
+        assert max(sampler.source.seeds) < 0  # before the prompts of the run
+
+
+def test_staleness_is_the_age_of_the_weights_of_sampled_tokens():
+    completions = [
+        Completion([0, 1, 2], [False, True, True], 1, versions=versions)
+        for versions in ([-1, 3, 5], [-1, 4, 4])
+    ]
+    meter = Meter()
+    measure_staleness(meter, [completions], step=5)
+    assert meter.reduce() == {
+        "sampling/staleness/mean": 1.0,
+        "sampling/staleness/max": 2,
+        "sampling/version_spread/mean": 1.0,
+        "sampling/version_spread/max": 2,
+    }
