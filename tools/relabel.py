@@ -32,7 +32,7 @@ def main(args: Args) -> None:
     path = resolve_model(args.model)
     args = fit_max_length(args, path, {}, sequences=2)
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
-    columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS, args.on_bad_row)
+    columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS)
     encoder = Encoder(load_tokenizer(path, args), args)
     pairs, counts = encode_all(encode_row, rows, columns, encoder, args)
     if not pairs:

@@ -5,16 +5,14 @@ import contextlib
 import json
 import os
 import re
-import signal
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from jinja2 import Environment, nodes
 from jinja2.meta import find_undeclared_variables
 
-from common.config.specs import pairs_of, values_of
+from common.config.specs import values_of
 from common.data.messages import IMAGE, THOUGHT_KEYS, in_parts, opened_thought, with_thought
 from common.parallel import distributed
 
@@ -29,7 +27,6 @@ RESULT = dict(role="tool", name="probe", tool_call_id=CALL["id"], content="?")
 _X = dict(x=dict(type="integer", description="x"), s=dict(type="string", description="s"))
 _PROBED = dict(name="probe", description="Probe.", parameters=dict(type="object", properties=_X))
 PROBE = dict(_source="--tools", tools=[dict(type="function", function=_PROBED)])
-RENDER_SECONDS = 10.0
 _OURS = ("messages", "tools", "add_generation_prompt")  # variables that `ChatTemplate.render` sets
 
 
@@ -56,7 +53,9 @@ class ChatTemplate:
         self._shows_thoughts = {False: True, True: True}  # by whether the turn has calls
         self.in_parts = self._reads_parts(label or f"--model {tokenizer.name_or_path}")
         self.reads, self.words = _names_read(tokenizer)
-        self.kwargs = self._checked("--template_kwargs", _variables(template_kwargs))
+        self.kwargs = self._checked(
+            "--template_kwargs", values_of("template_kwargs", template_kwargs)
+        )
         for turn in (SAID | dict(content="!"), CALLED):  # gpt-oss: a thought or content, not both
             text = self._probe(ASKED, turn | dict(reasoning_content=MARK))
             self._shows_thoughts["tool_calls" in turn] = MARK in text
@@ -209,14 +208,6 @@ def _names_read(tokenizer) -> tuple[set[str], set[str]]:
     return names, words
 
 
-def _variables(template_kwargs: tuple[str, ...]) -> dict[str, object]:
-    """Return `--template_kwargs`: true, 3, 0.5 and null as in YAML, anything else as text."""
-    texts = pairs_of("template_kwargs", template_kwargs)
-    values = values_of("template_kwargs", template_kwargs)
-    plain = (bool, int, float, type(None))
-    return {name: x if isinstance(x, plain) else texts[name] for name, x in values.items()}
-
-
 def any_of(words: Iterable[str]) -> re.Pattern:
     """Return a pattern of the longest of `words` that stands at a place; never of blanks."""
     words = sorted(filter(str.strip, words), key=len, reverse=True)
@@ -227,43 +218,18 @@ def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
     """Return the text of a conversation. Raises `ValueError`, which begins with `label`, if the
     template refuses it."""
     try:
-        with time_limit(RENDER_SECONDS):
-            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything
         problem = distributed.first_line(error) or type(error).__name__
         problem += f" (line {error.lineno})" if hasattr(error, "lineno") else ""
         raise ValueError(f"{label} chat template refuses the messages: {problem}") from error
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` after some seconds. Does nothing in a thread."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError(f"no end within {seconds:g} s")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def use_template(tokenizer, file: str) -> None:
-    """Set the tokenizer's chat template from a file. Raises `ValueError` if it cannot be read or
-    rendered."""
+    """Set the tokenizer's chat template from a file. Raises `ValueError` if it cannot be rendered,
+    or changes the text of the model's turns."""
     flag = f"--chat_template {file}"
-    try:
-        tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{flag}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{flag}: not UTF-8: {error}") from error
+    tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
     if ChatTemplate(tokenizer, label=flag).end is None:
         raise ValueError(f"{flag}: the template changes the text of an assistant turn")
 

@@ -30,8 +30,7 @@ class Encoder:
         if self.chat and self.chat.end and self.chat.end.token:
             self.ends.add(self.chat.end.token)
         self.text_ids = TextIds(tokenizer, self.ends, reads_hidden=args.special_text == "text")
-        self.said: dict[str, str] = {}  # by kind: notes, each of which is given once
-        self.say = distributed.say
+        self.said: dict[str, str] = {}  # notes by kind, each of which is printed once
         self.images = None
         if args.vision is not None:
             with extra("images", f"--vision {args.vision}"):
@@ -181,7 +180,7 @@ class Encoder:
         if messages and self.chat:
             given = given_messages(row, column)
             for key in sorted(unread_keys(given, self.chat.words)):
-                self._say_once(f"not used: the key {key} of messages", kind=key)
+                self.say_once(f"not used: the key {key} of messages", kind=key)
         return messages
 
     def _with_system(self, row: dict, messages: list[dict]) -> list[dict]:
@@ -225,13 +224,13 @@ class Encoder:
         if token := self.text_ids.special.search(value[start:end]):
             problem = f"the text {token[0]} in the data is read as this special token"
             advice = "--special_text text reads it as text"
-            self._say_once(f"{row.get('_source')}: {problem}; {advice}", kind="special text")
+            self.say_once(f"{row.get('_source')}: {problem}; {advice}", kind="special text")
         return value
 
-    def _say_once(self, note: str, kind: str) -> None:
+    def say_once(self, note: str, kind: str) -> None:
         if kind not in self.said:
             self.said[kind] = note
-            self.say(note)
+            distributed.say(note)
 
     def _with_eos(self, ids: list[int]) -> list[int]:
         """Return the ids with one EOS at the end, also if the text has its own."""
@@ -287,14 +286,10 @@ def format_of(tokenizer, args: BaseArgs) -> str:
 
 def _require_no_chat_flags(args: BaseArgs) -> None:
     """Raise `ValueError` for a flag that has no effect without a chat template."""
-    lacks = "the tokenizer has no chat template; set --chat_template"
-    if args.prompt_format == "chat":
-        raise ValueError(f"--prompt_format chat: {lacks}")
-    if args.system_prompt:
-        needs = "a tokenizer with a chat template, and no --prompt_format plain"
-        raise ValueError(f"--system_prompt needs {needs}")
-    if args.template_kwargs:
-        raise ValueError(f"--template_kwargs: {lacks}")
+    given = [name for name in ("system_prompt", "template_kwargs") if getattr(args, name)]
+    for flag in ["prompt_format chat"] if args.prompt_format == "chat" else given:
+        problem = "the tokenizer has no chat template, or --prompt_format plain does not use it"
+        raise ValueError(f"--{flag}: {problem}; set --chat_template")
 
 
 def truncate(sample: Sample, length: int) -> Sample:

@@ -20,8 +20,7 @@ from common.parallel.distributed import first_line
 
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-TABLES = (".parquet", ".arrow")
-KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .arrow, .csv or .tsv"
+KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .csv or .tsv"
 
 
 class BadRows:
@@ -32,11 +31,9 @@ class BadRows:
         self.skip = on_bad_row == "skip"
         self.errors: list[str] = []
 
-    def add(self, error: ValueError | RecursionError, where: str) -> None:
+    def add(self, error: ValueError, where: str) -> None:
         """Record the error of a row. Raises it if rows are not skipped, or if it does not start
         with `where`, the location of the row, and thus does not concern the row."""
-        if isinstance(error, RecursionError):
-            error = ValueError(f"{where}: a value is nested too deeply")
         if not self.skip or not str(error).startswith(where):
             raise error
         self.errors.append(str(error))
@@ -75,8 +72,6 @@ def open_split(
         raise ValueError(f"{label}: no such file")
     else:
         return _hub_shards(label, dataset, split, config, streaming)
-    for file in files:
-        _require_file(label, file)
     is_name_enough = is_alone and len({file.name for file in files}) == len(files)
     return [
         partial(_file_rows, f"{flag} {file}", file, file.name if is_name_enough else str(file))
@@ -93,13 +88,8 @@ def files_named(dataset: str) -> list[Path]:
 
 def kind_of(path: Path) -> str:
     """Return the suffix of a file that can be read, an empty string for other files."""
-    kinds = (*JSON, *SEPARATORS, *TABLES)
+    kinds = (*JSON, *SEPARATORS, ".parquet")
     return next((kind for kind in kinds if path.name.endswith(kind)), "")
-
-
-def _require_file(label: str, file: Path) -> None:
-    if not file.is_file():  # reading a pipe or a device could block or never end
-        raise ValueError(f"{label}: {file} is a broken link or no regular file; delete it")
 
 
 # ---- folders ----
@@ -114,9 +104,6 @@ def _files_of_folder(label: str, folder: Path, split: str, config: str | None) -
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
 
-    for path in sorted(folder.rglob("*")):
-        if kind_of(path) and not path.is_dir():
-            _require_file(label, path)  # `datasets` would leave it out
     readme = folder / "README.md"
     try:
         card = DatasetCard.load(readme).data if readme.is_file() else {}
@@ -130,7 +117,7 @@ def _files_of_folder(label: str, folder: Path, split: str, config: str | None) -
         splits = data_files.DataFilesDict.from_patterns(
             data_files.sanitize_patterns(listed) if listed else data_files.get_data_patterns(base),
             base_path=base,
-            allowed_extensions=[".jsonl", ".json", *SEPARATORS, *TABLES],
+            allowed_extensions=[".jsonl", ".json", *SEPARATORS, ".parquet"],
         )
     except data_files.EmptyDatasetError:
         splits = {}
@@ -174,7 +161,7 @@ def _file_rows(label: str, path: Path, name: str, bad: BadRows) -> Iterator[dict
     kind = kind_of(path)
     if not kind:
         raise ValueError(f"{label}: expected a {KINDS} file")
-    read = _json_rows if kind in JSON else _csv_rows if kind in SEPARATORS else _typed_rows
+    read = _json_rows if kind in JSON else _csv_rows if kind in SEPARATORS else _parquet_rows
     folder = str(path.parent)
     try:
         for number, row in read(label, path, bad):
@@ -214,8 +201,6 @@ def _parsed(label: str, line: int, text: str):
     """Return the value of a text that begins in `line` of its file."""
     try:
         return json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        problem = "nested too deep"
     except ValueError as error:  # bad syntax, a key twice, or a number of 5,000 digits
         line += getattr(error, "lineno", 1) - 1
         problem = getattr(error, "msg", None) or first_line(error)
@@ -250,18 +235,11 @@ def _csv_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]
             bad.add(ValueError(f"{label}: {problem}"), label)
 
 
-def _typed_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]]:
+def _parquet_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]]:
     """Yield the rows of a table with types."""
-    from pyarrow import ArrowInvalid, ipc, memory_map, parquet
+    from pyarrow import parquet
 
-    if path.suffix == ".parquet":
-        batches = parquet.ParquetFile(path).iter_batches()
-    else:
-        file = memory_map(str(path))
-        try:
-            batches = ipc.open_stream(file)  # as `datasets` writes them
-        except ArrowInvalid:
-            batches = ipc.open_file(file).read_all().to_batches()
+    batches = parquet.ParquetFile(path).iter_batches()
     return enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1)
 
 

@@ -63,7 +63,7 @@ def load_samples(
             from extras.streaming.streaming import load_stream
         return load_stream(encode_row, choices, tokenizer, args)
     train, held_out = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train, choices, args.on_bad_row)
+    columns = require_columns(args.dataset_flag, train, choices)
     say_unread(train, (*columns, *optional))
     encoder = Encoder(tokenizer, args)
     loaded = []
@@ -90,7 +90,7 @@ class Encoded(NamedTuple):
     """None: it was dropped"""
     counts: tuple[str, ...] = ()
     """why it was dropped, or how it was changed"""
-    error: ValueError | RecursionError | None = None
+    error: ValueError | None = None
 
 
 def encode_all(
@@ -102,25 +102,19 @@ def encode_all(
     groups: list[Group] = []
     counts: Counter = Counter()
     bad = BadRows(args.on_bad_row)
-    said = {**encoder.said}
-    encoder.say = lambda note: None  # other ranks may have the same kind of note
-    in_order = iter(rows)
     for start in range(0, len(rows), ROWS_AT_ONCE * distributed.world_size()):
         first = start + ROWS_AT_ONCE * distributed.rank()
         own_rows = rows[first : first + ROWS_AT_ONCE]
         own = [encode(encode_row, row, columns, encoder, args) for row in own_rows]
-        parts = distributed.gather_objects((own, encoder.said))
-        for encoded, row in zip(chain(*(own for own, _ in parts)), in_order, strict=False):
+        parts = distributed.gather_objects(own)
+        for encoded, row in zip(chain(*parts), rows[start:], strict=False):
             if encoded.error:
                 bad.add(encoded.error, row["_source"])
             counts.update(encoded.counts)
             if encoded.group:
                 groups.append([replace(s, row=s.row or row) for s in encoded.group])
-        for _, notes in reversed(parts):
-            encoder.said = encoder.said | notes
-    for kind in [kind for kind in encoder.said if kind not in said]:
-        distributed.say(encoder.said[kind])
-    encoder.say = distributed.say
+    for kind, note in distributed.gather_dict(encoder.said).items():
+        encoder.say_once(note, kind)
     bad.report()
     return Samples([group[0].row for group in groups], lambda i: unpacked(groups[i])), counts
 
@@ -142,7 +136,7 @@ def encode(
                 return Encoded(counts=("dropped as too long (--max_length)",))
             counts.append("truncated (--max_length)")
             group = [truncate(sample, args.max_length) for sample in group]
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return Encoded(error=error)
     if not all(any(sample.loss_mask[1:]) for sample in group):  # the first is never predicted
         return Encoded(counts=("dropped because no token is trained",))

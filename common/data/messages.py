@@ -60,7 +60,7 @@ def arguments_of(value: object) -> object:
     while isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"the arguments are not JSON: {error}") from error
     return {} if value is None or isinstance(value, str) else value
 
@@ -90,8 +90,6 @@ def _in_one_form(message: object) -> object:
         role = message.pop("from")
         message["role"] = SHAREGPT_ROLES.get(role, role)
         message["content"] = message.pop("value")
-    if "function_call" in message:
-        raise ValueError("it has a function_call, an old form; give tool_calls")
     thoughts = [message.pop(key) for key in THOUGHT_KEYS if key in message]
     if thought := next(filter(None, thoughts), None):
         message["reasoning_content"] = thought
@@ -186,7 +184,7 @@ def given_messages(row: dict, column: str) -> list | None:
     """Return a column that is a list, or in a table of texts the JSON of a list of messages."""
     value = row.get(column)
     if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):
             parsed = json.loads(value)
             forms = ({"role", "content"}, {"from", "value"})
             if all(isinstance(m, dict) and any(m.keys() >= form for form in forms) for m in parsed):

@@ -56,15 +56,13 @@ class Order:
     cursor = property(state_dict)  # for metrics
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the position. Raises `ValueError` if the sources, or a number of rows, have
-        changed."""
-        if {*state.get("sources", ())} != {*self.rows}:
-            problem = "the checkpoint is of other datasets, or of an older version"
-            raise ValueError(f"--dataset: {problem}; --resume never begins anew")
-        for name, (_, size) in state["sources"].items():
-            if size != len(self.rows[name]):
-                problem = f"{len(self.rows[name])} training rows, but {size} in the checkpoint"
-                raise ValueError(f"--dataset: {problem}; use the data and flags of that run")
+        """Restore the position. Raises `ValueError` if the data has changed."""
+        then = {name: size for name, (_, size) in state["sources"].items()}
+        now = {name: len(rows) for name, rows in self.rows.items()}
+        if then != now:
+            then, now = ("+".join(map(str, sizes.values())) for sizes in (then, now))
+            problem = f"{now} training rows, but {then} in the checkpoint"
+            raise ValueError(f"--dataset: {problem}; use the data and flags of that run")
         self._begin({name: drawn for name, (drawn, _) in state["sources"].items()})
 
 

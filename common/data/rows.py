@@ -47,7 +47,7 @@ def encode_each(
     for row in rows:
         try:
             value = encode(row)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             bad.add(error, row["_source"])
         else:
             yield row, value
@@ -215,19 +215,16 @@ def require_held_out(rows: Iterable[dict], left: Iterable[dict], why: str) -> No
 # ---- columns ----
 
 
-def require_columns(
-    flag: str, rows: list[dict], choices: Sequence[Columns], on_bad_row: str = "error"
-) -> Columns:
-    """Return the first of `choices` that the first row of each dataset has; where bad rows are
-    skipped, the first row that has any of the choices. Raises `ValueError` naming the columns found
-    and the columns needed, or columns that belong to the prompt or to the answer by their names,
-    and that nothing reads."""
+def require_columns(flag: str, rows: list[dict], choices: Sequence[Columns]) -> Columns:
+    """Return the first of `choices` that the first row of each dataset has. Raises `ValueError`
+    naming the columns found and the columns needed, or columns that belong to the prompt or to the
+    answer by their names, and that nothing reads."""
     first_rows: dict[str | None, dict] = {}
     for row in rows:
-        if on_bad_row != "skip" or any({*columns} <= _names(row) for columns in choices):
-            first_rows.setdefault(row.get("_dataset"), row)
-    examples = [*first_rows.values()] or rows[:1]
-    names = set.intersection(*map(_names, examples))
+        first_rows.setdefault(row.get("_dataset"), row)
+    examples = [*first_rows.values()]
+    # Tables have None in a missing column.
+    names = set.intersection(*({x for x in row if row[x] is not None} for row in examples))
     columns = next((columns for columns in choices if {*columns} <= names), None)
     if columns is None:
         needed = ", or ".join(" and ".join(columns) for columns in choices)
@@ -251,11 +248,6 @@ def require_columns(
         advice += f", or ignore it by --columns {' '.join(f'_{name}={name}' for name in lost)}"
         raise ValueError(f"{flag}: {problem} beside {' and '.join(columns)}; {advice}")
     return columns
-
-
-def _names(row: dict) -> set[str]:
-    """Return the columns that a row has. Tables have None in a missing one."""
-    return {name for name in row if row[name] is not None}
 
 
 def unread_columns(rows: list[dict], columns: Columns) -> dict[str, str]:

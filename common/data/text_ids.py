@@ -32,13 +32,7 @@ class TextIds:
 
     def _ids_of(self, text: str, as_text: bool = False) -> list[int]:
         options = dict(split_special_tokens=True) if as_text else {}
-        try:
-            return self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
-                raise
-            problem = f"tokenizer.json cannot cut the text {text[:20]!r}: {error}"
-            raise ValueError(problem) from error
+        return self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
 
     def pieces(
         self, text: str, cuts: Sequence[int], adds_bos: bool = False, follows: bool = False

@@ -77,7 +77,7 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
         return ()
     if args.environment is not None or args.prompt_template is not None:
         return ("_prompt",)
-    return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS, args.on_bad_row)
+    return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS)
 
 
 def encode_prompts(

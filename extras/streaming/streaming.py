@@ -46,7 +46,7 @@ def load_stream(
     columns = choices[0]
     if rows:
         flag = f"--eval_dataset {' '.join(args.eval_dataset)}"
-        columns = require_columns(flag, rows, choices, args.on_bad_row)
+        columns = require_columns(flag, rows, choices)
     held_out, counts = encode_all(encode_row, rows, columns, encoder, args)
     require_held_out(rows, held_out.rows, f": {reasons(counts)}")
     return [(StreamedSamples(encode_row, choices, encoder, args), Counter()), (held_out, counts)]
@@ -137,7 +137,7 @@ class StreamedSamples:
         flag = self.args.dataset_flag
         while buffer := [*islice(reader, SHUFFLE_BUFFER)]:
             rows = rename_columns(flag, buffer, self.args.columns)
-            columns = require_columns(flag, rows, self.choices, self.args.on_bad_row)
+            columns = require_columns(flag, rows, self.choices)
             if not self.has_said:
                 say_unread(rows, columns)
             self.has_said = True

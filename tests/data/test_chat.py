@@ -185,7 +185,6 @@ MALFORMED = [
     (calling("{"), "function.arguments: the arguments are not JSON: Expecting property name"),
     (said("4", thinking=dict(text="R")), "reasoning_content: Input should be"),
     (said("<think>R</think>4", thinking="R"), "it has its thought twice"),
-    (said("4", function_call=dict(name="add")), "it has a function_call, an old form"),
     (said("4", weight=0.5), "weight: Input should be a valid boolean"),
 ]
 # Rows, the reason, and the template if it is not `READS_ALL`.
@@ -282,8 +281,6 @@ def test_template_from_a_file_is_used_and_saved(tmp_path):
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (None, "No such file or directory"),
-        (b"\xff", "not UTF-8: .* can't decode byte"),
         (b"{% for %}", r"refuses the messages: Expected an expression.* \(line 1\)"),
         (b"{{ 1 / 0 }}", "refuses the messages: division by zero"),
         (b"{{ 'a' * 10 ** 15 }}", "refuses the messages: MemoryError"),
@@ -291,18 +288,9 @@ def test_template_from_a_file_is_used_and_saved(tmp_path):
     ],
 )
 def test_template_that_fails_to_render_is_refused(template, words, tmp_path):
-    if template is not None:
-        (tmp_path / "chat.jinja").write_bytes(template)
+    (tmp_path / "chat.jinja").write_bytes(template)
     with pytest.raises(ValueError, match=f"^--chat_template .*chat.jinja: .*{words}"):
         load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
-
-
-def test_template_without_an_end_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr("common.data.chat.RENDER_SECONDS", 0.2)
-    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    (tmp_path / "a.jinja").write_text(loops)
-    with pytest.raises(ValueError, match="refuses the messages: no end within 0.2 s"):
-        load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "a.jinja")))
 
 
 def test_template_kwargs_are_values_or_text():
@@ -326,7 +314,7 @@ def test_templates_may_use_extensions_of_transformers():
         (READS_ALL, dict(template_kwargs=("messages=x",)), "--template_kwargs messages: .*"),
         (None, dict(template_kwargs=("brief=1",)), "--template_kwargs: the tokenizer has no chat"),
         (None, dict(prompt_format="chat"), "--prompt_format chat: the tokenizer has no chat"),
-        (None, dict(system_prompt="S"), "--system_prompt needs a tokenizer with a chat template"),
+        (None, dict(system_prompt="S"), "--system_prompt: the tokenizer has no chat template"),
     ],
 )
 def test_flags_without_effect_are_refused(template, flags, words):

@@ -69,7 +69,7 @@ def test_every_rank_gets_the_samples_that_one_rank_makes(on_bad_row, tmp_path):
         training, held_out = found[0]
         assert training[-1] == {"dropped as too long (--max_length)": 1}
         assert len(training) + len(held_out) == 24
-        assert len(notes) == 2 and notes[0] == notes[1]
+        assert len(notes) == 2  # one for each launch
 
 
 # ---- what becomes of a row ----

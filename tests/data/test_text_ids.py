@@ -91,16 +91,3 @@ def test_continuation_begins_with_a_blank_only_if_the_text_has_one(tmp_path):
     for completion, tokens in (("4", "4"), (" 4", "▁ 4"), ("The", "The"), (" The", "▁The")):
         _, after = TextIds(tokenizer).pieces(f"A:{completion}", [2])
         assert tokenizer.convert_ids_to_tokens(after) == tokens.split()
-
-
-def test_text_that_panics_the_tokenizer_is_refused():
-    """The retries of a pattern have a limit, at which Rust panics."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel(vocab={"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    pattern = Regex(r"^(a+)+$|(?:(a|aa)+)+!")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="isolated")
-    texts = TextIds(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]"))
-    with pytest.raises(ValueError, match="^tokenizer.json cannot cut the text 'aaa.*: "):
-        texts.pieces("a" * 70 + "b", [])
