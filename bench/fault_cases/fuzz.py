@@ -77,7 +77,7 @@ def half_evaluated(place: Path) -> None:
 
 
 SCENARIOS = dict(
-    resume=resuming(SFT, "run/args.yaml", "run/metrics.jsonl", "run/checkpoints/*/*", "run/best/*"),
+    resume=resuming(SFT, "run/args.yaml", "run/checkpoints/*/*", "run/best/*"),
     reference=resuming(DPO, "run/reference_logps.json"),
     teacher=resuming(TEACHER, "run/teacher_logprobs/*"),
     model=starting(SFT, "model", lambda: reference(SFT) / "hf"),

@@ -22,7 +22,6 @@ from bench.fault_cases.case import (
     reference,
     seconds,
 )
-from common.train.run_folder import IN_USE
 
 LAYOUTS = {
     "one rank": Setting("sft"),
@@ -163,7 +162,7 @@ def second(folder: Path, moment: float, kills_first: bool) -> str | None:
             return f"the first one: {problem}"
     if problem := illegible(done):
         return f"the second one: {problem}"
-    if done.returncode and (IN_USE not in done.stderr or kills_first):
+    if done.returncode and ("uses it; wait for it" not in done.stderr or kills_first):
         return f"the second one: {done.stderr[-300:]}"
     return after(setting, run)
 

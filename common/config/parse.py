@@ -57,8 +57,6 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
     if built_in:
         flags = " ".join(f"--{name} {value}" for name, value in built_in.items())
         distributed.say(f"defaults for the built-in model: {flags}")
-    if isinstance(args, TrainArgs) and args.lora_rank and "lr" not in given:
-        distributed.say(f"LoRA usually needs 10 times the learning rate: --lr {10 * args.lr:g}")
     return args
 
 
@@ -162,7 +160,7 @@ def read_file(args_class: type[BaseArgs], path: str) -> dict[str, Any]:
         flags = yaml.load(Path(path).read_text(), TextLoader)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"--config {path}: not valid YAML: {problem}") from error
     if not isinstance(flags, dict):

@@ -87,8 +87,8 @@ class DataArgs:
     dataset_split: str = "train"
     """split to train on; a file without splits is the split train"""
     dataset_config: str | None = None
-    """configuration of a data set of the hub, or of a folder with README.md, that has several;
-    default: main, if it is one of them; *: all (hub)"""
+    """configuration of a data set of the hub that has several; default: main, if it is one of them;
+    *: all"""
     columns: Several[str] = ()
     """renamed columns, of training and held-out rows alike, as new=old: prompt=problem
     answer=solution"""

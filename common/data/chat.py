@@ -5,7 +5,9 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable
+import signal
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ RESULT = dict(role="tool", name="probe", tool_call_id=CALL["id"], content="?")
 _X = dict(x=dict(type="integer", description="x"), s=dict(type="string", description="s"))
 _PROBED = dict(name="probe", description="Probe.", parameters=dict(type="object", properties=_X))
 PROBE = dict(_source="--tools", tools=[dict(type="function", function=_PROBED)])
+RENDER_SECONDS = 10.0
 _OURS = ("messages", "tools", "add_generation_prompt")  # variables that `ChatTemplate.render` sets
 
 
@@ -218,11 +221,31 @@ def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
     """Return the text of a conversation. Raises `ValueError`, which begins with `label`, if the
     template refuses it."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        with time_limit(RENDER_SECONDS):
+            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything
         problem = distributed.first_line(error) or type(error).__name__
         problem += f" (line {error.lineno})" if hasattr(error, "lineno") else ""
         raise ValueError(f"{label} chat template refuses the messages: {problem}") from error
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` after some seconds. Does nothing in a thread."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"no end within {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def use_template(tokenizer, file: str) -> None:

@@ -65,7 +65,7 @@ def open_split(
     if os.path.isdir(path):
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved_shards(label, path, split)
-        files = _files_of_folder(label, path, split, config)
+        files = _files_of_folder(label, path, split)
     elif files := files_named(dataset):
         files = files if split == "train" else []
     elif kind_of(path) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset:
@@ -95,34 +95,27 @@ def kind_of(path: Path) -> str:
 # ---- folders ----
 
 
-def _files_of_folder(label: str, folder: Path, split: str, config: str | None) -> list[Path]:
-    """Return the files of a split, sorted, by the rules of `datasets`: `configs` of a README.md,
-    else names such as `math_train/` or `test_2.jsonl`, else all are train. Raises `ValueError` for
-    a folder without files that can be read, for a file that is in two splits, and for files of
-    several kinds."""
+def _files_of_folder(label: str, folder: Path, split: str) -> list[Path]:
+    """Return the files of a split, sorted, by the rules of `datasets` for names such as
+    `math_train/` or `test_2.jsonl`; without them, all are train. Raises `ValueError` for a folder
+    without files that can be read or with several configurations of the hub, for a file that is in
+    two splits, and for files of several kinds."""
     from datasets import data_files
-    from datasets.utils.metadata import MetadataConfigs
-    from huggingface_hub import DatasetCard
 
-    readme = folder / "README.md"
+    base = os.path.abspath(folder)
+    readme = Path(base, "README.md")
+    text = readme.read_text(errors="replace") if readme.is_file() else ""
+    if len(configs := {*re.findall(r"config_name: *(\S+)", text)}) > 1:
+        names = ", ".join(sorted(configs))
+        raise ValueError(f"{label}: README.md names the configurations {names}; name one's files")
     try:
-        card = DatasetCard.load(readme).data if readme.is_file() else {}
-        configs = MetadataConfigs.from_dataset_card_data(card)
-        name = config or configs.get_default_config_name() or "main"
-        if configs and name not in configs:
-            raise ValueError(f"it has no configuration {name}, but {', '.join(configs)}")
-        chosen = configs.get(name, {})
-        base = glob.escape(os.path.join(os.path.abspath(folder), chosen.get("data_dir") or ""))
-        listed = chosen.get("data_files")
         splits = data_files.DataFilesDict.from_patterns(
-            data_files.sanitize_patterns(listed) if listed else data_files.get_data_patterns(base),
-            base_path=base,
+            data_files.get_data_patterns(glob.escape(base)),
+            base_path=glob.escape(base),
             allowed_extensions=[".jsonl", ".json", *SEPARATORS, ".parquet"],
         )
     except data_files.EmptyDatasetError:
         splits = {}
-    except Exception as error:  # of YAML, of the hub's library, or for a file that is not there
-        raise ValueError(f"{label}: README.md: {first_line(error)}") from error
     if not any(splits.values()):
         raise ValueError(f"{label}: no {KINDS} files with a split in it")
     if split not in splits:  # dev is validation
@@ -131,14 +124,14 @@ def _files_of_folder(label: str, folder: Path, split: str, config: str | None) -
     own = {*splits.pop(split, ())}
     for other, files in splits.items():
         if shared := own & {*files}:
-            file = os.path.relpath(min(shared), os.path.abspath(folder))
+            file = os.path.relpath(min(shared), base)
             problem = f"{file} belongs to the splits {split} and {other} by its name"
             advice = "rename it, or name files with --dataset and --eval_dataset"
             raise ValueError(f"{label}: {problem}; {advice}")
     kinds = sorted({f".{kind_of(Path(file)).split('.')[1]}" for file in own})
     if len(kinds) > 1:  # often the same rows twice
         raise ValueError(f"{label}: {' and '.join(kinds)} files; name one kind by a pattern")
-    return [folder / os.path.relpath(file, os.path.abspath(folder)) for file in sorted(own)]
+    return [folder / os.path.relpath(file, base) for file in sorted(own)]
 
 
 # ---- files ----

@@ -1,7 +1,6 @@
 """Logging of a run by rank 0: metrics and samples of each step, on disk and on the console.
 
-Metrics go to `metrics.jsonl`, and to wandb and tensorboard on request. A progress bar is shown on
-terminals only."""
+Metrics go to `metrics.jsonl`, and to wandb and tensorboard on request."""
 
 import json
 import math
@@ -17,9 +16,9 @@ from torch import Tensor
 from common.config.groups import TrainArgs, flags_of
 from common.data.messages import PLACEHOLDER
 from common.data.sample import Completion, Group, Sample
-from common.metrics.curves import draw_curves
+from common.metrics.curves import draw_curves, read_metrics
 from common.parallel import distributed, durable
-from common.parallel.process import before_failing, visible
+from common.parallel.process import visible
 
 LINES = ("metrics.jsonl", "samples.jsonl")  # appended to at each step
 TABLE = 4  # completions in the table of a step
@@ -28,15 +27,14 @@ SPEEDS = ("time/", "tokens_per_second")
 
 
 class RunLogger:
-    """Logger of rank 0; a no-op elsewhere. `show`: metrics beside the progress bar; `curves`:
-    metrics to draw."""
+    """Logger of rank 0; a no-op elsewhere. `show`: metrics on the console; `curves`: metrics to
+    draw."""
 
     def __init__(
         self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str],
-        curves: Sequence[str], history: list[int] | None = None,
+        curves: Sequence[str],
     ):  # fmt: skip
-        """Delete the lines after `first_step`, which will be logged again. `history`: see `sync`.
-        Raises `ValueError` if the lines before it are damaged."""
+        """Delete the lines after `first_step`, which will be logged again."""
         self.active = distributed.is_main()
         self.folder = Path(args.output_dir)
         self.total_steps = total_steps
@@ -45,7 +43,6 @@ class RunLogger:
         # first and latest value of each metric in `show`, on rank 0
         self.first: dict[str, float] = {}
         self.latest: dict[str, float] = {}
-        self.progress = None
         self.wandb = None
         self.tensorboard = None
         self.drawn = time.monotonic()  # when curves.png was last drawn
@@ -55,16 +52,10 @@ class RunLogger:
         from rich.console import Console
 
         self.console = Console()
-        metrics = self.folder / "metrics.jsonl"
-        if history and metrics.is_file() and durable.fingerprint(metrics, history[0]) != history:
-            raise ValueError(
-                f"{metrics} was changed after it was written; delete it to continue without it"
-            )
         for name in LINES:
             _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
-        if metrics.is_file():
-            for line in metrics.read_text().splitlines():
-                self._remember(json.loads(line))
+        for line in read_metrics(self.folder / "metrics.jsonl"):
+            self._remember(line)
         if "wandb" in args.log:
             self.wandb = _start_wandb(args, self.folder)
         if "tensorboard" in args.log:
@@ -75,21 +66,6 @@ class RunLogger:
                     "--log tensorboard: tensorboard is not installed; pip install tensorboard"
                 ) from error
             self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
-        if self.console.is_terminal:
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-            )
-
-            description = TextColumn("{task.description}", markup=False)
-            columns = (MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), description)
-            self.progress = Progress(*columns, console=self.console)
-            self.task = self.progress.add_task("", total=total_steps, completed=first_step)
-            self.progress.start()
-            before_failing.append(self.progress.stop)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step. `step` is the number of finished steps."""
@@ -103,10 +79,7 @@ class RunLogger:
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(name, value, step)
         self._remember(metrics)
-        if self.progress is not None:
-            shown = visible("  ".join(self._value(name) for name in self.latest))
-            self.progress.update(self.task, completed=step, description=shown)
-        elif self._is_printed(step, metrics):
+        if self._is_printed(step, metrics):
             shown = visible("  ".join(self._value(name) for name in self.latest if name in metrics))
             print(f"step {step}/{self.total_steps}  {shown}", flush=True)
         since = time.monotonic() - self.drawn
@@ -115,8 +88,9 @@ class RunLogger:
             self.draw_curves()
 
     def _is_printed(self, step: int, metrics: dict[str, float]) -> bool:
-        """Return whether the console shows the step: about 20 steps, evaluations and the last."""
-        every = max(1, self.total_steps // 20)
+        """Return whether the console shows the step: a terminal every one, a file of output about
+        20 steps, evaluations and the last."""
+        every = 1 if self.console.is_terminal else max(1, self.total_steps // 20)
         is_evaluation = any(name.startswith("eval") for name in metrics)
         return step % every == 0 or is_evaluation or step == self.total_steps
 
@@ -148,13 +122,9 @@ class RunLogger:
             preview(sample, tokenizer, self.console)
 
     def samples(
-        self,
-        step: int,
-        groups: list[Group],
-        positions: Sequence[int],
-        rewards_PG: Tensor,
+        self, step: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor,
         advantages_PG: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write the groups of all ranks to samples.jsonl, in the order of their positions in the
         step, and print a few as a table. Collective."""
         columns = (groups, rewards_PG.tolist(), advantages_PG.tolist())
@@ -182,16 +152,13 @@ class RunLogger:
             table.add_row(_brief(str(line["prompt"])), _brief(line["completion"]), reward)
         self.console.print(table)
 
-    def sync(self) -> list[int] | None:
+    def sync(self) -> None:
         """Bring the lines of all steps to the disk, before a checkpoint from which later runs
-        continue. Return the fingerprint of metrics.jsonl."""
-        if not self.active:
-            return None
-        for path in filter(Path.is_file, (self.folder / name for name in LINES)):
-            durable.sync(path)
-        durable.sync(self.folder)
-        metrics = self.folder / "metrics.jsonl"
-        return durable.fingerprint(metrics) if metrics.is_file() else None
+        continue."""
+        if self.active:
+            for path in filter(Path.is_file, (self.folder / name for name in LINES)):
+                durable.sync(path)
+            durable.sync(self.folder)
 
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl, which includes the steps before a resumption."""
@@ -202,9 +169,6 @@ class RunLogger:
             self.drawing_seconds = self.drawn - began
 
     def close(self) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-            before_failing.remove(self.progress.stop)
         if self.wandb is not None:
             self.wandb.finish()
         if self.tensorboard is not None:
@@ -268,7 +232,7 @@ def _keep_until(path: Path, last_step: int) -> None:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
             kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]
-        except (ValueError, RecursionError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is damaged; repair or delete it: {error}") from error
         durable.write_text(path, "".join(kept))
 

@@ -5,7 +5,6 @@ A kill or a power cut leaves the old file or the new one. Sizes and CRC-32 show 
 import json
 import os
 import shutil
-import sys
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,11 +69,11 @@ def _crc(value: dict) -> int:
     return zlib.crc32(json.dumps(value).encode())
 
 
-def fingerprint(path: Path, end: int = sys.maxsize) -> list[int]:
-    """Return [size in bytes, CRC-32] of a file, or of its first `end` bytes."""
+def fingerprint(path: Path) -> list[int]:
+    """Return [size in bytes, CRC-32] of a file."""
     size = crc = 0
     with path.open("rb") as file:
-        while block := file.read(min(1 << 22, end - size)):
+        while block := file.read(1 << 22):
             size = size + len(block)
             crc = zlib.crc32(block, crc)
     return [size, crc]

@@ -4,7 +4,6 @@ Any rank may fail at any point. The first one prints a line, or the traceback of
 see that and end silently. No rank waits for a dead one."""
 
 import atexit
-import contextlib
 import ctypes
 import io
 import os
@@ -14,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -63,9 +61,6 @@ def _note(signum: int, frame: object) -> None:
 
 # ---- errors ----
 
-# Called before an error is printed, for example to end a progress bar.
-before_failing: list[Callable[[], None]] = []
-
 
 class RunError(RuntimeError):
     """Error that ends a run, such as a NaN gradient: one line, exit code 1. Bad input is a
@@ -106,9 +101,6 @@ def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: o
         except RuntimeError:  # the machine of the store is gone: each of the others prints a line
             is_first = os.environ["LOCAL_RANK"] == "0"
         if is_first:
-            for prepare in before_failing:
-                with contextlib.suppress(OSError):  # the terminal has gone
-                    prepare()
             code, text = explain(error, rank)
             print(visible(text), file=sys.stderr)
     except BaseException:

@@ -78,8 +78,6 @@ class Checkpointer:
         names = distributed.from_main([path.name for path in checkpoints_in(self.checkpoints)])
         for name in names:
             path = self.checkpoints / name
-            if (path / "manifest.json").is_file():
-                raise ValueError(f"{path}: of an earlier version; resume with that, or start over")
             changed = durable.changed_file(path, dist.get_rank(), dist.get_world_size())
             damaged = [name for name in distributed.gather_objects(changed) if name]
             if not damaged:
@@ -241,12 +239,6 @@ onefile, where flags.yaml is:
     return PATHS.sub("", text).encode()
 
 
-def write_files(files: dict[str, bytes], folder: Path) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-
-
 def write_model(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
     """Write a model's `files` and weights to a new folder: safetensors of at most 5 GB in the dtype
     of config.json, an index if there are several, and checksums. Weights are gathered one block at
@@ -257,7 +249,9 @@ def write_model(model: PackedModel, files: dict[str, bytes], folder: Path) -> No
     weights = {}
     if distributed.is_main():
         folder.mkdir(parents=True)
-        write_files(files, folder)
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
         dtype = load_config(folder).dtype or torch.float32
     buffers = persistent_buffers(hf)
     names = [n for n in hf.state_dict() if n not in hf.all_tied_weights_keys and ".lora_" not in n]

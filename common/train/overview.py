@@ -10,7 +10,7 @@ from common.config.extra import extra
 from common.config.groups import TrainArgs
 from common.parallel import distributed
 
-# Of scripts that sample from the policy they train. SHOW: beside the progress bar.
+# Of scripts that sample from the policy they train. SHOW: on the console.
 SHOW = ("reward", "kl", "eval/solved", "completions/mean_length", "time/step")
 CURVES = (
     "reward", "rewards/*/mean", "eval/solved", "kl", "entropy", "completions/mean_length",

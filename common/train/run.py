@@ -10,8 +10,6 @@ Nothing here depends on the algorithm.
 """
 
 import math
-import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -48,8 +46,8 @@ class Run:
     ):  # fmt: skip
         """Load the newest intact checkpoint into the model, the optimizer, `order` or `rollouts`,
         which have the data cursor, and all of `stateful`: objects with a `state_dict`. `value` is a
-        second model with its optimizer, `moving` a frozen one that moves. `show`: metrics beside
-        the progress bar; `curves`: metrics to draw. Collective.
+        second model with its optimizer, `moving` a frozen one that moves. `show`: metrics on the
+        console; `curves`: metrics to draw. Collective.
 
         Raises `ValueError` if all checkpoints are damaged."""
         self.args = args
@@ -60,8 +58,6 @@ class Run:
         self.data = order if rollouts is None else rollouts
         self.num_tokens = 0
         self.latest: dict[str, float] = {}  # metrics of the last step
-        self.planned_steps = total_steps
-        self.history: list[int] | None = None  # fingerprint of metrics.jsonl at the last checkpoint
         self.best: float | None = None  # best value of --keep_best
         stateful |= dict(order=order) if order is not None else {}
         stateful |= dict(rollouts=rollouts) if rollouts is not None else {}
@@ -71,9 +67,7 @@ class Run:
         self.first_step = self.checkpointer.load_latest()
         self.finished = self.first_step
         self.saved = self.first_step
-        self.logger = RunLogger(
-            args, self.first_step, total_steps, show=show, curves=curves, history=self.history
-        )
+        self.logger = RunLogger(args, self.first_step, total_steps, show, curves)
         self.trace = None
         # Without the folder, a run with the default does not trace.
         if args.trace_every and (has_extra("trace") or args.trace_every != TrainArgs.trace_every):
@@ -86,26 +80,15 @@ class Run:
         self.stop_requested = False
         if model.device.type == "cuda":
             self.message(keep_activations_that_fit(self.models, args))
-        is_changed = self.planned_steps != total_steps > self.finished
-        if is_changed and args.lr_schedule != "constant":
-            change = f"continues as if for {total_steps} from the start"
-            plan = f"was planned for {self.planned_steps} steps, {change}"
-            self.message(f"--lr_schedule {args.lr_schedule}: {plan}")
 
     def state_dict(self) -> dict:
-        state = dict(num_tokens=self.num_tokens, history=self.history, total_steps=self.total_steps)
-        state["ranks"] = distributed.world_size()
-        if self.args.keep_best:
-            state["best"] = dict(metric=self.args.keep_best, value=self.best)
-        return state
+        best = dict(metric=self.args.keep_best, value=self.best)
+        return dict(num_tokens=self.num_tokens, best=best)
 
     def load_state_dict(self, state: dict) -> None:
         self.num_tokens = state["num_tokens"]
-        self.history = state.get("history")
-        self.planned_steps = state.get("total_steps", self.total_steps)
-        best = state.get("best", {})
-        if best and best["metric"] == self.args.keep_best:  # another metric starts from none
-            self.best = best["value"]
+        if state["best"]["metric"] == self.args.keep_best:  # another metric starts from none
+            self.best = state["best"]["value"]
 
     # ---- around steps ----
 
@@ -136,7 +119,7 @@ class Run:
 
     def _save(self) -> None:
         with self.meter.time("save"):  # logged with the next step
-            self.history = self.logger.sync()
+            self.logger.sync()
             self.checkpointer.save(self.finished)
         self.saved = self.finished
         self.logger.draw_curves()
@@ -247,11 +230,8 @@ class Run:
             if summary:
                 self.message(summary)
             if self.finished == self.first_step:
-                self.message(
-                    f"nothing to do: the run in {self.args.output_dir} has finished; raise"
-                    " --max_steps or --epochs to continue it, name another --output_dir, or use"
-                    " --resume never"
-                )
+                problem = f"nothing to do: the run in {self.args.output_dir} has finished"
+                self.message(f"{problem}; raise --max_steps, or start over with --resume never")
             else:
                 self.message(*self._results())
         self.logger.close()
@@ -272,10 +252,7 @@ class Run:
         if has_extra("trace"):
             lines.append(f"doctor: python extras/trace/doctor.py {folder}")
         if isinstance(self.models[0], Policy):
-            python = os.path.relpath(sys.executable)
-            if python.startswith(".."):
-                python = "python"
-            chat = f"{python} tools/chat.py --model {folder}/hf"
+            chat = f"python tools/chat.py --model {folder}/hf"
             if self.args.model in BUILT_IN_MODELS:
                 chat += ", or your own --model and --dataset"
             lines.append(f"next: {chat}")

@@ -2,15 +2,11 @@
 run that starts over moves the earlier one aside."""
 
 import fcntl
-import glob
-import json
 import os
-import re
 import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,42 +18,30 @@ from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed, durable
 
 EXPORTS = ("hf", "best", "adapter", "best_adapter")  # folders that a new export replaces
-WRITTEN = (*EXPORTS, "checkpoints", "metrics.jsonl", "samples.jsonl")
 SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these
 COMPUTED = ("max_length",)  # defaults that are computed once: a resumed run keeps them
-IN_USE = "uses it; wait for it or name another --output_dir"
 
 
 def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
     """Lock `--output_dir` and check it, before any slow work; `begin_run` then writes. Return the
     flags of the run that will be resumed, {} for a new one. Collective. A dry run only warns.
 
-    Raises `ValueError` on every rank if the folder is not writable, is not shared by all machines,
-    has a run with other flags or, with `--resume must`, has no run, and if an input of this run
-    lies where the run writes."""
+    Raises `ValueError` if the folder is not shared by all machines, has a run with other flags or
+    files that the run would replace or, with `--resume must`, has no run."""
     folder = Path(args.output_dir)
-    _require_utf8(args)
+    problem = _conflict(folder, args) if distributed.is_main() else None
     if isinstance(args, TrainArgs) and args.dry_run:
-        if problem := _conflict(folder, args) or _threatened_input(folder, args):
+        if problem:
             distributed.say(f"warning: {problem}")
-        return _earlier_flags(folder, args) or {}
-    problem = None
-    earlier = None
-    # A new name: network file systems cache the absence of files.
-    mark = folder / f"{secrets.token_hex(8)}.tmp"
-    if distributed.is_main():
-        try:
-            problem = _threatened_input(folder, args)  # writes nothing in a folder of the user's
-            problem = problem or _lock(folder) or _conflict(folder, args)
-            earlier = _earlier_flags(folder, args)
-            if not problem:
-                mark.mkdir()
-        except OSError as error:
-            problem = f"--output_dir {folder}: {distributed.first_line(error)}"
-    problem, earlier, name = distributed.from_main((problem, earlier, mark.name))
+        return _earlier_flags(folder, args)
     if problem:
         raise ValueError(problem)
-    mark = mark.with_name(name)
+    # A new name: network file systems cache the absence of files.
+    mark = folder / distributed.from_main(f"{secrets.token_hex(8)}.tmp")
+    if distributed.is_main():
+        _lock(folder)
+        mark.mkdir()
+    earlier = distributed.from_main(_earlier_flags(folder, args))
     blind_host = None if mark.is_dir() else socket.gethostname()
     blind_hosts = [host for host in distributed.gather_objects(blind_host) if host]
     if distributed.is_main():
@@ -65,32 +49,25 @@ def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
     if blind_hosts:
         problem = f"files of rank 0 are not visible on {blind_hosts[0]}"
         raise ValueError(f"--output_dir {folder}: {problem}; use a folder that all machines share")
-    return earlier or {}
+    return earlier
 
 
 def begin_run(args: BaseArgs) -> None:
     """Write args.yaml, once flags and data are known to be good. With `--resume never` move an
-    earlier run aside first. Collective. Raises `ValueError` on every rank."""
-    folder = Path(args.output_dir)
-    problem = None
+    earlier run aside first. Collective."""
     if distributed.is_main():
-        try:
-            problem = _begin(folder, args)
-        except OSError as error:
-            problem = f"--output_dir {folder}: {distributed.first_line(error)}"
-    if problem := distributed.from_main(problem):
-        raise ValueError(problem)
+        _begin(Path(args.output_dir), args)
+    distributed.barrier()
 
 
-def _begin(folder: Path, args: BaseArgs) -> str | None:
+def _begin(folder: Path, args: BaseArgs) -> None:
     if _has_begun(folder) and args.resume == "never":
         folder = folder.resolve()  # of a link, what it names
         names = (folder.with_name(f"{folder.name}.old-{n}") for n in count(1))
         aside = next(name for name in names if not name.exists())
         folder.rename(aside)
         distributed.say(f"--resume never: the earlier run is now in {aside}")
-        if problem := _lock(folder):
-            return problem
+        _lock(folder)
     elif _has_begun(folder):
         for name in EXPORTS:
             durable.recover(folder / name)
@@ -100,19 +77,6 @@ def _begin(folder: Path, args: BaseArgs) -> str | None:
     script = getattr(sys.modules.get(type(args).__module__), "__file__", "")
     flags = yaml.safe_dump(flags_of(args), sort_keys=False)
     durable.write_text(folder / "args.yaml", f"# {script}\n{flags}")
-    return None
-
-
-def _require_utf8(args: BaseArgs) -> None:
-    """Raise `ValueError` for a flag whose text is not UTF-8, as names of files may be: the files of
-    a run quote it."""
-    for flag, value in flags_of(args).items():
-        try:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"--{flag} {value}: the text is not UTF-8; rename the file or the folder"
-            ) from error
 
 
 # ---- one run at a time ----
@@ -120,8 +84,9 @@ def _require_utf8(args: BaseArgs) -> None:
 _locked: TextIO | None = None  # the lock of this process
 
 
-def _lock(folder: Path) -> str | None:
-    """Lock the folder until `unlock` or the end of this process. Return who else has locked it."""
+def _lock(folder: Path) -> None:
+    """Lock the folder until `unlock` or the end of this process. Raises `ValueError`, which says
+    who else has locked it."""
     global _locked
     unlock()
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,17 +95,16 @@ def _lock(folder: Path) -> str | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        return f"--output_dir {folder}: {file.read().strip()} {IN_USE}"
-    except OSError as error:  # some network disks
-        reason = f"no lock ({error.strerror})"
-        distributed.say(
-            f"--output_dir {folder}: {reason}, so a second run in it would not be noticed"
-        )
+        advice = "wait for it or name another --output_dir"
+        raise ValueError(
+            f"--output_dir {folder}: {file.read().strip()} uses it; {advice}"
+        ) from None
+    except OSError as error:  # some network disks have no locks
+        distributed.say(f"--output_dir {folder}: no lock against a second run: {error.strerror}")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     _locked = file
-    return None
 
 
 def unlock() -> None:
@@ -168,9 +132,10 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     if args.resume == "must" and not _can_resume(folder):
         return f"--resume must: {folder} has no checkpoint; use --resume auto"
     label = f"--output_dir {folder}"
+    for name in (*EXPORTS, "samples.jsonl") if isinstance(args, TrainArgs) else ():
+        if not _has_begun(folder) and (folder / name).exists():
+            return f"{label}: the run would replace {name} there; name another --output_dir"
     earlier = _earlier_flags(folder, args)
-    if earlier is None:
-        return f"{label}: args.yaml is damaged; delete it to resume with the flags given now"
     flags = flags_of(args)
     free = may_change(args, earlier) | {name for name in COMPUTED if flags.get(name) is None}
     changed = [
@@ -178,73 +143,19 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     ]
     if not changed:
         return None
-    changes = ", ".join(f"{name} was {earlier[name]}, is {flags.get(name)}" for name in changed[:3])
-    if len(changed) > 3:
-        changes += f" and {len(changed) - 3} more"
+    changes = ", ".join(f"{name} was {earlier[name]}, is {flags.get(name)}" for name in changed)
     advice = "name another --output_dir, or use --resume never to move that run aside"
     return f"{label}: the folder has a run with other flags ({changes}); {advice}"
 
 
-def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any] | None:
-    """Return the flags of the run to resume, {} for a new one, None if args.yaml is damaged."""
+def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
+    """Return the flags of the run to resume, {} for a new one."""
     file = folder / "args.yaml"
     if args.resume == "never" or not _has_begun(folder) or not file.is_file():
         return {}
     try:
-        earlier = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return None
-    # Flags that are newer than the run had their defaults.
-    return flags_of(type(args)()) | earlier if isinstance(earlier, dict) else None
-
-
-# ---- inputs in the folder ----
-
-
-def _threatened_input(folder: Path, args: BaseArgs) -> str | None:
-    """Return which file or folder of the user this run would move or replace, if there is one."""
-    advice = "name another --output_dir"
-    for run in folder.resolve().parents:  # runs/x/checkpoints is a part of runs/x
-        inner = folder.resolve().relative_to(run).parts[0]
-        if inner in WRITTEN and _has_begun(run):
-            return f"--output_dir {folder}: the run in {run} writes there; {advice}"
-    has_begun = _has_begun(folder)
-    trains = isinstance(args, TrainArgs)
-    inputs = [*_inputs(args)]
-    if has_begun and args.resume == "never":
-        inputs += [("the working folder", "."), ("the script", sys.argv[0])]
-        taken, why = [folder], "--resume never would move it aside"
-    else:
-        taken, why = [folder / name for name in WRITTEN if trains], "the run writes there"
-    for label, path in inputs:
-        is_folder = os.path.realpath(path) == os.path.realpath(folder)
-        if is_folder or any(_is_in(path, place) for place in taken):
-            return f"{label}: {why}; {advice}"
-    for name in (*EXPORTS, "samples.jsonl") if trains and not has_begun else ():
-        if (folder / name).exists():
-            return f"--output_dir {folder}: the run would replace {name} there; {advice}"
-    return None
-
-
-def _inputs(args: BaseArgs) -> Iterator[tuple[str, str]]:
-    """Yield the paths in flags that exist, each with its flag: `FILE`, `name=FILE`,
-    `model:FOLDER`, `FILE.py:function`, `FILE:0.5`, `mcp:COMMAND FILE`, patterns."""
-    flags = flags_of(args)
-    del flags["output_dir"]
-    for flag, value in flags.items():
-        texts = value if isinstance(value, list) else [value]
-        for text in (text for text in texts if isinstance(text, str)):
-            for word in dict.fromkeys((text, *re.split(r"[=:\s]", text))):
-                path = os.path.expanduser(word)
-                if "*" in path and "/" in path:
-                    yield from ((f"--{flag} {text}", name) for name in glob.iglob(path))
-                elif path.strip(".") and os.path.lexists(path):
-                    yield f"--{flag} {text}", path
-
-
-def _is_in(path: str, folder: Path) -> bool:
-    """Return whether a path, or what it links to, is the folder or lies in it."""
-    return any(
-        Path(absolute(path)).is_relative_to(absolute(folder))
-        for absolute in (os.path.abspath, os.path.realpath)
-    )
+        earlier = dict(yaml.safe_load(file.read_text()))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        problem = "is damaged; delete it to resume with the flags given now"
+        raise ValueError(f"{file} {problem}") from error
+    return flags_of(type(args)()) | earlier  # newer flags had their defaults

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import re
-import runpy
 import subprocess
 import sys
 from typing import Annotated, ClassVar, Literal
@@ -14,7 +13,6 @@ from config.test_groups import ALGORITHMS
 from helpers import ROOT
 from pydantic.dataclasses import dataclass
 
-import eval as evaluation
 import grpo
 import ppo
 from common.config.flags import AtLeast2, MayChange, Needs, Positive
@@ -108,21 +106,10 @@ def from_file(text: str, tmp_path, *argv: str):
     return parse(Args, ["--config", str(tmp_path / "c.yaml"), *argv])
 
 
-@pytest.mark.parametrize("script", ALGORITHMS)
-def test_defaults_survive_a_round_trip_through_a_file(script, tmp_path):
-    round_trip(importlib.import_module(script).Args(), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [EVERY_KIND]
-    + [
-        dict(system_prompt=text)
-        for text in ("", "- be brief", "--rules", "-h", "--help", "a=b", "null", "yes", "0042")
-    ],
-)
-def test_values_survive_a_round_trip_through_a_file(flags, tmp_path):
-    round_trip(Args(**flags), tmp_path)
+def test_values_survive_a_round_trip_through_a_file(tmp_path):
+    for text in ("", "- be brief", "--rules", "-h", "--help", "a=b", "null", "yes", "0042"):
+        round_trip(Args(system_prompt=text), tmp_path)
+    round_trip(Args(**EVERY_KIND), tmp_path)
 
 
 def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
@@ -154,34 +141,23 @@ def test_text_in_a_file_means_what_it_means_on_the_command_line(text, tmp_path):
         ("lr: {a: 1}\n", "--lr {'a': '1'} must be a valid number"),
         ("lr: fast\n", "--lr fast must be a valid number"),
         ("preset: gsp\n", "--preset gsp must be 'gspo' or 'cispo'"),
-        ("preset: [gspo]\n", "--preset gspo must be 'gspo' or 'cispo'"),
         ("3: 4\n", "unknown key 3"),
     ],
 )
 def test_bad_files_are_refused(text, what, tmp_path, capsys):
+    assert "No such file" in refused(capsys, "--config", str(tmp_path / "c.yaml"))
     (tmp_path / "c.yaml").write_text(text)
     assert what in refused(capsys, "--config", str(tmp_path / "c.yaml"))
-
-
-def test_unreadable_files_are_refused(tmp_path, capsys):
-    assert "No such file" in refused(capsys, "--config", str(tmp_path / "c.yaml"))
-    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")
-    assert "c.yaml: not valid YAML" in refused(capsys, "--config", str(tmp_path / "c.yaml"))
 
 
 # ---- the command line ----
 
 
-@pytest.mark.parametrize(
-    ("argv", "value"),
-    [
-        (["--compile"], True), (["--compile", "--seed", "3"], True), (["--compile", "True"], True),
-        (["--compile", "true"], True), (["--compile=TRUE"], True), (["--compile", "False"], False),
-        (["--compile=false"], False), ([], False),
-    ],
-)  # fmt: skip
-def test_bools_parse_all_spellings(argv, value):
-    assert parse(Args, argv).compile is value
+def test_bools_parse_all_spellings():
+    for flags in ("--compile", "--compile --seed 3", "--compile True", "--compile=TRUE"):
+        assert parse(Args, flags.split()).compile is True
+    for flags in ("", "--compile False", "--compile=false"):
+        assert parse(Args, flags.split()).compile is False
 
 
 def test_dashes_lists_none_and_equals_signs_are_parsed():
@@ -201,10 +177,9 @@ def test_a_list_that_is_given_twice_is_joined():
     ("argv", "what"),
     [
         ("--lr 1 --lr 2", "--lr is given twice"),
-        ("--compile --compile false", "--compile is given twice"),
         ("--correction_filter 1 2 --correction_filter 1 3", "--correction_filter is given twice"),
         ("--max_step 3", "unknown flag --max_step (did you mean --max_steps?)"),
-        ("--zzz=3", "unknown flag --zzz\n"),
+        ("--zzz=3", "unknown flag --zzz\n"),  # without a guess
         ("--max_steps many", "--max_steps many must be a valid integer"),
         ("--lr nan", "--lr nan must be greater than 0"),
         ("--lr 1 2", "--lr 1 2 must be a valid number"),
@@ -212,7 +187,6 @@ def test_a_list_that_is_given_twice_is_joined():
         ("--compile maybe", "--compile maybe must be a valid boolean"),
         ("--config", "--config: a value is missing"),
         ("stray", "unknown flag stray"),
-        ("--correction_filter 1", "--correction_filter 1 must be a valid tuple"),
         ("--correction_filter -1 1", "--correction_filter -1 must be greater than or equal to 0"),
     ],
 )
@@ -220,20 +194,10 @@ def test_bad_flags_are_refused_in_one_line(argv, what, capsys):
     assert what in refused(capsys, *argv.split())
 
 
-MISSPELLED = """
-    max_step:max_steps max_new_token:max_new_tokens promtps_per_step:prompts_per_step
-    sample_per_prompt:samples_per_prompt eval_evry:eval_every lr_scheduler:lr_schedule
-    outputdir:output_dir weightdecay:weight_decay sytem_prompt:system_prompt
-    dataset_splits:dataset_split rewrad:reward temprature:temperature epoch:epochs
-    lorarank:lora_rank grad_norm:max_grad_norm resum:resume modell:model""".split()
-NONSENSE = "zzz foo verbose fast help_me xyz123 potato use_magic threads fp8 nothing gpu ui".split()
-
-
-def test_misspelled_flags_have_the_right_guess_and_nonsense_has_none(capsys):
-    for name, right in [pair.split(":") for pair in MISSPELLED]:
+def test_misspelled_flags_have_the_right_guess(capsys):
+    for name, right in (("promtps_per_step", "prompts_per_step"), ("rewrad", "reward"),
+                        ("grad_norm", "max_grad_norm"), ("lorarank", "lora_rank")):  # fmt: skip
         assert f"did you mean --{right}?" in refused(capsys, f"--{name}=3")
-    for name in NONSENSE:
-        assert refused(capsys, f"--{name}=3") == f"error: unknown flag --{name}\n"
 
 
 def test_flags_that_do_not_fit_the_ranks_are_refused_in_one_line(monkeypatch, capsys):
@@ -261,12 +225,6 @@ def test_paths_from_home_are_those_of_the_shell(tmp_path, monkeypatch):
     args = parse(Args, ["--config", str(tmp_path / "f.yaml"), "--model", "~/m"])
     assert args.output_dir == "/home/me/runs/a" and args.model == "/home/me/m"
     assert args.dataset == ("/home/me/a.jsonl", "b~/c.jsonl")
-
-
-def test_truncation_is_none_only_if_it_changes_nothing():
-    assert parse(evaluation.Args, []).truncation is None
-    args = parse(evaluation.Args, ["--top_p", "0.9"])
-    assert args.truncation == dict(top_p=0.9, top_k=0, min_p=0)
 
 
 # ---- presets ----
@@ -319,6 +277,12 @@ def test_help_has_a_section_for_each_group(capsys, monkeypatch):
     assert (flags[1], flags[-1]) == (["config"], own)
     names = [field.name for field in dataclasses.fields(Args)]
     assert sorted(sum(flags[2:], [])) == sorted(names)
+    for script in ALGORITHMS:
+        module = importlib.import_module(script)
+        monkeypatch.setattr(sys, "argv", [f"{script}.py"])
+        text = help_of(module.Args, capsys)
+        assert text.startswith(f"usage: {script}.py")
+        assert module.__doc__.split()[:3] == text.split("\n\n")[1].split()[:3]
 
 
 def test_help_says_type_text_and_default(capsys):
@@ -351,30 +315,6 @@ def test_help_with_words_lists_the_flags_that_have_all_of_them(words, flags, cap
     assert re.findall(r"^  --(\w+)", text, re.MULTILINE) == flags
     problem = "--help stalness: no flag has this in its name or text\n"
     assert problem in refused(capsys, "--help", "stalness")
-
-
-@pytest.mark.slow
-def test_help_survives_a_closed_pipe():
-    """Both texts fit in the pipe's buffer, so an interpreter that finds the pipe closed prints
-    nothing."""
-    command = f"{sys.executable} grpo.py --help | head -n 3"
-    done = subprocess.run(command, shell=True, capture_output=True, cwd=ROOT)
-    assert done.stdout.startswith(b"usage: ") and done.stderr == b""
-
-
-@pytest.mark.parametrize("script", ALGORITHMS)
-def test_help_begins_with_a_summary_and_lists_the_flags(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
-    with pytest.raises(SystemExit) as exit:
-        runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
-    text = capsys.readouterr().out
-    module = importlib.import_module(script)
-    assert exit.value.code == 0 and text.startswith(f"usage: {script}.py")
-    assert module.__doc__.split()[:3] == text.split("\n\n")[1].split()[:3]
-    listed = re.findall(r"^  --(\w+)", text, re.MULTILINE)
-    assert sorted(listed) == sorted(
-        [*(field.name for field in dataclasses.fields(module.Args)), "config"]
-    )
 
 
 def test_scripts_import_no_slow_library_but_torch():
@@ -423,29 +363,13 @@ def test_other_models_have_the_usual_defaults(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("script", ALGORITHMS)
-@pytest.mark.parametrize("flags", ["--eval_every 0", "--eval_generate 0", "--minibatches 2"])
-def test_defaults_of_the_built_in_model_agree_with_what_is_given(script, flags):
-    args_class, (flag, value) = importlib.import_module(script).Args, flags.split()
-    if flag[2:] in args_class.__dataclass_fields__:
-        assert str(getattr(parse(args_class, [flag, value]), flag[2:])) == value
-
-
-def test_preset_overrides_the_values_for_the_built_in_model():
-    @dataclass
-    class Presets(grpo.Args):
-        PRESETS: ClassVar[dict] = dict(fast=dict(lr=1.0))
-        preset: str | None = None
-
-    assert parse(Presets, ["--preset", "fast"]).lr == 1.0
-
-
-def test_lora_without_a_learning_rate_is_said_and_changes_nothing(capsys):
-    lora = ["--model", "other", "--lora_rank", "8"]
-    assert parse(grpo.Args, lora).lr == grpo.Args().lr
-    said = "LoRA usually needs 10 times the learning rate: --lr 1e-05\n"
-    assert capsys.readouterr().out == said
-    assert parse(grpo.Args, [*lora, "--lr", "3e-6"]).lr == 3e-6
-    assert capsys.readouterr().out == ""
+def test_defaults_of_the_built_in_model_agree_with_what_is_given(script, tmp_path):
+    args_class = importlib.import_module(script).Args
+    for flag, value in dict(eval_every=0, eval_generate=0, minibatches=2).items():
+        if flag in args_class.__dataclass_fields__:
+            args = parse(args_class, [f"--{flag}", str(value)])
+            assert getattr(args, flag) == value
+            round_trip(args, tmp_path)
 
 
 # ---- recipes ----

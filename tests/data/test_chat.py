@@ -226,13 +226,9 @@ REFUSED = [
             ([ASKED], "brief", "is no object"),
         )
     ),
-    # rows without a meaning
-    (dict(prompt="a", completion=3), "column completion is int"),
+    # rows without a meaning (tests/test_bad_input.py has more)
     (dict(prompt="a", completion=[ANSWER]), "column completion lists messages, column prompt is"),
-    (dict(messages="a"), "column messages must be a list of messages"),
     (dict(prompt=[ASKED], chosen=" ", rejected="3"), "column chosen is empty"),
-    (dict(prompt="", chosen="2", rejected="3"), "column prompt is empty"),
-    (dict(chosen=BEGUN, rejected="3"), "one of chosen and rejected lists messages"),
     (dict(chosen=BEGUN, rejected=OTHER), "chosen and rejected do not begin with the same prompt"),
     # another prompt in an answer
     (dict(prompt=[ASKED], completion=OTHER), "column completion begins with a question, but not"),
@@ -291,6 +287,13 @@ def test_template_that_fails_to_render_is_refused(template, words, tmp_path):
     (tmp_path / "chat.jinja").write_bytes(template)
     with pytest.raises(ValueError, match=f"^--chat_template .*chat.jinja: .*{words}"):
         load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
+
+
+def test_template_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr("common.data.chat.RENDER_SECONDS", 0.2)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ValueError, match="refuses the messages: no end within 0.2 s"):
+        encoder(loops)
 
 
 def test_template_kwargs_are_values_or_text():

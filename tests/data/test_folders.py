@@ -31,14 +31,14 @@ def write(folder, names) -> None:
         (folder / name).write_text(f'{{"text": "{name}"}}\n')
 
 
-def ours(folder, split: str, config: str | None = None) -> list[str]:
-    rows = load_rows("--dataset", str(folder), split, TrainArgs(dataset_config=config))
+def ours(folder, split: str) -> list[str]:
+    rows = load_rows("--dataset", str(folder), split, TrainArgs())
     return [row["text"] for row in rows or ()]
 
 
-def theirs(folder, config: str | None = None) -> dict[str, list[str]]:
+def theirs(folder) -> dict[str, list[str]]:
     """Return the files of each split in `datasets`, which lists some of them twice."""
-    files = datasets.load_dataset_builder(str(folder), config).config.data_files
+    files = datasets.load_dataset_builder(str(folder)).config.data_files
     return {
         str(s): sorted({os.path.relpath(f, folder) for f in found}) for s, found in files.items()
     }
@@ -81,39 +81,12 @@ def test_files_of_two_kinds_are_refused(tmp_path):
         ours(tmp_path, "train")
 
 
-CARD = """---
-configs:
-- config_name: plain
-  default: true
-  data_files:
-  - {split: train, path: "a/*.jsonl"}
-  - {split: test, path: [b/test.jsonl, ./b/more.jsonl]}
-- config_name: few
-  data_files:
-  - {split: dev, path: "a/1.jsonl"}
-  - {split: validation, path: "a/2.jsonl"}
-- config_name: deep
-  data_dir: b
-- config_name: all
-  data_files: "**/*.jsonl"
-- config_name: lost
-  data_files: [a/1.jsonl, absent.jsonl]
----
-"""
-
-
-def test_readme_lists_the_files_of_splits(tmp_path):
-    names = "a/1.jsonl a/2.jsonl b/test.jsonl b/more.jsonl b/train.jsonl test.jsonl".split()
-    write(tmp_path, names)
-    (tmp_path / "README.md").write_text(CARD)
-    for config in (None, "plain", "few", "deep", "all"):
-        expected = theirs(tmp_path, config)
-        assert {split: sorted(ours(tmp_path, split, config)) for split in expected} == expected
-    assert ours(tmp_path, "test") == ["b/more.jsonl", "b/test.jsonl"]
-    assert ours(tmp_path, "validation") == []
-    for config, problem in (("lost", "Unable to find .*absent.jsonl"), ("x", "no configuration x")):
-        with pytest.raises(ValueError, match=f"^--dataset .*: README.md: .*{problem}"):
-            ours(tmp_path, "train", config)
-    (tmp_path / "README.md").write_text("---\nconfigs: [\n---\n")
-    with pytest.raises(ValueError, match=r"^--dataset .*: README.md: "):
+def test_configurations_of_the_hub_are_refused(tmp_path):
+    """Their rows would be mixed. A single one has the names of splits."""
+    write(tmp_path, ["data/train-0.jsonl", "data/test-0.jsonl"])
+    card = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n"
+    (tmp_path / "README.md").write_text(f"{card}---\n")
+    assert ours(tmp_path, "test") == ["data/test-0.jsonl"]
+    (tmp_path / "README.md").write_text(f"{card}- config_name: socratic\n---\n")
+    with pytest.raises(ValueError, match="README.md names the configurations main, socratic; name"):
         ours(tmp_path, "train")

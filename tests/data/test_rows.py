@@ -461,18 +461,6 @@ def test_columns_that_are_needed_are_named():
         require_columns("--dataset", rows, (("text",),))
 
 
-@pytest.mark.parametrize("eval_split", ["train", "test"])
-def test_columns_are_renamed_in_every_split(tmp_path, eval_split):
-    for split in ("train", "test"):
-        rows = [dict(question=f"{split}{i}", answer="b", x=i) for i in range(4)]
-        write(tmp_path / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    names = ("prompt=question", "completion=answer")
-    args = TrainArgs(dataset=str(tmp_path), columns=names, eval_split=eval_split, eval_size=2)
-    for rows in train_and_eval_rows(args):
-        assert all(sorted(row) == ["_folder", "_source", *sorted(PAIR), "x"] for row in rows)
-        assert all(row["completion"] == "b" for row in rows)
-
-
 def test_columns_can_be_swapped_and_copied_but_not_overwritten():
     rows = [dict(a=1, b=2, _source="x:1"), dict(a=3, _source="x:2")]
     assert rename_columns("--dataset", rows, ("a=b", "b=a", "c=a")) == [

@@ -29,15 +29,8 @@ GEMMA4 = (
     "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool>",
     "<tool|>", "<|tool_response>", "<tool_response|>", "<|think|>", '<|"|>',
 )  # fmt: skip
-GLM = (
-    "[gMASK]",
-    "<sop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<|endoftext|>",
-)
+GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+       "<|endoftext|>")  # fmt: skip
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 LLAMA4 = ("<|header_start|>", "<|header_end|>", "<|eot|>")
 MISTRAL = (
@@ -91,9 +84,8 @@ class Family:
 def _with_tokens(name: str, tokens: tuple[str, ...]):
     loaded = tokenizer(name)
     known = loaded.get_vocab()
-    new = [
-        AddedToken(token, special=True, normalized=False) for token in tokens if token not in known
-    ]
+    names = [token for token in tokens if token not in known]
+    new = [AddedToken(name, special=True, normalized=False) for name in names]
     loaded.add_tokens(new)
     return loaded
 
@@ -102,17 +94,12 @@ def ours(template: str, tokenizer: str, ends: tuple[str, ...], *more: object) ->
     return Family(OURS / f"{template}.jinja", tokenizer, ends, *more)
 
 
-def trl(template: str, tokenizer: str, ends: tuple[str, ...], *more: object) -> Family:
-    return Family(TRL / f"{template}.jinja", tokenizer, ends, *more)
+def trl(names: str, tokenizer: str, ends: tuple[str, ...], *more: object) -> list[Family]:
+    return [Family(TRL / f"{name}.jinja", tokenizer, ends, *more) for name in names.split()]
 
 
-IM_END, EOT, GLM_ENDS, HARMONY_ENDS = (
-    ("<|im_end|>",),
-    ("<|eot_id|>",),
-    GLM[3::2] + GLM[-1:],
-    HARMONY[4:],
-)
-STOP, SENTENCE, TURN_END = ("</s>",), ("<｜end▁of▁sentence｜>",), ("<end_of_turn>",)
+IM_END, EOT, STOP, TURN_END = ("<|im_end|>",), ("<|eot_id|>",), ("</s>",), ("<end_of_turn>",)
+GLM_ENDS, HARMONY_ENDS, SENTENCE = GLM[3::2] + GLM[-1:], HARMONY[4:], ("<｜end▁of▁sentence｜>",)
 GEMMA4_ENDS = ("<turn|>", "<|tool_response>")  # the second one calls the tool
 COHERE_END, UTTERANCE_END = ("<|END_OF_TURN_TOKEN|>",), ("<end_of_utterance>",)
 FAMILIES = [
@@ -150,48 +137,22 @@ FAMILIES = [
     ours("glm4", "smollm2", GLM_ENDS, GLM, GLM[-1]),
     ours("cohere2", "smollm2", COHERE_END, COHERE, COHERE_END[0]),
 ]
+QWENS = "2_5 2_5_vl 3 3_instruct_2507 3_vl 3_5_think 3_5_nothink 3_6 3_8"
 TRL_FAMILIES = [
-    *(
-        trl(f"qwen{version}", "qwen", IM_END)
-        for version in (
-            "2_5",
-            "2_5_vl",
-            "3",
-            "3_instruct_2507",
-            "3_vl",
-            "3_5_think",
-            "3_5_nothink",
-            "3_6",
-            "3_8",
-        )
-    ),
-    *(trl(f"llama{version}", "llama3", EOT) for version in ("3", "3_1", "3_2")),
-    *(
-        trl(f"gemma4{version}", "gemma", GEMMA4_ENDS, GEMMA4)
-        for version in ("", "_v2", "_v3", "_v4", "_v5")
-    ),
-    trl("diffusion_gemma", "gemma", GEMMA4_ENDS, GEMMA4),
-    *(trl(name, "gemma", TURN_END, GEMMA) for name in ("gemma", "gemma3")),
-    *(
-        trl(f"nemotron_3{version}", "tekken", IM_END, CHATML, IM_END[0])
-        for version in ("_nano", "_super", "_ultra", "_5_lightning")
-    ),
-    *(
-        trl(f"lfm2{version}", "smollm2", IM_END, LFM2)
-        for version in ("", "_v2", "_2_5", "_2_5_v2", "_2_5_vl")
-    ),
-    *(trl(name, "smollm2", COHERE_END, COHERE, COHERE_END[0]) for name in ("cohere", "cohere2")),
-    *(
-        trl(name, "smollm2", SENTENCE, DEEPSEEK, SENTENCE[0])
-        for name in ("deepseekv3", "deepseek_r1_distill")
-    ),
-    *(
-        trl(name, "smollm2", UTTERANCE_END, UTTERANCE, UTTERANCE_END[0])
-        for name in ("smolvlm", "idefics3")
-    ),
-    *(trl(name, "phi3", ("<|end|>",)) for name in ("phi3", "phi3_5")),
-    trl("glm4moe", "smollm2", GLM_ENDS, GLM, GLM[-1]),
-    trl("gptoss", "llama4", HARMONY_ENDS, LLAMA4 + HARMONY, "<|return|>"),
-    trl("muse_glimmer", "smollm2", ("<|eot|>",), MUSE, "<|eot|>"),
-    trl("llava_next", "mistral_v1", STOP),
-]
+    *trl(" ".join(f"qwen{version}" for version in QWENS.split()), "qwen", IM_END),
+    *trl("llama3 llama3_1 llama3_2", "llama3", EOT),
+    *trl("gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5", "gemma", GEMMA4_ENDS, GEMMA4),
+    *trl("diffusion_gemma", "gemma", GEMMA4_ENDS, GEMMA4),
+    *trl("gemma gemma3", "gemma", TURN_END, GEMMA),
+    *trl("nemotron_3_nano nemotron_3_super nemotron_3_ultra nemotron_3_5_lightning", "tekken",
+         IM_END, CHATML, IM_END[0]),
+    *trl("lfm2 lfm2_v2 lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl", "smollm2", IM_END, LFM2),
+    *trl("cohere cohere2", "smollm2", COHERE_END, COHERE, COHERE_END[0]),
+    *trl("deepseekv3 deepseek_r1_distill", "smollm2", SENTENCE, DEEPSEEK, SENTENCE[0]),
+    *trl("smolvlm idefics3", "smollm2", UTTERANCE_END, UTTERANCE, UTTERANCE_END[0]),
+    *trl("phi3 phi3_5", "phi3", ("<|end|>",)),
+    *trl("glm4moe", "smollm2", GLM_ENDS, GLM, GLM[-1]),
+    *trl("gptoss", "llama4", HARMONY_ENDS, LLAMA4 + HARMONY, "<|return|>"),
+    *trl("muse_glimmer", "smollm2", ("<|eot|>",), MUSE, "<|eot|>"),
+    *trl("llava_next", "mistral_v1", STOP),
+]  # fmt: skip

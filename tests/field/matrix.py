@@ -1,12 +1,8 @@
-"""All chat templates of TRL with conversations that templates are known to treat differently.
-
-`python tests/field/matrix.py` prints which ones are right, refused or wrong.
-"""
+"""Conversations that chat templates are known to treat differently."""
 
 import re
-from collections import Counter
 
-from field.families import TRL_FAMILIES, Family
+from field.families import Family
 from field.oracle import Wrong, check_sft
 
 from common.data.encode import Encoder
@@ -16,18 +12,10 @@ def turn(role: str, content: str, **more: object) -> dict:
     return dict(role=role, content=content, **more)
 
 
-TOOL = dict(
-    type="function",
-    function=dict(
-        name="add",
-        description="Add numbers.",
-        parameters=dict(
-            type="object",
-            properties=dict(a=dict(type="integer", description="first")),
-            required=["a"],
-        ),
-    ),
-)
+NUMBER = dict(a=dict(type="integer", description="first"))
+PARAMETERS = dict(type="object", properties=NUMBER, required=["a"])
+ADD = dict(name="add", description="Add numbers.", parameters=PARAMETERS)
+TOOL = dict(type="function", function=ADD)
 CALL = dict(type="function", id="abcdefghi", function=dict(name="add", arguments=dict(a=7)))
 ASKED, SYSTEM = turn("user", "What is 3+4?"), turn("system", "Be brief.")
 THOUGHT = turn("assistant", "It is 7.", reasoning_content="Add them.")
@@ -36,11 +24,8 @@ CONVERSATIONS: dict[str, list[dict]] = {
     "plain": [ASKED, turn("assistant", "It is 7.")],
     "system": [SYSTEM, ASKED, turn("assistant", "It is 7.")],
     "three turns": [
-        ASKED,
-        turn("assistant", "It is 7."),
-        *MORE,
-        turn("user", "Sure?"),
-        turn("assistant", "Yes!"),
+        *(ASKED, turn("assistant", "It is 7."), *MORE),
+        *(turn("user", "Sure?"), turn("assistant", "Yes!")),
     ],
     "thought": [ASKED, THOUGHT],
     "inline thought": [ASKED, turn("assistant", "<think>\nAdd them.\n</think>\n\nIt is 7.")],
@@ -94,25 +79,3 @@ def verdicts(families: list[Family]) -> dict[tuple[str, str], str]:
         for conversation in CONVERSATIONS:
             found[family.name, conversation] = verdict(family, encoder, conversation)
     return found
-
-
-def table(found: dict[tuple[str, str], str]) -> str:
-    """Return a row for each template, a letter for each conversation, and the counts by reason."""
-    names = {family: None for family, _ in found}
-    lines = [
-        f"{name:38} "
-        + "".join(
-            {"right": ".", "refus": "-", "wrong": "X"}[found[name, c][:5]] for c in CONVERSATIONS
-        )
-        for name in names
-    ]
-    counts = Counter(found.values())
-    lines += [f"{count:4} {reason}" for reason, count in counts.most_common()]
-    for (name, conversation), reason in found.items():
-        if reason != "right":
-            lines.append(f"{name}, {conversation}: {reason}")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table(verdicts([family for family in TRL_FAMILIES if family.available()])))

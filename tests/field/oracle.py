@@ -3,7 +3,7 @@ alone."""
 
 import re
 import unicodedata
-from itertools import product
+from itertools import pairwise, product
 
 from field.families import Family
 
@@ -49,9 +49,8 @@ def in_form(message: dict, key: str, developer: str, parts: bool) -> dict:
         made["role"] = developer
     inline = re.fullmatch(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", made["content"], re.DOTALL)
     if key != "given" and made["role"] == "assistant" and (inline or made.get("reasoning_content")):
-        thought, answer = (
-            inline.groups() if inline else (made.pop("reasoning_content"), made["content"])
-        )
+        thought = inline[1] if inline else made.pop("reasoning_content")
+        answer = inline[2] if inline else made["content"]
         made["content"] = f"<think>\n{thought}\n</think>\n\n{answer}" if key == "inline" else answer
         made |= {} if key == "inline" else {key: thought}
     return made | (dict(content=[dict(type="text", text=made["content"])]) if parts else {})
@@ -61,11 +60,8 @@ def renderings(tokenizer, messages: list[dict], **options: object) -> set[str]:
     """Return the texts of a conversation in all forms that a template may read."""
     texts = set()
     thoughts = THOUGHTS if any(map(has_thought, messages)) else THOUGHTS[:1]
-    roles = (
-        ("developer", "system")
-        if any(message["role"] == "developer" for message in messages)
-        else ("",)
-    )
+    has_developer = any(message["role"] == "developer" for message in messages)
+    roles = ("developer", "system") if has_developer else ("",)
     for form in product(thoughts, roles, (False, True)):
         try:
             made = [in_form(message, *form) for message in messages]
@@ -80,9 +76,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
 
 
 def spans_of(mask: list[bool]) -> list[tuple[int, int]]:
-    edges = [
-        i for i, (a, b) in enumerate(zip([False, *mask], [*mask, False], strict=True)) if a != b
-    ]
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *mask, False])) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -116,13 +110,11 @@ def is_turn(family: Family, tokenizer, ids: list[int], message: dict) -> bool:
     if len(ends) != 1 or tokens[-1] != ends[0]:
         return False
     thought, answer = map(re.escape, thought_and_answer(message))
-    call = "".join(
-        f".*{re.escape(call['function']['name'])}.*" for call in message.get("tool_calls", ())
-    )
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    call = "".join(f".*{re.escape(name)}.*" for name in names)
     said = squeezed(tokenizer.decode(ids[:-1]))
-    orders = (
-        (answer + MARKUP + call, call + answer) if call else (answer + MARKUP,)
-    )  # Gemma 4 writes calls first
+    # Gemma 4 writes calls first
+    orders = (answer + MARKUP + call, call + answer) if call else (answer + MARKUP,)
     return any(re.fullmatch(MARKUP + thought + MARKUP + order, said, re.DOTALL) for order in orders)
 
 
@@ -148,17 +140,14 @@ def check_whole(
     if any(ids == whole or decoded_alike(tokenizer, ids, whole, prompts) for whole in wholes):
         return
     continued = any(text.startswith(prompt) for text in texts for prompt in prompts[-1])
-    require(
-        not continued, f"the ids are not those of the template's text: {tokenizer.decode(ids)!r}"
-    )
+    require(not continued, f"the ids are not those of the text: {tokenizer.decode(ids)!r}")
 
 
 def decoded_alike(tokenizer, ids: list[int], whole: list[int], prompts: list[set[str]]) -> bool:
     """Return whether the ids differ from the whole text's only because a token of it covers the end
     of a prompt."""
-    return tokenizer.decode(ids) == tokenizer.decode(whole) and _covers_a_cut(
-        tokenizer, whole, prompts
-    )
+    is_same_text = tokenizer.decode(ids) == tokenizer.decode(whole)
+    return is_same_text and _covers_a_cut(tokenizer, whole, prompts)
 
 
 def check_sft(family: Family, encoder: Encoder, messages: list[dict], **row: object) -> int:
@@ -169,38 +158,24 @@ def check_sft(family: Family, encoder: Encoder, messages: list[dict], **row: obj
     ids, spans = sample.ids, spans_of(sample.loss_mask)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     check_shown(tokenizer, ids, messages)
-    require(
-        bool(spans) and len(spans) <= len(turns),
-        f"{len(spans)} trained spans for {len(turns)} turns",
-    )
+    require(0 < len(spans) <= len(turns), f"{len(spans)} trained spans for {len(turns)} turns")
     require(sample.context_turns == len(turns) - len(spans), "context turns are counted wrong")
-    prompts = [
-        renderings(tokenizer, messages[:i], add_generation_prompt=True, tools=row.get("tools"))
-        for i in turns
-    ]
-    check_whole(
-        family, tokenizer, ids, renderings(tokenizer, messages, tools=row.get("tools")), prompts
-    )
+    tools = row.get("tools")
+    options = dict(add_generation_prompt=True, tools=tools)
+    prompts = [renderings(tokenizer, messages[:i], **options) for i in turns]
+    check_whole(family, tokenizer, ids, renderings(tokenizer, messages, tools=tools), prompts)
     left = list(turns)
     for start, end in spans:
+        text = tokenizer.decode(ids[start:end])
         said = [i for i in left if is_turn(family, tokenizer, ids[start:end], messages[i])]
-        require(
-            bool(said),
-            f"trained span is no turn of the model: {tokenizer.decode(ids[start:end])!r}",
-        )
+        require(bool(said), f"trained span is no turn of the model: {text!r}")
         said = [i for i in said if is_prompt(tokenizer, ids[:start], prompts[: turns.index(i) + 1])]
-        require(
-            bool(said),
-            f"trained span does not follow its prompt: {tokenizer.decode(ids[:start])!r}",
-        )
+        require(bool(said), f"trained span does not follow its prompt: {text!r}")
         i = said[0]
         left = [later for later in left if later > i]
-        asked = (
-            encoder.prompt(dict(prompt=messages[:i], _source="x:1", **row), ("prompt",))
-            if i
-            else ids[:start]
-        )
-        require(asked == ids[:start], f"prompt of sampling differs from that of turn {i + 1}")
+        if i:
+            asked = encoder.prompt(dict(prompt=messages[:i], _source="x:1", **row), ("prompt",))
+            require(asked == ids[:start], f"prompt of sampling differs from that of turn {i + 1}")
     text = squeezed(tokenizer.decode(ids[end:], skip_special_tokens=True))
     require(i != turns[-1] or not text, f"text follows the last turn: {text}")
     return sample.context_turns

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from field.families import TRL, TRL_FAMILIES
-from field.matrix import CONVERSATIONS, MORE, TOOL, table, verdicts
+from field.matrix import CONVERSATIONS, MORE, TOOL, verdicts
 from field.oracle import check_sft
 
 pytestmark = pytest.mark.skipif(
@@ -18,10 +18,8 @@ def test_every_template_is_in_the_matrix():
     assert {family.template for family in TRL_FAMILIES} == files
 
 
-def test_no_conversation_is_silently_wrong(capsys):
+def test_no_conversation_is_silently_wrong():
     found = verdicts(TRL_FAMILIES)
-    with capsys.disabled():
-        print(table(found))
     refused = Counter(verdict for verdict in found.values() if verdict.startswith("refused"))
     assert not [place for place, verdict in found.items() if verdict.startswith("wrong")]
     assert refused == {
@@ -37,9 +35,5 @@ def test_content_behind_the_calls_of_two_rounds():
     (family,) = [family for family in TRL_FAMILIES if family.template.stem == "gemma4_v2"]
     asked, called, told, said = CONVERSATIONS["tools"]
     called = called | dict(content="Let me add.")
-    check_sft(
-        family,
-        family.encoder(),
-        [asked, called, told, said, *MORE[:1], called, told, said],
-        tools=[TOOL],
-    )
+    messages = [asked, called, told, said, *MORE[:1], called, told, said]
+    check_sft(family, family.encoder(), messages, tools=[TOOL])

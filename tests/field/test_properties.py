@@ -40,15 +40,8 @@ each_family = pytest.mark.parametrize("family", with_packages(FAMILIES + TRL_FAM
 
 # ---- conversations ----
 
-QUESTIONS = [
-    "Is 3 in 43?",
-    "hi",
-    "k, t?",
-    "  What is it? \n",
-    "Ça va, 世界 🙂?",
-    "1\n\n2\n",
-    "a [b] <c> {d}",
-]
+QUESTIONS = ["Is 3 in 43?", "hi", "k, t?", "  What is it? \n", "Ça va, 世界 🙂?", "1\n\n2\n",
+             "a [b] <c> {d}"]  # fmt: skip
 ANSWERS = [
     "in", "hi", "k", "t", "3", "It is 7.", " padded\n", "Très bien 👍🏽", "好", "a\n\n- b\n- c",
     "e\u0301", "<b>2</b>", "",
@@ -62,27 +55,21 @@ def conversations(draw) -> tuple[list[dict], dict]:
     messages, row = [], {}
     role = draw(st.sampled_from([None, None, "system", "developer"]))
     if role:
-        messages.append(
-            turn(role, draw(st.sampled_from(["Be brief.", " Answer in rhyme.\n", "好"])))
-        )
+        text = draw(st.sampled_from(["Be brief.", " Answer in rhyme.\n", "好"]))
+        messages.append(turn(role, text))
     if draw(st.integers(0, 9)) == 0:
         messages.append(turn("assistant", "Hello."))
     calls = draw(st.integers(0, 3)) == 0
     if calls:
         row["tools"] = [TOOL]
     for _ in range(draw(st.integers(1, 3))):
-        messages.append(
-            turn("user", draw(st.sampled_from(QUESTIONS) | st.text(max_size=8).map(plain)))
-        )
+        text = st.text(max_size=8).map(plain)
+        messages.append(turn("user", draw(st.sampled_from(QUESTIONS) | text)))
         if calls and draw(st.booleans()):
             said = draw(st.sampled_from(["", "Let me add."]))
-            messages += [
-                turn("assistant", said, tool_calls=[CALL]),
-                turn("tool", "is 7", name="add"),
-            ]
-        messages.append(
-            answer(draw(st.sampled_from(ANSWERS) | st.text(max_size=8).map(plain)), draw)
-        )
+            messages.append(turn("assistant", said, tool_calls=[CALL]))
+            messages.append(turn("tool", "is 7", name="add"))
+        messages.append(answer(draw(st.sampled_from(ANSWERS) | text), draw))
     return messages, row
 
 
@@ -101,10 +88,8 @@ def answer(text: str, draw) -> dict:
 
 def refused(error: ValueError) -> None:
     """Require one line that names the row and the turn, or what the template refuses."""
-    pattern = (
-        r"x:1: (turn \d+ \(\w+\): .+|the chat template refuses the messages: .+|column tools: .+)"
-    )
-    assert re.fullmatch(pattern, str(error)), str(error)
+    what = r"turn \d+ \(\w+\)|the chat template refuses the messages|column tools"
+    assert re.fullmatch(f"x:1: ({what}): .+", str(error)), str(error)
 
 
 # ---- properties ----
@@ -134,33 +119,29 @@ def test_conversations_are_encoded_as_they_are_sampled_or_refused(family):
 def check_completion(family: Family, encoder: Encoder, messages: list[dict], row: dict) -> None:
     """Require of a completion: the ids of `sft` up to its end, all of them trained after the prompt
     of sampling."""
-    whole = encoder.sft(dict(messages=messages, _source="x:1", **row), ("messages",))
+    row = row | dict(_source="x:1")
+    whole = encoder.sft(row | dict(messages=messages), ("messages",))
     asked, said = messages[:-1], messages[-1]
     if not squeezed(said["content"]):
         return  # refused as empty
+
+    def completion(said: dict):
+        pair = row | dict(prompt=asked, completion=[said])
+        return encoder.completion(pair, "prompt", "completion")
+
     try:
-        sample = encoder.completion(
-            dict(prompt=asked, completion=[said], _source="x:1", **row), "prompt", "completion"
-        )
+        sample = completion(said)
     except ValueError:
         assert whole.context_turns, "a trained turn is refused as a completion"
         return
-    assert sample.prompt_ids == encoder.prompt(
-        dict(prompt=asked, _source="x:1", **row), ("prompt",)
-    )
-    assert sample.ids == whole.ids[: len(sample.ids)] and all(
-        sample.loss_mask[sample.prompt_length :]
-    )
-    assert not any(sample.loss_mask[: sample.prompt_length])
-    ends = said | dict(content=said["content"] + encoder.chat.end.token)
-    again = encoder.completion(
-        dict(prompt=asked, completion=[ends], _source="x:1", **row), "prompt", "completion"
-    )
+    assert sample.prompt_ids == encoder.prompt(row | dict(prompt=asked), ("prompt",))
+    assert sample.ids == whole.ids[: len(sample.ids)]
+    length = sample.prompt_length
+    assert all(sample.loss_mask[length:]) and not any(sample.loss_mask[:length])
+    again = completion(said | dict(content=said["content"] + encoder.chat.end.token))
     assert again.ids == sample.ids, "the end of a turn is doubled"
-    parts = [
-        message | dict(content=[dict(type="text", text=message["content"])]) for message in messages
-    ]
-    listed = encoder.sft(dict(messages=parts, _source="x:1", **row), ("messages",))
+    parts = [turn | dict(content=[dict(type="text", text=turn["content"])]) for turn in messages]
+    listed = encoder.sft(row | dict(messages=parts), ("messages",))
     assert listed.ids == whole.ids, "content as parts"
 
 
@@ -193,9 +174,8 @@ def test_plain_text_has_one_bos_and_one_eos(family):
     adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     @few
-    @given(
-        st.sampled_from(QUESTIONS + ANSWERS), st.booleans(), st.booleans(), st.sampled_from(ANSWERS)
-    )
+    @given(st.sampled_from(QUESTIONS + ANSWERS), st.booleans(), st.booleans(),
+           st.sampled_from(ANSWERS))  # fmt: skip
     def check(text, starts, ends, completion):
         assume(text and completion)
         given_text = (bos or "") * starts + text + eos * ends
@@ -204,9 +184,8 @@ def test_plain_text_has_one_bos_and_one_eos(family):
         assert sample.ids.count(tokenizer.eos_token_id) == 1 + (bos == eos and starts)
         if bos and bos != eos:
             assert sample.ids.count(tokenizer.bos_token_id) == (adds_bos or starts)
-        row = dict(
-            prompt=(bos or "") * starts + text, completion=completion + eos * ends, _source="x:1"
-        )
+        row = dict(prompt=(bos or "") * starts + text, completion=completion + eos * ends)
+        row |= dict(_source="x:1")
         sample = plain_encoder.sft(row, ("prompt", "completion"))
         assert sample.prompt_ids == plain_encoder.prompt(row, ("prompt",))
         assert sample.completion_ids.count(tokenizer.eos_token_id) == 1

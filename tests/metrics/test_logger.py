@@ -2,12 +2,15 @@
 
 import json
 import sys
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.config.groups import TrainArgs
 from common.data.sample import Completion, Sample
+from common.metrics import logger as module
 from common.metrics.curves import draw_curves, read_metrics
 from common.metrics.logger import RunLogger
 
@@ -49,49 +52,16 @@ def test_resume_removes_steps_that_will_be_logged_again(tmp_path, capsys):
     assert "step 4/4  loss 1 -> 0.25" in capsys.readouterr().out
 
 
-def test_history_that_was_changed_is_refused_and_may_be_deleted(tmp_path):
-    log = logger(tmp_path)
-    log.log(1, dict(loss=1.5))
-    history, path = log.sync(), tmp_path / "metrics.jsonl"
-    log.log(2, dict(loss=0.5))  # after the checkpoint
-    args = TrainArgs(output_dir=str(tmp_path))
-    RunLogger(args, 1, 4, (), (), history)
-    assert steps(path) == [(1, 0)]
-    for text in (path.read_text().replace("1.5", "1.6"), path.read_text()[:-3]):
-        path.write_text(text)
-        with pytest.raises(
-            ValueError,
-            match="metrics.jsonl was changed after it was written; delete it to continue",
-        ):
-            RunLogger(args, 1, 4, (), (), history)
-    path.unlink()
-    RunLogger(args, 1, 4, (), (), history)
-
-
-@pytest.mark.parametrize("character", ["\u2028", "\x85"])
-def test_resume_keeps_line_separators_in_a_completion(character, tmp_path):
-    log = logger(tmp_path)
-    log.samples(1, [[completion(f"a{character}b")]], [0], ONE, ONE)
-    logger(tmp_path, first_step=1)
-    (line,) = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
-    assert json.loads(line)["completion"] == f"a{character}b"
-
-
-def test_samples_are_written_in_full(tmp_path):
-    log, text = logger(tmp_path), "caf\u00e9\n[bold]not markup[/bold] " + "x" * 500
+def test_samples_are_written_in_full_and_survive_a_resume(tmp_path):
+    log, text = logger(tmp_path), "caf\u00e9\n[bold]not markup[/bold]\u2028\x85 " + "x" * 500
     rewards, advantages = torch.tensor([[0.25, 0.0]]), torch.tensor([[0.5, -0.5]])
     log.samples(3, [[completion(text), completion("y")]], [0], rewards, advantages)
-    first, second = read_metrics(tmp_path / "samples.jsonl")
-    assert first == dict(
-        step=3,
-        prompt="p",
-        completion=text,
-        reward=0.25,
-        advantage=0.5,
-        finish_reason="length",
-        version=0,
-    )
-    assert (second["completion"], second["reward"]) == ("y", 0.0)
+    logger(tmp_path, first_step=3)
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
+    first, second = map(json.loads, lines)
+    known = dict(step=3, prompt="p", finish_reason="length", version=0)
+    assert first == dict(completion=text, reward=0.25, advantage=0.5) | known
+    assert second == dict(completion="y", reward=0.0, advantage=-0.5) | known
 
 
 def test_preview_marks_the_trained_tokens(tmp_path, capsys):
@@ -99,9 +69,8 @@ def test_preview_marks_the_trained_tokens(tmp_path, capsys):
 
     tokenizer = tiny_tokenizer()
     ids = tokenizer("1+1=2[b]", add_special_tokens=False)["input_ids"]
-    logger(tmp_path).preview(
-        Sample(ids=ids, loss_mask=[i >= 4 for i in range(len(ids))]), tokenizer
-    )
+    sample = Sample(ids=ids, loss_mask=[i >= 4 for i in range(len(ids))])
+    logger(tmp_path).preview(sample, tokenizer)
     assert "1+1=\u27e62[b]\u27e7" in capsys.readouterr().out
 
 
@@ -149,22 +118,14 @@ def test_held_out_sets_share_the_panels_of_their_metrics(tmp_path, monkeypatch):
 
     names = ("loss", "eval_loss", "eval_rewards/accuracies")
     sets = [f"{name}{end}" for name in names[1:] for end in ("", "/a", "/b")]
-    line = {
-        name: i
-        for i, name in enumerate(
-            [*sets, "loss", "loss/a", "loss/sft", "eval_loss/sft", "eval_loss/sft/a"]
-        )
-    }
+    parts = ("loss", "loss/a", "loss/sft", "eval_loss/sft", "eval_loss/sft/a")
+    line = {name: i for i, name in enumerate([*sets, *parts])}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line | dict(step=1)) + "\n")
     monkeypatch.setattr(plt, "close", lambda _: None)
     labels = {}
     for runs in (1, 2):
-        draw_curves(
-            [tmp_path / "metrics.jsonl"] * runs,
-            names,
-            tmp_path / "curves.png",
-            labels=[*"xy"] if runs > 1 else (),
-        )
+        files, names_of_runs = [tmp_path / "metrics.jsonl"] * runs, [*"xy"] if runs > 1 else ()
+        draw_curves(files, names, tmp_path / "curves.png", labels=names_of_runs)
         labels[runs] = [axis.get_legend_handles_labels()[1] for axis in plt.gcf().axes]
     monkeypatch.undo()
     plt.close("all")
@@ -173,10 +134,7 @@ def test_held_out_sets_share_the_panels_of_their_metrics(tmp_path, monkeypatch):
 
 def test_missing_tensorboard_gives_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ValueError,
-        match="^--log tensorboard: tensorboard is not installed; pip install tensorboard$",
-    ):
+    with pytest.raises(ValueError, match="^--log tensorboard: tensorboard is not installed; pip"):
         logger(tmp_path, log=("tensorboard",))
 
 
@@ -214,10 +172,7 @@ def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(
-        ValueError,
-        match="^--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE",
-    ):
+    with pytest.raises(ValueError, match="^--log wandb: no key; run `wandb login`, or set WANDB_"):
         logger(tmp_path, log=("wandb",))
 
 
@@ -231,10 +186,8 @@ def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_r
     resumed = logger(tmp_path, 2)
     resumed.log(3, dict(other=1.0))
     resumed.log(4, dict(loss=0.5))
-    assert (
-        "step 4/4  loss 2 -> 0.5" in capsys.readouterr().out
-        and resumed.summary() == "loss 2 -> 0.5"
-    )
+    assert "step 4/4  loss 2 -> 0.5" in capsys.readouterr().out
+    assert resumed.summary() == "loss 2 -> 0.5"
 
 
 def test_console_shows_values_only_on_the_lines_where_they_were_measured(tmp_path, capsys):
@@ -249,10 +202,6 @@ def test_console_shows_values_only_on_the_lines_where_they_were_measured(tmp_pat
 
 
 def test_curves_are_drawn_every_20_steps_but_cost_a_twentieth_of_the_time(tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
-    from common.metrics import logger as module
-
     now, drawn = [0.0], []
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -265,11 +214,5 @@ def test_curves_are_drawn_every_20_steps_but_cost_a_twentieth_of_the_time(tmp_pa
     for step in range(1, 201):
         now[0] += 1
         log.log(step, dict(loss=1.0))
-    assert (
-        drawn[0] == 20
-        and all(b - a >= 42 for a, b in zip(drawn, drawn[1:], strict=False))
-        and len(drawn) >= 4
-    )
-    now[0] += 61
-    log.log(201, dict(loss=1.0))
-    assert drawn[-1] == now[0] - 2
+    assert drawn[0] == 20 and len(drawn) >= 4
+    assert all(b - a >= 42 for a, b in pairwise(drawn))

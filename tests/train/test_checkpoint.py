@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import run
 from huggingface_hub import ModelCard
 from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
 from safetensors.torch import load_file
@@ -35,33 +34,22 @@ from common.train.run_folder import begin_run, prepare_output_dir, unlock
 
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name", ["qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gemma3"))]
-)
-def test_export_of_an_untrained_model_equals_the_checkpoint(
-    name, dtype, computed, tmp_path, device
-):
-    """Directly after loading, names, dtype and weights are equal, and transformers opens the
-    files."""
-    path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
+def test_export_of_an_untrained_model_equals_the_checkpoint(dtype, computed, tmp_path, device):
+    """Names, dtype and weights are equal, and transformers opens the files. A float32 weight is
+    exported as it is, also under bfloat16 compute. tests/test_coverage.py has all families."""
+    path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "source", dtype)
     args = dataclasses.replace(ARGS, dtype=computed)
     export_hf(load_policy(path, args, device), AutoTokenizer.from_pretrained(path), tmp_path / "hf")
-    before, after = (
-        load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "hf")
-    )
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "hf"))
     assert before.keys() == after.keys()
-    assert all(after[n].dtype == dtype for n in after)
-    # A float32 weight is trained and exported as it is, also under bfloat16 compute.
-    assert all(torch.equal(after[n], before[n]) for n in before)
+    assert all(after[n].dtype == dtype and torch.equal(after[n], before[n]) for n in after)
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (path, tmp_path / "hf")]
     assert models[1].dtype == dtype
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         assert torch.equal(*(model(ids).logits for model in models))
-    text = "1+1=\u00e9"
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == AutoTokenizer.from_pretrained(
-        path
-    )(text)
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (path, tmp_path / "hf")]
+    assert tokenizers[0]("1+1=\u00e9") == tokenizers[1]("1+1=\u00e9")
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -111,11 +99,8 @@ def test_weights_are_rounded_to_the_dtype_of_the_base(base, tmp_path, device, ca
     run.export_hf(1)
     run.save(1)
     before = load_file(tmp_path / "source" / "model.safetensors")
-    for folder in (
-        tmp_path / "run/hf",
-        Path(resolve_model(str(tmp_path / "run/checkpoints/step_000001"))),
-    ):
-        after = load_file(folder / "model.safetensors")
+    for folder in ("run/hf", "run/checkpoints/step_000001"):
+        after = load_file(f"{resolve_model(str(tmp_path / folder))}/model.safetensors")
         for name, weight in before.items():
             expected = (weight * 1.0001).to(base) if base == torch.float32 else weight
             assert after[name].dtype == base and torch.equal(after[name], expected), name
@@ -130,10 +115,8 @@ def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, devi
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     for name, tensor in exported.state_dict().items():
         assert torch.equal(tensor, whole(policy.hf.state_dict()[name])), name
-    folders = Path(tiny_model()), tmp_path / "hf"
-    before, after = (
-        json.loads((folder / "generation_config.json").read_text()) for folder in folders
-    )
+    files = (Path(folder, "generation_config.json") for folder in (tiny_model(), tmp_path / "hf"))
+    before, after = (json.loads(file.read_text()) for file in files)
     assert before == after
 
 
@@ -155,27 +138,15 @@ def test_folder_belongs_to_the_run_with_its_flags(tmp_path, capsys):
     begin(tmp_path)
     begin(tmp_path, max_steps=9, save_every=1, resume="must")  # may change
     before = (tmp_path / "args.yaml").read_text()
-    for flags, words in (
-        (
-            dict(lr=1.0),
-            r"a run with other flags \(lr was 1e-05, is 1.0\); name another --output_dir, "
-            r"or use --resume never",
-        ),
-        (
-            dict(lr=1.0, seed=1, weight_decay=0.5, adam_beta2=0.5),
-            r"lr was 1e-05, is 1.0, .* and 1 more\)",
-        ),
-    ):
-        begin(tmp_path, dry_run=True, **flags)
-        assert re.match(f"^warning: --output_dir {tmp_path}: .*{words}", capsys.readouterr().out)
-        with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}: .*{words}"):
-            begin(tmp_path, **flags)
+    words = r"a run with other flags \(seed was 0, is 1, lr was 1e-05, is 1.0\); name another"
+    begin(tmp_path, dry_run=True, lr=1.0, seed=1)
+    assert re.match(f"^warning: --output_dir {tmp_path}: .*{words}", capsys.readouterr().out)
+    with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}: .*{words}"):
+        begin(tmp_path, lr=1.0, seed=1)
     assert (tmp_path / "args.yaml").read_text() == before
     for damaged in ("", "- 1\n", "lr: [", before[: len(before) // 2] + "\x00"):
         (tmp_path / "args.yaml").write_text(damaged)
-        with pytest.raises(
-            ValueError, match="args.yaml is damaged; delete it to resume with the flags given now"
-        ):
+        with pytest.raises(ValueError, match="/args.yaml is damaged; delete it to resume with the"):
             begin(tmp_path)
 
 
@@ -193,86 +164,22 @@ def test_second_run_in_a_folder_is_refused(tmp_path):
     unlock()
     (tmp_path / "lock").unlink()
     command = [sys.executable, "-c", HOLDER, tmp_path / "lock"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes) as holder:
         assert holder.stdout.readline() == "locked\n"
         for resume in ("auto", "never"):
-            with pytest.raises(
-                ValueError, match=r"process 7 on another uses it; wait for it or name"
-            ):
+            with pytest.raises(ValueError, match="process 7 on another uses it; wait for it or na"):
                 begin(tmp_path, resume=resume)
         holder.stdin.close()
     begin(tmp_path)
 
 
 def test_checkpoints_are_ordered_by_number_and_have_exact_names(tmp_path):
-    for name in (
-        "step_999900",
-        "step_1000000",
-        "step_000004",
-        "step_000004_backup",
-        "step_000005.tmp",
-        "step_x",
-    ):
+    names = ["step_1000000", "step_999900", "step_000004"]
+    for name in (*names, "step_000004_backup", "step_000005.tmp", "step_x"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_000009").touch()
-    assert [path.name for path in checkpoints_in(tmp_path)] == [
-        "step_1000000",
-        "step_999900",
-        "step_000004",
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_full_disk_ends_a_run_with_one_line(ranks, small, tmp_path):
-    """A limit on the size of files stands for the full disk."""
-    (tmp_path / "limited.py").write_text(
-        "import resource, runpy\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, "
-        "resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
-        "runpy.run_path('sft.py', run_name='__main__')\n"
-    )
-    flags = (
-        "--max_steps",
-        4,
-        "--save_every",
-        2,
-        "--eval_every",
-        0,
-        "--output_dir",
-        tmp_path / "run",
-    )
-    done = run(ranks, tmp_path / "limited.py", *small, *flags, code=1)
-    words = r"^error: writing to the disk failed: "
-    assert re.search(words, done.stderr, re.MULTILINE)
-    assert "rank 0 failed" not in done.stderr and not checkpoints_in(
-        tmp_path / "run" / "checkpoints"
-    )
-
-
-@pytest.mark.slow
-def test_vanished_output_folder_ends_two_ranks_with_one_line(small, tmp_path):
-    (tmp_path / "vanishing.py").write_text(
-        "import runpy, shutil\nfrom common.train.run import Run\nlog = Run.log\n"
-        "def log_and_delete(run, finished, metrics):\n"
-        "    log(run, finished, metrics)\n"
-        "    shutil.rmtree(run.args.output_dir, ignore_errors=True)\n"
-        "Run.log = log_and_delete\n"
-        "runpy.run_path('sft.py', run_name='__main__')\n"
-    )
-    flags = ("--max_steps", 4, "--eval_every", 0, "--output_dir", tmp_path / "run")
-    done = run(2, tmp_path / "vanishing.py", *small, *flags, code=1)
-    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("[rank")]
-    assert re.match(f"error: .*No such file or directory: '{tmp_path}/run/", line)
-
-
-def test_output_folder_whose_name_is_not_utf8_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^--output_dir .*: the text is not UTF-8; rename the file or the folder$"
-    ):
-        prepare_output_dir(TrainArgs(output_dir=f"{tmp_path}/\udcff"))
+    assert [path.name for path in checkpoints_in(tmp_path)] == names
 
 
 def test_run_without_a_checkpoint_does_not_claim_the_folder(tmp_path):
@@ -280,12 +187,6 @@ def test_run_without_a_checkpoint_does_not_claim_the_folder(tmp_path):
     prepare_output_dir(TrainArgs(output_dir=str(tmp_path), lr=1.0))
     with pytest.raises(ValueError, match=f"^--resume must: {tmp_path} has no checkpoint"):
         prepare_output_dir(TrainArgs(output_dir=str(tmp_path), resume="must"))
-
-
-def test_unwritable_folder_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}/file/run: .*Not a directory"):
-        prepare_output_dir(TrainArgs(output_dir=str(tmp_path / "file" / "run")))
 
 
 # ---- checkpoints ----
@@ -374,10 +275,7 @@ def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_
     assert [name for name in steps_in(tmp_path) if "." not in name] == ["step_000001"]
     next((folder / "step_000001").glob("*.distcp")).unlink()
     for _ in range(2):  # the second time too, when it has been set aside
-        with pytest.raises(
-            ValueError,
-            match=f"{folder}: all checkpoints are damaged; start over with --resume never",
-        ):
+        with pytest.raises(ValueError, match=f"{folder}: all checkpoints are damaged; start over"):
             checkpointer.load_latest()
 
 

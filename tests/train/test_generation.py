@@ -11,41 +11,25 @@ from common.data.rows import train_and_eval_rows
 from common.evaluate.generation import first_of_each_set
 
 pytestmark = pytest.mark.slow
-FLAGS = [
-    "--model",
-    "tiny-sft",
-    "--max_steps",
-    2,
-    "--batch_size",
-    16,
-    "--lr",
-    3e-3,
-    "--eval_every",
-    2,
-    "--eval_size",
-    60,
-]
+FLAGS = ["--model", "tiny-sft", "--max_steps", 2, "--batch_size", 16, "--lr", 3e-3,
+         "--eval_every", 2, "--eval_size", 60]  # fmt: skip
 
 
 def solved(folder: str, rows: list[dict]) -> float:
     """Return the fraction of rows that plain transformers solves."""
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([tokenizer(row["prompt"])["input_ids"] for row in rows])
-    texts = tokenizer.batch_decode(
-        model.generate(ids, max_new_tokens=4)[:, ids.shape[1] :], skip_special_tokens=True
-    )
+    answers = model.generate(ids, max_new_tokens=4)[:, ids.shape[1] :]
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
 def test_generation_scores_the_present_weights_and_changes_no_weight(sums, tmp_path):
     flags, alone, with_it = (*FLAGS, "--dataset", sums), tmp_path / "alone", tmp_path / "with"
     run(2, "sft.py", *flags, "--output_dir", alone, "--eval_generate", 0)
-    done = run(
-        2, "sft.py", *flags, "--output_dir", with_it, "--eval_generate", 50, "--max_new_tokens", 5
-    )
+    generate = ("--eval_generate", 50, "--max_new_tokens", 5)
+    done = run(2, "sft.py", *flags, "--output_dir", with_it, *generate)
     assert_same_weights(alone, with_it)
     rows = train_and_eval_rows(sft.Args(dataset=(str(sums),), eval_size=60))[1][:50]
     first, _, last = metrics(with_it)
@@ -65,30 +49,16 @@ def test_every_held_out_set_is_answered(small, tmp_path):
         "--batch_size", 8, "--max_steps", 1, "--output_dir", tmp_path / "run",
     )  # fmt: skip
     assert {f"eval/solved/{name}" for name in "abc"} <= metrics(tmp_path / "run")[-1].keys()
-    named = [
-        dict(_dataset=name, n=n)
-        for name, count in dict(a=9, b=9, c=1).items()
-        for n in range(count)
-    ]
+    counts = dict(a=9, b=9, c=1)
+    named = [dict(_dataset=name, n=n) for name, count in counts.items() for n in range(count)]
     chosen = first_of_each_set(named, 7)
-    assert [(row["_dataset"], row["n"]) for row in chosen] == [
-        *(("a", 0), ("a", 1), ("a", 2)), *(("b", 0), ("b", 1), ("b", 2)), ("c", 0),
-    ]  # fmt: skip
+    assert "".join(f"{row['_dataset']}{row['n']}" for row in chosen) == "a0a1a2b0b1b2c0"
     assert first_of_each_set([dict(n=n) for n in range(9)], 3) == [dict(n=n) for n in range(3)]
 
 
 def test_prompts_that_cannot_be_scored_are_refused(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n' * 20)
-    done = run(
-        1,
-        "sft.py",
-        "--dataset",
-        rows,
-        "--eval_generate",
-        4,
-        "--output_dir",
-        tmp_path / "run",
-        code=2,
-    )
+    flags = ("--dataset", rows, "--eval_generate", 4, "--output_dir", tmp_path / "run")
+    done = run(1, "sft.py", *flags, code=2)
     assert "needed: prompt, or question, or input" in done.stderr

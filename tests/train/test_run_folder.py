@@ -1,5 +1,5 @@
 """Nothing of the user's is deleted or replaced: a run that starts over moves the earlier one aside,
-and an input that would move, or that the run writes over, is refused before anything is written."""
+and a folder with files that the run would replace is refused before anything is written."""
 
 import json
 from collections.abc import Callable
@@ -22,96 +22,21 @@ def files_in(folder: Path) -> dict[str, bytes]:
     }
 
 
-ADAPTER = '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}'
-
-
 def write(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        text = ADAPTER if "adapter" in name else f'{{"step": 0, "text": "{name}"}}\n'
-        (folder / name).write_text(text)
-
-
-INPUTS = [
-    ("sft", "--model d/hf"),
-    ("sft", "--model d/checkpoints/step_000002"),
-    ("sft", "--dataset d/samples.jsonl"),
-    ("sft", "--dataset d/samples.jsonl:0.5"),
-    ("sft", "--dataset d/s*.jsonl"),
-    ("sft", "--dataset d"),
-    ("sft", "--eval_dataset hard=d/rows.jsonl"),
-    ("sft", "--chat_template d/template.jinja --prompt_format chat"),
-    ("sft", "--adapter d/adapter"),
-    ("sft", "--model link"),
-    ("distill", "--teacher d/hf"),
-    ("ppo", "--value_model d/hf"),
-    ("dpo", "--reference_model d/hf"),
-    ("grpo", "--reward model:d/hf"),
-    ("grpo", "--reward d/reward.py:good"),
-    ("eval", "--perplexity_model d/hf"),
-    ("eval", "--completions d/completions.jsonl"),
-    ("eval", "--against d/against_x.jsonl"),
-]
-
-
-@pytest.mark.parametrize(("script", "flags"), INPUTS)
-def test_input_in_the_folder_of_a_run_is_not_moved_aside(
-    script, flags, main, tmp_path, monkeypatch
-):
-    """With `--resume never`. Flags are checked before models and data are read."""
-    monkeypatch.chdir(tmp_path)
-    write(
-        tmp_path / "d", "metrics.jsonl", "samples.jsonl", "rows.jsonl", "completions.jsonl",
-        "against_x.jsonl", "hf/config.json", "adapter/adapter_config.json", "reward.py",
-        "template.jinja", "checkpoints/step_000002/state.json",
-    )  # fmt: skip
-    (tmp_path / "link").symlink_to(tmp_path / "d" / "hf")
-    before = files_in(tmp_path)
-    words = flags.split(" --")[0].replace("*", ".")
-    with pytest.raises(ValueError, match=f"^{words}.*: --resume never would move it aside; name"):
-        main(script, *flags.split(), "--output_dir", "d", "--resume", "never")
-    unlock()
-    assert files_in(tmp_path) == before
+        (folder / name).write_text(f'{{"step": 0, "text": "{name}"}}\n')
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        *[x for x in INPUTS if "/hf" in x[1] and x[0] != "eval"],
-        ("sft", "--dataset d/samples.jsonl"),
-        ("sft", "--dataset d"),
-        ("sft", "--adapter d/adapter"),
-    ],
-)
-def test_input_where_the_run_writes_is_refused(script, flags, resume, main, tmp_path, monkeypatch):
-    """In a folder without a run."""
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "d", "samples.jsonl", "hf/config.json", "adapter/adapter_config.json")
+@pytest.mark.parametrize("name", ["hf/config.json", "samples.jsonl", "adapter/a", "best/b"])
+def test_files_that_no_run_wrote_are_kept(name, resume, main, tmp_path):
+    """They may be the model or the data of this run."""
+    write(tmp_path, name)
     before = files_in(tmp_path)
-    words = flags.split(" --")[0]
-    with pytest.raises(ValueError, match=f"^{words}.*: the run writes there; name another"):
-        main(script, *flags.split(), "--output_dir", "d", "--resume", resume)
-    unlock()
-    assert files_in(tmp_path) == before
-
-
-def test_folder_of_another_run_and_files_that_no_run_wrote_are_kept(main, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "g/metrics.jsonl", "g/checkpoints/step_000002/state.json", "p/hf/config.json")
-    before = files_in(tmp_path)
-    for script, folder, words in (
-        ("eval", "g/checkpoints", f"the run in {tmp_path}/g writes there; name another"),
-        ("sft", "g/hf/x", f"the run in {tmp_path}/g writes there; name another"),
-        ("sft", "p", "the run would replace hf there; name another --output_dir"),
-    ):
-        for resume in ("auto", "never"):
-            with pytest.raises(ValueError, match=f"^--output_dir {folder}: {words}"):
-                main(script, "--output_dir", folder, "--resume", resume)
-    monkeypatch.chdir(tmp_path / "g" / "checkpoints")
-    with pytest.raises(ValueError, match="^the working folder: --resume never would move it aside"):
-        main("sft", "--output_dir", tmp_path / "g", "--resume", "never")
-    unlock()
+    words = f"the run would replace {name.split('/')[0]} there; name another --output_dir"
+    with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}: {words}"):
+        main("sft", "--output_dir", tmp_path, "--resume", resume)
     assert files_in(tmp_path) == before
 
 
@@ -157,12 +82,12 @@ def test_folder_without_a_run_stays_where_it_is(train, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_move_once_and_refuse_in_one_message(small, tmp_path):
-    flags = (*small, *STEP, "--output_dir", tmp_path / "run", "--resume", "never")
+    flags = (*small, *STEP, "--output_dir", tmp_path / "run")
     run(2, "sft.py", *flags)
-    assert run(2, "sft.py", *flags).stdout.count("run is now in") == 1
+    assert run(2, "sft.py", *flags, "--resume", "never").stdout.count("run is now in") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.old-1"}
-    error = one_error(2, "sft.py", *flags, "--model", tmp_path / "run" / "hf")
-    assert error.startswith(f"--model {tmp_path}/run/hf: --resume never would move it")
+    error = one_error(2, "sft.py", *flags, "--seed", 7)
+    assert "the folder has a run with other flags (seed was 0, is 7)" in error
 
 
 @pytest.mark.parametrize(
