@@ -83,7 +83,7 @@ TABLE = dict(
 
 
 @pytest.mark.parametrize("column", TABLE)
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved", "bare"])
+@pytest.mark.parametrize("kind", ["parquet", "saved", "bare"])
 def test_images_in_tables_are_not_decoded(kind, column, folder):
     """A table with the `Image` feature of datasets and a bare struct give the bytes as they are."""
     value, expected = TABLE[column]
@@ -95,9 +95,6 @@ def test_images_in_tables_are_not_decoded(kind, column, folder):
     elif kind == "bare":
         path = folder / "bare.parquet"
         pq.write_table(pa.Table.from_pylist([{column: value}]), path)
-    elif kind == "arrow":
-        with pa.ipc.new_stream(path, table.data.table.schema) as file:
-            file.write_table(table.data.table)
     else:
         table.to_parquet(path)
     (row,) = load_rows("--dataset", str(path), "train", TrainArgs())
