@@ -12,7 +12,6 @@ from common.model.export_files import generation_file, tokenizer_files
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 from common.rollout.engine import Engine
-from common.train.checkpoint import write_files
 from grpo import Args
 
 EOS, EOT = "<|eos|>", "<|end_of_turn|>"
@@ -104,7 +103,8 @@ def write_ends(path: str, tokenizer, prompt_format: str, folder) -> None:
     """Write generation config and tokenizer of an export."""
     folder.mkdir()
     (folder / "generation_config.json").write_bytes(generation_file(path, tokenizer, prompt_format))
-    write_files(tokenizer_files(path, tokenizer, prompt_format), folder)
+    for name, content in tokenizer_files(path, tokenizer, prompt_format).items():
+        (folder / name).write_bytes(content)
 
 
 def load_eos(folder) -> str:
