@@ -48,7 +48,7 @@ course-test: .venv/installed  # site, exercises, lessons, short scripts, patches
 curves: .venv/installed  # models learn, in tests that make test leaves out
 	$(PYTEST) -m curve $(OPTIONS) tests extras
 
-faults: .venv/installed  # kills, full disks, power cuts, damaged files (docs/reliability.md); MINUTES=30 of them
+faults: .venv/installed  # kills, full disks, power cuts, damaged files (docs/launch.md); MINUTES=30 of them
 	$(BIN)/python bench/faults.py --minutes $(or $(MINUTES),30)
 
 # Real tokenizers and chat templates, and exports in other versions of transformers.

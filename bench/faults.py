@@ -5,7 +5,7 @@
     python bench/faults.py --seed 0 --only fuzz/CASE             one case again
 
 Prints a line of JSON per case, with what is wrong or null, and a table. The exit code is 1 if any
-case failed. Kinds that a machine does not allow are skipped with a reason. docs/reliability.md has
+case failed. Kinds that a machine does not allow are skipped with a reason. docs/launch.md has
 the promises and the results."""
 
 import argparse

@@ -1,6 +1,6 @@
-"""Check each supported architecture with a tiny random checkpoint, and write docs/models.md.
+"""Check each supported architecture (docs/models.md) with a tiny random checkpoint.
 
-    OMP_NUM_THREADS=1 python bench/models.py    # on CPU; --only NAME ... only prints rows
+    OMP_NUM_THREADS=1 python bench/models.py    # on CPU; --only NAME ...
 
 The tensors of a checkpoint have the names of the hub and random values everywhere (norms and biases
 too). Sequences are longer than the sliding window, if there is one. Per architecture:
@@ -17,7 +17,6 @@ too). Sequences are longer than the sliding window, if there is one. Per archite
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -50,7 +49,6 @@ from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
 
 OUTSIDE = dict(os.environ)  # before this process becomes a rank
-TABLE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 VOCABULARY, WINDOW = 384, 16
 LENGTHS = (18, 41, 41, 6, 64, 2)  # two are equal: attention takes them as one batch
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -185,19 +183,6 @@ ARCHITECTURES: dict[str, dict] = dict(
         topk_method="noaux_tc",
         num_key_value_heads=4,
     ),
-)  # fmt: skip
-EXAMPLES = dict(
-    llama="Llama 3.1 and 3.2, SmolLM2, TinyLlama", mistral="Mistral 7B", qwen2="Qwen2.5",
-    qwen3="Qwen3 0.6B to 32B", olmo2="OLMo 2", gemma2="Gemma 2", gemma3_text="Gemma 3 270M and 1B",
-    phi3="Phi-3 mini 4k, Phi-4", smollm3="SmolLM3", glm4="GLM-4 0414", granite="Granite 3",
-    cohere="Command R", phi="Phi-2", qwen3_moe="Qwen3 30B-A3B", mixtral="Mixtral 8x7B",
-    olmoe="OLMoE", gpt_oss="gpt-oss 20B and 120B", gpt_neox="Pythia", olmo3="OLMo 3",
-    qwen3_5_text="Qwen3.5 of text alone", qwen3_next="Qwen3-Next", glm4_moe="GLM-4.5 and 4.6",
-    qwen3_5_moe_text="Qwen3.5 MoE of text alone", granitemoe="Granite 3 MoE",
-    gemma3="Gemma 3 4B to 27B", gemma4="Gemma 4", mistral3="Mistral Small 3, Ministral 3",
-    smolvlm="SmolVLM 2", idefics3="SmolVLM, Idefics 3", qwen3_vl="Qwen3-VL",
-    qwen2_5_vl="Qwen2.5-VL", qwen3_5="Qwen3.5", qwen3_5_moe="Qwen3.5 MoE",
-    deepseek_v3="DeepSeek V3 and R1",
 )  # fmt: skip
 
 
@@ -349,7 +334,7 @@ def measure(model_type: str, folder: Path, device: torch.device) -> dict[str, fl
 
 def row(model_type: str, found: dict[str, float | str]) -> str:
     """Return a line of the table."""
-    name = f"| `{model_type}` | {EXAMPLES[model_type]} |"
+    name = f"| `{model_type}` |"
     if "refused" in found:
         return f"{name} no: {found['refused']} | | | |"
     values = [found[column] for column in ("forward", "gradient", "vllm", "export")]
@@ -361,9 +346,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only", nargs="+", choices=ARCHITECTURES, help="print only these rows; write no table"
-    )
+    parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, help="print only these rows")
     parser.add_argument("--vllm", choices=ARCHITECTURES, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     device, _, _ = distributed.setup(0)
@@ -375,19 +358,11 @@ def main() -> None:
                 outcome = str(error)
             print(json.dumps(dict(vllm=outcome)))
             return
-        lines = []
         for model_type in flags.only or ARCHITECTURES:
             found = measure(model_type, Path(folder) / model_type, device)
-            lines.append(
-                row(
-                    model_type,
-                    found if "refused" in found else found | dict(vllm=in_own_process(model_type)),
-                )
-            )
-            print(lines[-1], flush=True)
-    if not flags.only:
-        page, table = TABLE.read_text(), "".join(f"{line}\n" for line in lines)
-        TABLE.write_text(re.sub(r"(^\| `.*\n)+", lambda _: table, page, count=1, flags=re.M))
+            if "refused" not in found:
+                found |= dict(vllm=in_own_process(model_type))
+            print(row(model_type, found), flush=True)
 
 
 if __name__ == "__main__":

@@ -74,11 +74,10 @@ def rows() -> Iterator[str]:
             command, launch = launch_of(recipe, folders)
             memory = total(launch.memory) / GIB
             size = f"{memory:.1f} GiB of {launch.gpu.memory / GIB:.1f}"
-            step = f"{launch.args.rows_per_step} x {launch.each} = {launch.sequences:,} sequences"
-            tokens = f"{launch.sequences * (launch.new or launch.length):,.0f}"
+            step = f"{launch.args.rows_per_step} x {launch.each}"
             time = span(sum(launch.seconds().values()))
             gpus = f"{launch.gpus}x{kind}"
-            yield f"| {case} | `{command}` | {gpus} | {size} | {step} | {tokens} | {time} |"
+            yield f"| {case} | `{command}` | {gpus} | {size} | {step} | {time} |"
 
 
 if __name__ == "__main__":

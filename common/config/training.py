@@ -72,7 +72,7 @@ class PrefixArgs:
 
     share_prefix: MayChange[NotNegative[int]] = 16
     """compute a prefix that samples of a group have in common, such as their prompt, once if it has
-    at least this many tokens; never changes the gradient; 0: never (docs/prefix.md)"""
+    at least this many tokens; never changes the gradient; 0: never (docs/memory.md)"""
 
 
 @dataclass(config=STRICT)

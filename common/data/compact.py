@@ -1,7 +1,7 @@
 """Tokens that a model runs on where they are not those of its micro-batch.
 
 With `--share_prefix`, a prefix that sequences of a group have in common, such as the prompt of its
-completions, is computed once (docs/prefix.md). Where the first p + 1 ids of two sequences agree, so
+completions, is computed once (docs/memory.md). Where the first p + 1 ids of two sequences agree, so
 do their first p targets. The first sequence of a group is computed whole, each later one from its
 p-th token on, where p is the prefix that it shares with the sequence before it. The shared prefixes
 form a tree if the sequences are in lexical order.

@@ -151,7 +151,7 @@ def pack_minibatches(
     number of ranks. Indices of samples have the same order. A group may be empty.
 
     Prefixes of at least `share_prefix` tokens that samples of a group have in common are computed
-    once (docs/prefix.md; 0: never). With `together` the samples of a group are neighbours in one
+    once (docs/memory.md; 0: never). With `together` the samples of a group are neighbours in one
     micro-batch; otherwise a group may be divided among micro-batches and ranks. The branches of a
     completion are sequences with its index. Collective."""
     sizes = {position: len(group) for position, group in zip(positions, groups, strict=True)}

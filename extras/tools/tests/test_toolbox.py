@@ -1,9 +1,7 @@
 """The tools of one episode: results and errors as the model reads them; the interpreter, which is
 built in."""
 
-import json
 import os
-import re
 import signal
 import tempfile
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from helpers import ROOT
 
 from extras.code.sandbox import program
 from extras.tools import python_tool
@@ -31,8 +28,6 @@ from extras.tools.toolbox import (
     text_of,
     wrong_arguments,
 )
-
-PAGE = ROOT / "extras/tools/README.md"
 
 
 def begin(*tools: str, seconds: float = 60.0, **row: object) -> Toolbox:
@@ -242,17 +237,3 @@ def test_python_is_refused_where_it_cannot_be_confined(monkeypatch):
     with pytest.raises(ValueError, match="--tools python: this is plan9; --unsafe_code_execution"):
         python_tool.require_confinement(unsafe=False)
     python_tool.require_confinement(unsafe=True)
-
-
-def test_search_of_the_page_finds_the_text_of_the_words(tmp_path, monkeypatch):
-    pytest.importorskip("bm25s")
-    (code,) = re.findall("```python\n(# search.py.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "search.py").write_text(code)
-    texts = "Paris is the capital of France", "Berlin is the capital of Germany", "Cats sleep"
-    rows = "".join(json.dumps(dict(text=text)) + "\n" for text in texts)
-    (tmp_path / "corpus.jsonl").write_text(rows)
-    monkeypatch.chdir(tmp_path)
-    toolbox = begin("search.py")
-    found = toolbox.call("search", dict(query="capital of France", count=2)).text
-    assert found == "Paris is the capital of France\n\nBerlin is the capital of Germany"
-    assert toolbox.call("search", dict(query="zebra", count=99)).text == ""
