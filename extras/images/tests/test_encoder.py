@@ -154,11 +154,6 @@ def test_a_row_with_images_needs_the_flag():
         encoder.sft(row, ("prompt", "completion"))
 
 
-def test_text_model_is_refused():
-    with pytest.raises(ValueError, match="reads no images here"):
-        Encoder(load_tokenizer(tiny_model()), sft.Args(model="tiny", vision="frozen"))
-
-
 @pytest.mark.parametrize("shown", ["{{ m['content'] }}", "{{ m['content'] + '' }}"])
 def test_template_without_images_is_refused(shown, encoder_of, checkpoints):
     path = str(checkpoints("idefics3"))

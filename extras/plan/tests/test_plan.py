@@ -27,7 +27,7 @@ from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
 from extras.plan.launch import GPUS, Gpu, Launch, bytes_in_cache, flops_per_token, size_of
-from extras.plan.plan import build, describe_memory, describe_time, gpus_of, span
+from extras.plan.plan import build, describe_memory, gpus_of, span
 
 SETTINGS = dict(dtype="bfloat16", prompts_per_step=64, samples_per_prompt=8, pack_tokens=20_000)
 
@@ -329,15 +329,7 @@ def test_times_by_hand(folders):
     )
 
 
-def test_lines_about_time_name_what_is_assumed(folders):
-    launch = launch_of(folders["8B"], max_new_tokens=1000, offload="optimizer")
-    step, of_run, assumed = describe_time(launch, "H100", 100)
-    assert re.fullmatch("time of a step: .* to .* (s|min): rollout .*%, update .*%", step)
-    assert "GPU-hours: 100 steps, without start" in of_run
-    assert assumed.startswith("assumed: x0.5 to x2 of a roofline for H100: training at 27% of 989 ")
-    assert assumed.endswith("all completions of 1,000 tokens, without the traffic of --offload")
-    other = launch_of(folders["8B"], engine="transformers")
-    assert [*describe_time(other, "H100", 9)][0].startswith("time: not predicted without vLLM")
+def test_times_are_bands():
     assert [span(x) for x in (0.02, 4, 100, 3000, 86400)] == [
         "10 to 40 ms", "2 to 8 s", "0.83 to 3.3 min", "25 to 100 min", "0.5 to 2 days",
     ]  # fmt: skip

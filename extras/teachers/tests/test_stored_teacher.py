@@ -6,16 +6,13 @@ run."""
 import shutil
 
 import pytest
-import torch
 from helpers import assert_close_metrics, assert_same_weights, metrics, run, samples
 from safetensors.torch import load_file, save_file
 from test_distill import SAME, SAMPLED, domains, flags, load_teacher, teacher  # noqa: F401
 
 import distill
-from common.data.packing import pack
 from common.data.sample import Sample
 from common.model import distill as students
-from common.model.distill import most_likely
 from extras.teachers import stored as teachers
 from extras.teachers.tests.test_foreign_teacher import write_foreign_teacher
 
@@ -113,23 +110,3 @@ def test_mismatched_store_is_rewritten_and_damaged_store_is_refused(
     rows[4].ids[1] = 9
     stored(device, folder, teacher, rows[:2] + rows[4:], loaded)
     assert len(loaded) == 2 and len([*folder.glob("*.safetensors")]) == 2
-
-
-def test_store_returns_the_values_of_the_requested_tokens(device, teacher, tmp_path, monkeypatch):
-    """The samples are in another order, from several files, with untrained tokens between."""
-    monkeypatch.setattr(teachers, "CHUNK", 2)
-    mask = [True, False, True, False]
-    rows = [
-        Sample([3, *range(i, i + 7)], [i % 2 == 0, i % 3 > 0, *mask, False, True])
-        for i in range(10, 17)
-    ]
-    store = stored(device, tmp_path / "a", teacher, rows, [])
-    policy = load_teacher(str(teacher), device)
-    (mb,) = pack([rows[i] for i in (5, 0, 6, 3)], 100, device)
-    ours, live = store.teach(mb), most_likely(policy.teach(mb), mb.targets_T, 1.0, 356, 2)
-    assert torch.equal(ours.tokens_TK[mb.loss_mask_T], live.tokens_TK[mb.loss_mask_T])
-    for name in ("logprobs_TS", "target_logprobs_T", "entropy_T"):
-        torch.testing.assert_close(
-            getattr(ours, name)[mb.loss_mask_T], getattr(live, name)[mb.loss_mask_T]
-        )
-    assert ours.logprobs_TS.isfinite().all()
