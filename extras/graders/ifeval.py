@@ -22,6 +22,9 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from common.rewards.functions import from_json
 
@@ -82,10 +85,11 @@ def arguments_for(instruction: object, kwargs: object) -> dict:
         raise ValueError(f"the kwargs of {instruction}: expected a dict, got {kwargs!r}")
     arguments = {name: (kwargs or {}).get(name) for name in arguments_of(instruction)}
     for name, value in arguments.items():
-        expected, is_right = FORMS[name]
-        if value is None or not is_right(value):
-            got = "nothing" if value is None else repr(value)
-            raise ValueError(f"{instruction}: argument {name}: expected {expected}, got {got}")
+        try:
+            FORMS[name].validate_python(value)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            raise ValueError(f"{instruction}: argument {name}: {problem}, got {value!r}") from error
     return arguments
 
 
@@ -100,37 +104,21 @@ ifeval.columns = ("instruction_id_list", "kwargs")
 ifeval.check = instructions_of
 
 
-# ---- the forms of arguments: what an error expects, and whether a value is right ----
+# ---- the forms of arguments ----
 
-
-def is_count(value: object) -> bool:  # also 300.0: a table turns columns with gaps into floats
-    return (type(value) is int or (type(value) is float and value.is_integer())) and value >= 0
-
-
-def is_text(value: object) -> bool:
-    return isinstance(value, str) and value.strip() != ""
-
-
-COUNT = ("a whole number >= 0", is_count)
-POSITION = ("a whole number >= 1", lambda value: is_count(value) and value >= 1)
-RELATION = ('"at least" or "less than"', lambda value: value in ("at least", "less than"))
-TEXT = ("a text that is not blank", is_text)
-TEXTS = (
-    "a list of texts",
-    lambda value: isinstance(value, list) and bool(value) and all(map(is_text, value)),
+# also 300.0: a table turns columns with gaps into floats
+Count = Annotated[float, Field(ge=0, multiple_of=1, strict=True)]
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+NAMES_OF_FORMS = (
+    (Count, "frequency let_frequency num_words num_sentences num_placeholders num_bullets"),
+    (Count, "num_highlights num_sections capital_frequency"),
+    (Annotated[Count, Field(ge=1)], "num_paragraphs nth_paragraph"),
+    (Literal["at least", "less than"], "relation let_relation capital_relation"),
+    (Annotated[list[Text], Field(min_length=1)], "keywords forbidden_words"),
+    (Text, "keyword first_word postscript_marker section_spliter prompt_to_repeat end_phrase"),
+    (Annotated[Text, Field(max_length=1)], "letter"),
 )
-FORMS = dict.fromkeys(
-    "frequency let_frequency num_words num_sentences num_placeholders num_bullets num_highlights "
-    "num_sections capital_frequency".split(), COUNT
-)  # fmt: skip
-FORMS |= dict.fromkeys(["relation", "let_relation", "capital_relation"], RELATION)
-FORMS |= dict.fromkeys(["num_paragraphs", "nth_paragraph"], POSITION)
-FORMS |= dict.fromkeys(["keywords", "forbidden_words"], TEXTS)
-FORMS |= dict.fromkeys(
-    ["keyword", "first_word", "postscript_marker", "section_spliter", "prompt_to_repeat",
-     "end_phrase"], TEXT
-)  # fmt: skip
-FORMS["letter"] = ("one character", lambda value: is_text(value) and len(value) == 1)
+FORMS = {name: TypeAdapter(form) for form, names in NAMES_OF_FORMS for name in names.split()}
 
 
 # ---- checks of more than one line ----
