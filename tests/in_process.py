@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import random
 import shutil
 import sys
 from collections import Counter
@@ -106,6 +107,41 @@ def small(sums, tmp_path_factory) -> tuple[str | Path, ...]:
     )
     model.save_pretrained(folder)
     return "--model", folder, "--dataset", sums
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choices(["apples", "7", "and", "pears", "sold", "12", "left"], k=count))
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory) -> Path:
+    """File of pairs of very different lengths, with margins; every third rejected one is short."""
+    rng, path = random.Random(0), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [
+        dict(prompt=words(rng, 3), chosen=words(rng, rng.randint(1, 30)),
+             rejected=words(rng, rng.randint(1, 30) if i % 3 else 1), margin=i % 3)
+        for i in range(40)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def reward_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text(REWARD)
+    return path
+
+
+@pytest.fixture(scope="session")
+def online(small, reward_file) -> tuple[object, ...]:
+    """Flags of a short run that samples."""
+    return (
+        *small, "--reward", f"{reward_file}:digits", "--max_steps", 2, "--prompts_per_step", 8,
+        "--samples_per_prompt", 3, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
+        "--warmup_steps", 0, "--eval_every", 0, "--max_logprob_difference", 1e-4,
+        "--engine", "transformers",
+    )  # fmt: skip
 
 
 def talkative(folder: Path, model: str | Path | None = None) -> Path:

@@ -43,18 +43,6 @@ def test_loss_is_the_mean_over_the_tokens_of_the_global_minibatch():
     assert not loss(logprobs_T, torch.zeros(4).bool(), torch.tensor(0)).any()
 
 
-@pytest.fixture(scope="module")
-def flags(small, tmp_path_factory):
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(REWARD)
-    return (
-        *small, "--reward", f"{reward}:digits", "--max_steps", 2, "--prompts_per_step", 8,
-        "--samples_per_prompt", 3, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
-        "--eval_every", 0, "--max_logprob_difference", 1e-4,
-        "--engine", "transformers", "--share_prefix", 1,
-    )  # fmt: skip
-
-
 # ---- one round, offline ----
 
 
@@ -66,14 +54,9 @@ def test_one_round_with_eval_and_sft_is_that_of_the_page(small, main, tmp_path, 
     Path("reward.py").write_text(REWARD)
     model = (*small[:2], "--prompt_format", "plain")
     flags = (
-        "--dataset",
-        "prompts.jsonl",
-        "--reward",
-        "reward.py:digits",
-        "--samples_per_prompt",
-        4,
-    )
-    flags = (*flags, "--max_new_tokens", 12, "--engine", "transformers")
+        "--dataset", "prompts.jsonl", "--reward", "reward.py:digits", "--samples_per_prompt", 4,
+        "--max_new_tokens", 12, "--engine", "transformers",
+    )  # fmt: skip
     main("eval", *model, *flags, "--output_dir", "runs/raft")
     page = (ROOT / "docs/bok.md").read_text()
     exec(re.search("```python\n(.*?)```", page, re.DOTALL)[1], {})
@@ -155,19 +138,19 @@ def test_episodes_are_trained(small, main, tmp_path):
 
 
 @pytest.mark.slow
-def test_step_without_kept_completions_does_not_update(flags, tmp_path):
+def test_step_without_kept_completions_does_not_update(online, tmp_path):
     (tmp_path / "none.py").write_text("def none(completion, row):\n    return None\n")
-    flags = (*flags, "--reward", f"{tmp_path}/none.py:none", "--max_steps", 2)
+    flags = (*online, "--reward", f"{tmp_path}/none.py:none")
     run(2, "bok.py", *flags, "--output_dir", tmp_path)
     assert all(line["kept/fraction"] == 0 and "grad_norm" not in line for line in metrics(tmp_path))
 
 
 @pytest.mark.slow
 def test_run_with_a_truncated_distribution_is_not_compared_with_the_trainer(
-    flags, main, tmp_path, capsys
+    online, main, tmp_path, capsys
 ):
     """The engine has log-probs of another distribution, so a comparison would end the run."""
-    main("bok", *flags, "--top_k", 2, "--top_p", 0.9, "--output_dir", tmp_path)
+    main("bok", *online, "--max_steps", 1, "--top_k", 2, "--top_p", 0.9, "--output_dir", tmp_path)
     assert "engine and trainer are not compared" in capsys.readouterr().out
     for line in metrics(tmp_path):
         assert not any(name.startswith("sampling/sampling_logp") for name in line)

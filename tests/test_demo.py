@@ -11,28 +11,9 @@ import demo
 from common.model.tiny import tiny_model
 
 LESS = {  # than in the recipes
-    "sft.py": (
-        "--batch_size",
-        64,
-        "--eval_every",
-        320,
-        "--eval_size",
-        100,
-        "--eval_generate",
-        0,
-        "--max_new_tokens",
-        256,
-    ),
-    "grpo.py": (
-        "--max_steps",
-        16,
-        "--eval_every",
-        16,
-        "--eval_size",
-        200,
-        "--prompts_per_step",
-        16,
-    ),
+    "sft.py": "--batch_size 64 --eval_every 320 --eval_size 100 --eval_generate 0"
+    " --max_new_tokens 256",
+    "grpo.py": "--max_steps 16 --eval_every 16 --eval_size 200 --prompts_per_step 16",
 }
 
 
@@ -53,16 +34,8 @@ def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(model, tmp_path, monkeyp
     def train(script: str, *flags: str) -> None:
         launched.append((script, *flags))
         start = tmp_path / "sft" / "hf" if script == "grpo.py" else model
-        run(
-            1,
-            script,
-            *flags,
-            *LESS[script],
-            "--model",
-            start,
-            "--output_dir",
-            tmp_path / script.removesuffix(".py"),
-        )
+        places = ("--model", start, "--output_dir", tmp_path / script.removesuffix(".py"))
+        run(1, script, *flags, *LESS[script].split(), *places)
 
     monkeypatch.setattr(demo, "OUT", tmp_path)
     monkeypatch.setattr(demo, "train", train)

@@ -1,8 +1,8 @@
-"""distill.py: the objective by hand, runs that equal others, a student that approaches the teacher,
-and refused input."""
+"""distill.py: the objective by hand, runs that equal others, and refused input."""
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -102,14 +102,7 @@ def test_sampled_loss_equals_a_calculation_by_hand():
 
 # ---- whole runs ----
 
-SAMPLED = (
-    "--divergence",
-    "reverse_kl",
-    "--estimator",
-    "sampled",
-    "--on_policy_fraction",
-    1,
-)
+SAMPLED = "--divergence reverse_kl --estimator sampled --on_policy_fraction 1".split()
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +114,6 @@ def domains(sums, tmp_path_factory):
     file = tmp_path_factory.mktemp("domains") / "sums.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ("--dataset", file, "--teacher_column", "domain")
-
-
-@pytest.fixture(scope="module")
-def several(flags, domains, teacher, small):
-    """Flags of a run with two teachers, of which one is the student's start."""
-    teachers = ("--teacher", f"usual={teacher}", f"rare={small[1]}")
-    return (*flags, *domains, *teachers, "--sft_weight", 0.2)
 
 
 @pytest.mark.slow
@@ -147,32 +133,12 @@ def test_top_k_of_the_whole_vocabulary_equals_the_full_divergence(main, flags, t
 def test_held_out_loss_equals_the_training_loss(main, flags, tmp_path):
     """The training loss on the same rows is that before the step, for every kind of training
     data."""
-    rows = [
-        json.dumps(dict(prompt=f"{i}+1=", completion=str(i + 1), answer=str(i + 1)))
-        for i in range(12)
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(rows[:8]))
-    (tmp_path / "b.jsonl").write_text("\n".join(rows[8:]))
-    data = (
-        "--dataset",
-        tmp_path / "a.jsonl",
-        "--eval_dataset",
-        tmp_path / "a.jsonl",
-        "--eval_every",
-        2,
-    )
-    alone = (
-        "--on_policy_fraction",
-        0,
-        "--samples_per_prompt",
-        1,
-        "--minibatches",
-        1,
-        "--epochs_per_rollout",
-        1,
-        "--reward",
-    )
-    main("distill", *flags, *data, *alone, "--output_dir", tmp_path / "data")
+    rows = [dict(prompt=f"{i}+1=", completion=str(i + 1), answer=str(i + 1)) for i in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = ("--dataset", tmp_path / "a.jsonl", "--eval_dataset", tmp_path / "a.jsonl")
+    data += ("--eval_every", 2)
+    alone = "--on_policy_fraction 0 --samples_per_prompt 1 --minibatches 1 --epochs_per_rollout 1"
+    main("distill", *flags, *data, *alone.split(), "--reward", "--output_dir", tmp_path / "data")
     lines = metrics(tmp_path / "data")
     assert [line["step"] for line in lines if "eval_loss" in line] == [0, 2, 3]
     for before, trained in ((lines[0], lines[1]), (lines[2], lines[3])):
@@ -187,16 +153,8 @@ def test_held_out_loss_equals_the_training_loss(main, flags, tmp_path):
 @pytest.mark.slow
 def test_held_out_rows_without_completions_have_no_eval_loss(main, flags, tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
-    data = (
-        "--dataset",
-        tmp_path / "a.jsonl",
-        "--eval_size",
-        1,
-        "--eval_every",
-        1,
-        "--max_steps",
-        1,
-    )
+    data = ("--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--eval_every", 1)
+    data += ("--max_steps", 1)
     main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "run")
     assert "no eval_loss: the held-out rows have no completions" in capsys.readouterr().out
     assert all(
@@ -204,67 +162,17 @@ def test_held_out_rows_without_completions_have_no_eval_loss(main, flags, tmp_pa
     )
 
 
-@pytest.mark.curve
-@pytest.mark.parametrize(
-    ("changed", "where"),
-    [
-        (("--divergence", "reverse_kl"), ""),
-        (("--divergence", "forward_kl", "--on_policy_fraction", 0), "data/"),
-    ],
-    ids=["reverse_kl", "forward_kl_on_data_alone"],
-)
-def test_student_approaches_the_teacher(main, flags, changed, where, tmp_path):
-    steps = (
-        "--max_steps",
-        10,
-        "--max_new_tokens",
-        6,
-        "--save_every",
-        100,
-        "--minibatches",
-        1,
-        "--epochs_per_rollout",
-        1,
-        "--lr",
-        3e-3,
-    )
-    main("distill", *flags, *steps, *changed, "--output_dir", tmp_path)
-    lines = metrics(tmp_path)
-    assert lines[-1][f"{where}reverse_kl"] < 0.8 * lines[0][f"{where}reverse_kl"]
-    assert ("reverse_kl" in lines[0]) == ("completions/mean_length" in lines[0]) == (where == "")
-
-
 @pytest.mark.slow
 def test_student_as_its_teacher_has_zero_divergence_without_a_reward(main, flags, small, tmp_path):
-    own = (
-        "--teacher",
-        small[1],
-        "--reward",
-        "--max_steps",
-        1,
-        "--eval_every",
-        1,
-        "--eval_size",
-        50,
-    )
-    own += (
-        "--minibatches",
-        1,
-        "--epochs_per_rollout",
-        1,
-    )  # one step only: the gradient is not exactly 0, and a step would change the policy
+    # One step only: the gradient is not exactly 0, and a step would change the policy.
+    own = "--max_steps 1 --eval_every 1 --eval_size 50 --minibatches 1 --epochs_per_rollout 1"
+    own = (*own.split(), "--teacher", small[1], "--reward")
     main("distill", *flags, *own, "--output_dir", tmp_path)
-    (before, line) = metrics(tmp_path)
-    assert (
-        before["step"] == 0
-        and before["eval_loss"] == pytest.approx(0, abs=1e-6)
-        and before["eval/agreement"] == 1
-    )
+    before, line = metrics(tmp_path)
+    assert before["step"] == 0 and before["eval_loss"] == pytest.approx(0, abs=1e-6)
     assert line["eval_loss"] > -1e-6  # rounding
-    assert (
-        line["reverse_kl"] == pytest.approx(0, abs=1e-6)
-        and line["agreement"] == line["data/agreement"] == 1
-    )
+    assert line["reverse_kl"] == pytest.approx(0, abs=1e-6)
+    assert before["eval/agreement"] == line["agreement"] == line["data/agreement"] == 1
     assert not {"reward", "eval/solved"} & line.keys() and line["completions/mean_length"] > 0
 
 
@@ -292,51 +200,34 @@ def test_given_completions_are_truncated_to_max_new_tokens():
 # ---- bad input ----
 
 
-def test_teacher_with_another_tokenizer_is_refused(main, flags, tmp_path):
-    folder = tmp_path / "other"
-    shutil.copytree(tiny_model(), folder)
+ROW = '{"prompt": "1+1=", "completion": "2", "answer": "2", "domain": "other"}\n'
+
+
+@pytest.mark.parametrize(
+    ("row", "extra", "words"),
+    [
+        (ROW, ("--teacher", "other"), "--teacher .*: another tokenizer than --model's, 2 entries "
+         "differ; name a model of the same family"),
+        (ROW, ("--teacher", "usual=first", "rare=same", "--teacher_column", "domain"),
+         "^a.jsonl:1: --teacher_column domain: 'other' is no name of --teacher .usual, rare."),
+        (ROW, ("--teacher",), "^--teacher: there is none; name a folder or a Hugging Face id"),
+        (ROW, ("--teacher", "./absent"), "^--teacher ./absent: no such folder"),
+        (ROW.replace("completion", "x"), (), "--dataset .*a.jsonl.*(prompt|completion)"),
+    ],
+)  # fmt: skip
+def test_bad_teachers_and_rows_are_refused(
+    row, extra, words, main, flags, small, teacher, tmp_path
+):
+    folder = shutil.copytree(tiny_model(), tmp_path / "other")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["é"] = tokenizer["model"]["vocab"].pop("0")
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    words = (
-        "--teacher .*: another tokenizer than --model's, 2 entries differ; "
-        "name a model of the same family"
-    )
+    (tmp_path / "a.jsonl").write_text(row * 9)
+    data = ("--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--output_dir", tmp_path / "run")
+    names = dict(same=small[1], first=teacher, other=folder)
+    extra = [re.sub("(same|first|other)$", lambda m: str(names[m[0]]), word) for word in extra]
     with pytest.raises(ValueError, match=words):
-        main("distill", *flags, "--teacher", folder, "--output_dir", tmp_path / "run")
-
-
-def test_row_without_a_teacher_is_refused(main, several, tmp_path):
-    (tmp_path / "a.jsonl").write_text(
-        '{"prompt": "1+1=", "completion": "2", "answer": "2", "domain": "other"}\n' * 9
-    )
-    words = "^a.jsonl:1: --teacher_column domain: 'other' is no name of --teacher .usual, rare."
-    with pytest.raises(ValueError, match=words):
-        main("distill", *several, "--dataset", tmp_path / "a.jsonl", "--output_dir", tmp_path)
-
-
-def test_missing_teacher_is_refused(main, tmp_path):
-    with pytest.raises(
-        ValueError, match="^--teacher: there is none; name a folder or a Hugging Face id"
-    ):
-        main("distill", "--output_dir", tmp_path)
-    with pytest.raises(ValueError, match="^--teacher ./absent: no such folder"):
-        main("distill", "--teacher", "./absent", "--output_dir", tmp_path)
-
-
-def test_data_without_completions_is_refused(main, flags, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
-    with pytest.raises(ValueError, match="--dataset .*a.jsonl.*(prompt|completion)"):
-        main(
-            "distill",
-            *flags,
-            "--dataset",
-            tmp_path / "a.jsonl",
-            "--eval_size",
-            1,
-            "--output_dir",
-            tmp_path / "run",
-        )
+        main("distill", *flags, *data, *extra)
 
 
 def load_teacher(path: str, device) -> Teacher:

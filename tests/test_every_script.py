@@ -19,16 +19,16 @@ from helpers import (
     run_and_kill,
     samples,
 )
-from in_process import REWARD, talkative, write_teacher
+from in_process import talkative, words, write_teacher
 
 pytestmark = pytest.mark.slow
 
-STEPS = ("--max_steps", 3, "--save_every", 2, "--lr_schedule", "constant", "--warmup_steps", 0)
+STEPS = "--max_steps 2 --save_every 1 --keep_last 2 --lr_schedule constant --warmup_steps 0".split()
 ROWS = ("--batch_size", 8, "--eval_every", 2, "--eval_size", 7, "--lr", 1e-3)
 SAMPLED = (
     "--engine", "transformers", "--reward", "digits", "--minibatches", 2, "--max_new_tokens", 12,
     "--eval_every", 0, "--max_logprob_difference", 1e-4, "--lr", 1e-4,
-    "--prompts_per_step", 8, "--samples_per_prompt", 3,
+    "--prompts_per_step", 4, "--samples_per_prompt", 3,
 )  # fmt: skip
 GROUPED = ("--share_prefix", 1)
 PENALTY = ("--missing_eos_penalty", 0.1)
@@ -52,13 +52,14 @@ SCRIPTS = dict(
                "--correction", "sequence"),
     rloo=(*SAMPLED, *GROUPED, *PENALTY, "--beta", 0.05),
     ppo=(*SAMPLED, *GROUPED, *PENALTY, "--samples_per_prompt", 2, "--value_lr", 3e-4,
-         "--value_warmup_steps", 1, "--beta", 0.05),
+         "--value_warmup_steps", 1, "--beta", 0.05, "--max_steps", 3),
     online_dpo=(*SAMPLED, *GROUPED, *PENALTY, "--epochs_per_rollout", 2, "--loss", "sigmoid", "ipo",
                 "--loss_weights", 1, 0.01, "--sft_weight", 0.1),
     bok=(*SAMPLED, *GROUPED, *PENALTY, "--keep", 2, "--beta", 0.3),
     distill=(*SAMPLED, *GROUPED, "--teacher", "usual=other", "rare=same", "--teacher_column",
              "domain", "--dataset", "domains", "--on_policy_fraction", 0.5, "--sft_weight", 0.2,
-             "--divergence", "jsd", "--epochs_per_rollout", 2, "--temperature", 0.8),
+             "--prompts_per_step", 8, "--divergence", "jsd", "--epochs_per_rollout", 2,
+             "--temperature", 0.8),
     self_distill=(*SAMPLED, "--samples_per_prompt", 4, "--hint", "sibling", "--hint_template",
                   "{hint};{prompt}", "--epochs_per_rollout", 2, "--temperature", 0.8, "--lr", 1e-3,
                   "--reward", "longer", "--model", "talkative"),
@@ -80,12 +81,8 @@ PACKS = dict(
 )
 
 
-def words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choices(["apples", "7", "and", "pears", "sold", "12", "left"], k=count))
-
-
 @pytest.fixture(scope="module")
-def files(small, sums, tmp_path_factory) -> dict[str, str]:
+def files(small, sums, pairs, reward_file, tmp_path_factory) -> dict[str, str]:
     """Data of very different lengths, so that a wrong denominator is detected, rewards that vary
     among the completions of an untrained model, and teachers."""
     rng, folder = random.Random(0), tmp_path_factory.mktemp("files")
@@ -94,17 +91,14 @@ def files(small, sums, tmp_path_factory) -> dict[str, str]:
     some_sums = [json.loads(line) for line in sums.read_text().splitlines()]
     data = dict(
         short=rows[:20], long=rows[20:], one=rows[:1],  # `one` has fewer rows than ranks
-        pairs=[dict(prompt=words(rng, 3), chosen=words(rng, rng.randint(1, 30)),
-                    rejected=words(rng, rng.randint(1, 30) if i % 3 else 1)) for i in range(40)],
         domains=[row | dict(domain=("usual", "rare")[i % 5 == 0]) for i, row in
                  enumerate(some_sums)],
     )  # fmt: skip
     for name, lines in data.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    (folder / "reward.py").write_text(REWARD)
     named = {name: f"{folder / name}.jsonl" for name in data}
-    named |= {name: f"{folder / 'reward.py'}:{name}" for name in ("digits", "first", "longer")}
-    models = dict(other=write_teacher(folder / "other"), same=small[1],
+    named |= {name: f"{reward_file}:{name}" for name in ("digits", "first", "longer")}
+    models = dict(pairs=pairs, other=write_teacher(folder / "other"), same=small[1],
                   talkative=talkative(folder / "talkative", small[1]))  # fmt: skip
     return named | {name: str(path) for name, path in models.items()}
 
@@ -143,7 +137,7 @@ def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
     script, two_ranks, flags, main, tmp_path
 ):
     """Two ranks against one with other packs, without shared prefixes, with all metrics; then a
-    copy of the latter goes on after step 2."""
+    copy of the latter goes on after the last step but one."""
     whole = ("--share_prefix", 0) if "--share_prefix" in SCRIPTS[script] else ()
     own = (*flags(script), *PACKS.get(script, OTHER_PACKS), *whole)
     main(script, *own, "--output_dir", tmp_path / "one")
@@ -161,7 +155,7 @@ def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
         assert any(line.get(name) for line in metrics(one)), name
     if script in ("reinforce", "rloo", "bok"):
         assert abs(metrics(one)[0]["kl"]) < 1e-6, "the policy starts at the reference"
-    assert_resumes_exactly(main, script, *own, folder=one, finished=3)
+    assert_resumes_exactly(main, script, *own, folder=one, finished=metrics(one)[-1]["step"])
 
 
 # ---- kill -9 ----
@@ -169,15 +163,15 @@ def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
 
 @pytest.fixture(scope="module")
 def killed(flags, tmp_path_factory) -> Callable[[str], Path]:
-    """Return the folder of a run on two ranks that was killed after its second step: sft.py in the
-    third one, grpo.py while it saves."""
+    """Return the folder of a run on two ranks that was killed: sft.py in the second step, grpo.py
+    while it saves this step."""
 
     @cache
     def folder_of(script: str) -> Path:
         folder = tmp_path_factory.mktemp(f"{script}_killed")
-        at, save = dict(sft=("torch.optim.AdamW.step", 2), grpo=("os.rename", 1))[script]
-        own = (*flags(script), "--save_every", save, "--output_dir", folder)
-        run_and_kill(2, f"{script}.py", *own, folder=folder, after_step=2, at=at)
+        at, after = dict(sft=("torch.optim.AdamW.step", 1), grpo=("os.rename", 2))[script]
+        own = (*flags(script), "--output_dir", folder)
+        run_and_kill(2, f"{script}.py", *own, folder=folder, after_step=after, at=at)
         assert not (folder / "hf").exists(), "killed too late"
         return folder
 
@@ -205,6 +199,35 @@ def test_killed_run_resumes_on_another_number_of_ranks(
     assert "resuming from" in capsys.readouterr().out
     assert_close_metrics(two_ranks(script), tmp_path, ("epoch", "num_tokens"), rel=0)
     assert_close_metrics(two_ranks(script), tmp_path, ("loss",), rel=1e-4, floor=0.1)
+
+
+# ---- damage, and several machines ----
+
+
+def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, flags, tmp_path):
+    """Whichever rank finds the damaged file, both resume from the checkpoint before."""
+    folder = shutil.copytree(two_ranks("sft"), tmp_path / "run")
+    shutil.rmtree(folder / "hf")
+    for shard in (folder / "checkpoints" / "step_000002").glob("*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    done = run(2, "sft.py", *flags("sft"), "--output_dir", folder)
+    assert done.stdout.count("step_000002 is damaged (") == 1
+    assert "is missing or not as it was written" in done.stdout
+    assert "step_000001 (step 1)" in done.stdout
+    assert_same_weights(two_ranks("sft"), folder)
+
+
+def test_two_nodes_give_the_weights_of_one_node(two_ranks, flags, tmp_path):
+    """Each rank is the only one of its machine; tests/parallel/test_nodes.py has a torchrun for
+    each machine."""
+    (tmp_path / "node.py").write_text(
+        "import os, runpy, sys\nos.environ |= dict(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
+        "runpy.run_path('sft.py', run_name='__main__')\n"
+    )
+    one_copy = ("--shard_ranks", 2, "--output_dir", tmp_path)  # the same order of sums
+    run(2, tmp_path / "node.py", *flags("sft"), *one_copy)
+    assert_same_weights(two_ranks("sft"), tmp_path)
+    assert of_each_step(two_ranks("sft")) == of_each_step(tmp_path)
 
 
 # ---- negative control ----

@@ -2,11 +2,9 @@
 
 import json
 import math
-import random
 
 import pytest
 import torch
-from helpers import metrics
 from test_dpo import disturbed, naive_logps
 
 import kto
@@ -14,36 +12,10 @@ from common.data.encode import Encoder
 from common.data.load import encode_all
 from common.data.packing import pack
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
-from common.data.tasks import arithmetic_rows
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-
-
-def words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choices(["apples", "7", "and", "pears", "sold", "12", "left"], k=count))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Pairs of very different lengths."""
-    rng, path = random.Random(0), tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    rows = [
-        dict(
-            prompt=words(rng, 3),
-            chosen=words(rng, rng.randint(1, 30)),
-            rejected=words(rng, rng.randint(1, 30)),
-        )
-        for _ in range(40)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.mark.slow
-
-# ---- in this process ----
 
 
 def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags):
@@ -84,11 +56,11 @@ def test_conversations_and_labels_of_tables_are_read():
 
 
 @pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])
-def test_baseline_and_loss_equal_a_calculation_by_hand(name, data, device):
+def test_baseline_and_loss_equal_a_calculation_by_hand(name, pairs, device):
     """APO has a baseline of 0 and no mismatches."""
     from transformers import AutoModelForCausalLM
 
-    rows = [json.loads(line) for line in data.read_text().splitlines()][:6]
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()][:6]
     args, groups = encode(rows, loss=name, beta=0.5, desirable_weight=2.0)
     model = load_policy(tiny_model(), args, device)
     hf = AutoModelForCausalLM.from_pretrained(tiny_model())
@@ -136,10 +108,10 @@ def test_rank_without_completions_has_zero_loss_and_gradient(device):
 
 
 def test_pair_becomes_a_desirable_and_an_undesirable_row():
-    pairs = [dict(prompt=f"{n}+1=", chosen=f"{n + 1}", rejected="0") for n in range(4)]
+    rows = [dict(prompt=f"{n}+1=", chosen=f"{n + 1}", rejected="0") for n in range(4)]
     labelled = [dict(prompt=f"{n}+1=", completion=f"{n + 1}", label=True) for n in range(4)]
     labelled += [dict(prompt=f"{n}+1=", completion="0", label=False) for n in range(4)]
-    (_, one), (_, other) = encode(pairs), encode(labelled, KTO_COLUMNS[0])
+    (_, one), (_, other) = encode(rows), encode(labelled, KTO_COLUMNS[0])
 
     def seen(groups):
         return [(s.ids, s.loss_mask, s.row["label"], m.ids, m.loss_mask) for s, m in groups]
@@ -182,21 +154,3 @@ def test_value_and_gradient_equal_a_calculation_by_hand():
                 assert loss_N.item() == pytest.approx(weight * wrong, rel=1e-9, abs=1e-300)
                 slope = -weight * sign * 0.3 * wrong * (1 - wrong)
                 assert x.grad.item() == pytest.approx(slope, rel=1e-9, abs=1e-300)
-
-
-@pytest.mark.curve
-def test_model_learns_arithmetic_preferences(small, tmp_path, main):
-    """Training starts from the untrained model."""
-    rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:2240]]
-    (tmp_path / "train.jsonl").write_text("".join(rows))
-    flags = (
-        *small, "--max_steps", 40, "--batch_size", 64, "--lr", 5e-4, "--warmup_steps", 10,
-        "--eval_every", 40, "--beta", 1, "--eval_size", 64, "--dataset", tmp_path / "train.jsonl",
-        "--eval_dataset", "arithmetic", f"known={tmp_path}/train.jsonl",
-    )  # fmt: skip
-    main("kto", *flags, "--output_dir", tmp_path / "out")
-    last = metrics(tmp_path / "out")[-1]
-    assert last["eval_rewards/chosen"] - last["eval_rewards/rejected"] > 0.2, last  # 0 at the start
-    assert torch.isfinite(
-        torch.tensor([last["eval_loss"], last["eval_loss/arithmetic"], last["eval_loss/known"]])
-    ).all()

@@ -7,12 +7,10 @@ import torch
 from helpers import metrics, run, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import REWARD
 
 from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.metrics.meter import Meter
-from common.objectives.preference import READS
 from online_dpo import Args, loss, make_pairs, measure_pairs, preferences
 
 NAN = math.nan
@@ -25,14 +23,6 @@ def chosen(*rewards: float) -> list[int]:
     (signs,) = preferences(torch.tensor([rewards], dtype=torch.float64)).tolist()
     assert set(signs) <= {1, 0, -1} and signs.count(1) == signs.count(-1) <= 1
     return [signs.index(1), signs.index(-1)] if any(signs) else []
-
-
-def test_pair_is_the_first_best_and_first_worst_and_empty_for_equal_rewards():
-    assert chosen(0.1, 0.7, 0.3) == [1, 0]
-    assert chosen(0.0, 1.0, 1.0, 0.0) == [1, 0]
-    assert chosen(0.5, 0.5) == chosen(NAN, NAN) == chosen(NAN, 0.3) == []
-    assert chosen(NAN, -5.0, 2.0) == [2, 1], "a missing reward is neither the worst nor the best"
-    assert chosen(-3.0, -2.0) == [1, 0]
 
 
 @given(st.lists(st.one_of(st.integers(-3, 3), st.just(NAN)), min_size=2, max_size=6))
@@ -115,98 +105,19 @@ def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
     )
 
 
-def test_every_objective_is_finite_and_sft_weight_adds_the_mean():
-    groups = [[Sample([1] * 5, [False] + [True] * 4) for _ in range(2)] for _ in range(3)]
-    (mb,) = pack_groups(groups, 100, torch.device("cpu"))
-    pairs = make_pairs(mb, -torch.rand(len(mb.targets_T)))
-    for name in READS:
-        assert (
-            loss(pairs, Args(loss=(name,), label_smoothing=0.1 if name == "exo_pair" else 0.0))
-            .isfinite()
-            .all()
-        )
-    without, with_sft = (loss(pairs, Args(sft_weight=x)) for x in (0.0, 1.0))
-    torch.testing.assert_close(with_sft - without, -0.25 * pairs.chosen_logps)
-
-
 # ---- whole runs ----
 
 
-@pytest.fixture(scope="module")
-def flags(small, tmp_path_factory):
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(REWARD)
-    return (
-        *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 8,
-        "--samples_per_prompt", 3, "--minibatches", 2, "--epochs_per_rollout", 2,
-        "--loss", "sigmoid", "ipo", "--loss_weights", 1, 0.01, "--sft_weight", 0.1,
-        "--missing_eos_penalty", 0.2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
-        "--max_logprob_difference", 1e-4, "--engine", "transformers",
-        "--share_prefix", 1,
-    )  # fmt: skip
-
-
-@pytest.mark.curve
-def test_policy_learns_to_write_digits(flags, main, tmp_path):
-    """Training starts from the untrained model."""
-    extra = (
-        "--loss",
-        "sigmoid",
-        "--loss_weights",
-        "--sft_weight",
-        0,
-        "--missing_eos_penalty",
-        0,
-        "--max_steps",
-        11,
-    )
-    extra += (
-        "--prompts_per_step",
-        32,
-        "--samples_per_prompt",
-        4,
-        "--minibatches",
-        1,
-        "--epochs_per_rollout",
-        1,
-    )
-    main(
-        "online_dpo", *flags, *extra, "--lr", 5e-3, "--max_new_tokens", 4, "--output_dir", tmp_path
-    )
-    rewards = [line["reward"] for line in metrics(tmp_path)]
-    assert rewards[0] < 0.1 and rewards[-1] > 0.3, rewards  # the maximum is 0.8
-
-
 @pytest.mark.slow
-def test_first_loss_is_ln_2_and_equal_rewards_change_nothing(flags, main, tmp_path):
+def test_first_loss_is_ln_2_and_equal_rewards_change_nothing(online, main, tmp_path):
     """Before the first update the loss is -log sigmoid(0). If all rewards are equal, no rank makes
     an update."""
-    extra = (
-        "--loss",
-        "sigmoid",
-        "--loss_weights",
-        "--sft_weight",
-        0,
-        "--max_steps",
-        2,
-        "--epochs_per_rollout",
-        1,
-    )
-    flags = (*flags, *extra, "--minibatches", 1)
-    main("online_dpo", *flags, "--output_dir", tmp_path / "a")
+    flags = (*online, "--minibatches", 1)
+    main("online_dpo", *flags, "--max_steps", 1, "--output_dir", tmp_path / "a")
     assert metrics(tmp_path / "a")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert metrics(tmp_path / "a")[0]["kl"] == pytest.approx(0, abs=1e-5)
     (tmp_path / "reward.py").write_text("def same(completion, row):\n    return 1.0\n")
-    reward = (
-        "--reward",
-        f"{tmp_path / 'reward.py'}:same",
-        "--missing_eos_penalty",
-        0,
-        "--output_dir",
-        tmp_path / "b",
-    )
+    reward = ("--reward", f"{tmp_path / 'reward.py'}:same", "--output_dir", tmp_path / "b")
     run(2, "online_dpo.py", *flags, *reward)
-    assert all(
-        line["pairs/skipped_fraction"] == 1 and "grad_norm" not in line
-        for line in metrics(tmp_path / "b")
-    )
+    for line in metrics(tmp_path / "b"):
+        assert line["pairs/skipped_fraction"] == 1 and "grad_norm" not in line

@@ -1,4 +1,4 @@
-"""rloo.py: the objective by hand and by naive formulas, an unbiased gradient, rewards, learning."""
+"""rloo.py: the objective by hand and by naive formulas, and an unbiased gradient."""
 
 import itertools
 import math
@@ -6,10 +6,8 @@ import statistics
 
 import pytest
 import torch
-from helpers import metrics
 from hypothesis import given
 from hypothesis import strategies as st
-from test_grpo import REWARD
 
 import rloo
 
@@ -55,11 +53,12 @@ rows = st.lists(
 @given(rows, st.integers(1, 20))
 def test_loss_and_gradient_equal_naive_code(rows, completions):
     new, old, weights, advantages = (double(column) for column in zip(*rows, strict=True))
-    args, expected, slopes = rloo.Args(clip_low=0.1, clip_high=0.3), 0.0, []
+    args, expected, slopes, clipped = rloo.Args(clip_low=0.1, clip_high=0.3), 0.0, [], []
     for logp, old_logp, weight, a in rows:
         ratio = math.exp(logp - old_logp)
         outside = (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.9)
         expected -= weight * min(ratio * a, min(max(ratio, 0.9), 1.3) * a) / completions
+        clipped.append(outside)
         slopes.append(0.0 if outside else -weight * ratio * a / completions)
     share_N, logged = rloo.loss(
         new.requires_grad_(), old, weights, advantages, torch.tensor(completions), args
@@ -67,15 +66,7 @@ def test_loss_and_gradient_equal_naive_code(rows, completions):
     assert share_N.sum().item() == pytest.approx(expected, abs=1e-9)
     assert torch.autograd.grad(share_N.sum(), new)[0].tolist() == pytest.approx(slopes, abs=1e-9)
     assert logged["loss"].sum().item() == pytest.approx(expected * completions, abs=1e-9)
-
-
-def test_clipping_is_one_sided_and_logged():
-    ratios, advantages = double([1.4, 0.7, 1.4, 0.7, 1.0]), double([1.0, -1.0, -1.0, 1.0, 0.0])
-    one = torch.ones(5)
-    _, logged = rloo.loss(
-        ratios.log(), torch.zeros(5), one, advantages, torch.tensor(5), rloo.Args()
-    )
-    assert logged["clip_ratio/region_mean"].tolist() == [True, True, False, False, False]
+    assert logged["clip_ratio/region_mean"].tolist() == clipped
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
@@ -104,62 +95,3 @@ def test_expected_gradient_is_that_of_the_expected_reward():
             )
             expected -= torch.autograd.grad(share_N.sum(), logits)[0] * logps_N.detach().sum().exp()
         torch.testing.assert_close(expected, analytic, rtol=1e-12, atol=1e-12)
-
-
-# ---- whole runs ----
-
-
-@pytest.fixture(scope="module")
-def flags(small, tmp_path_factory):
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(REWARD)
-    return (
-        *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4,
-        "--samples_per_prompt", 4, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
-        "--eval_every", 0, "--beta", 0.05, "--max_logprob_difference", 1e-4,
-        "--missing_eos_penalty", 0.1, "--engine", "transformers", "--share_prefix", 1,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_rewards_are_scores_minus_penalty_and_kl(flags, main, tmp_path, monkeypatch):
-    seen, advantages = [], rloo.advantages
-    monkeypatch.setattr(
-        rloo,
-        "advantages",
-        lambda rewards_PG: seen.append(rewards_PG.mean()) or advantages(rewards_PG),
-    )
-    main("rloo", *flags, "--beta", 3, "--output_dir", tmp_path)
-    for line, mean in zip(metrics(tmp_path), seen, strict=True):
-        penalty = 0.1 * line["completions/clipped_ratio"]
-        assert mean.item() == pytest.approx(line["reward"] - penalty - 3 * line["kl"], abs=1e-6)
-    assert 3 * abs(line["kl"]) > 1e-3
-
-
-@pytest.mark.curve
-def test_policy_learns_to_write_digits(flags, main, tmp_path):
-    """Training starts from the untrained model."""
-    extra = (
-        "--max_steps",
-        13,
-        "--prompts_per_step",
-        16,
-        "--samples_per_prompt",
-        8,
-        "--minibatches",
-        1,
-        "--lr",
-        5e-3,
-    )
-    extra += (
-        "--beta",
-        0.01,
-        "--max_new_tokens",
-        4,
-        "--output_dir",
-        tmp_path,
-    )
-    extra += ("--missing_eos_penalty", 0)
-    main("rloo", *flags, *extra)
-    rewards = [line["reward"] for line in metrics(tmp_path)]
-    assert rewards[0] < 0.1 and rewards[-1] > 0.6, rewards  # the maximum is 0.8

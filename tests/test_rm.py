@@ -2,17 +2,15 @@
 
 import json
 import math
-import random
 
 import pytest
 import torch
-from helpers import metrics, run
+from helpers import run
 
 import rm
 from common.config.groups import TrainArgs
 from common.data.packing import pack
 from common.data.sample import at_end
-from common.data.tasks import arithmetic_rows
 from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
 from common.model.scoring import score
@@ -21,31 +19,10 @@ from common.train.checkpoint import export_hf
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Pairs of very different lengths, with margins."""
-    rng, path = random.Random(0), tmp_path_factory.mktemp("data") / "pairs.jsonl"
-
-    def words(n):
-        return " ".join(rng.choices(["apples", "7", "and", "pears", "sold", "12", "left"], k=n))
-
-    rows = [
-        dict(
-            prompt=words(3),
-            chosen=words(rng.randint(1, 30)),
-            rejected=words(rng.randint(1, 30)),
-            margin=i % 3,
-        )
-        for i in range(40)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def trained(small, data, tmp_path_factory):
+def trained(small, pairs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     flags = (*small[:2], "--max_steps", 2, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 0)
-    run(1, "rm.py", *flags, "--dataset", data, "--output_dir", folder)
+    run(1, "rm.py", *flags, "--dataset", pairs, "--output_dir", folder)
     return folder
 
 
@@ -73,13 +50,13 @@ def test_transformers_gives_the_export_equal_scores(trained, device):
 
 
 @pytest.mark.slow
-def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(trained, data, tmp_path):
+def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(trained, pairs, tmp_path):
     """Two ranks relabel; on one rank, the model agrees with every relabelled pair."""
     flags = ("tools/relabel.py", "--model", trained / "hf", "--output_dir")
-    first = run(2, *flags, tmp_path, "--dataset", data).stdout
+    first = run(2, *flags, tmp_path, "--dataset", pairs).stdout
     out = tmp_path / "relabelled.jsonl"
     before, after = (
-        [json.loads(line) for line in path.read_text().splitlines()] for path in (data, out)
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (pairs, out)
     )
     wrong = 0
     for old, new in zip(before, after, strict=True):
@@ -88,13 +65,13 @@ def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(trained, dat
         wrong += new == swapped
     assert 0 < wrong < 40 and f"agrees with {1 - wrong / 40:.3f} (" in first
     assert "agrees with 1.000 (" in run(1, *flags, tmp_path / "again", "--dataset", out).stdout
-    refused = run(1, *flags, tmp_path, "--dataset", data, code=2)
+    refused = run(1, *flags, tmp_path, "--dataset", pairs, code=2)
     assert "it has a relabelled.jsonl; name another one" in refused.stderr
 
 
 @pytest.mark.slow
-def test_a_language_model_relabels_nothing(small, data, tmp_path):
-    flags = (*small[:2], "--dataset", data, "--output_dir", tmp_path)
+def test_a_language_model_relabels_nothing(small, pairs, tmp_path):
+    flags = (*small[:2], "--dataset", pairs, "--output_dir", tmp_path)
     done = run(1, "tools/relabel.py", *flags, code=2)
     assert "a language model without a reward head" in done.stderr
     assert not list(tmp_path.iterdir())
@@ -166,28 +143,3 @@ def test_new_head_depends_only_on_the_seed(device):
 
     assert torch.equal(head(0), head(0)) and not torch.equal(head(0), head(1))
     assert head(0).std().item() == pytest.approx(1 / math.sqrt(129), rel=0.2)
-
-
-@pytest.mark.curve
-def test_model_learns_arithmetic_preferences(small, tmp_path, main):
-    """Training starts from the untrained model; from the demo's checkpoint the accuracy is more
-    than 0.95 (docs/log.md)."""
-    flags = (
-        *small[:2], "--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10,
-        "--eval_every", 80, "--eval_size", 200,
-    )  # fmt: skip
-    file = few_of_the_task(tmp_path)
-    sets = ("--dataset", file, "--eval_dataset", "arithmetic", f"known={file}")
-    main("rm", *flags, *sets, "--output_dir", tmp_path)
-    last = metrics(tmp_path)[-1]
-    assert (
-        last["eval_rewards/accuracies/arithmetic"] > 0.7
-        and last["eval_rewards/accuracies/known"] > 0.7
-    )
-
-
-def few_of_the_task(folder):
-    """Take few rows of the task: encoding all of it takes longer than learning it."""
-    path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:5120]))
-    return path

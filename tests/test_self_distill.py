@@ -2,15 +2,12 @@
 naive code, and a moving teacher."""
 
 import copy
-import json
 import math
 from functools import partial
 
 import pytest
 import torch
-from in_process import REWARD
 from model.test_policy import whole
-from torch import nn
 
 import self_distill
 from common.config.groups import TrainArgs
@@ -18,9 +15,8 @@ from common.data.encode import Encoder
 from common.data.packing import pack_minibatches
 from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.distill import OwnTeacher, Teacher, compare
+from common.model.distill import OwnTeacher, Teacher
 from common.model.hub import load_tokenizer
-from common.model.logprobs import Logits
 from common.model.policy import load_policy, load_reference, move_towards
 from common.model.tiny import tiny_model
 from common.objectives.divergence import DIVERGENCES
@@ -36,13 +32,6 @@ def completion(prompt: list[int], ids: list[int], **fields) -> Completion:
     sample = Completion(prompt + ids, mask, len(prompt), dict(_source="a:1"), **fields)
     sample.rollout_logprobs, sample.versions = numbers[:size], versions
     return sample
-
-
-SOME_DIGITS = """
-
-def some_digits(completion, row):
-    return float(digits(completion, row) > 0.1)
-"""
 
 
 # ---- hints ----
@@ -77,6 +66,8 @@ def test_hint_is_feedback_or_a_column():
         hint_filler("x", "{prompt} {hint}", rows)
     with pytest.raises(ValueError, match="^--hint: there is none; name a column, sibling or"):
         hint_filler(None, "{prompt} {hint}", rows)
+    with pytest.raises(ValueError, match="^a:2: --hint_template: no column x"):
+        hint_filler("solution", "{hint} {x}", [rows[1] | dict(x="1"), rows[1]])
 
 
 def test_hint_enters_the_text_or_the_last_message_of_the_user():
@@ -167,110 +158,19 @@ def hf(policy):
     return model
 
 
-def test_teacher_logprobs_equal_a_plain_forward_of_the_hinted_sequence(device, policy, hf):
-    made, hinted, halves = packed(device)
-    seen = 0
-    for own, copies in halves:
-        teacher = aligned(policy.teach(copies), copies.weights_T > 0, own.weights_T > 0)
-        out = policy.distill(own, teacher)
-        for n, index in enumerate(own.index_N.tolist()):
-            sample, prompt = made[index], hinted[index]
-            here = (own.sequence_ids_T == n) & (own.weights_T > 0)
-            if not prompt:
-                assert not here.any()
-                continue
-            ids = torch.tensor([prompt + sample.completion_ids])
-            logp = hf(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-            trained = torch.tensor(sample.loss_mask[sample.prompt_length :])
-            taken = logp.gather(1, ids[0, len(prompt) :, None])[trained, 0]
-            torch.testing.assert_close(out.teacher_logprobs_T[here], taken, rtol=1e-4, atol=1e-5)
-            seen += 1
-    assert seen == 3
-    policy.reshard()
-
-
-def naive_divergence(name: str, logp, logq):
-    p, q = logp.exp(), logq.exp()
-    if name == "reverse_kl":
-        return (p * (logp - logq)).sum()
-    if name == "forward_kl":
-        return (q * (logq - logp)).sum()
-    m = (q + p) / 2
-    return ((q * (logq - m.log())).sum() + (p * (logp - m.log())).sum()) / 2
-
-
-@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
-def test_value_and_gradient_equal_naive_code(device, divergence):
-    """In float64, over two micro-batches; the naive code goes through the samples' own lists."""
-    made, hinted, halves = packed(device)
-    generator = torch.Generator().manual_seed(1)
-    D, V = 6, 90
-    head = torch.randn(V, D, generator=generator, dtype=torch.float64)
-    states = {
-        i: torch.randn(len(s.ids), D, generator=generator).double() for i, s in enumerate(made)
-    }
-    taught = {
-        i: torch.randn(len(h) + len(s.ids) - s.prompt_length, D, generator=generator).double()
-        for i, (s, h) in enumerate(zip(made, hinted, strict=True))
-    }
-
-    def run_ours(head, states):
-        hinted_tokens = sum(own.weights_T.sum() for own, _ in halves)
-        total = 0.0
-        for own, copies in halves:
-            index = own.index_N.tolist()
-            hidden = torch.cat([states[i][:-1] for i in index])
-            stubs = torch.zeros(1, D).double()
-            others = torch.cat([taught[i][:-1] if hinted[i] else stubs for i in index])
-            hinted_T = own.weights_T > 0
-            teacher = aligned(Logits(others, head.detach()), copies.weights_T > 0, hinted_T)
-            out = compare(
-                Logits(hidden, head), teacher, own.targets_T, 1.0, DIVERGENCES[divergence]
-            )
-            share_T = loss(out, hinted_T, hinted_tokens)
-            total = total + share_T.sum()
-        return total
-
-    def run_naive(head, states):
-        kl, hinted_tokens = 0.0, 0
-        for i, (sample, prompt) in enumerate(zip(made, hinted, strict=True)):
-            start = sample.prompt_length
-            for k in range(len(sample.completion_ids)):
-                if prompt and sample.loss_mask[start + k]:
-                    logp = (states[i][start + k - 1] @ head.T).log_softmax(-1)
-                    logq = (taught[i][len(prompt) + k - 1] @ head.detach().T).log_softmax(-1)
-                    kl = kl + naive_divergence(divergence, logp, logq)
-                    hinted_tokens += 1
-        return kl / hinted_tokens
-
-    found = []
-    for function in (run_ours, run_naive):
-        leaves = [head.clone().requires_grad_()]
-        own_states = {i: x.clone().requires_grad_() for i, x in states.items()}
-        value = function(leaves[0], own_states)
-        found.append(
-            [
-                value,
-                *torch.autograd.grad(
-                    value, leaves + list(own_states.values()), materialize_grads=True
-                ),
-            ]
-        )
-    for ours, naive in zip(*found, strict=True):
-        torch.testing.assert_close(ours, naive, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("kind", ["live", "start"])
 def test_gradient_of_the_weights_equals_that_of_plain_forwards(device, policy, hf, kind):
-    """The no-grad forward of a live teacher changes nothing in the backward pass."""
+    """The loss of both micro-batches, one sequence at a time by transformers. The no-grad forward
+    of a live teacher changes nothing in the backward pass."""
     args = Args(hint="sibling", reward=("gsm8k",), dtype="float32", teacher=kind)
     made, hinted, halves = packed(device)
     teacher = policy if kind == "live" else load_reference(policy, args, device, kind=Teacher)
     count = sum(own.weights_T.sum() for own, _ in halves)
     for own, copies in halves:
-        logits = aligned(teacher.teach(copies), copies.weights_T > 0, own.weights_T > 0)
+        hinted_T = own.weights_T > 0
+        logits = aligned(teacher.teach(copies), copies.weights_T > 0, hinted_T)
         out = policy.distill(own, logits, DIVERGENCES[args.divergence])
-        (out.divergence_T * own.weights_T / count).sum().backward()
+        loss(out, hinted_T, count).sum().backward()
     frozen = copy.deepcopy(hf)
     for sample, prompt in zip(made, hinted, strict=True):
         if not prompt:
@@ -292,18 +192,6 @@ def test_gradient_of_the_weights_equals_that_of_plain_forwards(device, policy, h
 # ---- the moving teacher ----
 
 
-def test_average_moves_towards_the_policy_by_the_rate():
-    frozen, policy = nn.Linear(2, 2), nn.Linear(2, 2)
-    policy.bias.requires_grad_(False)  # not trained
-    start = {name: x.detach().clone() for name, x in frozen.named_parameters()}
-    move_towards(frozen, policy, 0.25)
-    torch.testing.assert_close(frozen.weight, 0.75 * start["weight"] + 0.25 * policy.weight)
-    assert torch.equal(frozen.bias, start["bias"])
-    for _ in range(60):
-        move_towards(frozen, policy, 0.5)
-    torch.testing.assert_close(frozen.weight, policy.weight)
-
-
 def test_teacher_with_adapters_is_the_policy_with_other_adapters(device, small):
     flags = dict(dtype="float32", lora_rank=2, hint="sibling", reward=("gsm8k",))
     args = Args(**flags)
@@ -321,34 +209,3 @@ def test_teacher_with_adapters_is_the_policy_with_other_adapters(device, small):
     assert torch.equal(policy.teach(mb).hidden_TD, moved)
     move_towards(teacher, policy, 1.0)
     torch.testing.assert_close(teacher.teach(mb).hidden_TD, moved)
-
-
-# ---- whole runs ----
-
-
-@pytest.fixture(scope="module")
-def flags(small, tmp_path_factory):
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(REWARD + SOME_DIGITS)
-    return (
-        *small, "--reward", f"{reward}:some_digits", "--max_steps", 3, "--save_every", 2,
-        "--prompts_per_step", 4, "--samples_per_prompt", 4, "--minibatches", 2,
-        "--epochs_per_rollout", 2, "--temperature", 0.8, "--max_new_tokens", 12, "--lr", 1e-3,
-        "--warmup_steps", 0, "--eval_every", 0, "--max_logprob_difference", 1e-4,
-        "--engine", "transformers",
-    )  # fmt: skip
-
-
-def test_default_run_without_a_hint_column_is_refused(main, small, tmp_path):
-    rows = tmp_path / "a.jsonl"
-    rows.write_text(json.dumps(dict(prompt="1+1=", answer="2")) + "\n")
-    flags = (*small, "--dataset", rows, "--eval_every", 0, "--output_dir", tmp_path / "run")
-    with pytest.raises(ValueError, match="^--hint solution: no row has a value in this column"):
-        main("self_distill", *flags, "--reward", "exact_match", "--hint", "solution")
-
-
-def test_template_is_tried_on_every_row_at_the_start():
-    rows = [dict(_source="a:1", prompt="p", x="1"), dict(_source="a:2", prompt="p")]
-    hint_filler("x", "{prompt} {hint}", rows)
-    with pytest.raises(ValueError, match="^a:2: --hint_template: no column x"):
-        hint_filler("x", "{hint} {x}", rows)

@@ -7,23 +7,12 @@ from itertools import chain
 
 import pytest
 from helpers import ROOT, metrics, run, samples
-from test_grpo import REWARD
 
 PATCHES = sorted(ROOT.glob("course/changes/*.patch"))
 SHORT = (
-    "--max_steps",
-    3,
-    "--eval_every",
-    0,
-    "--prompts_per_step",
-    4,
-    "--samples_per_prompt",
-    4,
-    "--engine",
-    "transformers",
-    "--max_new_tokens",
-    4,
-)
+    "--max_steps", 3, "--eval_every", 0, "--prompts_per_step", 4, "--samples_per_prompt", 4,
+    "--engine", "transformers", "--max_new_tokens", 4,
+)  # fmt: skip
 FLAGS = {
     "curriculum": ("--save_every", 1),
     "gfpo": ("--gfpo_keep", 2),
@@ -37,11 +26,8 @@ def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
     page = (ROOT / "course/changes/README.md").read_text()
     assert len(PATCHES) == 9
     for patch in PATCHES:
-        changed = [
-            line
-            for line in patch.read_text().splitlines()[2:]
-            if line[0] in "+-" and line[1:].strip()
-        ]
+        lines = patch.read_text().splitlines()[2:]
+        changed = [line for line in lines if line[0] in "+-" and line[1:].strip()]
         assert len(changed) <= 15 and f"({patch.name})" in page
         done = subprocess.run(
             ["patch", "--dry-run", ROOT / "grpo.py", patch], capture_output=True, text=True
@@ -51,24 +37,22 @@ def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
-def test_patched_script_runs(patch, small, main, monkeypatch, tmp_path):
+def test_patched_script_runs(patch, small, reward_file, main, monkeypatch, tmp_path):
     name, folder = f"changed_{patch.stem.replace('-', '_')}", tmp_path / "run"
     script = tmp_path / f"{name}.py"
     script.write_text((ROOT / "grpo.py").read_text())
     subprocess.run(["patch", script, patch], check=True, capture_output=True)
     flags = (*small, *SHORT, *FLAGS.get(patch.stem, ()), "--output_dir", folder)
     if patch.stem == "gfpo":
-        (tmp_path / "reward.py").write_text(REWARD)
-        flags += ("--reward", f"{tmp_path}/reward.py:digits")
+        flags += ("--reward", f"{reward_file}:digits")
     if patch.stem in ("curriculum", "muon"):
         run(2, script, *flags)
     else:
         monkeypatch.syspath_prepend(tmp_path)
         main(name, *flags)
     lines = [line for line in metrics(folder) if line["step"] > 0]
-    assert [line["step"] for line in lines] == [1, 2, 3] and all(
-        math.isfinite(line["loss"]) for line in lines
-    )
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(math.isfinite(line["loss"]) for line in lines)
     if patch.stem == "model-as-reward":
         assert all(line["reward"] < -1 for line in lines)
     if patch.stem == "token-advantage":

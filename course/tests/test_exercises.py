@@ -41,11 +41,8 @@ def test_sections_of_the_exercises_are_those_of_the_primer():
 
 @pytest.mark.slow
 def test_all_right_solutions_pass_and_each_wrong_one_fails_its_own_test():
-    assert (
-        len(EXERCISES) == 24
-        and all(len(exercise.wrong) == 3 for exercise in EXERCISES)
-        and len(BUGS) == 4
-    )
+    assert len(EXERCISES) == 24 and len(BUGS) == 4
+    assert all(len(exercise.wrong) == 3 for exercise in EXERCISES)
     assert mark("--check")[-1] == "28 of 28 right, 76 of 76 caught"
 
 
@@ -70,11 +67,8 @@ def test_each_solution_is_marked_and_affects_no_other(tmp_path):
     (tmp_path / "bug_4.py").write_text((ROOT / "rloo.py").read_text())
     names = ("gae", "kl", "dft", "clip", "pass_at_k", "dpo", "ipo", "importance", "bug_4", "bug_1")
     lines = mark("--work", tmp_path, "--limit", 3, *names)
-    found = {
-        m[1]: m[2]
-        for line in lines
-        if (m := re.match(r"(?:\d\d )?(\w+) +((?:right|wrong|error|not begun).*)", line))
-    }
+    verdict = r"^(?:\d\d )?(\w+) +((?:right|wrong|error|not begun).*)$"
+    found = dict(re.findall(verdict, "\n".join(lines), re.MULTILINE))
     assert found.pop("clip").partition("line ")[0] == "error: "
     assert found == {
         "gae": "right",
@@ -88,9 +82,8 @@ def test_each_solution_is_marked_and_affects_no_other(tmp_path):
         "bug_1": "not begun",
     }
     after = lines[next(i for i, line in enumerate(lines) if "wrong: near" in line) :]
-    assert after[2] == "tests/objectives/test_cases.py::test_k2_and_k3_agree_near_0" and after[
-        4
-    ].startswith("assert ")
+    assert after[2] == "tests/objectives/test_cases.py::test_k2_and_k3_agree_near_0"
+    assert after[4].startswith("assert ")
 
 
 def test_files_are_written_once_and_unknown_names_are_refused(tmp_path):
@@ -101,9 +94,8 @@ def test_files_are_written_once_and_unknown_names_are_refused(tmp_path):
     path.write_text(path.read_text() + "# mine\n")
     assert mark("--work", tmp_path)[-1].startswith("0 right, 0 wrong, 0 error, 28 not begun; ")
     assert path.read_text().endswith("# mine\n") and len(list(tmp_path.glob("*.py"))) == 28
-    with pytest.raises(
-        AssertionError, match="ONLY=gea: no such exercise; choose from sft_row, pack"
-    ):
+    words = "ONLY=gea: no such exercise; choose from sft_row, pack"
+    with pytest.raises(AssertionError, match=words):
         mark("--work", tmp_path, "gea")
 
 

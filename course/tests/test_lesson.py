@@ -38,11 +38,8 @@ def test_commands_of_the_page_are_those_of_the_description(name):
     lesson = module.read_lesson(name)
     commands = [*lesson.before.values(), *map(lesson.command, lesson.yours)]
     assert [command for command in commands if command not in page_of(lesson)] == []
-    shown = [
-        each
-        for each in (name, str(int(name[:2])))
-        if f"python course/lesson.py {each} " in page_of(lesson)
-    ]
+    names = (name, str(int(name[:2])))
+    shown = [each for each in names if f"python course/lesson.py {each} " in page_of(lesson)]
     assert shown and module.read_lesson(shown[0]) == lesson
 
 
@@ -65,12 +62,10 @@ def test_commands_are_valid(name, monkeypatch):
 def test_every_arm_has_stored_seeds_and_the_page_their_numbers(name):
     lesson = module.read_lesson(name)
     stored = json.loads(lesson.path.with_suffix(".json").read_text())
-    assert [(arm, [*runs]) for arm, runs in stored.items()] == [
-        (arm, ["1", "2", "3"]) for arm in lesson.arms
-    ]
-    assert all(
-        {*run} == {"seconds", *lesson.names} for runs in stored.values() for run in runs.values()
-    )
+    assert [*stored] == [*lesson.arms]
+    for runs in stored.values():
+        assert [*runs] == ["1", "2", "3"]
+        assert all({*run} == {"seconds", *lesson.names} for run in runs.values())
     assert max(run["seconds"] for arm in lesson.yours for run in stored[arm].values()) < 120
     assert " ".join(module.table(lesson).split()) in page_of(lesson)
     picture = lesson.path.with_suffix(".png")
@@ -98,19 +93,20 @@ def small(tmp_path, monkeypatch) -> module.Lesson:
 @pytest.mark.slow
 def test_finished_runs_are_not_repeated_and_others_start_anew(small, monkeypatch):
     launched, launch = [], module.launch
-    monkeypatch.setattr(
-        module, "launch", lambda command: (launched.append(command), launch(command))
-    )
+
+    def noted(command: str) -> None:
+        launched.append(command)
+        launch(command)
+
+    monkeypatch.setattr(module, "launch", noted)
     module.store(small)
     assert launched == [small.command(arm, seed) for seed in (1, 2, 3) for arm in ("once", "twice")]
     stored = small.path.with_suffix(".json").read_text()
     assert json.loads(stored)["twice"]["3"]["score"] == [[1, 6.0], [2, 12.0]]
     (module.ROOT / small.folder("twice", 3) / "seconds").unlink()
     module.store(small)
-    assert (
-        launched[6:] == [small.command("twice", 3)]
-        and small.path.with_suffix(".json").read_text() == stored
-    )
+    assert launched[6:] == [small.command("twice", 3)]
+    assert small.path.with_suffix(".json").read_text() == stored
 
 
 def write_stored(lesson: module.Lesson, **scores: list[float]) -> None:
@@ -157,29 +153,11 @@ def test_errors_are_one_line(small, number, message, monkeypatch, capsys):
     assert call_main(module.main, ["lesson.py", number], 2, monkeypatch, capsys)[1] == message
 
 
-def test_run_that_has_not_finished_a_step_is_one_line(small, monkeypatch, capsys):
-    folder = module.ROOT / small.folder("once")
-    folder.mkdir(parents=True)
-    (folder / "args.yaml").write_text("seed: 0")
-    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/solved": 0.5}\n')
-    said = call_main(module.main, ["lesson.py", 7], 2, monkeypatch, capsys)[1]
-    assert said == f"error: {folder}: no finished step; resume it\n"
-
-
 @pytest.mark.slow
 def test_a_noisy_engine_is_refused(tmp_path):
     """Without noise, the same program trains."""
-    flags = (
-        "--config",
-        "configs/course_rl.yaml",
-        "--engine",
-        "transformers",
-        "--max_steps",
-        1,
-        "--eval_every",
-        0,
-    )
-    command = "course/lessons/noisy_engine.py", *flags, "--output_dir", tmp_path
+    flags = "--config configs/course_rl.yaml --engine transformers --max_steps 1 --eval_every 0"
+    command = "course/lessons/noisy_engine.py", *flags.split(), "--output_dir", tmp_path
     refused = run(1, *command, "--noise", 0.2, code=1)
     assert "error: engine and trainer log-probs differ" in refused.stderr
     run(1, *command, "--noise", 0)

@@ -29,24 +29,16 @@ def test_counts_of_a_group():
 
 def test_lengths_of_right_and_wrong_chains():
     row = dict(answer="264")
-    assert COUNTS["chains"]("247+9=256+8=264?264", row, [5] * 20) == (
-        1,
-        dict(right_length=20, right_checks=1),
-    )
-    assert COUNTS["chains"]("247+9=256+8=254", row, [5] * 16) == (
-        0,
-        dict(wrong_length=16, wrong_checks=0),
-    )
+    right = COUNTS["chains"]("247+9=256+8=264?264", row, [5] * 20)
+    assert right == (1, dict(right_length=20, right_checks=1))
+    wrong = COUNTS["chains"]("247+9=256+8=254", row, [5] * 16)
+    assert wrong == (0, dict(wrong_length=16, wrong_checks=0))
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(-5, 5), st.floats(0, 1)),
-        min_size=1,
-        max_size=7,
-        unique_by=lambda pair: pair[0],
-    )
-)
+pair = st.tuples(st.floats(-5, 5), st.floats(0, 1))
+
+
+@given(st.lists(pair, min_size=1, max_size=7, unique_by=lambda pair: pair[0]))
 def test_best_of_n_is_the_mean_over_all_choices(pairs):
     score_S, value_S = np.array(pairs).T
     for n in range(1, len(pairs) + 1):
@@ -73,21 +65,16 @@ def test_demonstrations_are_partly_right_and_pairs_always(rows, reward):
     assert len({row["prompt"] for row in test}) == len(test)
     for row in train + test:
         assert (reward(row["chosen"], row), reward(row["rejected"], row)) == (1, 0)
-        assert set(row["prompt"] + row["completion"] + row["chosen"] + row["rejected"]) <= set(
-            string.printable
-        )
+        text = row["prompt"] + row["completion"] + row["chosen"] + row["rejected"]
+        assert set(text) <= set(string.printable)
     assert 0.3 < mean(reward(row["completion"], row) for row in train) < 0.7
 
 
 def test_a_number_has_many_right_splits():
-    right = {
-        (row["prompt"], row["completion"])
-        for row in SPLITS["train"]
-        if split(row["completion"], row)
-    }
-    assert all(
-        int(prompt[:-1]) == sum(map(int, completion.split("+"))) for prompt, completion in right
-    )
+    rows = [row for row in SPLITS["train"] if split(row["completion"], row)]
+    right = {(row["prompt"], row["completion"]) for row in rows}
+    for prompt, completion in right:
+        assert int(prompt[:-1]) == sum(map(int, completion.split("+")))
     assert min(Counter(prompt for prompt, _ in right).values()) >= 10
 
 
@@ -98,10 +85,8 @@ def test_chains_have_many_lengths_and_lose_only_carries():
     checks: dict[float, list[int]] = {0: [], 1: []}  # by reward
     for row in rows:
         checks[gsm8k_flexible(row["completion"], row)].append(row["completion"].count("?"))
-    assert {len(row["completion"]) for row in rows} == set(range(9, 39, 2)) - {
-        11,
-        35,
-    }  # without EOS
+    lengths = {len(row["completion"]) for row in rows}  # without EOS
+    assert lengths == set(range(9, 39, 2)) - {11, 35}
     assert mean(checks[1]) > 1.5 * mean(checks[0])
     assert all(checks[worth].count(n) > 10 for worth in checks for n in range(5))
     for row in rows:
@@ -109,12 +94,10 @@ def test_chains_have_many_lengths_and_lose_only_carries():
         chain, *repeated = row["completion"].split("?")
         first, *steps = chain.replace("=", "+").split("+")
         terms, sums = steps[::2], [first, *steps[1::2]]
-        assert "+".join([first, *terms]) + "=" == row["prompt"] and {*repeated} <= {
-            sums[-1]
-        }  # a check repeats the sum
-        for before, term, after in zip(
-            map(int, sums[:-1]), map(int, terms), map(int, sums[1:]), strict=True
-        ):
+        assert "+".join([first, *terms]) + "=" == row["prompt"]
+        assert {*repeated} <= {sums[-1]}  # a check repeats the sum
+        columns = (map(int, texts) for texts in (sums[:-1], terms, sums[1:]))
+        for before, term, after in zip(*columns, strict=True):
             right = before + term
             assert after in (right, right - 10 * (before // 10 != right // 10))
 

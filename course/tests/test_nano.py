@@ -35,9 +35,7 @@ COLUMNS = dict(
     grpo=dict(prompt=PROMPTS, answer=["10203", "20406", "30609", "40812"]),
 )
 ROWS = {
-    name: [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    name: [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for name, columns in COLUMNS.items()
 }
 FLAGS = dict(

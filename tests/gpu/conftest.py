@@ -19,15 +19,7 @@ import torch
 from on_gpu import ON_CPU
 
 HERE = Path(__file__).parent
-FILES = (
-    "test_logprobs",
-    "test_ranks",
-    "test_attention",
-    "test_models",
-    "test_offload",
-    "test_engine",
-    "test_commands",
-)
+FILES = "logprobs ranks attention models offload engine commands".split()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -43,7 +35,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if item.path.parent == HERE]
-    order = iter(sorted(here, key=lambda item: FILES.index(item.path.stem)))
+    order = iter(sorted(here, key=lambda item: FILES.index(item.path.stem[5:])))
     items[:] = [next(order) if item.path.parent == HERE else item for item in items]
 
 

@@ -26,19 +26,8 @@ from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
 from common.train.optim import adamw, optimizer_step
 
-TEXTS = (
-    "1+1=",
-    "123+4=",
-    "a",
-    "the quick brown fox jumps over",
-    "1+1=",
-    "9",
-    "x" * 40,
-    "7 times 8 is ",
-)
-
-
-Args = OnlineArgs  # flags of a script that samples and trains
+TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=", "9", "x" * 40,
+         "7 times 8 is ")  # fmt: skip
 
 
 class Both:
@@ -47,12 +36,9 @@ class Both:
     def __init__(self, kind: str, dtype: str, path: str, trained: bool = True):
         self.device, *_ = distributed.setup(0)
         # A part of the GPU that fits beside other programs.
-        self.args = Args(
-            engine=kind,
-            dtype=dtype,
-            max_new_tokens=24,
-            engine_args=("gpu_memory_utilization=0.3",),
-            lr=1e-2,
+        part = ("gpu_memory_utilization=0.3",)
+        self.args = OnlineArgs(
+            engine=kind, dtype=dtype, max_new_tokens=24, engine_args=part, lr=1e-2
         )
         tokenizer = load_tokenizer(path)
         self.policy = load_policy(path, self.args, self.device)

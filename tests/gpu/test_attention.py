@@ -14,10 +14,8 @@ from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 
 LENGTHS = (131, 64, 64, 37, 17, 2, 1)
-BOUNDS = {
-    torch.bfloat16: 1.5e-2,
-    torch.float32: 2e-5,
-}  # relative norm; bfloat16 rounds by up to 2^-9 at every step
+# Relative norm; bfloat16 rounds by up to 2^-9 at every step.
+BOUNDS = {torch.bfloat16: 1.5e-2, torch.float32: 2e-5}
 
 
 def packed(query, key, value, mb, window):
@@ -42,29 +40,27 @@ def separate(query, key, value, mb, window):
     return torch.cat(outputs)
 
 
+def draw(device, dtype, heads, head_dim, tokens, outputs) -> list[torch.Tensor]:
+    """Return query, key and value of `tokens`, and weights of the outputs."""
+    generator = torch.Generator().manual_seed(head_dim)
+    shapes = [(1, n, tokens, head_dim) for n in (heads[0], heads[1], heads[1])]
+    shapes.append((outputs, heads[0], head_dim))
+    return [torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
 def errors(
     device, dtype, heads, head_dim, window, lengths, recompute, window_there="same"
 ) -> list[float]:
     """Return the errors of the output and of the gradients of query, key and value, relative to
     float64."""
-    (mb,) = pack(
-        [Sample([1] * (n + 1), [True] * (n + 1)) for n in lengths], 10_000, torch.device(device)
-    )
-    generator, T = torch.Generator().manual_seed(head_dim), len(mb.targets_T)
-    query, key, value, weights = (
-        torch.randn(*shape, generator=generator).to(device, dtype)
-        for shape in (
-            (1, heads[0], T, head_dim),
-            *[(1, heads[1], T, head_dim)] * 2,
-            (T, heads[0], head_dim),
-        )
-    )
+    samples = [Sample([1] * (n + 1), [True] * (n + 1)) for n in lengths]
+    (mb,) = pack(samples, 10_000, torch.device(device))
+    T = len(mb.targets_T)
+    *qkv, weights = draw(device, dtype, heads, head_dim, T, T)
     results = []
-    for function, of in (
-        (packed, window),
-        (separate, window if window_there == "same" else window_there),
-    ):
-        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+    there = window if window_there == "same" else window_there
+    for function, of in ((packed, window), (separate, there)):
+        inputs = [x.clone().requires_grad_() for x in qkv]
         if recompute and function is packed:
             out = checkpoint(function, *inputs, mb, of, use_reentrant=False)
         else:
@@ -106,15 +102,12 @@ def test_attention_behind_a_shared_prefix_equals_that_of_whole_sequences(
     for sample in chain(*samples):
         sample.loss_mask = [True] * len(sample.ids)
     (mb,) = pack_groups(samples, 10_000, torch.device(device), share_prefix=1)
-    tokens, generator = mb.model_tokens, torch.Generator().manual_seed(0)
-    t, T = len(tokens.targets_T), len(mb.targets_T)
-    query, key, value, weights = (
-        torch.randn(*shape, generator=generator).to(device, dtype)
-        for shape in ((1, heads[0], t, 64), *[(1, heads[1], t, 64)] * 2, (T, heads[0], 64))
-    )
+    tokens = mb.model_tokens
+    sizes = len(tokens.targets_T), len(mb.targets_T)
+    *qkv, weights = draw(device, dtype, heads, 64, *sizes)
     results = []
     for shared in (True, False):
-        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        inputs = [x.clone().requires_grad_() for x in qkv]
         if shared:
             out = packed(*inputs, tokens, window)[tokens.rows_T]
         else:

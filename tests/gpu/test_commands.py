@@ -33,26 +33,16 @@ SMALL_ONLINE = (
 def page_commands() -> list[tuple[str, ...]]:
     """Return the lines of docs/launch.md that launch a script on eight GPUs, without those that
     need a user's files."""
-    lines = re.findall(
-        r"^\|.*`torchrun --nproc_per_node 8 (.*)` \|$", (ROOT / "docs/launch.md").read_text(), re.M
-    )
+    page = (ROOT / "docs/launch.md").read_text()
+    lines = re.findall(r"^\|.*`torchrun --nproc_per_node 8 (.*)` \|$", page, re.M)
     commands = [tuple(NAMES.get(word, word) for word in line.split()) for line in lines]
-    return [
-        words
-        for words in commands
-        if not any("./" in word or "checkpoints" in word for word in words)
-    ]
+    return [c for c in commands if not any("./" in word or "checkpoints" in word for word in c)]
 
 
 def test_page_contains_the_tested_commands():
     """Part of the ordinary suite: the other tests take their commands from docs/launch.md."""
     commands = page_commands()
-    assert {words[0] for words in commands} >= {
-        *OFFLINE,
-        "grpo.py",
-        "online_dpo.py",
-        "eval.py",
-    }
+    assert {words[0] for words in commands} >= {*OFFLINE, "grpo.py", "online_dpo.py", "eval.py"}
     recipes = [words[words.index("--config") + 1] for words in commands if "--config" in words]
     assert len(recipes) >= 5 and all((ROOT / recipe).is_file() for recipe in recipes)
 
@@ -66,18 +56,12 @@ def test_demo_learns_and_exits_cleanly(tmp_path):
     for path in [*ROOT.glob("*.py"), ROOT / "common", ROOT / "configs"]:
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
     done = subprocess.run(
-        [sys.executable, "demo.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        [sys.executable, "demo.py"], cwd=tmp_path, capture_output=True, text=True,
         timeout=6 * PATIENCE,
-    )
+    )  # fmt: skip
     assert "greedy exact match" in finished(done).stdout
-    scores = [
-        line["eval/solved"]
-        for line in metrics(tmp_path / "runs/demo/grpo")
-        if "eval/solved" in line
-    ]
+    lines = metrics(tmp_path / "runs/demo/grpo")
+    scores = [line["eval/solved"] for line in lines if "eval/solved" in line]
     assert scores[0] < 0.6 and scores[-1] > 0.8, scores
 
 
@@ -107,22 +91,15 @@ def test_page_commands_run(words, tmp_path, from_the_hub):
         mine += ["--eval_size", 64]
     else:
         mine += ["--max_steps", STEPS, "--eval_every", 0, "--save_every", 100]
-    if script == "ppo.py":
-        mine += [
-            "--value_warmup_steps",
-            1,
-        ]  # the five steps of the recipe would leave no step to the policy
+    if script == "ppo.py":  # the five steps of the recipe would leave no step to the policy
+        mine += ["--value_warmup_steps", 1]
     if ON_CPU:
         mine += [] if online else ["--max_length", 512]
         mine += ["--prompts_per_step", 8] if online and script != "eval.py" else []
         mine += ["--rollout_ranks", 1] if "--rollout_ranks" in flags else []
         ranks = 2 if "--rollout_ranks" in flags else 1
-    more = (
-        {}
-        if ON_CPU
-        else {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "OMP_NUM_THREADS": "8"}
-    )
-    launch(ranks, script, *mine, **more)
+    more = dict(HF_HUB_OFFLINE=os.environ.get("HF_HUB_OFFLINE", "0"), OMP_NUM_THREADS="8")
+    launch(ranks, script, *mine, **({} if ON_CPU else more))
     if script == "eval.py":
         assert json.loads((tmp_path / "results.json").read_text())["overall"]["prompts"] == 64
         return
@@ -131,20 +108,13 @@ def test_page_commands_run(words, tmp_path, from_the_hub):
     for line in lines:
         assert line["time/step"] > 0 and line["tokens_per_second"] > 0
         assert not online or {"time/reward", "time/train"} <= line.keys()
-        if (
-            online and "--rollout_ranks" not in flags
-        ):  # otherwise the engine's weights may be older, and only time/wait is logged
+        # On rollout ranks the engine's weights may be older, and only time/wait is logged.
+        if online and "--rollout_ranks" not in flags:
             assert {"time/sync", "time/rollout"} <= line.keys()
             assert line["sampling/sampling_logp_difference/mean"] < 0.02
         assert ON_CPU or line["memory/device_peak_gb"] > 0
-    shown = {
-        name: value
-        for name, value in lines[-1].items()
-        if name.startswith(("time/", "memory/")) or name == "mfu"
-    }
-    print(
-        "\n" + " ".join(words),
-        *(f"{name} {value:.3g}" for name, value in shown.items()),
-        sep="\n  ",
-    )
+    print(f"\n{' '.join(words)}")
+    for name, value in lines[-1].items():
+        if name.startswith(("time/", "memory/", "mfu")):
+            print(f"  {name} {value:.3g}")
     assert Path(tmp_path, "hf", "config.json").is_file()

@@ -15,12 +15,8 @@ def inputs(device, dtype, T, D, V):
     models, then targets and weights."""
     generator = torch.Generator(device).manual_seed(0)
     hidden_TD = torch.randn(T, D, device=device, generator=generator).to(dtype).requires_grad_()
-    head_VD = (
-        torch.randn(V, D, device=device, generator=generator)
-        .mul_(2 * D**-0.5)
-        .to(dtype)
-        .requires_grad_()
-    )
+    head_VD = torch.randn(V, D, device=device, generator=generator).mul_(2 * D**-0.5)
+    head_VD = head_VD.to(dtype).requires_grad_()
     targets_T = torch.randint(V, (T,), device=device, generator=generator)
     weights_2T = torch.randn(2, T, device=device, generator=generator)
     return hidden_TD, head_VD, targets_T, weights_2T
@@ -47,9 +43,8 @@ def test_token_logprobs_equal_float64(device, dtype, temperature):
     case, and test_logprobs.test_token_logprobs_and_gradient_equal_naive_code."""
     large = device == "cuda"
     T = 1024 if large else 2 * CPU_CHUNK + 3
-    hidden_TD, head_VD, targets_T, weights_2T = inputs(
-        device, dtype, T, *((2048, 151_936) if large else (64, 1000))
-    )
+    sizes = (2048, 151_936) if large else (64, 1000)
+    hidden_TD, head_VD, targets_T, weights_2T = inputs(device, dtype, T, *sizes)
     logprobs_T, entropy_T, *_ = token_logprobs(Logits(hidden_TD, head_VD), targets_T, temperature)
     ours_2T = torch.stack([logprobs_T, entropy_T])
     assert ours_2T.dtype == torch.float32

@@ -42,12 +42,8 @@ def theirs(device) -> tuple[torch.Tensor, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64).to(device)
     everything = []
     for sample in samples():
-        logits = (
-            model(torch.tensor([sample.ids[:-1]], device=device), use_cache=False)
-            .logits[0]
-            .double()
-        )
-        targets = torch.tensor(sample.ids[1:], device=device)
+        ids, targets = (torch.tensor(x, device=device) for x in ([sample.ids[:-1]], sample.ids[1:]))
+        logits = model(ids, use_cache=False).logits[0].double()
         logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         (logprobs * torch.tensor(sample.loss_mask[1:], device=device)).sum().backward()
         everything.append(logprobs.detach())
@@ -79,25 +75,18 @@ def test_experts_without_tokens_have_zero_gradients(model_type, dtype, lengths, 
         policy = load_policy(path, TrainArgs(dtype=dtype), where)
         for _ in range(3):
             policy.zero_grad()
-            (mb,) = pack(
-                [Sample([i % VOCABULARY for i in s.ids], s.loss_mask) for s in samples(lengths)],
-                100,
-                where,
-            )
+            rows = [Sample([i % VOCABULARY for i in s.ids], s.loss_mask) for s in samples(lengths)]
+            (mb,) = pack(rows, 100, where)
             policy(mb)[0].sum().backward()
         named = sorted(policy.hf.named_parameters())
         gradients.append({name: p.grad.full_tensor().float().cpu() for name, p in named})
     ours, exact = gradients
-    assert (
-        relative_error(*(torch.cat([g.flatten() for g in of.values()]) for of in gradients))
-        < GRADIENT[dtype]
-    )
-    experts = [name for name in exact if "experts" in name]
-    unused = {name: exact[name].flatten(1).abs().amax(1) == 0 for name in experts}
-    assert lengths != (2,) or all(unused[name].any() for name in experts)
-    assert all(
-        ours[name].isfinite().all() and (ours[name][unused[name]] == 0).all() for name in experts
-    )
+    flat = (torch.cat([g.flatten() for g in of.values()]) for of in gradients)
+    assert relative_error(*flat) < GRADIENT[dtype]
+    for name in (name for name in exact if "experts" in name):
+        unused = exact[name].flatten(1).abs().amax(1) == 0
+        assert lengths != (2,) or unused.any()
+        assert ours[name].isfinite().all() and (ours[name][unused] == 0).all()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -112,12 +101,10 @@ def test_compiled_blocks_give_equal_logprobs_and_compile_few_times(recompute, de
     if ON_CPU:
         if recompute:
             pytest.skip("on a CPU recomputed blocks may be compiled again")
-        monkeypatch.setattr(
-            torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager")
-        )
-        monkeypatch.setattr(
-            common.model.logprobs, "fused", partial(torch.compile, backend="aot_eager")
-        )
+        compile_eagerly = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+        monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+        fused = partial(torch.compile, backend="aot_eager")
+        monkeypatch.setattr(common.model.logprobs, "fused", fused)
     args = dict(dtype="bfloat16", activation_checkpointing=recompute)
     torch._dynamo.reset()
     counters.clear()

@@ -15,111 +15,77 @@ from in_process import REWARD, write_teacher
 from on_gpu import DTYPES, ON_CPU, gpu, launch, needs_vllm, started
 
 pytestmark = gpu(2, shared=True)
-ENGINES = (
-    "transformers",
-    pytest.param("vllm", marks=[needs_vllm, gpu(2)]),
-)  # vLLM does not share a GPU
+# vLLM does not share a GPU.
+ENGINES = ("transformers", pytest.param("vllm", marks=[needs_vllm, gpu(2)]))
 STEPS = 2 if ON_CPU else 3
 SHORT = ("--max_steps", STEPS, "--eval_size", 16, "--save_every", 100)
-SCRIPTS = (
-    "sft",
-    "dpo",
-    "kto",
-    "rm",
-    "grpo",
-    "dapo",
-    "reinforce",
-    "rloo",
-    "ppo",
-    "online_dpo",
-    "bok",
-    "distill",
-    "self_distill",
-)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[::-1])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_gradient_is_equal_on_one_and_two_ranks(script, dtype, tmp_path):
-    """NCCL replaces gloo, and the device of a rank is not always the first. Loss and gradient norm
-    of every script equal those of one rank, up to rounding. CPU twins: the tests of each script, to
-    1e-5."""
-    teacher = ("--teacher", write_teacher(tmp_path / "teacher")) if script == "distill" else ()
-    compare(script, dtype, tmp_path, *teacher)
+OFFLINE = ("sft", "dpo", "kto", "rm")
+ONLINE = ("grpo", "dapo", "reinforce", "rloo", "ppo", "online_dpo", "bok", "distill",
+          "self_distill")  # fmt: skip
+# Besides the defaults of every script: adapters on frozen shards, moments or all states on the
+# host, recomputed blocks, and a vision tower that is trained.
+MODES = [
+    ("sft", "--lora_rank 8"),
+    ("grpo", "--lora_rank 8 --beta 0.1"),
+    ("ppo", "--lora_rank 8"),
+    ("grpo", "--lora_rank 8 --beta 0.1 --offload all"),
+    ("sft", "--offload optimizer"),
+    ("grpo", "--offload all"),
+    ("rm", "--activation_checkpointing true"),
+    ("sft", "--vision train"),
+    ("grpo", "--vision train"),
+]
 
 
 @pytest.mark.parametrize(
-    ("script", "flags"),
+    ("script", "dtype", "flags"),
     [
-        ("sft", ("--lora_rank", 8)),
-        ("grpo", ("--lora_rank", 8, "--beta", 0.1)),
-        ("ppo", ("--lora_rank", 8)),
-        ("grpo", ("--lora_rank", 8, "--beta", 0.1, "--offload", "all")),
-        ("sft", ("--offload", "optimizer")),
-        ("grpo", ("--offload", "all")),
-        ("rm", ("--activation_checkpointing", "true")),
+        *((script, dtype, "") for script in (*OFFLINE, *ONLINE) for dtype in DTYPES[::-1]),
+        *((script, "float32", flags) for script, flags in MODES),
     ],
 )
-def test_gradient_with_adapters_or_offload_is_equal_on_one_and_two_ranks(script, flags, tmp_path):
-    """The same with adapters on frozen shards, moments or all states on the host, and recomputed
-    blocks. CPU twins: test_lora and test_memory."""
-    compare(script, "float32", tmp_path, *flags)
-
-
-@pytest.mark.parametrize("script", ["sft", "grpo"])
-def test_images_train_alike_on_one_and_two_ranks(script, tmp_path):
-    """Loss and gradient norm, the trained vision tower included. CPU twin:
-    test_runs.test_ranks_without_pictures_change_nothing."""
-    squares = ("--model", "tiny-images", "--dataset", "squares", "--prompt_format", "plain")
-    if script == "grpo":  # an untrained model has no right answers, but digits
-        (tmp_path / "digits.py").write_text(REWARD)
-        squares += ("--reward", f"{tmp_path}/digits.py:digits", "--max_new_tokens", 16)
-    compare(script, "float32", tmp_path, *squares, "--vision", "train")
+def test_gradient_is_equal_on_one_and_two_ranks(script, dtype, flags, tmp_path):
+    """NCCL replaces gloo, and the device of a rank is not always the first. Loss and gradient norm
+    equal those of one rank, up to rounding. CPU twins: test_every_script to 1e-5, test_lora,
+    test_memory, and test_runs of extras/images."""
+    flags = flags.split()
+    if script == "distill":
+        flags += ["--teacher", write_teacher(tmp_path / "teacher")]
+    if "--vision" in flags:
+        flags += "--model tiny-images --dataset squares --prompt_format plain".split()
+        if script == "grpo":  # an untrained model has no right answers, but digits
+            (tmp_path / "digits.py").write_text(REWARD)
+            flags += ["--reward", f"{tmp_path}/digits.py:digits", "--max_new_tokens", 16]
+    compare(script, dtype, tmp_path, *flags)
 
 
 def compare(script: str, dtype: str, folder: Path, *flags: object) -> None:
     """Check that a script has the same loss and gradient norm on one and two ranks. In bfloat16,
     where the engine's samples may differ after the first update, only at the first step."""
-    sampling = () if script in ("sft", "dpo", "kto", "rm") else ("--engine", "transformers")
+    sampling = () if script in OFFLINE else ("--engine", "transformers")
     for ranks in (1, 2):
-        launch(
-            ranks,
-            f"{script}.py",
-            *SHORT,
-            *sampling,
-            "--dtype",
-            dtype,
-            "--output_dir",
-            folder / str(ranks),
-            *flags,
-        )
+        place = ("--dtype", dtype, "--output_dir", folder / str(ranks))
+        launch(ranks, f"{script}.py", *SHORT, *sampling, *place, *flags)
     names = ("loss", "grad_norm")
     # A loss may be a sum of terms of size 1 that nearly cancel.
     if dtype == "float32":
         assert_close_metrics(folder / "1", folder / "2", names, rel=2e-3, floor=0.1)
         return assert_close_metrics(folder / "1", folder / "2", ("num_tokens", "epoch"), rel=0)
-    firsts = [next(line for line in metrics(folder / ranks) if line["step"] == 1) for ranks in "12"]
-    assert all(
-        abs(firsts[0][name] - firsts[1][name]) < 0.03 * (0.1 + abs(firsts[0][name]))
-        for name in names
-    ), firsts
+    one, two = (
+        next(line for line in metrics(folder / ranks) if line["step"] == 1) for ranks in "12"
+    )
+    for name in names:
+        assert abs(one[name] - two[name]) < 0.03 * (0.1 + abs(one[name])), (name, one, two)
 
 
 @pytest.mark.parametrize("script", ["sft", "ppo"])
 def test_replica_on_each_gpu_trains_like_one_model(script, tmp_path):
     """NCCL averages the gradients of two replicas once per step in separate groups; ppo.py trains
-    two models. CPU twin: test_mesh.test_ppo_with_replicas_trains_like_one_model."""
+    two models. CPU twin: test_lora.test_ppo_with_adapters_does_not_depend_on_ranks."""
     for shard_ranks in (2, 1):
         sampling = () if script == "sft" else ("--engine", "transformers")
-        flags = (
-            *SHORT,
-            *sampling,
-            "--dtype",
-            "float32",
-            "--output_dir",
-            tmp_path / str(shard_ranks),
-        )
-        launch(2, f"{script}.py", *flags, "--shard_ranks", shard_ranks)
+        place = ("--shard_ranks", shard_ranks, "--output_dir", tmp_path / str(shard_ranks))
+        launch(2, f"{script}.py", *SHORT, *sampling, "--dtype", "float32", *place)
     assert_close_metrics(tmp_path / "2", tmp_path / "1", ("loss", "grad_norm"), rel=2e-3, floor=0.1)
 
 
@@ -128,49 +94,23 @@ def test_context_ranks_train_like_one_gpu(script, tmp_path):
     """All-to-all around attention on one communicator, while FSDP gathers the next block on
     another, must not deadlock: more steps than in other tests, and recomputed blocks. Loss and
     gradient norm of the first steps are those of one GPU. CPU twin:
-    test_placement.test_scripts_with_context_ranks_train_like_one_rank."""
+    test_placement.test_scripts_with_context_ranks_are_like_one_rank."""
     sampling = ("--engine", "transformers") if script == "grpo" else ()
-    flags = (
-        "--max_steps",
-        STEPS if ON_CPU else 20,
-        "--eval_size",
-        16,
-        "--save_every",
-        100,
-        "--dtype",
-        "float32",
-    )
+    flags = ("--max_steps", STEPS if ON_CPU else 20, "--eval_size", 16, "--save_every", 100)
     for ranks in (1, 2):
-        where = (
-            "--context_ranks",
-            ranks,
-            "--pack_tokens",
-            8192 // ranks,
-            "--output_dir",
-            tmp_path / str(ranks),
-        )
-        launch(
-            ranks, f"{script}.py", *flags, *sampling, *where, "--activation_checkpointing", "true"
-        )
+        where = ("--context_ranks", ranks, "--pack_tokens", 8192 // ranks)
+        where += ("--output_dir", tmp_path / str(ranks))
+        exact = ("--dtype", "float32", "--activation_checkpointing", "true")
+        launch(ranks, f"{script}.py", *flags, *sampling, *where, *exact)
     firsts = [
         [line for line in metrics(tmp_path / ranks) if line["step"] > 0][:STEPS] for ranks in "12"
     ]
     for one, two in zip(*firsts, strict=True):
         assert one["num_tokens"] == two["num_tokens"]
-        assert all(
-            abs(one[name] - two[name]) < 2e-3 * (0.1 + abs(one[name]))
-            for name in ("loss", "grad_norm")
-        )
-    launch(
-        2,
-        f"{script}.py",
-        *flags[:6],
-        *sampling,
-        "--context_ranks",
-        2,
-        "--output_dir",
-        tmp_path / "bfloat16",
-    )
+        for name in ("loss", "grad_norm"):
+            assert abs(one[name] - two[name]) < 2e-3 * (0.1 + abs(one[name])), name
+    where = ("--context_ranks", 2, "--output_dir", tmp_path / "bfloat16")
+    launch(2, f"{script}.py", *flags, *sampling, *where)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -186,32 +126,20 @@ def test_dedicated_rollout_ranks_respect_staleness(engine, staleness, tmp_path):
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
     assert max(line["sampling/staleness/max"] for line in lines) <= staleness
     for line in lines:
-        assert (
-            line["sampling/staleness/max"] > 0
-            or line["sampling/sampling_logp_difference/mean"] < 0.02
-        )
+        is_stale = line["sampling/staleness/max"] > 0
+        assert is_stale or line["sampling/sampling_logp_difference/mean"] < 0.02
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["trains", "generates"])
 def test_killed_rank_ends_the_run(victim, tmp_path):
     """NCCL waits for dead ranks; ranks of the other role and torchrun must not. CPU twin:
     test_remote_sampler.test_dead_rank_of_either_role_ends_the_job."""
-    flags = (
-        "--engine",
-        "transformers",
-        "--rollout_ranks",
-        1,
-        "--max_steps",
-        5000,
-        "--eval_every",
-        0,
-    )
+    flags = "--engine transformers --rollout_ranks 1 --max_steps 5000 --eval_every 0".split()
     with started(2, "grpo.py", *flags, "--output_dir", tmp_path) as process:
         try:
             until(lambda: process.poll() is not None or logged(tmp_path, 2))
-            ranks = {
-                rank_of(pid): pid for pid in descendants(process.pid) if rank_of(pid) is not None
-            }
+            ranks = {rank_of(pid): pid for pid in descendants(process.pid)}
+            ranks.pop(None, None)
             assert ranks.keys() == {0, 1}, process.poll()
             os.kill(ranks[victim], signal.SIGKILL)
             done = ended(process, [*ranks.values()], timeout=300)
@@ -238,17 +166,8 @@ def test_tensor_parallel_engine_agrees_with_the_trainer(tmp_path):
     """With --tensor_parallel_size 2, each rank loads its half of every weight, and both submit all
     prompts of the two. CPU twin:
     test_grpo.test_tensor_parallel_engine_gives_the_same_completions."""
-    launch(
-        2,
-        "grpo.py",
-        *SHORT,
-        "--engine",
-        "vllm",
-        "--tensor_parallel_size",
-        2,
-        "--output_dir",
-        tmp_path,
-    )
+    flags = ("--engine", "vllm", "--tensor_parallel_size", 2, "--output_dir", tmp_path)
+    launch(2, "grpo.py", *SHORT, *flags)
     lines = [line for line in metrics(tmp_path) if line["step"] > 0]
     assert len(lines) == STEPS
     assert max(line["sampling/sampling_logp_difference/mean"] for line in lines) < 0.02
@@ -257,29 +176,17 @@ def test_tensor_parallel_engine_agrees_with_the_trainer(tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_gpu_resumes_a_run_of_two_and_samples_from_its_export(engine, tmp_path):
     """One GPU reads the shards of two and continues the run as two would. CPU twin:
-    test_sft.test_run_resumes_on_another_number_of_ranks."""
+    test_every_script.test_killed_run_resumes_on_another_number_of_ranks."""
     flags = ("--dtype", "float32", "--save_every", STEPS, "--eval_size", 16)
     whole, resumed = (("--output_dir", tmp_path / name) for name in ("whole", "resumed"))
     launch(2, "sft.py", *flags, "--max_steps", 2 * STEPS, *whole)
     launch(2, "sft.py", *flags, "--max_steps", STEPS, *resumed)
     assert "resuming from" in launch(1, "sft.py", *flags, "--max_steps", 2 * STEPS, *resumed).stdout
-    assert_close_metrics(
-        tmp_path / "whole", tmp_path / "resumed", ("loss", "grad_norm"), rel=2e-3, floor=0.1
-    )
-    assert_close_metrics(tmp_path / "whole", tmp_path / "resumed", ("num_tokens", "epoch"), rel=0)
+    both = tmp_path / "whole", tmp_path / "resumed"
+    assert_close_metrics(*both, ("loss", "grad_norm"), rel=2e-3, floor=0.1)
+    assert_close_metrics(*both, ("num_tokens", "epoch"), rel=0)
     model = ("--model", tmp_path / "resumed" / "hf", "--dataset", "arithmetic", "--eval_size", 16)
-    launch(
-        1,
-        "eval.py",
-        *model,
-        "--engine",
-        engine,
-        "--max_new_tokens",
-        5,
-        "--output_dir",
-        tmp_path / "eval",
-    )
-    results = json.loads((tmp_path / "eval" / "results.json").read_text())
-    assert (
-        results["overall"]["prompts"] == 16 and 1 <= results["overall"]["mean_length"]["mean"] <= 5
-    )
+    flags = ("--engine", engine, "--max_new_tokens", 5, "--output_dir", tmp_path / "eval")
+    launch(1, "eval.py", *model, *flags)
+    overall = json.loads((tmp_path / "eval" / "results.json").read_text())["overall"]
+    assert overall["prompts"] == 16 and 1 <= overall["mean_length"]["mean"] <= 5

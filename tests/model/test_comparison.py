@@ -46,10 +46,9 @@ def models(request, monkeypatch):
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("name", CHOSEN)
-def test_values_and_gradients_equal_those_of_whole_logits(models, name, temperature, softcap):
-    student, teacher, targets_T, weights_2T = models
+def test_values_and_gradients_equal_those_of_whole_logits(models, name, softcap):
+    (student, teacher, targets_T, weights_2T), temperature = models, 0.6
     student = student._replace(softcap=softcap)
     both = min(len(student.head_VD), len(teacher.head_VD))
     ours = compare(student, teacher, targets_T, temperature, CHOSEN[name])
@@ -104,7 +103,7 @@ def naive_top(q_TV, top_k, *distributions):
     ]
 
 
-@pytest.mark.parametrize("top_k", [1, 5, 36, 37])
+@pytest.mark.parametrize("top_k", [1, 5, 37])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_top_k_with_a_rest_bucket_equals_coarsened_distributions(models, name, top_k):
     """Values and gradients are those of the coarsened distributions. The value is at most the full
@@ -158,46 +157,6 @@ def test_rest_bucket_without_mass_has_finite_gradients():
         )
         out.divergence_T.sum().backward()
         assert out.divergence_T.isfinite().all() and hidden_TD.grad.isfinite().all()
-
-
-def test_truncation_without_a_rest_bucket_is_no_bound_and_has_a_wrong_gradient():
-    """Negative control of the rest bucket. The K terms alone may exceed the whole divergence; where
-    student and teacher are equal, they still move mass to the K tokens. Renormalised over the K
-    tokens, the divergence is no bound either, and the other tokens have no gradient."""
-    generator = torch.Generator().manual_seed(1)
-    draw = partial(torch.randn, 64, 9, dtype=torch.float64, generator=generator)
-    logp_TV, logq_TV = (2 * draw()).log_softmax(-1), (2 * draw()).log_softmax(-1)
-    top_TK = logq_TV.topk(3).indices
-
-    def alone(logp_TV):
-        p_TK, q_TK = logp_TV.gather(1, top_TK), logq_TV.gather(1, top_TK)
-        return (q_TK.exp() * (q_TK - p_TK)).sum(-1)
-
-    def renormalised(logp_TV):
-        return forward_kl(*(x_TV.gather(1, top_TK).log_softmax(-1) for x_TV in (logp_TV, logq_TV)))
-
-    full_T, head_VD = forward_kl(logp_TV, logq_TV), torch.eye(9, dtype=torch.float64)
-    assert (alone(logp_TV) > full_T + 0.01).any() and (renormalised(logp_TV) > full_T + 0.01).any()
-    outside_TV = torch.ones(64, 9, dtype=torch.bool).scatter(1, top_TK, False)
-
-    def gradient(loss, logits_TV):
-        logits_TV = logits_TV.clone().requires_grad_()
-        return torch.autograd.grad(loss(logits_TV).sum(), logits_TV)[0]
-
-    def ours(logits_TV):
-        student, teacher = Logits(logits_TV, head_VD), Logits(logq_TV, head_VD)
-        return compare(student, teacher, top_TK[:, 0], divergence=forward_kl, top_k=3).divergence_T
-
-    assert gradient(ours, logq_TV).abs().max() < 1e-12
-    drawn_TV = gradient(lambda logits_TV: alone(logits_TV.log_softmax(-1)), logq_TV)
-    assert (drawn_TV[outside_TV] > 0).all() and drawn_TV.abs().max() > 0.1
-    untaught_TV = gradient(lambda logits_TV: renormalised(logits_TV.log_softmax(-1)), logp_TV)
-    assert (
-        untaught_TV[outside_TV].abs().max()
-        < 1e-12
-        < 0.1
-        < gradient(ours, logp_TV)[outside_TV].abs().max()
-    )
 
 
 def test_teacher_logprobs_train_only_the_student(device):

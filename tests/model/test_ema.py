@@ -36,11 +36,3 @@ def test_move_equals_naive_code(models, rate):
     assert torch.equal(weights(policy), goal) and (weights(frozen) != start).any()
     assert torch.equal(weights(frozen), goal) == (rate == 1)
     assert not any(p.requires_grad or p.grad is not None for p in frozen.parameters())
-
-
-def test_two_moves_are_an_exponential_average(models):
-    frozen, policy = models
-    start, goal = weights(frozen), weights(policy)
-    for _ in range(2):
-        move_towards(frozen, policy, 0.5)
-    torch.testing.assert_close(weights(frozen), 0.25 * start + 0.75 * goal, rtol=1e-6, atol=1e-8)

@@ -31,31 +31,16 @@ def base(tmp_path) -> Path:
     folder = shutil.copytree(tiny_model(), tmp_path / "base")
     (folder / "chat_template.jinja").unlink()
     change(
-        folder,
-        "tokenizer_config.json",
-        tokenizer_class="PreTrainedTokenizerFast",
-        chat_template=CHAT_TEMPLATE,
-        extra_special_tokens=None,
+        folder, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast",
+        chat_template=CHAT_TEMPLATE, extra_special_tokens=None,
         additional_special_tokens=["<|turn|>", "<|end_of_turn|>"],
-    )
-    change(
-        folder,
-        "config.json",
-        rope_parameters=None,
-        rope_theta=5e5,
-        dtype=None,
-        torch_dtype="float32",
-    )
+    )  # fmt: skip
+    config = dict(rope_parameters=None, rope_theta=5e5, dtype=None, torch_dtype="float32")
+    change(folder, "config.json", **config)
     (folder / "special_tokens_map.json").write_text(
         '{"eos_token": {"content": "<|eos|>"}, "pad_token": "<|pad|>"}'
     )
-    for name in (
-        "merges.txt",
-        "vocab.json",
-        "added_tokens.json",
-        "tokenizer.model",
-        "qwen.tiktoken",
-    ):
+    for name in "merges.txt vocab.json added_tokens.json tokenizer.model qwen.tiktoken".split():
         (folder / name).write_text("{}\n")
     for name in ("README.md", "modeling_tiny.py", "pytorch_model.bin"):
         (folder / name).touch()
@@ -188,51 +173,22 @@ def test_config_in_the_form_of_transformers_4_stays(base):
     )
 
 
+LINEAR = dict(rope_type="linear", factor=2.0)
+
+
 @pytest.mark.parametrize(
     ("config", "fields"),
     [
-        (
-            LlamaConfig(rope_parameters=dict(rope_type="default", rope_theta=1e5)),
-            dict(rope_theta=1e5, rope_scaling=None),
-        ),
-        (
-            LlamaConfig(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e5)),
-            dict(rope_theta=1e5, rope_scaling=dict(rope_type="linear", factor=2.0)),
-        ),
-        (
-            AutoConfig.for_model(
-                "phi",
-                rope_parameters=dict(
-                    rope_type="default", rope_theta=1e5, partial_rotary_factor=0.25
-                ),
-            ),
-            dict(rope_theta=1e5, rope_scaling=None, partial_rotary_factor=0.25),
-        ),
-        (
-            Gemma3TextConfig(
-                rope_theta=2e6,
-                rope_local_base_freq=3e4,
-                rope_scaling=dict(rope_type="linear", factor=8),
-            ),
-            dict(
-                rope_theta=2e6,
-                rope_local_base_freq=3e4,
-                rope_scaling=dict(rope_type="linear", factor=8),
-            ),
-        ),
-        (
-            AutoConfig.for_model("gpt_neox", rotary_pct=0.5, rotary_emb_base=2e4),
-            dict(
-                rope_theta=2e4,
-                rope_scaling=None,
-                partial_rotary_factor=0.5,
-                rotary_emb_base=2e4,
-                rotary_pct=0.5,
-            ),
-        ),
+        (LlamaConfig(rope_parameters=LINEAR | dict(rope_theta=1e5)),
+         dict(rope_theta=1e5, rope_scaling=LINEAR)),
+        (Gemma3TextConfig(rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=LINEAR),
+         dict(rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=LINEAR)),
+        (AutoConfig.for_model("gpt_neox", rotary_pct=0.5, rotary_emb_base=2e4),
+         dict(rope_theta=2e4, rope_scaling=None, partial_rotary_factor=0.5, rotary_emb_base=2e4,
+              rotary_pct=0.5)),
         (Qwen3MoeConfig(num_experts=5), dict(rope_theta=1e4, rope_scaling=None, num_experts=5)),
     ],
-)
+)  # fmt: skip
 def test_fields_have_their_names_of_transformers_4(config, fields, tmp_path):
     """A config with both forms is the same config."""
     assert fields_of_transformers_4(config) == fields

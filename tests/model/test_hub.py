@@ -26,7 +26,6 @@ from common.model.tiny import tiny_model
     ("model", "words"),
     [
         ("/absent/folder", "no such folder"),
-        ("./absent", "no such folder"),
         (__file__, "no such folder"),
         ("absent/model", "no such folder, and not on the hub: Cannot find an appropriate cached"),
         ("absent/model@v1", "not on the hub: Cannot find an appropriate cached snapshot folder"),
@@ -99,11 +98,6 @@ def test_only_the_weights_of_the_index_are_downloaded(tmp_path, monkeypatch):
         ("config.json", '{"model_type": "nonesuch"}', "config.json: "),
         (
             "config.json",
-            '{"model_type": "qwen3", "num_hidden_layers": "four"}',
-            "num_hidden_layers",
-        ),
-        (
-            "config.json",
             '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}',
             "quantized",
         ),
@@ -118,13 +112,6 @@ def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
         load_tokenizer(resolve_model(str(folder)))
     assert str(error.value).startswith(f"--model {folder}: ") and words in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["[]", "{oops"])
-def test_damaged_generation_config_is_refused_by_name(text, tmp_path):
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ValueError, match=f"^{tmp_path}/generation_config.json: "):
-        eos_token_ids(str(tmp_path), load_tokenizer(tiny_model()))
 
 
 HOSTILE = (-4, 0, 10**12, 10**30, "x", [])
@@ -165,6 +152,7 @@ def test_sizes_other_than_those_of_the_weights_are_refused_before_memory_is_take
 
 def test_reference_with_another_tokenizer_or_vocabulary_is_refused(tmp_path):
     tokenizer = load_tokenizer(tiny_model())
+    require_same_tokenizer("--reference_model", tiny_model(), tokenizer)
     for name, edit in (
         ("tokenizer.json", ('"0":0', '"é":0')),
         ("config.json", ('"vocab_size": 356', '"vocab_size": 9')),
@@ -179,12 +167,6 @@ def test_reference_with_another_tokenizer_or_vocabulary_is_refused(tmp_path):
             ValueError, match="--reference_model .*(another tokenizer|vocabulary of 9)"
         ):
             require_same_tokenizer("--reference_model", str(folder), tokenizer)
-
-
-def test_complete_model_is_accepted(monkeypatch):
-    path = resolve_model("tiny")
-    assert path == tiny_model() == resolve_model(path) and resolve_model(f"{path}/") == path
-    require_same_tokenizer("--reference_model", path, load_tokenizer(path))
 
 
 def test_tokenizer_without_an_eos_is_refused(tmp_path):
@@ -223,9 +205,8 @@ def test_eos_ids_include_those_of_config_tokenizer_and_template(tmp_path):
 
 def test_context_length_is_the_smaller_of_model_and_pack():
     assert context_length(tiny_model(), TrainArgs()) == 2048
-    assert (
-        context_length(tiny_model(), TrainArgs(pack_tokens=100)) == 101
-    )  # the first token is never predicted
+    # The first token is never predicted.
+    assert context_length(tiny_model(), TrainArgs(pack_tokens=100)) == 101
 
 
 # ---- the format of prompts ----
@@ -233,18 +214,13 @@ def test_context_length_is_the_smaller_of_model_and_pack():
 
 def test_chat_models_get_their_template_and_others_do_not(tmp_path, capsys):
     """A chat model's own EOS tokens include the one that ends a turn in its template."""
-    folder, tokenizer = (
-        shutil.copytree(tiny_model(), tmp_path / "model"),
-        load_tokenizer(tiny_model()),
-    )
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    tokenizer = load_tokenizer(tiny_model())
     eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token_id=eos)))
-    both, line, warning = (
-        [eos, end],
-        "--prompt_format chat: a chat",
-        "warning: --prompt_format plain: a chat",
-    )
+    both, line = [eos, end], "--prompt_format chat: a chat"
+    warning = "warning: --prompt_format plain: a chat"
     for generation, given, expected, said in (
         (dict(eos_token_id=both), "auto", "chat", line),
         (dict(eos_token_id=both), "plain", "plain", warning),

@@ -5,8 +5,6 @@ runs."""
 import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +12,8 @@ import pytest
 import torch
 from helpers import (
     EACH_STEP,
-    ROOT,
     assert_close_metrics,
     assert_resumes_exactly,
-    environment,
     metrics,
     run,
     stored,
@@ -27,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from bench.models import ARCHITECTURES, ARGS, checkpoint, rows
+from common.config.groups import TrainArgs
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
@@ -100,22 +97,8 @@ def exported(family, path, device, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def trained(family, path, sums, device, tmp_path_factory) -> Path:
-    """Return the folder of a run of two steps with checkpoints of both."""
-    folder = tmp_path_factory.mktemp(f"{family}_run")
-    run(1, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", folder)
-    return folder
-
-
 def test_export_changes_the_language_model_alone(path, exported, device):
     require_changed_text_alone(path, exported, device)
-
-
-@with_runs
-@pytest.mark.slow
-def test_training_changes_the_language_model_alone(path, trained, device):
-    require_changed_text_alone(path, trained / "hf", device)
 
 
 def require_changed_text_alone(path, hf: Path, device) -> None:
@@ -146,125 +129,55 @@ def test_weights_for_an_engine_are_those_of_the_policy(path, device):
 
 @with_runs
 @pytest.mark.slow
-def test_second_generation_trains_from_an_export(path, trained, sums, tmp_path):
-    """Two generations leave the other parts as they were."""
-    flags = (*STEPS, "--model", trained / "hf", "--dataset", sums, "--output_dir", tmp_path)
-    run(1, "sft.py", *flags)
-    first, second = stored(path), stored(tmp_path / "hf")
-    assert first.keys() == second.keys()
-    for name in first:
-        assert is_of_text(name) or torch.equal(first[name], second[name]), name
+def test_run_changes_the_text_alone_resumes_and_does_not_depend_on_ranks(
+    path, main, sums, device, tmp_path
+):
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--keep_last", 2)
+    one = tmp_path / "one"
+    main("sft", *flags, "--output_dir", one)
+    require_changed_text_alone(path, one / "hf", device)
+    assert_resumes_exactly(main, "sft", *flags, folder=one, finished=2)
+    run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
+    assert_close_metrics(one, tmp_path / "two", ("loss", "grad_norm", "entropy"), rel=5e-4)
+
+
+@with_runs
+@pytest.mark.slow
+def test_adapters_have_the_names_of_the_whole_model(path, main, sums, device, tmp_path):
+    """PEFT would give adapters to exactly these layers of transformers' own class. The export opens
+    with that class; other weights have the bits of the base."""
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2)
+    main("sft", *flags, "--output_dir", tmp_path)
+    before, after = stored(path), stored(tmp_path / "hf")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(is_of_text(name) and before[name].ndim == 2 for name in changed)
     opens_whole(tmp_path / "hf")
 
-
-@with_runs
-@pytest.mark.slow
-def test_run_resumes_exactly(path, main, sums, tmp_path):
-    flags = (*STEPS, "--model", path, "--dataset", sums, "--keep_last", 2)
-    main("sft", *flags, "--output_dir", tmp_path / "run")
-    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=2)
-
-
-@with_runs
-@pytest.mark.slow
-def test_update_does_not_depend_on_ranks(path, trained, sums, tmp_path):
-    run(2, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", tmp_path)
-    names = ("loss", "grad_norm", "entropy")
-    assert_close_metrics(trained, tmp_path, names, rel=5e-4)
-
-
-# ---- adapters ----
-
-
-@pytest.fixture(scope="module")
-def adapted(family, path, sums, device, tmp_path_factory) -> Path:
-    """Return the folder of a run that trained adapters."""
-    folder = tmp_path_factory.mktemp(f"{family}_lora")
-    flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2, "--output_dir", folder)
-    run(1, "sft.py", *flags)
-    return folder
-
-
-@with_runs
-@pytest.mark.slow
-def test_adapters_are_merged_into_the_language_model(path, adapted, device):
-    """The export opens with the class of the base; other weights have the bits of the base."""
-    before, after = stored(path), stored(adapted / "hf")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all(is_of_text(name) for name in changed)
-    assert all(before[name].ndim == 2 for name in changed)
-    opens_whole(adapted / "hf")
-
-
-@with_runs
-@pytest.mark.slow
-def test_adapter_alone_has_the_names_of_the_whole_model(path, adapted):
-    """PEFT would give adapters to exactly these layers of transformers' own class."""
     modules = dict(open_model(path, torch.float32).named_modules())
     layers = set()
-    for key, weight in load_file(adapted / "adapter" / "adapter_model.safetensors").items():
+    for key, weight in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
         name, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
         layers.add(name)
         sizes = dict(A=modules[name].in_features, B=modules[name].out_features)
         assert weight.shape["AB".index(kind[0]) - 1] == sizes[kind[0]]
-    config = json.loads((adapted / "adapter" / "adapter_config.json").read_text())
-    targets = config["target_modules"]
+    targets = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["target_modules"]
     if isinstance(targets, str):
         matched = {name for name in modules if re.fullmatch(targets, name)}
     else:
         matched = {n for n in modules if any(f".{n}".endswith(f".{t}") for t in targets)}
     assert matched == layers and all(map(is_of_text, layers))
-
-
-@with_runs
-@pytest.mark.slow
-def test_training_continues_from_an_adapter(path, adapted, sums, tmp_path):
-    flags = (*STEPS, "--model", path, "--dataset", sums, "--adapter", adapted / "adapter")
-    run(1, "sft.py", *flags, "--output_dir", tmp_path)
-    assert not same(stored(tmp_path / "hf"), stored(adapted / "hf"))
+    args = TrainArgs(dtype="float32", adapter=str(tmp_path / "adapter"))
+    again = load_policy(path, args, device).hf.state_dict()
+    assert all(whole(x).any() for name, x in again.items() if name.endswith("lora_B"))
 
 
 # ---- reward models and value models ----
 
 
 @pytest.fixture(scope="module")
-def preferences(tmp_path_factory) -> Path:
-    file = tmp_path_factory.mktemp("preferences") / "rows.jsonl"
-    pairs = [dict(prompt=f"{i}+1=", chosen=str(i + 1), rejected=str(i)) for i in range(40)]
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    return file
-
-
-@pytest.fixture(scope="module", params=[(), ("--lora_rank", 2)])
-def reward_run(request, gemma, preferences, device, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("reward")
-    flags = (*STEPS, "--model", gemma, "--dataset", preferences, "--output_dir", folder)
-    run(1, "rm.py", *flags, *request.param)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def gemma(device, tmp_path_factory) -> str:
     """A tied model."""
     return checkpoint("gemma3", tmp_path_factory.mktemp("gemma"), file_size="200KB")
-
-
-@pytest.mark.slow
-def test_reward_model_is_a_classifier(reward_run, device):
-    """Transformers opens it with the trained scores."""
-    hf = reward_run / "hf"
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        hf, dtype=torch.float32, output_loading_info=True
-    )
-    assert type(model).__name__ == "Gemma3ForSequenceClassification"
-    assert not any(info.values()), info
-    scores = load_scalar_model(str(hf), ARGS, device, trainable=False)
-    ids = [3, 17, 40, 8]
-    (mb,) = pack([Sample([*ids, 2], [True] * 5)], 100, device)
-    with torch.no_grad():
-        score = scores(mb)[-1]
-        expected = model(input_ids=torch.tensor([ids])).logits[0, 0]
-    torch.testing.assert_close(score.cpu(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -290,35 +203,21 @@ def test_classifier_of_each_family_opens_or_is_refused(path, tmp_path, device):
     torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_rewards_of_a_reward_model_from_such_a_folder(gemma, reward_run, sums, tmp_path):
-    flags = ("--max_steps", 1, "--prompts_per_step", 2, "--samples_per_prompt", 2, "--dtype",
-             "float32", "--max_new_tokens", 8, "--eval_every", 0)  # fmt: skip
-    flags = (
-        *flags,
-        "--engine",
-        "transformers",
-        "--model",
-        gemma,
-        "--dataset",
-        sums,
-        "--output_dir",
-        tmp_path,
-    )
-    run(1, "grpo.py", *flags, "--reward", f"model:{reward_run}/hf")
-    assert metrics(tmp_path)[0]["reward_std"] > 0
+ONLINE = (
+    "--max_steps", 2, "--prompts_per_step", 2, "--samples_per_prompt", 2, "--lr", 1e-2,
+    "--max_new_tokens", 8, "--eval_every", 0, "--dtype", "float32",
+)  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
-def test_value_model_starts_from_such_a_folder(lora, gemma, sums, tmp_path):
-    flags = ("--max_steps", 2, "--prompts_per_step", 4, "--max_new_tokens", 8, "--eval_every", 0,
-             "--engine", "transformers", "--dtype", "float32", "--save_every", 2)  # fmt: skip
-    flags = (*flags, "--model", gemma, "--dataset", sums, "--output_dir", tmp_path, *lora)
-    run(1, "ppo.py", *flags)
-    opens_whole(tmp_path / "hf")
-    for line in metrics(tmp_path):
-        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+def test_rewards_and_values_come_from_such_a_folder(gemma, sums, main, device, tmp_path):
+    reward_model = load_scalar_model(gemma, ARGS, device)
+    export_hf(reward_model, load_tokenizer(gemma), tmp_path / "rm")
+    flags = (*ONLINE, "--engine", "transformers", "--model", gemma, "--dataset", sums)
+    reward = ("--reward", f"model:{tmp_path}/rm", "--output_dir", tmp_path / "run")
+    main("ppo", *flags, "--value_model", gemma, "--minibatches", 1, *reward)
+    opens_whole(tmp_path / "run" / "hf")
+    assert metrics(tmp_path / "run")[0]["reward_std"] > 0
 
 
 # ---- engines ----
@@ -332,40 +231,12 @@ def test_engine_samples_from_the_trained_weights(model_type, engine, sums, tmp_p
     if engine == "vllm":
         pytest.importorskip("vllm")
     path = checkpoint(model_type, tmp_path / "model")
-    flags = ("--max_steps", 3, "--prompts_per_step", 2, "--samples_per_prompt", 2, "--lr", 1e-2,
-             "--max_new_tokens", 12, "--eval_every", 0, "--dtype", "float32",
-             "--engine", engine, "--model", path, "--dataset", sums)  # fmt: skip
+    flags = (*ONLINE, "--engine", engine, "--model", path, "--dataset", sums)
     run(1, EACH_STEP, "grpo.py", *flags, "--output_dir", tmp_path / "run")
     lines = metrics(tmp_path / "run")
-    assert len(lines) == 3
+    assert len(lines) == 2
     for line in lines:
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", QUICK)
-def test_engines_evaluate_the_same_model(model_type, sums, tmp_path):
-    """Without a trainer: greedy completions are those of transformers' own class."""
-    pytest.importorskip("vllm")
-    path = checkpoint(model_type, tmp_path / "model")
-    outputs = []
-    for engine in ("transformers", "vllm"):
-        flags = ("--model", path, "--dataset", sums, "--engine", engine, "--dtype", "float32")
-        flags = (
-            *flags,
-            "--max_new_tokens",
-            8,
-            "--eval_size",
-            8,
-            "--output_dir",
-            tmp_path / engine,
-        )
-        run(1, "eval.py", *flags)
-        lines = (tmp_path / engine / "completions.jsonl").read_text().splitlines()
-        completions = [c for line in lines for c in json.loads(line)["completions"]]
-        outputs.append([c["ids"] for c in completions if c["greedy"]])
-    assert len(outputs[0]) > 0
-    assert outputs[0] == outputs[1]
 
 
 # ---- files ----
@@ -450,27 +321,9 @@ def test_rows_with_images_are_refused(gemma, main, tmp_path):
     flags = ("--model", gemma, "--dataset", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "x")
     with pytest.raises(ValueError, match="the row has images; set --vision frozen"):
         main("sft", *flags)
+    extra = ("--max_new_tokens", 16, "--reward", "characters", "--columns", "prompt=messages")
     with pytest.raises(ValueError, match="the row has images; set --vision frozen"):
-        main(
-            "reinforce",
-            *flags,
-            "--max_new_tokens",
-            16,
-            "--reward",
-            "characters",
-            "--columns",
-            "prompt=messages",
-        )
-
-
-@pytest.mark.slow
-def test_chat_opens_such_a_folder(gemma):
-    """An export is one too: a run names it in its last line."""
-    done = subprocess.run(
-        [sys.executable, "tools/chat.py", "--model", gemma],
-        input="12+5=\n", cwd=ROOT, env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+        main("reinforce", *flags, *extra)
 
 
 @pytest.mark.parametrize("part", [None, "text_config"])

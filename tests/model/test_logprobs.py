@@ -65,19 +65,6 @@ def test_head_applies_bias_scale_and_softcap(bias, scale, softcap):
         torch.testing.assert_close(gradient, naive_gradient, atol=1e-10, rtol=1e-10)
 
 
-def test_token_logprobs_of_bfloat16_are_float32():
-    hidden_TD, head_VD, targets_T = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
-    low = hidden_TD.bfloat16().requires_grad_(), head_VD.bfloat16().requires_grad_()
-    logprobs_T, entropy_T, correct_T = token_logprobs(Logits(*low), targets_T)
-    expected = naive(low[0].detach().double(), low[1].detach().double(), targets_T, 1.0)
-    assert logprobs_T.dtype == entropy_T.dtype == torch.float32 and correct_T.dtype == torch.bool
-    torch.testing.assert_close(
-        (logprobs_T.double(), entropy_T.double()), expected, atol=1e-5, rtol=0
-    )
-    logprobs_T.sum().backward()
-    assert low[0].grad.dtype == torch.bfloat16
-
-
 def test_bfloat16_rounding_errors_are_bounded():
     """Log-probs and entropies are as exact as float32 sums of a thousand logits. Gradients are
     rounded to bfloat16 twice, as gradients of logits and as results, each time by at most 2^-8."""
@@ -91,7 +78,7 @@ def test_bfloat16_rounding_errors_are_bounded():
     weights_T = torch.randn(len(low[0]), dtype=torch.float64, generator=generator)
     values, expected = token_logprobs(Logits(*low), targets_T)[:2], naive(*exact, targets_T, 1.0)
     for ours, wanted in zip(values, expected, strict=True):
-        assert (ours.double() - wanted).abs().max() < 3e-5
+        assert ours.dtype == torch.float32 and (ours.double() - wanted).abs().max() < 3e-5
     ((values[0] + 0.3 * values[1]) * weights_T).sum().backward()
     logits_TV = (exact[0] @ exact[1].T).detach().requires_grad_()
     logp_TV = logits_TV.log_softmax(-1)
@@ -119,9 +106,8 @@ def test_extreme_logits_do_not_overflow():
     assert hidden_TD.grad.isfinite().all() and head_VD.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [0.0, 1e2, 1e4, 1e6, 1e9])
-def test_large_logits_lose_no_digits(size, compiled):
+def test_large_logits_lose_no_digits(size):
     """All logits are near `size`, and exact in float32. Values and gradients are those of float64
     whatever the size."""
     spacing = max(
@@ -131,7 +117,7 @@ def test_large_logits_lose_no_digits(size, compiled):
     logits_TV = (size + steps_TV.round() * spacing).requires_grad_()
     exact_TV = logits_TV.detach().double().requires_grad_()
     targets_T = torch.tensor([*range(5), int(exact_TV[5].argmax())])
-    ours = token_logprobs(Logits(logits_TV, torch.eye(37)), targets_T, compiled=compiled)
+    ours = token_logprobs(Logits(logits_TV, torch.eye(37)), targets_T)
     logp_TV = exact_TV.log_softmax(-1)
     expected = logp_TV.gather(-1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
     for value, wanted in zip(ours, expected, strict=False):
@@ -141,9 +127,3 @@ def test_large_logits_lose_no_digits(size, compiled):
             for x_T, x_TV in ((value, logits_TV), (wanted, exact_TV))
         )
         torch.testing.assert_close(found_TV.double(), wanted_TV, atol=1e-6, rtol=1e-6)
-
-
-def test_two_equal_logits_share_the_gradient_at_any_size():
-    logits_TV = torch.full((1, 2), 1e9, requires_grad=True)
-    token_logprobs(Logits(logits_TV, torch.eye(2)), torch.tensor([0])).logprobs_T.sum().backward()
-    assert logits_TV.grad.tolist() == [[0.5, -0.5]]

@@ -174,12 +174,12 @@ def test_gradient_does_not_depend_on_packing(pack_tokens, recompute, path, devic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gradient_and_export_do_not_depend_on_ranks(ranks, path, tmp_path):
-    """Four experts on up to three ranks, one of which has no samples. The gradient equals that of
+@pytest.mark.parametrize("model_type", ["mixtral"], indirect=True)
+def test_gradient_and_export_do_not_depend_on_ranks(path, tmp_path):
+    """Four experts on three ranks, one of which has no samples. The gradient equals that of
     transformers in one process, and the export equals the checkpoint."""
     (tmp_path / "rank.py").write_text(RANK.format(root=str(ROOT)))
-    run(ranks, tmp_path / "rank.py", path, tmp_path / "hf", ranks == 3)
+    run(3, tmp_path / "rank.py", path, tmp_path / "hf", True)
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert same(load_file(Path(path) / "model.safetensors"), exported)
 
@@ -192,17 +192,6 @@ def test_router_noise_is_disabled(tmp_path, device):
     policy = load_policy(path, ARGS, device)
     (mb,) = pack([Sample(rows()[0], [True] * len(rows()[0]))], 100, device)
     assert torch.equal(policy(mb)[0], policy(mb)[0])
-
-
-def test_bfloat16_passes_the_packing_check(path, device):
-    """Log-probs differ from those in float32 by rounding only."""
-    (mb,) = pack([Sample(ids, [True] * len(ids)) for ids in rows()], 1000, device)
-    with torch.no_grad():
-        exact_T, rounded_T = (
-            load_policy(path, replace(ARGS, dtype=d), device)(mb)[0]
-            for d in ("float32", "bfloat16")
-        )
-    assert (exact_T - rounded_T).abs().median() < 0.1
 
 
 @pytest.mark.slow

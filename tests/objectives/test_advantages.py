@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dapo
+import grpo
 from common.objectives.advantages import (
     ADVANTAGES,
     Scores,
@@ -22,16 +24,11 @@ from common.objectives.advantages import (
 
 NAN = float("nan")
 reward = st.floats(-100, 100).map(lambda x: round(x, 3))
-triples = st.lists(st.lists(reward, min_size=3, max_size=3), min_size=1, max_size=5)
 gappy = st.lists(st.lists(reward | st.just(NAN), min_size=3, max_size=3), min_size=1, max_size=4)
 
 
 def group_advantages(rewards):
     return ADVANTAGES["group"](Scores(rewards))
-
-
-def group_mean_batch_std(rewards):
-    return ADVANTAGES["group_mean_batch_std"](Scores(rewards))
 
 
 def gdpo(parts, weights):
@@ -47,45 +44,46 @@ def known(values):
     return [x for x in values if not math.isnan(x)]
 
 
+def naive_std(values):
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def naive_centred(group):
+    present = known(group)
+    return [
+        NAN if math.isnan(r) else 0.0 if len(set(present)) == 1 else r - statistics.fmean(present)
+        for r in group
+    ]
+
+
 # ---- a group ----
 
 
-@given(triples)
-def test_group_advantages_equal_the_naive_formula(rewards):
-    scaled, centred = (
-        advantages(torch.tensor(rewards)).tolist()
-        for advantages in (group_advantages, centre_groups)
-    )
-    for group, s, c in zip(torch.tensor(rewards).tolist(), scaled, centred, strict=True):
-        mean, std = statistics.fmean(group), statistics.stdev(group)
-        assert c == pytest.approx([r - mean for r in group], abs=1e-9)
-        assert s == pytest.approx([(r - mean) / (std + 1e-6) for r in group], rel=1e-6, abs=1e-6)
-
-
 @given(gappy)
-def test_group_std_is_that_of_the_known_rewards(rewards):
-    """A group with fewer than two rewards has none to compare."""
-    expected = [
-        [statistics.stdev(known(group)) if len(known(group)) > 1 else 0.0] for group in rewards
-    ]
-    torch.testing.assert_close(group_std(double(rewards)), double(expected), rtol=1e-9, atol=1e-9)
+def test_group_advantages_equal_the_naive_formula(rewards):
+    """Of the table and of the scripts that state it. A group with fewer than two rewards has none
+    to compare."""
+    stds = group_std(double(rewards))[:, 0].tolist()
+    centred = centre_groups(double(rewards)).tolist()
+    by_grpo = grpo.advantages("group", Scores(double(rewards)))
+    by_dapo = dapo.advantages(double(rewards))
+    scaled = group_advantages(double(rewards))
+    assert torch.equal(scaled, by_grpo) and torch.equal(scaled, by_dapo)
+    for group, std, c, s in zip(rewards, stds, centred, scaled.tolist(), strict=True):
+        expected = [0.0 if math.isnan(x) else x for x in naive_centred(group)]
+        assert std == pytest.approx(naive_std(known(group)), abs=1e-9)
+        assert c == pytest.approx(expected, abs=1e-9)
+        assert s == pytest.approx([x / (std + 1e-6) for x in expected], rel=1e-6, abs=1e-6)
 
 
 @given(st.floats(-1e6, 1e6), st.integers(2, 16), st.integers(1, 3))
 def test_equal_rewards_give_exactly_zero_in_every_estimator(reward, n, groups):
     rewards = torch.full((groups, n), reward, dtype=torch.float64)
-    for advantages in (
-        group_advantages(rewards),
-        centre_groups(rewards),
-        group_mean_batch_std(rewards),
-        gdpo(rewards[None], [2.0]),
-    ):
-        assert (advantages == 0).all() and advantages.dtype == torch.float64
-
-
-def test_single_correct_sample_has_a_positive_advantage():
-    advantages = group_advantages(torch.tensor([[1.0, 0, 0, 0]]))
-    assert advantages[0, 0] > 1 and (advantages[0, 1:] < 0).all()
+    tokens = torch.arange(1, n + 1).expand(groups, n)
+    for name, advantages in ADVANTAGES.items():
+        if name != "group_ratio" or reward >= 0:  # it refuses negative rewards
+            found = advantages(Scores(rewards, rewards[None], [2.0], tokens))
+            assert (found == 0).all() and found.dtype == torch.float64, name
 
 
 def test_unequal_selects_groups_with_different_rewards():
@@ -103,16 +101,6 @@ def test_missing_rewards_are_excluded_from_group_statistics():
     torch.testing.assert_close(with_nan[:, [0, 2, 3]], without)
     for hopeless in ([NAN, NAN], [1.0, NAN]):
         assert (group_advantages(torch.tensor([hopeless])) == 0).all()
-
-
-def test_members_of_a_group_share_one_scale():
-    """A leave-one-out standard deviation would differ between the members."""
-    rewards = double([[1.0, 0.0, 0.0, 0.3], [5.0, 4.0, -1.0, 4.5]])
-    scale = group_advantages(rewards) / centre_groups(rewards)
-    torch.testing.assert_close(scale, scale[:, :1].expand(2, 4))
-    torch.testing.assert_close(
-        group_advantages(rewards).std(-1), torch.ones(2).double(), rtol=1e-5, atol=0
-    )
 
 
 def test_advantages_depend_only_on_the_own_group():
@@ -146,23 +134,6 @@ def test_group_ratio_divides_by_the_mean():
 def test_group_ratio_refuses_a_negative_reward():
     with pytest.raises(ValueError, match="^--advantage group_ratio: a reward"):
         of("group_ratio", [[0.0, -0.5]])
-
-
-def test_expected_group_ratio_is_the_gradient_of_the_truncated_log_likelihood():
-    """With one parameter, p = sigmoid(x), over all groups of four: the gradient of
-    sum_k (1 - (1 - p)^k) / k for k < 4, of which log p is the limit."""
-    x = double(-1.0).requires_grad_()
-    p = x.sigmoid()
-    total = 0.0
-    for bits in range(16):
-        group = [float(bits >> n & 1) for n in range(4)]
-        count = sum(group)
-        weight = (p**count * (1 - p) ** (4 - count)).detach()
-        logprobs = torch.stack([p.log() if r else (1 - p).log() for r in group])
-        total = total + weight * (of("group_ratio", [group])[0] * logprobs).mean()
-    exact = sum((1 - (1 - p) ** k) / k for k in range(1, 4))
-    slopes = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in (total, exact)]
-    torch.testing.assert_close(*slopes, rtol=1e-5, atol=0)
 
 
 def test_mean_by_length_is_the_mean_reward_of_a_token():
@@ -207,18 +178,6 @@ def test_pass_at_k_has_k_4_and_k_1_is_leave_one_out():
     torch.testing.assert_close(best_of_k(double(GROUPS), 1), of("leave_one_out", GROUPS))
 
 
-def test_pass_at_k_of_binary_rewards_is_that_of_pass_at_k_training():
-    """arXiv:2508.10751 section 2.4 without its division by the standard deviation: a right
-    completion has 1 - pass@k, a wrong one less by C(wrong - 1, k - 1) / C(G - 1, k - 1). Both times
-    k G / (G - k), as the mean there includes the completion itself."""
-    group, k, wrong = [1.0, 0, 0, 0, 1, 0, 0, 0], 3, 6
-    missed = math.comb(wrong, k) / math.comb(8, k)
-    right = missed * k * 8 / (8 - k)
-    bad = (missed - math.comb(wrong - 1, k - 1) / math.comb(7, k - 1)) * k * 8 / (8 - k)
-    expected = pytest.approx([right if r else bad for r in group])
-    assert best_of_k(double([group]), k)[0].tolist() == expected
-
-
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_expected_gradient_of_pass_at_k_is_that_of_the_best_of_k(k):
     """Exact, over all groups of four from three arms."""
@@ -245,19 +204,10 @@ def naive_whiten(values):
     return [(x - mean) / (std + 1e-6) for x in values]
 
 
-def naive_centred(group):
-    present = known(group)
-    return [
-        NAN if math.isnan(r) else 0.0 if len(set(present)) == 1 else r - statistics.fmean(present)
-        for r in group
-    ]
-
-
 @given(gappy)
 def test_group_mean_batch_std_equals_naive_code(rewards):
-    flat = known(r for group in rewards for r in group)
-    std = statistics.stdev(flat) if len(flat) > 1 else 0.0
-    got = group_mean_batch_std(double(rewards)).tolist()
+    std = naive_std(known(r for group in rewards for r in group))
+    got = ADVANTAGES["group_mean_batch_std"](Scores(double(rewards))).tolist()
     for group, advantages in zip(rewards, got, strict=True):
         expected = [0.0 if math.isnan(c) else c / (std + 1e-6) for c in naive_centred(group)]
         assert advantages == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -272,39 +222,26 @@ def test_gdpo_normalises_each_reward_then_their_sum(first, second):
         total = [0.0] * 3
         for weight, part in zip(weights, group, strict=True):
             centred = naive_centred(part)
-            std = statistics.stdev(known(centred)) if len(known(centred)) > 1 else 0.0
+            std = naive_std(known(centred))
             scaled = [0.0 if math.isnan(c) else weight * c / (std + 1e-6) for c in centred]
             total = [t + x for t, x in zip(total, scaled, strict=True)]
         sums += [NAN if gone else t for t, gone in zip(total, missing, strict=True)]
     whitened = iter(naive_whiten(known(sums)))
     expected = [0.0 if math.isnan(x) else next(whitened) for x in sums]
     got = gdpo(double(parts), weights).flatten().tolist()
-    if (
-        len(known(sums)) > 1 and statistics.stdev(known(sums)) > 1e-9
-    ):  # otherwise both sides are rounding errors
+    if naive_std(known(sums)) > 1e-9:  # otherwise both sides are rounding errors
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_gdpo_gives_large_and_small_rewards_equal_weight():
-    small, large = double([[1, 0, 1, 0]]), double([[0, 0, 1000, 1000]])
-    got = gdpo(torch.stack([small, large]), [1.0, 1.0])
-    torch.testing.assert_close(
-        got, gdpo(torch.stack([small, large / 1000]), [1.0, 1.0]), rtol=1e-4, atol=1e-4
-    )
-    assert (got.round(decimals=3).sign() == torch.tensor([[0, -1, 1, 0]])).all()
-
-
-def test_gdpo_of_one_reward_is_the_whitened_group_advantage():
-    rewards = double([[1, 0, 4], [2, 7, 1]])
-    torch.testing.assert_close(
-        gdpo(rewards[None], [3.0]), whiten(3 * group_advantages(rewards), torch.ones(2, 3))
-    )
-
-
-def test_batch_of_one_group_has_the_group_statistics():
-    rewards = double([[1, 0, 4, 1]])
-    torch.testing.assert_close(group_mean_batch_std(rewards), group_advantages(rewards))
-    torch.testing.assert_close(whiten(rewards, torch.ones(1, 4)), group_advantages(rewards))
+def test_gdpo_gives_zero_to_a_completion_without_a_reward():
+    """Although all parts of the reward exist; they count in no statistic."""
+    parts = double([[[1, 0, 0, 3], [2, 2, 1, 0]], [[-4, -9, -2, -1], [-8, -3, -1, -1]]])
+    rewards = parts.sum(0)
+    rewards[0, 1] = NAN
+    found = ADVANTAGES["gdpo"](Scores(rewards, parts, [1.0, 2.0]))
+    parts[:, 0, 1] = 7.0
+    assert found[0, 1] == 0 != found[0, 0]
+    assert torch.equal(found, ADVANTAGES["gdpo"](Scores(rewards, parts, [1.0, 2.0])))
 
 
 @given(st.lists(st.tuples(reward, st.integers(0, 4)), min_size=1, max_size=8))
@@ -315,20 +252,6 @@ def test_whiten_weights_each_value_by_its_count(pairs):
     assert whiten(double(values), torch.tensor(counts)).tolist() == pytest.approx(
         expected, rel=1e-5, abs=1e-5
     )
-
-
-def test_whitened_values_have_mean_0_and_standard_deviation_1():
-    counts = torch.tensor([3, 1, 2])
-    tokens = whiten(double([5, -1, 0]), counts).repeat_interleave(counts)
-    assert tokens.mean().item() == pytest.approx(
-        0, abs=1e-12
-    ) and tokens.std().item() == pytest.approx(1, rel=1e-5)
-
-
-def test_batch_without_rewards_gives_zeros():
-    nothing = torch.full((2, 2), NAN)
-    for advantages in (group_mean_batch_std(nothing), gdpo(nothing[None], [1.0])):
-        assert (advantages == 0).all()
 
 
 # ---- one value per token ----
@@ -387,12 +310,6 @@ def test_gae_equals_a_calculation_by_hand():
     got = gae(rewards_T, values_T, mask_T, ids_T, 0.5, 0.5)
     last = 1 - 0.25
     assert got.tolist() == [0, 0.5 * 0.25 - 0.5 + 0.25 * last, 0, last, 0, 2 - 1]
-
-
-def test_gae_without_discount_and_values_is_the_return_on_every_token():
-    mask_T, ids_T = torch.tensor([False, True, True, True, True]), torch.tensor([0, 0, 0, 0, 1])
-    got = gae(torch.tensor([0, 0, 0, 3.0, -2]), torch.zeros(5), mask_T, ids_T, 1.0)
-    assert got.tolist() == [0, 3, 3, 3, -2]
 
 
 def test_gae_of_a_masked_sequence_is_zero():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import samples_of, tiny_tokenizer
-from test_grpo_objective import flags, tokens, weights_of
+from test_grpo_objective import tokens, weights_of
 
 import dpo
 import grpo
@@ -22,7 +22,7 @@ from common.data.packing import count_trained, pack, pack_groups
 from common.data.sample import Sample
 from common.model.logprobs import statistics as token_statistics
 from common.objectives.advantages import Scores, gae, whiten
-from common.objectives.divergence import forward_kl, jsd, reverse_kl
+from common.objectives.divergence import forward_kl, reverse_kl
 from common.objectives.importance import Correction, importance_weights
 from common.objectives.kl import kl_estimate
 from common.objectives.preference import Pairs, preference_loss
@@ -97,10 +97,7 @@ def test_entropy_does_not_depend_on_the_target():
 
 
 def test_entropy_is_never_negative():
-    assert all(
-        entropy >= 0
-        for entropy in statistics_of([[0.0, gap] for gap in (0.5, 2.0, 5.0)], [0, 0, 0])[1]
-    )
+    assert (statistics_of([[0.0, gap] for gap in (0.5, 2.0, 5.0)], [0, 0, 0])[1] >= 0).all()
 
 
 def test_entropy_is_at_most_log_V():
@@ -111,11 +108,8 @@ def test_entropy_is_at_most_log_V():
 
 
 def test_sft_losses_fall_as_the_target_becomes_likelier():
-    assert all(
-        slope < 0
-        for name in ("nll", "dft")
-        for slope in gradient(lambda x, n=name: sft.loss(n, x), [-0.5, -0.1])
-    )
+    for name in ("nll", "dft"):
+        assert max(gradient(lambda x, n=name: sft.loss(n, x), [-0.5, -0.1])) < 0
 
 
 def test_dft_weighs_likely_tokens_more():
@@ -150,16 +144,12 @@ def test_denominators_count_all_ranks(monkeypatch):
 def weights(reduction, samples, pack_tokens=100):
     """Return the sum of the weights of each sample in its loss, of `samples` in micro-batches, by
     number of tokens."""
-    counts = (
-        torch.tensor(sum(sum(s.loss_mask) for s in samples)),
-        torch.tensor(sum(any(s.loss_mask) for s in samples)),
-    )
-    packs = [(mb, weights_of(mb, reduction, *counts)) for mb in pack(samples, pack_tokens, CPU)]
-    return {
-        len(s.ids): w
-        for mb, w_T in packs
-        for s, w in zip(samples_of(mb), mb.sequence_sums(w_T).tolist(), strict=True)
-    }
+    masks, found = [s.loss_mask for s in samples], {}
+    counts = torch.tensor(sum(map(sum, masks))), torch.tensor(sum(map(any, masks)))
+    for mb in pack(samples, pack_tokens, CPU):
+        of_samples = mb.sequence_sums(weights_of(mb, reduction, *counts)).tolist()
+        found |= {len(s.ids): w for s, w in zip(samples_of(mb), of_samples, strict=True)}
+    return found
 
 
 @pytest.mark.parametrize("pack_tokens", [100, 4])
@@ -196,11 +186,9 @@ def test_sequence_mean_ignores_other_sequences():
 
 
 def test_reward_loss_falls_as_the_chosen_reward_rises():
-    assert (
-        gradient(rm.loss, [0.0], double([0.0]))
-        < [0]
-        < gradient(lambda r, c: rm.loss(c, r), [0.0], double([0.0]))
-    )
+    by_chosen = gradient(rm.loss, [0.0], double([0.0]))
+    by_rejected = gradient(lambda r, c: rm.loss(c, r), [0.0], double([0.0]))
+    assert by_chosen < [0] < by_rejected
 
 
 def test_margin_asks_for_a_larger_difference():
@@ -272,10 +260,8 @@ KTO = SimpleNamespace(beta=0.5, desirable_weight=3.0, undesirable_weight=1.0)
 
 
 def test_kto_is_half_the_weight_at_the_baseline():
-    assert sorted(kto.loss(double([2.0, 2.0]), torch.tensor([True, False]), 2.0, KTO).tolist()) == [
-        0.5,
-        1.5,
-    ]
+    loss = kto.loss(double([2.0, 2.0]), torch.tensor([True, False]), 2.0, KTO)
+    assert sorted(loss.tolist()) == [0.5, 1.5]
 
 
 def test_kto_raises_desirable_completions_and_lowers_others():
@@ -383,22 +369,6 @@ def test_clip_pulls_back_a_ratio_that_moved_the_wrong_way(rho, A):
     assert clip(rho, A) == pytest.approx((-rho * A, -rho * A))
 
 
-def test_kl_penalty_and_entropy_bonus_have_gradients():
-    """The penalty lowers the log-prob of a token that is likelier than under the reference."""
-    logprobs, entropy, one = (
-        double([-1.0]).requires_grad_(),
-        double([2.0]).requires_grad_(),
-        torch.tensor(1),
-    )
-    args = flags(loss="reinforce", beta=0.1, entropy_coef=0.5)
-    share_T, _ = grpo.loss(
-        logprobs, logprobs.detach(), logprobs.detach(), logprobs.detach() - 1, entropy,
-        double([0.0]), torch.tensor([True]), torch.tensor([0]), one, one, args,
-    )  # fmt: skip
-    by_logprob, by_entropy = torch.autograd.grad(share_T.sum(), (logprobs, entropy))
-    assert by_logprob > 0 and by_entropy.item() == -0.5
-
-
 # ---- KL ----
 
 
@@ -463,10 +433,6 @@ def test_importance_weight_is_above_1_where_the_trainer_is_likelier():
     assert importance(double([1.0])).item() == pytest.approx(math.e)
 
 
-def test_importance_weight_has_no_gradient():
-    assert not importance(double([0.1]).requires_grad_()).requires_grad
-
-
 def test_importance_weight_has_an_upper_bound_only():
     assert importance(double([0.1, 9.0]).log()).tolist() == pytest.approx([0.1, 4])
 
@@ -492,11 +458,3 @@ def test_reverse_kl_is_a_mean_over_the_student():
 
 def test_forward_kl_is_a_mean_over_the_teacher():
     assert forward_kl(STUDENT, SURE)[0].item() == pytest.approx(-STUDENT[0, 0].item())
-
-
-@pytest.mark.parametrize("divergence", [reverse_kl, forward_kl, jsd])
-def test_steps_against_the_gradient_approach_the_teacher(divergence):
-    logits_CV = STUDENT.clone().requires_grad_()
-    before = divergence(logits_CV.log_softmax(-1), TEACHER)
-    (slope_CV,) = torch.autograd.grad(before, logits_CV)
-    assert divergence((STUDENT - 0.1 * slope_CV).log_softmax(-1), TEACHER) < before

@@ -113,10 +113,6 @@ def naive_loss(name, row, args):
     raise AssertionError(f"the oracle does not know {name}")
 
 
-def naive_losses(name, rows, args):
-    return [naive_loss(name, row, args) for row in rows]
-
-
 def assert_equals_naive(loss_N, inputs, naive, rows):
     """Compare each value, and the gradient of their sum with respect to `inputs`, which are the
     first columns of `rows`."""
@@ -140,12 +136,9 @@ def assert_equals_naive(loss_N, inputs, naive, rows):
 # ---- inputs ----
 
 
-LENGTHS = st.integers(1, 9)
-
-
-def rows_of(logps, offset=0.0, lengths=LENGTHS, max_size=3):
+def rows_of(logps, offset=0.0, max_size=3):
     """Draw pairs (pc, pr, rc, rr, nc, nr) whose log-probs subtract without rounding."""
-    policy = logps.map(lambda logp: logp - offset)
+    policy, lengths = logps.map(lambda logp: logp - offset), st.integers(1, 9)
     row = st.tuples(policy, policy, logps, logps, lengths, lengths)
     return st.lists(row, min_size=1, max_size=max_size)
 
@@ -154,13 +147,8 @@ LOGPS = st.integers(-20 * 64, 0).map(lambda k: k / 64)
 ROWS = rows_of(LOGPS, max_size=4)
 # The offset keeps exponents off the kink where they are clamped, at 60
 EXTREME_ROWS = rows_of(st.integers(-100, 0) | st.integers(-10_000, 0), offset=0.25)
-ONE_TOKEN_ROWS = rows_of(LOGPS, lengths=st.just(1))
-EQUAL_ROWS = st.lists(st.tuples(LOGPS, LOGPS, LENGTHS), min_size=1, max_size=3).map(
-    lambda rows: [(p, p, ref, ref, n, n) for p, ref, n in rows]
-)
-BETAS = st.integers(1, 60).map(
-    lambda k: k / (10 * math.pi)
-)  # irrational: no z is on the kink of the hinge, at 1
+# Irrational: no z is on the kink of the hinge, at 1.
+BETAS = st.integers(1, 60).map(lambda k: k / (10 * math.pi))
 
 
 def arguments(*names, **flags):
@@ -197,23 +185,17 @@ def tensor(values):
 
 def pairs_of(rows):
     chosen, rejected, *others = (tensor(column) for column in zip(*rows, strict=True))
-    return Pairs(
-        chosen.requires_grad_(),
-        rejected.requires_grad_(),
-        *others,
-    )
-
-
-def gradients(loss_N, pairs):
-    return torch.autograd.grad(loss_N.sum(), (pairs.chosen_logps, pairs.rejected_logps))
+    return Pairs(chosen.requires_grad_(), rejected.requires_grad_(), *others)
 
 
 def check(name, rows, args):
     pairs = pairs_of(rows)
     inputs = pairs.chosen_logps, pairs.rejected_logps
-    assert_equals_naive(
-        bind(name, args)(pairs), inputs, lambda rows: naive_losses(name, rows, args), rows
-    )
+
+    def naive(rows):
+        return [naive_loss(name, row, args) for row in rows]
+
+    assert_equals_naive(bind(name, args)(pairs), inputs, naive, rows)
 
 
 # ---- every objective ----
@@ -254,64 +236,10 @@ def test_value_and_gradient_at_extreme_logits_equal_naive_code(name, data):
 
 
 @every_objective
-@settings(max_examples=8)
-@given(data=st.data())
-def test_value_and_gradient_of_equal_pairs_equal_naive_code(name, data):
-    check(name, data.draw(EQUAL_ROWS), data.draw(arguments(name)))
-
-
-@every_objective
-@settings(max_examples=8)
-@given(data=st.data())
-def test_value_and_gradient_of_one_token_equal_naive_code(name, data):
-    check(name, data.draw(ONE_TOKEN_ROWS), data.draw(arguments(name)))
-
-
-@every_objective
-@settings(max_examples=8)
-@given(data=st.data())
-def test_permuting_pairs_permutes_losses(name, data):
-    rows, args = data.draw(ROWS), data.draw(arguments(name))
-    order = data.draw(st.permutations(range(len(rows))))
-    before, after = (
-        bind(name, args)(pairs_of(rows)),
-        bind(name, args)(pairs_of([rows[i] for i in order])),
-    )
-    torch.testing.assert_close(after, before[order], rtol=1e-12, atol=1e-12)
-
-
-@every_objective
 def test_certain_completions_have_finite_losses_and_gradients(name):
     args = flags_of(label_smoothing=smoothing(name))
     for rows in ([(0, 0, 0, 0, 1, 1)], [(0, -1e4, -1e4, 0, 1, 1)], [(-1e4, 0, 0, -1e4, 1, 1)]):
         check(name, rows, args)
-
-
-# ---- identities between objectives ----
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 8, 33])
-def test_sigmoid_loss_is_ln_2_if_policy_equals_reference(n):
-    pairs = pairs_of([(-i, -2 * i, -i, -2 * i, 3, 4) for i in range(n)])
-    assert bind("sigmoid", flags_of())(pairs).tolist() == [math.log(2)] * n
-
-
-@settings(max_examples=20)
-@given(ROWS, arguments("sigmoid", label_smoothing=0.0))
-def test_robust_loss_without_smoothing_is_the_sigmoid_loss(rows, args):
-    pairs = pairs_of(rows)
-    robust, sigmoid = bind("robust", args)(pairs), bind("sigmoid", args)(pairs)
-    assert torch.equal(robust, sigmoid)
-    assert torch.equal(
-        torch.stack(gradients(robust, pairs)), torch.stack(gradients(sigmoid, pairs))
-    )
-
-
-@settings(max_examples=20)
-@given(ONE_TOKEN_ROWS, BETAS)
-def test_length_normalization_changes_nothing_for_one_token(rows, beta):
-    pairs, flags = pairs_of(rows), flags_of(beta=beta)
-    torch.testing.assert_close(bind("sigmoid_norm", flags)(pairs), bind("sigmoid", flags)(pairs))
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCE_FREE))

@@ -83,15 +83,10 @@ def test_two_ranks_agree_on_reductions_stops_and_errors(tmp_path):
 
 
 def test_reduction_on_one_rank_is_the_identity(device):
-    assert (
-        distributed.all_sum(2).dtype == torch.int64
-        and distributed.all_sum(0.5).dtype == torch.float64
-    )
-    value = torch.ones(2, requires_grad=True)
-    assert (
-        distributed.all_sum(value).tolist() == [1, 1]
-        and not distributed.all_sum(value).requires_grad
-    )
+    assert distributed.all_sum(2).dtype == torch.int64
+    assert distributed.all_sum(0.5).dtype == torch.float64
+    found = distributed.all_sum(torch.ones(2, requires_grad=True))
+    assert found.tolist() == [1, 1] and not found.requires_grad
     assert distributed.gather_objects("x") == ["x"] and distributed.gather_dict({1: 2}) == {1: 2}
     assert distributed.from_main("x") == "x"
 
@@ -102,9 +97,8 @@ def test_folded_seed_depends_on_every_part_and_their_order():
         for parts in ((0,), (1,), (0, 1), (1, 0), (0, 0, 1), (11,), (1, 1))
     ]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**32 for seed in seeds)
-    assert (
-        distributed.fold_seed(1, 2, 3) == 3922471037
-    )  # must stay constant: resumed runs depend on it
+    # It must stay constant: resumed runs depend on it.
+    assert distributed.fold_seed(1, 2, 3) == 3922471037
 
 
 def test_requested_stop_has_the_effect_of_a_signal(device, monkeypatch):
@@ -172,14 +166,11 @@ def test_each_machine_reports_an_error_once_if_the_store_is_lost(capfd, monkeypa
         assert exit_of(distributed.RunError("a"), capfd, LostStore()) == (1, said)
 
 
+NO_SPACE = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
 @pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        SafetensorError(
-            "Error while serializing: I/O error: No space left on device (os error 28)"
-        ),
-    ],
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError(NO_SPACE)]
 )
 def test_error_of_the_disk_is_found_below_other_errors(error, capfd):
     outer = RuntimeError("outer")

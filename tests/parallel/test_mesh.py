@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import EACH_STEP, ROOT, assert_close_metrics, metrics, run
+from helpers import ROOT, run
 
 from common.parallel import distributed
 
@@ -140,30 +140,6 @@ def test_replicas_train_like_one_model(small, tmp_path):
             f"hybrid sharding: {ranks} copies of each model, each on 1 of the {ranks} ranks"
             in done.stdout
         )
-
-
-@pytest.mark.slow
-def test_ppo_with_replicas_trains_like_one_model(small, tmp_path):
-    """PPO trains two models in one loop. The engine agrees with the trainer at every rollout."""
-    flags = (
-        *small, "--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8,
-        "--max_steps", 2, "--lr", 1e-3, "--minibatches", 2, "--epochs_per_rollout", 1,
-        "--engine", "transformers", "--pack_tokens", 40, "--eval_every", 0,
-    )  # fmt: skip
-    for name, extra in (("one", ()), ("two", ("--shard_ranks", 1))):
-        run(2, EACH_STEP, "ppo.py", *flags, *extra, "--output_dir", tmp_path / name)
-    names = (
-        "loss",
-        "value_loss",
-        "grad_norm",
-        "value_grad_norm",
-        "entropy",
-        "objective/kl",
-        "reward",
-    )
-    assert_close_metrics(tmp_path / "one", tmp_path / "two", names, rel=1e-4, floor=1e-3)
-    for line in metrics(tmp_path / "two"):
-        assert line["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 @pytest.mark.parametrize(

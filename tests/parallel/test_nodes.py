@@ -26,15 +26,10 @@ class Node:
     """torchrun with one rank."""
 
     def __init__(self, index: int, port: int, script: str, *flags: object, folder: Path):
-        launch = (
-            "--nnodes=2",
-            f"--node_rank={index}",
-            "--nproc_per_node=1",
-            "--master_addr=127.0.0.1",
-            f"--master_port={port}",
-        )
-        program = [sys.executable, "-m", "torch.distributed.run"]
-        line = [*program, *launch, ROOT / script, *map(str, flags), "--output_dir", folder]
+        launch = "-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --master_addr=127.0.0.1"
+        place = (f"--node_rank={index}", f"--master_port={port}")
+        program = [sys.executable, *launch.split(), *place, ROOT / script]
+        line = [*program, *map(str, flags), "--output_dir", folder]
         self.output = folder.with_name(f"{folder.name}_{index}.txt")
         with self.output.open("w") as file:
             self.agent = subprocess.Popen(
@@ -44,9 +39,8 @@ class Node:
     @property
     def rank(self) -> int:
         """Return the process id of the rank."""
-        return int(
-            Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()[0]
-        )
+        children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children")
+        return int(children.read_text().split()[0])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,50 @@
+"""Scripts that sample: what the penalties do, with and without a reference."""
+
+import pytest
+from helpers import assert_same_weights, metrics
+
+import reinforce
+import rloo
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("script", ["grpo", "dapo", "reinforce", "rloo", "ppo", "bok"])
+def test_kl_is_logged_without_a_penalty_and_changes_no_weight(main, script, online, tmp_path):
+    flags = (*online, "--prompts_per_step", 4, "--lr", 3e-3)
+    if script in ("reinforce", "rloo", "ppo"):
+        flags += ("--beta", 0)
+    main(script, *flags, "--output_dir", tmp_path / "without")
+    main(script, *flags, "--log_kl", "--output_dir", tmp_path / "with")
+    assert_same_weights(tmp_path / "with", tmp_path / "without")
+    name = "objective/kl" if script == "ppo" else "kl"
+    seen, unseen = ([line.get(name) for line in metrics(tmp_path / run)] for run in
+                    ("with", "without"))  # fmt: skip
+    assert unseen == [None, None] and seen[0] is not None and seen[1] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("script", "function", "beta", "tokens"),
+    [(reinforce, "less_baseline", 0.01, "completions/mean_length"), (rloo, "advantages", 3, None)],
+    ids=["reinforce", "rloo"],
+)
+def test_rewards_are_scores_minus_penalty_and_kl(
+    script, function, beta, tokens, online, main, tmp_path, monkeypatch
+):
+    """The KL of a completion, which reinforce.py logs per token."""
+    seen, original = [], getattr(script, function)
+
+    def look(*given):
+        seen.append(given[-1].mean().item())
+        return original(*given)
+
+    monkeypatch.setattr(script, function, look)
+    flags = (*online, "--missing_eos_penalty", 0.1, "--beta", beta, "--lr", 1e-3)
+    if script is reinforce:
+        flags += ("--kl_in", "reward")
+    main(script.__name__, *flags, "--output_dir", tmp_path)
+    for line, mean in zip(metrics(tmp_path), seen, strict=True):
+        kl = line["kl"] * (line[tokens] if tokens else 1)
+        penalty = 0.1 * line["completions/clipped_ratio"]
+        assert mean == pytest.approx(line["reward"] - penalty - beta * kl, abs=1e-6)
+    assert beta * abs(kl) > 1e-4
