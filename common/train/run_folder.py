@@ -3,10 +3,12 @@ run that starts over moves the earlier one aside."""
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -132,6 +134,13 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     if args.resume == "must" and not _can_resume(folder):
         return f"--resume must: {folder} has no checkpoint; use --resume auto"
     label = f"--output_dir {folder}"
+    for run in folder.resolve().parents:  # a new export of that run would replace the folder
+        if folder.resolve().relative_to(run).parts[0] in EXPORTS and _has_begun(run):
+            return f"{label}: the run in {run} writes there; name another --output_dir"
+    if args.resume == "never" and _has_begun(folder):
+        for flag, path in _inputs(args):
+            if path.resolve().is_relative_to(folder.resolve()):
+                return f"{flag}: --resume never would move it aside; name another --output_dir"
     for name in (*EXPORTS, "samples.jsonl") if isinstance(args, TrainArgs) else ():
         if not _has_begun(folder) and (folder / name).exists():
             return f"{label}: the run would replace {name} there; name another --output_dir"
@@ -146,6 +155,16 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     changes = ", ".join(f"{name} was {earlier[name]}, is {flags.get(name)}" for name in changed)
     advice = "name another --output_dir, or use --resume never to move that run aside"
     return f"{label}: the folder has a run with other flags ({changes}); {advice}"
+
+
+def _inputs(args: BaseArgs) -> Iterator[tuple[str, Path]]:
+    """Yield the files and folders that flags name, also in `name=FILE` and `FILE.py:function`."""
+    for flag, value in flags_of(args).items():
+        for text in value if isinstance(value, list) else [value]:
+            for word in re.split("[=: ]", text) if isinstance(text, str) else ():
+                path = Path(word).expanduser()
+                if flag != "output_dir" and word and path.exists():
+                    yield f"--{flag} {text}", path
 
 
 def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:

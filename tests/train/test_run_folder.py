@@ -40,6 +40,41 @@ def test_files_that_no_run_wrote_are_kept(name, resume, main, tmp_path):
     assert files_in(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("sft", "--model d/hf"),
+        ("sft", "--dataset d/samples.jsonl:0.5"),
+        ("sft", "--eval_dataset hard=d/rows.jsonl"),
+        ("sft", "--model link"),
+        ("grpo", "--reward model:d/hf"),
+        ("grpo", "--reward d/reward.py:good"),
+        ("eval", "--against d/against_x.jsonl"),
+    ],
+)
+def test_input_in_the_folder_of_a_run_is_not_moved_aside(
+    script, flags, main, tmp_path, monkeypatch
+):
+    """With `--resume never`. Flags are checked before models and data are read."""
+    monkeypatch.chdir(tmp_path)
+    names = "metrics.jsonl", "samples.jsonl", "rows.jsonl", "against_x.jsonl", "hf/config.json"
+    write(tmp_path / "d", *names, "reward.py")
+    (tmp_path / "link").symlink_to(tmp_path / "d" / "hf")
+    before = files_in(tmp_path)
+    with pytest.raises(ValueError, match=f"^{flags}: --resume never would move it aside; name"):
+        main(script, *flags.split(), "--output_dir", "d", "--resume", "never")
+    assert files_in(tmp_path) == before
+
+
+def test_a_run_does_not_begin_in_what_another_run_exports(main, tmp_path):
+    write(tmp_path, "g/metrics.jsonl", "g/hf/config.json")
+    before = files_in(tmp_path)
+    words = f"the run in {tmp_path}/g writes there; name another"
+    with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}/g/hf/x: {words}"):
+        main("sft", "--output_dir", tmp_path / "g/hf/x")
+    assert files_in(tmp_path) == before
+
+
 @pytest.fixture
 def train(main, small, capsys, tmp_path) -> Callable[..., str]:
     """`train(*flags)` runs a step of sft.py in tmp_path/run, and returns what it prints."""
