@@ -15,12 +15,16 @@ import ctypes
 import os
 import resource
 import struct
-from itertools import chain
 
 # the parent kills a process with more; RLIMIT_NPROC counts all processes of a user, not for root
 THREADS = 64
 OPEN_FILES = 64
 STACK_MIB = 512
+
+try:
+    seccomp = ctypes.CDLL("libseccomp.so.2")  # now: Landlock may hide it
+except OSError:
+    seccomp = None
 
 
 def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsafe: bool) -> None:
@@ -34,7 +38,7 @@ def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsaf
         (limit_resources, memory_mib, file_mib, cpu_seconds),
         (drop_privileges, libc, parent),
         (restrict_files, libc),
-        (restrict_calls, libc),
+        (restrict_calls,),
     ):
         try:
             apply(*arguments)
@@ -148,160 +152,68 @@ def shared_library_folders() -> set[str]:
 
 # ---- seccomp ----
 
-# name: number on x86-64, on aarch64. Python needs these to compute, to use files and to run
-# threads.
-ALLOWED = {
-    "read": (0, 63),
-    "write": (1, 64),
-    "readv": (19, 65),
-    "writev": (20, 66),
-    "pread64": (17, 67),
-    "pwrite64": (18, 68),
-    "close": (3, 57),
-    "close_range": (436, 436),
-    "lseek": (8, 62),
-    "stat": (4, None),
-    "lstat": (6, None),
-    "fstat": (5, 80),
-    "newfstatat": (262, 79),
-    "statx": (332, 291),
-    "access": (21, None),
-    "faccessat": (269, 48),
-    "faccessat2": (439, 439),
-    "readlink": (89, None),
-    "readlinkat": (267, 78),
-    "getdents64": (217, 61),
-    "getcwd": (79, 17),
-    "chdir": (80, 49),
-    "fchdir": (81, 50),
-    "umask": (95, 166),
-    "ftruncate": (77, 46),
-    "dup": (32, 23),
-    "dup2": (33, None),
-    "dup3": (292, 24),
-    "poll": (7, None),
-    "ppoll": (271, 73),
-    "select": (23, None),
-    "pselect6": (270, 72),
-    "mmap": (9, 222),
-    "munmap": (11, 215),
-    "mprotect": (10, 226),
-    "mremap": (25, 216),
-    "brk": (12, 214),
-    "madvise": (28, 233),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "sigaltstack": (131, 132),
-    "pause": (34, None),
-    "alarm": (37, None),
-    "getitimer": (36, 102),
-    "setitimer": (38, 103),
-    "nanosleep": (35, 101),
-    "clock_nanosleep": (230, 115),
-    "clock_gettime": (228, 113),
-    "clock_getres": (229, 114),
-    "gettimeofday": (96, 169),
-    "time": (201, None),
-    "times": (100, 153),
-    "getrusage": (98, 165),
-    "futex": (202, 98),
-    "set_robust_list": (273, 99),
-    "rseq": (334, 293),
-    "sched_yield": (24, 124),
-    "sched_getaffinity": (204, 123),
-    "restart_syscall": (219, 128),
-    "getrandom": (318, 278),
-    "uname": (63, 160),
-    "sysinfo": (99, 179),
-    "getpid": (39, 172),
-    "getppid": (110, 173),
-    "gettid": (186, 178),
-    "getuid": (102, 174),
-    "geteuid": (107, 175),
-    "getgid": (104, 176),
-    "getegid": (108, 177),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
-}
-# name: (numbers, alternatives); an alternative is {argument: its lower 32 bits}, NULL an argument
-# that must be zero.
-NULL = -1
+# Python needs these to compute, to use files and to run threads. Names that the machine lacks are
+# skipped.
+ALLOWED = """
+    read write readv writev pread64 pwrite64 close close_range lseek stat lstat fstat newfstatat
+    fstatat64 statx access faccessat faccessat2 readlink readlinkat getdents64 getcwd chdir fchdir
+    umask ftruncate dup dup2 dup3 poll ppoll select pselect6
+    mmap munmap mprotect mremap brk madvise
+    rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack pause alarm getitimer setitimer
+    nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times getrusage
+    futex set_robust_list rseq sched_yield sched_getaffinity restart_syscall
+    getrandom uname sysinfo getpid getppid gettid getuid geteuid getgid getegid exit exit_group
+"""
+WORD = 0xFFFFFFFF  # the kernel reads the lower 32 bits of an int
+ALL = 0xFFFFFFFFFFFFFFFF
+# flags of open
+O_TRUNC = 0o1000
+O_TMPFILE = 0o20000000
+# Landlock requires no right for access mode 3, nor for O_RDONLY | O_TRUNC before Linux 6.2; files of
+# O_TMPFILE have no name, so the parent cannot count them.
+OPEN = ((O_TMPFILE | O_TRUNC | 3, 0), (O_TMPFILE | 3, 1), (O_TMPFILE | 3, 2))
+# name: alternatives, each of (argument, its bits that count, their value)
 SOME = {
     # a thread, with exactly the flags of glibc or musl: never a process
-    "clone": ((56, 220), [{0: 0x3D0F00}, {0: 0x7D0F00}]),
+    "clone": [[(0, WORD, 0x3D0F00)], [(0, WORD, 0x7D0F00)]],
     # reading limits, and setting RLIMIT_STACK, which contest programs often raise
-    "prlimit64": ((302, 261), [{0: 0, 2: NULL}, {0: 0, 1: 3}]),
+    "prlimit64": [[(0, WORD, 0), (2, ALL, 0)], [(0, WORD, 0), (1, WORD, 3)]],
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
-    "ioctl": ((16, 29), [{1: c} for c in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)]),
+    "ioctl": [[(1, WORD, c)] for c in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)],
     # F_DUPFD, F_[GS]ETFD, F_[GS]ETFL, locks, F_DUPFD_CLOEXEC. Not F_SETOWN, F_SETSIG: they send
     # signals; no leases.
-    "fcntl": ((72, 25), [{1: c} for c in (0, 1, 2, 3, 4, 5, 6, 7, 1030)]),
+    "fcntl": [[(1, WORD, c)] for c in (0, 1, 2, 3, 4, 5, 6, 7, 1030)],
+    "open": [[(1, *bits)] for bits in OPEN],
+    "openat": [[(2, *bits)] for bits in OPEN],
 }
-CLONE3 = (435, 435)
-# name: (numbers, which argument the flags are)
-OPEN = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
-# column of the tables, AUDIT_ARCH
-ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-
-# instructions of BPF, and values that it returns
-LOAD = 0x20
-EQUAL = 0x15
-AT_LEAST = 0x35
-ANY_OF = 0x45
-MASK = 0x54
-LEAVE = 0x06
+CLONE3 = 435
 ALLOW = 0x7FFF0000
 KILL = 0x80000000
 EPERM = 0x00050001
 ENOSYS = 0x00050026
-# flags of open
-O_TRUNC = 0o1000
-O_TMPFILE = 0o20000000
+MASKED_EQUAL = 7
+BAD_ARCHITECTURE = 2
 
 
-def seccomp_filter(machine: str) -> bytes:
-    """Return the BPF program: an array of struct sock_filter. Loads take 32 bits of struct
-    seccomp_data."""
-    column, audit = ARCHITECTURES[machine]
-    # Numbers of other architectures (int 0x80) and of x32 have other meanings: kill.
-    code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (LEAVE, 0, 0, KILL)]
-    code += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, 0x40000000), (LEAVE, 0, 0, KILL)]
-    for numbers in ALLOWED.values():
-        if numbers[column] is not None:
-            code += [(EQUAL, 0, 1, numbers[column]), (LEAVE, 0, 0, ALLOW)]
-    # ENOSYS: a filter cannot read the flags of clone3, which are in memory; the C library then uses
-    # clone.
-    code += [(EQUAL, 0, 1, CLONE3[column]), (LEAVE, 0, 0, ENOSYS)]
-    for numbers, alternatives in SOME.values():
-        body = [*chain(*map(allow_if, alternatives)), (LEAVE, 0, 0, EPERM)]
-        code += [(EQUAL, 0, len(body), numbers[column]), *body]
-    # Landlock requires no right for access mode 3, nor for O_RDONLY | O_TRUNC before Linux 6.2;
-    # files of O_TMPFILE have no name, so the parent cannot count them.
-    for numbers, arg in OPEN.values():
-        if numbers[column] is not None:
-            code += [(EQUAL, 0, 8, numbers[column]), (LOAD, 0, 0, 16 + 8 * arg)]
-            code += [(ANY_OF, 4, 0, O_TMPFILE), (MASK, 0, 0, O_TRUNC | 3), (EQUAL, 2, 0, O_TRUNC)]
-            code += [(MASK, 0, 0, 3), (EQUAL, 0, 1, 3), (LEAVE, 0, 0, EPERM), (LEAVE, 0, 0, ALLOW)]
-    code += [(LEAVE, 0, 0, EPERM)]
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+def restrict_calls() -> None:
+    """Allow the system calls above and refuse all others with EPERM. Numbers of another architecture
+    (int 0x80, x32) have other meanings: they kill the process."""
+    if seccomp is None:
+        raise OSError("seccomp: the library libseccomp.so.2 is missing")
+    seccomp.seccomp_init.restype = ctypes.c_void_p
+    rules = ctypes.c_void_p(seccomp.seccomp_init(EPERM))
 
+    def call(function: str, *args: object) -> None:
+        if (result := getattr(seccomp, function)(rules, *args)) < 0:
+            raise OSError(-result, f"seccomp: {os.strerror(-result)}")
 
-def allow_if(conditions: dict[int, int]) -> list[tuple]:
-    """Return instructions that allow the call if its arguments have these lower 32 bits."""
-    words = [(16 + 8 * arg, 0 if value == NULL else value) for arg, value in conditions.items()]
-    words += [(20 + 8 * arg, 0) for arg, value in conditions.items() if value == NULL]
-    body = []
-    for i, (offset, value) in enumerate(words):
-        body += [(LOAD, 0, 0, offset), (EQUAL, 0, 2 * (len(words) - i) - 1, value)]
-    return [*body, (LEAVE, 0, 0, ALLOW)]
-
-
-def restrict_calls(libc: ctypes.CDLL) -> None:
-    machine = os.uname().machine
-    if machine not in ARCHITECTURES:
-        raise OSError(f"seccomp: no table of system calls for {machine}")
-    code = seccomp_filter(machine)
-    program = ctypes.create_string_buffer(code)
-    fprog = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
-    check(libc.prctl(22, 2, fprog, 0, 0), "seccomp")  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    for name, alternatives in (dict.fromkeys(ALLOWED.split(), [[]]) | SOME).items():
+        number = seccomp.seccomp_syscall_resolve_name(name.encode())
+        for conditions in alternatives if number >= 0 else ():
+            words = [(arg, MASKED_EQUAL, mask, value) for arg, mask, value in conditions]
+            array = b"".join(struct.pack("IIQQ", *word) for word in words)
+            call("seccomp_rule_add_array", ALLOW, number, len(words), array)
+    # A filter cannot read the flags of clone3, which are in memory; the C library then uses clone.
+    call("seccomp_rule_add_array", ENOSYS, CLONE3, 0, None)
+    call("seccomp_attr_set", BAD_ARCHITECTURE, KILL)
+    call("seccomp_load")

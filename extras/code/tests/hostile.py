@@ -483,14 +483,11 @@ ENDLESS_AS_MODULES = {"floods stdout without a line end"}  # with calls, stdout 
 
 def every_other_call() -> str:
     """Return a program that calls every forbidden system call number with useless arguments."""
-    from extras.code.sandbox.confine import ALLOWED, CLONE3, OPEN, SOME
+    from extras.code.sandbox.confine import ALLOWED, CLONE3, SOME, seccomp
 
-    some = [numbers[0] for numbers, _ in [*SOME.values(), *OPEN.values()]]
-    known = {numbers[0] for numbers in ALLOWED.values()} | {*some, CLONE3[0]}
-    known |= {
-        335,
-        336,
-    }  # uretprobe and uprobe: the kernel bypasses the filter and kills other callers
+    names = [*ALLOWED.split(), *SOME]
+    known = {seccomp.seccomp_syscall_resolve_name(name.encode()) for name in names} | {CLONE3}
+    known |= {335, 336}  # uretprobe and uprobe: the kernel bypasses the filter and kills other callers
     return f"""
 if x86:
     for number in range(480):
