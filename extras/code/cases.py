@@ -1,4 +1,4 @@
-"""The tests of a row, for code_reward.py. Their forms are recognised by their columns:
+"""The tests of a row. Their forms are recognised by their columns:
 
 - `tests`: a list, or a JSON string of one, of `{"input": stdin, "output": stdout}`, of
   `{"function": name, "args": [...], "kwargs": {...}, "result": value}`, or of strings of Python
@@ -12,12 +12,14 @@
 
 import ast
 import json
-from dataclasses import dataclass
 
-from common.rewards import functions
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+CONFIG = dict(strict=True, extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class StdinTest:
     """The program's stdout on `input` must be `output`, except for white space at the ends of
     lines, blank last lines and the last digits of floats."""
@@ -26,19 +28,19 @@ class StdinTest:
     output: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class CallTest:
-    """`function(*args, **kwargs)` must be the same (see `same`) as one of `results`."""
+    """`function(*args, **kwargs)` must be the same (judge.py) as one of `results`."""
 
     function: str
-    args: list
-    kwargs: dict
-    results: list
+    args: list = Field(default_factory=list)
+    kwargs: dict = Field(default_factory=dict)
+    results: list = Field(default_factory=list)
     is_leetcode: bool = False
     """whether the function may be a method of the program's class `Solution`"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class AssertTest:
     """`source` must run without an exception after `setup`. Names that neither defines, and
     `candidate`, are names of the program. Only HumanEval has a candidate; its setup is the start of
@@ -49,6 +51,13 @@ class AssertTest:
     candidate: str | None = None
 
 
+@dataclass(config=CONFIG)
+class AppsTests:
+    inputs: list
+    outputs: list
+    fn_name: str | None = None
+
+
 Test = StdinTest | CallTest | AssertTest
 
 
@@ -57,11 +66,13 @@ def tested_names(tests: list[Test]) -> set[str]:
     tests of stdin."""
     names: set[str] = set()
     for test in tests:
-        if isinstance(test, AssertTest):
-            names |= {test.candidate} if test.candidate else called_names(test.source)
-        elif isinstance(test, CallTest):
-            is_name = test.function.isidentifier()
-            names |= {test.function} if is_name else called_names(test.function)
+        match test:
+            case AssertTest(candidate=str(name)):
+                names.add(name)
+            case AssertTest(source=source):
+                names |= called_names(source)
+            case CallTest(function=function):
+                names |= called_names(f"{function}()")
     return names
 
 
@@ -71,118 +82,102 @@ def called_names(source: str) -> set[str]:
 
 
 def parse_tests(row: dict) -> list[Test]:
-    """Return the tests of a row, at least one. Raises `ValueError` naming the row if they are
-    malformed."""
-    parsers = {
-        "input_output": parse_apps,
-        "tests": parse_list,
-        "test_list": parse_mbpp,
-        "test": parse_humaneval,
-    }
+    """Return the tests of a row, at least one. Raises `ValueError` naming the row and the column if
+    they are malformed."""
+    parsers = dict(input_output=parse_apps, tests=parse_list, test_list=parse_mbpp)
+    parsers["test"] = parse_humaneval
     column = next((column for column in parsers if row.get(column) is not None), None)
+    if column is None:
+        problem = f"no tests: expected one of the columns {', '.join(parsers)}"
+        raise ValueError(f"{row['_source']}: {problem}")
     try:
-        require(column is not None, f"no tests: expected one of the columns {', '.join(parsers)}")
-        tests = parsers[column](row)
-        require(len(tests) > 0, f"{column} is empty")
-    except ValueError as error:
-        raise ValueError(f"{row['_source']}: {error}") from None
+        is_json = isinstance(row[column], str) and column != "test"
+        tests = parsers[column](json.loads(row[column]) if is_json else row[column], row)
+        if not tests:
+            raise ValueError("empty")
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ) as error:
+        problem = error
+    else:
+        return tests
+    raise ValueError(f"{row['_source']}: {column}: {problem}")
+
+
+def parse_list(items: list, row: dict) -> list[Test]:
+    return list(map(parse_item, items))
+
+
+def parse_item(item: object) -> Test:
+    if not isinstance(item, dict):
+        return parse_assert(item)
+    # A table gives every object the keys of all.
+    given = {key: value for key, value in item.items() if value is not None}
+    if given.get("testtype", given.get("type")) in ("stdin", "stdin_stdout"):  # LiveCodeBench
+        given = {key: value for key, value in given.items() if key not in ("testtype", "type")}
+    if "function" not in given:
+        return StdinTest(**given)
+    if "result" not in item:
+        raise ValueError("a test lacks result")
+    test = CallTest(results=[given.pop("result", None)], **given)
+    ast.parse(test.function, mode="eval")
+    return test
+
+
+def parse_assert(source: object, setup: str = "") -> AssertTest:
+    test = AssertTest(source=source, setup=setup)
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(test.source))):
+        raise ValueError("a test has no assert")
+    return test
+
+
+def parse_apps(data: dict, row: dict) -> list[Test]:
+    apps = AppsTests(**{key: data.get(key) for key in ("inputs", "outputs", "fn_name")})
+    pairs = list(zip(apps.inputs, apps.outputs, strict=True))
+    if apps.fn_name is None:
+        return [StdinTest(input=text_of(text), output=text_of(out)) for text, out in pairs]
+    require_name(apps.fn_name)
+    # APPS wraps each result in a list. Where all look wrapped, they may also be lists themselves.
+    are_wrapped = all(isinstance(output, list) and len(output) == 1 for output in apps.outputs)
+    tests = []
+    for args, output in pairs:
+        results = [output, *output] if are_wrapped else [output]
+        test = CallTest(function=apps.fn_name, args=args, results=results, is_leetcode=True)
+        tests.append(test)
     return tests
 
 
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+def text_of(lines: object) -> object:
+    return "\n".join(lines) if isinstance(lines, list) else lines
 
 
-def parse_list(row: dict) -> list[Test]:
-    items = from_json(row["tests"], "tests")
-    require(isinstance(items, list), f"tests is a {type(items).__name__}, not a list")
-    return [parse_item(item, f"tests[{i}]") for i, item in enumerate(items)]
+def require_name(name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{name!r} is not a name")
 
 
-def parse_item(item: object, place: str) -> Test:
-    if isinstance(item, str):
-        return parse_assert(item, place)
-    is_dict = isinstance(item, dict)
-    require(is_dict, f"{place} is a {type(item).__name__}, not an object or a string")
-    if item.get("testtype", item.get("type")) in ("stdin", "stdin_stdout"):  # LiveCodeBench
-        item = {key: value for key, value in item.items() if key not in ("testtype", "type")}
-    # A table gives every object the keys of all.
-    keys = {key for key, value in item.items() if value is not None}
-    if "function" in keys:
-        keys |= item.keys() & {"result"}  # which may be None
-        types = dict(function=str, args=list, kwargs=dict, result=object)
-        missing = {"function", "result"} - keys
-    else:
-        types = dict(input=str, output=str)
-        missing = types.keys() - keys
-    unknown = keys - types.keys()
-    require(not unknown, f"{place} has unknown keys {', '.join(sorted(map(str, unknown)))}")
-    require(not missing, f"{place} lacks {', '.join(sorted(missing))}")
-    for key in keys:
-        kind = types[key]
-        require(isinstance(item[key], kind), f"{place}: {key} is not a {kind.__name__}")
-    if "function" not in keys:
-        return StdinTest(item["input"], item["output"])
-    parse_python(item["function"], f"{place}: function", "eval")
-    args = item.get("args") or []
-    return CallTest(item["function"], args, item.get("kwargs") or {}, [item["result"]])
+def parse_mbpp(tests: list, row: dict) -> list[Test]:
+    imports = row.get("test_imports") or []
+    imports = json.loads(imports) if isinstance(imports, str) else imports
+    setup = "\n".join([*imports, row.get("test_setup_code") or ""])
+    ast.parse(setup)
+    return [parse_assert(source, setup) for source in tests]
 
 
-def parse_apps(row: dict) -> list[Test]:
-    data = from_json(row["input_output"], "input_output")
-    require(isinstance(data, dict), f"input_output is a {type(data).__name__}, not an object")
-    inputs = data.get("inputs")
-    outputs = data.get("outputs")
-    function = data.get("fn_name")
-    are_lists = isinstance(inputs, list) and isinstance(outputs, list)
-    require(are_lists, "input_output needs lists inputs and outputs")
-    lengths = f"{len(inputs)} inputs and {len(outputs)} outputs"
-    require(len(inputs) == len(outputs), f"input_output has {lengths}")
-    if function is None:
-        texts = [text_of(data, f"inputs[{i}]") for i, data in enumerate(inputs)]
-        expected = [text_of(data, f"outputs[{i}]") for i, data in enumerate(outputs)]
-        return list(map(StdinTest, texts, expected))
-    is_name = isinstance(function, str) and function.isidentifier()
-    require(is_name, "input_output: fn_name is not a name")
-    are_arguments = all(isinstance(args, list) for args in inputs)
-    require(are_arguments, "input_output: with fn_name, inputs are lists of arguments")
-    # APPS wraps each result in a list. Where all look wrapped, they may also be lists themselves.
-    are_wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
-    return [
-        CallTest(function, args, {}, [output, *output] if are_wrapped else [output], True)
-        for args, output in zip(inputs, outputs, strict=True)
-    ]
-
-
-def text_of(data: object, place: str) -> str:
-    lines = data if isinstance(data, list) else [data]
-    are_text = all(isinstance(line, str) for line in lines)
-    require(are_text, f"input_output: {place} is neither text nor a list of lines")
-    return "\n".join(lines)
-
-
-def parse_mbpp(row: dict) -> list[Test]:
-    setup = row.get("test_setup_code") or ""
-    imports = functions.from_json(row.get("test_imports")) or []
-    tests = functions.from_json(row["test_list"])
-    require(isinstance(setup, str), "test_setup_code is not a string")
-    for name, column in (("test_imports", imports), ("test_list", tests)):
-        is_right = isinstance(column, list) and all(isinstance(line, str) for line in column)
-        require(is_right, f"{name} is not a list of strings")
-    setup = "\n".join([*imports, setup])
-    parse_python(setup, "test_setup_code")
-    return [parse_assert(test, f"test_list[{i}]", setup) for i, test in enumerate(tests)]
-
-
-def parse_humaneval(row: dict) -> list[Test]:
-    test = row["test"]
+def parse_humaneval(test: str, row: dict) -> list[Test]:
     name = row.get("entry_point")
-    require(isinstance(test, str), "test is not a string")
-    require(isinstance(name, str) and name.isidentifier(), "entry_point is not a name")
-    body = parse_python(test, "test").body
-    functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
-    require("check" in functions, "test does not define check(candidate)")
+    require_name(name)
+    functions = [node.name for node in ast.parse(test).body if isinstance(node, ast.FunctionDef)]
+    if "check" not in functions:
+        raise ValueError("it does not define check(candidate)")
     return [AssertTest(f"{test}\n\ncheck({name})\n", stub(row.get("prompt"), name), name)]
 
 
@@ -193,31 +188,9 @@ def stub(prompt: object, name: str) -> str:
         return ""
     for source in (prompt, prompt + "\n    pass\n"):
         try:
-            body = parse_python(source, "").body
-        except ValueError:
+            body = ast.parse(source).body
+        except (SyntaxError, ValueError):
             continue
         if any(getattr(node, "name", None) == name for node in body):
             return source
     return ""  # prose
-
-
-def parse_assert(source: str, place: str, setup: str = "") -> AssertTest:
-    tree = parse_python(source, place)
-    require(any(isinstance(node, ast.Assert) for node in ast.walk(tree)), f"{place} has no assert")
-    return AssertTest(source, setup)
-
-
-def parse_python(source: str, place: str, mode: str = "exec") -> ast.AST:
-    try:
-        return ast.parse(source, mode=mode)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{place} does not parse as Python: {error}") from None
-
-
-def from_json(data: object, place: str) -> object:
-    if not isinstance(data, str):
-        return data
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {error}") from None

@@ -12,6 +12,7 @@ LIST_ITEM = r"^([ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)?)"  # before a fence
 BLOCK = re.compile(
     rf"(?:{LIST_ITEM})?```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
+FUTURE = re.compile(r"^from __future__ import .*\n", re.MULTILINE)
 PARSED = 50_000  # longest code that is parsed, in characters: the parser is slow
 CUTS = 10  # attempts to cut what follows a function
 
@@ -28,17 +29,15 @@ def extract_program(completion: str, row: dict, tests: list[Test]) -> str:
         return assemble(completion, row, tests, cut=True)
     programs = [assemble(code, row, tests) for code in blocks]
     valid = [i for i, program in enumerate(programs) if parsed(program)[0]]
-    fitting = valid
     if tested := tested_names(tests):
-        continues = [
-            stub_of(tests) and code.lstrip("\n").startswith((" ", "\t")) for code in blocks
-        ]
-        fitting = [i for i in valid if continues[i] or tested & names_in(blocks[i])["defined"]]
-    elif stdin_tests := [test for test in tests if isinstance(test, StdinTest)]:
-        has_input = any(test.input.strip() for test in stdin_tests)
+        is_stub = bool(stub_of(tests))
+        continues = [is_stub and code.lstrip("\n").startswith((" ", "\t")) for code in blocks]
+        valid = [i for i in valid if continues[i] or tested & names_in(blocks[i])["defined"]]
+    elif inputs := [test.input for test in tests if isinstance(test, StdinTest)]:
+        has_input = any(map(str.strip, inputs))
         defined = set().union(*(names_in(code)["defined"] for code in blocks))
-        fitting = [i for i in valid if is_program(blocks[i], defined, has_input)] or valid
-    return programs[fitting[-1] if fitting else -1]
+        valid = [i for i in valid if is_program(blocks[i], defined, has_input)] or valid
+    return programs[valid[-1] if valid else -1]
 
 
 def code_blocks(completion: str) -> list[str]:
@@ -64,33 +63,21 @@ def assemble(code: str, row: dict, tests: list[Test], cut: bool = False) -> str:
     """Return `code` behind the source that it continues or needs. `cut`: drop the prose, or the
     unfinished function, behind HumanEval's function."""
     start = stub_of(tests)
-    if start and row["entry_point"] in names_in(code)["defined"]:
-        return after_future(code, start)
-    if start:
+    if start and row["entry_point"] not in names_in(code)["defined"]:
         program = f"{row['prompt']}\n{code}"
         return without_rest(program) if cut else program
     if any(isinstance(test, CallTest) and test.is_leetcode for test in tests):
-        return after_future(code, "from typing import *")
-    return code
+        start = "from typing import *"
+    if not start:
+        return code
+    code = code.removeprefix("\ufeff")
+    return "".join([*FUTURE.findall(code), start, "\n", FUTURE.sub("", code)])
 
 
 def stub_of(tests: list[Test]) -> str:
     """Return the start of the program, if HumanEval's prompt is one; else ""."""
     test = tests[0]
     return test.setup if isinstance(test, AssertTest) and test.candidate else ""
-
-
-def after_future(code: str, start: str) -> str:
-    """Return `code` with `start` in front, but behind imports of `__future__`."""
-    tree, _ = parsed(code)
-    ends = [n.end_lineno for n in tree.body if is_future(n)] if tree else []
-    lines = code.removeprefix("\ufeff").split("\n")
-    lines.insert(max(ends, default=0), start)
-    return "\n".join(lines)
-
-
-def is_future(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
 def without_rest(program: str) -> str:
@@ -114,14 +101,14 @@ def is_program(code: str, defined_in_any: set[str], has_input: bool) -> bool:
     block defines, as a test of its functions would (`defined_in_any`: the names that any block
     defines), and reads stdin, which it does not replace, if the tests have input, else prints."""
     names = names_in(code)
-    unbound = names["read"] - names["defined"] - names["bound"] - set(dir(builtins))
-    if defined_in_any & unbound:
+    own = names["defined"] | names["bound"] | set(dir(builtins))
+    if defined_in_any & (names["read"] - own):
         return False
     if not has_input:
-        return bool({"print", "stdout"} & (names["read"] | names["attribute"]))
+        return bool({"print", "stdout"} & (names["read"] | names["used"]))
     takes_input = "input" in names["read"] - names["defined"]
-    stdins = {"stdin", "__stdin__", "fileinput"} & (names["attribute"] | names["imported"])
-    return bool(stdins or takes_input) and not names["replaced"]
+    reads = takes_input or {"stdin", "fileinput"} & (names["used"] | names["bound"])
+    return bool(reads) and not names["replaced"]
 
 
 @lru_cache(8)  # several questions about each block
@@ -131,23 +118,20 @@ def names_in(code: str) -> dict[str, set[str]]:
     tree, _ = parsed(code)
     for node in ast.walk(tree) if tree else ():
         match node:
-            case ast.Name(id=name, ctx=ast.Load()):
-                names["read"].add(name)
-            case ast.Name(id=name, ctx=ast.Store()) | ast.FunctionDef(name=name):
-                names["defined"].add(name)
-            case ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                names["defined"].add(name)
+            case ast.Name(id=name):
+                names["read" if isinstance(node.ctx, ast.Load) else "defined"].add(name)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names["defined"].add(node.name)
             case ast.arg(arg=name) | ast.ExceptHandler(name=name):
                 names["bound"].add(name)
             case ast.alias(name=name, asname=other):
-                names["imported"].add(name)
-                names["bound"].add(other or name.partition(".")[0])
-            case ast.Attribute(attr="stdin" | "__stdin__", ctx=ast.Store()):
+                names["bound"] |= {name, other or name.partition(".")[0]}
+            case ast.Attribute(attr=name, ctx=ast.Load()):
+                names["used"].add(name)
+            case ast.Attribute(attr="stdin"):
                 names["replaced"].add("stdin")
-            case ast.Attribute(attr=name):
-                names["attribute"].add(name)
             case ast.Call(func=ast.Name(id="open"), args=[ast.Constant(value=0), *_]):
-                names["imported"].add("stdin")
+                names["used"].add("stdin")
     return names
 
 

@@ -19,44 +19,33 @@ from extras.code.sandbox import program
 def make_scorer(function: Callable, name: str, args: SamplingArgs, thoughts: Thoughts) -> Scorer:
     """Return the scorer of a reward that runs programs. Raises `ValueError` where they cannot be
     confined."""
-    problem = program.problem()
-    if problem and not args.unsafe_code_execution:
+    unsafe = args.unsafe_code_execution
+    if not unsafe and (problem := program.problem()):
         hint = "--unsafe_code_execution runs programs without this protection"
         raise ValueError(f"--reward {name}: {problem}; {hint}")
     limits = program.Limits(seconds=args.reward_timeout)
-
-    def run(sample: Completion) -> Result:
-        answer = thoughts.answer(sample)
-        try:
-            return Result(function(answer, sample.row, limits, args.unsafe_code_execution))
-        except (ValueError, RuntimeError) as error:  # caused by bad tests or by the machine
-            return Result(error=distributed.first_line(error))
-
     free = asyncio.Semaphore(args.reward_workers)
+
+    def run(sample: Completion, future: Future) -> None:
+        try:
+            result = Result(function(thoughts.answer(sample), sample.row, limits, unsafe))
+        except (ValueError, RuntimeError) as error:  # caused by bad tests or by the machine
+            result = Result(error=distributed.first_line(error))
+        except BaseException as error:
+            return future.set_exception(error)
+        future.set_result(result)
 
     async def score_one(sample: Completion) -> Result:
         async with free:
-            return await in_thread(run, sample)
+            future: Future = Future()
+            # Unlike `asyncio.to_thread` this does not delay the end of a run.
+            threading.Thread(target=run, args=(sample, future), daemon=True).start()
+            return await asyncio.wrap_future(future)
 
     async def score(group: Group) -> list[Result]:
         return await asyncio.gather(*map(score_one, group))
 
     return Scorer(score)
-
-
-async def in_thread(function: Callable, *arguments: object) -> object:
-    """Return what a function returns that waits for something. Unlike `asyncio.to_thread` it does
-    not delay the end of a run."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 passes.make_scorer = partial(make_scorer, passes)

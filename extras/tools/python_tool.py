@@ -37,7 +37,8 @@ def run(number, code):
                     print(repr(value))
         except BaseException as error:
             print(f"{type(error).__name__}: {error}")
-    return [number, output.getvalue().rstrip()]
+    text = output.getvalue().rstrip().encode("utf-8", "backslashreplace")  # of lone surrogates
+    return [number, text.decode()]
 """
 
 
@@ -72,7 +73,7 @@ class Interpreter:
             child = self.program.child
             child.deadline = time.monotonic() + self.seconds
             os.killpg(child.process.pid, signal.SIGCONT)
-            match self.program.call("run", [number, code]):
+            match self.program.call("run", number, code):
                 case [int(answered), str(text)] if answered == number:
                     os.killpg(child.process.pid, signal.SIGSTOP)
                     return text
@@ -87,5 +88,5 @@ class Interpreter:
 
     def close(self) -> None:
         if self.program is not None:
-            self.program.child.close()
+            self.program.close()
             self.program = None

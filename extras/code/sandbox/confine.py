@@ -169,8 +169,8 @@ ALL = 0xFFFFFFFFFFFFFFFF
 # flags of open
 O_TRUNC = 0o1000
 O_TMPFILE = 0o20000000
-# Landlock requires no right for access mode 3, nor for O_RDONLY | O_TRUNC before Linux 6.2; files of
-# O_TMPFILE have no name, so the parent cannot count them.
+# Landlock requires no right for access mode 3, nor for O_RDONLY | O_TRUNC before Linux 6.2; files
+# of O_TMPFILE have no name, so the parent cannot count them.
 OPEN = ((O_TMPFILE | O_TRUNC | 3, 0), (O_TMPFILE | 3, 1), (O_TMPFILE | 3, 2))
 # name: alternatives, each of (argument, its bits that count, their value)
 SOME = {
@@ -196,8 +196,8 @@ BAD_ARCHITECTURE = 2
 
 
 def restrict_calls() -> None:
-    """Allow the system calls above and refuse all others with EPERM. Numbers of another architecture
-    (int 0x80, x32) have other meanings: they kill the process."""
+    """Allow the system calls above and refuse all others with EPERM. Numbers of another
+    architecture (int 0x80, x32) have other meanings: they kill the process."""
     if seccomp is None:
         raise OSError("seccomp: the library libseccomp.so.2 is missing")
     seccomp.seccomp_init.restype = ctypes.c_void_p

@@ -18,7 +18,7 @@ from extras.code.sandbox.confine import THREADS
 # The child imports its modules, so that it uses the files that the parent's own import has
 # compiled.
 START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); import confine, child; del sys.path[0]; "
+    "import sys; sys.path.insert(0, sys.argv[1]); import confine, child; "
     "child.main(confine.confine, *sys.argv[2:])"
 )
 OPTIONS = "-I -S -B -X utf8 -X int_max_str_digits=0".split()  # the last: integers of any length
@@ -31,8 +31,8 @@ class Limits:
     """Limits of one program."""
 
     seconds: float = 5.0
-    """wall-clock time of its whole life, from its first line; in code_reward.py for all tests of a
-    completion"""
+    """wall-clock time of its whole life, from its first line; of a reward, for all tests of a
+    completion together"""
     memory_mib: int = 512
     """address space; the interpreter takes 50"""
     output_bytes: int = 1 << 20
@@ -47,8 +47,8 @@ class Limits:
 
 class ProgramError(Exception):
     """A program has no answer to a call. `kind`: "raised" (`types` are then the names of the
-    exception's classes, the most special first), "cannot be passed" (the value is not plain),
-    "malformed" (the answer is none), or the end of the program, like `Outcome.status`."""
+    exception's classes, the most special first), "malformed" (the answer is none), or the end of
+    the program, like `Outcome.status`."""
 
     def __init__(self, kind: str, message: str = "", types: tuple[str, ...] = ()):
         super().__init__(": ".join(filter(None, (kind, *types[:1], message))))
@@ -58,21 +58,30 @@ class ProgramError(Exception):
 
 
 class Child(contextlib.AbstractContextManager):
-    """One confined process with its directory and pipes, ready to run. `close` removes all of
+    """One confined process with its directory, ready to run (child.py). `close` removes all of
     it."""
 
-    def __init__(self, mode: str, source: str, limits: Limits, unsafe: bool, stdin: str = ""):
+    def __init__(
+        self,
+        mode: str,
+        source: bytes,
+        limits: Limits,
+        unsafe: bool,
+        stdin: bytes = b"",
+        pipes: tuple[int, ...] = (),
+    ):
         self.limits = limits
         self.next_look = float("inf")  # no looks while it starts
         self.folder: str | None = None
         self.beside: Child | None = None  # another process to watch while this one is waited for
         self.deadline = time.monotonic() + START_SECONDS
+        self.received = bytearray()
         self.stack = contextlib.ExitStack()  # undone in the reverse order: kill, close, remove
         try:
-            self._start(mode, source, unsafe, stdin)
-            start = self.read(self.answers, len(READY))
+            self._start(mode, source, unsafe, stdin, pipes)
+            start = self.read(self.output, len(READY))
             if start != READY:
-                problem = (start + self.read(self.answers)).decode("utf-8", "replace")
+                problem = (start + self.read(self.output)).decode("utf-8", "replace")
                 raise RuntimeError(
                     f"a program could not be confined: {problem or died(self.wait())}"
                 )
@@ -87,43 +96,36 @@ class Child(contextlib.AbstractContextManager):
         self.deadline = time.monotonic() + limits.seconds
         self.next_look = 0.0
 
-    def _start(self, mode: str, source: str, unsafe: bool, stdin: str) -> None:
+    def _start(
+        self, mode: str, source: bytes, unsafe: bool, stdin: bytes, pipes: tuple[int, ...]
+    ) -> None:
         self.stack.callback(self._remove_folder, unsafe)
-        requests, self.requests = self._pipe()
-        self.answers, answers = self._pipe()
-        self.stdout, stdout = self._pipe()
-        # After the pipes: its removal needs descriptors, which are free again once the pipes are
-        # closed.
+        self.output, output = new_pipe(self.stack)
+        # After the pipe: its removal needs descriptors, which are free again once that is closed.
         self.folder = tempfile.mkdtemp(prefix="onefile-sandbox-")
         files = [self.stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
-        for file, text in zip(files, (source, stdin), strict=True):
-            file.write(text.encode("utf-8", "surrogatepass"))
+        for file, data in zip(files, (source, stdin), strict=True):
+            file.write(data)
             file.seek(0)
-        descriptors = (files[0].fileno(), requests.fileno(), answers.fileno())
+        descriptors = (files[0].fileno(), output.fileno())
         cpu_seconds = int(2 * self.limits.seconds) + 2
         limits = (self.limits.memory_mib, self.limits.file_mib, cpu_seconds, int(unsafe))
         # not the virtual environment's
         python = getattr(sys, "_base_executable", None) or sys.executable
         modules = os.path.dirname(os.path.abspath(__file__))
-        command = [python, *OPTIONS, "-c", START, modules, mode, os.getpid(), *descriptors, *limits]
+        command = [python, *OPTIONS, "-c", START, modules, mode, os.getpid(), *descriptors]
         self.process = subprocess.Popen(
-            list(map(str, command)),
+            [*map(str, command), " ".join(map(str, pipes)), *map(str, limits)],
             stdin=files[1],
-            stdout=stdout if mode == "program" else subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=self.folder,
             env={},
-            pass_fds=descriptors,
+            pass_fds=(*descriptors, *pipes),
             start_new_session=True,
         )
         self.stack.callback(self._kill)
-        for end in (requests, answers, stdout):
-            end.close()
-        os.set_blocking(self.requests.fileno(), False)
-
-    def _pipe(self) -> list[IO[bytes]]:
-        ends = zip(os.pipe(), ("rb", "wb"), strict=True)
-        return [self.stack.enter_context(open(end, mode, buffering=0)) for end, mode in ends]
+        output.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -151,14 +153,27 @@ class Child(contextlib.AbstractContextManager):
         self._wait_for(pipe, select.POLLIN)
         return pipe.read(size)
 
-    def write(self, data: bytes) -> None:
-        """Write all of `data` as a request. Raises `ProgramError` at a limit, and if the process
-        does not read it."""
+    def read_line(self, pipe: IO[bytes]) -> bytes:
+        """Return the next line, always of the same pipe. Raises `ProgramError` at a limit and at
+        the end."""
+        while b"\n" not in self.received:
+            chunk = self.read(pipe)
+            if not chunk:
+                raise ProgramError(died(self.wait()))
+            self.received += chunk
+            if len(self.received) > self.limits.output_bytes:
+                raise ProgramError("output limit")
+        line, _, self.received = self.received.partition(b"\n")
+        return bytes(line)
+
+    def write(self, pipe: IO[bytes], data: bytes) -> None:
+        """Write all of `data`. Raises `ProgramError` at a limit, and if the process does not read
+        it."""
         view = memoryview(data)
         while view:
-            self._wait_for(self.requests, select.POLLOUT)
+            self._wait_for(pipe, select.POLLOUT)
             try:
-                view = view[self.requests.write(view) or 0 :]
+                view = view[pipe.write(view) or 0 :]
             except BrokenPipeError:
                 raise ProgramError(died(self.wait())) from None
 
@@ -209,6 +224,15 @@ class Child(contextlib.AbstractContextManager):
         with contextlib.suppress(OSError):  # no /proc, or it hides other processes
             if os.stat(f"/proc/{self.process.pid}/task").st_nlink - 2 > THREADS:
                 raise ProgramError("thread limit")
+
+
+def new_pipe(stack: contextlib.ExitStack) -> list[IO[bytes]]:
+    """Return the two ends of a pipe, which the stack closes: one to read, one to write."""
+    try:
+        ends = zip(os.pipe(), ("rb", "wb"), strict=True)
+    except OSError as error:  # no descriptors left
+        raise RuntimeError(f"a program could not be started: {error}") from error
+    return [stack.enter_context(open(end, mode, buffering=0)) for end, mode in ends]
 
 
 def died(code: int) -> str:

@@ -1,22 +1,23 @@
 """Untrusted Python, such as programs that a model wrote, run in a process that has confined itself
 (confine.py).
 
-`run_program` gives a program its stdin and returns its stdout; `Program` calls its functions. The
-program gets inputs alone; the caller judges the outputs. About 20 ms a run, most of it the start of
-an interpreter."""
+`run_program` gives a program its stdin and returns its stdout; `run_tests` runs tests that call its
+functions, `Program` calls them. About 20 ms a process, most of it the start of an interpreter."""
 
 import functools
 import json
+import marshal
+import os
 import platform
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
-from extras.code.sandbox.child import CannotPass, decode, encode
-ARCHITECTURES = ("x86_64", "aarch64")
-from extras.code.sandbox.process import Child, Limits, ProgramError, died
+from extras.code.sandbox.process import Child, Limits, ProgramError, died, new_pipe
+
+MACHINES = ("x86_64", "aarch64")  # whose arguments of system calls confine.py knows
 
 
 @dataclass(frozen=True)
@@ -41,117 +42,98 @@ def run_program(
     the machine has. Raises `RuntimeError` if the interpreter does not start or the machine has no
     room for it."""
     require_confinement(unsafe)
-    with Child("program", source, limits or Limits(), unsafe, stdin) as child:
+    limits = limits or Limits()
+    with Child("program", to_bytes(source), limits, unsafe, to_bytes(stdin)) as child:
         output = bytearray()
         try:
-            while chunk := child.read(child.stdout):
+            while chunk := child.read(child.output):
                 output += chunk
-                if len(output) > child.limits.output_bytes:
+                if len(output) > limits.output_bytes:
                     raise ProgramError("output limit")
             code = child.wait()
             status = "ok" if code == 0 else died(code)
         except ProgramError as error:
             status = error.kind
-        seconds = child.limits.seconds - (child.deadline - time.monotonic())
-    return Outcome(status, output[: child.limits.output_bytes].decode("utf-8", "replace"), seconds)
+        seconds = limits.seconds - (child.deadline - time.monotonic())
+    return Outcome(status, output[: limits.output_bytes].decode("utf-8", "replace"), seconds)
 
 
-class Program(AbstractContextManager):
-    """A program whose functions can be called, with plain values (see `child.encode`). A context
-    manager. Generators, ranges and views are returned as iterators, bytearrays as bytes.
+def to_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
-    The source is run as a module, without the code under `if __name__ == "__main__":`. For one
-    thread, which must live as long. Raises what `run_program` does, and `ProgramError` if the
-    source does not run."""
+
+def run_tests(
+    source: str, tests: list[tuple], limits: Limits, unsafe: bool = False
+) -> Generator[bool | str, None, None]:
+    """Yield for each test whether `source` passes it, or why no program could; nothing for the
+    tests that are left when the program or the judge has ended. A test is `("call", function, args,
+    kwargs, results)` or `("run", source, setup, candidate)` (judge.py). Raises what `run_program`
+    does, and `ValueError` if a test has values that JSON lacks.
+
+    The judge and the program are two processes, joined by two pipes."""
+    if not tests:
+        return
+    require_confinement(unsafe)
+    data = marshal.dumps((limits.output_bytes, *tests))
+    with ExitStack() as stack:
+        requests, questions = new_pipe(stack)
+        answers, replies = new_pipe(stack)
+        judge = Child("judge", data, limits, unsafe, b"", (questions.fileno(), answers.fileno()))
+        stack.enter_context(judge)
+        ends = (requests.fileno(), replies.fileno())
+        program = Child("functions", to_bytes(source), limits, unsafe, b"", ends)
+        stack.enter_context(program)
+        for end in (requests, questions, answers, replies):
+            end.close()
+        judge.deadline = program.deadline
+        judge.beside = program
+        with suppress(ProgramError):
+            for _ in tests:
+                yield json.loads(judge.read_line(judge.output))
+
+
+class Program:
+    """A program whose functions the caller can call, with values of JSON. For one thread, which
+    must live as long. Raises what `run_program` does, and `ProgramError` if the source fails."""
 
     def __init__(self, source: str, limits: Limits | None = None, unsafe: bool = False):
         require_confinement(unsafe)
-        self.dead: ProgramError | None = None
-        self.child = Child("calls", source, limits or Limits(), unsafe)
+        self.stack = ExitStack()
         try:
-            self._value(self._answer())
+            requests, self.requests = new_pipe(self.stack)
+            self.answers, answers = new_pipe(self.stack)
+            ends = (requests.fileno(), answers.fileno())
+            self.child = Child("functions", to_bytes(source), limits or Limits(), unsafe, b"", ends)
+            self.stack.enter_context(self.child)
+            requests.close()
+            answers.close()
+            os.set_blocking(self.requests.fileno(), False)
+            self._answer()
         except BaseException:
-            self.child.close()
+            self.close()
             raise
 
-    def __exit__(self, *error: object) -> None:
-        self.child.close()
+    def close(self) -> None:
+        self.stack.close()
 
-    def call(
-        self,
-        function: str,
-        args: list | tuple = (),
-        kwargs: dict | None = None,
-        answer: Callable | None = None,
-    ) -> object:
-        """Return `function(*args, **kwargs)`, where `function` is an expression. Raises `TypeError`
-        if an argument is not plain, and `ProgramError`: the same in every later call if the program
-        has ended or is "malformed".
+    def call(self, function: str, *args: object) -> object:
+        """Return `function(*args)`, where `function` is an expression. Raises `ProgramError`: the
+        same `kind` in every later call if the program has ended."""
+        request = {"call": function, "args": args, "kwargs": {"dict": []}}
+        self.child.write(self.requests, json.dumps(request).encode() + b"\n")
+        return self._answer()
 
-        `answer` turns the JSON of a `question` into the JSON that the program's `__ask__(question)`
-        returns; without it, a question is an error."""
-        kwargs = {name: encode(value) for name, value in (kwargs or {}).items()}
-        reply = self.exchange({"call": function, "args": encode(list(args)), "kwargs": kwargs})
-        while "ask" in reply and answer is not None:
-            reply = self.exchange(answer(reply["ask"]))
-        return self._value(reply)
-
-    def exchange(self, request: dict) -> dict:
-        """Send one line of JSON and return the answer, values still encoded. Raises
-        `ProgramError`."""
-        if self.dead:
-            raise self.dead
+    def _answer(self) -> object:
+        line = self.child.read_line(self.answers)
         try:
-            self.child.write(json.dumps(request).encode() + b"\n")
-            return self._answer()
-        except ProgramError as error:
-            raise self._end(error) from None
-
-    def _answer(self) -> dict:
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            chunk = self.child.read(self.child.answers)
-            if not chunk:
-                raise ProgramError(died(self.child.wait()))
-            line += chunk
-            if len(line) > self.child.limits.output_bytes:
-                raise ProgramError("output limit")
-        return parse_answer(bytes(line))
-
-    def _value(self, reply: dict) -> object:
-        if "error" in reply:
-            types, message = reply["error"]
-            kind = "cannot be passed" if types[0] == "CannotPass" else "raised"
-            raise ProgramError(kind, message, tuple(types))
-        if "value" not in reply:
-            raise self._end(ProgramError("malformed", "a question"))
-        try:
-            return decode(reply["value"])
-        except CannotPass as error:
-            raise ProgramError("cannot be passed", str(error)) from None
-        except (ValueError, TypeError) as error:
-            raise self._end(ProgramError("malformed", str(error))) from None
-
-    def _end(self, error: ProgramError) -> ProgramError:
-        self.dead = error
-        self.child.close()
-        return error
-
-
-def parse_answer(line: bytes) -> dict:
-    """Return `{"value": ...}`, `{"error": [[name, ...], message]}` or `{"ask": ...}`, or raise
-    `ProgramError`."""
-    try:
-        reply = json.loads(line)  # bytes after the first line are an error too
-    except (ValueError, RecursionError) as error:
-        raise ProgramError("malformed", type(error).__name__) from None
-    match reply:
-        case {"error": [[str(), *types], str()], **rest} if not rest:
-            if all(isinstance(name, str) for name in types):
-                return reply
-        case {"value": _, **rest} | {"ask": _, **rest} if not rest:
-            return reply
-    raise ProgramError("malformed")
+            match json.loads(line):
+                case {"value": value}:
+                    return value
+                case {"error": [[*types], message]}:
+                    raise ProgramError("raised", str(message), tuple(map(str, types)))
+        except (ValueError, RecursionError):
+            pass
+        raise ProgramError("malformed")
 
 
 # ---- the machine ----
@@ -178,12 +160,11 @@ def problem() -> str | None:
     """Return why this machine cannot confine programs, None if it can. Runs one, once."""
     if sys.platform != "linux":
         return f"confining programs needs Linux, this is {sys.platform}"
-    if platform.machine() not in ARCHITECTURES:
-        machines = " and ".join(ARCHITECTURES)
-        return f"confining programs is written for {machines}, this is {platform.machine()}"
+    if platform.machine() not in MACHINES:
+        return f"confining programs needs {' or '.join(MACHINES)}, this is {platform.machine()}"
     try:
-        with Child("program", PROBE, Limits(seconds=30), unsafe=False) as child:
-            left = child.read(child.stdout).decode().strip()
+        with Child("program", PROBE.encode(), Limits(seconds=30), unsafe=False) as child:
+            left = child.read(child.output).decode().strip()
             code = child.wait()
     except (RuntimeError, OSError, ProgramError) as error:
         return str(error)

@@ -1,6 +1,6 @@
 # ruff: noqa: E501 (the programs)
 """Programs that try to escape from the sandbox, and the expected outcome of each. Standard library
-only: `test_program.py` runs those whose outcome may depend on the user or the interpreter a second
+only: `test_sandbox.py` runs those whose outcome may depend on the user or the interpreter a second
 time, with others.
 
 A program prints ESCAPED when a forbidden action succeeds; BAIT is replaced by a folder beside the
@@ -487,7 +487,10 @@ def every_other_call() -> str:
 
     names = [*ALLOWED.split(), *SOME]
     known = {seccomp.seccomp_syscall_resolve_name(name.encode()) for name in names} | {CLONE3}
-    known |= {335, 336}  # uretprobe and uprobe: the kernel bypasses the filter and kills other callers
+    known |= {
+        335,
+        336,
+    }  # uretprobe and uprobe: the kernel bypasses the filter and kills other callers
     return f"""
 if x86:
     for number in range(480):
@@ -515,40 +518,20 @@ def state_of(folder: str) -> list:
     for path in [Path(folder), *sorted(Path(folder).rglob("*"))]:
         status = path.lstat()
         content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
-        found.append(
-            (
-                str(path),
-                status.st_mode,
-                status.st_uid,
-                status.st_mtime_ns,
-                status.st_size,
-                content,
-                os.listxattr(path),
-            )
-        )
+        owner = (status.st_mode, status.st_uid, status.st_mtime_ns, status.st_size)
+        found.append((str(path), owner, content, os.listxattr(path)))
     return found
 
 
 def own_state() -> list:
     """Return every property of this process that a program could change, except its open files:
     other tests have some."""
-    limits = [
-        resource.getrlimit(getattr(resource, name))
-        for name in sorted(dir(resource))
-        if name.startswith("RLIMIT_")
-    ]
-    escaped = [
-        p
-        for d in ("/tmp", "/dev/shm", "/var/tmp", "/etc", str(Path.home()), ".")
-        for p in Path(d).glob("x-escaped*")
-    ]
-    return [
-        os.getpriority(os.PRIO_PROCESS, 0),
-        os.sched_getaffinity(0),
-        os.getcwd(),
-        limits,
-        escaped,
-    ]
+    names = [name for name in sorted(dir(resource)) if name.startswith("RLIMIT_")]
+    limits = [resource.getrlimit(getattr(resource, name)) for name in names]
+    folders = ("/tmp", "/dev/shm", "/var/tmp", "/etc", str(Path.home()), ".")
+    escaped = [path for folder in folders for path in Path(folder).glob("x-escaped*")]
+    scheduling = (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0))
+    return [*scheduling, os.getcwd(), limits, escaped]
 
 
 def left_over() -> list[str]:
@@ -577,20 +560,17 @@ def attack(name: str, bait: str) -> list[str]:
     texts = [outcome.stdout]
     if not expected & {outcome.status, "*"}:
         wrong.append(f"status {outcome.status}: {outcome.stdout[:300]}")
-    seconds = (
-        SHORT if name in ENDLESS_AS_MODULES else min(seconds, 10)
-    )  # one may take over its own call, and then it waits
+    # one may take over its own call, and then it waits
+    limits = Limits(seconds=SHORT if name in ENDLESS_AS_MODULES else min(seconds, 10))
     try:
-        with Program(source.replace(PRELUDE, SAY + PRELUDE), Limits(seconds=seconds)) as program:
+        program = Program(source.replace(PRELUDE, SAY + PRELUDE), limits)
+        with contextlib.closing(program):
             texts.append(repr(program.call("said.copy")))
             program.call("said")
             wrong.append("a list was called")
     except ProgramError:
         pass
-    for text in texts:
-        if "ESCAPED" in text or SECRET in text:
-            wrong.append(text[:500])
-    return wrong
+    return wrong + [text[:500] for text in texts if "ESCAPED" in text or SECRET in text]
 
 
 def run_all(names: Iterable[str]) -> dict[str, list[str]]:
@@ -603,22 +583,18 @@ def run_all(names: Iterable[str]) -> dict[str, list[str]]:
         tempfile.TemporaryDirectory() as tempfile.tempdir,
     ):
         Path(bait, "file").write_text(SECRET, encoding="utf-8")
-        before, own, threads, left = (
-            state_of(bait),
-            own_state(),
-            threading.active_count(),
-            set(left_over()),
-        )
+        before, threads, left = [state_of(bait), own_state()], threading.active_count(), left_over()
         with ThreadPoolExecutor(6) as pool:
             wrong = dict(zip(names, pool.map(lambda name: attack(name, bait), names), strict=True))
-        bad = []
-        if state_of(bait) != before:
-            bad.append("the bait was changed")
-        if own_state() != own:
-            bad.append(f"this process was changed: {own} {own_state()}")
+        after = [state_of(bait), own_state()]
+        bad = [
+            f"changed: {one} {other}"
+            for one, other in zip(before, after, strict=True)
+            if one != other
+        ]
         if threading.active_count() > threads:
             bad.append("threads are left")
-        bad += [f"left over: {what}" for what in set(left_over()) - left]
+        bad += [f"left over: {what}" for what in set(left_over()) - set(left)]
     tempfile.tempdir = None
     if run_program("print(input() * 2)", "ab").stdout != "abab\n":
         bad.append("a good program does not run any more")

@@ -1,0 +1,256 @@
+"""The judge: runs the tests of a row in a confined process. It has the expected values, and the
+program has none: a function that a test calls is a stand-in, which asks the program's process."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import marshal
+import os
+import symtable
+import sys
+
+import child  # it runs this module
+
+TYPE_CHECKING = False  # an import of typing would cost every run milliseconds
+if TYPE_CHECKING:
+    from typing import BinaryIO
+
+broken: list[str] = []  # why the test cannot run
+
+
+class Ended(BaseException):
+    """The program has ended, or its answer is none."""
+
+
+class Program:
+    """The program's process. What it sends can only be a value or an exception."""
+
+    def __init__(self, questions: BinaryIO, answers: BinaryIO, limit: int):
+        self.questions = questions
+        self.answers = answers
+        self.limit = limit  # of the bytes of an answer
+        self.has_ended = False  # then every test fails, whatever it catches
+        self.has_answered = False  # this test
+
+    def ask(self, question: dict) -> object:
+        self.has_answered = True
+        try:
+            self.questions.write(json.dumps(question).encode() + b"\n")
+            self.questions.flush()
+            return self.answer()
+        except BrokenPipeError:
+            self.has_ended = True
+            raise Ended from None
+
+    def answer(self) -> object:
+        try:
+            line = self.answers.readline(self.limit)
+            reply = json.loads(line if line.endswith(b"\n") else b"")
+            if reply.keys() == {"value"}:
+                return child.decode(reply["value"], Remote)
+            ((key, (types, message)),) = reply.items()
+            error = exception(types, message)
+        except Exception:
+            self.has_ended = True
+            raise Ended from None
+        raise error
+
+
+program: Program  # of this process
+
+
+class Remote:
+    """A function or an object of the program, referred to by an expression. Compares by identity:
+    no code of the program decides whether values are equal."""
+
+    def __init__(self, expression: str):
+        self.__dict__["_expression"] = expression
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        arguments = child.encode(list(args), pass_on)
+        named = child.encode(kwargs, pass_on)
+        return program.ask({"call": self._expression, "args": arguments, "kwargs": named})
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return program.ask({"call": f"{self._expression}.{name}"})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        Remote("setattr")(self, name, value)
+
+
+def pass_on(value: object) -> object:
+    """Encode a value that is not plain for the program. If that is impossible, the test cannot run;
+    after an answer of the program, which may be the cause, it fails."""
+    if isinstance(value, Remote):
+        return {"object": value._expression}
+    is_iterator = isinstance(value, child.ITERATORS) or hasattr(type(value), "__next__")
+    if is_iterator and (items := child.few_items(value)) is not None:
+        return {"iterator": child.encode(items, pass_on)}
+    problem = f"a {type(value).__name__} cannot be passed to the program"
+    if not program.has_answered:
+        broken.append(problem)
+    raise TypeError(problem)
+
+
+def exception(types: list[str], message: str) -> BaseException:
+    """Return an exception of the most special class that is built in."""
+    for name in types:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception | SystemExit):
+            try:
+                return kind(message)
+            except TypeError:  # needs more arguments
+                continue
+    return RuntimeError(message)
+
+
+def main(tests: bytes, output: int, questions: int, answers: int) -> None:
+    """Print a line of JSON for each test: whether it passes, or why no program could pass it."""
+    global program
+    limit, *cases = marshal.loads(tests)
+    with open(questions, "wb") as to_program, open(answers, "rb") as from_program:
+        program = Program(to_program, from_program, limit)
+        try:
+            program.answer()  # that its source has run
+        except BaseException:
+            program.has_ended = True
+        for case in cases:
+            os.write(output, json.dumps(verdict(*case)).encode() + b"\n")
+
+
+def verdict(kind: str, *test: object) -> bool | str:
+    broken.clear()
+    program.has_answered = False
+    try:
+        passed = dict(call=call, run=run)[kind](*test)
+    except BaseException as error:
+        # An exception is the fault of the program or of its results, unless an import of the test
+        # fails.
+        if isinstance(error, ImportError) and last_file(error) == "<test>":
+            broken.append(f"{type(error).__name__}: {error}")
+        passed = False
+    if program.has_ended:
+        return False
+    return broken[0] if broken else passed
+
+
+def last_file(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename
+
+
+# ---- tests of a call ----
+
+
+def call(function: str, args: list, kwargs: dict, results: list) -> bool:
+    value = Remote(function)(*args, **kwargs)
+    return any(same(value, result) for result in results)
+
+
+def same(value: object, expected: object) -> bool:
+    """Return whether two values are equal as JSON: a tuple is a list and an int may equal a float,
+    but a bool is no number. Two NaN are equal."""
+    if isinstance(expected, list):
+        are_lists = isinstance(value, list | tuple) and len(value) == len(expected)
+        return are_lists and all(map(same, value, expected))
+    if isinstance(expected, dict):
+        has_keys = isinstance(value, dict) and value.keys() == expected.keys()
+        return has_keys and all(same(value[key], expected[key]) for key in expected)
+    if type(expected) in (int, float):
+        are_nan = value != value and expected != expected
+        return type(value) in (int, float) and (value == expected or are_nan)
+    return type(value) is type(expected) and value == expected
+
+
+# ---- tests with asserts ----
+
+
+def run(source: str, setup: str, candidate: str | None) -> bool:
+    """Return True unless `source` raises an exception."""
+    names = stand_ins(setup, source, candidate)
+    if broken:
+        return False
+    exec(compile(setup, "<test>", "exec"), names)
+    if candidate is not None:  # the setup defines its stub
+        names[candidate] = Remote(candidate)
+    exec(compile(source, "<test>", "exec"), names)
+    return True
+
+
+def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
+    """Return the names that the test uses and does not define: modules of the standard library, and
+    stand-ins."""
+    used, defined = symbols(setup)
+    used_in_source, defined_in_source = symbols(source)
+    defined |= defined_in_source
+    free = (used | used_in_source) - defined - set(dir(builtins)) - {"__file__"}
+    tree = ast.parse(source)
+    nodes = [*ast.walk(tree)]
+    objects = [node.value for node in nodes if isinstance(node, ast.Attribute)]
+    modules = {node.id for node in objects if isinstance(node, ast.Name)} & free
+    modules &= sys.stdlib_module_names
+    free -= modules
+    if not free and candidate is None:
+        free = tested_builtin(tree) - defined
+        if not free:
+            broken.append("it calls no function of the program")
+    replaced = {id(part) for node in nodes for part in uses_of_objects(node)}
+    for node in nodes:
+        if isinstance(node, ast.Name) and node.id in free and id(node) not in replaced:
+            broken.append(f"it needs the value of {node.id}, which it does not define")
+    names = {name: importlib.import_module(name) for name in modules}
+    return {"__name__": "test"} | names | {name: Remote(name) for name in free}
+
+
+def tested_builtin(tree: ast.AST) -> set[str]:
+    """Return the name of a tested function that has the name of a built-in one, as in MBPP's
+    `sum(10, 15)`: the first innermost call, left of a comparison; else an empty set.
+
+    The others stay built in: a program that defines `set` must not decide what sets are."""
+    comparisons = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    for side in (*(each.left for each in comparisons[:1]), tree):
+        calls = [call for call in calls_in(side) if isinstance(call.func, ast.Name)]
+        innermost = [call for call in calls if len(calls_in(call)) == 1]
+        if innermost:
+            return {min(innermost, key=lambda call: (call.lineno, call.col_offset)).func.id}
+    return set()
+
+
+def calls_in(tree: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def uses_of_objects(node: ast.AST) -> list[ast.AST]:
+    """Return the nodes in which a stand-in can replace an object: where it is called, passed on, or
+    has an attribute taken. In `except Name` and `isinstance(x, Name)`, for example, it cannot."""
+    if isinstance(node, ast.Attribute):
+        return [node.value]
+    if isinstance(node, ast.Assign | ast.Return | ast.List | ast.Tuple | ast.Dict):
+        return list(ast.iter_child_nodes(node))
+    is_call = isinstance(node, ast.Call)
+    if not is_call or getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+        return []
+    return [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
+
+
+def symbols(source: str) -> tuple[set[str], set[str]]:
+    """Return the global names that the scopes of a source use, and those that they define."""
+    top = symtable.symtable(source, "<test>", "exec")
+    used: set[str] = set()
+    defined: set[str] = set()
+    scopes = [top]
+    for scope in scopes:  # which grows
+        scopes += scope.get_children()
+        for symbol in scope.get_symbols():
+            if symbol.is_referenced() and (scope is top or symbol.is_global()):
+                used.add(symbol.get_name())
+            if symbol.is_assigned() and (scope is top or symbol.is_declared_global()):
+                defined.add(symbol.get_name())
+    return used, defined

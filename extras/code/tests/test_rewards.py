@@ -1,0 +1,778 @@
+# ruff: noqa: E501 (the programs)
+"""The code rewards: every form of tests, and programs that try to forge a verdict. Each verdict is
+that of a real judge and a real program."""
+
+import gc
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers import PATIENCE, ROOT, Clock, alive, until
+from in_process import Args
+
+from common.data.sample import Completion
+from common.metrics.meter import Meter
+from common.rewards.registry import OTHERS
+from common.rewards.total import Rewards
+from extras.code import reward as code_reward
+from extras.code.cases import parse_tests
+from extras.code.program_text import extract_program
+from extras.code.reward import fraction, same_output
+from extras.code.sandbox import process, program
+from extras.code.sandbox.program import Limits, Outcome
+from tests.rewards.test_thoughts import require_no_answers_in_thoughts
+
+pytestmark = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
+LIMITS = Limits(seconds=PATIENCE)
+SHORT = Limits(seconds=0.2)  # for endless programs
+
+
+def fenced(code: str) -> str:
+    return f"Let me think.\n```python\n{code}\n```\nDone."
+
+
+def row(**columns) -> dict:
+    return dict(_source="train.jsonl:7", **columns)
+
+
+def asserts(*tests: str) -> dict:
+    return row(tests=[*tests])
+
+
+def passes(*arguments, **limits) -> float:
+    reward, _ = code_reward.passes(*arguments, **limits)
+    return reward
+
+
+# ---- every form: (columns, a program that passes, one that does not) ----
+
+STDIN = row(tests=[dict(input="1 2\n", output="3\n"), dict(input="5 5", output="10")])
+CALLS = row(tests=json.dumps([
+    dict(function="pairs", args=[[3, 1]], result=[[1, 3], {"n": 2}]),
+    dict(function="pairs", args=[], kwargs=dict(values=[2]), result=[[2], {"n": 1}]),
+]))  # fmt: skip
+APPS_STDIN = row(input_output=json.dumps(dict(inputs=["2\n", ["3", ""]], outputs=["4\n", ["9"]])))
+APPS_CALL = row(input_output=dict(inputs=[[2], [3]], outputs=[[4], [9]], fn_name="square"))
+MBPP = row(
+    text="Write a function to find the similar elements.",
+    test_list=[
+        "assert set(similar((3, 4, 5), (5, 4))) == {4, 5}",
+        "assert similar((1,), (2,)) == ()",
+        "assert math.isclose(sum(similar((0.5,), (0.5,))), half)",
+    ],
+    test_setup_code="half = 0.5",
+    test_imports=["import math"],
+    challenge_test_list=[],
+)
+HUMANEVAL_PROMPT = '''import math
+
+
+def poly(xs: list, x: float):
+    """Evaluates the polynomial."""
+    return sum([coeff * math.pow(x, i) for i, coeff in enumerate(xs)])
+
+
+def find_zero(xs: list):
+    """Finds x such that poly(x) = 0."""
+'''
+HUMANEVAL = row(
+    prompt=HUMANEVAL_PROMPT,
+    entry_point="find_zero",
+    test="""
+METADATA = {}
+
+
+def check(candidate):
+    import copy
+    import random
+
+    rng = random.Random(42)
+    for _ in range(20):
+        coeffs = [rng.randint(-10, 10) or 1, rng.randint(1, 10)]
+        solution = candidate(copy.deepcopy(coeffs))
+        assert math.fabs(poly(coeffs, solution)) < 1e-4
+    try:
+        candidate([])
+        assert False, "expected an IndexError"
+    except IndexError:
+        pass
+""",
+)
+ROOT_OF_LINE = "    return -xs[0] / xs[1]\n"
+FORMS = {
+    "stdin": (STDIN, "print(sum(map(int, input().split())))", "print(3)"),
+    "stdin main": (STDIN, 'def main(): print(eval(input().replace(" ", "+")))\nif __name__ == "__main__": main()', "main()"),
+    "calls": (CALLS, "def pairs(values): return (tuple(sorted(values)), {'n': float(len(values))})",
+              "def pairs(values): return (values, {'n': len(values)})"),
+    "apps stdin": (APPS_STDIN, "print(int(input()) ** 2, end='  \\n\\n')", "print(4)"),
+    "apps call": (APPS_CALL, "def square(x: List[int]): return x * x", "def square(x): return 4"),
+    "apps method": (APPS_CALL, "class Solution:\n    def square(self, x): return [x * x]", "class Solution: pass"),
+    "apps method with names of typing": (
+        APPS_CALL, "from __future__ import annotations\nimport typing\nclass Solution:\n"
+        "    def square(self, x: List[int]) -> Optional[int]: return typing.cast(int, x * x)",
+        "class Solution:\n    def square(self, x: Listt[int]): return x * x"),
+    "mbpp": (MBPP, "def similar(a, b): return tuple(set(a) & set(b))", "def similar(a, b): return set(a) & set(b)"),
+    "mbpp built-in name": (
+        row(test_list=["assert sum(10, 15) == 6", "assert sum(100, 150) == 93"]),
+        "def sum(a, b): return __builtins__['sum'](d for d in range(1, min(a, b)) if a % d == b % d == 0)",
+        "def sum(a, b): return 6"),
+    "built-in name on one side": (
+        row(test_list=["assert set(filter([1, 2])) == set([1])", "assert [3] == filter([3, 4])"]),
+        "def filter(x): return x[:1]", "def filter(x): return x\ndef set(x): return 0"),
+    "humaneval body": (HUMANEVAL, ROOT_OF_LINE, "    return 0\n"),
+    "humaneval function": (HUMANEVAL, fenced("def find_zero(xs):\n" + ROOT_OF_LINE), fenced("def f(): pass")),
+    "humaneval without prompt": (
+        HUMANEVAL | dict(prompt=[dict(role="user", content="find the zero")], test="import math\n" + HUMANEVAL["test"]),
+        HUMANEVAL_PROMPT + ROOT_OF_LINE, HUMANEVAL_PROMPT + "    return 1\n"),
+    "humaneval from __future__": (
+        HUMANEVAL, fenced("from __future__ import annotations\ndef find_zero(xs: Listt):\n" + ROOT_OF_LINE),
+        fenced("from __future__ import annotations\ndef find_zero(xs): pass")),
+    "humaneval stub without a body": (
+        row(prompt="def f(x):\n    # adds one\n", entry_point="f", test="def check(c):\n    assert c(1) == 2\n"),
+        fenced("def f(x):\n    return x + 1"), fenced("def f(x): return x")),
+    "humaneval helper of the stub": (
+        row(prompt="def twice(x): return 2 * x\ndef f(x):\n", entry_point="f",
+            test="def check(c):\n    assert twice(c(1)) == 4\n"), "    return 2", "    return 3\ndef twice(x): return 4"),
+    "humaneval prose behind": (HUMANEVAL, ROOT_OF_LINE + "\nIt's the root of a line.\nFor others not.", "It's -xs[0] / xs[1]"),
+    "humaneval cut off": (HUMANEVAL, ROOT_OF_LINE + "\n\ndef other(x):\n    if x ==", "    return 1\n\n\ndef other(x):"),
+    "exceptions": (
+        asserts("try:\n    f(0)\nexcept ZeroDivisionError as e:\n    ok = 'zero' in str(e)\nassert ok",
+                "try:\n    f('')\nexcept ValueError as e:\n    pass\nelse:\n    assert False"),
+        "class Own(ValueError): pass\ndef f(x):\n    if x == '': raise Own('mine')\n    return 1 / x", "def f(x): pass"),
+    "an exception is of its most special built-in class": (
+        asserts(*(f"try:\n    f({i})\nexcept BaseException as e:\n    kind = type(e).__name__\nassert kind == {name!r}"
+                  for i, name in enumerate(("KeyError", "UnicodeError", "Exception", "StopIteration", "SystemExit")))),
+        "class Own(KeyError): pass\nclass Wide(UnicodeDecodeError):\n    def __init__(self): super().__init__('utf-8', b'', 0, 1, 'x')\n"
+        "class Any(Exception): pass\ndef f(i): raise (Own('x'), Wide(), Any('x'), StopIteration('x'), SystemExit(0))[i]",
+        "def f(i): raise KeyError"),
+    "KeyError": (
+        asserts("try:\n    f('k')\nexcept KeyError as e:\n    args = e.args\nassert args == ('k',)"),
+        "def f(x): return {}[x]", "def f(x): return {}[x + 'k']"),
+    "helpers": (
+        asserts("def twice(x):\n    return f(f(x))\nassert all(twice(i) == i for i in range(5)) and {f(1): 2}[-1] == 2"),
+        "def f(x): return -x", "def f(x): return x + 1"),
+    "modules need no import": (asserts("assert math.floor(f(2.5)) == 6"), "def f(x): return 6.5", "def f(x): return 7"),
+    "tuples are not lists in asserts": (asserts("assert f() == (1, [2])"), "def f(): return (1, [2])", "def f(): return [1, [2]]"),
+    "arguments are copies": (
+        asserts("x = [2, 1]\nassert f(x) == [1, 2] and x == [2, 1]"),
+        "def f(x):\n    x.sort()\n    return x", "def f(x):\n    x.clear()\n    return x"),
+    "classes": (
+        asserts("s = Stack(3)\ns.push(4)\ns.push(s.items[0])\nassert s.pop() == 3 and s.items == [3, 4] and total([s, s], more=s) == 21"),
+        "class Stack:\n    def __init__(self, x): self.items = [x]\n    def push(self, x): self.items.append(x)\n"
+        "    def pop(self): return self.items.pop()\ndef total(stacks, more): return sum(sum(s.items) for s in [*stacks, more])",
+        "class Stack:\n    def __init__(self, x): self.items = []\n    push = pop = print"),
+    "attributes": (
+        row(test_list=["root.left = Node(2)\nassert height(root) == 2"], test_setup_code="root = Node(1)"),
+        "class Node:\n    def __init__(self, x): self.left = None\ndef height(n): return 1 + height(n.left) if n else 0",
+        "class Node:\n    def __init__(self, x): self.left = None\ndef height(n): return 1"),
+    "objects are equal to themselves": (
+        asserts("a = f(1)\nassert a == a and a != f(2) and f(3) == 4"), "def f(x): return 4 if x == 3 else object()", "def f(x): return 4"),
+    "method of a result": (
+        asserts("assert run(make().get) == 1"), "class make:\n    def get(self): return 1\ndef run(f): return f()",
+        "def make(): return {}\ndef run(f): return 1"),
+    "a range is no list": (asserts("assert f(3) == [0, 1, 2]"), "def f(n): return list(range(n))", "def f(n): return range(n)"),
+    "a generator is no JSON list": (
+        row(tests=[dict(function="f", args=[2], result=[0, 1])]), "def f(n): return [0, 1]", "def f(n): yield from [0, 1]"),
+    "generators": (asserts("assert list(f(3)) == [0, 1, 2]"), "def f(n): yield from range(n)", "def f(n): yield from [n]"),
+    **{f"{name} passed on": (asserts("assert total(evens(4)) == 2"), f"def evens(n): return {code}\ndef total(xs): return sum(xs)",
+                             f"def evens(n): return {code}\ndef total(xs): return 0")
+       for name, code in dict(generator="(i for i in range(n) if i % 2 == 0)", range="range(0, n, 2)", map="map(int, ['0', '2'])",
+                              keys="{0: 1, 2: 1}.keys()", iterator="iter([0, 2])").items()},
+    "exception passed on": (
+        asserts("try:\n    f(1)\nexcept ValueError as error:\n    f(error)\nassert f(2) == 2"),
+        "def f(x): return x", "def f(x): raise ValueError"),
+    "long questions and answers": (
+        asserts("x = list(range(300_000))\nassert sum(f(x)) == 0", f"assert f([1]) == '{'x' * 1_500_000}'"),
+        "def f(x): return [0, 0] if len(x) > 1 else 'x' * 1_500_000", "def f(x): return x"),
+    "long results": (
+        row(tests=[dict(function="f", args=[], result=["x"] * 300_000)]), "def f(): return ['x'] * 300_000", "def f(): return ['x']"),
+    "type of LiveCodeBench": (row(tests=[dict(input="3\n", output="6", testtype="stdin")]), "print(2 * int(input()))", "print(3)"),
+    "state, prints and main": (
+        asserts("assert f() == (1, '')", "assert f() == (2, '')"),
+        "import sys\nprint('hello')\nn = 0\nrest = sys.stdin.read()\ndef f():\n    global n\n    n += 1\n    print(n)\n    return n, rest\n"
+        "if __name__ == '__main__': n = 100", "def f(): return 1, ''"),
+    "mixed": (
+        row(tests=["assert f(1) == 2", dict(function="f", args=[2], result=3), dict(input="", output="")]),
+        "def f(x): return x + 1", "def f(x): return 2"),
+}  # fmt: skip
+EACH = ["stdin", "calls", "apps call", "mbpp", "humaneval body", "classes", "mixed"]
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=[pytest.mark.slow] * (f not in EACH)) for f in FORMS]
+)
+def test_right_program_passes_and_wrong_program_fails(form):
+    columns, right, wrong = FORMS[form]
+    assert passes(right, columns, LIMITS) == 1, "the right program fails"
+    assert passes(wrong, columns, LIMITS) == 0, "the wrong program passes"
+    if form in EACH:
+        assert passes("", columns, LIMITS) == passes("no ( program", columns, LIMITS) == 0
+
+
+def test_first_failing_test_is_the_feedback():
+    """Tests of stdin run first."""
+    columns, right, wrong = FORMS["mixed"]
+    assert code_reward.passes(right, columns, LIMITS) == (1, {})
+    reward, beside = code_reward.passes(wrong, columns, LIMITS)
+    assert reward == 0 and "CallTest(function='f', args=[2]" in beside["feedback"]
+    _, beside = code_reward.passes("print(1)", columns, LIMITS)
+    assert beside["feedback"].startswith("it fails StdinTest(input='', output=''")
+
+
+def test_fraction_counts_passed_tests():
+    assert fraction("print(3)", STDIN, LIMITS) == 0.5
+    assert fraction("def similar(a, b): return ()", MBPP, LIMITS) == pytest.approx(1 / 3)
+    exits = "import os\ndef square(x): return 4 if x == 2 else os._exit(0)"
+    assert fraction(exits, APPS_CALL, LIMITS) == 0.5
+
+
+def test_program_that_exited_passes_no_later_test():
+    tests = ["try:\n    f(0)\nexcept:\n    pass\nassert True", "assert f(1) == 2"]
+    program = "import os\ndef f(x): return os._exit(0) if x == 0 else 2"
+    assert fraction(program, row(tests=tests), LIMITS) == 0
+    assert fraction(program, row(tests=tests[1:] + tests), LIMITS) == pytest.approx(1 / 3)
+
+
+# ---- values ----
+
+VALUES = r"""[
+    0, -1, 2**63, -(2**63), -(2**63) - 1, 10**5000, True, False, None, 0.5, -0.0, float("inf"), float("-inf"),
+    float("nan"), 1e-320, 1j, complex(-0.0, 1), "", "é𝒳", "\ud800", "\udc00\ud800", "\x00\n\u2028", '"\\', b"",
+    b"\xff\x00", [], (), {}, [1, (2, [3])], {1: "a", "1": "b", (1, 2): [3], None: 4, 2.5: 5, frozenset({1}): 6, b"x": 7},
+    {"value": 1}, {"tuple": [1]}, {"error": [[], ""]}, [[[[]]]],
+]"""
+
+
+def test_values_cross_exactly_in_both_directions():
+    same = f"for x in {VALUES}:\n    y = f(x)\n    assert type(y) is type(x) and repr(y) == repr(x)"
+    sets = "for x in (set(), frozenset(), {(1, (2,)), frozenset({3})}):\n    assert type(f(x)) is type(x) and f(x) == x"
+    assert passes("def f(x): return x", asserts(same, sets), LIMITS) == 1
+
+
+def test_subclasses_arrive_as_their_built_in_type():
+    """What they override decides nothing."""
+    program = """
+from collections import *
+class Text(str):
+    def __eq__(self, other): return True
+    __hash__ = str.__hash__
+    def __len__(self): return 10**9
+class Whole(int):
+    def __index__(self): return 7
+    __int__ = __index__
+class Items(list):
+    def __iter__(self): return iter([1])
+def f(): return [Text("ab"), Whole(5), Items([1, 2]), namedtuple("P", "x")(1), OrderedDict(a=1), Counter("aab"), bytearray(b"a")]
+"""
+    test = "x = f()\nassert x == ['ab', 5, [1, 2], (1,), {'a': 1}, {'a': 2, 'b': 1}, b'a']\n"
+    types = "assert [type(y) for y in x] == [str, int, list, tuple, dict, dict, bytes]"
+    assert passes(program, asserts(test + types), LIMITS) == 1
+
+
+def test_results_of_calls_are_compared_as_json():
+    """A tuple is a list, an int may equal a float, a bool is no number."""
+    same = [(1, 1), (1, 1.0), (1.0, 1), (True, True), (None, None), ("a", "a"), ((1, (2,)), [1, [2]]),
+            ({"a": (1,)}, {"a": [1]}), (float("nan"), float("nan"))]  # fmt: skip
+    other = [(True, 1), (1, True), (0, False), (None, False), ("1", 1), (b"a", "a"), ([1], [1, 2]), ({1}, [1]),
+             ([True], [1]), ({1: 2}, {"1": 2}), ({"a": 1}, {"a": 1, "b": 2}), ({}, []), (0.1 + 0.2, 0.3),
+             (10**400, 1e300), (1j, 1), ("", None), ([], None), (frozenset(), []), (2**53 + 1, float(2**53))]  # fmt: skip
+    program = f"nan = float('nan')\nvalues = {[value for value, _ in same + other]!r}\ndef f(i): return values[i]"
+    for i, (value, expected) in enumerate(same + other):
+        tests = [dict(function="f", args=[i], result=expected)]
+        assert passes(program, row(tests=tests), LIMITS) == (i < len(same)), (value, expected)
+
+
+# ---- time ----
+
+
+def test_tests_share_one_time_limit(monkeypatch):
+    given = []
+
+    def run(source, stdin, limits, unsafe):
+        """Every input takes half a second."""
+        given.append(limits.seconds)
+        if limits.seconds > 0.5:
+            return Outcome("ok", stdin, 0.5)
+        return Outcome("time limit", "", limits.seconds)
+
+    monkeypatch.setattr(code_reward, "run_program", run)
+    tests = [dict(input=str(i), output=str(i)) for i in range(6)]
+    assert fraction("", row(tests=tests), Limits(seconds=1.4)) == pytest.approx(2 / 6)
+    assert given == pytest.approx([1.4, 0.9, 0.4])
+    assert passes("", row(tests=tests[:2]), Limits(seconds=1.4)) == 1
+    mixed = [*tests[:3], "assert f(1) == 1", dict(function="f", args=[1], result=1)]
+    identity = "def f(x): return x"
+    assert fraction(identity, row(tests=mixed), Limits(seconds=1.4)) == pytest.approx(2 / 5)
+
+
+def test_start_of_the_judge_does_not_count_as_program_time(monkeypatch):
+    clock, start = Clock(monkeypatch, process, program), process.Child._start
+
+    def slowly(child, mode, *arguments):
+        start(child, mode, *arguments)
+        if mode == "functions":  # the judge runs already
+            clock.ahead += 10 * PATIENCE
+            child.deadline += 10 * PATIENCE
+
+    monkeypatch.setattr(process.Child, "_start", slowly)
+    assert passes("def f(x): return x", asserts(*["assert f(1) == 1"] * 2), LIMITS) == 1
+    assert clock.ahead > 0
+
+
+def test_program_is_watched_while_the_judge_computes():
+    """The file limit ends it in the middle of a long test."""
+    source = """
+import threading
+def work():
+    for i in range(1000): open(str(i), "w").close()
+def f(x):
+    threading.Thread(target=work).start()
+    return x
+"""
+    test = "import time\nassert f(1) == 1\ntime.sleep({})"
+    assert passes(source, asserts(test.format(9999)), LIMITS) == 0
+    assert passes(source.replace("1000", "10"), asserts(test.format(0.1)), LIMITS) == 1
+
+
+# ---- stdout ----
+
+
+@pytest.mark.parametrize(("text", "expected", "same"), [
+    ("1 2 \n3\n\n", "1 2\n3", 1), ("1  2", "1 2", 0), ("1\n2", "1 2", 0), ("x", "X", 0),
+    ("0.33333333", "0.3333333", 1), ("0.3333", "0.3333333", 0), ("a 1e3\nb", "a 1000.0005\nb", 1),
+    ("0", "1e-7", 1), ("1000000.5", "1000000.9", 1), ("1000000.5", "1000003.9", 0),
+    ("-0.0", "0.0", 1), ("2", "2.0", 1), ("2.0", "2", 0), ("2", "3.0", 0), ("1_0.0", "10.0", 0),
+    ("nan", "nan", 1), ("nan", "1.0", 0), ("0.5", "half", 0), ("1e999", "2e999", 0),
+    ("0.5 0.5", "0.5", 0), ("1  \n2\n\n\n", "1\n2", 1), ("1\r\n2", "1\n2", 1), (" 1", "1", 0),
+    ("1\n\n2", "1\n2", 0), ("\n1", "1", 0), ("", "", 1), ("é\u202e𝒳", "é\u202e𝒳", 1), ("1", "", 0),
+])  # fmt: skip
+def test_stdout_equals_the_expected_one_up_to_blanks_at_ends_and_last_digits(text, expected, same):
+    assert same_output(text, expected) == same
+
+
+def test_long_expected_output_fits_the_output_limit():
+    tests, limits = [dict(input="", output="x" * 5000)], Limits(seconds=PATIENCE, output_bytes=1000)
+    assert passes("print('x' * 5000)", row(tests=tests), limits) == 1
+
+
+# ---- which block is the program ----
+
+
+def program_in(completion: str, columns: dict) -> str:
+    return extract_program(completion, columns, parse_tests(columns))
+
+
+@pytest.mark.parametrize("completion, program", [
+    ("x = 1", "x = 1"), (fenced("x = 1"), "x = 1\n"), ("```\nx = 1\n```", "x = 1\n"),
+    ("```py\nx = 1\n```", "x = 1\n"), ("```Python3 \nx = 1\n```", "x = 1\n"),
+    ("first\n```python\nx = 1\n```\nbetter\n```python\nx = 2\n```\n", "x = 2\n"),
+    ("```python\nx = 1\n```\noutput:\n```text\n1\n```\n", "x = 1\n"),
+    ("```json\n{}\n```\nso\n```python\nx = 1\n```", "x = 1\n"), ("so ```python\nx = 1", "x = 1"),
+    ("```python\ns = '```'\nx = 1\n```", "s = '```'\nx = 1\n"),
+    ("use `x` or ```x``` here", "use `x` or ```x``` here"), ("", ""),
+    ("```python\nx = 1\n```\nExample output:\n```\n6\n```\n", "x = 1\n"),
+    ("```\nx = 1\n```\nExample output:\n```\nno Python\n```\n", "x = 1\n"),
+    ("```python\nx = 1\n```\nand\n```python\n...no Python\n```\n", "x = 1\n"),
+    ("```python\nno Python 1\n```\nand\n```python\nno Python 2\n```\n", "no Python 2\n"),
+    ("```python3.11 title='a.py'\nx = 1\n```", "x = 1\n"),
+    ("1. so:\n   ```python\n   if x:\n       x = 1\n   ```\n2. that", "if x:\n    x = 1\n"),
+    ("- ```python\n  x = 1\n  y = 2\n  ```", "x = 1\ny = 2\n"),
+])  # fmt: skip
+def test_program_is_extracted_from_the_completion(completion, program):
+    assert program_in(completion, STDIN) == program
+
+
+@pytest.mark.parametrize("columns, name", [
+    (HUMANEVAL, "find_zero"), (APPS_CALL, "square"), (CALLS, "pairs"), (MBPP, "similar"),
+    (asserts("assert Stack(1).pop() == 1"), "Stack"),
+])  # fmt: skip
+def test_block_that_defines_a_tested_name_is_extracted(columns, name):
+    solution, usage = f"def {name}(*args): return 1\n", f"from main import {name}\nprint({name}(1))"
+    for code in (
+        solution,
+        solution.replace(name, "helper") + f"{name} = helper\n",
+        f"class Solution:\n    {solution}",
+    ):
+        program = program_in(fenced(code) + "\nUse it so:\n" + fenced(usage), columns)
+        assert program.strip().endswith(code.strip()) and usage not in program
+    assert usage in program_in(fenced("x = 1") + fenced(usage), columns)
+
+
+READS = "a, b = map(int, input().split())\nprint(a + b)"
+SOLVES = "import sys\n\ndef solve(text):\n    return sum(map(int, text.split()))\n\nprint(solve(sys.stdin.read()))"
+NO_PROGRAMS = {  # a program, and a block behind it that is none
+    "assert": (SOLVES, 'assert solve("1 2") == 3'),
+    "call": (SOLVES, 'print(solve("1 2"))'),
+    "replaced stdin": (
+        SOLVES,
+        "import io, sys\nsys.stdin = io.StringIO('1 2')\nprint(solve(sys.stdin.read()))",
+    ),
+    "test function": (SOLVES, "def test():\n    assert solve('1 2') == 3\n\ntest()"),
+    "comments": (READS, "# 1 2\n# 3"),
+    "other program": (READS, "print(1 + 2)"),
+    "loop over cases": (
+        READS,
+        "for text, result in [('1 2', 3)]:\n    assert sum(map(int, text.split())) == result",
+    ),
+    "renamed input": ("import sys\ninput = sys.stdin.readline\n" + READS, "print(3)"),
+    "open(0)": ("print(sum(map(int, open(0).read().split())))", "print(3)"),
+    "imported stdin": (
+        "from sys import stdin\nprint(sum(map(int, stdin.read().split())))",
+        "print(3)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_PROGRAMS)
+def test_program_for_stdin_is_no_test_or_example_behind_it(kind):
+    program, other = NO_PROGRAMS[kind]
+    assert program_in(fenced(program) + fenced(other), STDIN) == program + "\n"
+    assert program_in(fenced(READS) + fenced(program) + fenced(other), STDIN) == program + "\n"
+    assert program_in(fenced(other) + fenced(program), STDIN) == program + "\n"
+    assert program_in(fenced(other), STDIN) == other + "\n"
+
+
+def test_program_without_input_uses_no_name_of_another_block():
+    prints, silent = "def f():\n    return 7\n\nprint(f())", row(tests=[dict(input="", output="7")])
+    assert program_in(fenced(prints) + fenced("assert f() == 7"), silent) == prints + "\n"
+    assert program_in(fenced(prints) + fenced("print(7)"), silent) == "print(7)\n"
+    for output in ("7", "# 7", "result = 7"):
+        assert program_in(fenced(prints) + fenced(output), silent) == prints + "\n"
+
+
+def test_prompt_is_prepended_only_if_it_is_a_stub():
+    body, message = "    return 0", [dict(role="user", content="x")]
+    assert program_in(body, HUMANEVAL) == HUMANEVAL_PROMPT + "\n" + body
+    for prompt in ("Write find_zero.", message, "def other():\n    pass\n", None):
+        assert program_in(body, HUMANEVAL | dict(prompt=prompt)) == body
+    assert program_in(body, STDIN | dict(prompt=HUMANEVAL_PROMPT)) == body
+
+
+@pytest.mark.parametrize("text", [
+    " " * 100_000 + "x", "\t" * 100_000, "- " * 50_000, "1" * 100_000, (" " * 1000 + "\n") * 100,
+    "```\n" * 30_000, " ```x\n" * 20_000,
+])  # fmt: skip
+def test_blocks_are_found_in_linear_time(text):
+    started = time.process_time()
+    program_in(text, STDIN)
+    same_output(text, text + "x")
+    assert time.process_time() - started < 5  # quadratic: minutes
+
+
+@pytest.mark.parametrize("name", [n for n, place in OTHERS.items() if ".code." in place])
+def test_thoughts_are_no_answers(name):
+    require_no_answers_in_thoughts(name, "```python\nprint(18)\n```", found_anywhere=True)
+
+
+# ---- tests that cannot run ----
+
+
+@pytest.mark.parametrize("columns, message", [
+    (dict(tests=["assert 1 == 1"]), "it calls no function of the program"),
+    (dict(tests=["import nothing_like_this\nassert f(1)"]), "ModuleNotFoundError"),
+    (dict(tests=["assert f(1) == y"]), "it needs the value of y, which it does not define"),
+    (dict(tests=["assert isinstance(f(1), Thing)"]), "it needs the value of Thing"),
+    (dict(tests=["try:\n    f(1)\nexcept Own:\n    pass\nassert 1"]), "it needs the value of Own"),
+    (dict(tests=["assert f(lambda x: x) == 1"]), "a function cannot be passed to the program"),
+    (dict(tests=["try:\n    f(open)\nexcept TypeError:\n    pass\nassert 1"]), "cannot be passed to the program"),
+    (dict(test_list=["assert f(1)"], test_setup_code="import nothing_like_this"), "ModuleNotFoundError"),
+])  # fmt: skip
+def test_malformed_tests_are_errors_for_every_program(columns, message):
+    for body in ("return 1", "return x", "raise NameError('f')"):
+        with pytest.raises(ValueError, match=f"^train.jsonl:7: the test cannot run: .*{message}"):
+            passes(f"def f(x): {body}", row(**columns), LIMITS)
+
+
+# ---- hostile programs ----
+
+FORGED = json.dumps({"value": True})
+HOSTILE = {
+    "prints the right answer and fails": "print(7, flush=True)\n1 / 0",
+    "prints the right answer and never ends": "print(7, flush=True)\nwhile True: pass",
+    "exits": "import sys\nsys.exit(0)",
+    "exits hard": "import os\nos._exit(0)",
+    "exits when called": "import os, sys\ndef f(x): sys.exit(0)",
+    "exits hard when called": "import os\ndef f(x): os._exit(0)",
+    "prints": "print('all tests passed')\nprint('OK')\ndef f(x): print('passed')",
+    "equals everything": """
+class All(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __lt__ = __gt__ = __le__ = __ge__ = __eq__
+    def __hash__(self): return 0
+    def __bool__(self): return True
+    def __getattr__(self, name): return self
+    def __call__(self, *args): return self
+    def __sub__(self, other): return All()
+    __abs__ = __rsub__ = __sub__
+def f(x): return All()
+print(All())
+""",
+    "an object that equals everything": """
+class All:
+    def __eq__(self, other): return True
+    def __getattr__(self, name): return self
+    def __call__(self, *args): return self
+def f(x): return All()
+""",
+    "a list that equals everything": """
+class All(list):
+    def __eq__(self, other): return True
+    def __len__(self): return 1
+    def __iter__(self): return iter([7])
+    def __getitem__(self, i): return 7
+def f(x): return All()
+""",
+    "a string that equals everything": """
+class All(str):
+    def __eq__(self, other): return True
+    def __str__(self): return '8'
+    def __len__(self): return 7
+    __hash__ = str.__hash__
+def f(x): return All()
+print(All('x'))
+""",
+    "patched built-ins": """
+import builtins
+builtins.AssertionError = type('Quiet', (Exception,), {})
+builtins.isinstance = lambda *a: True
+builtins.all = builtins.any = builtins.set = lambda *a: True
+builtins.abs = lambda x: 0
+builtins.print = lambda *a: None
+import math, json, sys
+math.isclose = lambda *a, **k: True
+json.dumps = lambda *a, **k: '{"value": true}'
+json.loads = lambda *a, **k: {"call": "f"}
+def abs(x): return 0
+def isclose(*a, **k): return True
+def f(x): return 0
+""",
+    "patched server": """
+import child, sys
+child.encode = lambda *a: True
+def f(x): return 0
+""",
+    "own check": "def check(candidate): pass\ndef judge(*a): return True\nclass Remote: pass\n"
+    "def f(x): return 0",
+    "forged lines on all descriptors": f"""
+import os
+def flood():
+    for fd in range(3, 64):
+        try: os.write(fd, b'{FORGED}\\n' * 10)
+        except OSError: pass
+flood()
+def f(x):
+    flood()
+    return 0
+""",
+    "a forged question": """
+import os
+def f(x): return __ask__({"call": "judge"})
+""",
+    "a forged verdict of a broken test": """
+def f(x): raise NameError("name 'f' is not defined in the test")
+""",
+    "an exception to be counted as the test's": "def f(x):\n    import nothing_like_this",
+    "reads its own requests": """
+import os, sys
+def f(x):
+    for fd in range(3, 64):
+        try: os.set_blocking(fd, False); print(os.read(fd, 1 << 16))
+        except OSError: pass
+    return 0
+""",
+    "walks the stack": """
+import sys
+def f(x):
+    frame = sys._getframe()
+    while frame:
+        for name in list(frame.f_locals): frame.f_locals[name] = True
+        frame.f_globals['decode'] = frame.f_globals['encode'] = lambda *a: True
+        frame = frame.f_back
+    return 0
+""",
+    "deletes the answer": "import gc, sys\ndef f(x):\n    for o in gc.get_objects():\n"
+    "        if type(o) is dict and 'send' in o: o.clear()\n    return 0",
+    "a thread that answers": f"""
+import os, threading, time
+def work():
+    while True:
+        for fd in range(3, 20):
+            try: os.write(fd, b'{FORGED}\\n')
+            except OSError: pass
+threading.Thread(target=work, daemon=True).start()
+def f(x): return 0
+""",
+    "answers before it is asked": """
+import json, os, sys
+def f(x):
+    for fd in range(3, 64):
+        try: os.write(fd, b'{"value": true}\\n{"value": 0}\\n')
+        except OSError: pass
+    return 0
+""",
+    "a long answer of brackets": """
+import os
+def f(x):
+    for fd in range(3, 64):
+        try: os.write(fd, b'[' * 1_000_000 + b'\\n')
+        except OSError: pass
+    return 0
+""",
+    "keys that collide": "def f(x): return dict.fromkeys(k * (2**61 - 1) for k in range(1, 9_000))",
+    "a list in itself": "def f(x):\n    x = [7]\n    x.append(x)\n    return x",
+    "names of the judge": "def f(x): raise type('Ended', (BaseException,), {})(7)",
+    "sleeps": "import time\ntime.sleep(9999)",
+    "sleeps when called": "import time\ndef f(x): time.sleep(9999)",
+    "takes no call": "f = 7",
+    "has f as an instance": "class F:\n    def __call__(self, x): return self\n"
+    "    def __eq__(self, o): return True\nf = F()",
+}
+KINDS = {
+    "stdin": row(tests=[dict(input="5\n", output="7\n")]),
+    "call": row(tests=[dict(function="f", args=[5], result=7)]),
+    "call of a list": row(tests=[dict(function="f", args=[5], result=[7])]),
+    "asserts": row(
+        tests=[
+            "assert f(5) == 7",
+            "assert abs(f(5) - 7) < 1e-6",
+            "assert not f(5) != 7 and f(5) in {7}",
+        ]
+    ),
+    "mbpp": row(test_list=["assert set([f(5)]) == {7}"], test_imports=["import math"]),
+    "humaneval": row(
+        entry_point="f",
+        prompt='def f(x):\n    """Gives 7."""\n',
+        test="def check(candidate):\n    assert candidate(5) == 7\n",
+    ),
+}
+
+
+ENDLESS = {"prints the right answer and never ends", "sleeps", "sleeps when called"}
+
+
+@pytest.fixture(scope="session")
+def hostile_rewards() -> dict[tuple[str, str], float]:
+    """All programs on all kinds of tests, at once: the endless ones wait together."""
+
+    def reward_of(case: tuple[str, str]) -> float:
+        name, kind = case
+        return passes(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS)
+
+    cases = list(itertools.product(HOSTILE, KINDS))
+    with ThreadPoolExecutor(6) as pool:
+        return dict(zip(cases, pool.map(reward_of, cases), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_do_not_pass(name, kind, hostile_rewards):
+    assert hostile_rewards[name, kind] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_honest_program_passes_the_tests_of_hostile_ones(kind):
+    answer = "[x + 2]" if kind == "call of a list" else "x + 2"
+    program = f"def f(x): return {answer}\nif __name__ == '__main__': print(f(int(input())))"
+    assert passes(program, KINDS[kind], LIMITS) == 1
+
+
+def test_program_receives_no_expected_value():
+    """It finds its argument, but not the result, in all that it can read."""
+    program = """
+import os, sys
+def f(x):
+    texts = []
+    for fd in range(3, 64):
+        try:
+            os.set_blocking(fd, False)
+            texts.append(str(os.read(fd, 1 << 20)))
+        except BlockingIOError:
+            os.set_blocking(fd, True)
+        except OSError:
+            pass
+    frame = sys._getframe().f_back
+    while frame:
+        texts += [str(frame.f_locals), str(frame.f_globals)]
+        frame = frame.f_back
+    found = [any(str(y) in text for text in texts) for y in (x, x + 2)]
+    return x + 2 if found == [True, False] else 0
+"""
+    tests = [dict(function="f", args=[31335], result=31337), "assert f(31335) == 31337"]
+    assert fraction(program, row(tests=tests), LIMITS) == 1
+
+
+# ---- in a run ----
+
+
+def samples_of(row: dict, *texts: str) -> list[Completion]:
+    return [Completion([0], [True], text=text, row=row) for text in texts]
+
+
+def make(rows: list[dict], name: str = "code", **flags) -> Rewards:
+    args = Args(reward=(name,), reward_timeout=PATIENCE, **flags)
+    return Rewards(args, rows, None, torch.device("cpu"))
+
+
+def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
+    row = dict(tests=["assert f() == 1"], _source="a:1")
+    monkeypatch.setattr(program, "problem", lambda: "the kernel has no Landlock")
+    with pytest.raises(ValueError, match="^--reward code: the kernel has no Landlock; --unsafe_co"):
+        make([row])
+    rewards = make([row], unsafe_code_execution=True)
+    batch = [samples_of(row, "def f(): return 1", "def f(): return 2")]
+    assert rewards(batch, Meter())[0].tolist() == [[1, 0]]
+
+
+def test_row_selects_the_code_reward():
+    call = dict(function="f", args=[1, 2], result=3)
+    rows = [
+        dict(reward="code", tests=[call], _source="a:1"),
+        dict(reward="gsm8k", answer="18", _source="a:2"),
+    ]
+    texts = ("def f(a, b): return a + b", "#### 18")
+    rewards = make(rows, "by_row")
+    assert rewards([samples_of(row, *texts) for row in rows], Meter())[0].tolist() == [
+        [1, 0],
+        [0, 1],
+    ]
+    with pytest.raises(ValueError, match="a:6"):
+        make([dict(reward="code", tests=[], _source="a:6")], "by_row")
+
+
+def test_threads_end_with_their_owner():
+    threads, row = set(threading.enumerate()), dict(tests=["assert True or f()"], _source="a:1")
+    rewards = make([row])
+    assert rewards([samples_of(row, "x = 1")], Meter())[0].tolist() == [[1]]
+    assert set(threading.enumerate()) - threads
+    del rewards
+    gc.collect()
+    until(lambda: not set(threading.enumerate()) - threads)
+
+
+@pytest.mark.slow
+def test_run_ends_while_programs_run():
+    """No process is left, and the run does not wait for pending rewards."""
+    code = """
+import os, sys
+sys.path.insert(0, "tests")
+from helpers import descendants, until
+from extras.code.tests.test_rewards import make, samples_of
+row = dict(_source="a:1", tests=["assert f()"])
+rewards = make([row])
+for number in range(5): rewards.begin(number, samples_of(row, "while True: pass"))
+until(lambda: len(descendants(os.getpid())) > 2)
+print(*descendants(os.getpid()), flush=True)
+raise SystemExit(3)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    until(lambda: not any(alive(int(pid)) for pid in done.stdout.split()))
