@@ -252,7 +252,7 @@ def main(args: Args) -> None:
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, value_path=value_path,
                 own_forwards=2)  # fmt: skip  # old log-probs and values
     begin_run(args)
-    turn_weight = rewards.weight_of("environment")
+    turn_weight = rewards.weights.get("environment", 0.0)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained

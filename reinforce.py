@@ -273,7 +273,7 @@ def main(args: Args) -> None:
         frozen = [path] * needs_reference
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, own_forwards=needs_old)
     begin_run(args)
-    turn_weight = rewards.weight_of("environment")
+    turn_weight = rewards.weights.get("environment", 0.0)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained

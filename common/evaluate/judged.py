@@ -5,7 +5,7 @@ from functools import partial
 from itertools import chain
 
 from common.data.sample import Group
-from common.rewards.result import Result
+from common.rewards.worker import Result
 
 
 def scores_of_outputs(

@@ -12,21 +12,21 @@ import asyncio
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
-from itertools import count
+from itertools import islice
 
 from common.rewards import worker
-from common.rewards.result import Result
-from common.rewards.worker import EACH, HEADER, ORDER, one_line
+from common.rewards.worker import GRACE, HEADER, Result, one_line
 
 # Seconds for an answer to come late: this process may have been busy and not have read it, and an
 # async function times out by itself.
 LATE = 1.0
 TOGETHER = 64  # calls of an async function in a process
-START_SECONDS = 60.0  # for a process to start and to load its target, before its first call
+START_SECONDS = 60.0  # for a process to start, and to load its target, before its first call
 
 
 class ForkServer:
@@ -34,50 +34,29 @@ class ForkServer:
     forks end at `close`, when the parent ends in any way, and on Linux when the thread that started
     the server ends."""
 
-    def __init__(
-        self, target: str, *, shared: bool, memory_gib: float = 4.0, grace: float = 0.0,
-        argument: object = None,
-    ):  # fmt: skip
+    def __init__(self, target: str, *, shared: bool, argument: object = None):
         """`target`: `module:name` or `path/to/file.py:name`. `shared`: load the target once, before
         the forks; then a fork takes milliseconds, but all forks share the files that the target has
-        opened. `memory_gib`: limit of what a fork allocates after loading the target (Linux).
-        `grace`: seconds for a fork to clean up when it is closed between two calls. `argument`:
-        plain value; if given, the target is `target(argument)`."""
-        file, _, name = target.rpartition(":")
-        is_file = file.endswith(".py")
-        self.target = f"{os.path.abspath(file)}:{name}" if is_file else target
-        # it may import the files beside it
-        self.folders = [os.path.dirname(os.path.abspath(file))] if is_file else []
+        opened. `argument`: plain value; if given, the target is `target(argument)`."""
+        self.target = target
         self.shared = shared
-        self.memory_gib = memory_gib
-        self.grace = grace
         self.argument = argument
-        self.numbers = count()  # of forks
         self.starting = asyncio.Semaphore(32)  # more orders do not fit in the server's socket
         self.process: subprocess.Popen | None = None
 
-    def fork(self, connection: socket.socket) -> int:
-        """Start a fork with this connection and return its number."""
+    def fork(self, connection: socket.socket) -> None:
+        """Start a fork with this connection."""
         if self.process is None or self.process.poll() is not None:
             self._start()
-        number = next(self.numbers)
         with suppress(OSError):  # the server has died or hangs: the connection just ends
-            socket.send_fds(self.control, [ORDER.pack(number, 0.0)], [connection.fileno()])
-        return number
-
-    def end(self, number: int, seconds: float) -> None:
-        """Have a fork killed that has not ended after `seconds`."""
-        if self.process is not None:
-            with suppress(OSError):  # the server has died, and with it its forks
-                self.control.send(ORDER.pack(number, seconds))
+            socket.send_fds(self.control, [b"f"], [connection.fileno()])
 
     def close(self, hangs: bool = False) -> None:
-        """End the server and its forks. Unless it hangs, it has `grace` and two more seconds to end
-        by itself."""
+        """End the server and its forks. Those that are closed already have time to clean up."""
         if self.process is not None:
             self.control.close()
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.0 if hangs else self.grace + 2.0)
+                self.process.wait(0.0 if hangs else GRACE + 2.0)
             self.process.kill()
             self.process.wait()
             self.process = None
@@ -87,12 +66,11 @@ class ForkServer:
         self.control, child_end = socket.socketpair()
         self.control.settimeout(START_SECONDS)
         setup = dict(
-            path=[*sys.path, *self.folders],
+            path=sys.path,
             control=child_end.fileno(),
             parent=os.getpid(),
             target=self.target,
             shared=self.shared,
-            memory_gib=self.memory_gib,
             argument=json.dumps(self.argument),
         )
         # -P: without the script's folder on sys.path
@@ -114,7 +92,7 @@ class Process:
     def __init__(self, server: ForkServer, start_seconds: float = START_SECONDS):
         self.server = server
         self.start_seconds = start_seconds
-        self.number: int | None = None  # None before the first call
+        self.pid: int | None = None  # None before the first call
         self.busy = False
         self.loaded = False
         """whether the target could be loaded"""
@@ -122,9 +100,10 @@ class Process:
         """whether no more calls are possible: it was closed, has died or was killed"""
 
     async def call(self, method: str | None, *arguments: object, seconds: float) -> Result:
-        """Return the result of `target(*arguments)`, or of a `method` of the one object that is
-        made of the target, within `seconds`. A process that is late, or whose call is cancelled, is
-        killed."""
+        """Return the result of a `method` of the one object that is made of the target, within
+        `seconds`. A process that is late, or whose call is cancelled, is killed.
+
+        Without a method the arguments are calls: see `call_each`."""
         try:
             question = pickle.dumps((method, arguments, seconds))
         except Exception as error:  # pickling runs code of the objects in the row
@@ -133,26 +112,34 @@ class Process:
             return Result(error="the process has ended")
         self.busy = True
         try:
-            if self.number is None:
+            if not self.loaded:
                 loaded = await self._start()
                 if loaded.error is not None:
-                    self.close()
                     error = f"{self.server.target} cannot be loaded: {loaded.error}"
                     return Result(error=error)
                 self.loaded = True
             self.writer.write(HEADER.pack(len(question)) + question)
             result = await self._answer(seconds)
-            self.busy = False
+            self.busy = result is None or self.closed
             return result or Result(error=f"no answer within {seconds:g} s", timed_out=True)
         finally:
-            if self.busy:  # late or cancelled
+            if self.busy:  # late, dead or cancelled
                 self.close()
 
+    async def call_each(self, calls: list[tuple], seconds: float) -> list[Result]:
+        """Return the results of `target(*call)`. An async function is called with all of them
+        together, another one has a single call."""
+        result = await self.call(None, *calls, seconds=seconds)
+        if result.error is not None:
+            return [result] * len(calls)
+        return [Result(*fields) for fields in result.value]
+
     def close(self) -> None:
-        """End the process: at once if a call runs, else after the server's `grace` seconds."""
-        if self.number is not None and not self.closed:
-            self.server.end(self.number, 0.0 if self.busy else self.server.grace)
+        """End the process: at once if a call runs, else it has time to clean up."""
+        if self.pid is not None and not self.closed:
             with suppress(OSError):  # the process has died
+                if self.busy:
+                    os.killpg(self.pid, signal.SIGKILL)
                 self.socket.shutdown(socket.SHUT_RDWR)  # at once: the event loop may be busy
             with suppress(RuntimeError):  # the event loop has ended
                 self.writer.close()
@@ -164,42 +151,34 @@ class Process:
         self.reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
         async with self.server.starting:
             with theirs:
-                self.number = self.server.fork(theirs)
-            loaded = await self._answer(self.start_seconds)
-        if loaded is None and self.server.shared:  # the server itself hangs in loading
-            self.server.close(hangs=True)
-        return loaded or Result(error=f"not loaded within {self.start_seconds:g} s")
+                self.server.fork(theirs)
+            result = await self._answer(self.start_seconds)
+            if result is None:  # the server itself hangs in loading
+                self.server.close(hangs=True)
+            elif result.error is None:
+                self.pid = result.value
+                result = await self._answer(self.start_seconds)
+        return result or Result(error=f"not loaded within {self.start_seconds:g} s")
 
     async def _answer(self, seconds: float) -> Result | None:
-        """Return the next answer; None if it is late, and then the process is closed."""
-        self._set_timer(seconds, LATE)
+        """Return the next answer; None if it is late."""
+        reading = asyncio.ensure_future(self._read())
+        for wait in (seconds, LATE):
+            if (await asyncio.wait([reading], timeout=wait))[0]:
+                return reading.result()
+        return None
+
+    async def _read(self) -> Result:
         try:
             (length,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
             payload = await self.reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
-            if self.timer is None:
-                return None
             self.close()
             return Result(error="the process died")
-        finally:
-            if self.timer is not None:
-                self.timer.cancel()
         try:
             return Result(*pickle.loads(payload))
         except Exception as error:  # unpickling runs code of the returned object
             return Result(error=f"the result cannot be unpickled: {one_line(error)}")
-
-    def _set_timer(self, seconds: float, *again: float) -> None:
-        """Close the process after some seconds and then some more, in which an answer may be read
-        that came while this process was busy."""
-        self.timer = asyncio.get_running_loop().call_later(seconds, self._wake, *again)
-
-    def _wake(self, *again: float) -> None:
-        if again:
-            self._set_timer(*again)
-        else:
-            self.timer = None
-            self.close()
 
 
 class Pool:
@@ -207,50 +186,49 @@ class Pool:
     needed.
 
     Each call has `seconds` of wall-clock time. If the function has an attribute `prepare`, each
-    process calls it once after loading. The other arguments are those of `ForkServer`."""
+    process calls it once after loading. Waiting calls of an `async def` go to a process together,
+    up to 64; if one of them blocks its event loop, all time out."""
 
     def __init__(
         self, target: str, size: int, seconds: float, *, is_async: bool = False,
-        shared: bool = False, memory_gib: float = 4.0,
+        shared: bool = False,
     ):  # fmt: skip
-        self.server = ForkServer(target, shared=shared, memory_gib=memory_gib)
+        self.server = ForkServer(target, shared=shared)
         self.seconds = seconds
-        self.is_async = is_async
+        self.together = TOGETHER if is_async else 1
         self.free = asyncio.Semaphore(size)
         self.idle: list[Process] = []
-        self.waiting: list[tuple] = []  # calls of an async function, each with its future
+        self.waiting: dict[asyncio.Future, tuple] = {}  # calls, each with its limit
 
     async def call(self, *arguments: object, seconds: float | None = None) -> Result:
-        """Return the result of `function(*arguments)`. The calls of an `async def` that wait for a
-        process go to it together, up to 64; if one of them blocks its event loop, all time out."""
-        seconds = seconds or self.seconds
-        if not self.is_async:
-            async with self.free:
-                return await self._call(None, *arguments, seconds=seconds)
+        """Return the result of `function(*arguments)`."""
         answer = asyncio.get_running_loop().create_future()
-        self.waiting.append((arguments, seconds, answer))
-        await asyncio.sleep(0)  # the other calls of the group come
-        async with self.free:
-            together, self.waiting = self.waiting[:TOGETHER], self.waiting[TOGETHER:]
-            if together:  # else another call has taken this one with it
-                calls, limits, futures = zip(*together, strict=True)
-                try:
-                    result = await self._call(EACH, *calls, seconds=max(limits))
-                except Exception as error:  # no process could be started
-                    result = Result(error=one_line(error))
-                for number, future in enumerate(futures):
-                    failed = result.error is not None
-                    future.set_result(result if failed else Result(*result.value[number]))
-        return await answer
+        self.waiting[answer] = arguments, seconds or self.seconds
+        try:
+            await asyncio.sleep(0)  # the other calls of the group come
+            async with self.free:
+                if futures := list(islice(self.waiting, self.together)):  # else another took it
+                    calls, limits = zip(*map(self.waiting.pop, futures), strict=True)
+                    results = await self._results(calls, max(limits))
+                    for future, result in zip(futures, results, strict=True):
+                        future.set_result(result)
+            return await answer
+        finally:
+            self.waiting.pop(answer, None)  # cancelled
 
-    async def _call(self, method: str | None, *arguments: object, seconds: float) -> Result:
+    async def _results(self, calls: list[tuple], seconds: float) -> list[Result]:
         while self.idle and self.idle[-1].reader.at_eof():  # killed from outside
             self.idle.pop().close()
         process = self.idle.pop() if self.idle else Process(self.server)
-        result = await process.call(method, *arguments, seconds=seconds)
+        try:
+            results = await process.call_each(calls, seconds)
+        except Exception as error:  # no process could be started
+            return [Result(error=one_line(error))] * len(calls)
         if not process.closed:
             self.idle.append(process)
-        return result
+        return results
 
     def close(self) -> None:
+        for process in self.idle:
+            process.close()
         self.server.close()

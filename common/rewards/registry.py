@@ -1,7 +1,6 @@
 """The names of `--reward`: the functions behind them, imported when they are named, and the check
 that rows of data have the columns they need."""
 
-import difflib
 import importlib
 from collections.abc import Callable, Sequence
 
@@ -35,9 +34,7 @@ def load_reward(name: str) -> Reward:
         with extra(module.split(".")[1], f"--reward {name}"):
             return getattr(importlib.import_module(module), function)
     if ":" not in name:
-        near = difflib.get_close_matches(name.lower(), BUILT_IN, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN + FORMS)}"
-        raise ValueError(f"--reward {name}: unknown; {hint}")
+        raise ValueError(f"--reward {name}: unknown; there are {', '.join(BUILT_IN + FORMS)}")
     function = load_callable("--reward", name)
     reward_form(name, function)
     return function
@@ -48,12 +45,11 @@ def short_names(rewards: Sequence[str]) -> dict[str, str]:
     `rank` for a model, and of several `model`, `model2`, in the order of `--reward`."""
     names = {}
     for name in rewards:
-        own = name.rpartition(":")[2]
+        names[name] = name.rpartition(":")[2]
         if name.startswith(MODEL_KINDS):
             kind = name.partition(":")[0]
-            before = [other for other in rewards if other.startswith(f"{kind}:")].index(name)
-            own = f"{kind}{before + 1}" if before else kind
-        names[name] = own
+            number = [other for other in rewards if other.startswith(f"{kind}:")].index(name) + 1
+            names[name] = f"{kind}{number}" if number > 1 else kind
     return names
 
 
@@ -65,12 +61,12 @@ def require_usable_row(name: str, function: Reward, row: dict) -> None:
             there = ", ".join(key for key, value in row.items() if value and key[:1] != "_")
             problem = f"--reward {name} reads column {column}; the row has {there}"
             raise ValueError(f"{source}: {problem}")
-    if hasattr(function, "check"):
-        try:
+    try:
+        if hasattr(function, "check"):
             function.check(row)
-        except BaseException as error:  # perhaps a user's code, which may raise anything
-            problem = distributed.first_line(error).removeprefix(f"{source}: ")
-            raise ValueError(f"{source}: {problem} (--reward {name})") from error
+    except BaseException as error:  # perhaps a user's code, which may raise anything
+        problem = distributed.first_line(error).removeprefix(f"{source}: ")
+        raise ValueError(f"{source}: {problem} (--reward {name})") from error
 
 
 def load_judges(flag: str):
@@ -85,7 +81,7 @@ def reward_of_row(row: dict) -> str:
     name = row.get("reward")
     if isinstance(name, str) and name in BUILT_IN:
         return name
-    problem = "is missing" if name is None else f"names {name!r}; there are {', '.join(BUILT_IN)}"
+    problem = f"is {name!r:.80}, and there are {', '.join(BUILT_IN)}"
     raise ValueError(f"{row['_source']}: column reward {problem} (--reward by_row)")
 
 

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 from common.config.online import SamplingArgs
 from common.data.sample import Group
-from common.rewards.functions import Reward
 from common.rewards.processes import Pool
 from common.rewards.registry import load_reward
-from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
 from common.rewards.user_code import reward_form
+from common.rewards.worker import Result
 
 
 class Scorer(NamedTuple):
@@ -40,25 +39,16 @@ def make_scorer(name: str, columns: list[str], args: SamplingArgs, thoughts: Tho
         return of_math(args, thoughts)
     if ":" in name:
         return of_user(name, function, columns, args)
-    return of_built_in(function, thoughts)
-
-
-async def of_environment(group: Group) -> list[Result]:
-    return [
-        Result(error=sample.error)
-        if sample.error
-        else Result(sum(reward for _, reward in sample.turn_rewards))
-        for sample in group
-    ]
-
-
-def of_built_in(function: Reward, thoughts: Thoughts) -> Scorer:
-    """A function that takes microseconds, of the text that `thoughts` selects for it."""
 
     async def score(group: Group) -> list[Result]:
         return [Result(function(thoughts.read_by(function, each), each.row)) for each in group]
 
     return Scorer(score)
+
+
+async def of_environment(group: Group) -> list[Result]:
+    """The sum of the rewards of all turns. `Rewards` counts the errors of episodes."""
+    return [Result(sum(reward for _, reward in sample.turn_rewards)) for sample in group]
 
 
 def of_math(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
@@ -97,16 +87,14 @@ def of_user(name: str, function: Callable, columns: list[str], args: SamplingArg
         ids = [sample.completion_ids for sample in group]
         call = (texts, group[0].row, ids)[: 2 + with_ids]
         result = await pool.call(*call, seconds=len(group) * pool.seconds)
-        values = result.value
-        if result.error is not None:
-            return [result] * len(group)
-        if not isinstance(values, list | tuple):
-            returned = f"{type(values).__name__}, not a list,"
-        elif len(values) != len(group):
-            returned = f"{len(values)} values"
-        else:
-            return [Result(value) for value in values]
-        return [Result(error=f"returned {returned} for {len(group)} completions")] * len(group)
+        if result.error is None:
+            values = result.value
+            is_list = isinstance(values, list | tuple)
+            if is_list and len(values) == len(group):
+                return [Result(value) for value in values]
+            found = f"{len(values)} values" if is_list else f"{type(values).__name__}, not a list,"
+            result = Result(error=f"returned {found} for {len(group)} completions")
+        return [result] * len(group)
 
     return Scorer(score_group if of_group else score_samples, pool)
 

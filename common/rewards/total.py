@@ -12,7 +12,7 @@ import asyncio
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import chain
 from typing import NamedTuple
@@ -28,11 +28,10 @@ from common.parallel import distributed
 from common.parallel.process import fail_in_thread
 from common.rewards.processes import Pool
 from common.rewards.registry import reward_of_row, row_check, short_names
-from common.rewards.result import Result
 from common.rewards.reward_model import load_model
 from common.rewards.scorers import Scorer, for_rows_of, make_scorer
 from common.rewards.thoughts import Thoughts
-from common.rewards.worker import one_line
+from common.rewards.worker import Result, one_line
 
 LARGEST = 1e18  # of a reward: the square of a larger one is no float32
 
@@ -63,11 +62,11 @@ class Rewards:
             check(row)
         columns = list(rows[0]) if rows else []
         self.args = args
-        self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
         self.scorers: dict[str, Scorer] = {}
         self.models: dict[str, Callable[[list[Group]], list[Result]]] = {}
         self.of_rows: list[str] = []  # names that come from the column of by_row
-        weights: dict[str, float] = {}
+        self.weights: dict[str, float] = {}
+        self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
         short = short_names(args.reward)
         reward_weights = args.reward_weights or [1.0] * len(args.reward)
         for name, weight in zip(args.reward, reward_weights, strict=True):
@@ -78,19 +77,16 @@ class Rewards:
                     scorer = make_scorer(own, columns, args, self.thoughts)
                     self.scorers[own] = for_rows_of(own, scorer)
             elif name.startswith(MODEL_KINDS):
-                dry_run = getattr(args, "dry_run", False)  # which loads no model
-                load_to = None if dry_run else device
+                load_to = None if getattr(args, "dry_run", False) else device
                 model = load_model("--reward", name, args, rows, tokenizer, load_to)
                 if model is None:
                     continue
                 self.models[short[name]] = model
             else:
                 self.scorers[short[name]] = make_scorer(name, columns, args, self.thoughts)
-            if weights.keys() & added:
+            if self.weights.keys() & added:
                 raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
-            weights |= dict.fromkeys(added, weight)
-        self.names = list(weights)
-        self.weights = torch.tensor(list(weights.values()), dtype=torch.float64)
+            self.weights |= dict.fromkeys(added, weight)
         self.begun: dict[int, Future] = {}  # by prompt number
         self.loop = asyncio.new_event_loop()
         pools = [scorer.pool for scorer in self.scorers.values() if scorer.pool]
@@ -124,47 +120,45 @@ class Rewards:
 
         samples = list(chain(*groups))
         shape = (len(groups), len(groups[0]) if groups else 1)
+
+        def table(values: Iterable[float | None]) -> Tensor:
+            numbers = [math.nan if value is None else value for value in values]
+            return torch.tensor(numbers, dtype=torch.float64).reshape(shape)
+
         results: dict[str, list[Result]] = {}
         numbers: dict[str, Tensor] = {}
-        for name in self.names:
+        for name in self.weights:
+            pairs = [read(result) for result in found[name]]
             results[name] = []
-            beside: list[dict[str, float]] = []
-            for sample, (result, of_sample) in zip(samples, map(read, found[name]), strict=True):
-                results[name].append(self._with_error(name, sample, result))
-                beside.append(of_sample)
+            for sample, (result, _) in zip(samples, pairs, strict=True):
+                if sample.error and result != Result():  # it applies to the row
+                    result = Result(error=sample.error)
+                results[name].append(result)
                 sample.feedback = result.feedback or sample.feedback
-            for key in dict.fromkeys(chain(*beside)):
-                for of_sample in beside:
-                    if key in of_sample:
-                        meter.mean(f"rewards/{name}/{key}", of_sample[key])
-                values = [of_sample.get(key, math.nan) for of_sample in beside]
-                numbers[f"{name}/{key}"] = torch.tensor(values, dtype=torch.float64).reshape(shape)
+            for key in dict.fromkeys(chain(*(beside for _, beside in pairs))):
+                values = [beside.get(key) for _, beside in pairs]
+                numbers[f"{name}/{key}"] = table(values)
+                for value in values:
+                    if value is not None:
+                        meter.mean(f"rewards/{name}/{key}", value)
         self._require_few_errors(results, samples, meter)
-        all_results = list(chain(*results.values()))
-        values = [math.nan if result.value is None else result.value for result in all_results]
-        failed = [result.error is not None for result in all_results]
-        # not stacked: there may be no reward
-        rewards_KPG = torch.tensor(values, dtype=torch.float64).reshape(len(results), *shape)
-        failed_KPG = torch.tensor(failed, dtype=torch.bool).reshape(len(results), *shape)
-        rewards_PG = (self.weights[:, None, None] * rewards_KPG).nansum(0)
-        rewards_PG[failed_KPG.any(0) | rewards_KPG.isnan().all(0)] = math.nan
-        return Scored(rewards_PG, dict(zip(results, rewards_KPG, strict=True)), numbers)
 
-    def _with_error(self, name: str, sample: Completion, result: Result) -> Result:
-        """Return the error of an episode that failed, in each reward that applies to its row."""
-        if "environment" in self.scorers or not sample.error:  # which reports it itself
-            return result
-        applies = name not in self.of_rows or sample.row["reward"] == name
-        return Result(error=sample.error) if applies else result
-
-    def weight_of(self, name: str) -> float:
-        """Return the weight of a reward, 0 for one that is not in `--reward`."""
-        return dict(zip(self.names, self.weights.tolist(), strict=True)).get(name, 0.0)
+        rewards_PG = torch.zeros(shape, dtype=torch.float64)
+        applies_PG = torch.zeros(shape, dtype=torch.bool)
+        by_name = {}
+        for name, of_reward in results.items():
+            by_name[name] = table(result.value for result in of_reward)
+            rewards_PG += self.weights[name] * by_name[name].nan_to_num()
+            applies_PG |= ~by_name[name].isnan()
+            # an error makes the sum NaN
+            rewards_PG += table(math.nan if result.error is not None else 0 for result in of_reward)
+        rewards_PG[~applies_PG] = math.nan
+        return Scored(rewards_PG, by_name, numbers)
 
     def first(self, by_name: dict[str, Tensor]) -> Tensor:
         """Return the first of `--reward`, [P, G]; with by_row the one that applies. NaN where there
         is none."""
-        names = self.of_rows if self.args.reward[0] == "by_row" else self.names[:1]
+        names = self.of_rows if self.args.reward[0] == "by_row" else list(self.weights)[:1]
         return torch.stack([by_name[name] for name in names]).nanmean(0)
 
     def _require_few_errors(
@@ -172,15 +166,15 @@ class Rewards:
     ) -> None:
         """Count rewards that could not be computed. Raises `RunError` if they are too many.
         Collective."""
-        failures = []
-        tried = 0
-        timed_out = 0
-        for name, results_of_reward in results.items():
-            for sample, result in zip(samples, results_of_reward, strict=True):
-                tried += result.value is not None or result.error is not None
-                timed_out += result.timed_out
-                if result.error is not None:
-                    failures.append(f"{name} on {sample.row['_source']}: {result.error}")
+        failures = [
+            f"{name} on {sample.row['_source']}: {result.error}"
+            for name, of_reward in results.items()
+            for sample, result in zip(samples, of_reward, strict=True)
+            if result.error is not None
+        ]
+        every = list(chain(*results.values()))
+        tried = len(failures) + sum(result.value is not None for result in every)
+        timed_out = sum(result.timed_out for result in every)
         meter.mean("reward/error_fraction", len(failures), tried)
         meter.mean("reward/timeout_fraction", timed_out, tried)
         all_failures = list(chain(*distributed.gather_objects(failures)))
@@ -213,23 +207,23 @@ def read(result: Result) -> tuple[Result, dict[str, float]]:
     beside: dict = {}
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], dict):
         reward, beside = reward
+    numbers = {}
     try:
-        reward = None if reward is None else _number(reward)
-        numbers = {str(k): _number(number) for k, number in beside.items() if k != "feedback"}
-        feedback = str(beside.get("feedback", ""))
+        for key, number in beside.items():
+            if key == "mean":
+                raise ValueError("its number 'mean' is of a name that is taken")
+            if key != "feedback":
+                numbers[str(key)] = _number(number, f"its number {key!r} is")
+        reward = None if reward is None else _number(reward, "returned")
+        return result._replace(value=reward, feedback=str(beside.get("feedback", ""))), numbers
     except Exception as error:  # of values that a user's code returned
         return Result(error=one_line(error)), {}
-    if reward is not None and not abs(reward) <= LARGEST:
-        return Result(error=f"returned {reward}"), {}
-    for key, number in numbers.items():
-        if key == "mean":
-            return Result(error="its number 'mean' is of a name that is taken"), {}
-        if not abs(number) <= LARGEST:
-            return Result(error=f"its number {key!r} is {number}"), {}
-    return result._replace(value=reward, feedback=feedback), numbers
 
 
-def _number(value: object) -> float:
+def _number(value: object, what: str) -> float:
     if isinstance(value, str | bytes):  # float would parse them
-        raise TypeError(f"returned {value!r:.50}, not a number")
-    return float(value)
+        raise TypeError(f"{what} {value!r:.50}, not a number")
+    number = float(value)
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"{what} {number}")
+    return number

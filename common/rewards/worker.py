@@ -18,61 +18,61 @@ import time
 from contextlib import suppress
 from functools import cache
 from traceback import walk_tb
+from typing import Any, NamedTuple
 
 HEADER = struct.Struct("!Q")  # size of the pickle that follows
-ORDER = struct.Struct("!qd")  # to the server: number of a worker, seconds until it is killed
-EACH = "each of the calls, together"  # in place of a method
+GRACE = 1.0  # seconds for a worker to clean up when it is closed between two calls
+MEMORY_GIB = 4.0  # that a worker may allocate after loading the target (Linux)
 
 
-def serve(
-    control: int, parent: int, target: str, argument: str, shared: bool, memory_gib: float
-) -> None:
-    """Fork a worker for each connection that the parent sends with an order, and kill a worker when
-    an order says so. End when the parent closes `control` or dies, with all processes of all
-    workers."""
+class Result(NamedTuple):
+    """The result of one reward for one completion, or of one call of a user's code."""
+
+    value: Any = None
+    error: str | None = None
+    """one line with the reason why there is no value"""
+    timed_out: bool = False
+    feedback: str = ""
+    """text about the completion"""
+
+
+def serve(control: int, parent: int, target: str, argument: str, shared: bool) -> None:
+    """Fork a worker for each connection that the parent sends. End when the parent closes `control`
+    or dies, with all processes of all workers."""
     end_with(parent, signal.SIGKILL)  # SIGKILL, because the target may hang while it loads
     orders = socket.socket(fileno=control)
     orders.set_inheritable(False)
     if shared:
         with suppress(BaseException):  # each worker loads it again and reports the error
             load(target, argument)
-    workers: dict[int, int] = {}  # number -> process id
-    ends: dict[int, float] = {}  # number -> time when it is killed
+    workers: set[int] = set()
     spared = children()  # the user's file started them
-    is_open = True
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the file may ignore it
     end_with(parent, signal.SIGTERM)
     try:
-        while is_open or workers:
-            wait = 0.05 if ends or not is_open else 1.0
-            if select.select([orders] if is_open else [], [], [], wait)[0]:
-                order, descriptors, *_ = socket.recv_fds(orders, ORDER.size, 1)
-                number, seconds = ORDER.unpack(order) if order else (None, 0.0)
-                if descriptors:
-                    with socket.socket(fileno=descriptors[0]) as connection, suppress(OSError):
-                        workers[number] = fork(connection, target, argument, memory_gib)
-                elif number in workers:
-                    ends[number] = time.monotonic() + seconds
-                elif not order:  # the parent has closed it: end all that have no end yet
-                    is_open = False
-                    ends = dict.fromkeys(workers, 0.0) | ends
-            for number, pid in list(workers.items()):
-                if ends.get(number, float("inf")) <= time.monotonic():
-                    end(pid)
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    end(pid)  # what is left of its group
-                    del workers[number]
-                    ends.pop(number, None)
-            kill_children({*workers.values(), *spared})  # orphans of workers
+        while True:
+            if select.select([orders], [], [], 0.2)[0]:
+                _, descriptors, *_ = socket.recv_fds(orders, 1, 1)
+                if not descriptors:  # the parent has closed it
+                    break
+                with socket.socket(fileno=descriptors[0]) as connection, suppress(OSError):
+                    workers.add(fork(connection, target, argument))
+            workers = running(workers)
+            kill_children({*workers, *spared})  # orphans of workers
+        until = time.monotonic() + GRACE
+        while (workers := running(workers)) and time.monotonic() < until:
+            time.sleep(0.01)
     finally:
-        for pid in workers.values():
-            end(pid)
         while kill_children(set()):
             time.sleep(0.01)
 
 
-def fork(connection: socket.socket, target: str, argument: str, memory_gib: float) -> int:
+def running(workers: set[int]) -> set[int]:
+    return {pid for pid in workers if not os.waitpid(pid, os.WNOHANG)[0]}
+
+
+def fork(connection: socket.socket, target: str, argument: str) -> int:
     """Make a worker, and return its process id."""
     server = os.getpid()
     if pid := os.fork():
@@ -85,21 +85,22 @@ def fork(connection: socket.socket, target: str, argument: str, memory_gib: floa
         if "numpy.random" in sys.modules:  # reseeded, as Python does with its own generator
             sys.modules["numpy.random"].seed()
         with suppress(OSError):  # the parent, or the user's code, has closed the connection
-            work(connection, target, argument, memory_gib)
+            work(connection, target, argument)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(0)
 
 
-def work(connection: socket.socket, target: str, argument: str, memory_gib: float) -> None:
-    """Load the target and say whether that went well. Then answer calls `(method, arguments,
-    seconds)` until the parent closes the connection.
+def work(connection: socket.socket, target: str, argument: str) -> None:
+    """Send the process id, load the target and say whether that went well. Then answer calls
+    `(method, arguments, seconds)` until the parent closes the connection.
 
-    If the target is a function, `method` is None, or EACH: then an async function is called with
-    each member of `arguments`, together. If it is a class, one object is made, whose `method` is
-    called, at the end also `close`, if it has that."""
-    file = target.rpartition(":")[0]
+    If the target is a function, `method` is None, and the function is called with each member of
+    `arguments`: an async one with all together, another one has a single call. If it is a class,
+    one object is made, whose `method` is called, at the end also `close`, if it has that."""
+    reply(connection, os.getpid())
+    file = os.path.abspath(target.rpartition(":")[0])
     stream = connection.makefile("rb")
     loop = asyncio.new_event_loop()  # a single one: clients in the user's file are bound to it
     asyncio.set_event_loop(loop)
@@ -107,7 +108,7 @@ def work(connection: socket.socket, target: str, argument: str, memory_gib: floa
     instance = None
     try:
         function = load(target, argument)
-        limit_memory(memory_gib)
+        limit_memory(MEMORY_GIB)
     except BaseException as error:
         return reply(connection, None, one_line(error))
     reply(connection)
@@ -115,15 +116,13 @@ def work(connection: socket.socket, target: str, argument: str, memory_gib: floa
     while header := stream.read(HEADER.size):
         try:
             method, arguments, seconds = pickle.loads(stream.read(*HEADER.unpack(header)))
-            if inspect.iscoroutinefunction(function):
-                calls = arguments if method == EACH else [arguments]
-                results = loop.run_until_complete(together(function, calls, seconds, file))
-                result = (results,) if method == EACH else results[0]
-            elif method is None:
-                result = (function(*arguments),)
-            else:
+            if method is not None:
                 instance = function() if instance is None else instance
                 result = (getattr(instance, method)(*arguments),)
+            elif inspect.iscoroutinefunction(function):
+                result = (loop.run_until_complete(together(function, arguments, seconds, file)),)
+            else:
+                result = ([(function(*call),) for call in arguments],)
         except BaseException as error:  # also SystemExit, and time-out exceptions of libraries
             result = None, one_line(error, file)
         if os.getpid() != worker:  # a child that the function has forked: only its parent answers
@@ -131,6 +130,8 @@ def work(connection: socket.socket, target: str, argument: str, memory_gib: floa
         while instance is None and kill_children(spared):  # what a call of a function has left
             time.sleep(0.001)
         reply(connection, *result)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, GRACE)  # then the kernel ends this process
     if hasattr(instance, "close"):
         instance.close()
 
@@ -149,21 +150,20 @@ async def together(function, calls: list[tuple], seconds: float, file: str) -> l
     one its answer: a value that cannot be pickled is an error here, and a late cleanup goes on."""
 
     async def answer(call: tuple) -> tuple:
-        limit = None
         try:
-            async with asyncio.timeout(seconds) as limit:
-                value = await function(*call)
+            value = await function(*call)
             pickle.dumps(value)
             return (value,)
         except BaseException as error:
-            if limit is not None and limit.expired():  # the function may raise TimeoutError itself
-                return None, f"no answer within {seconds:g} s", True
             return None, one_line(error, file)
 
     tasks = [asyncio.ensure_future(answer(call)) for call in calls]
-    await asyncio.wait(tasks, timeout=seconds + 0.5)
+    await asyncio.wait(tasks, timeout=seconds)
     late = None, f"no answer within {seconds:g} s", True
-    return [task.result() if task.done() else late for task in tasks]
+    results = [task.result() if task.done() else late for task in tasks]
+    for task in tasks:
+        task.cancel()
+    return results
 
 
 def one_line(error: BaseException, file: str = "") -> str:
@@ -192,17 +192,14 @@ def load(target: str, argument: str = "null"):
 
 @cache
 def load_file(path: str):
+    """Load a Python file, which may import the files beside it."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if folder not in sys.path:
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"user_{os.path.basename(path)[:-3]}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def end(pid: int) -> None:
-    """Kill a process and its group, or what is left of the group."""
-    for kill in (os.killpg, os.kill):
-        with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
-            kill(pid, signal.SIGKILL)
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
@@ -229,10 +226,13 @@ def children() -> set[int]:
 
 
 def kill_children(spared: set[int]) -> set[int]:
-    """Kill and reap the children of this process that are not in `spared`, and return them."""
+    """Kill and reap the children of this process that are not in `spared`, with their groups.
+    Return them."""
     pids = children() - spared
     for pid in pids:
-        end(pid)
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
     return pids

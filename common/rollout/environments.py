@@ -31,8 +31,6 @@ from common.rewards.user_code import load_callable
 from common.rewards.worker import one_line
 from common.rollout.engine import Engine
 
-GRACE = 1.0  # seconds for an environment to clean up when its episode is over
-
 Message = dict[str, str]
 
 
@@ -93,7 +91,7 @@ def episode_server(target: str, argument: object = None) -> ForkServer:
 
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return ForkServer(target, shared=True, grace=GRACE, argument=argument)
+    return ForkServer(target, shared=True, argument=argument)
 
 
 class Environments:

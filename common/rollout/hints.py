@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from common.data.encode import Encoder
+from common.data.filler import template_filler
 from common.data.messages import messages_field, text_field
 from common.data.packing import PackedBatch
-from common.rewards.filler import template_filler
 
 SAMPLED = ("sibling", "feedback")  # hints that are no column
 

@@ -16,7 +16,6 @@ from common.data.rows import (
 from common.data.sample import Sample
 from common.parallel import distributed
 from common.rewards.registry import row_check
-from common.rewards.user_code import load_agent
 from common.rollout.environments import prompt_maker_of_environment
 from common.rollout.partner import partner_of
 from common.rollout.templates import template_maker
@@ -72,8 +71,7 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
     or, with `--prompt_template` or `--environment`, a column `_prompt`. Raises `ValueError` for
     columns that the data lacks. Without columns (`--agent`) prompts are empty."""
     if args.agent is not None:
-        load_agent(args.agent)
-        partner_of(args)  # before anything slow
+        partner_of(args).load(args.agent)  # before anything slow
         return ()
     if args.environment is not None or args.prompt_template is not None:
         return ("_prompt",)

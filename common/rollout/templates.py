@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from common.config.online import SamplingArgs
 from common.config.specs import weights_of
+from common.data.filler import template_filler
 from common.data.rows import rows_of_split
-from common.rewards.filler import template_filler
 
 
 def template_maker(args: SamplingArgs) -> Callable[[dict], str]:

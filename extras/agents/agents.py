@@ -10,9 +10,11 @@ endpoint (endpoint.py)."""
 
 import asyncio
 import copy
+import inspect
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.config.online import SamplingArgs
@@ -22,10 +24,10 @@ from common.data.sample import Completion
 from common.model.hub import context_length
 from common.parallel import distributed
 from common.rewards.processes import Process
-from common.rewards.result import Result
 from common.rewards.thoughts import TAIL
 from common.rewards.total import read
-from common.rewards.user_code import load_agent
+from common.rewards.user_code import load_callable
+from common.rewards.worker import Result
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.environments import episode_server, last_token
 from common.rollout.episodes import PromptRequest
@@ -77,8 +79,23 @@ class Agent:
     """its last served turn; None before the first"""
 
 
+def load_agent(spec: str) -> Callable:
+    """Return the function of `--agent`. Raises `ValueError` if it is no agent."""
+    function = load_callable("--agent", spec)
+    form = "write it as async def name(row, base_url, api_key)"
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"--agent {spec}: not an async function; {form}")
+    try:
+        inspect.signature(function).bind({}, "", "")
+    except TypeError as error:
+        raise ValueError(f"--agent {spec}: {error}; {form}") from error
+    return function
+
+
 class Agents:
     """The partner of `--agent`."""
+
+    load = staticmethod(load_agent)
 
     def __init__(self, args: SamplingArgs, engine: Engine):
         """Raises `ValueError` for a file that is no agent."""
@@ -111,9 +128,9 @@ class Agents:
             seconds = self.args.answer_seconds
             try:
                 async with self.starting:
-                    call = loop.create_task(process.call(None, *arguments, seconds=seconds))
+                    call = loop.create_task(process.call_each([arguments], seconds))
                     await asyncio.wait((call, agent.asked), return_when=asyncio.FIRST_COMPLETED)
-                result = await call
+                [result] = await call
                 died = process.closed  # or was killed because it was late
             finally:
                 del self.agents[key]

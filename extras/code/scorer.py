@@ -9,9 +9,9 @@ from functools import partial
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.parallel import distributed
-from common.rewards.result import Result
 from common.rewards.scorers import Scorer
 from common.rewards.thoughts import Thoughts
+from common.rewards.worker import Result
 from extras.code.reward import fraction, passes
 from extras.code.sandbox import program
 

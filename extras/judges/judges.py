@@ -21,6 +21,7 @@ from typing_extensions import TypedDict  # before Python 3.12 pydantic needs thi
 from common.config.flags import as_tuple
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
+from common.data.filler import template_filler
 from common.data.messages import opened_thought
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group, Sample
@@ -28,10 +29,9 @@ from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods, require_context
 from common.parallel import distributed
-from common.rewards.filler import template_filler
 from common.rewards.functions import from_json
-from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
+from common.rewards.worker import Result
 
 ABOUT_ONE = "Prompt:\n{prompt}\n\nAnswer:\n{completion}\n\nCriterion: {criterion}\n\n"
 YES_OR_NO = "Does the answer meet the criterion? Reply with one word: yes or no."

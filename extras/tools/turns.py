@@ -10,8 +10,8 @@ from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.parallel import distributed
 from common.rewards.processes import Process
-from common.rewards.result import Result
 from common.rewards.thoughts import TAIL, before_last_turn
+from common.rewards.worker import Result
 from common.rollout.engine import Engine
 from common.rollout.environments import episode_server, last_token
 from extras.tools.parser import Call, make_parser

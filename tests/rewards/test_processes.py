@@ -1,18 +1,45 @@
-"""Pools of processes: order of the answers, deadlines, deaths, and a killed parent."""
+"""Processes that run a user's code: values, errors, deadlines, deaths, and what is left behind."""
 
 import asyncio
+import mmap
+import os
 import re
+import resource
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
 
-from common.rewards.processes import Pool
-from common.rewards.result import Result
-from tests.rewards.pools import DO, WAIT, Mapper, errors, opened, watched
+from common.rewards.processes import ForkServer, Process
+from common.rewards.worker import Result, limit_memory, load, one_line
+from tests.rewards.pools import DO, USER_FILE, WAIT, Mapper, opened
 
 pytestmark = pytest.mark.slow  # processes
+ENVIRONMENT = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+class Counter:
+    def __len__(self): return 0
+    def __init__(self): self.count = 0
+    def add(self, number):
+        self.count += number
+        return self.count, os.getpid()
+    def hang(self):
+        time.sleep(9999)
+    def child(self):
+        return os.getpid(), subprocess.Popen(["sleep", "9999"], start_new_session=True).pid
+    def close(self):
+        open(FILE, "w").write(str(self.count))
+        if self.count == 7: time.sleep(9999)
+"""
+
+
+def errors(results: list[Result]) -> list[str | None]:
+    """Without the lines of the user's file."""
+    return [result.error and re.sub(r" \(line \d+\)$", "", result.error) for result in results]
 
 
 def meet(pool: Mapper, folder, size: int) -> None:
@@ -21,33 +48,153 @@ def meet(pool: Mapper, folder, size: int) -> None:
     assert len({r.value for r in pool.map([("meet", str(folder), size)] * size)}) == size
 
 
-# ---- values ----
+async def ask(process: Process, *call, seconds: float = PATIENCE) -> Result:
+    return (await process.call_each([call], seconds))[0]
+
+
+def ended(*pids: int) -> None:
+    until(lambda: not any(map(alive, pids)))
+
+
+@pytest.fixture
+def server():
+    """Return a function that makes a server. At the end no process is left."""
+    before, servers = set(descendants(os.getpid())), []
+
+    def make(target: str, shared: bool = True) -> ForkServer:
+        servers.append(ForkServer(target, shared=shared))
+        return servers[-1]
+
+    yield make
+    for each in servers:
+        each.close()
+    assert not set(descendants(os.getpid())) - before
+
+
+@pytest.fixture
+def counter(server, tmp_path):
+    (tmp_path / "env.py").write_text(f"FILE = {str(tmp_path / 'closed')!r}\n{ENVIRONMENT}")
+    return server(f"{tmp_path}/env.py:Counter")
+
+
+# ---- values and errors ----
+
+
+def test_values_and_errors_of_a_function(server):
+    async def main():
+        process = Process(server(DO))
+        assert await ask(process, "value", 3) == Result(3)
+        for what, text in (
+            ("recurse", "RecursionError: maximum"), ("leave_politely", "SystemExit: 5"),
+            ("interrupt", "KeyboardInterrupt"), ("refuse", "Refuses: (its text cannot be had)"),
+            ("lines", "ValueError: one"), ("nothing", "KeyError: 'nothing'"),
+            ("function", "the result cannot be pickled: "),
+            ("mine", "the result cannot be unpickled: "), ("hoard", "MemoryError (line "),
+        ):  # fmt: skip
+            result = await ask(process, what)
+            assert result.error.startswith(text) and "\n" not in result.error
+        error = (await ask(process, threading.Lock())).error
+        assert error.startswith("the call cannot be pickled: ") and not process.closed
+        assert (await ask(process, "fork")).value == 1
+        large = "x" * 10_000_000
+        assert (await ask(process, "value", large)).value == large
+        process.close()
+        assert (await ask(process, "pid")).error == "the process has ended"
+
+    asyncio.run(main())
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise self
+
+
+@pytest.mark.parametrize("error, line", [
+    (ValueError("\n one\ntwo"), "ValueError: one"), (KeyError(), "KeyError"),
+    (Silent(), "Silent: (its text cannot be had)"), (OSError("x" * 999), "OSError: " + "x" * 500),
+])  # fmt: skip
+def test_errors_are_formatted_on_one_line(error, line):
+    assert one_line(error) == line
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("code, text", [
+    ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+    ("raise SystemExit('stop')", "SystemExit: stop"),
+    ("x = 1", "AttributeError"), ("while True: pass", "not loaded within 1 s"),
+    ("import os; os._exit(4)", "the process died"),
+    ("def f(): pass\ndef prepare(): raise OSError('no')\nf.prepare = prepare", "OSError: no"),
+])  # fmt: skip
+def test_file_that_cannot_be_loaded_is_an_error_of_the_call(server, tmp_path, code, text, shared):
+    (tmp_path / "bad.py").write_text(code)
+    target = f"{tmp_path}/bad.py:f"
+
+    async def main():
+        seconds = 1.0 if "while" in code else PATIENCE
+        process = Process(server(target, shared), seconds)
+        error = (await ask(process)).error
+        assert error.startswith(f"{target} cannot be loaded: ") and text in error
+        assert process.closed and not process.loaded
+
+    asyncio.run(main())
+
+
+def test_object_keeps_its_state_and_is_closed(counter, tmp_path):
+    """In any event loop, many at a time. One that hangs in `close` is killed."""
+
+    async def play(number: int) -> None:
+        process = Process(counter)
+        values = [await process.call("add", number, seconds=PATIENCE) for _ in range(2)]
+        assert [result.value[0] for result in values] == [number, 2 * number]
+        process.close()
+        ended(values[0].value[1])
+
+    async def main(*numbers):
+        await asyncio.gather(*map(play, numbers))
+
+    asyncio.run(main(1, 2, 3))
+    asyncio.run(main(3.5))
+    assert (tmp_path / "closed").read_text() == "7.0"
+
+
+def test_two_hundred_processes_at_once(server):
+    async def main():
+        one = server(f"{USER_FILE}:do")
+        processes = [Process(one) for _ in range(200)]
+        results = await asyncio.gather(*(ask(process, "pid") for process in processes))
+        assert len({result.value for result in results}) == 200
+        for process in processes:
+            process.close()
+        ended(*(result.value for result in results))
+
+    asyncio.run(main())
 
 
 def test_values_come_in_order_from_all_processes(tmp_path):
-    with watched(DO, 3) as (pool, counts):
-        results = pool.map([("value", i) for i in range(500)])
-        assert [r.value for r in results] == list(range(500)) and not any(errors(results))
+    with opened(DO, 3) as pool:
+        results = pool.map([("value", i) for i in range(300)])
+        assert results == [Result(i) for i in range(300)] and pool.map([]) == []
         meet(pool, tmp_path / "here", 3)
-        assert pool.map([]) == []
-    assert max(counts) == 3
+        assert len({r.value for r in pool.map([("pid",)] * 100)}) <= 3
     with opened("math:sqrt", 1) as pool:
         assert [r.value for r in pool.map([(9,), (4,)])] == [3, 2]
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("how", [("leave", 3), ("leave", 0), ("segfault",), ("kill",),
-    ("close_all",)])  # fmt: skip
-def test_dying_process_loses_only_its_call(how, shared, tmp_path):
-    with watched(DO, 2, shared=shared) as (pool, _):
-        calls = [("value", i) for i in range(60)]
-        calls[20] = calls[21] = calls[59] = how
-        results = pool.map(calls)
-        assert {i: r.error for i, r in enumerate(results) if r.error} == dict.fromkeys(
-            (20, 21, 59), "the process died"
-        )
-        assert all(r.value == i for i, r in enumerate(results) if not r.error)
-        meet(pool, tmp_path / "here", 2)
+def test_file_is_loaded_and_prepared_once_in_each_process_or_for_all(shared, tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import os, random, numpy.random\nready = []\n"
+        "def f(): return tuple(ready), random.random(), numpy.random.random()\n"
+        "f.prepare = lambda: ready.append(os.getpid())"
+    )
+    target = f"{tmp_path}/slow.py:f"
+    assert load(target) is load(target)
+    with opened(target, 2, shared=shared) as mapper:
+        values = [result.value for result in mapper.map([()] * 40)]
+        ready, *draws = map(set, zip(*values, strict=True))
+        assert all(len(pids) == 1 for pids in ready)
+        assert (ready == {(mapper.pool.server.process.pid,)}) == shared
+        assert [len(numbers) for numbers in draws] == [40, 40]  # processes draw different ones
 
 
 # ---- deadlines ----
@@ -58,7 +205,7 @@ def test_only_hanging_calls_are_killed(tmp_path):
     hanging = {10: "spin", 11: "power", 40: "deaf", 79: "spin"}
     for i, how in hanging.items():
         calls[i] = (how,)
-    with watched(DO, 2) as (pool, _):
+    with opened(DO, 2) as pool:
         results = pool.map(calls, [0.6 if i in hanging else None for i in range(80)])
         assert {i for i, r in enumerate(results) if r.timed_out} == hanging.keys()
         assert all(r.error == "no answer within 0.6 s" for r in results if r.timed_out)
@@ -66,29 +213,100 @@ def test_only_hanging_calls_are_killed(tmp_path):
         meet(pool, tmp_path / "here", 2)
 
 
-def test_deadline_uses_real_time():
-    with watched(DO, 1, 0.2) as (pool, _):
-        assert errors(pool.map([("spin",)])) == ["no answer within 0.2 s"]
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_deadline_excludes_start_and_imports(shared, tmp_path):
     """Also after a call that was killed."""
     (tmp_path / "slow.py").write_text(
-        "import time\ntime.sleep(3)\ndef f(hangs):\n    while hangs: pass"
+        "import time\ntime.sleep(0.7)\ndef f(hangs):\n    while hangs: pass"
     )
-    with opened(f"{tmp_path}/slow.py:f", 1, 1.0, shared=shared) as pool:
+    with opened(f"{tmp_path}/slow.py:f", 1, 0.5, shared=shared) as pool:
         assert [r.timed_out for r in pool.map([(0,), (1,), (0,)])] == [False, True, False]
 
 
 def test_large_rows_do_not_block_the_parent():
     """A hanging process reads nothing, so writing to it must not block."""
-    rows = [dict(text="x" * 4_000_000) for _ in range(6)]
-    calls = [("spin",), *(("size", row) for row in rows), ("value", rows[0])]
+    row = dict(text="x" * 4_000_000)
+    calls = [("spin",), *[("size", row)] * 3, ("value", row)]
     with opened(DO, 1) as pool:
-        results = pool.map(calls, [0.5, *[None] * 7])
-        assert [r.timed_out for r in results] == [True] + [False] * 7
-        assert [r.value for r in results[1:7]] == [4_000_000] * 6 and results[7].value == rows[0]
+        late, *sizes, same = pool.map(calls, [0.5, *[None] * 4])
+    assert late.timed_out and sizes == [Result(4_000_000)] * 3 and same.value == row
+
+
+def test_answer_that_a_busy_parent_has_not_read_is_not_late(server):
+    """The engine runs for seconds between two turns of the loop."""
+
+    async def main():
+        process = Process(server(DO))
+        await ask(process, "pid")
+        call = asyncio.ensure_future(ask(process, "value", "x" * 200_000, seconds=0.2))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        time.sleep(1.5)
+        assert len((await call).value) == 200_000 and not process.closed
+
+    asyncio.run(main())
+
+
+# ---- deaths ----
+
+
+@pytest.mark.parametrize("how", [("leave", 3), ("segfault",), ("kill",), ("close_all",)])
+def test_dying_process_loses_only_its_call(how, tmp_path):
+    with opened(DO, 2, shared=how == ("kill",)) as pool:
+        calls = [("value", i) for i in range(40)]
+        calls[20] = calls[21] = calls[39] = how
+        results = pool.map(calls)
+        died = {i: "the process died" for i in (20, 21, 39)}
+        assert {i: r.error for i, r in enumerate(results) if r.error} == died
+        assert all(r.value == i for i, r in enumerate(results) if not r.error)
+        meet(pool, tmp_path / "here", 2)
+
+
+def test_externally_killed_processes_are_replaced(tmp_path):
+    with opened(DO, 2) as mapper:
+        meet(mapper, tmp_path / "here", 2)
+        server = mapper.pool.server
+        for killed in (lambda: descendants(server.process.pid), lambda: [server.process.pid]):
+            pids = killed()
+            kill(*pids)  # idle: no call is lost
+            ended(*pids)
+            mapper.loop.run(asyncio.sleep(0.1))
+            assert errors(mapper.map([("value", 1)] * 20)) == [None] * 20
+
+
+@pytest.mark.parametrize("how", ["power", "deaf", "spawn_and_hang"])
+def test_late_process_is_killed_with_its_children(server, how, tmp_path):
+    async def main():
+        process = Process(server(DO))
+        pid = (await ask(process, "pid")).value
+        result = await ask(process, how, str(tmp_path / "pids"), seconds=1.0)
+        assert result == Result(error="no answer within 1 s", timed_out=True)
+        assert process.closed and process.loaded
+        pids = [*map(int, (tmp_path / "pids").read_text().split())]
+        assert len(pids) == (3 if how == "spawn_and_hang" else 1)
+        ended(pid, *pids)
+
+    asyncio.run(main())
+
+
+def test_cancelled_or_closed_call_ends_its_process_and_children(counter):
+    async def main():
+        cancelled, closed = Process(counter), Process(counter)
+        for process in (cancelled, closed):
+            pids = (await process.call("child", seconds=PATIENCE)).value
+            call = asyncio.ensure_future(process.call("hang", seconds=PATIENCE))
+            await asyncio.sleep(0.1)
+            if process is closed:
+                process.close()
+                assert (await call).error == "the process died"
+            else:
+                call.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+            assert process.closed
+            ended(*pids)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -104,84 +322,17 @@ def test_children_of_calls_end_with_them_and_of_the_file_with_the_pool(shared, t
     assert not alive(of_file[0])
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_file_is_loaded_in_each_process_or_once_for_all(shared, tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import os\nready = []\ndef f(x): return x, ready\n"
-        "f.prepare = lambda: ready.append(os.getpid())"
-    )
-    with opened(f"{tmp_path}/slow.py:f", 2, shared=shared) as mapper:
-        ready = {tuple(result.value[1]) for result in mapper.map([(i,) for i in range(50)])}
-        assert all(len(pids) == 1 for pids in ready)
-        assert (ready == {(mapper.pool.server.process.pid,)}) == shared
+def test_cancelled_calls_leave_no_answers_for_the_next():
+    with opened(DO, 2) as pool:
+        pool.map([("value", 0)] * 4)
+        calls = [("value", 100 + i) for i in range(20)] + [("spin",)] + [("value", 200)] * 20
 
+        async def cancelled() -> None:
+            await asyncio.wait_for(asyncio.gather(*(pool.pool.call(*call) for call in calls)), 0.5)
 
-# ---- async ----
-
-
-def test_async_calls_that_wait_go_to_a_process_together():
-    """Each process keeps its event loop, with the clients that are tied to it."""
-    with watched(WAIT, 2) as (pool, counts):
-        results = [r.value for r in pool.map([(0.0, "meet", 64)] * 64)]
-        assert max(r[1] for r in results) == 64 and len({r[3] for r in results}) == 1
-        for _ in range(3):
-            results = [r.value for r in pool.map([(0.0,)] * 100)]
-            assert {r[2] for r in results} == {1} and len({r[3] for r in results}) <= 2
-    assert max(counts) <= 2
-
-
-def test_async_calls_fail_separately():
-    with opened(WAIT, 2, 2.0) as pool:
-        calls = [(0.0,), (9999.0,), (0.0, "own"), (0.0, "exit"), (0.0,)]
-        results = pool.map(calls)
-        late = "no answer within 2 s"
-        assert [error and re.sub(r" \(line \d+\)$", "", error) for error in errors(results)] == [
-            None, late, "TimeoutError: from a server", "SystemExit: mine", None
-        ]  # fmt: skip
-        assert [r.timed_out for r in results] == [False, True, False, False, False]
-        pid = results[0].value[3]  # cancelled, not killed
-        assert pool.map([(0.0,)])[0].value[3] == pid
-
-
-@pytest.mark.parametrize("how", ["block", "stubborn", "kill"])
-def test_async_calls_of_a_process_share_its_end(how, tmp_path):
-    """Calls that were answered before or sent afterwards succeed; one that refuses to be cancelled
-    costs no other."""
-    with watched(WAIT, 1, 2.0) as (pool, _):
-        assert errors(pool.map([(0.0,)] * 3)) == [None] * 3
-        results = pool.map([(0.0,)] * 20 + [(0.0, how)] + [(0.0,)] * 100)
-        end = "the process died" if how == "kill" else "no answer within 2 s"
-        lost = [None] * 20 + [end] + [None] * 43 if how == "stubborn" else [end] * 64
-        assert [r.error for r in results] == lost + [None] * 57
-        assert errors(pool.map([(0.0,)] * 3)) == [None] * 3
-
-
-def test_a_bad_async_call_costs_no_other_one_its_answer(tmp_path):
-    """They run together: one returns what cannot be pickled, one cleans up for ever."""
-    (tmp_path / "mixed.py").write_text("""
-import asyncio
-async def f(what):
-    try:
-        if what == "late": await asyncio.sleep(9999)
-    finally:
-        if what == "late": await asyncio.sleep(9999)
-    return (lambda: 0) if what == "function" else what
-""")
-    with opened(f"{tmp_path}/mixed.py:f", 1, 2.0, is_async=True) as pool:
-        calls = [("late",), (1,), ("function",), (2,)]
-        for _ in range(2):
-            late, one, function, two = pool.map(calls)
-            assert late.timed_out and (one, two) == (Result(1), Result(2))
-            assert "pickle" in function.error
-
-
-def test_async_calls_have_the_longest_of_their_limits(tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import asyncio\nasync def f(x):\n    await asyncio.sleep(x)\n    return x"
-    )
-    with opened(f"{tmp_path}/slow.py:f", 1, is_async=True) as pool:
-        results = pool.map([(0.0,), (1.5,)], [1.0, PATIENCE])
-    assert [result.value for result in results] == [0.0, 1.5]
+        with pytest.raises(TimeoutError):
+            pool.loop.run(cancelled())
+        assert [r.value for r in pool.map([("value", i) for i in range(20)])] == list(range(20))
 
 
 def test_calls_end_if_no_process_can_start(monkeypatch):
@@ -192,34 +343,6 @@ def test_calls_end_if_no_process_can_start(monkeypatch):
         monkeypatch.setattr("common.rewards.processes.ForkServer._start", fails)
         results = pool.map([(0.0,)] * 3)
     assert all("too many open files" in result.error for result in results)
-
-
-# ---- external events ----
-
-
-def test_externally_killed_processes_are_replaced(tmp_path):
-    with watched(DO, 2) as (mapper, _):
-        meet(mapper, tmp_path / "here", 2)
-        server = mapper.pool.server
-        for killed in (lambda: descendants(server.process.pid), lambda: [server.process.pid]):
-            pids = killed()
-            kill(*pids)  # idle: no call is lost
-            until(lambda pids=pids: not any(map(alive, pids)))
-            mapper.loop.run(asyncio.sleep(0.1))
-            assert errors(mapper.map([("value", 1)] * 20)) == [None] * 20
-
-
-def test_cancelled_calls_leave_no_answers_for_the_next():
-    with watched(DO, 2) as (pool, _):
-        pool.map([("value", 0)] * 4)
-        calls = [("value", 100 + i) for i in range(20)] + [("spin",)] + [("value", 200)] * 20
-
-        async def cancelled() -> None:
-            await asyncio.wait_for(asyncio.gather(*(pool.pool.call(*call) for call in calls)), 1.0)
-
-        with pytest.raises(TimeoutError):
-            pool.loop.run(cancelled())
-        assert [r.value for r in pool.map([("value", i) for i in range(20)])] == list(range(20))
 
 
 def test_processes_end_after_their_parent_is_killed(tmp_path):
@@ -250,6 +373,79 @@ loop.run(call([(file.rpartition("/")[2], file) for file in {list(map(str, files)
     assert len(children) >= 6  # the other, the server, its forks, and a child of one
 
 
-def test_at_least_one_process():
-    with pytest.raises(ValueError):
-        Pool(DO, -1, PATIENCE)
+# ---- async ----
+
+
+def test_async_calls_that_wait_go_to_a_process_together():
+    """Each process keeps its event loop, with the clients that are tied to it."""
+    with opened(WAIT, 2) as pool:
+        results = [r.value for r in pool.map([(0.0, "meet", 64)] * 64)]
+        assert max(r[0] for r in results) == 64 and len({r[2] for r in results}) == 1
+        for _ in range(3):
+            results = [r.value for r in pool.map([(0.0,)] * 100)]
+            assert {r[1] for r in results} == {1} and len({r[2] for r in results}) <= 2
+
+
+def test_async_calls_fail_separately():
+    """One returns what cannot be pickled, one cleans up for ever."""
+    with opened(WAIT, 1, 1.0) as pool:
+        hows = ["sleep", "late", "own", "exit", "function", "stubborn", "sleep"]
+        late = "no answer within 1 s"
+        for _ in range(2):
+            results = pool.map([(0.0, how) for how in hows])
+            found = errors(results)
+            assert "pickle" in found.pop(4)
+            own = "TimeoutError: from a server"
+            assert found == [None, late, own, "SystemExit: mine", late, None]
+            assert [r.timed_out for r in results] == [how in ("late", "stubborn") for how in hows]
+        assert results[0].value[2] == pool.map([(0.0,)])[0].value[2]  # cancelled, not killed
+
+
+@pytest.mark.parametrize("how", ["block", "kill"])
+def test_async_calls_of_a_process_share_its_end(how):
+    """Calls that were answered before or sent afterwards succeed."""
+    with opened(WAIT, 1, 1.0) as pool:
+        assert errors(pool.map([(0.0,)] * 3)) == [None] * 3
+        results = pool.map([(0.0,)] * 20 + [(0.0, how)] + [(0.0,)] * 100)
+        end = "the process died" if how == "kill" else "no answer within 1 s"
+        assert [r.error for r in results] == [end] * 64 + [None] * 57
+
+
+def test_async_calls_have_the_longest_of_their_limits():
+    with opened(WAIT, 1) as pool:
+        results = pool.map([(0.0,), (0.6,)], [0.3, PATIENCE])
+    assert errors(results) == [None, None]
+
+
+# ---- what a process sees ----
+
+
+def test_memory_limit_is_added_to_the_present_use():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        limit_memory(0.5)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            mmap.mmap(-1, 1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_output_and_forks_do_not_affect_answers(capfd):
+    with opened(DO, 1) as pool:
+        results = pool.map([("say", "hello"), ("fork",), ("value", 1)] * 3)
+        assert [r.value for r in results] == ["", 1, 1] * 3
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("hello") == 3 and err.count("directly") == 3
+
+
+def test_worker_imports_little_and_finds_the_modules_of_the_parent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("/some/folder")
+    (tmp_path / "here.py").write_text("import beside\ndef three(): return beside.THREE\n")
+    (tmp_path / "beside.py").write_text("THREE = 3\n")
+    with opened(DO, 1) as pool:
+        torch, path, cwd, session, modules = pool.map([("where",)])[0].value
+        assert path == [*sys.path, str(USER_FILE.parent)]
+        assert not torch and cwd == str(tmp_path) and session != os.getsid(0) and not modules
+    with opened("here.py:three", 1) as pool:
+        assert pool.map([()])[0].value == 3

@@ -33,14 +33,10 @@ def save_classifier(folder, template: str | None = TEMPLATE, context: int = 256)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*alphabet, "th", "in", "an"])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("i", "n"), ("a", "n")]))
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
     )
@@ -66,17 +62,21 @@ def by_transformers(folder, ids: list[int]) -> float:
     return float(model(input_ids=torch.tensor([ids])).logits)
 
 
-def sampled(
-    tokenizer, row: dict, prompt: str, text: str, finish_reason: str = "stop"
-) -> Completion:
-    prompt, ids = (
-        tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in (prompt, text)
-    )
-    ids = prompt + ids + [tokenizer.eos_token_id] * (finish_reason == "stop")
-    mask = [i >= len(prompt) for i in range(len(ids))]
-    return Completion(
-        ids, mask, prompt_length=len(prompt), text=text, finish_reason=finish_reason, row=row
-    )
+def sampled(tokenizer, row: dict, prompt: str, text: str, finish: str = "stop") -> Completion:
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = prompt_ids + tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids += [tokenizer.eos_token_id] * (finish == "stop")
+    size = len(prompt_ids)
+    mask = [i >= size for i in range(len(ids))]
+    return Completion(ids, mask, prompt_length=size, text=text, finish_reason=finish, row=row)
+
+
+def exported(path: str, folder, device, tokenizer=None):
+    """Return a model as rm.py exports it."""
+    folder.parent.mkdir(exist_ok=True)
+    model = load_scalar_model(path, Args(), device)
+    export_hf(model, tokenizer or load_tokenizer(path), folder)
+    return folder
 
 
 @pytest.fixture
@@ -91,9 +91,8 @@ def asked(device):
     texts = (("thin things", "an ant"), ("", "nothing, and then a long answer"))
     groups = []
     for row, of_row in zip(rows, texts, strict=True):
-        prompt = tokenizer.apply_chat_template(
-            row["prompt"], tokenize=False, add_generation_prompt=True
-        )
+        named = dict(tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(row["prompt"], **named)
         groups.append([sampled(tokenizer, row, prompt, text) for text in of_row])
     return tokenizer, rows, groups
 
@@ -101,12 +100,10 @@ def asked(device):
 @pytest.mark.slow
 def test_model_scores_the_conversation_in_its_chat_template(asked, device, tmp_path):
     tokenizer, rows, groups = asked
-    other, trained = save_classifier(tmp_path / "other" / "hf"), tmp_path / "trained" / "hf"
-    ours, here = tmp_path / "ours" / "hf", save_classifier(tmp_path / "start")
-    trained.parent.mkdir()
-    export_hf(load_scalar_model(str(here), Args(), device), load_tokenizer(str(here)), trained)
-    ours.parent.mkdir()
-    export_hf(load_scalar_model(resolve_model("tiny"), Args(), device), tokenizer, ours)
+    other = save_classifier(tmp_path / "other" / "hf")
+    here = save_classifier(tmp_path / "start")
+    trained = exported(str(here), tmp_path / "trained" / "hf", device)
+    ours = exported(resolve_model("tiny"), tmp_path / "ours" / "hf", device)
     before = [list(sample.ids) for group in groups for sample in group]
     names = tuple(f"model:{folder}" for folder in (other, trained, ours))
     found = {}
@@ -124,14 +121,12 @@ def test_model_scores_the_conversation_in_its_chat_template(asked, device, tmp_p
             messages = [*sample.row["prompt"], dict(role="assistant", content=sample.text)]
             whole = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
             assert theirs.decode(whole).endswith("<|im_end|>\n")
-            assert parts["model"][i, j] == pytest.approx(by_transformers(other, whole), abs=1e-4)
             # a model of rm.py gets the same ids as in its training
-            assert parts["model2"][i, j] == pytest.approx(
-                by_transformers(trained, whole[:-1]), abs=1e-4
-            )
-            assert parts["model3"][i, j] == pytest.approx(
-                by_transformers(ours, sample.ids), abs=1e-4
-            )
+            for name, folder, ids in (
+                ("model", other, whole), ("model2", trained, whole[:-1]),
+                ("model3", ours, sample.ids),
+            ):  # fmt: skip
+                assert parts[name][i, j] == pytest.approx(by_transformers(folder, ids), abs=1e-4)
 
 
 @pytest.mark.slow
@@ -139,9 +134,7 @@ def test_completion_that_ends_at_a_stop_string_is_scored_without_it_and_with_an_
     asked, device, tmp_path
 ):
     tokenizer, rows, groups = asked
-    ours = tmp_path / "ours" / "hf"
-    ours.parent.mkdir()
-    export_hf(load_scalar_model(resolve_model("tiny"), Args(), device), tokenizer, ours)
+    ours = exported(resolve_model("tiny"), tmp_path / "ours" / "hf", device)
     whole = [list(sample.ids) for group in groups for sample in group]
     end = tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
     for group in groups:
@@ -165,8 +158,8 @@ def f(completions, row, ids):
 def test_scores_do_not_depend_on_ranks(asked, main, device, tmp_path):
     """Rewards are models and a group function; only one rank has the function's metrics."""
     tokenizer, rows, groups = asked
-    other, ours = save_classifier(tmp_path / "other"), tmp_path / "ours"
-    export_hf(load_scalar_model(resolve_model("tiny"), Args(), device), tokenizer, ours)
+    other = save_classifier(tmp_path / "other")
+    ours = exported(resolve_model("tiny"), tmp_path / "ours", device)
     for name, lines in (
         ("rows", [dict(prompt=row["prompt"], answer="") for row in rows]),
         ("texts", [dict(completions=[sample.text for sample in group]) for group in groups]),
@@ -189,10 +182,8 @@ def test_scores_do_not_depend_on_ranks(asked, main, device, tmp_path):
 
 
 def test_plain_prompt_is_text_and_truncated_completion_has_no_eos(device, tmp_path):
-    tokenizer, other = (
-        load_tokenizer(resolve_model("tiny")),
-        save_classifier(tmp_path / "other", template=None),
-    )
+    tokenizer = load_tokenizer(resolve_model("tiny"))
+    other = save_classifier(tmp_path / "other", template=None)
     row = dict(question="What then?", _source="a:1")
     group = [sampled(tokenizer, row, "What then?\n", "nothing", how) for how in ("stop", "length")]
     args = Args(reward=(f"model:{other}",), prompt_format="plain", dtype="float32")
@@ -200,10 +191,8 @@ def test_plain_prompt_is_text_and_truncated_completion_has_no_eos(device, tmp_pa
     theirs = load_tokenizer(str(other))
     ids = theirs("What then?\nnothing")["input_ids"]
     expected = [by_transformers(other, ids + [theirs.eos_token_id]), by_transformers(other, ids)]
-    assert (
-        parts["model"][0].tolist() == pytest.approx(expected, abs=1e-4)
-        and expected[0] != expected[1]
-    )
+    assert parts["model"][0].tolist() == pytest.approx(expected, abs=1e-4)
+    assert expected[0] != expected[1]
 
 
 def test_unreadable_sequence_has_no_reward(asked, device, tmp_path):
@@ -214,50 +203,31 @@ def test_unreadable_sequence_has_no_reward(asked, device, tmp_path):
     args = Args(reward=(f"model:{other}",), max_reward_errors=0.3, dtype="float32")
     rewards, meter = Rewards(args, rows, tokenizer, device), Meter()
     total, _, _ = rewards(groups, meter)
-    assert (
-        total.isnan().tolist() == [[False, False], [False, True]]
-        and meter.reduce()["reward/error_fraction"] == 0.25
-    )
-    with pytest.raises(
-        RunError,
-        match=r"of 2 .*model on a:2: .*other: a sequence of \d+ tokens is longer than its con",
-    ):
+    assert total.isnan().tolist() == [[False, False], [False, True]]
+    assert meter.reduce()["reward/error_fraction"] == 0.25
+    too_long = r"model on a:2: .*other: a sequence of \d+ tokens is longer than its con"
+    with pytest.raises(RunError, match=too_long):
         rewards(groups[1:], Meter())
     rows[1]["prompt"][0]["role"] = "system"
-    with pytest.raises(
-        RunError,
-        match=r"model on a:2: .*other: its chat template refuses the messages: no system turns",
-    ):
+    refused = r"model on a:2: .*other: its chat template refuses the messages: no system turns"
+    with pytest.raises(RunError, match=refused):
         rewards(groups[1:], Meter())
-    args = Args(
-        reward=(f"model:{other}",),
-        pack_tokens=30,
-        max_new_tokens=8,
-        max_reward_errors=0.5,
-        dtype="float32",
-    )
+    limits = dict(pack_tokens=30, max_new_tokens=8, max_reward_errors=0.5, dtype="float32")
+    args = Args(reward=(f"model:{other}",), **limits)
     with pytest.raises(RunError, match=r"a sequence of \d+ tokens is longer than --pack_tokens"):
         Rewards(args, rows, tokenizer, device)(groups[:1], Meter())
 
 
 def test_model_that_cannot_read_the_prompts_is_refused_at_start(asked, device, tmp_path):
     tokenizer, rows, _ = asked
-    bare, other = (
-        save_classifier(tmp_path / "bare", template=None),
-        save_classifier(tmp_path / "other"),
-    )
+    bare = save_classifier(tmp_path / "bare", template=None)
+    other = save_classifier(tmp_path / "other")
+    system = dict(system_prompt="Be brief.")
+    turns = "another tokenizer than --model's cannot read completions of several turns"
     for flags, path, words in (
         (dict(), bare, "prompts are messages, but its tokenizer has no chat template"),
-        (
-            dict(system_prompt="Be brief."),
-            other,
-            "its chat template refuses the messages: no system turns",
-        ),
-        (
-            dict(environment="calculator"),
-            other,
-            "another tokenizer than --model's cannot read completions of several turns",
-        ),
+        (system, other, "its chat template refuses the messages: no system turns"),
+        (dict(environment="calculator"), other, turns),
         (dict(), tmp_path, "the folder has no config.json"),
         (dict(), tmp_path / "none", "no such folder"),
     ):

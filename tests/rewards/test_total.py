@@ -1,6 +1,7 @@
 """Several rewards at once, and failing functions."""
 
 import math
+import re
 import subprocess
 import sys
 
@@ -46,20 +47,9 @@ def test_total_reward_is_the_weighted_sum():
     rewards = make(("gsm8k", "format"), (2.0, 0.25))
     total, parts, _ = rewards(groups(["#### 18", "#### 7"], ["18", "A: 18 apples"]), Meter())
     assert list(parts) == ["gsm8k", "format"] and total.dtype == torch.float64
-    assert parts["gsm8k"].tolist() == [[1, 0], [0, 1]] and parts["format"].tolist() == [
-        [1, 1],
-        [0, 0],
-    ]
+    assert parts["gsm8k"].tolist() == [[1, 0], [0, 1]]
+    assert parts["format"].tolist() == [[1, 1], [0, 0]]
     assert total.tolist() == [[2.25, 0.25], [0, 2]]
-    assert make(("gsm8k", "format"))(groups(["#### 18"]), Meter())[0].tolist() == [[2]]
-
-
-def test_function_of_a_user_file_is_a_reward(tmp_path):
-    file = user_file(
-        tmp_path, "def length(completion, row):\n    return len(completion) + len(row['answer'])\n"
-    )
-    total, parts, _ = make((f"{file}:length",))(groups(["abc", ""]), Meter())
-    assert total.tolist() == [[5, 2]] and list(parts) == ["length"]
 
 
 def test_failing_rewards_are_nan_and_limited_in_number(tmp_path):
@@ -72,35 +62,22 @@ def odd(completion, row):
     names, meter = (f"{user_file(tmp_path, code)}:odd", "format"), Meter()
     batch = groups(["raise", "nan", "inf", "text", "large", "fine", "#### 1"])
     total, parts, _ = make(names, max_errors=0.5)(batch, meter)
-    assert (
-        [math.isnan(x) for x in total[0]]
-        == [math.isnan(x) for x in parts["odd"][0]]
-        == [True] * 5 + [False] * 2
-    )
+    assert total[0].isnan().tolist() == parts["odd"][0].isnan().tolist() == [True] * 5 + [False] * 2
     assert total[0, 5:].tolist() == [1, 2] and not parts["format"].isnan().any()
     assert meter.reduce() == {"reward/error_fraction": 5 / 14, "reward/timeout_fraction": 0}
-    with pytest.raises(
-        RunError, match=r"5 of 14 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"
-    ):
+    many = r"5 of 14 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"
+    with pytest.raises(RunError, match=many):
         make(names, max_errors=0.3)(batch, Meter())
 
 
 def test_none_is_excluded_from_the_sum_and_is_no_error(tmp_path):
-    code = (
-        "def some(completion, row):\n    return None if completion == 'skip' else len(completion)\n"
-    )
+    code = "def some(text, row): return None if text == 'skip' else len(text) + len(row['answer'])"
     names, meter = (f"{user_file(tmp_path, code)}:some", "format"), Meter()
     total, parts, _ = make(names, weights=(1.0, -1.0))(groups(["skip", "abc", "#### 1"]), meter)
-    assert (
-        total.tolist() == [[0, 3, 5]]
-        and parts["some"][0, 0].isnan()
-        and parts["some"][0, 1:].tolist() == [3, 6]
-    )
-    assert meter.reduce()["reward/error_fraction"] == 0
-    total, _, _ = make(names[:1])(
-        groups(["skip", "abc"]), meter
-    )  # no reward applies: the total is missing, without an error
-    assert total[0, 0].isnan() and total[0, 1] == 3 and meter.reduce()["reward/error_fraction"] == 0
+    assert total.tolist() == [[0, 5, 7]]
+    assert parts["some"][0, 0].isnan() and parts["some"][0, 1:].tolist() == [5, 8]
+    total, _, _ = make(names[:1])(groups(["skip", "abc"]), meter)  # no reward applies
+    assert total[0, 0].isnan() and total[0, 1] == 5 and meter.reduce()["reward/error_fraction"] == 0
 
 
 # ---- functions of a group or of ids, and their metrics ----
@@ -134,15 +111,11 @@ def f(completions, row):
     values = {"fine": [1, None], "short": [1], "odd": [1, "x"], **wrong}
     return values[completions[0]]
 """
-    names, texts = (
-        (f"{user_file(tmp_path, code)}:f",),
-        ("fine", "short", "number", "odd", "dict", "raise"),
-    )
+    names = (f"{user_file(tmp_path, code)}:f",)
+    texts = ("fine", "odd", "short", "number", "dict", "raise")
     meter = Meter()
     total, _, _ = make(names, max_errors=0.9)(groups(*([text, ""] for text in texts)), meter)
-    assert [[math.isnan(x) for x in group] for group in total.tolist()] == [[False, True]] + [
-        [True] * 2
-    ] * 2 + [[False, True]] + [[True] * 2] * 2
+    assert total.isnan().tolist() == [[False, True]] * 2 + [[True] * 2] * 4
     assert meter.reduce()["reward/error_fraction"] == 9 / 11  # None is no error
     for text, what in (
         ("short", "returned 1 values for 2 completions"),
@@ -165,19 +138,15 @@ import asyncio
     while completions[0] == 'late': {wait}
     return [1] * 3
 """
-    args = Args(reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=1)
+    args = Args(
+        reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=0.5
+    )
     rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
     total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), meter)
     assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all()
     assert meter.reduce()["reward/timeout_fraction"] == 1 / 2
-    with pytest.raises(RunError, match="the first: f on rows.jsonl:1: no answer within 3 s"):
+    with pytest.raises(RunError, match="the first: f on rows.jsonl:1: no answer within 1.5 s"):
         rewards(groups(["late", "", ""]), Meter())
-
-
-def test_async_group_function_returns_rewards(tmp_path):
-    code = "async def f(completions, row):\n    return [float(len(text)) for text in completions]\n"
-    rewards = make((f"{user_file(tmp_path, code)}:f",))
-    assert rewards(groups(["a", "bb"], ["", "c"]), Meter())[0].tolist() == [[1, 2], [0, 1]]
 
 
 NUMBERS = """
@@ -258,9 +227,8 @@ async def meet(completion, row):
     if completion == "late": await asyncio.sleep(9999)
     return 1.0
 """
-    args = Args(
-        reward=(f"{user_file(tmp_path, code)}:meet",), max_reward_errors=0.5, reward_timeout=2
-    )
+    reward = (f"{user_file(tmp_path, code)}:meet",)
+    args = Args(reward=reward, max_reward_errors=0.5, reward_timeout=1)
     meter = Meter()
     total, _, _ = Rewards(args, [ROW], None, torch.device("cpu"))(groups(["a", "late", "b"]), meter)
     assert total[0, [0, 2]].tolist() == [1, 1] and total[0, 1].isnan()
@@ -268,36 +236,21 @@ async def meet(completion, row):
 
 
 def test_row_selects_its_reward():
-    rows = [
-        dict(reward="gsm8k", answer="18", _source="a:1"),
-        dict(reward="math", answer=r"\frac{1}{2}", _source="a:2"),
-        dict(reward="exact_match", answer="three", _source="a:3"),
-    ]
-    batch = [
-        [
-            Completion([0], [True], text=text, row=row)
-            for text in ("#### 18", r"so \boxed{0.5}", "three")
-        ]
-        for row in rows
-    ]
+    answers = dict(gsm8k="18", math=r"\frac{1}{2}", exact_match="three")
+    rows = [dict(reward=name, answer=text, _source="a:1") for name, text in answers.items()]
+    texts = ("#### 18", r"so \boxed{0.5}", "three")
+    batch = [[Completion([0], [True], text=text, row=row) for text in texts] for row in rows]
     rewards, meter = make(("by_row", "format"), weights=(2.0, 1.0), rows=rows), Meter()
     total, parts, _ = rewards(batch, meter)
     assert list(parts) == ["exact_match", "gsm8k", "math", "format"]
-    assert rewards.weights.tolist() == [2, 2, 2, 1]
+    assert [*rewards.weights.values()] == [2, 2, 2, 1]
     assert parts["gsm8k"][0].tolist() == [1, 0, 0] and parts["gsm8k"][1:].isnan().all()
     assert parts["math"][1].tolist() == [0, 1, 0] and parts["exact_match"][2].tolist() == [0, 0, 1]
-    assert (
-        total.tolist() == [[3, 0, 0], [1, 2, 0], [1, 0, 2]]
-        and rewards.first(parts).tolist() == torch.eye(3).tolist()
-    )
+    assert total.tolist() == [[3, 0, 0], [1, 2, 0], [1, 0, 2]]
+    assert rewards.first(parts).tolist() == torch.eye(3).tolist()
     assert meter.reduce()["reward/error_fraction"] == 0
-    for name, what in (
-        ("gsm9k", "names 'gsm9k'; there are"),
-        (None, "is missing"),
-        ([1], r"names \[1\]"),
-        ("a.py:f", "names 'a.py:f'"),
-    ):
-        with pytest.raises(ValueError, match=f"a:4: column reward {what}"):
+    for name in ("gsm9k", None, [1], "a.py:f"):
+        with pytest.raises(ValueError, match=f"a:4: column reward is {re.escape(repr(name))}, and"):
             make(("by_row",), rows=[*rows, dict(reward=name, answer="1", _source="a:4")])
     with pytest.raises(ValueError, match="reads column answer"):
         make(("by_row",), rows=[dict(reward="gsm8k", _source="a:5")])
@@ -306,11 +259,9 @@ def test_row_selects_its_reward():
 @pytest.mark.slow
 def test_math_timeout_is_wrong_and_unparsable_gold_answer_is_an_error():
     rows = [dict(answer="2", _source="a:1"), dict(answer="?", _source="a:2")]
-    batch = [
-        [Completion([0], [True], text=text, row=row) for text in (r"\boxed{2}", r"\boxed{9^{9^9}}")]
-        for row in rows
-    ]
-    args = Args(reward=("math",), max_reward_errors=0.5, reward_timeout=3, reward_workers=2)
+    texts = (r"\boxed{2}", r"\boxed{9^{9^9}}")
+    batch = [[Completion([0], [True], text=text, row=row) for text in texts] for row in rows]
+    args = Args(reward=("math",), max_reward_errors=0.5, reward_timeout=2, reward_workers=2)
     rewards, meter = Rewards(args, rows, None, torch.device("cpu")), Meter()
     total, _, _ = rewards(batch, meter)
     assert total[0].tolist() == [1, 0] and total[1].isnan().all()
@@ -321,14 +272,11 @@ def test_environment_rewards_and_errors_are_counted():
     args = Args(environment="calculator", reward=("environment", "format"), max_reward_errors=0.5)
     rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
     ((one, two, three),) = batch = groups(["#### 1", "", ""])
-    one.turn_rewards, two.turn_rewards, three.error = (
-        [(3, 0.5), (9, 1.0)],
-        [(3, math.inf)],
-        "step 2: KeyError: 'x'",
-    )
+    one.turn_rewards, two.turn_rewards = [(3, 0.5), (9, 1.0)], [(3, math.inf)]
+    three.error = "step 2: KeyError: 'x'"
     total, parts, _ = rewards(batch, meter)
     assert parts["environment"][0, 0] == 1.5 and total[0, 0] == 2.5 and total[0, 1:].isnan().all()
-    assert meter.reduce()["reward/error_fraction"] == 2 / 6
+    assert meter.reduce()["reward/error_fraction"] == 3 / 6
 
 
 def test_failed_episode_counts_in_the_rewards_of_its_row_only():
@@ -350,20 +298,16 @@ def test_bad_names_are_refused(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
     for name, what in (
-        ("gsm9k", "unknown; did you mean gsm8k?"),
-        ("GSM8K", "unknown; did you mean gsm8k?"),
-        ("xyz", f"unknown; there are {', '.join(BUILT_IN)}, by_row, environment"),
+        ("gsm9k", f"unknown; there are {', '.join(BUILT_IN)}, by_row, environment"),
         (f"{tmp_path}/none.py:f", "no file"),
-        (f"{tmp_path}/mine:x", rf"no file .*; did you mean {file}:x\?"),
         (f"{tmp_path}/mine.py", r"unknown; there are .*, path/to/file.py:function, model:PATH"),
-        (f"{file}:f", "has no function f"),
         (f"{file}:x", "has no function x"),
         (f"{broken}:f", "fails to import"),
     ):
         with pytest.raises(ValueError, match=what):
             load_reward(name)
-    with pytest.raises(ValueError, match="reads column answer"):
-        make(("gsm8k",), rows=[dict(prompt="")])
+    with pytest.raises(ValueError, match="a:1: --reward gsm8k reads column answer; the row has "):
+        make(("gsm8k",), rows=[dict(prompt="", _source="a:1")])
     with pytest.raises(ValueError, match="the names must differ"):
         make(("gsm8k", "gsm8k"))
 

@@ -20,31 +20,15 @@ class Mine:
 
 
 def do(what, *arguments):
-    """Evaluate Python source, chosen by `what`."""
-    return globals()[what](*arguments)
+    return FUNCTIONS[what](*arguments)
 
 
-# ---- functions that return ----
+def raises(error):
+    raise error
 
 
-def value(x):
-    return x
-
-
-def size(row):
-    return len(row["text"])
-
-
-def pid():
-    return os.getpid()
-
-
-def function():
-    return lambda: 0
-
-
-def mine():
-    return Mine()
+def recurse():
+    return recurse()
 
 
 def fork():
@@ -59,18 +43,6 @@ def say(text):
     return sys.stdin.read()
 
 
-def spawn():
-    """Start a child, one in a session of its own, and an orphan in another; return their process
-    ids."""
-    children = [
-        subprocess.Popen(["sleep", "9999"], start_new_session=own).pid for own in (False, True)
-    ]
-    orphan = "sleep 9999 >/dev/null & echo $!"
-    return *children, int(
-        subprocess.run(orphan, shell=True, start_new_session=True, stdout=-1).stdout
-    )
-
-
 def meet(folder, number):
     """Return the process id once as many processes have arrived."""
     open(os.path.join(folder, str(os.getpid())), "w").close()
@@ -80,74 +52,21 @@ def meet(folder, number):
 
 
 def where():
-    return (
-        "torch" in sys.modules,
-        sys.path,
-        os.getcwd(),
-        os.getsid(0),
-        sorted(m for m in sys.modules if "common" in m),
-    )
-
-
-# ---- functions that raise ----
-
-
-def recurse():
-    return recurse()
-
-
-def leave_politely():
-    sys.exit(5)
-
-
-def interrupt():
-    raise KeyboardInterrupt
-
-
-def refuse():
-    raise Refuses
-
-
-def lines():
-    raise ValueError("one\ntwo")
-
-
-def hoard():
-    return len([bytearray(2**20) for _ in range(2000)])
-
-
-# ---- functions that kill the process ----
-
-
-def leave(code):
-    os._exit(code)
-
-
-def segfault():
-    ctypes.string_at(0)
+    modules = sorted(name for name in sys.modules if "common" in name)
+    return "torch" in sys.modules, sys.path, os.getcwd(), os.getsid(0), modules
 
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def close_all():
-    os.closerange(0, 1000)
-    return 1
+# ---- functions that hang, after writing their process ids to a file ----
 
 
-def alarm(pid):
-    os.kill(pid, signal.SIGALRM)
-    time.sleep(9999)
-
-
-# ---- functions that hang, after creating a file ----
-
-
-def began(path):
+def began(path, *pids):
     if path:
         with open(path, "w") as file:
-            file.write(str(os.getpid()))
+            file.writelines(f"{pid} " for pid in pids or [os.getpid()])
 
 
 def spin(path=None):
@@ -169,9 +88,34 @@ def deaf(path=None):
 
 
 def spawn_and_hang(path):
-    with open(path, "w") as file:
-        file.writelines(f"{pid} " for pid in spawn())
+    """Start a child, one in a session of its own, and an orphan in another."""
+    children = [
+        subprocess.Popen(["sleep", "9999"], start_new_session=own).pid for own in (False, True)
+    ]
+    command = "sleep 9999 >/dev/null & echo $!"
+    orphan = subprocess.run(command, shell=True, start_new_session=True, stdout=-1).stdout
+    began(path, *children, int(orphan))
     time.sleep(9999)
+
+
+FUNCTIONS = dict(
+    value=lambda x: x,
+    size=lambda row: len(row["text"]),
+    pid=os.getpid,
+    function=lambda: lambda: 0,
+    mine=Mine,
+    leave_politely=lambda: sys.exit(5),
+    interrupt=lambda: raises(KeyboardInterrupt),
+    refuse=lambda: raises(Refuses),
+    lines=lambda: raises(ValueError("one\ntwo")),
+    hoard=lambda: len(bytes(8 * 2**30)),
+    leave=os._exit,
+    segfault=lambda: ctypes.string_at(0),
+    close_all=lambda: os.closerange(0, 1000),
+) | {
+    function.__name__: function
+    for function in (recurse, fork, say, meet, where, kill, spin, power, deaf, spawn_and_hang)
+}
 
 
 # ---- async ----
@@ -179,32 +123,29 @@ def spawn_and_hang(path):
 running, most, loops = 0, 0, set()
 
 
-async def wait(seconds=0.0, how="sleep", what=None):
-    """Return the seconds, the maximum number of concurrent calls so far, the number of event loops,
-    and the process."""
+async def wait(seconds=0.0, how="sleep", number=0):
+    """Return the maximum number of concurrent calls so far, the number of event loops, and the
+    process."""
     global running, most
     running, most = running + 1, max(most, running + 1)
     try:
         loops.add(asyncio.get_running_loop())
         if how == "block":
-            began(what)
             time.sleep(9999)
         if how == "kill":
             kill()
-        if how == "stop":
-            asyncio.get_running_loop().stop()
-        if how == "own":
-            raise TimeoutError("from a server")
-        if how == "exit":
-            raise SystemExit("mine")
-        while how == "meet" and most < what:
+        if how in ("own", "exit"):
+            raise TimeoutError("from a server") if how == "own" else SystemExit("mine")
+        if how == "function":
+            return lambda: 0
+        while how == "meet" and most < number:
             await asyncio.sleep(0.005)
+        await asyncio.sleep(9999 if how in ("late", "stubborn") else seconds)
+        return most, len(loops), os.getpid()
+    finally:
+        running -= 1
         while how == "stubborn":
             try:
                 await asyncio.sleep(9999)
             except asyncio.CancelledError:
                 pass
-        await asyncio.sleep(seconds)
-        return seconds, most, len(loops), os.getpid()
-    finally:
-        running -= 1

@@ -20,11 +20,11 @@ from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 from common.rewards.total import Rewards
-from common.rewards.user_code import load_agent
 from common.rollout.engine import Turn
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
+from extras.agents.agents import load_agent
 from extras.agents.endpoint import Refusal, ignored_parameters, messages_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -476,7 +476,7 @@ def test_a_function_that_is_no_agent_is_refused(code, words, tmp_path):
     (tmp_path / "file.py").write_text(code)
     with pytest.raises(ValueError, match=f"--agent .*file.py:play: .*{words}"):
         load_agent(f"{tmp_path / 'file.py'}:play")
-    with pytest.raises(ValueError, match="name the function: path/to/file.py:function"):
+    with pytest.raises(ValueError, match="the form is path/to/file.py:name"):
         load_agent("file.py")
 
 

@@ -23,15 +23,14 @@ def template_filler(flag: str, template: str) -> Callable[[dict], str]:
             from extras.graders.choice import option_columns
 
     def fill(row: dict) -> str:
-        place = f"{row['_source']}: {flag}"
-        if has_options:
-            row = row | option_columns(row)
-        values = {column: value for column, value in row.items() if value is not None}
+        columns = row | option_columns(row) if has_options else row
+        values = {column: value for column, value in columns.items() if value is not None}
         try:
             return template.format_map(values)
-        except KeyError as error:
-            raise ValueError(f"{place}: no column {error.args[0]}") from error
-        except (ValueError, IndexError, AttributeError, TypeError) as error:
-            raise ValueError(f"{place}: {distributed.first_line(error)}") from error
+        except Exception as error:  # of a column that is missing, or of another type
+            problem = distributed.first_line(error)
+            if isinstance(error, KeyError):
+                problem = f"no column {error.args[0]}"
+            raise ValueError(f"{row['_source']}: {flag}: {problem}") from error
 
     return fill
