@@ -52,26 +52,18 @@ def from_json(value: object) -> object:
 def check_answer(row: dict) -> None:
     """Raise `ValueError` unless the column `answer` is text, a finite number or a list of them. A
     list of texts as JSON is refused: it may be one answer or several."""
-    check_type(row)
-    listed = from_json(row["answer"])
-    if isinstance(row["answer"], str) and isinstance(listed, list) and str in map(type, listed):
-        advice = "if this text is the answer, wrap it in a list"
-        problem = f"expected the list itself, got its JSON text {row['answer']!r:.80}; {advice}"
-        raise ValueError(f"{row['_source']}: column answer: {problem}")
-
-
-def check_type(row: dict) -> None:
     value = row["answer"]
-    each = value if isinstance(value, list) else [value]
-    if not each or not all(map(is_answer, each)):
-        expected = "expected text, a number, or a list of them"
-        raise ValueError(f"{row['_source']}: column answer: {expected}, got {value!r:.80}")
-
-
-def is_answer(value: object) -> bool:
-    """Return whether the value is text or a finite number. A boolean is neither: its text is true,
-    True, yes, ..."""
-    return type(value) in (str, int) or (type(value) is float and math.isfinite(value))
+    for one in value if isinstance(value, list) and value else [value]:
+        # a boolean is neither: its text is true, True, yes, ...
+        if type(one) not in (str, int, float) or one in (math.inf, -math.inf) or one != one:
+            expected = "expected text, a number, or a list of them"
+            break
+    else:
+        listed = from_json(value)
+        if listed is value or not isinstance(listed, list) or str not in map(type, listed):
+            return
+        expected = "expected the list itself; if this text is the answer, wrap it in a list"
+    raise ValueError(f"{row['_source']}: column answer: {expected}, got {value!r:.80}")
 
 
 # ---- plain text: marks of other scripts and of LaTeX ----
@@ -145,16 +137,12 @@ SCALE_WORDS = (
 )
 SCALE = rf"(?:{SCALE_WORDS}|(?:[ \t]?[kK]|M)(?!{LETTER}))"
 CURRENCY = r"\\?[$£€¥₹]?"
-# What makes two numbers, or a formula, of a number: `18 or 20`, `18-20`, `18/2`, `1 000`, `1e3`.
-SIGN = r"[-+/^=:;,'’_~–—×÷·⋅x|&±]|\\(?:times|cdot|div|pm|frac)|[或和到至]"
-JOINT = rf"[ \t*(]*+(?:{SIGN}|(?:or|and|to)\b(?: maybe| perhaps)?)?[ \t*{{]*+"
-NEXT = rf"{JOINT}[-+]?{CURRENCY}[-+]?{NUMBER}"
-MORE = rf"%?(?:[ \t]+[a-z]{{1,20}}(?=[ \t]+or\b))?(?:{NEXT}|[eE][-+]?[0-9]+)"
+# The first number behind a mark, and all up to another number in its line, with which it is none.
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes
 # cubic time.
 FINAL_ANSWER = re.compile(
     rf"(?:####|(?<!{LETTER})A:)[\s*`_]*+([-+]?)\s*+{CURRENCY}\s*+"
-    rf"([-+]?{NUMBER}{SCALE}?(?:{MORE})?)"
+    rf"([-+]?{NUMBER}{SCALE}?(?:[^\n#]*[0-9])?)"
 )
 EXPONENT = r"(?:[eE]|[ ]?(?:×|\\times|\\cdot|x|\*)[ ]?10[ ]?\^[ ]?\{?)([-+]?[0-9]{1,3})(?![0-9])\}?"
 # Neither part of a word, nor of a fraction or power.
@@ -165,8 +153,9 @@ ANY_NUMBER = re.compile(
 ONE_NUMBER = re.compile(rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?)({NUMBER})({SCALE})?\s*+%?\s*+\.?")
 POWER_OF_TEN = re.compile(rf"([-+]?{NUMBER}){EXPONENT}\.?")
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([-+]?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", re.ASCII)
-SPACED = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 RATIO = re.compile(r"([-+]?)\s*(?:(\d+)\s+)?([-+]?\d+)\s*/\s*(\d+)\.?", re.ASCII)
+# 0.1\overline{6}
+REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{(\d+)\}|(\d))", re.ASCII)
 
 
 def to_number(text: str) -> Fraction | None:
@@ -182,20 +171,26 @@ def to_number(text: str) -> Fraction | None:
 
 
 def value_of(text: str) -> Fraction | str:
-    """Return the number that a text is, also as a fraction or with an exponent; else the text
-    without spaces and what only typesets it. Equal answers have equal values."""
+    """Return the number that a text is, also as a fraction, with an exponent or with repeating
+    decimals; else the text without spaces and what only typesets it. Equal answers have equal
+    values."""
     text = FRACTION.sub(r" \1\2/\3\4", without_latex(plain(text)).replace("$", ""))
     text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", " ".join(text.split())).rstrip(" .")
-    number = to_number(text.replace(" ", "") if SPACED.fullmatch(text) else text)
-    if text[-1:] in "kKM":  # a variable
-        number = None
-    ratio = RATIO.fullmatch(text) if len(text) <= 100 else None
-    if ratio and int(ratio[4]):
+    number = None
+    if len(text) > 100:
+        pass
+    elif (ratio := RATIO.fullmatch(text)) and int(ratio[4]):
         sign, whole, top, bottom = ratio.groups()
-        number = Fraction(int(f"{sign}1")) * (int(whole or 0) + Fraction(int(top), int(bottom)))
-    power = POWER_OF_TEN.fullmatch(text) if len(text) <= 100 else None
-    if power:
+        number = Fraction(f"{sign}1") * (int(whole or 0) + Fraction(int(top), int(bottom)))
+    elif power := POWER_OF_TEN.fullmatch(text):
         number = Fraction(power[1].replace(",", "")) * Fraction(10) ** int(power[2])
+    elif repeating := REPEATING.fullmatch(text):
+        sign, whole, once, *digits = (part or "" for part in repeating.groups())
+        again = "".join(digits)
+        cycle = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+        number = Fraction(f"{sign}1") * (Fraction(f"{whole or 0}.{once or 0}") + cycle)
+    elif text[-1:] not in "kKM":  # a variable
+        number = to_number(text)
     return re.sub(r"(?<!\d) | (?!\d)", "", text) if number is None else number
 
 
@@ -241,7 +236,7 @@ def gold_numbers(row: dict) -> list[Fraction | None]:
 
 def check_number(row: dict) -> None:
     """Raise `ValueError` unless each right answer is a number."""
-    check_type(row)
+    check_answer(row)
     for answer, number in zip(gold_answers(row), gold_numbers(row), strict=True):
         if number is None:
             expected = "expected a number, or text with `#### number`"

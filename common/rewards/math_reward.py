@@ -1,8 +1,10 @@
 """The `math` reward: whether the final answer equals the gold answer mathematically, by math-verify
 on top of sympy.
 
-sympy takes hours, or all memory, for answers that look harmless, so this runs in a
-`processes.Pool`. The first call, or `math.prepare()`, imports math-verify."""
+math-verify reads words as products of letters and ignores most of what it does not know, so numbers
+and words are compared here, and the rest is put into its words first. sympy takes hours, or all
+memory, for answers that look harmless, so this runs in a `processes.Pool`. The first call, or
+`math.prepare()`, imports math-verify."""
 
 import re
 from collections.abc import Callable
@@ -11,26 +13,24 @@ from functools import cache, lru_cache, partial
 
 from common.rewards.functions import (
     BOX,
+    CURRENCY,
     LETTER,
+    NUMBER,
+    SCALE_WORDS,
     check_answer,
     gold_answers,
     last_boxed,
     plain,
+    to_number,
     value_of,
     without_latex,
 )
-from common.rewards.math_forms import is_word, letters_of, normal, time_of, with_numbers
 
 # The rest of a line behind ####, or behind A: if it begins like mathematics and not like prose.
 ANNOUNCED = re.compile(
     rf"(?:####|(?<!{LETTER})A:(?=[\s*]*[-+.\d$£€\\(\[]))[\s*]*+([^\n]*)", re.ASCII
 )
 LONGEST_TEXT = 2000  # last characters of a completion that are searched if it announces no answer
-SHAPE = re.compile(r"^(\(|\\\{)[^()]*(?:\)|\\\})$")
-BASE = re.compile(r"\d_\{?(\d+)\}?$")
-UNIT = re.compile(r"\d[ ~]*(k?m/[hs]|mph|[mckμ]?m|[mk]?g|m?[lL]|s|min|h)(?: *\^\{?(\d))?\}?$")
-
-CENTS = re.compile(r"(?:\bcents?\b|¢)()|\bdollars?\b")
 
 
 def math(completion: str, row: dict) -> float:
@@ -41,57 +41,152 @@ def math(completion: str, row: dict) -> float:
     else the answer that math-verify finds near the end. In the column likewise, but without a mark
     all of it is the answer. 1/2 = 0.5 = 50% and 50% = 50, but 0.333 is not 1/3 (six decimals must
     agree); units, degrees and `x =` do not matter; (1, 2) is ordered, {1, 2} and `1, 2` are not;
-    0.\\overline{3} = 1/3; 3:45 p.m. = 15:45; 18 million = 18,000,000.
+    0.\\overline{3} = 1/3; 18 million = 18,000,000.
 
     An answer that cannot be understood scores 0. If it is the row's own, that raises `ValueError`
     naming the row."""
-    golds = [gold_of(answer) for answer in gold_answers(row)]
+    golds = [announced_answer(plain(answer), plain(answer)) for answer in gold_answers(row)]
     for gold in golds:
-        if not is_understood(gold):
+        if not (isinstance(value_of(gold), Fraction) or words_of(gold) or parsed(gold)):
             problem = f"math-verify does not understand the answer {gold[-80:]!r}"
             raise ValueError(f"{row['_source']}: {problem}")
-    completion = plain(completion)
-    answer = announced_answer(completion)
+    answer = announced_answer(plain(completion))
     if answer is not None:
         return float(any(equal(gold, answer) for gold in golds))
     parse, verify = library()
-    found = parse(with_numbers(completion[-LONGEST_TEXT:]))
+    found = parse(with_numbers(plain(completion)[-LONGEST_TEXT:]))
     return float(any(verify(parsed(gold), found) for gold in golds if parsed(gold)))
 
 
-def gold_of(answer: str) -> str:
-    announced = announced_answer(plain(answer))
-    return plain(answer) if announced is None else announced
+def announced_answer(text: str, otherwise: str | None = None) -> str | None:
+    """Return the content of the last box (empty if it is not closed), else the text behind the last
+    `####` or `A:`."""
+    if BOX.search(text):
+        return last_boxed(text) or ""
+    announced = ANNOUNCED.findall(text)
+    return announced[-1] if announced else otherwise
 
 
-def is_understood(answer: str) -> bool:
-    is_number = isinstance(value_of(answer), Fraction)
-    return is_number or bool(time_of(answer) or is_word(letters_of(answer)) or parsed(answer))
+def with_numbers(text: str) -> str:
+    """Return a text with plain numbers for `18 million`, and spaces before numbers behind `Answer:`
+    and the letters of scripts that have none: math-verify looks for these."""
+    scaled = rf"(?<!{LETTER}){NUMBER}{SCALE_WORDS}"
+    text = re.sub(scaled, lambda x: str(to_number(x[0]) or x[0]), text)
+    text = re.sub(r"(?<=\d)\^\{(\d+)\}", r"^\1", text)
+    east = r"[^\W\u0000-\u052f]"
+    return re.sub(rf"(?:(?<={east})|(?<=[^\W\d_]:))(?=[-+.\d$\\])|(?<=\d)(?={east})", " ", text)
+
+
+# ---- equal answers ----
+
+# Where both answers have one of these forms, it is the same: (1, 2) is no set, 25_8 is not 25_9,
+# 5 m is not 5 cm, nor 5 dollars 5 cents. math-verify looks at none of them.
+FORMS = [
+    re.compile(form)
+    for form in (
+        r"^(\(|\\\{)[^()]*(?:\)|\\\})$",
+        r"\d_\{?(\d+)\}?$",
+        r"\d[ ~]*(k?m/[hs]|mph|[mckμ]?m|[mk]?g|m?[lL]|s|min|h)(?: *\^\{?(\d))?\}?$",
+        r"(?:\bcents?\b|¢)()|\bdollars?\b",
+    )
+]
+TIME = re.compile(r"\d ?[ap]\.? ?m\.?$|\d:0\d", re.IGNORECASE)  # 3:10 may be a ratio
+# names that math-verify reads
+NAMES = set("alpha beta gamma delta theta lambda sigma omega sqrt infinity sinh cosh".split())
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Return whether two answers are equal. A gold answer such as 12:00 can only be a time. 3:10
-    may be a ratio, which equals 6:20."""
+    """Return whether two answers are equal: as numbers, as words, else by math-verify."""
     value = value_of(gold)
     if isinstance(value, Fraction) and value == value_of(answer):
         return True
-    letters = [letters_of(gold), letters_of(answer)]
-    if all(letters) and any(map(is_word, letters)):  # math-verify would read products of letters
-        return letters[0] == letters[1]
-    gold_time = time_of(gold)
-    time = time_of(answer)
-    if gold_time and time and gold_time.equals(time):
-        return True
-    if gold_time and gold_time.is_certain and (time or ":" in gold):
-        return False
-    # (1, 2) is no set, 25_8 is not 25_9, 5 m is not 5 cm, nor 5 dollars 5 cents; math-verify
-    # looks at none of these
+    if words_of(gold) or words_of(answer):
+        return words_of(gold) == words_of(answer)
     texts = [without_latex(text).strip(" $.") for text in (gold, answer)]
-    for form in (SHAPE, BASE, UNIT, CENTS):
-        forms = {match.groups() for match in map(form.search, texts) if match}
-        if len(forms) == 2:
+    for form in FORMS:
+        if len({match.groups() for match in map(form.search, texts) if match}) == 2:
             return False
     return library()[1](parsed(gold), parsed(answer))
+
+
+def words_of(answer: str) -> str:
+    """Return an answer that is words, such as Evelyn, or a time, in small letters without spaces;
+    "" for any other, also for a product such as xy."""
+    text = " ".join(without_latex(answer).replace("$", "").strip(" .*").lower().split())
+    first = text.partition(" ")[0]
+    letters = text.replace(" ", "")
+    is_word = letters.isalpha() and len(text) < 100 and first not in NAMES
+    if is_word and (len(first) > 3 or text in ("yes", "no", "odd")) or TIME.search(text[:20]):
+        return letters.replace(".", "")
+    return ""
+
+
+def parsed(answer: str) -> list:
+    """Return the sympy objects that an answer without other text may mean; [] if it cannot be
+    understood, which is not kept: memory may only be short now."""
+    try:
+        return _parsed(answer)
+    except ValueError:
+        return []
+
+
+@lru_cache(4096)
+def _parsed(answer: str) -> list:
+    from math_verify import LatexExtractionConfig
+
+    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    found = library()[0](f"\\boxed{{{normal(answer)}}}", config)
+    if not found:
+        raise ValueError(answer)
+    return found
+
+
+# ---- what math-verify reads ----
+
+# A number with words: `18 dollars per week`, `2.5 million`, `3 quarters`, `£5`, `18个`. It reads
+# short words itself.
+LETTERS = r"[^\W\d_]"
+WITH_WORDS = re.compile(
+    rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?{NUMBER})({SCALE_WORDS})?(?:[ -]*((?:{LETTERS}{{4,}}"
+    rf"|[^\W\d_\u0000-\u052f]|[€£¥₹]|USD|EUR|GBP|CNY|RMB|k?m/[hs])(?:{LETTERS}|[ ,'.])*))?"
+)
+PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth".split()
+PARTS = dict(zip(PARTS, (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | dict(halve=2)
+PARTS |= dict(hundredth=100, thousandth=1000)
+CHANGING = set("or to minus plus over squared cubed factorial below".split())  # the value
+SYMBOLS = {"∞": r"\infty ", "∈": r"\in ", "·": r"\cdot ", "⋅": r"\cdot ", "°": "", "√": r"\sqrt "}
+REWRITTEN = [
+    # it reads 1 000 as 1 * 0, 3 1/2 as (3 + 1) / 2 and 1e5 as 5 times Euler's number
+    (r"(?<=\d)(?:\\[ ,;:!]|[ ~])+(?=\d{3}(?!\d))", ""),
+    (r"(?<![\d./])(\d+) +(\d+) */ *(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (r"(?<=\d)[eE]([-+]?\d+)", r"\\times 10^{\1}"),
+    (r"\\sqrt +(\d+)", r"\\sqrt{\1}"),
+]
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+MOST_WORDS = 12  # of an answer; more are prose
+
+
+def normal(answer: str) -> str:
+    """Return a plain answer as math-verify reads it; "" if it is prose, or if its words make it
+    another value, of which math-verify would read the bare number."""
+    answer = answer.strip().strip("*").rstrip(".").strip()
+    match = WITH_WORDS.fullmatch(without_latex(answer).replace("$", "").strip())
+    words = re.findall(rf"{LETTERS}+", (match[4] or "").lower()) if match else []
+    if CHANGING & set(words) or len(WORD.findall(answer)) > MOST_WORDS:
+        return ""
+    if match and not NAMES & set(words):
+        sign, digits, scale, _ = match.groups()
+        number = to_number(f"{digits}{scale or ''}")
+        part = PARTS.get(words[0].removesuffix("s")) if words else None
+        if number is not None and (scale or part):
+            number /= part or 1
+            digits = rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
+        is_percent = words and words[0] in ("percent", "percentage")
+        return sign + digits + (r"\%" if is_percent else "")
+    answer = answer.translate(str.maketrans(SYMBOLS))
+    for pattern, form in REWRITTEN:
+        answer = re.sub(pattern, form, answer)
+    return answer
 
 
 @cache
@@ -136,35 +231,6 @@ def same_number(nearly_equal: Callable, a, b, *precision) -> bool:
         return difference == 0
     digits = 3 if has_decimals else 40
     return bool(abs(difference.evalf(50)) <= abs(b.evalf(50)) * 10**-digits)
-
-
-def announced_answer(text: str) -> str | None:
-    """Return the content of the last box (empty if it is not closed), else the text behind the last
-    `####` or `A:`, else None."""
-    if BOX.search(text):
-        return last_boxed(text) or ""
-    announced = ANNOUNCED.findall(text)
-    return announced[-1] if announced else None
-
-
-def parsed(answer: str) -> list:
-    """Return the sympy objects that an answer without other text may mean; [] if it cannot be
-    understood, which is not kept: memory may only be short now."""
-    try:
-        return _parsed(answer)
-    except ValueError:
-        return []
-
-
-@lru_cache(4096)
-def _parsed(answer: str) -> list:
-    from math_verify import LatexExtractionConfig
-
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
-    found = library()[0](f"\\boxed{{{normal(answer)}}}", config)
-    if not found:
-        raise ValueError(answer)
-    return found
 
 
 math.columns = ("answer",)

@@ -23,8 +23,7 @@ from common.rewards.functions import (
     to_number,
     value_of,
 )
-from common.rewards.math_forms import normal, time_of, with_numbers
-from common.rewards.math_reward import math
+from common.rewards.math_reward import math, normal, with_numbers
 
 # gold answer, its other spellings, other values
 NUMBERS = {
@@ -78,8 +77,8 @@ MATHS = {
     "no": ("No|\\text{no}", "on|yes"),
     "none of the above": ("None of the above.|\\text{none of the above}", "all of the above|none"),
     "25_8": ("25_8|25_{8}", "25_9|26_8"),
-    "0.\\overline{3}": ("1/3|0.3\u0305|0.(3)", "0.3|3"),
-    "3:45 p.m.": ("15:45|3:45 PM|3：45 p.m.", "3:46 p.m.|3:45 a.m.|45"),
+    "0.\\overline{3}": ("1/3|0.\\overline{33}|0.\\bar{3}", "0.3|3|0.3\u0305"),
+    "3:45 p.m.": ("3:45 PM|3：45 p.m.|3:45pm", "3:46 p.m.|3:45 a.m.|45|15"),
     "1,2": ("2, 1|1，2|1、2", "12|1.2|(1,3)"),
     "18": ("18 USD|18 men|18个|18 kg|18€|18 元", "18 or more|18 alpha|18x"),
 }  # fmt: skip
@@ -278,7 +277,7 @@ READERS = [
     gsm8k_flexible,
     boxed,
     lambda text, row: boxed(f"\\boxed{{{text}}}", row),
-    lambda text, row: (final_answer(text), normal(text), with_numbers(text), time_of(text)),
+    lambda text, row: (final_answer(text), normal(text), with_numbers(text)),
 ]
 
 

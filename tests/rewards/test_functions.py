@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import re
 import time
 import warnings
 
@@ -13,186 +12,80 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.rewards.functions import (
-    FINAL_ANSWER,
     REWARDS,
     boxed,
     exact_match,
     format,
     gsm8k,
     gsm8k_flexible,
-    last_boxed,
     tag_format,
     to_number,
 )
 from common.rewards.registry import load_reward
-from common.rewards.thoughts import answer_of
 
 # ---- equal answers ----
 
 
-@pytest.mark.parametrize(
-    "completion, answer, reward",
-    [
-        ("so 6 * 3 = 18\n#### 18", "9 + 9 = 18\n#### 18", 1),
-        ("#### 18", "18", 1),
-        ("####18", "18", 1),
-        ("#### 18.00", "18", 1),
-        ("#### 18.", "18", 1),
-        ("#### 18 apples", "18", 1),
-        ("#### 0.5", ".50", 1),
-        ("#### $1,234.50", "1234.5", 1),
-        ("#### 1,000,000", "1000000", 1),
-        ("#### 70,000", "... 7 <<7*1=7>>7\n#### 70000", 1),
-        ("#### -5", "-5", 1),
-        ("#### +5", "5", 1),
-        ("#### 50%", "50", 1),
-        ("A: 18", "18", 1),
-        ("Q: what?\nA: 18", "A: 18", 1),
-        ("#### 7\nno:\n#### 18", "18", 1),
-        ("#### 18\nno:\n#### 7", "18", 0),
-        ("#### 18", "180", 0),
-        ("#### 180", "18", 0),
-        ("#### 18.5", "18", 0),
-        ("#### -18", "18", 0),
-        ("#### 5", "-5", 0),
-        ("18", "18", 0),
-        ("the answer is 18", "#### 18", 0),
-        ("DNA: 18", "18", 0),
-        ("####", "18", 0),
-        ("", "18", 0),
-        ("#### none", "none", 0),
-        ("#### 18", "eighteen", 0),
-        ("#### 18, I think", "18", 1),
-        ("#### \\$18, #### $18", "18", 1),
-        ("#### −5", "-5", 1),
-        ("#### $-5", "-5", 1),
-        ("**A:** **18**", "18", 1),
-        ("#### 18\n#### Check", "18", 1),
-        # more than one number is no answer, and replaces an earlier one
-        ("#### 18\n#### 18 or 20", "18", 0),
-        ("#### 18 or 20", "20", 0),
-        ("#### **18** or **20**", "18", 0),
-        ("#### 18 apples or 20", "18", 0),
-        ("#### 18% or 20%", "18", 0),
-        ("#### 18 and 20", "18", 0),
-        ("#### 18 (or 20)", "18", 0),
-        ("#### 18 or maybe 20", "18", 0),
-        ("#### 18 | 20", "18", 0),
-        ("#### 18 & 20", "18", 0),
-        ("#### 18 million", "18", 0),
-        ("#### 18k", "18", 0),
-        ("#### 18 (apples)", "18", 1),
-        ("#### 18 kilos", "18", 1),
-        ("#### 18, 20", "18", 0),
-        ("#### 18-20", "18", 0),
-        ("#### 18 * 2", "18", 0),
-        ("#### 18^2", "18", 0),
-        ("#### 36/2", "18", 0),
-        ("#### 9 + 9 = 18", "9", 0),
-        ("#### 1 000", "1", 0),
-        ("#### 1e3", "1", 0),
-        ("#### 1.5.2", "1.5", 0),
-        ("#### 18\n20", "18", 1),
-    ],
-)
+# tests/rewards/test_equal_answers.py has the spellings of numbers
+@pytest.mark.parametrize("completion, answer, reward", [
+    ("so 6 * 3 = 18\n#### 18", "9 + 9 = 18\n#### 18", 1), ("####18", "18", 1),
+    ("#### 18 apples", "18", 1), ("#### 0.5", ".50", 1), ("#### $1,234.50", "1234.5", 1),
+    ("#### 70,000", "... 7 <<7*1=7>>7\n#### 70000", 1), ("#### 50%", "50", 1),
+    ("Q: what?\nA: 18", "A: 18", 1), ("**A:** **18**", "18", 1), ("#### 18, I think", "18", 1),
+    ("#### \\$18, #### $18", "18", 1), ("#### 18 (apples)", "18", 1), ("#### 18\n20", "18", 1),
+    ("#### 7\nno:\n#### 18", "18", 1), ("#### 18\nno:\n#### 7", "18", 0),
+    ("#### 18\n#### Check", "18", 1), ("18", "18", 0), ("the answer is 18", "#### 18", 0),
+    ("DNA: 18", "18", 0), ("####", "18", 0), ("", "18", 0), ("#### none", "none", 0),
+    ("#### 18", "eighteen", 0),
+    # more than one number is no answer, and replaces an earlier one
+    ("#### 18\n#### 18 or 20", "18", 0), ("#### 18 or 20", "20", 0), ("#### 18 & 20", "18", 0),
+    ("#### **18** or **20**", "18", 0), ("#### 18 apples or 20", "18", 0),
+    ("#### 18% or 20%", "18", 0), ("#### 18 (or maybe 20)", "18", 0), ("#### 18, 20", "18", 0),
+    ("#### 18-20", "18", 0), ("#### 18 * 2", "18", 0), ("#### 36/2", "18", 0),
+    ("#### 9 + 9 = 18", "9", 0), ("#### 1 000", "1", 0), ("#### 1e3", "1", 0),
+    ("#### 1.5.2", "1.5", 0), ("#### 18 in 7 days", "18", 0),
+])  # fmt: skip
 def test_gsm8k_scores_the_final_answer(completion, answer, reward):
     assert gsm8k(completion, dict(answer=answer)) == reward
 
 
-@pytest.mark.parametrize(
-    "completion, answer, reward",
-    [
-        ("The answer is 18.", "9 + 9 = 18\n#### 18", 1),
-        ("18", "18", 1),
-        ("so she makes **$18** a day", "18", 1),
-        ("it costs \\$1,234.50.", "1234.5", 1),
-        ("it takes 18km, 18 minutes", "18", 1),
-        ("18.0 apples", "18", 1),
-        ("a third of it is .50", "0.5", 1),
-        ("10 - 15 = -5.", "-5", 1),
-        ("it is −5 degrees, or $-5", "-5", 1),
-        ("we lose -$5", "-5", 1),
-        ("from 10-5", "5", 1),
-        ("from 10-5", "-5", 0),
-        ("in 1,2,3", "3", 1),
-        ("1,000,000 people.", "1000000", 1),
-        ("18 of H2O", "18", 1),
-        ("18, or 1/2", "18", 1),
-        ("9 and then 18", "9", 0),
-        ("18 and then 9", "18", 0),
-        ("180", "18", 0),
-        ("18.5", "18", 0),
-        ("eighteen", "18", 0),
-        ("", "18", 0),
-        ("18", "eighteen", 0),
-        # a box takes precedence, then an announced answer, then the last number
-        (r"\boxed{18} and then #### 9, in 7 days", "18", 1),
-        (r"\boxed{7}, no: \boxed{18}", "18", 1),
-        (r"\boxed{x_1 = \$18\text{ in }7\text{ days}} or 9", "18", 1),
-        (r"\boxed{1{,}234} \boxed{1,\!234}", "1234", 1),
-        (r"\boxed{\frac{18}{2}}, that is 18", "18", 0),
-        (r"\boxed{1/2}", "2", 0),
-        (r"\boxed{none} or 18", "18", 0),
-        ("#### 18\nwhich took 7 steps", "18", 1),
-        ("A: 18, I think, in 7 steps", "18", 1),
-        ("#### 9\n18", "18", 0),
-        # thinking blocks
-        ("<think>first \\boxed{9}, #### 9</think> The answer is 18.", "18", 1),
-        ("it is 9 </think>\n18", "18", 1),
-        ("<think>perhaps 18", "18", 0),
-        ("<think>18</think>", "18", 0),
-    ],
-)
+@pytest.mark.parametrize("completion, answer, reward", [
+    ("The answer is 18.", "9 + 9 = 18\n#### 18", 1), ("so she makes **$18** a day", "18", 1),
+    ("it costs \\$1,234.50.", "1234.5", 1), ("it takes 18km, 18 minutes", "18", 1),
+    ("10 - 15 = -5.", "-5", 1), ("it is −5 degrees, or $-5", "-5", 1), ("we lose -$5", "-5", 1),
+    ("from 10-5", "5", 1), ("from 10-5", "-5", 0), ("in 1,2,3", "3", 1), ("18 of H2O", "18", 1),
+    ("18, or 1/2", "18", 1), ("9 and then 18", "9", 0), ("180", "18", 0), ("eighteen", "18", 0),
+    ("", "18", 0), ("18", "eighteen", 0),
+    # a box takes precedence, then an announced answer, then the last number
+    (r"\boxed{18} and then #### 9, in 7 days", "18", 1), (r"\boxed{7}, no: \boxed{18}", "18", 1),
+    (r"\boxed{x_1 = \$18\text{ in }7\text{ days}} or 9", "18", 1),
+    (r"\boxed{1{,}234} \boxed{1,\!234}", "1234", 1),
+    (r"\boxed{\frac{18}{2}}, that is 18", "18", 0), (r"\boxed{1/2}", "2", 0),
+    (r"\boxed{none} or 18", "18", 0), ("#### 18\nwhich took 7 steps", "18", 1),
+    ("#### 9\n18", "18", 0),
+])  # fmt: skip
 def test_gsm8k_flexible_scores_the_extracted_answer(completion, answer, reward):
-    assert gsm8k_flexible(answer_of(completion), dict(answer=answer)) == reward
-
-
-@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
-def test_gsm8k_compares_numbers(a, b):
-    for written in (f"#### {a}", f"#### {a:,}", f"#### {a}.0", f"step\n#### {a} \n"):
-        assert gsm8k(written, dict(answer=f"#### {a}")) == 1
-        assert gsm8k(written, dict(answer=f"#### {b:,}")) == (a == b)
+    assert gsm8k_flexible(completion, dict(answer=answer)) == reward
 
 
 def test_to_number_is_exact():
     assert to_number("0.1") + to_number("0.2") == to_number("0.3")
     assert to_number("-1,234.50") == to_number("-1234.5")
-    assert [to_number(text) for text in ("", "x", "1 2", "1.2.3", "--1", "1e3", "nan", "inf")] == [
-        None
-    ] * 8
+    for text in ("", "x", "1 2", "1.2.3", "--1", "1e3", "nan", "inf"):
+        assert to_number(text) is None
 
 
-@pytest.mark.parametrize(
-    "completion, answer, reward",
-    [
-        (r"so \boxed{18}", "18", 1),
-        (r"so \boxed{1,000.0}", "1000", 1),
-        (r"\boxed{18}.", r"thus \boxed{18}", 1),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
-        (r"\boxed{ x + 1 }", "x+1", 1),
-        (r"\boxed{7} no, \boxed{18}", "18", 1),
-        (r"\boxed{18} no, \boxed{7}", "18", 0),
-        (r"\boxed{18} and then \boxed{1", "18", 0),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0),
-        (r"\boxed{18}", "x", 0),
-        (r"\boxed{}", "18", 0),
-        ("18", "18", 0),
-        (r"\boxed{7}, \fbox{18}", "18", 1),
-        (r"\framebox{18}", "18", 1),
-        (r"\framebox[2cm][c]{18}", r"\fbox{18}", 1),
-        (r"\boxed {18}", "18", 1),
-        (r"\boxed 18.", "18", 1),
-        (r"\boxed{18}, in \boxed notation", "18", 1),
-        (r"\boxed{18} and then \fbox{1", "18", 0),
-    ],
-)
+@pytest.mark.parametrize("completion, answer, reward", [
+    (r"\boxed{18}.", r"thus \boxed{18}", 1), (r"\boxed{ x + 1 }", "x+1", 1),
+    (r"\boxed{7} no, \boxed{18}", "18", 1), (r"\boxed{18} no, \boxed{7}", "18", 0),
+    (r"\boxed{18} and then \boxed{1", "18", 0), (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0),
+    (r"\boxed{\frac{1}{2} + {3}} c}", r"\frac{1}{2} + {3}", 1), (r"\boxed{18}", "x", 0),
+    (r"\boxed{}", "18", 0), ("18", "18", 0), (r"\boxed{7}, \fbox{18}", "18", 1),
+    (r"\framebox[2cm][c]{18}", r"\fbox{18}", 1), (r"\boxed {18}", "18", 1),
+    (r"\boxed 18.", "18", 1), (r"\boxed{18}, in \boxed notation", "18", 1),
+])  # fmt: skip
 def test_boxed_scores_the_last_box(completion, answer, reward):
     assert boxed(completion, dict(answer=answer)) == reward
-
-
-def test_last_boxed_balances_braces():
-    assert last_boxed(r"a \boxed{1} b \boxed{\frac{1}{2} + {3}} c}") == r"\frac{1}{2} + {3}"
-    assert last_boxed("none") is None and last_boxed(r"\boxed{1") is None
 
 
 @pytest.mark.parametrize("completion, reward", [
@@ -247,12 +140,9 @@ def test_answers_of_other_types_are_refused(name, value):
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_flexible"])
-@pytest.mark.parametrize("value", ["eighteen", "", "1/2", '["18"]', "#### 18 or 20", ["18", "x"]])
+@pytest.mark.parametrize("value", ["eighteen", "", "1/2", "#### 18 or 20", ["18", "x"]])
 def test_answers_without_a_number_are_refused_where_numbers_are_compared(name, value):
-    with pytest.raises(
-        ValueError,
-        match="rows:1: column answer: expected a number, or text with `#### number`, got '",
-    ):
+    with pytest.raises(ValueError, match="rows:1: column answer: expected a number, or text with"):
         REWARDS[name].check(dict(answer=value, _source="rows:1"))
     REWARDS[name].check(dict(answer="so\n#### 1,800", _source="rows:1"))
 
@@ -278,35 +168,32 @@ def test_gsm8k_accepts_every_gold_answer_of_the_dataset():
 # ---- the form of a completion ----
 
 
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        ("<think>why</think> <answer>4</answer>", 1),
-        ("\n<think>\nwhy\n\nso\n</think>\n\n<answer>\n4\n</answer>\n", 1),
-        ("<think></think><answer>4</answer>", 1),
-        ("<think>a < b</think><answer><b>4</b></answer>", 1),
-        ("<think>why</think> <answer> \n</answer>", 0),
-        ("<think>why</think> <answer></answer>", 0),
-        ("<think>why</think> so <answer>4</answer>", 0),
-        ("so <think>why</think> <answer>4</answer>", 0),
-        ("<think>why</think> <answer>4</answer> so", 0),
-        ("<answer>4</answer> <think>why</think>", 0),
-        ("<think>why <answer>4</answer></think>", 0),
-        ("<think><think>why</think> <answer>4</answer>", 0),
-        ("<think>why</think> <answer>4</answer> <answer>5</answer>", 0),
-        ("<think>why</think> <answer>4</answer></answer>", 0),
-        ("<think>why</think> </think><answer>4</answer>", 0),
-        ("<think>why</think> <answer>4", 0),
-        ("<answer>4</answer>", 0),
-        ("<THINK>why</THINK> <answer>4</answer>", 0),
-        ("", 0),
-    ],
-)
+@pytest.mark.parametrize("completion, reward", [
+    ("<think>why</think> <answer>4</answer>", 1),
+    ("\n<think>\nwhy\n\nso\n</think>\n\n<answer>\n4\n</answer>\n", 1),
+    ("<think></think><answer>4</answer>", 1), ("<think>a < b</think><answer><b>4</b></answer>", 1),
+    ("<think>why</think> <answer> \n</answer>", 0),
+    ("<think>why</think> so <answer>4</answer>", 0),
+    ("so <think>why</think> <answer>4</answer>", 0),
+    ("<think>why</think> <answer>4</answer> so", 0),
+    ("<answer>4</answer> <think>why</think>", 0), ("<think>why <answer>4</answer></think>", 0),
+    ("<think><think>why</think> <answer>4</answer>", 0),
+    ("<think>why</think> <answer>4</answer> <answer>5</answer>", 0),
+    ("<think>why</think> <answer>4", 0), ("<answer>4</answer>", 0), ("", 0),
+    ("<THINK>why</THINK> <answer>4</answer>", 0),
+])  # fmt: skip
 def test_tag_format_scores_each_tag(completion, reward):
     assert tag_format(completion, {}) == reward
 
 
-# ---- all rewards ----
+@pytest.mark.parametrize(("completion", "worth"), [
+    ("12", 1), ("1", 0.5), ("13", 0.5), ("123", 2 / 3), ("21", 0), ("", 0),
+])  # fmt: skip
+def test_characters_reward_compares_positions(completion, worth):
+    assert REWARDS["characters"](completion, dict(answer="12")) == pytest.approx(worth)
+
+
+# ---- any text ----
 
 FULL_ROW = dict(
     answer="#### 18",
@@ -316,50 +203,12 @@ FULL_ROW = dict(
     kwargs=[{}, dict(keywords=["x"])],
     _source="rows.jsonl:1",
 )
-SINGLE_TURN = "exact_match gsm8k boxed format tag_format".split()
-PIECES = [
-    "<think>",
-    "</think>",
-    "<answer>",
-    "</answer>",
-    "####",
-    "A:",
-    "\\boxed{",
-    "{",
-    "}",
-    "1",
-    "1,",
-    "/",
-    ".",
-    " ",
-]
-PIECES += [
-    "\n",
-    "*",
-    "$",
-    "-",
-    "(",
-    ")",
-    "3+5",
-    "=8",
-    "×",
-    "x",
-    "\x00",
-    "\ufeff",
-    "٣",
-    "😀",
-    "\u2028",
-]
-
-
+PIECES = "<think> </think> <answer> </answer> #### A: \\boxed{ { } 1 1, / . * $ - ( ) 3+5".split()
+PIECES += ["=8", "×", "x", "٣", "😀", " ", "\n", "\x00", "\ufeff", "\u2028"]
 RANDOM_TEXT = st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 
 
-def test_function_names_equal_their_flag_values():
-    assert all(load_reward(name).__name__ == name for name in SINGLE_TURN)
-
-
-@pytest.mark.parametrize("name", SINGLE_TURN)
+@pytest.mark.parametrize("name", REWARDS)
 @given(text=RANDOM_TEXT)
 def test_random_text_gets_a_reward_in_range(name, text):
     require_reward_in_range(name, text)
@@ -375,34 +224,8 @@ def require_reward_in_range(name: str, text: str) -> None:
 SIZE = 100_000
 WILD = {
     repr(piece): piece * (SIZE // len(piece))
-    for piece in [
-        "a",
-        " ",
-        "\n",
-        "(",
-        "[",
-        "{",
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "<answer> ",
-        "#### ",
-        "\\boxed{",
-        "1",
-        "1,",
-        "a ",
-        "a b ",
-        "\nA: 1",
-        "1+",
-        "-",
-        "A:",
-        "\x00",
-        "9/",
-    ]
+    for piece in [*PIECES, "a b ", "\nA: 1", "1+", "9/", "<answer> "]
 } | {
-    "spaces after ####": "####" + " " * SIZE + "x",
-    "stars after ####": "####" + " *" * (SIZE // 2) + "x",
     "digits": "#### " + "1" * SIZE + " / 2",
     "digits and commas": "#### 1" + "," * (SIZE // 2) + " " * (SIZE // 2) + "/ 2",
     "digits, then spaces": "\n#### " + "1" * (SIZE // 2) + " " * (SIZE // 2) + "x",
@@ -411,39 +234,17 @@ WILD = {
     "spaces between tags": "<think></think>" + " " * SIZE + "<answer>1</answer>x",
     "spaces in the answer": "<think></think><answer>" + " " * SIZE + "</answer>",
     "random": "".join(random.Random(0).choices(PIECES, k=SIZE // 3)),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SINGLE_TURN)
+@pytest.mark.parametrize("name", REWARDS)
 @pytest.mark.parametrize("kind", WILD)
-def test_long_random_text_takes_linear_time(name, kind):
+def test_long_text_takes_linear_time(name, kind):
     require_linear_time(name, kind)
 
 
 def require_linear_time(name: str, kind: str) -> None:
     started = time.process_time()
     value = load_reward(name)(WILD[kind], FULL_ROW)
-    assert (
-        time.process_time() - started < 10
-    )  # measured CPU time: under 0.05 s; quadratic would be minutes
+    assert time.process_time() - started < 10  # under 0.05 s; quadratic would be minutes
     assert math.isfinite(value)
-
-
-@given(
-    st.lists(
-        st.sampled_from(
-            ["####", "A:", " ", "*", "-", "+", "$", "1", "23", ",", ".", "/", "\n", "x"]
-        )
-    )
-)
-def test_linear_gsm8k_pattern_equals_the_plain_one(pieces):
-    plain = re.compile(FINAL_ANSWER.pattern.replace("*+", "*"))
-    assert FINAL_ANSWER.findall("".join(pieces)) == plain.findall("".join(pieces))
-
-
-@pytest.mark.parametrize(
-    ("completion", "worth"),
-    [("12", 1), ("1", 0.5), ("13", 0.5), ("123", 2 / 3), ("21", 0), ("", 0)],
-)
-def test_characters_reward_compares_positions(completion, worth):
-    assert REWARDS["characters"](completion, dict(answer="12")) == pytest.approx(worth)
