@@ -217,7 +217,7 @@ def read(result: Result) -> tuple[Result, dict[str, float]]:
         reward = None if reward is None else _number(reward, "returned")
         return result._replace(value=reward, feedback=str(beside.get("feedback", ""))), numbers
     except Exception as error:  # of values that a user's code returned
-        return Result(error=one_line(error)), {}
+        return Result(error=one_line(error).removeprefix("ValueError: ")), {}
 
 
 def _number(value: object, what: str) -> float:
