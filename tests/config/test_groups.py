@@ -215,6 +215,6 @@ OF_EXTRAS = {"judge_prompt", "rubric", "tool_parser", "unsafe_code_execution"}  
 def test_every_flag_is_read(script):
     files = [ROOT / f"{script}.py", *ROOT.glob("common/**/*.py"), *ROOT.glob("extras/*/*.py")]
     sources = "".join(path.read_text(encoding="utf-8") for path in files)
-    read = {*re.findall(r"\b(?:args|self)\.(\w+)", sources)}
+    read = {*re.findall(r"(?:(?<=\bargs\.)|(?<=\bself\.))\w+", sources)}
     flags = {field.name for field in dataclasses.fields(args_of(script))}
     assert flags - read <= (set() if (ROOT / "extras").is_dir() else OF_EXTRAS)

@@ -58,7 +58,7 @@ def test_every_rank_gets_the_samples_that_one_rank_makes(tmp_path):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         out = run(ranks, tmp_path / "rank.py", tmp_path / "rows.jsonl", folder)
-        assert out.stdout.count("is read as this special token") == 2  # once for each loading
+        assert "is read as this special token" in out.stdout
         found += [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     assert len(found) == 3 and found[0] == found[1] == found[2]
     training, held_out, error = found[0]

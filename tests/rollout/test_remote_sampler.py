@@ -108,11 +108,10 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
         assert stale == (line["sampling/sampling_logp_difference/max"] > 1e-4), (
             "old weights, other probabilities"
         )
-        assert (
-            0 <= line["idle/rollout_ranks"] <= 1
-            and 0 < line["idle/training_ranks"] < 1
-            and "engine/running" in line
-        )
+        assert 0 < line["idle/training_ranks"] < 1
+    # A rollout rank tells its load with its groups, which may come steps before they are taken.
+    loads = [line for line in metrics(tmp_path) if "engine/running" in line]
+    assert loads and all(0 <= line["idle/rollout_ranks"] <= 1 for line in loads)
 
 
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
