@@ -263,6 +263,7 @@ def main(args: Args) -> None:
         each_PKG = torch.stack([*named_rewards.values(), penalties_PG], dim=1)  # K rewards
         each_KBG = distributed.gather_rows(each_PKG, positions).transpose(0, 1)
         tokens_BG = distributed.gather_rows(trained_counts(groups), positions)
+        # For gdpo, which divides each reward by its std: the penalty's size counts here only.
         weights_K = [*rewards.weights.values(), args.missing_eos_penalty]
         scores = Scores(total_BG, each_KBG, weights_K, tokens_BG)
         advantages_BG = advantages(args.advantage, scores)
