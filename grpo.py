@@ -178,7 +178,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
 
     def __post_init__(self) -> None:
         allowed = ("sequence", "sequence_sum")
-        if self.loss in ("sequence_clip", "gmpo"):  # no version times the length
+        if self.loss in ("sequence_clip", "gmpo"):  # their papers have no sequence_sum
             allowed = ("sequence",)
         if self.loss in BY_COMPLETION and self.reduction not in allowed:
             problem = f"a loss by completion needs {' or '.join(allowed)}"

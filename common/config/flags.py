@@ -69,7 +69,7 @@ class Needs:
         self.values = values
 
     def is_met(self, args: Any) -> bool:
-        """Return whether the flag has an effect: also if the script has none of the others."""
+        """Return whether any needed flag has its value, or the script has none of them."""
         known = {name: wanted for name, wanted in self.values.items() if hasattr(args, name)}
         return not known or any(fits(getattr(args, name), x) for name, x in known.items())
 

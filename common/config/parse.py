@@ -69,8 +69,8 @@ def from_home(value: Any) -> Any:
 
 
 def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults for a built-in model, without those that are given or that a given flag
-    excludes: those for its task or, for other data, the learning rates."""
+    """Return the built-in model's defaults that no given flag sets or excludes. On other data than
+    its task only the learning rates remain."""
     fields = args_class.__dataclass_fields__
     if given.get("model", fields["model"].default) not in BUILT_IN_MODELS:
         return {}

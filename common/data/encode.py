@@ -76,9 +76,9 @@ class Encoder:
         calls: list[dict] | None = None,
         tools: list[dict] | None = None,
     ) -> list[int]:
-        """Return the ids of `messages` between two turns of the model, the first of which may be
-        one with `calls`: from the token that ends the first to the start of the second. They begin
-        with that token if the first turn ends with another `last_token`."""
+        """Return the ids between two turns of the model, with `messages` in them: from the first
+        turn's end token to the start of the second. They include that end token if the first turn
+        stopped at another `last_token`. `calls`: tool calls of the first turn."""
         row = dict(_source="the messages between two turns", tools=tools)
         turn = SAID | dict(content="", tool_calls=calls) if calls else SAID
         end, text = reply_of(self.chat, row, turn, self._read_messages(row, messages))

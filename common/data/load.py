@@ -25,21 +25,21 @@ from common.parallel import distributed
 
 ROWS_AT_ONCE = 1000  # that a rank encodes before the ranks exchange their samples
 
-Group = list[Sample]  # the samples of a row
-EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], Group]
+SampleGroup = list[Sample]  # the samples of a row
+EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], SampleGroup]
 
 
 class Samples(Sequence):
     """Groups of samples, which `make` makes when they are read; `rows` has the data row of each."""
 
-    def __init__(self, rows: list[dict], make: Callable[[int], Group]):
+    def __init__(self, rows: list[dict], make: Callable[[int], SampleGroup]):
         self.rows = rows
         self.make = make
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int | slice) -> Group | list[Group]:
+    def __getitem__(self, i: int | slice) -> SampleGroup | list[SampleGroup]:
         chosen = range(len(self))[i]  # raises IndexError
         return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
 
@@ -86,7 +86,7 @@ def say_unread(rows: list[dict], columns: Columns) -> None:
 class Encoded(NamedTuple):
     """What has become of a row."""
 
-    group: Group | None = None
+    group: SampleGroup | None = None
     """None: it was dropped"""
     counts: tuple[str, ...] = ()
     """why it was dropped, or how it was changed"""
@@ -99,7 +99,7 @@ def encode_all(
     """Return the samples of all rows on every rank, and the number of rows that were dropped or
     changed, by reason; each rank has encoded a part. Collective. Raises the error of the first bad
     row on every rank."""
-    groups: list[Group] = []
+    groups: list[SampleGroup] = []
     counts: Counter = Counter()
     bad = BadRows(args.on_bad_row)
     for start in range(0, len(rows), ROWS_AT_ONCE * distributed.world_size()):
@@ -144,7 +144,7 @@ def encode(
         return Encoded(counts=("with chosen = rejected, dropped",))
     if any(sample.context_turns for sample in group):
         counts.append("with turns not trained: the chat template rewrites them")
-    unknown = encoder.tokenizer.unk_token_id  # of GPT-2 it is the EOS, too
+    unknown = encoder.tokenizer.unk_token_id  # GPT-2 has its EOS here
     if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
         counts.append("with characters that the tokenizer lacks")
     packed = [
@@ -159,7 +159,7 @@ def encode(
     return Encoded(packed, tuple(counts))
 
 
-def unpacked(group: Group) -> Group:
+def unpacked(group: SampleGroup) -> SampleGroup:
     return [
         replace(sample, ids=[*sample.ids], loss_mask=[*map(bool, sample.loss_mask)])
         for sample in group

@@ -48,7 +48,7 @@ class Sample:
 
     @property
     def sequences(self) -> "list[Sample]":
-        """The sequences that are packed under the index of this sample."""
+        """This sample, and the branches of an agent's episode."""
         return [self]
 
     @property

@@ -34,7 +34,7 @@ class PackedModel(nn.Module):
     needs_whole_sequences = False
     expert_balance_N: Tensor  # see `watch_experts`
     watch: Callable[[PackedBatch, Output], None] | None = None  # of the trace: outputs with a graph
-    forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
+    forward_methods: tuple[str, ...] = ()  # besides forward: they need FSDP's root unsharded
     distils = False  # whether the loss compares every token with a teacher's distribution
 
     def __init__(self, hf: nn.Module, path: str):

@@ -64,7 +64,7 @@ class Rewards:
         self.args = args
         self.scorers: dict[str, Scorer] = {}
         self.models: dict[str, Callable[[list[Group]], list[Result]]] = {}
-        self.of_rows: list[str] = []  # names that come from the column of by_row
+        self.row_rewards: list[str] = []  # names in the column of by_row
         self.weights: dict[str, float] = {}
         self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
         short = short_names(args.reward)
@@ -72,7 +72,7 @@ class Rewards:
         for name, weight in zip(args.reward, reward_weights, strict=True):
             added = [short[name]]
             if name == "by_row":
-                added = self.of_rows = sorted({reward_of_row(row) for row in rows})
+                added = self.row_rewards = sorted({reward_of_row(row) for row in rows})
                 for own in added:
                     scorer = make_scorer(own, columns, args, self.thoughts)
                     self.scorers[own] = for_rows_of(own, scorer)
@@ -128,7 +128,7 @@ class Rewards:
         results: dict[str, list[Result]] = {}
         numbers: dict[str, Tensor] = {}
         for name in self.weights:
-            pairs = [read(result) for result in found[name]]
+            pairs = [checked(result) for result in found[name]]
             results[name] = []
             for sample, (result, _) in zip(samples, pairs, strict=True):
                 if sample.error and result != Result():  # it applies to the row
@@ -158,7 +158,7 @@ class Rewards:
     def first(self, by_name: dict[str, Tensor]) -> Tensor:
         """Return the first of `--reward`, [P, G]; with by_row the one that applies. NaN where there
         is none."""
-        names = self.of_rows if self.args.reward[0] == "by_row" else list(self.weights)[:1]
+        names = self.row_rewards if self.args.reward[0] == "by_row" else list(self.weights)[:1]
         return torch.stack([by_name[name] for name in names]).nanmean(0)
 
     def _require_few_errors(
@@ -199,7 +199,7 @@ async def _score(scorers: dict[str, Scorer], group: Group) -> dict[str, list[Res
     return dict(zip(scorers, results, strict=True))
 
 
-def read(result: Result) -> tuple[Result, dict[str, float]]:
+def checked(result: Result) -> tuple[Result, dict[str, float]]:
     """Return a result with a finite float or None as its value, and the numbers that were returned
     beside the reward as `(reward, {"name": number})`; with an error if anything of it is no number
     of at most LARGEST. `feedback` is no number, but a text."""

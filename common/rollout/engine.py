@@ -54,7 +54,7 @@ class Request:
         self.start = len(self.completion.ids)
 
 
-class Turn(NamedTuple):
+class SampledTurn(NamedTuple):
     """The tokens of a turn that has ended."""
 
     ids: list[int]
@@ -190,7 +190,7 @@ class Engine:
     def _add(self, name: str, request: Request) -> None:
         """Prepare the sampling of a new request, which is in `running`."""
 
-    def _step(self) -> list[tuple[str, Turn]]:
+    def _step(self) -> list[tuple[str, SampledTurn]]:
         """Run a round and return the turns that have ended, by the names of their requests."""
         raise NotImplementedError
 

@@ -93,9 +93,9 @@ class Episodes:
             self.partner.close()
 
     async def _go_on(self) -> None:
-        """Let the coroutines run: an answer needs several turns of the loop from its socket to the
-        next request. While nothing is sampled, wait a moment for a request, or an end."""
-        for _ in range(5):
+        """Let the coroutines run. While nothing is sampled, wait a moment for a request, or an
+        end."""
+        for _ in range(5):  # rounds of the loop from an agent's answer to its next request
             await asyncio.sleep(0)
         until = self.loop.time() + WAIT
         while self.prompts and not (self.engine.running or self.engine.new):

@@ -57,7 +57,7 @@ class Sampler:
         self.ranks = distributed.world_size()
         self.number = 0  # of the oldest prompt that no step has taken
         self.rows: deque[int] = deque()  # the data rows of this prompt and of those after it
-        self.begun = 0  # number of the first prompt that is not in flight
+        self.next_to_begin = 0  # number of the first prompt that is not in flight
         self.step = -1
         self.before_step: dict = {}  # state before the present step
         self.taken = range(0)  # prompts of all ranks that were taken last
@@ -105,13 +105,13 @@ class Sampler:
         args = self.args
         self.rows += self.order.draw(max(0, end - self.number - len(self.rows)))
         requests = []
-        for number in range(self.begun, end):
+        for number in range(self.next_to_begin, end):
             ids, row = self.prompts[self.rows[number - self.number]]
             seed = distributed.fold_seed(args.seed, *divmod(number, args.prompts_per_step))
             requests.append(
                 PromptRequest(number, ids, row, seed, args.samples_per_prompt, args.temperature)
             )
-        self.begun = max(self.begun, end)
+        self.next_to_begin = max(self.next_to_begin, end)
         own = [request for request in requests if request.number % self.ranks == self.rank]
         self.source.begin(requests, own, step, meter)
 
@@ -144,7 +144,7 @@ class Sampler:
         return dict(number=self.number, rows=[*self.rows], order=self.order.state_dict())
 
     def load_state_dict(self, state: dict) -> None:
-        self.number = self.begun = state["number"]
+        self.number = self.next_to_begin = state["number"]
         self.rows = deque(state["rows"])
         self.order.load_state_dict(state["order"])
 

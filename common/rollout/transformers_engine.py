@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from common.model.loading import open_model
-from common.rollout.engine import Engine, Request, Turn
+from common.rollout.engine import Engine, Request, SampledTurn
 
 BATCH = 64  # requests that `generate` samples together
 
@@ -30,18 +30,18 @@ class TransformersEngine(Engine):
             for name, whole in weights:
                 replica_weights[name].copy_(whole)
 
-    def _step(self) -> list[tuple[str, Turn]]:
+    def _step(self) -> list[tuple[str, SampledTurn]]:
         """Sample whole turns of the requests that come first."""
         first = sorted(self.running.items(), key=lambda item: item[1].priority)[:BATCH]
         first.sort(key=lambda item: item[1].start)  # stable
-        turns: list[tuple[str, Turn]] = []
+        turns: list[tuple[str, SampledTurn]] = []
         for temperature in {request.temperature for _, request in first}:
             same = {name: x for name, x in first if x.temperature == temperature}
             turns += zip(same, self._sample(list(same.values()), temperature), strict=True)
         return turns
 
     @torch.no_grad()
-    def _sample(self, requests: list[Request], temperature: float) -> list[Turn]:
+    def _sample(self, requests: list[Request], temperature: float) -> list[SampledTurn]:
         prompts = [request.completion.ids for request in requests]
         pad = self.eos_ids[0]
         longest = max(map(len, prompts))
@@ -86,7 +86,7 @@ class TransformersEngine(Engine):
             length = min([requests[i].max_tokens, *ends])
             versions = [self.version] * length
             reason = "stop" if length in ends else "length"
-            turns.append(Turn(tokens[:length], logprobs[i][:length], versions, reason))
+            turns.append(SampledTurn(tokens[:length], logprobs[i][:length], versions, reason))
         return turns
 
 

@@ -25,7 +25,7 @@ from common.model.loading import (
     open_model,
 )
 from common.parallel import distributed
-from common.rollout.engine import Engine, Request, Turn
+from common.rollout.engine import Engine, Request, SampledTurn
 
 # Language models without a causal class in transformers and vLLM: on text alone they have the
 # numbers of another type. Rotary embeddings of images have three positions, equal for text.
@@ -266,7 +266,7 @@ class VLLMEngine(Engine):
             name, prompt, params, arrival_time=float(name), priority=request.priority
         )
 
-    def _step(self) -> list[tuple[str, Turn]]:
+    def _step(self) -> list[tuple[str, SampledTurn]]:
         # Even in eager mode vLLM compiles one sampler function: 16 seconds and a C++ compiler,
         # without use on a CPU.
         is_cpu = self.device.type == "cpu"
@@ -279,7 +279,9 @@ class VLLMEngine(Engine):
             versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
             logprobs = turn.logprobs.logprobs
             name = output.request_id
-            turns.append((name, Turn(turn.token_ids, logprobs, versions, turn.finish_reason)))
+            turns.append(
+                (name, SampledTurn(turn.token_ids, logprobs, versions, turn.finish_reason))
+            )
             self.cached_tokens += output.num_cached_tokens
             self.prompt_tokens += len(output.prompt_token_ids)
         return turns

@@ -25,7 +25,7 @@ from common.model.hub import context_length
 from common.parallel import distributed
 from common.rewards.processes import Process
 from common.rewards.thoughts import TAIL
-from common.rewards.total import read
+from common.rewards.total import checked
 from common.rewards.user_code import load_callable
 from common.rewards.worker import Result
 from common.rollout.engine import Engine, Request, empty_completion
@@ -263,7 +263,7 @@ class Agents:
         completion.text = agent.text or ""
         texts = [self.encoder.tokenizer.decode(sequence.ids) for sequence in completion.sequences]
         completion.transcript = "\n[branch]\n".join(texts)
-        result, _ = read(result)
+        result, _ = checked(result)
         if agent.at_limit:
             completion.finish_reason = "length"
         if result.error is not None and (died or not agent.at_limit):

@@ -15,7 +15,7 @@ from common.data.encode import Encoder
 from common.data.files import BadRows, open_split
 from common.data.load import (
     EncodeRow,
-    Group,
+    SampleGroup,
     Samples,
     encode,
     encode_all,
@@ -96,10 +96,10 @@ class StreamedSamples:
         self.batch, self.position = distributed.from_main((self.batch, self.position))
         return range(count)
 
-    def __getitem__(self, i: int) -> Group:
+    def __getitem__(self, i: int) -> SampleGroup:
         return unpacked(self.batch[i])
 
-    def _groups(self, epoch: int, drawn: int) -> Iterator[tuple[Group, tuple[int, int]]]:
+    def _groups(self, epoch: int, drawn: int) -> Iterator[tuple[SampleGroup, tuple[int, int]]]:
         """Yield the groups behind a position, pass after pass, each with the position behind it.
         Report at the end of a pass what was dropped or changed. Raises `ValueError` if a whole pass
         has no sample."""

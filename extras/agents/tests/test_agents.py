@@ -20,7 +20,7 @@ from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 from common.rewards.total import Rewards
-from common.rollout.engine import Turn
+from common.rollout.engine import SampledTurn
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
@@ -492,11 +492,11 @@ def test_calls_of_tools_are_served_and_their_results_continue_the_branch(play, s
     call = dict(name="add", arguments=dict(a=2, b=3))
     texts = iter([f"<tool_call>{json.dumps(call)}</tool_call>", "5"])
 
-    def write() -> list[tuple[str, Turn]]:
+    def write() -> list[tuple[str, SampledTurn]]:
         """Return the next text in place of a sampled turn."""
         (name,) = synced.running
         ids = [*tokenizer(next(texts))["input_ids"], end]
-        return [(name, Turn(ids, [-1.0] * len(ids), [0] * len(ids), "stop"))]
+        return [(name, SampledTurn(ids, [-1.0] * len(ids), [0] * len(ids), "stop"))]
 
     monkeypatch.setattr(synced, "_step", write)
     monkeypatch.setattr(synced, "_add", lambda name, request: None)
