@@ -148,7 +148,10 @@ def read_options() -> argparse.Namespace:
     kwargs = dict(nargs="*", default=(), metavar="NAME=VALUE")
     add("--template_kwargs", **kwargs, help="variables for the chat template")
     add("--max_pixels", type=int, help="maximum pixels of an image; give that of the training")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not 0 <= options.temperature < math.inf or options.max_new_tokens < 1:
+        parser.error("--temperature must be finite and at least 0, --max_new_tokens at least 1")
+    return options
 
 
 def main() -> None:
@@ -172,13 +175,17 @@ def main() -> None:
             if command == "/quit":
                 return
             elif command in ("/reset", "/system"):
-                changed = replace(args, system_prompt=text or args.system_prompt)
+                prompt = text if command == "/system" and text else args.system_prompt
+                changed = replace(args, system_prompt=prompt)
                 encoder, args = Encoder(encoder.tokenizer, changed), changed
                 messages, images = [], []
             elif command == "/image":
                 changed = replace(args, vision="frozen")
                 encoder, args = Encoder(encoder.tokenizer, changed), changed
-                images.append(str(Path(text).expanduser().resolve(strict=True)))
+                image = Path(text).expanduser().resolve()
+                if not image.is_file():
+                    raise ValueError(f"/image {text}: no such file")
+                images.append(str(image))
                 note(f"attached to the next line: {', '.join(images)}")
             elif re.fullmatch("/[a-z]+", command):
                 note(COMMANDS)

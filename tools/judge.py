@@ -42,7 +42,7 @@ def client() -> AsyncOpenAI:
         if not os.environ.get(name):
             raise ValueError(f"{name} is not set; tools/judge.py needs it")
     key = os.environ.get("JUDGE_KEY") or "none"
-    return AsyncOpenAI(base_url=os.environ["JUDGE_URL"], api_key=key, timeout=60, max_retries=4)
+    return AsyncOpenAI(base_url=os.environ["JUDGE_URL"], api_key=key, timeout=50, max_retries=4)
 
 
 def criteria_of(row: dict) -> list[tuple[str, float]]:
@@ -52,9 +52,10 @@ def criteria_of(row: dict) -> list[tuple[str, float]]:
     for one in rubric if isinstance(rubric, list) else [rubric]:
         one = one if isinstance(one, dict) else dict(criterion=one)
         weight = 1.0 if one.get("weight") is None else float(one["weight"])
-        criteria.append((one["criterion"], weight))
-    if not any(weight for _, weight in criteria) or min(weight for _, weight in criteria) < 0:
-        raise ValueError("no rubric: set JUDGE_RUBRIC, or give the row criteria with weights > 0")
+        criteria.append((str(one.get("criterion") or "").strip(), weight))
+    texts, weights = zip(*criteria, strict=True) if criteria else ((), ())
+    if not (all(texts) and any(weights) and min(weights) >= 0):
+        raise ValueError("no rubric: set JUDGE_RUBRIC, or give the row criteria with weights >= 0")
     return criteria
 
 

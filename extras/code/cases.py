@@ -12,6 +12,7 @@
 
 import ast
 import json
+import marshal
 
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -95,6 +96,7 @@ def parse_tests(row: dict) -> list[Test]:
         tests = parsers[column](json.loads(row[column]) if is_json else row[column], row)
         if not tests:
             raise ValueError("empty")
+        marshal.dumps(tests)  # as they go to the judge
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -12,7 +12,7 @@ LIST_ITEM = r"^([ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)?)"  # before a fence
 BLOCK = re.compile(
     rf"(?:{LIST_ITEM})?```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
-FUTURE = re.compile(r"^from __future__ import .*\n", re.MULTILINE)
+FUTURE = re.compile(r"^from __future__ import (?:\([^)]*\))?.*\n", re.MULTILINE)
 PARSED = 50_000  # longest code that is parsed, in characters: the parser is slow
 CUTS = 10  # attempts to cut what follows a function
 

@@ -131,7 +131,7 @@ FORMS = {
         HUMANEVAL | dict(prompt=[dict(role="user", content="find the zero")], test="import math\n" + HUMANEVAL["test"]),
         HUMANEVAL_PROMPT + ROOT_OF_LINE, HUMANEVAL_PROMPT + "    return 1\n"),
     "humaneval from __future__": (
-        HUMANEVAL, fenced("from __future__ import annotations\ndef find_zero(xs: Listt):\n" + ROOT_OF_LINE),
+        HUMANEVAL, fenced("from __future__ import (\n    annotations,\n)\ndef find_zero(xs: Listt):\n" + ROOT_OF_LINE),
         fenced("from __future__ import annotations\ndef find_zero(xs): pass")),
     "humaneval stub without a body": (
         row(prompt="def f(x):\n    # adds one\n", entry_point="f", test="def check(c):\n    assert c(1) == 2\n"),
@@ -628,6 +628,7 @@ def f(x):
     "keys that collide": "def f(x): return dict.fromkeys(k * (2**61 - 1) for k in range(1, 9_000))",
     "a list in itself": "def f(x):\n    x = [7]\n    x.append(x)\n    return x",
     "names of the judge": "def f(x): raise type('Ended', (BaseException,), {})(7)",
+    "ends a loop of the test": "def f(x): raise StopIteration",
     "sleeps": "import time\ntime.sleep(9999)",
     "sleeps when called": "import time\ndef f(x): time.sleep(9999)",
     "takes no call": "f = 7",
@@ -643,6 +644,7 @@ KINDS = {
             "assert f(5) == 7",
             "assert abs(f(5) - 7) < 1e-6",
             "assert not f(5) != 7 and f(5) in {7}",
+            "assert all(map(lambda x: f(x) == 7, [5]))",
         ]
     ),
     "mbpp": row(test_list=["assert set([f(5)]) == {7}"], test_imports=["import math"]),
