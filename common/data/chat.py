@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jinja2 import Environment, nodes
 from jinja2.meta import find_undeclared_variables
 
-from common.config.specs import values_of
+from common.config.specs import pairs_of, values_of
 from common.data.messages import IMAGE, THOUGHT_KEYS, in_parts, opened_thought, with_thought
 from common.parallel import distributed
 
@@ -56,9 +56,7 @@ class ChatTemplate:
         self._shows_thoughts = {False: True, True: True}  # by whether the turn has calls
         self.in_parts = self._reads_parts(label or f"--model {tokenizer.name_or_path}")
         self.reads, self.words = _names_read(tokenizer)
-        self.kwargs = self._checked(
-            "--template_kwargs", values_of("template_kwargs", template_kwargs)
-        )
+        self.kwargs = self._checked("--template_kwargs", _variables(template_kwargs))
         for turn in (SAID | dict(content="!"), CALLED):  # gpt-oss: a thought or content, not both
             text = self._probe(ASKED, turn | dict(reasoning_content=MARK))
             self._shows_thoughts["tool_calls" in turn] = MARK in text
@@ -211,6 +209,14 @@ def _names_read(tokenizer) -> tuple[set[str], set[str]]:
     return names, words
 
 
+def _variables(template_kwargs: tuple[str, ...]) -> dict[str, object]:
+    """Return `--template_kwargs`: true, 3, 0.5 and null as in YAML, anything else as text."""
+    texts = pairs_of("template_kwargs", template_kwargs)
+    values = values_of("template_kwargs", template_kwargs)
+    plain = (bool, int, float, type(None))
+    return {name: x if isinstance(x, plain) else texts[name] for name, x in values.items()}
+
+
 def any_of(words: Iterable[str]) -> re.Pattern:
     """Return a pattern of the longest of `words` that stands at a place; never of blanks."""
     words = sorted(filter(str.strip, words), key=len, reverse=True)
@@ -252,7 +258,10 @@ def use_template(tokenizer, file: str) -> None:
     """Set the tokenizer's chat template from a file. Raises `ValueError` if it cannot be rendered,
     or changes the text of the model's turns."""
     flag = f"--chat_template {file}"
-    tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+    try:
+        tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag}: {distributed.first_line(error)}") from error
     if ChatTemplate(tokenizer, label=flag).end is None:
         raise ValueError(f"{flag}: the template changes the text of an assistant turn")
 

@@ -194,6 +194,8 @@ def _parsed(label: str, line: int, text: str):
     """Return the value of a text that begins in `line` of its file."""
     try:
         return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        problem = "nested too deep"
     except ValueError as error:  # bad syntax, a key twice, or a number of 5,000 digits
         line += getattr(error, "lineno", 1) - 1
         problem = getattr(error, "msg", None) or first_line(error)

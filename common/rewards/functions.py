@@ -153,6 +153,7 @@ ANY_NUMBER = re.compile(
 ONE_NUMBER = re.compile(rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?)({NUMBER})({SCALE})?\s*+%?\s*+\.?")
 POWER_OF_TEN = re.compile(rf"([-+]?{NUMBER}){EXPONENT}\.?")
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([-+]?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", re.ASCII)
+SPACED = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 RATIO = re.compile(r"([-+]?)\s*(?:(\d+)\s+)?([-+]?\d+)\s*/\s*(\d+)\.?", re.ASCII)
 # 0.1\overline{6}
 REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{(\d+)\}|(\d))", re.ASCII)
@@ -190,7 +191,7 @@ def value_of(text: str) -> Fraction | str:
         cycle = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
         number = Fraction(f"{sign}1") * (Fraction(f"{whole or 0}.{once or 0}") + cycle)
     elif text[-1:] not in "kKM":  # a variable
-        number = to_number(text)
+        number = to_number(text.replace(" ", "") if SPACED.fullmatch(text) else text)
     return re.sub(r"(?<!\d) | (?!\d)", "", text) if number is None else number
 
 

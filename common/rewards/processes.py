@@ -92,7 +92,8 @@ class Process:
     def __init__(self, server: ForkServer, start_seconds: float = START_SECONDS):
         self.server = server
         self.start_seconds = start_seconds
-        self.pid: int | None = None  # None before the first call
+        self.pid: int | None = None  # None before it has started
+        self.socket: socket.socket | None = None  # None before the first call
         self.busy = False
         self.loaded = False
         """whether the target could be loaded"""
@@ -136,9 +137,9 @@ class Process:
 
     def close(self) -> None:
         """End the process: at once if a call runs, else it has time to clean up."""
-        if self.pid is not None and not self.closed:
+        if self.socket is not None and not self.closed:
             with suppress(OSError):  # the process has died
-                if self.busy:
+                if self.busy and self.pid is not None:
                     os.killpg(self.pid, signal.SIGKILL)
                 self.socket.shutdown(socket.SHUT_RDWR)  # at once: the event loop may be busy
             with suppress(RuntimeError):  # the event loop has ended
@@ -223,7 +224,8 @@ class Pool:
         try:
             results = await process.call_each(calls, seconds)
         except Exception as error:  # no process could be started
-            return [Result(error=one_line(error))] * len(calls)
+            problem = f"{self.server.target} cannot be loaded: {one_line(error)}"
+            return [Result(error=problem)] * len(calls)
         if not process.closed:
             self.idle.append(process)
         return results

@@ -64,6 +64,9 @@ def serve(control: int, parent: int, target: str, argument: str, shared: bool) -
         while (workers := running(workers)) and time.monotonic() < until:
             time.sleep(0.01)
     finally:
+        for pid in workers:  # where `children` knows none
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
         while kill_children(set()):
             time.sleep(0.01)
 
@@ -193,7 +196,8 @@ def load(target: str, argument: str = "null"):
 @cache
 def load_file(path: str):
     """Load a Python file, which may import the files beside it."""
-    folder = os.path.dirname(os.path.abspath(path))
+    path = os.path.abspath(path)  # tracebacks have it too
+    folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"user_{os.path.basename(path)[:-3]}", path)
@@ -231,7 +235,7 @@ def kill_children(spared: set[int]) -> set[int]:
     pids = children() - spared
     for pid in pids:
         for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):  # of another user
                 kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)

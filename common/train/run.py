@@ -87,8 +87,9 @@ class Run:
 
     def load_state_dict(self, state: dict) -> None:
         self.num_tokens = state["num_tokens"]
-        if state["best"]["metric"] == self.args.keep_best:  # another metric starts from none
-            self.best = state["best"]["value"]
+        best = state.get("best") or {}
+        if best.get("metric") == self.args.keep_best:  # another metric starts from none
+            self.best = best["value"]
 
     # ---- around steps ----
 

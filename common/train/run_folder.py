@@ -2,6 +2,7 @@
 run that starts over moves the earlier one aside."""
 
 import fcntl
+import glob
 import os
 import re
 import secrets
@@ -35,6 +36,7 @@ def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
     if isinstance(args, TrainArgs) and args.dry_run:
         if problem:
             distributed.say(f"warning: {problem}")
+            return {}
         return _earlier_flags(folder, args)
     if problem:
         raise ValueError(problem)
@@ -135,16 +137,22 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
         return f"--resume must: {folder} has no checkpoint; use --resume auto"
     label = f"--output_dir {folder}"
     for run in folder.resolve().parents:  # a new export of that run would replace the folder
-        if folder.resolve().relative_to(run).parts[0] in EXPORTS and _has_begun(run):
+        inner = folder.resolve().relative_to(run).parts[0]
+        if inner in (*EXPORTS, "checkpoints") and _has_begun(run):
             return f"{label}: the run in {run} writes there; name another --output_dir"
     if args.resume == "never" and _has_begun(folder):
-        for flag, path in _inputs(args):
-            if path.resolve().is_relative_to(folder.resolve()):
-                return f"{flag}: --resume never would move it aside; name another --output_dir"
+        for label_of_input, path in _inputs(args):
+            places = (path.absolute(), folder.absolute()), (path.resolve(), folder.resolve())
+            if any(place.is_relative_to(moved) for place, moved in places):
+                problem = "--resume never would move it aside; name another --output_dir"
+                return f"{label_of_input}: {problem}"
     for name in (*EXPORTS, "samples.jsonl") if isinstance(args, TrainArgs) else ():
         if not _has_begun(folder) and (folder / name).exists():
             return f"{label}: the run would replace {name} there; name another --output_dir"
-    earlier = _earlier_flags(folder, args)
+    try:
+        earlier = _earlier_flags(folder, args)
+    except ValueError as error:
+        return str(error)
     flags = flags_of(args)
     free = may_change(args, earlier) | {name for name in COMPUTED if flags.get(name) is None}
     changed = [
@@ -158,13 +166,18 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
 
 
 def _inputs(args: BaseArgs) -> Iterator[tuple[str, Path]]:
-    """Yield the files and folders that flags name, also in `name=FILE` and `FILE.py:function`."""
+    """Yield what this run reads: the files and folders that flags name, also by a pattern, in
+    `name=FILE` and in `FILE.py:function`."""
+    yield "the working folder", Path()
+    yield "the script", Path(sys.argv[0])
     for flag, value in flags_of(args).items():
-        for text in value if isinstance(value, list) else [value]:
-            for word in re.split("[=: ]", text) if isinstance(text, str) else ():
-                path = Path(word).expanduser()
-                if flag != "output_dir" and word and path.exists():
-                    yield f"--{flag} {text}", path
+        texts = value if isinstance(value, list) else [value]
+        for text in (text for text in texts if isinstance(text, str) and flag != "output_dir"):
+            for word in (text, *re.split(r"[=:\s]", text)):
+                path = os.path.expanduser(word)
+                names = glob.glob(path) if "*" in path else [path]
+                for name in filter(os.path.lexists, names):
+                    yield f"--{flag} {text}", Path(name)
 
 
 def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:

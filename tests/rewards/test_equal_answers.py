@@ -77,7 +77,7 @@ MATHS = {
     "no": ("No|\\text{no}", "on|yes"),
     "none of the above": ("None of the above.|\\text{none of the above}", "all of the above|none"),
     "25_8": ("25_8|25_{8}", "25_9|26_8"),
-    "0.\\overline{3}": ("1/3|0.\\overline{33}|0.\\bar{3}", "0.3|3|0.3\u0305"),
+    "0.\\overline{3}": ("1/3|0.\\overline{33}|0.\\bar{3}|0.3\u0305", "0.3|3"),
     "3:45 p.m.": ("3:45 PM|3：45 p.m.|3:45pm", "3:46 p.m.|3:45 a.m.|45|15"),
     "1,2": ("2, 1|1，2|1、2", "12|1.2|(1,3)"),
     "18": ("18 USD|18 men|18个|18 kg|18€|18 元", "18 or more|18 alpha|18x"),

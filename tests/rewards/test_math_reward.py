@@ -60,6 +60,7 @@ PAIRS = [
     (r"7.2\%", "7.3", 0), (1e23, "10^{23}", 1),
     # repeating decimals
     (r"0.\overline{3}", r"\frac{1}{3}", 1), (r"0.\overline{3}", "0.3", 0),
+    ("1/6", "0.1(6)", 1), ("1/3", r"0.\dot{3}", 1), ("1/3", r"x = 0.\overline{3}", 1),
     (r"0.1\overline{6}", "1/6", 1), (r"-2.1\overline{36}", r"-\frac{47}{22}", 1),
     ("1/3", r"0.\bar3", 1), (r"0.\overline{3}", r"0.\overline{33}", 1),
     (r"0.\overline{3}", r"0.3\overline{0}", 0), ("1/3", "0.333...", 0),
