@@ -29,7 +29,7 @@ def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags
 def objective_of(model, groups, ref_logps_B2, args, device):
     """Return the loss of kto.py, a sum over these completions, and its metrics."""
     meter = Meter()
-    micro_batches, *compared = kto.prepare(model, groups, ref_logps_B2, args, device)
+    micro_batches, *compared = kto.pack_with_baseline(model, groups, ref_logps_B2, args, device)
     ref_logps_B = ref_logps_B2[:, 0]
     losses = [kto.forward(model, mb, ref_logps_B, *compared, args, meter) for mb in micro_batches]
     return sum(losses), meter.reduce()

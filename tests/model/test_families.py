@@ -127,7 +127,7 @@ def test_router_bias_keeps_its_precision(tmp_path, device):
     biases = {n: w for n, w in stored(path).items() if n.endswith("e_score_correction_bias")}
     assert len(biases) == 3
     args = replace(ARGS, dtype="bfloat16")
-    engine = TransformersEngine(path, args, [1], load_tokenizer(path), device, True)
+    engine = TransformersEngine(path, args, load_tokenizer(path), device, True)
     engine.load_weights(whole_weights(policy, engine.dtype))
     export_hf(policy, load_tokenizer(path), tmp_path / "hf")
     exported = stored(tmp_path / "hf")

@@ -223,7 +223,7 @@ def test_blocks_are_compiled_once_and_without_their_experts(tmp_path, device):
 @torch.no_grad()
 def test_transformers_engine_samples_from_the_trained_weights(path, device):
     policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
-    engine = TransformersEngine(path, ARGS, [1], tokenizer, device, True)
+    engine = TransformersEngine(path, ARGS, tokenizer, device, True)
     for parameter in policy.parameters():
         parameter.mul_(1.1)
     engine.load_weights(whole_weights(policy, engine.dtype))

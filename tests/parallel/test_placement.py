@@ -209,7 +209,7 @@ def test_scripts_with_context_ranks_are_like_one_rank(main, script, ranks, flags
     ranks of a group make the same collectives in the same order: NCCL hangs where they do not."""
     own = (
         *small, "--max_steps", 2, "--eval_every", 0, "--dtype", "float32", "--save_every", 100,
-        "--engine", "transformers", "--prompts_per_step", 8, "--max_new_tokens", 12,
+        "--engine", "transformers", "--prompts_per_step", 16, "--max_new_tokens", 12,
         "--samples_per_prompt", 4,
     )  # fmt: skip
     main(script, *own, "--share_prefix", 0, "--output_dir", tmp_path / "one")

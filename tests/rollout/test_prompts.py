@@ -94,8 +94,8 @@ def test_dropped_rows_are_reported_by_reason(tmp_path, capsys):
     assert asked(named, reward=("by_row",), on_bad_row="skip") == ["b:0"]
     said = capsys.readouterr().out
     assert (
-        "b:1: column reward is missing" in said
-        and "b:3: column reward names 'x'" in said
+        "b:1: column reward is None, and there are" in said
+        and "b:3: column reward is 'x', and there are" in said
         and "b:2: " in said
     )
     (tmp_path / "own.py").write_text(

@@ -114,7 +114,7 @@ def test_weights_do_not_depend_on_ranks(path, tmp_path):
 def test_engine_of_transformers_samples_from_the_packed_weights(path, device):
     tokenizer = load_tokenizer(path)
     policy = load_policy(path, ARGS, device)
-    engine = TransformersEngine(path, ARGS, [1], tokenizer, device, False)
+    engine = TransformersEngine(path, ARGS, tokenizer, device, False)
     for changed in (False, True):
         if changed:
             for parameter in policy.parameters():
