@@ -38,15 +38,7 @@ BENCHMARKS = dict(
 )  # fmt: skip
 
 
-SHOTS = dict(mmlu=("dev", "all"), mmlu_pro=("validation", "default"))  # split, configuration
-README = """---
-configs:
-- config_name: {config}
-  data_files:
-  - {{split: test, path: rows.jsonl}}
-  - {{split: {split}, path: shots.jsonl}}
----
-"""
+SHOTS = dict(mmlu="dev", mmlu_pro="validation")  # split
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -66,12 +58,11 @@ def test_recipe_measures_rows_with_the_columns_of_its_data(name, main, tmp_path,
     if name == "ifeval":
         rows.append(LANGUAGE)
     (tmp_path / "data").mkdir()
-    data = write(tmp_path / "data/rows.jsonl", rows)
+    data = write(tmp_path / "data/test.jsonl", rows)
     if name in SHOTS:
-        split, config = SHOTS[name]
         others = [row | changes | dict(question=f"shot {i}") for i in range(6)]
-        write(data.with_name("shots.jsonl"), [row | dict(question="mine")] * 5 + others)
-        data.with_name("README.md").write_text(README.format(split=split, config=config))
+        shots = data.with_name(f"{SHOTS[name]}.jsonl")
+        write(shots, [row | dict(question="mine")] * 5 + others)
         data = data.parent
     flags += ["--dataset", data, "--max_new_tokens", 4, "--pack_tokens", 2048]
     flags += ["--engine", "transformers", "--reward_workers", 1]
