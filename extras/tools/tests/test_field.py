@@ -82,9 +82,12 @@ CALLS = st.lists(
 
 
 def require_typed(family: Family, calls: list[dict]) -> None:
-    """Leave out texts that vLLM's parser of Muse reads as a number or a truth value."""
+    """Leave out texts that vLLM's parser of Muse reads as a number or a truth value, and quotes in
+    one of several calls, which LFM2's template does not escape."""
+    name = family.template.stem
     texts = [one["function"]["arguments"].get("text") for one in calls]
-    assume(family.template.stem != "muse_glimmer" or not {"7", "true"} & set(texts))
+    assume(name != "muse_glimmer" or not {"7", "true"} & set(texts))
+    assume(name not in ("lfm2_2_5", "lfm2_2_5_v2") or len(calls) == 1 or "it's" not in texts)
 
 
 @pytest.mark.parametrize("family", with_packages(FAMILIES + TRL_FAMILIES))
