@@ -56,6 +56,17 @@ def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
     assert sorted(targets) == sorted(i for s in samples for i in s.ids[1:])
 
 
+def test_targets_are_the_next_tokens():
+    (mb,) = pack([sample(3), sample(4, 100)], 100, CPU)
+    assert mb.input_ids_T.tolist() == [100, 101, 102, 0, 1]
+    assert mb.targets_T.tolist() == [101, 102, 103, 1, 2]
+
+
+def test_positions_restart_in_every_sequence():
+    (mb,) = pack([sample(3), sample(4, 100)], 100, CPU)
+    assert mb.position_ids_T.tolist() == [0, 1, 2, 0, 1]
+
+
 def test_places_of_stored_logprobs_are_exact():
     first = 2**31 - 1
     (mb,) = pack([Sample([5, 6, 7, 8], [False, True, False, True], stored_at=first)], 9, CPU)
