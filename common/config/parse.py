@@ -247,4 +247,5 @@ def texts(args_class: type[BaseArgs]) -> dict[str, tuple[type, str]]:
             if flag.arg_name in types:
                 owner, _ = found.get(flag.arg_name, (cls, ""))
                 found[flag.arg_name] = owner, " ".join(flag.description.split())
-    return found
+    # A flag of a copied script may have no text.
+    return {name: (args_class, "") for name in types if name not in found} | found

@@ -3,6 +3,7 @@ run that starts over moves the earlier one aside."""
 
 import fcntl
 import glob
+import hashlib
 import os
 import re
 import secrets
@@ -79,8 +80,13 @@ def _begin(folder: Path, args: BaseArgs) -> None:
             shutil.rmtree(unfinished)
     (folder / "checkpoints").mkdir(exist_ok=True)
     script = getattr(sys.modules.get(type(args).__module__), "__file__", "")
+    source = Path(script).read_bytes() if Path(script).is_file() else b""
+    code = f"# code {hashlib.sha256(source).hexdigest()[:16]}"
+    file = folder / "args.yaml"
+    if _has_begun(folder) and code not in (file.read_text() if file.is_file() else code):
+        distributed.say(f"{script} is not as it was in this run; --resume never starts over")
     flags = yaml.safe_dump(flags_of(args), sort_keys=False)
-    durable.write_text(folder / "args.yaml", f"# {script}\n{flags}")
+    durable.write_text(file, f"# {script}\n{code}\n{flags}")
 
 
 # ---- one run at a time ----

@@ -2,6 +2,7 @@
 and a folder with files that the run would replace is refused before anything is written."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +113,13 @@ def test_starting_over_moves_the_earlier_run_aside_once_the_new_one_is_known_to_
     train("--resume", "never", "--output_dir", tmp_path / "link")
     assert files_in(tmp_path / "run.old-2") == second and (tmp_path / "link").is_symlink()
     assert (tmp_path / "run" / "hf").is_dir()
+
+
+def test_a_resumed_run_says_that_its_script_was_edited(train, tmp_path):
+    assert "is not as it was" not in train() + train()
+    file = tmp_path / "run" / "args.yaml"
+    file.write_text(re.sub("# code .*", "# code 0", file.read_text()))
+    assert "sft.py is not as it was in this run; --resume never starts over" in train()
 
 
 def test_folder_without_a_run_stays_where_it_is(train, tmp_path):
