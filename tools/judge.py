@@ -55,7 +55,7 @@ def criteria_of(row: dict) -> list[tuple[str, float]]:
         criteria.append((str(one.get("criterion") or "").strip(), weight))
     texts, weights = zip(*criteria, strict=True) if criteria else ((), ())
     if not (all(texts) and any(weights) and min(weights) >= 0):
-        raise ValueError("no rubric: set JUDGE_RUBRIC, or give the row criteria with weights >= 0")
+        raise ValueError("no rubric: set JUDGE_RUBRIC, or give the row criteria with weights > 0")
     return criteria
 
 

@@ -96,7 +96,7 @@ def parse_tests(row: dict) -> list[Test]:
         tests = parsers[column](json.loads(row[column]) if is_json else row[column], row)
         if not tests:
             raise ValueError("empty")
-        marshal.dumps(tests)  # as they go to the judge
+        marshal.dumps([vars(test) for test in tests])  # as they go to the judge
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

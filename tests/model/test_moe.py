@@ -231,7 +231,7 @@ def test_transformers_engine_samples_from_the_trained_weights(path, device):
     (mb,) = pack([sample for group in groups for sample in group], 1000, device)
     assert (
         (policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T).abs() * mb.loss_mask_T
-    ).max() < 1e-5
+    ).max() < 3e-5
 
 
 @pytest.mark.slow

@@ -98,12 +98,9 @@ def pass_on(value: object) -> object:
 
 
 def exception(types: list[str], message: str) -> BaseException:
-    """Return an exception of the most special class that is built in. `StopIteration` would end a
-    loop of the test: as in a generator, it becomes a `RuntimeError`."""
+    """Return an exception of the most special class that is built in."""
     for name in types:
         kind = getattr(builtins, name, None)
-        if name in ("StopIteration", "StopAsyncIteration"):
-            break
         if isinstance(kind, type) and issubclass(kind, Exception | SystemExit):
             try:
                 return kind(message)

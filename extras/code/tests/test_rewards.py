@@ -628,7 +628,6 @@ def f(x):
     "keys that collide": "def f(x): return dict.fromkeys(k * (2**61 - 1) for k in range(1, 9_000))",
     "a list in itself": "def f(x):\n    x = [7]\n    x.append(x)\n    return x",
     "names of the judge": "def f(x): raise type('Ended', (BaseException,), {})(7)",
-    "ends a loop of the test": "def f(x): raise StopIteration",
     "sleeps": "import time\ntime.sleep(9999)",
     "sleeps when called": "import time\ndef f(x): time.sleep(9999)",
     "takes no call": "f = 7",
@@ -644,7 +643,6 @@ KINDS = {
             "assert f(5) == 7",
             "assert abs(f(5) - 7) < 1e-6",
             "assert not f(5) != 7 and f(5) in {7}",
-            "assert all(map(lambda x: f(x) == 7, [5]))",
         ]
     ),
     "mbpp": row(test_list=["assert set([f(5)]) == {7}"], test_imports=["import math"]),
