@@ -128,7 +128,7 @@ def test_chat_says_in_a_line_why_an_image_is_refused(talk, tmp_path, trained):
     shown, notes = talk(
         exported, "/image /absent.png", f"/image {tmp_path}/bad.png", "hi", image, "hi"
     )
-    assert "[FileNotFoundError: [Errno 2] No such file or directory: '/absent.png']" in notes
+    assert "[ValueError: /image /absent.png: no such file]" in notes
     assert "image 1: cannot be read: no image, or of an unknown format]" in notes
     message = dict(role="user", content="<image>hi")
     assert shown == f"{visible(greedy(exported, [message], [trained.pictures[0]]))}\n"
