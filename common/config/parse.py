@@ -248,4 +248,4 @@ def texts(args_class: type[BaseArgs]) -> dict[str, tuple[type, str]]:
                 owner, _ = found.get(flag.arg_name, (cls, ""))
                 found[flag.arg_name] = owner, " ".join(flag.description.split())
     # A flag of a copied script may have no text.
-    return {name: (args_class, "") for name in types if name not in found} | found
+    return found | {name: (args_class, "") for name in types if name not in found}

@@ -155,8 +155,17 @@ POWER_OF_TEN = re.compile(rf"([-+]?{NUMBER}){EXPONENT}\.?")
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([-+]?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", re.ASCII)
 SPACED = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 RATIO = re.compile(r"([-+]?)\s*(?:(\d+)\s+)?([-+]?\d+)\s*/\s*(\d+)\.?", re.ASCII)
-# 0.1\overline{6}
-REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{(\d+)\}|(\d))", re.ASCII)
+# 0.1\overline{6}, 0.\bar 3, 0.\dot{1}4285\dot{7}, 0.1(6), and digits with a combining line or dot.
+START = r"(?<![\d.])(\d{0,50})\.(\d{0,50})"
+REPEATING = [
+    re.compile(START + end)
+    for end in (
+        r"\\(?:overline|bar|dot|overbar)\s*(?:\{(\d{1,50})\}|(\d))(?!\d|\\dot|[{(])",
+        r"\\dot\s*\{?(\d)\}?(\d{0,50})\\dot\s*\{?(\d)\}?(?!\d)",
+        r"\((\d{1,50})\)(?![\d(])",
+        r"((?:\d[\u0304\u0305\u0307]){1,50})(?!\d)",
+    )
+]
 
 
 def to_number(text: str) -> Fraction | None:
@@ -171,11 +180,27 @@ def to_number(text: str) -> Fraction | None:
     return number * math.prod(SCALES[word] for word in words)
 
 
+def with_fractions(text: str) -> str:
+    """Return a text with fractions in place of repeating decimals."""
+    for pattern in REPEATING:
+        text = pattern.sub(_as_fraction, text)
+    return text
+
+
+def _as_fraction(match: re.Match) -> str:
+    """Return a repeating decimal as a fraction: `0.1\\overline{6}` is `\\frac{15}{90}`."""
+    whole, once, *repeated = (re.sub(r"\D", "", digits or "") for digits in match.groups())
+    again = "".join(repeated)
+    numerator = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
+    return rf"\frac{{{numerator}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
+
+
 def value_of(text: str) -> Fraction | str:
     """Return the number that a text is, also as a fraction, with an exponent or with repeating
     decimals; else the text without spaces and what only typesets it. Equal answers have equal
     values."""
-    text = FRACTION.sub(r" \1\2/\3\4", without_latex(plain(text)).replace("$", ""))
+    text = with_fractions(without_latex(plain(text)).replace("$", ""))
+    text = FRACTION.sub(r" \1\2/\3\4", text)
     text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", " ".join(text.split())).rstrip(" .")
     number = None
     if len(text) > 100:
@@ -185,11 +210,6 @@ def value_of(text: str) -> Fraction | str:
         number = Fraction(f"{sign}1") * (int(whole or 0) + Fraction(int(top), int(bottom)))
     elif power := POWER_OF_TEN.fullmatch(text):
         number = Fraction(power[1].replace(",", "")) * Fraction(10) ** int(power[2])
-    elif repeating := REPEATING.fullmatch(text):
-        sign, whole, once, *digits = (part or "" for part in repeating.groups())
-        again = "".join(digits)
-        cycle = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
-        number = Fraction(f"{sign}1") * (Fraction(f"{whole or 0}.{once or 0}") + cycle)
     elif text[-1:] not in "kKM":  # a variable
         number = to_number(text.replace(" ", "") if SPACED.fullmatch(text) else text)
     return re.sub(r"(?<!\d) | (?!\d)", "", text) if number is None else number

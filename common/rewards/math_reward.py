@@ -23,6 +23,7 @@ from common.rewards.functions import (
     plain,
     to_number,
     value_of,
+    with_fractions,
     without_latex,
 )
 
@@ -155,17 +156,6 @@ PARTS = dict(zip(PARTS, (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | dict(ha
 PARTS |= dict(hundredth=100, thousandth=1000)
 CHANGING = set("or to minus plus over squared cubed factorial below".split())  # the value
 SYMBOLS = {"∞": r"\infty ", "∈": r"\in ", "·": r"\cdot ", "⋅": r"\cdot ", "°": "", "√": r"\sqrt "}
-# 0.1\overline{6}, 0.\bar 3, 0.\dot{1}4285\dot{7}, 0.1(6), and digits with a combining line or dot.
-START = r"(?<![\d.])(\d{0,50})\.(\d{0,50})"
-REPEATING = [
-    re.compile(START + end)
-    for end in (
-        r"\\(?:overline|bar|dot|overbar)\s*(?:\{(\d{1,50})\}|(\d))(?!\d|\\dot|[{(])",
-        r"\\dot\s*\{?(\d)\}?(\d{0,50})\\dot\s*\{?(\d)\}?(?!\d)",
-        r"\((\d{1,50})\)(?![\d(])",
-        r"((?:\d[\u0304\u0305\u0307]){1,50})(?!\d)",
-    )
-]
 REWRITTEN = [
     # it reads 1 000 as 1 * 0, 3 1/2 as (3 + 1) / 2 and 1e5 as 5 times Euler's number
     (r"(?<=\d)(?:\\[ ,;:!]|[ ~])+(?=\d{3}(?!\d))", ""),
@@ -194,20 +184,10 @@ def normal(answer: str) -> str:
             digits = rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
         is_percent = words and words[0] in ("percent", "percentage")
         return sign + digits + (r"\%" if is_percent else "")
-    for pattern in REPEATING:
-        answer = pattern.sub(_as_fraction, answer)
-    answer = answer.translate(str.maketrans(SYMBOLS))
+    answer = with_fractions(answer).translate(str.maketrans(SYMBOLS))
     for pattern, form in REWRITTEN:
         answer = re.sub(pattern, form, answer)
     return answer
-
-
-def _as_fraction(match: re.Match) -> str:
-    """Return a repeating decimal as a fraction: `0.1\\overline{6}` is `\\frac{15}{90}`."""
-    whole, once, *repeated = (re.sub(r"\D", "", digits or "") for digits in match.groups())
-    again = "".join(repeated)
-    numerator = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
-    return rf"\frac{{{numerator}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
 
 @cache

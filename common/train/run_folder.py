@@ -33,7 +33,7 @@ def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
     Raises `ValueError` if the folder is not shared by all machines, has a run with other flags or
     files that the run would replace or, with `--resume must`, has no run."""
     folder = Path(args.output_dir)
-    problem = _conflict(folder, args) if distributed.is_main() else None
+    problem = distributed.from_main(_conflict(folder, args) if distributed.is_main() else None)
     if isinstance(args, TrainArgs) and args.dry_run:
         if problem:
             distributed.say(f"warning: {problem}")
