@@ -30,7 +30,6 @@ RECIPES = {  # kind of GPU, and the case
     "qwen3_8b_dpo": ("H100", "DPO of 8B"),
     "qwen3_8b_rm": ("H100", "reward model of 8B"),
     "qwen3_code_grpo": ("H100", "code with tests, 1.7B"),
-    "qwen3_tool_grpo": ("H100", "tool use, 1.7B"),
     "qwen3_rloo_rm": ("H100", "RLOO of 1.7B on a reward model of 1.7B"),
     "qwen3_8b_distill": ("H100", "distillation of 8B into 1.7B"),
 }
