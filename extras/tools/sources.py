@@ -69,10 +69,8 @@ def load_source(spec: str, flags: Any) -> "Functions | McpTools":
         make = partial(Interpreter, seconds, flags.unsafe_code_execution)
         return Functions(dict(python=Interpreter.python), make)
     if spec.startswith("mcp:"):
-        try:
+        with extra("tools", label):
             from extras.tools.mcp_tools import mcp_source
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{label}: {error}; pip install mcp") from error
         return mcp_source(spec, TIME * flags.answer_seconds)
     if spec.endswith(".py"):
         return Functions(functions_of(load_file(spec)))
