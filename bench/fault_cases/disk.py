@@ -73,7 +73,7 @@ def operations(setting: Setting, begun: bool) -> list[tuple[str, str]]:
     """Return the distinct operations with patterns of their paths, without random names."""
     found = {}
     for operation, path, _ in traced(setting, begun)[0]:
-        pattern = re.sub(r"(?<=\.tmp)\w{6}$", "*", re.sub(r"step_[0-9a-f]{16}", "step_*", path))
+        pattern = re.sub(r"(?<=\.tmp)\w{6}$", "*", re.sub(r"[0-9a-f]{16}", "*", path))
         found[operation.removesuffix("_folder"), pattern] = None
     return list(found)
 

@@ -87,7 +87,7 @@ SCENARIOS = dict(
         ("run/completions.jsonl", "run/args.yaml"),
         half_evaluated,
         evaluate,
-        lambda place: json.loads((place / "run" / "results.json").read_text()),
+        lambda place: None,  # the file has no checksum: a changed digit is another answer
     ),
 )
 
