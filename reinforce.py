@@ -15,20 +15,13 @@ subtracted, with those of the whole batch. At a token, the KL counts from this t
 Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss.
 `--preset` has both and plain REINFORCE, -A log pi(y_t), as published.
 
-In episodes of several turns (`--environment`), `--turn_credit` adds to R_t the advantage of the
-turn: its discounted return minus the mean return of comparable turns of the group, such as those
-that began in the same state (GiGPO, Feng et al. 2025, arXiv:2505.10978).
-
 Difference from the papers: weights c_t = pi_old(y_t) / pi_engine(y_t) (docs/losses.md).
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes targets_T[t]."""
 
-import math
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import accumulate, chain, count, repeat
-from statistics import mean
+from itertools import chain
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -40,7 +33,6 @@ from common.config.objectives import KL, CorrectionArgs, KLEstimateArgs, LogKLAr
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.data.packing import PackedBatch, count_trained, pack_minibatches, per_sample
-from common.data.sample import Group
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.moments import moments
 from common.model.hub import context_length, load_tokenizer, resolve_model
@@ -53,7 +45,6 @@ from common.objectives.policy import BY_TOKEN, PolicyLoss, Tokens
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
-from common.rollout.environments import on_turns
 from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
@@ -62,8 +53,6 @@ from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
-
-TURN_DISCOUNT = 0.95  # of the rewards of later turns, with --turn_credit
 
 # ---- the objective ----
 
@@ -90,44 +79,15 @@ def kl_to_come(kl_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
     return until_T[ends_N][sequence_ids_T] - until_T + trained_T
 
 
-def turn_advantages(
-    group: Group, scores: list[float], turn_weight: float, turn_credit: str
-) -> list[list[float]]:
-    """Return the advantage of each turn of each completion (arXiv:2505.10978 Eq. 5-7): its return
-    R_k = r_k + 0.95 R_{k+1} minus the mean return of the turns that it is compared with.
-    r_k is the environment's reward times `turn_weight`; the last turn has the rest of the score.
-    Equal returns, and completions without a score (NaN), get exactly 0."""
-    # All completions begin in one state; it is not recorded where the first turn was truncated.
-    start = next((completion.states[:1] for completion in group if completion.states), [""])
-    turns: list[list[tuple]] = []  # of each completion, as (key, return)
-    peers = defaultdict(list)  # returns of the turns that have a key in common
-    for completion, score in zip(group, scores, strict=True):
-        rewards = [turn_weight * r for _, r in completion.turn_rewards[: completion.turns - 1]]
-        rewards.append(score - sum(rewards))
-        returns = [*accumulate(reversed(rewards), lambda R, r: r + TURN_DISCOUNT * R)][::-1]
-        keys = dict(group=repeat(0), turn=count(), state=completion.states or start)
-        pairs = zip(keys[turn_credit], returns, strict=False)
-        turns.append([] if math.isnan(score) else [*pairs])
-        for key, value in turns[-1]:
-            peers[key].append(value)
-    baselines = {key: mean(values) for key, values in peers.items()}  # exact for equal values
-    return [
-        [value - baselines[key] for key, value in pairs] or [0.0] * completion.turns
-        for completion, pairs in zip(group, turns, strict=True)
-    ]
-
-
 def sampled_kl(mb: PackedBatch, args: "Args") -> Tensor:
     """Return the estimated KL of the policy that sampled to the reference, [T]."""
     return kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator)
 
 
 def token_advantages(mb: PackedBatch, less_BG: Tensor, args: "Args") -> Tensor:
-    """Return the advantage of each token before whitening, [T] float64: its completion's plus its
-    turn's (`mb.advantages_T`), minus beta times the KL to come."""
+    """Return the advantage of each token before whitening, [T] float64: its completion's, minus
+    beta times the KL to come."""
     A_T = mb.on_tokens(less_BG).double()
-    if mb.advantages_T is not None:
-        A_T = A_T + mb.advantages_T
     if args.kl_in == "return" and mb.ref_logprobs_T is not None:
         A_T = A_T - args.beta * kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
     return A_T
@@ -223,10 +183,6 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     kl_in: Annotated[Literal["loss", "reward", "return"], KL] = "return"
     """place of the KL penalty. loss: on each token of the loss; reward: summed over a completion,
     in its reward; return: summed from a token on, in the advantage of this token (REINFORCE++)"""
-    turn_credit: Literal["none", "group", "turn", "state"] = "none"
-    """with --environment: turns of a group whose returns are compared, to give each an advantage.
-    group: all; turn: those of the same number; state: those that begin in the same state, which
-    the environment's method `state` returns (GiGPO); none: off"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
@@ -234,16 +190,6 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
         if self.samples_per_prompt < 2 and self.advantage != "reinforce++":
             problem = f"--advantage {self.advantage} compares completions"
             raise ValueError(f"{problem}; set --samples_per_prompt above 1")
-        if self.turn_credit != "none" and (
-            self.environment is None or self.max_turns == 1 or self.samples_per_prompt == 1
-        ):
-            need = "needs --environment, --max_turns and --samples_per_prompt above 1"
-            raise ValueError(f"--turn_credit {self.turn_credit} {need}")
-
-    @property
-    def records_states(self) -> bool:
-        """Whether completions need the states of their environment."""
-        return self.turn_credit == "state"
 
     def cautions(self) -> Iterator[str]:
         """Yield lines about flags whose effect may surprise."""
@@ -273,7 +219,6 @@ def main(args: Args) -> None:
         frozen = [path] * needs_reference
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, own_forwards=needs_old)
     begin_run(args)
-    turn_weight = rewards.weights.get("environment", 0.0)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
@@ -303,11 +248,6 @@ def main(args: Args) -> None:
             scores_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         shaped_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
-        if args.turn_credit != "none":
-            for group, scores in zip(groups, shaped_PG.tolist(), strict=True):
-                of_group = turn_advantages(group, scores, turn_weight, args.turn_credit)
-                for sample, of_turns in zip(group, of_group, strict=True):
-                    sample.streams["advantages"] = on_turns(sample, of_turns)
         minibatches = pack_minibatches(
             groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )

@@ -59,7 +59,6 @@ grpo --advantage pass_at_k --samples_per_prompt 4 -> pass_at_k needs --samples_p
 grpo --preset gspo --clip_high 0.28 -> --clip_high 0.28 contradicts --preset gspo, which sets 0.0004
 grpo --preset dapoo -> --preset dapoo must be 'grpo', 'dr_grpo', 'maxrl'
 reinforce --samples_per_prompt 1 --advantage leave_one_out -> set --samples_per_prompt above 1
-reinforce --turn_credit turn -> --turn_credit turn needs --environment, --max_turns and --samples
 reinforce --beta 0 --kl_in loss -> --kl_in loss has no effect with --beta 0
 rloo --correction token -> --correction token: a completion has one weight
 ppo --prompts_per_step 6 --minibatches 4 -> --prompts_per_step 6 must be a multiple of --minibatch

@@ -1,7 +1,6 @@
-"""reinforce.py: advantages of tokens and turns by naive formulas. tests/test_grpo_objective.py has
+"""reinforce.py: advantages of tokens by naive formulas. tests/test_grpo_objective.py has
 the loss."""
 
-import copy
 import itertools
 import math
 import statistics as naive
@@ -9,13 +8,12 @@ import typing
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import reinforce
 from common.data.packing import PackedBatch, pack_minibatches
 from common.data.sample import Completion
-from common.rollout.environments import on_turns
 
 CPU, NAN = torch.device("cpu"), math.nan
 NAMES = typing.get_args(typing.get_type_hints(reinforce.Args)["advantage"])
@@ -124,19 +122,10 @@ def with_logprobs(groups, pack_tokens=10_000) -> list[list[PackedBatch]]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("pack_tokens", [10_000, 24])
 def test_token_advantages_equal_naive_code(device, name, pack_tokens):
-    """With the KL to come: that of the later trained tokens. The third completion has no reward.
-    First turns have the advantage -1, later ones 0."""
+    """With the KL to come: that of the later trained tokens. The third completion has no reward."""
     rewards = [[1.0, 0.0, NAN], [0.5, 2.0, 0.0]]
-    played = copy.deepcopy(PLAYED)
-    for sample in itertools.chain(*played):
-        spans = itertools.groupby(sample.loss_mask)
-        numbers = [[-float(k < 2)] * len([*span]) for k, (_, span) in enumerate(spans)]
-        sample.streams["advantages"] = sum(numbers, [])
-    minibatches, beta = with_logprobs(played, pack_tokens), 0.3
-    args = reinforce.Args(
-        advantage=name, kl_estimator="k1", beta=beta, turn_credit="turn",
-        environment="guess_number", reward=("environment",),
-    )  # fmt: skip
+    minibatches, beta = with_logprobs(PLAYED, pack_tokens), 0.3
+    args = reinforce.Args(advantage=name, kl_estimator="k1", beta=beta)
     present = [r for r in rewards[0] + rewards[1] if not math.isnan(r)]
     less = {"reinforce++": [[r - naive.fmean(present) for r in group] for group in rewards]}
     less["reinforce++_baseline"] = [naive_centred(group) for group in rewards]
@@ -150,71 +139,10 @@ def test_token_advantages_equal_naive_code(device, name, pack_tokens):
             trained = (mb.loss_mask_T & (mb.sequence_ids_T == n)).nonzero()[:, 0].tolist()
             gaps = [(mb.old_logprobs_T[t] - mb.ref_logprobs_T[t]).item() for t in trained]
             reward = less[name][index // 3][index % 3]
-            has_one_turn = index in (1, 4)
-            raw[index] = [
-                reward - (t == 0 or has_one_turn) - beta * math.fsum(gaps[t:])
-                for t in range(len(gaps))
-            ]
+            raw[index] = [reward - beta * math.fsum(gaps[t:]) for t in range(len(gaps))]
     unscored = raw.pop(2)
     expected = [x for index in sorted(raw) for x in raw[index]]
     expected = expected if name == "leave_one_out" else naive_whiten(expected)
     got = on_trained_tokens(reinforce.with_advantages(minibatches, double(rewards), args))
     assert got.pop(2) == [0.0] * len(unscored)
     assert sum(got, []) == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
-# ---- turns ----
-
-
-@st.composite
-def episodes(draw) -> tuple[list[Completion], list[float]]:
-    """Return a group of episodes and its scores. The first may be truncated before its first
-    answer, and another have no score."""
-    group, scores = [], []
-    for i in range(4):
-        turns = draw(st.integers(1, 4))
-        lengths = draw(st.lists(st.integers(1, 3), min_size=turns, max_size=turns))
-        ids, mask, ends = [0, 0], [False, False], []
-        for length in lengths:
-            ids += [1] * length + [2] * 2
-            mask += [True] * length + [False] * 2
-            ends.append(len(ids) - 3)
-        rewards = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=turns, max_size=turns))
-        states = ["start", *draw(st.lists(st.sampled_from("ab"), min_size=turns, max_size=turns))]
-        if i == 0 and turns == 1 and draw(st.booleans()):
-            states, rewards = [], []
-        sample = Completion(ids[:-2], mask[:-2], prompt_length=2, turns=turns, states=states)
-        sample.turn_rewards = list(zip(ends, rewards, strict=False))
-        group.append(sample)
-        scores.append(NAN if draw(st.integers(0, 5)) == 0 else 2 * sum(rewards) - 0.25)
-    return group, scores
-
-
-@settings(max_examples=40)
-@given(episodes(), st.sampled_from(["group", "turn", "state"]))
-def test_turn_advantages_equal_naive_code(played, credit):
-    """The environment's rewards count twice; -0.25 belongs to the last turn."""
-    group, scores = played
-    turns = []  # (completion, turn, key, return)
-    for i, (sample, score) in enumerate(zip(group, scores, strict=True)):
-        rewards = [2 * reward for _, reward in sample.turn_rewards] or [0.0]
-        rewards[-1] -= 0.25
-        for k in range(sample.turns if not math.isnan(score) else 0):
-            value = sum(0.95**n * reward for n, reward in enumerate(rewards[k:]))
-            state = sample.states[k] if sample.states else "start"
-            turns.append((i, k, dict(group=0, turn=k, state=state)[credit], value))
-    expected = [[0.0] * sample.turns for sample in group]
-    for i, k, key, value in turns:
-        expected[i][k] = value - naive.fmean([v for _, _, other, v in turns if other == key])
-    got = reinforce.turn_advantages(group, scores, 2.0, credit)
-    for a, b in zip(got, expected, strict=True):
-        assert a == pytest.approx(b, abs=1e-9)
-
-
-@settings(max_examples=20)
-@given(episodes())
-def test_numbers_of_turns_stand_on_their_trained_tokens(played):
-    for sample in played[0]:
-        numbers = on_turns(sample, [*range(sample.turns)])
-        spans = itertools.groupby(zip(sample.loss_mask, numbers, strict=True))
-        assert [n for (trained, n), _ in spans if trained] == [*range(sample.turns)]

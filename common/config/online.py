@@ -22,7 +22,6 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
 
     truncation = None  # `TruncationArgs` has flags for it
     decodes_greedily = False  # whether each prompt has a greedy completion beside the sampled ones
-    records_states = False  # whether completions need the states of their environment
     PACKS_BRANCHES: ClassVar[bool] = True
     """whether the script can train on the branches of an agent's episode"""
 

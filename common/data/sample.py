@@ -88,9 +88,6 @@ class Completion(Sample):
     turn_start: int = 0  # place in `ids` of the last of several turns, if they were sampled here
     # Rewards of the environment, each with the index in `ids` of the turn's last token.
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
-    # State of the environment before each turn of the model, if recorded; none if the first turn
-    # was truncated.
-    states: list[str] = field(default_factory=list)
     transcript: str = ""  # all turns decoded, for logs; empty without an environment
     error: str = ""  # that the environment raised, if any
     # With `--tools`: number of calls, and of those with each problem (extras/tools/toolbox.py).

@@ -3,11 +3,9 @@ constructor takes no arguments; each episode has an object of its own:
 
     reset(example: dict) -> messages                   the prompt of a data row, the same every time
     step(completion: str) -> messages, reward, done    the answer to one turn of the model
-    state() -> str                                     optional: the situation before the next turn
 
-`--reward environment` is the sum of the rewards of the turns. Turns of a prompt's episodes with
-equal states can be compared (docs/environments.md). Each built-in environment has a task of the
-same name for `--dataset` (common/data/tasks.py).
+`--reward environment` is the sum of the rewards of the turns. Each built-in environment has a task
+of the same name for `--dataset` (common/data/tasks.py).
 
 An environment of your own runs in a process, a fork of one that has imported the file
 (common/rewards/processes.py): one that hangs or dies costs its own episode only. The tokens of a
@@ -17,7 +15,6 @@ without loss."""
 import copy
 import re
 import sys
-from bisect import bisect_left
 from collections.abc import Callable
 
 from common.config.online import SamplingArgs
@@ -34,26 +31,25 @@ from common.rollout.engine import Engine
 Message = dict[str, str]
 
 
-def load_environment(name: str, with_state: bool = False) -> type:
+def load_environment(name: str) -> type:
     """Return the class of a built-in environment, or of `path/to/file.py:Class`. Raises
-    `ValueError` for anything else, and `with_state` for a class without the method state."""
+    `ValueError` for anything else."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if ":" not in name:
         names = ", ".join(ENVIRONMENTS)
         raise ValueError(f"--environment {name}: unknown; there are {names}, path/to/file.py:Class")
     environment = load_callable("--environment", name)
-    names = ["reset", "step"] + ["state"] * with_state
-    if not isinstance(environment, type) or not all(hasattr(environment, x) for x in names):
-        wanted = " and ".join(names)
-        raise ValueError(f"--environment {name}: not a class with the methods {wanted}")
+    methods = ("reset", "step")
+    if not isinstance(environment, type) or not all(hasattr(environment, x) for x in methods):
+        raise ValueError(f"--environment {name}: not a class with the methods reset and step")
     return environment
 
 
 def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Message]]:
     """Return the function row -> prompt of the environment, the messages of its reset. It raises
     `ValueError` naming the row that the environment cannot use."""
-    environment = load_environment(args.environment, args.records_states)
+    environment = load_environment(args.environment)
 
     def first_messages(row: dict) -> list[Message]:
         place = f"{row['_source']}: --environment {args.environment}"
@@ -66,12 +62,6 @@ def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Mes
         return messages
 
     return first_messages
-
-
-def on_turns(completion: Completion, values: list[float]) -> list[float]:
-    """Return, for each id of a completion, the number of the turn that has it or follows it."""
-    ends = [index for index, _ in completion.turn_rewards[: completion.turns - 1]]
-    return [values[bisect_left(ends, index)] for index in range(len(completion.ids))]
 
 
 # ---- episodes ----
@@ -99,7 +89,7 @@ class Environments:
 
     def __init__(self, args: SamplingArgs, engine: Engine):
         self.args = args
-        self.make = load_environment(args.environment, args.records_states)
+        self.make = load_environment(args.environment)
         self.encoder = Encoder(engine.tokenizer, args)
         self.server = None
         if args.environment not in ENVIRONMENTS:
@@ -133,13 +123,9 @@ class EnvironmentEpisode:
                 self.is_new = False
                 if await self._call("reset", self.row) != self.row["_prompt"]:
                     raise ValueError("not the same messages as at the start of the run")
-                await self._record_state(completion)
             doing = f"step {completion.turns}"
             messages, reward, done = await self._call("step", completion.text)
-            reward = float(reward)
-            if not done:
-                await self._record_state(completion)
-            completion.turn_rewards.append((len(completion.ids) - 1, reward))
+            completion.turn_rewards.append((len(completion.ids) - 1, float(reward)))
             if not done:
                 return self.encoder.reply(messages, last_token(completion, self.args))
         except Exception as error:
@@ -161,13 +147,6 @@ class EnvironmentEpisode:
             raise Failure(result.error)
         return result.value
 
-    async def _record_state(self, completion: Completion) -> None:
-        if self.args.records_states:
-            state = await self._call("state")
-            if not isinstance(state, str):
-                raise TypeError(f"state returned {state!r:.50}, not a text")
-            completion.states.append(state)
-
 
 class Failure(Exception):
     """An error of the environment, in one line."""
@@ -187,18 +166,13 @@ class Calculator:
     is the final answer.
 
     Columns: `prompt`, `answer`. Reward: 1 if the last number of the final answer is `answer`.
-    State: the values that it has told.
     """
 
     CALL = re.compile(r"<calc>([^<>]*)</calc>")
 
     def reset(self, example: dict) -> list[Message]:
         self.answer = to_number(str(example["answer"]))
-        self.told: set[str] = set()
         return asked(example)
-
-    def state(self) -> str:
-        return " ".join(sorted(self.told))
 
     def step(self, completion: str) -> tuple[list[Message], float, bool]:
         if "<calc>" in completion:
@@ -207,8 +181,6 @@ class Calculator:
             content = f"{expression}={value}"
             if value is None:
                 content = "error: <calc>numbers with + - * / ( )</calc>"
-            else:
-                self.told.add(content)
             return [dict(role="tool", content=content)], 0.0, False
         numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
         return [], float(bool(numbers) and to_number(numbers[-1]) == self.answer), True
@@ -217,17 +189,12 @@ class Calculator:
 class GuessNumber:
     """Secret number: answers each guess with higher or lower.
 
-    Columns: `prompt`, `number`. Reward: 1 for the right guess. State: the numbers that are left.
+    Columns: `prompt`, `number`. Reward: 1 for the right guess.
     """
 
     def reset(self, example: dict) -> list[Message]:
         self.number = int(example["number"])
-        self.low = 0
-        self.high = float("inf")
         return asked(example)
-
-    def state(self) -> str:
-        return f"{self.low} to {self.high}"
 
     def step(self, completion: str) -> tuple[list[Message], float, bool]:
         numbers = re.findall(r"\d+", completion)
@@ -236,11 +203,8 @@ class GuessNumber:
         guess = int(numbers[-1][:9])  # Python refuses to convert thousands of digits
         if guess == self.number:
             return [], 1.0, True
-        if guess < self.number:
-            self.low = max(self.low, guess + 1)
-            return [dict(role="user", content="higher")], 0.0, False
-        self.high = min(self.high, guess - 1)
-        return [dict(role="user", content="lower")], 0.0, False
+        hint = "higher" if guess < self.number else "lower"
+        return [dict(role="user", content=hint)], 0.0, False
 
 
 ENVIRONMENTS = dict(

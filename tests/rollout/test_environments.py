@@ -95,12 +95,6 @@ def played(environments: Environments, *episodes) -> list:
     return asyncio.run(main())
 
 
-def record_states(environments: Environments) -> None:
-    """Set what reinforce.py has for `--turn_credit state`."""
-    flags = vars(environments.args) | dict(records_states=True, answer_seconds=PATIENCE)
-    environments.args = SimpleNamespace(**flags)
-
-
 def rewards(completion) -> list[float]:
     return [reward for _, reward in completion.turn_rewards]
 
@@ -137,27 +131,6 @@ def test_environment_of_a_file_answers_like_a_built_in_one(tmp_path):
     assert all(word in text for word, text in zip(words, said, strict=True))
     assert third.error == "reset: KeyError: 'number'" and third.turn_rewards == []
     assert fourth.error == "reset: ValueError: not the same messages as at the start of the run"
-
-
-@pytest.mark.parametrize("in_file", [False, True])
-def test_states_are_those_before_each_turn(tmp_path, in_file):
-    """No state follows the last turn."""
-    environment = make(guess(tmp_path)[in_file])
-    record_states(environment)
-    ((completion, _),) = played(environment, (row(number=37), ["20", "?", "60", "37"]))
-    assert completion.states == ["0 to inf", "21 to inf", "21 to inf", "21 to 59"]
-    assert rewards(completion) == [0, 0, 0, 1]
-    environment.close()
-
-
-def test_state_that_is_no_text_is_an_error(tmp_path):
-    (tmp_path / "doer.py").write_text(f"{USER_FILE}    def state(self): return [self.said]\n")
-    doers = make(f"{tmp_path / 'doer.py'}:Doer")
-    record_states(doers)
-    ((completion, _),) = played(doers, (row(), [FINE]))
-    assert completion.error == "reset: TypeError: state returned [0], not a text"
-    assert completion.turn_rewards == []
-    doers.close()
 
 
 ERRORS = {

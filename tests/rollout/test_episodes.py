@@ -49,10 +49,6 @@ class Counter:
         said = [result, {"role": "user", "content": "on"}]
         return said, 0.5 ** self.done, self.done == self.turns
 """
-STATE = """
-    def state(self):
-        return str(self.done)
-"""
 ROWS = [
     dict(prompt=f"{i}?", turns=turns, _source=f"rows:{i}") for i, turns in enumerate([1, 2, 3, 9])
 ]
@@ -314,11 +310,6 @@ def test_bad_environment_names_are_refused(name, words, tmp_path):
         load_environment(name.format(tmp_path))
 
 
-def test_environment_without_state_is_refused_where_states_are_compared(user_file):
-    with pytest.raises(ValueError, match="not a class with the methods reset and step and state$"):
-        load_environment(user_file, with_state=True)
-
-
 def test_bad_rows_are_refused_by_name(tmp_path, user_file):
     args = Args(environment=user_file, reward=("environment",))
     with pytest.raises(
@@ -379,24 +370,6 @@ def colocated(flags, tmp_path_factory):
 def test_gradient_does_not_depend_on_ranks(colocated, flags, tmp_path):
     run(2, "grpo.py", *flags, "--pack_tokens", 300, "--share_prefix", 1, "--output_dir", tmp_path)
     assert_close_metrics(colocated, tmp_path, NUMBERS, rel=1e-5, floor=1e-2)
-
-
-@pytest.mark.slow
-def test_credit_of_turns_does_not_depend_on_ranks(flags, main, tmp_path):
-    """Two ranks train and a third samples: completions travel with the states of their turns."""
-    (tmp_path / "counter.py").write_text(USER_FILE + STATE)
-    flags = (
-        *flags, "--environment", f"{tmp_path / 'counter.py'}:Counter", "--turn_credit", "state",
-        "--advantage", "reinforce++_baseline", "--kl_in", "return",
-    )  # fmt: skip
-    main("reinforce", *flags, "--output_dir", tmp_path / "1")
-    apart = ("--rollout_ranks", 1, "--max_staleness", 0, "--pack_tokens", 300)
-    run(3, "reinforce.py", *flags, *apart, "--output_dir", tmp_path / "2")
-    assert_close_metrics(tmp_path / "1", tmp_path / "2", NUMBERS, rel=1e-5, floor=1e-2)
-    one, other = ((tmp_path / name / "samples.jsonl").read_text().splitlines() for name in "12")
-    for line, same in zip(map(json.loads, one), map(json.loads, other), strict=True):
-        assert line.pop("advantage") == pytest.approx(same.pop("advantage"), abs=1e-5)
-        assert line == same
 
 
 TWICE = """
