@@ -276,7 +276,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids; samples: completions of the data ----
-    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
+    path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     folders = find_teachers(args, path, tokenizer)  # of the teachers, by name
     context = min(context_length(each, args) for each in (path, *folders.values()))

@@ -184,7 +184,7 @@ def main(args: Args) -> None:
     earlier = prepare_output_dir(args)  # flags of the run that goes on
 
     # ---- data: pairs of token ids with masks, and their order ----
-    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
+    path = resolve_model(args.model, weights=not args.dry_run)
     args = fit_max_length(args, path, earlier, sequences=2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(

@@ -301,7 +301,7 @@ def main(args: Args) -> None:
     if args.completions is not None and models[0][0] != folder:
         problem = f"are of one model, --model {args.model} has {len(models)}"
         raise ValueError(f"--completions {args.completions} {problem}")
-    task = load_task(args, resolve_model(models[-1][1], rope_factor=args.rope_factor), device)
+    task = load_task(args, resolve_model(models[-1][1]), device)
     begin_run(args)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
@@ -317,7 +317,7 @@ def main(args: Args) -> None:
         if target != folder and not checkpoint_curve.still_exists(model):
             continue
         target.mkdir(exist_ok=True)
-        path = resolve_model(model, rope_factor=args.rope_factor)
+        path = resolve_model(model)
         lines, engine = answers(args, task, engine, path, target / OWN_FILE)
         if stopped := len(lines) < len(task.prompts):
             break

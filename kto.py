@@ -255,7 +255,7 @@ def main(args: Args) -> None:
     earlier = prepare_output_dir(args)  # flags of the run that goes on
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
-    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
+    path = resolve_model(args.model, weights=not args.dry_run)
     args = fit_max_length(args, path, earlier)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(

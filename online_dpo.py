@@ -167,7 +167,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = not set(args.loss) <= REFERENCE_FREE
-    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
+    path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     context = context_length(path, args, sequences=2)  # a pair shares a pack
     prompts, held_out = load_prompts(args, tokenizer, context)

@@ -237,9 +237,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
-    path = value_path = resolve_model(
-        args.model, weights=not args.dry_run, rope_factor=args.rope_factor
-    )
+    path = value_path = resolve_model(args.model, weights=not args.dry_run)
     if args.value_model is not None:
         value_path = resolve_model(args.value_model, "--value_model", not args.dry_run)
     tokenizer = load_tokenizer(path, args)

@@ -211,7 +211,7 @@ def main(args: Args) -> None:
     needs_reference = args.beta > 0 or args.log_kl
     measures_kl = needs_reference and args.kl_in != "loss"  # of the policy that sampled
     needs_old = measures_kl or args.updates_per_rollout > 1
-    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
+    path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)

@@ -180,7 +180,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
-    path = resolve_model(args.model, weights=not args.dry_run, rope_factor=args.rope_factor)
+    path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     context = min(context_length(path, args), args.pack_tokens)  # room for the stub of `pair`
     prompts, held_out = load_prompts(args, tokenizer, context)

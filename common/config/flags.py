@@ -43,7 +43,6 @@ def _number_and_kind(text: str) -> str:
 Real = Annotated[float, AfterValidator(_in_float32)]
 Positive = Annotated[T, Field(gt=0), AfterValidator(_in_float32)]
 NotNegative = Annotated[T, Field(ge=0), AfterValidator(_in_float32)]
-AboveOne = Annotated[float, Field(gt=1), AfterValidator(_in_float32)]
 AtLeast2 = Annotated[int, Field(ge=2)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]

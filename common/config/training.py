@@ -10,7 +10,6 @@ from pydantic_core import ArgsKwargs
 
 from common.config.flags import (
     STRICT,
-    AboveOne,
     BelowOne,
     Gpus,
     MayChange,
@@ -44,9 +43,6 @@ class ModelArgs:
     context_ranks: MayChange[Positive[int]] = 1
     """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x
     context_ranks tokens"""
-    rope_factor: AboveOne | None = None
-    """context length as a multiple of the model's, by YaRN's scaling of its rotary embeddings
-    (arXiv:2309.00071)"""
 
     @property
     def pack_capacity(self) -> int:

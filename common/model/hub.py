@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.config.extra import extra
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.data.chat import end_of_turn, use_template
 from common.model.checkpoint_files import STATE
@@ -27,18 +26,11 @@ BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokeniz
 GENERATION_CONFIG = "generation_config.json"
 
 
-def resolve_model(
-    model: str, flag: str = "--model", weights: bool = True, rope_factor: float | None = None
-) -> str:
+def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
     """Return the local folder of a built-in model, a folder or a Hugging Face id, also as
-    `id@revision`: config.json, tokenizer and, unless `weights` is false, safetensors. With
-    `rope_factor`, return a folder of the same model with scaled rotary embeddings.
+    `id@revision`: config.json, tokenizer and, unless `weights` is false, safetensors.
 
     The model of a resumable checkpoint is `hf/` in it. `flag` stands in errors. Collective."""
-    if rope_factor is not None:
-        with extra("architectures", f"--rope_factor {rope_factor:g}"):
-            from extras.architectures.rope import scaled_folder
-        return scaled_folder(resolve_model(model, flag, weights), rope_factor)
     if model in BUILT_IN_MODELS:
         return tiny_model(model)
     label = f"{flag} {model}"

@@ -208,8 +208,7 @@ def _peft_config(hf: nn.Module, path: str, args: TrainArgs) -> dict[str, object]
     linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     is_all = adapted == {name for name in linear if name.rpartition(".")[2] in endings}
     base, _, revision = args.model.partition("@")
-    is_folder = args.model in BUILT_IN_MODELS or Path(args.model).expanduser().exists()
-    if is_folder or args.rope_factor is not None:  # the hub has no model with scaled embeddings
+    if args.model in BUILT_IN_MODELS or Path(args.model).expanduser().exists():
         base, revision = str(Path(path).resolve()), ""
     is_scalar = hasattr(hf, "score")
     return dict(

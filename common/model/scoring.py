@@ -105,9 +105,7 @@ def reference_logps(
     reference often is the starting model. Collective."""
     if not needed:
         return [torch.zeros(shape) for shape in _shapes(datasets)]
-    name = args.reference_model or args.model
-    factor = args.rope_factor if name == args.model else None
-    path = resolve_model(name, "--reference_model", rope_factor=factor)
+    path = resolve_model(args.reference_model or args.model, "--reference_model")
     require_same_tokenizer("--reference_model", path, tokenizer)
 
     def load() -> Policy:

@@ -214,7 +214,7 @@ def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
 
 def serve(args: OnlineArgs, device: torch.device) -> None:
     """Generate on a rollout rank until training ends."""
-    path = resolve_model(args.model, rope_factor=args.rope_factor)
+    path = resolve_model(args.model)
     engine = make_engine(path, args, load_tokenizer(path, args), device)
     episodes = Episodes(engine, args)
     inbox: queue.Queue[Orders | None] = queue.Queue()

@@ -10,7 +10,6 @@ from extras.images.reader import reader
 
 NO_IMAGES = (
     "environment", "agent", "tools", "shots", "reward_models", "reward_model", "perplexity_model",
-    "rope_factor",
 )  # fmt: skip
 
 

@@ -413,20 +413,6 @@ def test_mismatched_targets_and_adapters_are_refused(adapter, flags, words, path
     assert "\n" not in line
 
 
-def test_model_with_scaled_embeddings_is_the_base_of_its_adapter(path, device, tmp_path):
-    """The hub has the model without them."""
-    policy = load_policy(path, ARGS, device)
-    for number, (factor, base) in enumerate(((None, "some/model"), (2.0, path))):
-        args, folder = (
-            replace(ARGS, model="some/model@v1", rope_factor=factor),
-            tmp_path / f"{number}",
-        )
-        save_adapter(policy.hf, path, args, folder)
-        config = json.loads((folder / "adapter_config.json").read_text())
-        assert config["base_model_name_or_path"] == base
-        assert config["revision"] == (None if factor else "v1")
-
-
 # ---- whole runs ----
 
 STEPS = (

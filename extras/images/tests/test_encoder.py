@@ -136,9 +136,8 @@ def test_text_of_a_placeholder_is_no_image(family, prompt_format, encoder_of):
 
 @pytest.mark.parametrize(
     "flags",
-    [dict(environment="x"), dict(agent="x"), dict(tools=["x"]), dict(reward_models=["model:x"]),
-     dict(rope_factor=2.0)],
-)  # fmt: skip
+    [dict(environment="x"), dict(agent="x"), dict(tools=["x"]), dict(reward_models=["model:x"])],
+)
 def test_flags_without_support_are_refused(flags, checkpoints):
     (name,) = flags
     name = "reward model:x" if name == "reward_models" else name
