@@ -20,7 +20,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import NotNegative, Positive
+from common.config.flags import Positive
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
 from common.config.training import EvalSampleArgs, GenerateArgs, ImageArgs, StreamArgs
@@ -77,9 +77,6 @@ class Args(ImageArgs, GenerateArgs, EvalSampleArgs, StreamArgs, TrainArgs):
     factor. Evaluations always use nll, so that runs are comparable"""
     lr: Positive[float] = 2e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    router_aux_loss_coef: NotNegative[float] = 0.0
-    """mixtures of experts: weight of the load-balancing loss, which spreads tokens over the experts
-    (docs/models.md); 0: off"""
 
     def __post_init__(self) -> None:
         self.require_fit(self.max_length)
@@ -124,8 +121,6 @@ def main(args: Args) -> None:
 
     # ---- model: FSDP2 shards of float32 masters ----
     policy = load_policy(path, args, device)
-    if args.router_aux_loss_coef:
-        policy.watch_experts("--router_aux_loss_coef")
     optimizer = adamw(policy, args)
     generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
 
@@ -153,15 +148,9 @@ def main(args: Args) -> None:
                 logprobs_T, entropy_T, correct_T = policy(mb)
                 loss_T = loss(args.loss, logprobs_T)
                 share_T = loss_T * mb.loss_mask_T / tokens
-                mb_loss = share_T.sum()
-                if args.router_aux_loss_coef:
-                    balance_N = policy.expert_balance_N
-                    # A mean over sequences: one over tokens would depend on the packing.
-                    mb_loss += args.router_aux_loss_coef * balance_N.sum() / args.batch_size
-                    meter.mean("expert_balance", balance_N.sum(), len(balance_N))
                 # FSDP averages gradients over ranks; undo that.
-                (mb_loss * world_size).backward()
-                batch_loss += mb_loss.detach()
+                (share_T.sum() * world_size).backward()
+                batch_loss += share_T.detach().sum()
                 measured = dict(loss=loss_T, entropy=entropy_T, mean_token_accuracy=correct_T)
                 meter.tokens(mb, measured, share_T)
                 for name, mask_T in mb.source_masks_T.items():

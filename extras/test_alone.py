@@ -95,7 +95,6 @@ CASES = [
      ("distill", "--teacher", "tiny-sft", "--teacher_logprobs", "stored",
       "--on_policy_fraction", 0, "--top_k", 4)),
     ("architectures", ".*qwen3_next", ("sft", "--model", "QWEN3_NEXT")),
-    ("architectures", "--router_aux_loss_coef", ("sft", "--router_aux_loss_coef", 0.1)),
 ]  # fmt: skip
 
 

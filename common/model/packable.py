@@ -63,7 +63,6 @@ def packable_config(path: str, label: str):
         for name in vars(part) if part is not None else ():
             if name.endswith(("dropout", "pdrop", "jitter_noise")):
                 setattr(part, name, 0.0)
-    text.output_router_logits = False  # `watch_experts` turns them on
     if method_of_quantization(config) is not None:
         del config.quantization_config  # weights in MXFP4 are read as floats
     return config

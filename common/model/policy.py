@@ -32,7 +32,6 @@ class PackedModel(nn.Module):
 
     share_prefix = 0  # `--share_prefix`, for packs of this model
     needs_whole_sequences = False
-    expert_balance_N: Tensor  # see `watch_experts`
     watch: Callable[[PackedBatch, Output], None] | None = None  # of the trace: outputs with a graph
     forward_methods: tuple[str, ...] = ()  # besides forward: they need FSDP's root unsharded
     distils = False  # whether the loss compares every token with a teacher's distribution
@@ -69,12 +68,6 @@ class PackedModel(nn.Module):
                 if x is not None and x.requires_grad:
                     x.register_hook(lambda grad: None if grad is None else grad * scale)
         return output
-
-    def watch_experts(self, flag: str) -> None:
-        """Keep `expert_balance_N`, that of the last computed sequences, from now on."""
-        with extra("architectures", flag):
-            from extras.architectures.expert_balance import watch_experts
-        watch_experts(self, flag)
 
 
 class Policy(PackedModel):

@@ -1,2 +1,1 @@
-"""What only some model types need: gated delta nets in packs, new weights of gpt-oss for vLLM, the
-balance of experts."""
+"""What only some model types need: gated delta nets in packs, new weights of gpt-oss for vLLM."""

@@ -69,39 +69,19 @@ def same(one: dict, other: dict) -> bool:
 # ---- the gradient, by transformers alone ----
 
 
-def balance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
-    """Return the balance loss of one sequence, arXiv:2412.19437 Eq. 17-20, literally; mean over
-    layers."""
-    total = 0.0
-    for logits_TE in router_logits:
-        (T, E), s = logits_TE.shape, logits_TE.softmax(-1)
-        chosen = [set(row.topk(top_k).indices.tolist()) for row in s]
-        for i in range(E):
-            f_i = E / (top_k * T) * sum(i in experts for experts in chosen)
-            total = total + f_i * s[:, i].mean()
-    return total / len(router_logits)
-
-
-def gradient_is_transformers(
-    policy, mine, path, pack_tokens, device, world_size=1, coefficient=0
-) -> bool:
+def gradient_is_transformers(policy, mine, path, pack_tokens, device, world_size=1) -> bool:
     """Return whether `policy`, with the rows `mine` packed on this rank, and a plain model, one row
-    after the other, have equal gradients of all log-probs plus `coefficient` times the balance of
-    every sequence."""
+    after the other, have equal gradients of all log-probs."""
     for mb in pack([Sample(ids, [True] * len(ids)) for ids in mine], pack_tokens, device):
         loss = (policy(mb)[0] * mb.loss_mask_T).sum()
-        if coefficient:
-            loss = loss + coefficient * policy.expert_balance_N.sum()
         (loss * world_size).backward()
     plain = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).to(device)
     for ids in rows():
         ids_T = torch.tensor([ids], device=device)
-        out = plain(ids_T[:, :-1], use_cache=False, output_router_logits=True)
-        logprobs_T = out.logits[0].log_softmax(-1).gather(-1, ids_T[0, 1:, None])
-        balance_of_row = balance(out.router_logits, plain.config.num_experts_per_tok)
-        (logprobs_T.sum() + coefficient * balance_of_row).backward()
+        logits_TV = plain(ids_T[:, :-1], use_cache=False).logits[0]
+        logits_TV.log_softmax(-1).gather(-1, ids_T[0, 1:, None]).sum().backward()
     gradient = {name: whole(parameter.grad) for name, parameter in policy.hf.named_parameters()}
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     largest = max(g.abs().max() for g in expected.values())
