@@ -176,7 +176,6 @@ def main(args: Args) -> None:
                     meter.tokens(mb, {"loss": -logprobs_T, "entropy": entropy_T}, share_T)
                     if i < args.minibatches and args.truncation is None:  # the first epoch
                         measure_mismatch(meter, logprobs_T.detach(), mb)
-                        meter.masked_mean("sampling/kept_fraction", mb.loss_mask_T, mb.loss_mask_T)
                 if tokens:
                     grad_norm = optimizer_step(
                         policy, optimizer, lr, args.max_grad_norm, total_loss

@@ -105,7 +105,6 @@ def loss(
         "ratio": ratio_T.detach(),
         "clip_ratio/region_mean": stopped_T,
         "sampling/weight": c_T,
-        "sampling/kept_fraction": c_T > 0,
     }
     return loss_T * c_T * mask_T / tokens, logged
 

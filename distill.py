@@ -89,11 +89,8 @@ def loss(
     tensors [T] to log. `comparison`: student and teacher. Only the student's own completions have
     `rollout_logprobs_T`, of the engine."""
     if args.estimator == "full":
-        full_T = comparison.divergence_T
-        logged = {}
-        if rollout_logprobs_T is not None:
-            logged["sampling/kept_fraction"] = torch.ones_like(mask_T)
-        elif args.sft_weight:
+        full_T, logged = comparison.divergence_T, {}
+        if rollout_logprobs_T is None and args.sft_weight:
             full_T = full_T - args.sft_weight * comparison.logprobs_T
             logged["data/cross_entropy"] = -comparison.logprobs_T.detach()
         return full_T * mask_T / tokens, logged
@@ -107,7 +104,6 @@ def loss(
         "ratio": ratio_T.detach(),
         "clip_ratio/region_mean": stopped_T,
         "sampling/weight": c_T,
-        "sampling/kept_fraction": c_T > 0,
     }
     return loss_T * c_T * mask_T / tokens, logged
 
@@ -135,9 +131,6 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     clip_high: Annotated[NotNegative[float], SAMPLED] = 0.2
     correction: Annotated[Literal["none", "token", "sequence"] | None, SAMPLED] = None
     correction_high: Annotated[Positive[float], SAMPLED] = 2.0
-    correction_filter: Annotated[tuple[NotNegative[float], NotNegative[float]] | None, SAMPLED] = (
-        None
-    )
 
     def __post_init__(self) -> None:
         if self.missing_eos_penalty:

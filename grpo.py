@@ -105,7 +105,6 @@ def loss(
         "ratio": ratio_T.detach(),
         "clip_ratio/region_mean": stopped_T,
         "sampling/weight": c_T,
-        "sampling/kept_fraction": c_T > 0,
     }
     if (threshold := args.off_policy_threshold) is not None:  # mask if A < 0 and pi is far away
         drift_T = rollout_logprobs_T - logprobs_T
@@ -185,10 +184,8 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
             raise ValueError(f"--loss {self.loss} --reduction {self.reduction}: {problem}")
         if self.advantage == "pass_at_k" and self.samples_per_prompt <= PASS_K:
             raise ValueError(f"--advantage pass_at_k needs --samples_per_prompt above {PASS_K}")
-        if self.old_logprobs == "engine":
-            if self.correction != "none" or self.correction_filter is not None:
-                flags = "--correction must be none, without --correction_filter,"
-                raise ValueError(f"{flags} with --old_logprobs engine")
+        if self.old_logprobs == "engine" and self.correction != "none":
+            raise ValueError("--correction must be none with --old_logprobs engine")
 
     @property
     def clip_bounds(self) -> tuple[float, float]:

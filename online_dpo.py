@@ -238,9 +238,7 @@ def main(args: Args) -> None:
                     (share_N.sum() * world_size).backward()
                     total_loss += share_N.detach().sum()
                     meter.rows(mb, measured(mb_pairs, loss_N, args), share_N)
-                    # No importance weights leave tokens out.
-                    streams = {"entropy": entropy_T, "sampling/kept_fraction": mb.loss_mask_T}
-                    meter.tokens(mb, streams)
+                    meter.tokens(mb, {"entropy": entropy_T})
                     if n < len(minibatches):  # in the first epoch
                         measure_mismatch(meter, logprobs_T.detach(), mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)

@@ -174,7 +174,6 @@ def estimate(
         args.correction_form,
     )  # fmt: skip
     measure_mismatch(meter, mb.old_logprobs_T, mb)
-    meter.masked_mean("sampling/kept_fraction", importance_T > 0, mb.loss_mask_T)
     return mb.with_streams(
         advantages_T=advantages_T, returns_T=returns_T, importance_T=importance_T
     )

@@ -143,7 +143,6 @@ def loss(
         "ratio": ratio_T.detach(),
         "clip_ratio/region_mean": stopped_T,
         "sampling/weight": c_T,
-        "sampling/kept_fraction": c_T > 0,
     }
     if args.kl_in == "loss" and ref_logprobs_T is not None:
         kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator)

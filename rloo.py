@@ -191,8 +191,7 @@ def main(args: Args) -> None:
                     (share_N.sum() * world_size).backward()
                     total_loss += share_N.detach().sum()
                     meter.rows(mb, logged, share_N)
-                    measured = {"entropy": entropy_T, "sampling/kept_fraction": weights_T > 0}
-                    meter.tokens(mb, measured)
+                    meter.tokens(mb, {"entropy": entropy_T})
                     measure_mismatch(meter, old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)

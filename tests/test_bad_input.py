@@ -50,7 +50,7 @@ kto --loss sigmoid -> --loss sigmoid must be 'kto' or 'apo_zero_unpaired'
 grpo --prompts_per_step 7 -> --prompts_per_step 7 must be a multiple of the number of training ra
 grpo --clip_high 1e308 -> --clip_high 1e308 must be finite in float32
 grpo --chat_template x --prompt_format plain -> --chat_template x has no effect with --prompt_for
-grpo --old_logprobs engine -> --correction must be none, without --correction_filter
+grpo --old_logprobs engine -> --correction must be none with --old_logprobs engine
 grpo --loss gmpo --reduction sequence_sum -> --loss gmpo --reduction sequence_sum: a loss by comp
 grpo --loss gspo -> --loss gspo --reduction token: a loss by completion needs sequence
 grpo --preset gspo --correction token -> --correction token: a completion has one weight; use seq

@@ -21,17 +21,9 @@ class CorrectionArgs:
     the loss has one ratio per completion"""
     correction_high: Annotated[Positive[float], Needs(correction=("token", "sequence", None))] = 2.0
     """upper bound of the importance weights"""
-    correction_filter: tuple[NotNegative[float], NotNegative[float]] | None = None
-    """two bounds, e.g. 0.5 2: completions are dropped if the geometric mean of their tokens'
-    trainer / engine probability ratios lies outside them; default: off"""
 
     @model_validator(mode="after")
     def _check_correction(self) -> Self:
-        if self.correction_filter is not None:
-            low, high = self.correction_filter
-            if low >= high:
-                problem = "the lower bound must be below the upper one"
-                raise ValueError(f"--correction_filter {low:g} {high:g}: {problem}")
         if self.correction == "token" and self.weights_completions:
             raise ValueError("--correction token: a completion has one weight; use sequence")
         return self
@@ -40,8 +32,7 @@ class CorrectionArgs:
     def correction_form(self) -> Correction:
         """Form of the importance weights."""
         default = "sequence" if self.weights_completions else "token"
-        level = self.correction or default
-        return Correction(level, self.correction_high, self.correction_filter)
+        return Correction(self.correction or default, self.correction_high)
 
 
 @dataclass(config=STRICT)

@@ -44,8 +44,7 @@ class DivergenceArgs:
 
     divergence: Annotated[Literal[tuple(DIVERGENCES)], FULL] = "reverse_kl"
     """divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl: KL(q || pi);
-    jsd, skewed_kl, skewed_reverse_kl: of both, q, pi to a mixture; adaptive_kl: the first two,
-    weighted at each token"""
+    jsd: of both to their mixture"""
     top_k: Annotated[NotNegative[int], FULL] = 0
     """number of the teacher's most likely tokens to compare, the others as one token: a lower
     bound; 0: all tokens"""

@@ -43,32 +43,7 @@ def mixture(log_a_CV: Tensor, log_b_CV: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_a_CV + s.log().item(), log_b_CV + torch.log1p(-s).item())
 
 
-def skewed_kl(logp_CV: Tensor, logq_CV: Tensor, *, a: float = 0.1) -> Tensor:
-    """Return KL(q || a q + (1 - a) pi) (arXiv:2402.03898). As a goes to 0 it approaches
-    forward_kl."""
-    return reverse_kl(logq_CV, mixture(logq_CV, logp_CV, a))
-
-
-def skewed_reverse_kl(logp_CV: Tensor, logq_CV: Tensor, *, a: float = 0.1) -> Tensor:
-    """Return KL(pi || a pi + (1 - a) q) (arXiv:2402.03898). As a goes to 0 it approaches
-    reverse_kl."""
-    return reverse_kl(logp_CV, mixture(logp_CV, logq_CV, a))
-
-
-def adaptive_kl(logp_CV: Tensor, logq_CV: Tensor, *, head_mass: float = 0.5) -> Tensor:
-    """Return w forward_kl + (1 - w) reverse_kl (AKL, arXiv:2404.02657), with a weight w of each
-    token that has no gradient: the part of sum_j |q_j - pi_j| that lies in the head. The head has
-    the teacher's most likely token and the next ones, up to a probability of `head_mass`."""
-    q_CV, order_CV = logq_CV.exp().sort(-1, descending=True)
-    gap_CV = (q_CV - logp_CV.detach().exp().gather(-1, order_CV)).abs()
-    is_head_CV = q_CV.cumsum(-1) <= head_mass
-    is_head_CV[:, 0] = True
-    head_C = (gap_CV * is_head_CV).sum(-1)
-    w_C = head_C / gap_CV.sum(-1).clamp(min=torch.finfo(gap_CV.dtype).tiny)
-    return torch.lerp(reverse_kl(logp_CV, logq_CV), forward_kl(logp_CV, logq_CV), w_C)
-
-
-ALL = (reverse_kl, forward_kl, jsd, skewed_kl, skewed_reverse_kl, adaptive_kl)
+ALL = (reverse_kl, forward_kl, jsd)
 DIVERGENCES = {divergence.__name__: divergence for divergence in ALL}
 
 

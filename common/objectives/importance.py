@@ -41,8 +41,6 @@ class Correction(NamedTuple):
     """the ratio of the token, or of its whole completion (sequence); none: all weights are 1"""
     high: float = 2.0
     """upper bound of a weight (IMPALA's rho, arXiv:1802.01561)"""
-    filter: tuple[float, float] | None = None
-    """bounds of a completion's geometric mean of token ratios; completions outside of them get 0"""
 
 
 def importance_weights(
@@ -52,18 +50,14 @@ def importance_weights(
     """Return the importance weight of each token, pi_old / pi_engine, bounded. [T], without
     gradient. The log-probs are those of the trainer and of the engine that sampled."""
     log_ratio_T = (old_logprobs_T - rollout_logprobs_T).detach()
-    where = mask_T, sequence_ids_T
     match correction.level:
         case "none":
             weights_T = torch.ones_like(log_ratio_T)
         case "token":
             weights_T = log_ratio_T.exp().clamp(max=correction.high)
         case "sequence":
-            weights_T = sequence_sum(log_ratio_T, *where).exp().clamp(max=correction.high)
-    if correction.filter is not None:
-        least, most = correction.filter
-        mean_ratio_T = sequence_mean(log_ratio_T, *where).exp()
-        weights_T = weights_T * ((least <= mean_ratio_T) & (mean_ratio_T <= most))
+            ratio_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T).exp()
+            weights_T = ratio_T.clamp(max=correction.high)
     return weights_T
 
 

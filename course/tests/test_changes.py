@@ -4,6 +4,7 @@ run as described."""
 import math
 import subprocess
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, metrics, run, samples
@@ -17,20 +18,25 @@ FLAGS = {
     "curriculum": ("--save_every", 1),
     "gfpo": ("--gfpo_keep", 2),
     "new-advantage": ("--advantage", "median"),
+    "new-divergence": ("--divergence", "skewed_kl", "--teacher", "tiny-sft"),
     "new-loss": ("--loss", "spo"),
     "positive-nll": ("--positive_nll", 0.1),
 }
 
 
+def script_of(patch: Path) -> Path:
+    return ROOT / patch.read_text().split()[1].removeprefix("a/")
+
+
 def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
     page = (ROOT / "course/changes/README.md").read_text()
-    assert len(PATCHES) == 9
+    assert len(PATCHES) == 10
     for patch in PATCHES:
         lines = patch.read_text().splitlines()[2:]
         changed = [line for line in lines if line[0] in "+-" and line[1:].strip()]
         assert len(changed) <= 15 and f"({patch.name})" in page
         done = subprocess.run(
-            ["patch", "--dry-run", ROOT / "grpo.py", patch], capture_output=True, text=True
+            ["patch", "--dry-run", script_of(patch), patch], capture_output=True, text=True
         )
         assert done.returncode == 0 and "offset" not in done.stdout and "fuzz" not in done.stdout
 
@@ -40,7 +46,7 @@ def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
 def test_patched_script_runs(patch, small, reward_file, main, monkeypatch, tmp_path):
     name, folder = f"changed_{patch.stem.replace('-', '_')}", tmp_path / "run"
     script = tmp_path / f"{name}.py"
-    script.write_text((ROOT / "grpo.py").read_text())
+    script.write_text(script_of(patch).read_text())
     subprocess.run(["patch", script, patch], check=True, capture_output=True)
     flags = (*small, *SHORT, *FLAGS.get(patch.stem, ()), "--output_dir", folder)
     if patch.stem == "gfpo":

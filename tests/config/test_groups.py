@@ -131,7 +131,6 @@ def test_max_staleness_may_change_unless_both_runs_depend_on_it():
         (dict(stop=("###", "")), "--stop is empty"),
         (dict(max_new_tokens=9, pack_tokens=9), "--max_new_tokens 9 leaves no room for a prompt"),
         (dict(minibatches=3), "--prompts_per_step 64 must be a multiple of --minibatches (3)"),
-        (dict(correction_filter=(1.0, 0.5)), "--correction_filter 1 0.5: the lower bound must be"),
         (dict(lora_rank=2, lora_targets=()), "--lora_targets needs at least one value"),
         (dict(columns=("a",)), "--columns a: expected name=value"),
         (dict(template_kwargs=("a=1", "a=2")), "--template_kwargs a=2: a is given twice"),

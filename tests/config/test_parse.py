@@ -91,7 +91,7 @@ EVERY_KIND = dict(
     model="some/model", dataset_config="main",
     system_prompt="Line one.\n- two: 'quoted' \"twice\" # no comment", max_steps=7, epochs=0.5,
     lr=1e-6, compile=True, reward=("gsm8k", "a/b.py:f"), reward_weights=(1.0, -0.25),
-    log=("wandb", "tensorboard"), mask_truncated=True, correction_filter=(0.5, 2.0),
+    log=("wandb", "tensorboard"), mask_truncated=True,
     max_logprob_difference=1e-4, lr_schedule="cosine", max_grad_norm=1e9, seed=-1,
 )  # fmt: skip
 
@@ -137,7 +137,6 @@ def test_text_in_a_file_means_what_it_means_on_the_command_line(text, tmp_path):
         ("- a\n", "expected `flag: value` lines"),
         ("a: [\n", "not valid YAML"),
         ("lr: 1e-5\nlr: 1e-3\n", "lr is given twice"),
-        ("correction_filter: 1\n", "--correction_filter 1 must be a valid tuple"),
         ("lr: {a: 1}\n", "--lr {'a': '1'} must be a valid number"),
         ("lr: fast\n", "--lr fast must be a valid number"),
         ("preset: gsp\n", "--preset gsp must be 'gspo' or 'cispo'"),
@@ -177,7 +176,6 @@ def test_a_list_that_is_given_twice_is_joined():
     ("argv", "what"),
     [
         ("--lr 1 --lr 2", "--lr is given twice"),
-        ("--correction_filter 1 2 --correction_filter 1 3", "--correction_filter is given twice"),
         ("--max_step 3", "unknown flag --max_step (did you mean --max_steps?)"),
         ("--zzz=3", "unknown flag --zzz\n"),  # without a guess
         ("--max_steps many", "--max_steps many must be a valid integer"),
@@ -187,7 +185,6 @@ def test_a_list_that_is_given_twice_is_joined():
         ("--compile maybe", "--compile maybe must be a valid boolean"),
         ("--config", "--config: a value is missing"),
         ("stray", "unknown flag stray"),
-        ("--correction_filter -1 1", "--correction_filter -1 must be greater than or equal to 0"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(argv, what, capsys):
