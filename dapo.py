@@ -41,10 +41,10 @@ from common.metrics.meter import Meter
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
-from common.objectives.advantages import centre_groups, group_std, unequal
+from common.objectives.advantages import EPSILON, centre_groups, group_std, unequal
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate
-from common.objectives.policy import BY_TOKEN, PolicyLoss, Tokens
+from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -76,17 +76,18 @@ def advantages(rewards_BG: Tensor) -> Tensor:
     """Return the advantage of every completion, [B, G] float64: (R - mean) / std of its group. A
     missing reward (NaN) counts in no statistic and gets 0; a group of equal rewards gets exactly
     0."""
-    return centre_groups(rewards_BG) / (group_std(rewards_BG) + 1e-6)
+    return centre_groups(rewards_BG) / (group_std(rewards_BG) + EPSILON)
 
 
-def policy_loss(name: str, x: Tokens) -> PolicyLoss:
-    """Return the policy loss of each token, its ratio, and whether it is clipped (Eq. 8)."""
-    if name != "clip":
-        return BY_TOKEN[name](x)
+def clip(x: PolicyInputs) -> PolicyLoss:
+    """Return the policy loss of each token, its ratio rho, and whether it is clipped (Eq. 8)."""
     rho_T = bounded_exp(x.log_rho_T)
     clipped_T = rho_T.clamp(1 - x.clip_low, 1 + x.clip_high)
     loss_T = -torch.min(rho_T * x.A_T, clipped_T * x.A_T)
     return PolicyLoss(loss_T, rho_T, is_clipped(x.log_rho_T, x.A_T, x.clip_low, x.clip_high))
+
+
+LOSSES = BY_TOKEN | {"clip": clip}  # by --loss
 
 
 def loss(
@@ -98,8 +99,8 @@ def loss(
     trained tokens of the *global* minibatch."""
     completions = mask_T, sequence_ids_T
     bounds = args.clip_low, args.clip_high
-    x = Tokens(logprobs_T, old_logprobs_T, advantages_T, *completions, *bounds)
-    loss_T, ratio_T, stopped_T = policy_loss(args.loss, x)
+    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *completions, *bounds)
+    loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
     c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *completions, args.correction_form)
     logged = {
         "ratio": ratio_T.detach(),

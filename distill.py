@@ -58,7 +58,7 @@ from common.model.policy import load_policy
 from common.model.scoring import with_logprobs
 from common.objectives.divergence import DIVERGENCES
 from common.objectives.importance import importance_weights
-from common.objectives.policy import BY_TOKEN, Tokens
+from common.objectives.policy import BY_TOKEN, PolicyInputs
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -97,7 +97,7 @@ def loss(
     completions = mask_T, sequence_ids_T
     A_T = comparison.teacher_logprobs_T - old_logprobs_T
     bounds = args.clip_low, args.clip_high
-    x = Tokens(comparison.logprobs_T, old_logprobs_T, A_T, *completions, *bounds)
+    x = PolicyInputs(comparison.logprobs_T, old_logprobs_T, A_T, *completions, *bounds)
     loss_T, ratio_T, stopped_T = BY_TOKEN[args.loss](x)
     c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *completions, args.correction_form)
     logged = {

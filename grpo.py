@@ -15,8 +15,8 @@ select a variant, `--preset` that of a paper: GSPO, Dr. GRPO, CISPO, ... Differe
 without a preset: mean over all tokens and clip bounds of DAPO (arXiv:2503.14476); no KL term;
 weights c_t = pi_old / pi_engine.
 
-Shapes: P prompts on this rank, B on all ranks, G completions per prompt, K rewards, T packed tokens
-of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
+Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
+micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, Needs, NotNegative, Positive
-from common.config.objectives import KL, CorrectionArgs, KLEstimateArgs, LogKLArgs
+from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.training import ImageArgs
@@ -36,20 +36,15 @@ from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
-from common.objectives.advantages import ADVANTAGES, PASS_K, Scores, centre_groups, group_std
-from common.objectives.importance import (
-    bounded_exp,
-    importance_weights,
-    is_clipped,
-    off_policy_mask,
-)
+from common.objectives.advantages import EPSILON, VARIANTS, centre_groups, group_std
+from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import KLEstimator, kl_estimate
-from common.objectives.policy import BY_COMPLETION, POLICY_LOSSES, PolicyLoss, Tokens
+from common.objectives.policy import BY_COMPLETION, POLICY_LOSSES, PolicyInputs, PolicyLoss
 from common.objectives.token_weights import token_weights
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
-from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
+from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
@@ -59,29 +54,28 @@ from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
 
 PPO = dict(loss="clip", clip_low=0.2, clip_high=0.2)  # of most presets
-CLIP_BOUNDS = dict(  # defaults of --clip_low and --clip_high, from the papers
-    clip=(0.2, 0.28), gspo=(3e-4, 4e-4), sequence_clip=(0.2, 0.2), gmpo=(0.4, 0.4)
-)
+# defaults of --clip_low and --clip_high, from the papers
+CLIP_BOUNDS = dict(clip=(0.2, 0.28), gspo=(3e-4, 4e-4), gmpo=(0.4, 0.4))
 
 # ---- the objective ----
 
 
-def advantages(name: str, scores: Scores) -> Tensor:
+def advantages(rewards_BG: Tensor) -> Tensor:
     """Return the advantage of every completion of all ranks, [B, G] float64. Statistics ignore
     missing rewards (NaN), which get 0. A group of equal rewards gets exactly 0."""
-    if name != "group":
-        return ADVANTAGES[name](scores)
-    return centre_groups(scores.rewards_BG) / (group_std(scores.rewards_BG) + 1e-6)
+    return centre_groups(rewards_BG) / (group_std(rewards_BG) + EPSILON)
 
 
-def policy_loss(name: str, x: Tokens) -> PolicyLoss:
-    """Return the policy loss of each token, its ratio, and whether it is clipped."""
-    if name != "clip":
-        return POLICY_LOSSES[name](x)
+def clip(x: PolicyInputs) -> PolicyLoss:
+    """Return the policy loss of each token, its ratio rho, and whether it is clipped."""
     rho_T = bounded_exp(x.log_rho_T)
     clipped_T = rho_T.clamp(1 - x.clip_low, 1 + x.clip_high)
     loss_T = -torch.min(rho_T * x.A_T, clipped_T * x.A_T)
     return PolicyLoss(loss_T, rho_T, is_clipped(x.log_rho_T, x.A_T, x.clip_low, x.clip_high))
+
+
+ADVANTAGES = {"group": advantages} | VARIANTS  # by --advantage
+LOSSES = POLICY_LOSSES | {"clip": clip}  # by --loss
 
 
 def loss(
@@ -97,8 +91,8 @@ def loss(
     has `tokens` trained tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded,
     without gradient. `mask_T`: trained tokens; `sequence_ids_T`: number of the completion."""
     completions = mask_T, sequence_ids_T
-    x = Tokens(logprobs_T, old_logprobs_T, advantages_T, *completions, *args.clip_bounds)
-    policy_T, ratio_T, stopped_T = policy_loss(args.loss, x)
+    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *completions, *args.clip_bounds)
+    policy_T, ratio_T, stopped_T = LOSSES[args.loss](x)
     c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *completions, args.correction_form)
     loss_T = policy_T * c_T
     logged = {
@@ -106,13 +100,8 @@ def loss(
         "clip_ratio/region_mean": stopped_T,
         "sampling/weight": c_T,
     }
-    if (threshold := args.off_policy_threshold) is not None:  # mask if A < 0 and pi is far away
-        drift_T = rollout_logprobs_T - logprobs_T
-        loss_T *= off_policy_mask(drift_T, advantages_T, *completions, threshold)
     if ref_logprobs_T is not None:
         kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator)
-        if args.unbiased_kl:  # samples come from pi_old (arXiv:2512.02556)
-            kl_T = bounded_exp(x.log_rho_T) * kl_T
         loss_T = loss_T + args.beta * kl_T
         logged["kl"] = kl_T
     if args.entropy_coef:  # skipped at 0: the entropy's backward pass reads all logits again
@@ -132,7 +121,6 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
         "cispo": dict(loss="cispo", reduction="token", advantage="group"),
         "sapo": dict(loss="sapo", reduction="sequence", advantage="group"),
         "liteppo": PPO | dict(reduction="token", advantage="group_mean_batch_std"),
-        "gdpo": PPO | dict(reduction="token", advantage="gdpo"),
         "gspo": dict(loss="gspo", reduction="sequence", advantage="group",
                      clip_low=3e-4, clip_high=4e-4),
         "luspo": dict(loss="gspo", reduction="sequence_sum", advantage="group",
@@ -145,45 +133,34 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None
     """published variant, which sets flags (docs/grpo.md); contradicting flags are an error"""
-    loss: Literal[tuple(POLICY_LOSSES)] = "clip"
+    loss: Literal[tuple(LOSSES)] = "clip"
     """policy loss (docs/losses.md). By the ratio of a token: clip: PPO; dppo: bounded divergence;
     cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi, without ratio.
-    By the ratio of a completion: gspo: clip of its geometric mean over tokens; sequence_clip: clip
-    of the ratio itself; gmpo: geometric mean of clipped token ratios; topr: clips the ratio if
-    A < 0; vespo: smooth weight"""
+    By the ratio of a completion: gspo: clip of its geometric mean over tokens; gmpo: geometric mean
+    of clipped token ratios; topr: clips the ratio if A < 0"""
     reduction: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """reduction of the loss. token: mean over tokens; sequence: mean over completions of their
     means; sequence_sum: of their sums; constant: of their sums / max_new_tokens"""
     advantage: Literal[tuple(ADVANTAGES)] = "group"
     """advantage by reward r. group: (r - mean) / std; group_mean: r - mean; group_ratio: (r - mean)
-    / mean; group_mean_by_length: mean weighted by length; leave_one_out: r - mean of the others;
-    pass_at_k: gain of the best of 4; group_mean_batch_std, gdpo: scaled over the batch"""
+    / mean; group_mean_batch_std: (r - mean) / std of the batch"""
     clip_low: Annotated[BelowOne | None, Needs(loss=tuple(CLIP_BOUNDS))] = None
-    """clip, gspo, sequence_clip: distance from 1 of the lower bound of the ratio; gmpo: of a
-    token's log-ratio from 0; default: clip 0.2, gspo 3e-4, sequence_clip 0.2, gmpo 0.4"""
+    """clip, gspo: distance from 1 of the lower bound of the ratio; gmpo: of a token's log-ratio
+    from 0; default: clip 0.2, gspo 3e-4, gmpo 0.4"""
     clip_high: Annotated[NotNegative[float] | None, Needs(loss=tuple(CLIP_BOUNDS))] = None
-    """the same for the upper bound; default: clip 0.28, gspo 4e-4, sequence_clip 0.2, gmpo 0.4"""
-    off_policy_threshold: Positive[float] | None = None
-    """mask completions with A < 0 whose log-prob fell by more than this per token; default: off"""
+    """the same for the upper bound; default: clip 0.28, gspo 4e-4, gmpo 0.4"""
     beta: NotNegative[float] = 0.0
     """weight of the KL penalty to the starting model in the loss; 0: no reference model"""
     kl_estimator: KLEstimator = "k3"
-    unbiased_kl: Annotated[bool, KL] = False
-    """importance ratio, with its gradient, as a factor of the KL estimate (arXiv:2512.02556)"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """source of pi_old. trainer: a forward pass before the updates; engine: its log-probs"""
 
     def __post_init__(self) -> None:
-        allowed = ("sequence", "sequence_sum")
-        if self.loss in ("sequence_clip", "gmpo"):  # their papers have no sequence_sum
-            allowed = ("sequence",)
-        if self.loss in BY_COMPLETION and self.reduction not in allowed:
-            problem = f"a loss by completion needs {' or '.join(allowed)}"
+        if self.loss in BY_COMPLETION and self.reduction not in ("sequence", "sequence_sum"):
+            problem = "a loss by completion needs sequence or sequence_sum"
             raise ValueError(f"--loss {self.loss} --reduction {self.reduction}: {problem}")
-        if self.advantage == "pass_at_k" and self.samples_per_prompt <= PASS_K:
-            raise ValueError(f"--advantage pass_at_k needs --samples_per_prompt above {PASS_K}")
         if self.old_logprobs == "engine" and self.correction != "none":
             raise ValueError("--correction must be none with --old_logprobs engine")
 
@@ -203,7 +180,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
 
     def cautions(self) -> Iterator[str]:
         """Yield warnings about flags with unexpected effects."""
-        if self.beta and self.kl_estimator == "k1" and not self.unbiased_kl:
+        if self.beta and self.kl_estimator == "k1":
             yield "--kl_estimator k1: the expected gradient is zero and constrains nothing"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
@@ -256,14 +233,8 @@ def main(args: Args) -> None:
             rewards_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
-        total_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
-        each_PKG = torch.stack([*named_rewards.values(), penalties_PG], dim=1)  # K rewards
-        each_KBG = distributed.gather_rows(each_PKG, positions).transpose(0, 1)
-        tokens_BG = distributed.gather_rows(trained_counts(groups), positions)
-        # For gdpo, which divides each reward by its std: the penalty's size counts here only.
-        weights_K = [*rewards.weights.values(), args.missing_eos_penalty]
-        scores = Scores(total_BG, each_KBG, weights_K, tokens_BG)
-        advantages_BG = advantages(args.advantage, scores)
+        rewards_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
+        advantages_BG = ADVANTAGES[args.advantage](rewards_BG)
 
         # ---- 3. pack: completions move to the ranks that train on them; fixed log-probs ----
         minibatches = pack_minibatches(

@@ -40,10 +40,10 @@ from common.metrics.moments import explained_variance, moments
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy, load_reference, load_scalar_model
 from common.model.scoring import with_logprobs, with_values
-from common.objectives.advantages import gae
+from common.objectives.advantages import EPSILON, gae
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate
-from common.objectives.policy import BY_TOKEN, PolicyLoss, Tokens
+from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -86,14 +86,15 @@ def advantages(
     return A_T.float(), (A_T + values_T).float()
 
 
-def policy_loss(name: str, x: Tokens) -> PolicyLoss:
-    """Return the policy loss of each token, its ratio, and whether it is clipped."""
-    if name != "clip":
-        return BY_TOKEN[name](x)
+def clip(x: PolicyInputs) -> PolicyLoss:
+    """Return the policy loss of each token, its ratio rho, and whether it is clipped."""
     rho_T = bounded_exp(x.log_rho_T)
     clipped_T = rho_T.clamp(1 - x.clip_low, 1 + x.clip_high)
     loss_T = -torch.min(rho_T * x.A_T, clipped_T * x.A_T)
     return PolicyLoss(loss_T, rho_T, is_clipped(x.log_rho_T, x.A_T, x.clip_low, x.clip_high))
+
+
+LOSSES = BY_TOKEN | {"clip": clip}  # by --loss
 
 
 def loss(
@@ -103,8 +104,8 @@ def loss(
     """Return each token's share of the policy loss and per-token tensors to log. The loss is a mean
     over the `tokens` of the *global* minibatch."""
     bounds = args.clip_low, args.clip_high
-    x = Tokens(logprobs_T, old_logprobs_T, A_T, mask_T, sequence_ids_T, *bounds)
-    loss_T, ratio_T, stopped_T = policy_loss(args.loss, x)
+    x = PolicyInputs(logprobs_T, old_logprobs_T, A_T, mask_T, sequence_ids_T, *bounds)
+    loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
     loss_T = loss_T * importance_T
     if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
@@ -190,7 +191,7 @@ def whiten(rollout: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
     mean, std = moments(rollout, lambda mb: mb.advantages_T)
 
     def whitened(mb: PackedBatch) -> Tensor:
-        return (mb.advantages_T - mean) / (std + 1e-6) * mb.loss_mask_T
+        return (mb.advantages_T - mean) / (std + EPSILON) * mb.loss_mask_T
 
     return [[mb.with_streams(advantages_T=whitened(mb)) for mb in mbs] for mbs in rollout]
 

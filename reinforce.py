@@ -38,10 +38,10 @@ from common.metrics.moments import moments
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
-from common.objectives.advantages import EPSILON, Scores, centre_groups, leave_one_out
+from common.objectives.advantages import EPSILON, centre_groups, leave_one_out
 from common.objectives.importance import bounded_exp, importance_weights
 from common.objectives.kl import kl_estimate
-from common.objectives.policy import BY_TOKEN, PolicyLoss, Tokens
+from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -57,17 +57,17 @@ from common.train.run_folder import begin_run, prepare_output_dir
 # ---- the objective ----
 
 
-def less_baseline(name: str, rewards_BG: Tensor) -> Tensor:
-    """Return the reward of every completion of all ranks minus its baseline, [B, G] float64. A
+def less_mean(rewards_BG: Tensor) -> Tensor:
+    """Return the reward of every completion of all ranks minus the mean of all, [B, G] float64. A
     missing reward (NaN) counts in no mean and gets 0; equal rewards get exactly 0."""
-    match name:
-        case "reinforce++":  # r - mean of the batch
-            return centre_groups(rewards_BG.reshape(1, -1)).reshape(rewards_BG.shape)
-        case "reinforce++_baseline":  # r - mean of the group
-            return centre_groups(rewards_BG)
-        case "leave_one_out":  # RLOO: r - mean of the others of the group
-            return leave_one_out(Scores(rewards_BG))
-    raise ValueError(name)
+    return centre_groups(rewards_BG.reshape(1, -1)).reshape(rewards_BG.shape)
+
+
+LESS_BASELINE = {  # by --advantage
+    "reinforce++": less_mean,
+    "reinforce++_baseline": centre_groups,  # minus the mean of the group
+    "leave_one_out": leave_one_out,  # RLOO: minus the mean of the others of the group
+}
 
 
 def kl_to_come(kl_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def with_advantages(
     """Return the micro-batches with `advantages_T`, whitened over the trained tokens of all ranks,
     but for leave_one_out. The words of an environment count in no statistic, and neither do
     completions without a reward (NaN); both get 0. Collective."""
-    less_BG = less_baseline(args.advantage, rewards_BG)
+    less_BG = LESS_BASELINE[args.advantage](rewards_BG)
     scored = []  # with the tokens that count
     for mb in chain(*minibatches):
         mask_T = mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan()
@@ -112,13 +112,14 @@ def with_advantages(
     return [[mb.with_streams(advantages_T=next(A).float()) for mb in mbs] for mbs in minibatches]
 
 
-def policy_loss(name: str, x: Tokens) -> PolicyLoss:
-    """Return the policy loss of each token, its ratio, and whether it is clipped."""
-    if name != "reinforce":
-        return BY_TOKEN[name](x)
-    # Williams 1992: without rho, only the first update of a rollout is unbiased
+def reinforce(x: PolicyInputs) -> PolicyLoss:
+    """Return -A log pi of each token (Williams 1992), its ratio rho, and that no token is clipped.
+    The loss does not read rho, so only the first update of a rollout is unbiased."""
     never_T = torch.zeros_like(x.mask_T)
     return PolicyLoss(-x.A_T * x.logprobs_T, bounded_exp(x.log_rho_T), never_T)
+
+
+LOSSES = BY_TOKEN | {"reinforce": reinforce}  # by --loss
 
 
 def loss(
@@ -135,8 +136,8 @@ def loss(
     `sequence_ids_T`: the completion of each token."""
     completions = mask_T, sequence_ids_T
     bounds = args.clip_low, args.clip_high
-    x = Tokens(logprobs_T, old_logprobs_T, advantages_T, *completions, *bounds)
-    policy_T, ratio_T, stopped_T = policy_loss(args.loss, x)
+    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *completions, *bounds)
+    policy_T, ratio_T, stopped_T = LOSSES[args.loss](x)
     c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *completions, args.correction_form)
     loss_T = policy_T * c_T
     logged = {
@@ -172,7 +173,7 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     reduction: Literal["token", "sequence_sum"] = "token"
     """reduction of the loss of all tokens. token: their mean; sequence_sum: mean over completions
     of their sums"""
-    advantage: Literal["reinforce++", "reinforce++_baseline", "leave_one_out"] = "reinforce++"
+    advantage: Literal[tuple(LESS_BASELINE)] = "reinforce++"
     """advantage of a completion. reinforce++: reward, whitened over the tokens of the batch;
     reinforce++_baseline: less the mean of its group first; leave_one_out: reward less the mean of
     the others in its group"""

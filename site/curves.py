@@ -19,7 +19,7 @@ import rm
 import sft
 from common.objectives.divergence import forward_kl, jsd, reverse_kl
 from common.objectives.kl import KLEstimator, kl_estimate
-from common.objectives.policy import POLICY_LOSSES, Tokens
+from common.objectives.policy import POLICY_LOSSES, PolicyInputs
 from common.objectives.preference import READS, Pairs, preference_loss
 
 Settings = Mapping[str, Sequence]
@@ -72,7 +72,6 @@ SIGNED: dict[str, tuple[Settings, Settings]] = dict.fromkeys(POLICY_LOSSES, ({},
     # flags that are read for A = 1 and for A = -1
     "clip": CLIP,
     "gspo": CLIP,
-    "sequence_clip": CLIP,
     "gmpo": (dict(clip_high=[0.1, 0.2, 0.4, 0.8]), dict(clip_low=[0.1, 0.2, 0.4, 0.8])),
 }
 
@@ -85,7 +84,7 @@ def policy_chart(name: str) -> dict:
     def f(A: float, logprobs_X: Tensor, clip_low: float = low, clip_high: float = high) -> Tensor:
         old_X, A_X = torch.full_like(logprobs_X, OLD), torch.full_like(logprobs_X, A)
         mask_X, ids_X = torch.ones_like(A_X).bool(), torch.arange(len(A_X))
-        x = Tokens(logprobs_X, old_X, A_X, mask_X, ids_X, clip_low, clip_high)
+        x = PolicyInputs(logprobs_X, old_X, A_X, mask_X, ids_X, clip_low, clip_high)
         return POLICY_LOSSES[name](x).loss_T
 
     logprobs = {"log-prob": rho_X.log() + OLD}

@@ -51,11 +51,9 @@ grpo --prompts_per_step 7 -> --prompts_per_step 7 must be a multiple of the numb
 grpo --clip_high 1e308 -> --clip_high 1e308 must be finite in float32
 grpo --chat_template x --prompt_format plain -> --chat_template x has no effect with --prompt_for
 grpo --old_logprobs engine -> --correction must be none with --old_logprobs engine
-grpo --loss gmpo --reduction sequence_sum -> --loss gmpo --reduction sequence_sum: a loss by comp
 grpo --loss gspo -> --loss gspo --reduction token: a loss by completion needs sequence
 grpo --preset gspo --correction token -> --correction token: a completion has one weight; use seq
 grpo --loss cispo --clip_low 0.1 -> --clip_low 0.1 has no effect with --loss cispo
-grpo --advantage pass_at_k --samples_per_prompt 4 -> pass_at_k needs --samples_per_prompt above 4
 grpo --preset gspo --clip_high 0.28 -> --clip_high 0.28 contradicts --preset gspo, which sets 0.0004
 grpo --preset dapoo -> --preset dapoo must be 'grpo', 'dr_grpo', 'maxrl'
 reinforce --samples_per_prompt 1 --advantage leave_one_out -> set --samples_per_prompt above 1

@@ -16,7 +16,7 @@ import reinforce
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.objectives.importance import importance_weights
-from common.objectives.policy import BY_COMPLETION, BY_TOKEN, POLICY_LOSSES, Tokens
+from common.objectives.policy import BY_COMPLETION, BY_TOKEN, POLICY_LOSSES, PolicyInputs
 
 LONGEST = 16  # --max_new_tokens
 
@@ -29,11 +29,11 @@ def flags(**changed) -> grpo.Args:
     return grpo.Args(**dict(correction="none", max_new_tokens=LONGEST) | changed)
 
 
-def tokens(new, old, A, low=0.2, high=0.28, mask=None, ids=None) -> Tokens:
+def tokens(new, old, A, low=0.2, high=0.28, mask=None, ids=None) -> PolicyInputs:
     """Return tokens: trained ones, each a completion of its own, unless `mask` and `ids` differ."""
     mask = torch.ones(len(new)).bool() if mask is None else mask
     ids = torch.arange(len(new)) if ids is None else ids
-    return Tokens(new, old, A, mask, ids, low, high)
+    return PolicyInputs(new, old, A, mask, ids, low, high)
 
 
 # ---- losses by token ----
@@ -77,15 +77,15 @@ NAIVE = dict(
 
 def test_every_loss_has_naive_code():
     assert BY_TOKEN.keys() == NAIVE.keys()
-    assert BY_COMPLETION.keys() == {"gspo", "sequence_clip", "gmpo", "topr", "vespo"}
+    assert BY_COMPLETION.keys() == {"gspo", "gmpo", "topr"}
 
 
 @pytest.mark.parametrize("loss", NAIVE)
 @given(rows=rows, bounds=bounds)
 def test_losses_by_token_equal_naive_code(loss, rows, bounds):
     rel = 2e-6 if loss == "sapo" else 1e-9  # tau is a float32
-    scripts = [lambda x, s=s: s.policy_loss(loss, x) for s in (grpo, dapo, ppo, reinforce)]
-    for policy_loss in (POLICY_LOSSES[loss], *scripts):
+    scripts = (grpo, dapo, ppo, reinforce)
+    for policy_loss in {POLICY_LOSSES[loss], *(script.LOSSES[loss] for script in scripts)}:
         check(
             lambda new, old, a, f=policy_loss: f(tokens(new, old, a, *bounds)).loss_T,
             lambda new, old, a: NAIVE[loss](new, old, a, *bounds),
@@ -102,7 +102,7 @@ def test_extreme_ratios_do_not_overflow(loss, advantage, log_ratio):
     NaN."""
     logprobs = torch.tensor([-2.0 + min(log_ratio, 0.0)], requires_grad=True)
     x = tokens(logprobs, logprobs.detach() - log_ratio, torch.tensor([advantage]))
-    value = grpo.policy_loss(loss, x).loss_T
+    value = grpo.LOSSES[loss](x).loss_T
     (slope,) = torch.autograd.grad(value.sum(), logprobs)
     assert value.isfinite().all() and slope.isfinite().all()
     assert advantage or (value, slope) == (0, 0)
@@ -115,21 +115,16 @@ def naive_completion(loss, new, old, a, low, high):
     """Return value and slope of each trained token of a completion."""
     d, n = [x - y for x, y in zip(new, old, strict=True)], len(new)
     rho = math.exp(sum(d))
-    if loss in ("gspo", "sequence_clip"):  # one ratio; all tokens are clipped, or none
-        power = 1 / n if loss == "gspo" else 1.0
-        s = rho**power
+    if loss == "gspo":  # one ratio; all tokens are clipped, or none
+        s = rho ** (1 / n)
         if (a > 0 and s > 1 + high) or (a < 0 and s < 1 - low):
             return [(-(1 + high if a > 0 else 1 - low) * a, 0.0)] * n
-        return [(-s * a, -s * a * power * n)] * n  # the slope of all n losses
+        return [(-s * a, -s * a)] * n  # the slope of all n losses
     if loss == "gmpo":  # log-ratios of tokens, each clipped on the side of the advantage
         kept = [max(x, -low) if a < 0 else min(x, high) for x in d]
         s = math.exp(sum(kept) / n)
         return [(-s * a, -s * a if x == y else 0.0) for x, y in zip(d, kept, strict=True)]
-    if loss == "topr":
-        weight = 1.0 if a >= 0 else min(1.0, rho)
-    else:
-        k, decay = (2, 3) if a >= 0 else (3, 2)
-        weight = rho**k * math.exp(decay * (1 - rho))
+    weight = 1.0 if a >= 0 else min(1.0, rho)  # topr
     return [(-weight * a * x, -weight * a) for x in new]
 
 
@@ -141,7 +136,7 @@ completion = st.tuples(
 completions = st.lists(completion, min_size=1, max_size=4)
 
 
-def stream(completions, low, high) -> Tokens:
+def stream(completions, low, high) -> PolicyInputs:
     """Return the tokens of completions, of which some are an environment's."""
     made = [(*token, a, n) for n, (some, a) in enumerate(completions) for token in some]
     new, old, mask, A, ids = zip(*made, strict=True)
@@ -158,7 +153,7 @@ def test_losses_by_completion_equal_naive_code(loss, completions):
         trained = [(new, old) for new, old, is_trained in some if is_trained]
         if trained:
             expected += naive_completion(loss, *zip(*trained, strict=True), a, low, high)
-    losses_T = grpo.policy_loss(loss, x).loss_T * x.mask_T
+    losses_T = grpo.LOSSES[loss](x).loss_T * x.mask_T
     (slopes_T,) = torch.autograd.grad(losses_T.sum(), x.logprobs_T)
     assert not slopes_T[~x.mask_T].any()
     got = zip(losses_T[x.mask_T].tolist(), slopes_T[x.mask_T].tolist(), strict=True)
@@ -166,7 +161,7 @@ def test_losses_by_completion_equal_naive_code(loss, completions):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("loss", ["clip", "dppo", "gspo", "sequence_clip", "gmpo"])
+@pytest.mark.parametrize("loss", ["clip", "dppo", "gspo", "gmpo"])
 @given(completions, bounds)
 def test_stopped_tokens_are_those_without_gradient(loss, completions, bounds):
     x = stream(completions, *bounds)
@@ -178,15 +173,13 @@ def test_stopped_tokens_are_those_without_gradient(loss, completions, bounds):
 
 
 def test_every_loss_has_the_gradient_of_reinforce_on_policy():
-    """With the ratio of a whole completion, of the sum of its losses."""
     some = [([(-1.0, -1.0, True), (-0.5, -0.5, False), (-2.0, -2.0, True)], 1.5),
             ([(-0.3, -0.3, True)], -0.7)]  # fmt: skip
     for loss in POLICY_LOSSES:
         x = stream(some, 0.2, 0.28)
         total = (POLICY_LOSSES[loss](x).loss_T * x.mask_T).sum()
         (slopes_T,) = torch.autograd.grad(total, x.logprobs_T)
-        factor = double([2, 1, 2, 1]) if loss == "sequence_clip" else 1
-        torch.testing.assert_close(slopes_T, -x.A_T * x.mask_T * factor, msg=loss)
+        torch.testing.assert_close(slopes_T, -x.A_T * x.mask_T, msg=loss)
 
 
 # ---- the objectives of the scripts ----
@@ -283,48 +276,11 @@ def test_losses_by_completion_have_the_weight_of_all_tokens():
 
 
 def test_default_bounds_are_those_of_the_loss():
-    bounds = dict(clip=(0.2, 0.28), gspo=(3e-4, 4e-4), sequence_clip=(0.2, 0.2), gmpo=(0.4, 0.4))
+    bounds = dict(clip=(0.2, 0.28), gspo=(3e-4, 4e-4), gmpo=(0.4, 0.4))
     for loss, expected in bounds.items():
         reduction = "token" if loss == "clip" else "sequence"
         assert flags(loss=loss, reduction=reduction).clip_bounds == expected
     assert flags(clip_low=0.1).clip_bounds == (0.1, 0.28)
-
-
-# ---- --unbiased_kl ----
-
-
-def unbiased_kl(logprobs, ref_logprobs, old_logprobs, **changed):
-    """Return the KL term of each token with --unbiased_kl."""
-    args, zeros = flags(beta=1.0, unbiased_kl=True, **changed), torch.zeros_like(logprobs)
-    ids, one = torch.arange(len(logprobs)), torch.tensor(1)
-    _, logged = grpo.loss(
-        logprobs, old_logprobs, old_logprobs, ref_logprobs, zeros, zeros, zeros == 0, ids, one, one,
-        args,
-    )  # fmt: skip
-    return logged["kl"]
-
-
-@pytest.mark.parametrize("loss", [{}, dict(loss="gspo", reduction="sequence")])
-@given(rows, st.sampled_from(["k1", "k2", "k3"]))
-def test_unbiased_kl_multiplies_the_estimate_by_the_ratio(loss, rows, estimator):
-    def naive(new, ref, old):
-        d, r = new - ref, math.exp(new - old)
-        value, slope = dict(
-            k1=(d, 1.0), k2=(d * d / 2, d), k3=(math.exp(-d) - 1 + d, 1 - math.exp(-d))
-        )[estimator]
-        return r * value, r * value + r * slope
-
-    far = [(a, b, c - 4) for a, b, c in rows]
-    check(
-        lambda new, ref, old: unbiased_kl(new, ref, old, kl_estimator=estimator, **loss), naive, far
-    )
-
-
-def test_unbiased_kl_of_an_extreme_token_is_finite():
-    new = torch.tensor([-1.0], requires_grad=True)
-    kl = unbiased_kl(new, torch.tensor([-1.0]), torch.tensor([-500.0]))
-    kl.sum().backward()
-    assert kl.tolist() == [0.0] and new.grad.isfinite().all()
 
 
 # ---- the weight of a token, in any packs ----

@@ -1,4 +1,4 @@
-"""Importance ratios of the updated policy, bounded and clipped; importance weights and masks for
+"""Importance ratios of the updated policy, bounded and clipped; importance weights of
 samples of the engine, whose policy differs numerically from the trainer's and may be stale.
 
 Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): sequence of each
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from common.objectives.reduction import sequence_mean, sequence_sum
+from common.objectives.reduction import sequence_sum
 
 # ---- the updated policy ----
 
@@ -59,16 +59,3 @@ def importance_weights(
             ratio_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T).exp()
             weights_T = ratio_T.clamp(max=correction.high)
     return weights_T
-
-
-def off_policy_mask(
-    log_ratio_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    threshold: float,
-) -> Tensor:
-    """Return which tokens to keep: not those of completions with a negative advantage whose mean
-    `log_ratio_T`, log(pi_engine / pi), over trained tokens exceeds `threshold` (DeepSeek-V3.2,
-    arXiv:2512.02556 Eq. 9). Bool [T], without gradient."""
-    return ~((advantages_T < 0) & (sequence_mean(log_ratio_T, mask_T, sequence_ids_T) > threshold))

@@ -1,4 +1,4 @@
-"""Policy losses, as a table of functions from `Tokens` to `PolicyLoss`.
+"""Policy losses, as a table of functions from `PolicyInputs` to `PolicyLoss`.
 
 A is the advantage, rho = pi / pi_old the importance ratio of a token, and rho_i that of its whole
 completion, a product over the trained tokens. Numbers of a completion are repeated on its tokens.
@@ -16,7 +16,7 @@ from common.objectives.importance import bounded_exp, is_clipped
 from common.objectives.reduction import sequence_mean, sequence_sum
 
 
-class Tokens(NamedTuple):
+class PolicyInputs(NamedTuple):
     """What a policy loss reads: [T] each, and the bounds of those that clip."""
 
     logprobs_T: Tensor
@@ -44,28 +44,23 @@ class PolicyLoss(NamedTuple):
     """bool: no gradient, because a ratio or a divergence is beyond its bound"""
 
 
-def reinforce(x: Tokens) -> PolicyLoss:
+def reinforce(x: PolicyInputs) -> PolicyLoss:
     """-A log pi (Williams 1992): unbiased for the first update of a rollout alone."""
     return weighted(x, torch.ones_like(x.A_T), x.log_rho_T)
 
 
-def clip(x: Tokens) -> PolicyLoss:
+def clip(x: PolicyInputs) -> PolicyLoss:
     """PPO (arXiv:1707.06347 Eq. 7): -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)."""
     return clipped(x, x.log_rho_T)
 
 
-def gspo(x: Tokens) -> PolicyLoss:
+def gspo(x: PolicyInputs) -> PolicyLoss:
     """arXiv:2507.18071 Eq. 5 and 7: `clip` with s = rho_i^(1/n), the geometric mean of the ratios
     of the n tokens of the completion."""
     return clipped(x, sequence_mean(x.log_rho_T, x.mask_T, x.sequence_ids_T))
 
 
-def sequence_clip(x: Tokens) -> PolicyLoss:
-    """`clip` with rho_i, the ratio of the whole completion (RLOO, arXiv:2402.14740)."""
-    return clipped(x, sequence_sum(x.log_rho_T, x.mask_T, x.sequence_ids_T))
-
-
-def gmpo(x: Tokens) -> PolicyLoss:
+def gmpo(x: PolicyInputs) -> PolicyLoss:
     """arXiv:2507.20673: -s A, where s is the geometric mean of token ratios, each clipped to
     [exp(-clip_low), exp(clip_high)] in the direction of A. A clipped token has no gradient."""
     log_rho_T = x.log_rho_T
@@ -76,13 +71,13 @@ def gmpo(x: Tokens) -> PolicyLoss:
     return PolicyLoss(-s_T * x.A_T, s_T, (clipped_T != log_rho_T) & (x.A_T != 0))
 
 
-def cispo(x: Tokens) -> PolicyLoss:
+def cispo(x: PolicyInputs) -> PolicyLoss:
     """arXiv:2506.13585 Eq. 4: -min(rho, 5) A log pi, without gradient of the weight: it clips the
     weight of the gradient, not the gradient."""
     return weighted(x, bounded_exp(x.log_rho_T).clamp(max=5), x.log_rho_T)
 
 
-def dppo(x: Tokens) -> PolicyLoss:
+def dppo(x: PolicyInputs) -> PolicyLoss:
     """arXiv:2602.04879: -min(rho, 10) A log pi, without gradient of the weight, and 0 where the
     probability of the token has moved by more than 0.15 (total variation) towards A."""
     distance_T = (x.logprobs_T.exp() - x.old_logprobs_T.exp()).abs()
@@ -91,7 +86,7 @@ def dppo(x: Tokens) -> PolicyLoss:
     return weighted(x, weights_T * ~stopped_T, x.log_rho_T)._replace(stopped_T=stopped_T)
 
 
-def sapo(x: Tokens) -> PolicyLoss:
+def sapo(x: PolicyInputs) -> PolicyLoss:
     """arXiv:2511.20347: -4 / tau sigma(tau (rho - 1)) A, a gate that closes gradually as rho leaves
     1; tau = 1 for A > 0, else 1.05."""
     rho_T = bounded_exp(x.log_rho_T)
@@ -100,7 +95,7 @@ def sapo(x: Tokens) -> PolicyLoss:
     return PolicyLoss(loss_T, rho_T, torch.zeros_like(x.mask_T))
 
 
-def topr(x: Tokens) -> PolicyLoss:
+def topr(x: PolicyInputs) -> PolicyLoss:
     """arXiv:2503.14286 Eq. 8: -A log pi, times min(rho_i, 1) without gradient for A < 0: truncates
     the ratio of bad completions, ignores that of good ones."""
     log_rho_T = sequence_sum(x.log_rho_T, x.mask_T, x.sequence_ids_T)
@@ -108,16 +103,7 @@ def topr(x: Tokens) -> PolicyLoss:
     return weighted(x, weights_T, log_rho_T)
 
 
-def vespo(x: Tokens) -> PolicyLoss:
-    """arXiv:2602.10693: -phi(rho_i) A log pi, without gradient of phi(rho) = rho^k exp(l (1 -
-    rho)), which is 1 at 1 and largest at k / l. k, l = 2, 3 for A >= 0 and 3, 2 for A < 0."""
-    log_rho_T = sequence_sum(x.log_rho_T, x.mask_T, x.sequence_ids_T)
-    fall_T = 1 - bounded_exp(log_rho_T)
-    log_phi_T = torch.where(x.A_T < 0, 3 * log_rho_T + 2 * fall_T, 2 * log_rho_T + 3 * fall_T)
-    return weighted(x, bounded_exp(log_phi_T), log_rho_T)
-
-
-def clipped(x: Tokens, log_ratio_T: Tensor) -> PolicyLoss:
+def clipped(x: PolicyInputs, log_ratio_T: Tensor) -> PolicyLoss:
     """Return the clipped surrogate of PPO for this log-ratio."""
     ratio_T = bounded_exp(log_ratio_T)
     clipped_T = ratio_T.clamp(1 - x.clip_low, 1 + x.clip_high)
@@ -125,15 +111,13 @@ def clipped(x: Tokens, log_ratio_T: Tensor) -> PolicyLoss:
     return PolicyLoss(loss_T, ratio_T, is_clipped(log_ratio_T, x.A_T, x.clip_low, x.clip_high))
 
 
-def weighted(x: Tokens, weights_T: Tensor, log_ratio_T: Tensor) -> PolicyLoss:
+def weighted(x: PolicyInputs, weights_T: Tensor, log_ratio_T: Tensor) -> PolicyLoss:
     """Return -w A log pi, without gradient of the weights."""
     loss_T = weights_T.detach() * (-x.A_T * x.logprobs_T)
     return PolicyLoss(loss_T, bounded_exp(log_ratio_T), torch.zeros_like(x.mask_T))
 
 
-Table = dict[str, Callable[[Tokens], PolicyLoss]]
+Table = dict[str, Callable[[PolicyInputs], PolicyLoss]]
 BY_TOKEN: Table = dict(clip=clip, dppo=dppo, cispo=cispo, sapo=sapo, reinforce=reinforce)
-BY_COMPLETION: Table = dict(
-    gspo=gspo, sequence_clip=sequence_clip, gmpo=gmpo, topr=topr, vespo=vespo
-)  # they need one advantage per completion
+BY_COMPLETION: Table = dict(gspo=gspo, gmpo=gmpo, topr=topr)  # one advantage per completion
 POLICY_LOSSES = BY_TOKEN | BY_COMPLETION

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from common.objectives.importance import EXPONENT_LIMIT
+
 FDivergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 SIMPO_GAMMA = 0.5  # margin by which the reward of chosen should exceed that of rejected
-EXPONENT_LIMIT = 60.0  # exp(60) = 1e26: exponentials stop growing there, and so do their gradients
 
 
 @dataclass

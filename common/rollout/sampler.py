@@ -29,17 +29,11 @@ from common.rollout.weights import whole_weights
 
 
 def make_sampler(
-    policy: Policy,
-    prompts: Prompts,
-    args: OnlineArgs,
-    tokenizer,
-    rewards: Rewards,
-    order: Order | None = None,
+    policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards
 ) -> "Sampler":
     """Return the sampler of `prompts` for the present flags. It begins `rewards` of complete
-    groups. `order`: in which the prompts are drawn, by default that of `make_order`. Call on every
-    training rank. Raises `ValueError` for an engine that is not available."""
-    order = order or make_order(prompts.rows, args)
+    groups. Call on every training rank. Raises `ValueError` for an engine that is not available."""
+    order = make_order(prompts.rows, args)
     if args.rollout_ranks:
         return Sampler(prompts, args, order, Remote(policy, args, rewards))
     return Sampler(prompts, args, order, Local(policy, args, rewards, tokenizer))

@@ -39,8 +39,8 @@ BUGS = [
     Bug(
         "bug_3",
         "grpo.py",
-        "Tokens(logprobs_T, old_logprobs_T, advantages_T",
-        "Tokens(logprobs_T, logprobs_T.detach(), advantages_T",
+        "PolicyInputs(logprobs_T, old_logprobs_T, advantages_T",
+        "PolicyInputs(logprobs_T, logprobs_T.detach(), advantages_T",
         {
             "tests/test_grpo_objective.py::test_objective_equals_naive_code": "look at the ratio",
         },

@@ -459,39 +459,35 @@ EXERCISES = [
         ),
     ),
     Exercise(
-        "whiten",
-        "common.objectives.advantages:whiten",
-        ("total = ... return centred",),
+        "moments",
+        "common.metrics.moments:moments",
+        ("mean = ... return",),
         "Advantages by groups",
-        """REINFORCE++ whitens over tokens: reward x_i stands on each of the counts_i tokens of
-        completion i. Return (x - mean) / (std + EPSILON), with mean and sample standard deviation
-        (n - 1) over all *tokens*, and 0 where the count is 0. x and counts have the same shape, x
-        is float64, and `counted` is counts > 0.""",
+        """REINFORCE++ whitens advantages over all tokens of the batch. xs has the values on the
+        trained tokens of each micro-batch of this rank, and count is the number of these tokens on
+        all ranks. Return mean and sample standard deviation (n - 1) over the tokens of all ranks,
+        two floats. distributed.all_sum(x) adds a number over the ranks. A single token has the
+        deviation 0.""",
         {
-            "test_whitening_centres_tokens_not_completions": (
-                "the mean is over completions: each token counts once"
-            ),
-            "test_whitened_tokens_have_a_sample_standard_deviation_of_1": (
+            "test_moments_are_over_tokens_not_packs": "each token counts once, not each pack",
+            "test_moments_have_a_sample_standard_deviation": (
                 "the sample standard deviation divides by n - 1"
             ),
-            "test_completion_without_tokens_is_whitened_to_0": (
-                "a completion without tokens must get 0"
-            ),
-            f"{GROUPS}::test_whiten_weights_each_value_by_its_count": VALUE,
+            "test_moments_are_those_of_all_ranks": "the tokens of other ranks count too",
         },
         (
-            {"(x * counts).sum() / total": "x[counted].mean()"},
-            {"(total - 1)": "total"},
+            {"sum(x.sum() for x in xs))) / count": "sum(x.mean() for x in xs))) / len(xs)"},
+            {"count - 1": "count"},
             {
-                "torch.where(counted, x - (x * counts).sum() / total, 0.0)": (
-                    "x - (x * counts).sum() / total"
-                ),
+                "distributed.all_sum(sum((x - mean).square().sum() for x in xs))": (
+                    "sum((x - mean).square().sum() for x in xs)"
+                )
             },
         ),
     ),
     Exercise(
         "clip",
-        "grpo:policy_loss",
+        "grpo:clip",
         ("clipped_T = ... loss_T =",),
         "Ratios and clipping",
         """PPO's surrogate, to be maximised: min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).

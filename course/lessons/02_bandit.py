@@ -1,4 +1,4 @@
-"""Policy gradients on a bandit, with the advantages and the loss of grpo.py.
+"""Policy gradients on a bandit, with advantages and a loss that grpo.py can use.
 
     python course/lessons/02_bandit.py  # exact means and variances
     python course/lessons/02_bandit.py --baseline none --output_dir runs/course/02/none  # training
@@ -21,10 +21,13 @@ import yaml
 from torch import Tensor
 
 import grpo
-from common.objectives.advantages import Scores
-from common.objectives.policy import Tokens
+from common.objectives.advantages import group_mean, leave_one_out
+from common.objectives.policy import PolicyInputs, reinforce
 
-BASELINES = ("none", "leave_one_out", "group_mean", "group")
+BASELINES = dict(
+    none=lambda rewards_OG: rewards_OG, leave_one_out=leave_one_out, group_mean=group_mean,
+    group=grpo.advantages,
+)  # fmt: skip
 REWARDS_A = torch.tensor([1.0, 0.6, 0.3, 0.0], dtype=torch.float64)
 OUTCOMES_OG = torch.tensor([*product(range(4), repeat=4)])  # all groups of four arms
 
@@ -32,16 +35,14 @@ OUTCOMES_OG = torch.tensor([*product(range(4), repeat=4)])  # all groups of four
 def gradients(baseline: str, rewards_A: Tensor, logits_A: Tensor, outcomes_OG: Tensor) -> Tensor:
     """Return the gradient of the loss, a mean over the group, for each outcome: [O, A]."""
     rewards_OG = rewards_A[outcomes_OG]
-    advantages_OG = rewards_OG
-    if baseline != "none":
-        advantages_OG = grpo.advantages(baseline, Scores(rewards_OG))
+    advantages_OG = BASELINES[baseline](rewards_OG)
     logits_OA = logits_A.repeat(len(outcomes_OG), 1).requires_grad_()
     logprobs_OG = logits_OA.log_softmax(-1).gather(1, outcomes_OG)
     ids_OG = torch.arange(outcomes_OG.numel()).view_as(outcomes_OG)
-    tokens = Tokens(
+    tokens = PolicyInputs(
         logprobs_OG, logprobs_OG.detach(), advantages_OG, torch.ones_like(ids_OG), ids_OG
     )
-    losses_OG = grpo.policy_loss("reinforce", tokens).loss_T
+    losses_OG = reinforce(tokens).loss_T
     return torch.autograd.grad(losses_OG.mean(1).sum(), logits_OA)[0]
 
 

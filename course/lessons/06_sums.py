@@ -13,12 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 
 import grpo
-from common.objectives.advantages import Scores
+from common.objectives.advantages import group_mean
 
 print("   k   group   group_mean   ratio")
 for right in (1, 2, 4, 8, 12, 15):
     rewards_BG = (torch.arange(16) < right).double()[None]
-    group, mean = (
-        grpo.advantages(name, Scores(rewards_BG)).abs().sum() for name in ("group", "group_mean")
-    )
+    group, mean = (A(rewards_BG).abs().sum() for A in (grpo.advantages, group_mean))
     print(f"{right:4} {group:7.2f} {mean:12.2f} {group / mean:7.2f}")

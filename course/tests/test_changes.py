@@ -1,13 +1,20 @@
-"""The patches of course/changes apply to the scripts, are short, and change the metrics of a short
-run as described."""
+"""The patches of course/changes apply to the scripts, are short, equal their formulas, and change
+the metrics of a short run as described."""
 
+import importlib
 import math
+import statistics
 import subprocess
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT, metrics, run, samples
+from test_grpo_objective import IDS, MASK, SEQUENCES, TOKENS, stream, streams
+
+import grpo
+from common.objectives.reduction import sequence_mean
 
 PATCHES = sorted(ROOT.glob("course/changes/*.patch"))
 SHORT = (
@@ -16,21 +23,46 @@ SHORT = (
 )  # fmt: skip
 FLAGS = {
     "curriculum": ("--save_every", 1),
+    "deepseek": ("--beta", 0.1, "--off_policy_threshold", 0.01, "--minibatches", 2),
+    "gdpo": ("--missing_eos_penalty", 0.1),
     "gfpo": ("--gfpo_keep", 2),
     "new-advantage": ("--advantage", "median"),
     "new-divergence": ("--divergence", "skewed_kl", "--teacher", "tiny-sft"),
     "new-loss": ("--loss", "spo"),
+    "pass-at-k": ("--advantage", "pass_at_k", "--samples_per_prompt", 5),
     "positive-nll": ("--positive_nll", 0.1),
+    "vespo": ("--loss", "vespo", "--reduction", "sequence"),
 }
+NAN = math.nan
+GROUPS = ([1.0, 0.0, NAN, 0.0, 1.0], [0.25, 3.0, 0.25, 0.0, 1.5], [0.1] * 5)
+
+
+def double(x):
+    return torch.tensor(x, dtype=torch.float64)
 
 
 def script_of(patch: Path) -> Path:
     return ROOT / patch.read_text().split()[1].removeprefix("a/")
 
 
+@pytest.fixture
+def patched(tmp_path, monkeypatch):
+    """`patched(name)` returns the name of a module: a script with a patch."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def patch(name: str) -> str:
+        module, file = f"changed_{name.replace('-', '_')}", ROOT / f"course/changes/{name}.patch"
+        script = tmp_path / f"{module}.py"
+        script.write_text(script_of(file).read_text())
+        subprocess.run(["patch", script, file], check=True, capture_output=True)
+        return module
+
+    return patch
+
+
 def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
     page = (ROOT / "course/changes/README.md").read_text()
-    assert len(PATCHES) == 10
+    assert len(PATCHES) == 15
     for patch in PATCHES:
         lines = patch.read_text().splitlines()[2:]
         changed = [line for line in lines if line[0] in "+-" and line[1:].strip()]
@@ -41,27 +73,104 @@ def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
         assert done.returncode == 0 and "offset" not in done.stdout and "fuzz" not in done.stdout
 
 
+# ---- formulas ----
+
+
+def naive_gain(group, i, k):
+    """Return k times the best of i and k - 1 others, less the best of k others, on average."""
+    others = [r for j, r in enumerate(group) if j != i and not math.isnan(r)]
+    if math.isnan(group[i]) or len(others) < k:
+        return 0.0
+    with_it = [max(group[i], *chosen) for chosen in combinations(others, k - 1)]
+    without = [max(chosen) for chosen in combinations(others, k)]
+    return k * (statistics.fmean(with_it) - statistics.fmean(without))
+
+
+def test_pass_at_k_is_the_gain_of_the_best_of_k(patched):
+    pass_at_k = importlib.import_module(patched("pass-at-k")).pass_at_k
+    for k in (2, 3, 4):
+        expected = [[naive_gain(group, i, k) for i in range(5)] for group in GROUPS]
+        torch.testing.assert_close(pass_at_k(double(GROUPS), k), double(expected))
+    assert (pass_at_k(double(GROUPS[2:])) == 0).all()
+
+
+def test_opo_subtracts_the_mean_reward_of_a_token(patched):
+    opo, lengths = importlib.import_module(patched("opo")).opo, [3, 1, 8, 2, 6]
+    for group in GROUPS:
+        tokens = [r for r, n in zip(group, lengths, strict=True) for _ in range(n) if r == r]
+        mean = statistics.fmean(tokens)
+        expected = [0.0 if math.isnan(r) else r - mean for r in group]
+        got = opo(double([group]), torch.tensor([lengths]))[0].tolist()
+        assert got == pytest.approx(expected, abs=1e-12)
+
+
+def test_gdpo_normalises_each_reward_then_their_sum(patched):
+    """A completion without a total reward counts in no statistic."""
+    each = double([GROUPS[:2], [[2.0, 0.0, 1.0, 0.0, 0.5], [NAN, 9.0, 7.0, 7.0, 9.0]]])
+    total, weights = each.nansum(0), [1.0, 0.5]
+    total[0, 2] = NAN
+    got = importlib.import_module(patched("gdpo")).gdpo(total, each, weights)
+    each[:, 0, 2] = NAN
+    sums = sum(w * grpo.advantages(rewards) for w, rewards in zip(weights, each, strict=True))
+    std = statistics.stdev(sums[~total.isnan()].tolist())
+    torch.testing.assert_close(got, sums / (std + 1e-6))
+    assert got[0, 2] == 0 and got[~total.isnan()].mean().abs() < 1e-9
+
+
+def test_vespo_weights_a_completion_by_a_smooth_function_of_its_ratio(patched):
+    some = [([(-1.0, -1.4, True), (-0.5, -9.0, False), (-2.0, -1.0, True)], 1.5),
+            ([(-0.3, -1.1, True)], -0.7)]  # fmt: skip
+    x = stream(some, 0.0, 0.0)
+    losses_T = importlib.import_module(patched("vespo")).vespo(x).loss_T * x.mask_T
+    first, second = math.exp(0.4 - 1.0), math.exp(0.8)
+    first = first**2 * math.exp(3 * (1 - first)) * 1.5
+    second = second**3 * math.exp(2 * (1 - second)) * -0.7
+    expected = [-first * -1.0, 0.0, -first * -2.0, -second * -0.3]
+    assert losses_T.tolist() == pytest.approx(expected)
+    slopes = torch.autograd.grad(losses_T.sum(), x.logprobs_T)[0].tolist()
+    assert slopes == pytest.approx([-first, 0.0, -first, -second])
+
+
+@pytest.mark.parametrize("threshold", [0.01, 9.0])
+def test_deepseek_masks_and_weighs_the_kl(patched, threshold):
+    script = importlib.import_module(patched("deepseek"))
+    new, old, engine, ref, entropy = streams()
+    A = torch.where(IDS == 0, -1.0, torch.where(IDS == 1, -0.5, 1.0)).double()
+    rest = entropy, A, MASK, IDS, TOKENS, SEQUENCES
+    flags = dict(beta=0.3, kl_estimator="k3")
+    plain, kl = (grpo.loss(new, old, engine, ref, *rest, grpo.Args(beta=b)) for b in (0.0, 0.3))
+    args = script.Args(off_policy_threshold=threshold, **flags)
+    share_T, logged = script.loss(new, old, engine, ref, *rest, args)
+    keeps_T = (A >= 0) | (sequence_mean(engine - new, MASK, IDS) <= threshold)
+    kl_T = (new - old).exp() * kl[1]["kl"]
+    torch.testing.assert_close(logged["kl"], kl_T)
+    expected_T = plain[0] * keeps_T + (0.3 * kl_T) * MASK / TOKENS
+    torch.testing.assert_close(share_T, expected_T)
+    assert keeps_T.all() == (threshold == 9.0)
+
+
+# ---- runs ----
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
-def test_patched_script_runs(patch, small, reward_file, main, monkeypatch, tmp_path):
-    name, folder = f"changed_{patch.stem.replace('-', '_')}", tmp_path / "run"
-    script = tmp_path / f"{name}.py"
-    script.write_text(script_of(patch).read_text())
-    subprocess.run(["patch", script, patch], check=True, capture_output=True)
-    flags = (*small, *SHORT, *FLAGS.get(patch.stem, ()), "--output_dir", folder)
-    if patch.stem == "gfpo":
+@pytest.mark.parametrize("patch", [path.stem for path in PATCHES])
+def test_patched_script_runs(patch, patched, small, reward_file, main, tmp_path):
+    name, folder = patched(patch), tmp_path / "run"
+    flags = (*small, *SHORT, *FLAGS.get(patch, ()), "--output_dir", folder)
+    if patch in ("gfpo", "gdpo"):
         flags += ("--reward", f"{reward_file}:digits")
-    if patch.stem in ("curriculum", "muon"):
-        run(2, script, *flags)
+    if patch == "gdpo":
+        flags += (f"{reward_file}:longer",)
+    if patch in ("curriculum", "muon"):
+        run(2, tmp_path / f"{name}.py", *flags)
     else:
-        monkeypatch.syspath_prepend(tmp_path)
         main(name, *flags)
     lines = [line for line in metrics(folder) if line["step"] > 0]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line["loss"]) for line in lines)
-    if patch.stem == "model-as-reward":
+    if patch == "model-as-reward":
         assert all(line["reward"] < -1 for line in lines)
-    if patch.stem == "token-advantage":
+    if patch == "token-advantage":
         trace_file = pytest.importorskip("extras.trace.file")
         _, *traced = trace_file.read(folder / "trace" / "step_000001.jsonl.gz")
         for completion in chain.from_iterable(group["completions"] for group in traced):
@@ -69,9 +178,12 @@ def test_patched_script_runs(patch, small, reward_file, main, monkeypatch, tmp_p
             assert completion["fixed"]["advantages"] == pytest.approx(
                 [completion["advantage"] * x for x in decay]
             )
-    if patch.stem == "gfpo":
+    if patch == "gfpo":
         trained = [line["advantage"] != 0 for line in samples(folder)]
         groups = list(zip(*[iter(trained)] * 4, strict=True))
         assert any(map(any, groups)) and all(sum(group) <= 2 for group in groups)
-    if patch.stem == "metric-per-group":
+    if patch == "gdpo":
+        advantages = [line["advantage"] for line in samples(folder, 1)]
+        assert statistics.stdev(advantages) == pytest.approx(1, abs=1e-3)
+    if patch == "metric-per-group":
         assert all("groups/reward_range" in line for line in lines)

@@ -270,7 +270,7 @@ def test_slider_changes_the_curve(open_page):
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     assert box.locator("output").first.text_content() == "0.1" and values() != before
-    box.locator("select").select_option("vespo")
+    box.locator("select").select_option("cispo")
     assert box.get_by_role("slider").count() == 0, "the paper's numbers are constants"
 
 

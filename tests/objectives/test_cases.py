@@ -20,8 +20,9 @@ from common.config.groups import BaseArgs
 from common.data.encode import Encoder
 from common.data.packing import count_trained, pack, pack_groups
 from common.data.sample import Sample
+from common.metrics.moments import moments
 from common.model.logprobs import statistics as token_statistics
-from common.objectives.advantages import Scores, gae, whiten
+from common.objectives.advantages import gae
 from common.objectives.divergence import forward_kl, reverse_kl
 from common.objectives.importance import Correction, importance_weights
 from common.objectives.kl import kl_estimate
@@ -306,7 +307,7 @@ def test_kto_baseline_is_that_of_all_ranks(monkeypatch):
 
 
 def group(rewards):
-    return grpo.advantages("group", Scores(double(rewards)))
+    return grpo.advantages(double(rewards))
 
 
 def test_group_std_divides_by_n_minus_1():
@@ -329,18 +330,25 @@ def test_lone_reward_has_no_advantage():
     assert rloo.advantages(double([[1.0], [NAN]])).tolist() == [[0], [0]]
 
 
-def test_whitening_centres_tokens_not_completions():
-    counts = torch.tensor([3, 1])
-    assert (whiten(double([1, 5]), counts) * counts).sum().item() == pytest.approx(0)
+def moments_of(*packs):
+    """Return mean and deviation of the numbers of packs; one more is not trained."""
+    rows = (double([99.0, *numbers]) for numbers in packs)
+    mbs = [SimpleNamespace(x_T=x_T, loss_mask_T=torch.arange(len(x_T)) > 0) for x_T in rows]
+    return moments([mbs], lambda mb: mb.x_T)
 
 
-def test_whitened_tokens_have_a_sample_standard_deviation_of_1():
-    counts = torch.tensor([1, 1, 1])
-    assert whiten(double([1, 2, 6]), counts).std().item() == pytest.approx(1, rel=1e-5)
+def test_moments_are_over_tokens_not_packs():
+    assert moments_of([1, 1, 1], [5])[0] == 2
 
 
-def test_completion_without_tokens_is_whitened_to_0():
-    assert whiten(double([1, 2, 9]), torch.tensor([2, 2, 0]))[2] == 0
+def test_moments_have_a_sample_standard_deviation():
+    assert moments_of([1, 2], [6]) == pytest.approx((3, 7**0.5)) and moments_of([4]) == (4, 0)
+
+
+def test_moments_are_those_of_all_ranks(monkeypatch):
+    """Two more ranks have the same tokens."""
+    monkeypatch.setattr(distributed, "all_sum", lambda x: 3 * x)
+    assert moments_of([1, 2], [6]) == pytest.approx((3, (42 / 8) ** 0.5))
 
 
 # ---- ratios and clipping ----
@@ -350,7 +358,7 @@ def clip(rho, A):
     """Return loss and gradient by log rho of one token."""
     log_rho = double([rho]).log().requires_grad_()
     x = tokens(log_rho, double([0.0]), double([A]), 0.2, 0.3)
-    loss = grpo.policy_loss("clip", x).loss_T
+    loss = grpo.clip(x).loss_T
     return loss.item(), torch.autograd.grad(loss, log_rho)[0].item() if loss.requires_grad else 0.0
 
 

@@ -1,12 +1,10 @@
-"""Importance weights and masks for off-policy samples: naive ratios, bounds, whole completions, and
+"""Importance weights of off-policy samples: naive ratios, bounds, whole completions, and
 no gradient."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from common.objectives.importance import Correction, importance_weights, off_policy_mask
+from common.objectives.importance import Correction, importance_weights
 
 # ---- a packed stream ----
 
@@ -46,35 +44,3 @@ def test_weights_without_trained_tokens_are_finite(level):
     )
     streams = log_ratio_T, torch.zeros(3), none_T, ids_T
     assert importance_weights(*streams, Correction(level)).isfinite().all()
-
-
-# ---- off-policy sequence masking ----
-
-logprob = st.integers(-512, 0).map(lambda k: k / 64)  # no mean equals a threshold
-token = st.tuples(
-    st.booleans(), logprob, logprob
-)  # trained, log-prob under the policy, log-prob under the engine
-completions = st.lists(
-    st.tuples(st.sampled_from([-2.0, 0.0, 1.0]), st.lists(token, min_size=1, max_size=5)),
-    min_size=1,
-    max_size=5,
-)
-
-
-@given(completions, st.sampled_from([-0.501, 0.001, 0.501, 2.001]))
-def test_off_policy_mask_equals_naive_code(completions, threshold):
-    stream, expected = [], []
-    for n, (advantage, tokens) in enumerate(completions):
-        drift = [rollout - logprob for trained, logprob, rollout in tokens if trained]
-        dropped = advantage < 0 and sum(drift) / max(1, len(drift)) > threshold
-        stream += [
-            (trained, logprob, rollout, advantage, n) for trained, logprob, rollout in tokens
-        ]
-        expected += [not dropped] * len(tokens)
-    mask, logprobs, rollout_logprobs, advantages, ids = (
-        torch.tensor(column) for column in zip(*stream, strict=True)
-    )
-    got = off_policy_mask(
-        rollout_logprobs - logprobs.requires_grad_(), advantages, mask, ids, threshold
-    )
-    assert got.tolist() == expected and got.dtype == torch.bool and not got.requires_grad
