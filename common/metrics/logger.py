@@ -7,7 +7,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -59,12 +60,8 @@ class RunLogger:
         if "wandb" in args.log:
             self.wandb = _start_wandb(args, self.folder)
         if "tensorboard" in args.log:
-            try:
+            with package("tensorboard"):
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(
-                    "--log tensorboard: tensorboard is not installed; pip install tensorboard"
-                ) from error
             self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -237,10 +234,20 @@ def _keep_until(path: Path, last_step: int) -> None:
         durable.write_text(path, "".join(kept))
 
 
+@contextmanager
+def package(name: str) -> Iterator[None]:
+    """Around the import of a package that `--log` names. Raises `ValueError` if it is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"--log {name}: {name} is not installed; pip install {name}") from error
+
+
 def _start_wandb(args: TrainArgs, folder: Path):
     """Return the wandb run of this folder. Raises `ValueError` without a key, for which wandb would
     ask, or if wandb refuses the run."""
-    import wandb
+    with package("wandb"):
+        import wandb
 
     file = folder / "wandb_id"  # a resumed run continues the same wandb run
     try:

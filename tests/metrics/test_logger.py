@@ -132,10 +132,12 @@ def test_held_out_sets_share_the_panels_of_their_metrics(tmp_path, monkeypatch):
     assert labels == {1: [[], ["a", "b"], ["a", "b"]], 2: [["x", "y"]] * 3}
 
 
-def test_missing_tensorboard_gives_a_one_line_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match="^--log tensorboard: tensorboard is not installed; pip"):
-        logger(tmp_path, log=("tensorboard",))
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_gives_a_one_line_error(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(ValueError, match=f"^--log {name}: {name} is not installed; pip install"):
+        logger(tmp_path, log=(name,))
 
 
 def test_tensorboard_receives_the_metrics(tmp_path):
