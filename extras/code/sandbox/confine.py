@@ -16,10 +16,12 @@ import os
 import resource
 import struct
 
-# the parent kills a process with more; RLIMIT_NPROC counts all processes of a user, not for root
-THREADS = 64
+MEMORY_MIB = 512  # address space; the interpreter takes 50
+FILE_MIB = 16  # largest file
 OPEN_FILES = 64
 STACK_MIB = 512
+# The parent kills a process with more. RLIMIT_NPROC counts all processes of a user, not for root.
+THREADS = 64
 
 try:
     seccomp = ctypes.CDLL("libseccomp.so.2")  # now: Landlock may hide it
@@ -27,7 +29,7 @@ except OSError:
     seccomp = None
 
 
-def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsafe: bool) -> None:
+def confine(parent: int, cpu_seconds: int, unsafe: bool) -> None:
     """Apply all layers; the current directory may be written. `parent`: the process id of the
     parent.
 
@@ -35,7 +37,7 @@ def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsaf
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for apply, *arguments in (
-        (limit_resources, memory_mib, file_mib, cpu_seconds),
+        (limit_resources, cpu_seconds),
         (drop_privileges, libc, parent),
         (restrict_files, libc),
         (restrict_calls,),
@@ -50,12 +52,12 @@ def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsaf
 # ---- limits and privileges ----
 
 
-def limit_resources(memory_mib: int, file_mib: int, cpu_seconds: int) -> None:
+def limit_resources(cpu_seconds: int) -> None:
     """Limit address space, files and CPU time, which is a second line of defence behind the
     parent's clock."""
     for limit, value in (
-        (resource.RLIMIT_AS, memory_mib << 20),
-        (resource.RLIMIT_FSIZE, file_mib << 20),
+        (resource.RLIMIT_AS, MEMORY_MIB << 20),
+        (resource.RLIMIT_FSIZE, FILE_MIB << 20),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_NOFILE, OPEN_FILES),

@@ -50,7 +50,7 @@ class Program:
             line = self.answers.readline(self.limit)
             reply = json.loads(line if line.endswith(b"\n") else b"")
             if reply.keys() == {"value"}:
-                return child.decode(reply["value"], Remote)
+                return child.decode(reply["value"], StandIn)
             ((key, (types, message)),) = reply.items()
             error = exception(types, message)
         except Exception:
@@ -62,7 +62,7 @@ class Program:
 program: Program  # of this process
 
 
-class Remote:
+class StandIn:
     """A function or an object of the program, referred to by an expression. Compares by identity:
     no code of the program decides whether values are equal."""
 
@@ -80,13 +80,13 @@ class Remote:
         return program.ask({"call": f"{self._expression}.{name}"})
 
     def __setattr__(self, name: str, value: object) -> None:
-        Remote("setattr")(self, name, value)
+        StandIn("setattr")(self, name, value)
 
 
 def pass_on(value: object) -> object:
     """Encode a value that is not plain for the program. If that is impossible, the test cannot run;
     after an answer of the program, which may be the cause, it fails."""
-    if isinstance(value, Remote):
+    if isinstance(value, StandIn):
         return {"object": value._expression}
     is_iterator = isinstance(value, child.ITERATORS) or hasattr(type(value), "__next__")
     if is_iterator and (items := child.few_items(value)) is not None:
@@ -150,7 +150,7 @@ def last_file(error: BaseException) -> str:
 
 
 def call(function: str, args: list, kwargs: dict, results: list) -> bool:
-    value = Remote(function)(*args, **kwargs)
+    value = StandIn(function)(*args, **kwargs)
     return any(same(value, result) for result in results)
 
 
@@ -179,7 +179,7 @@ def run(source: str, setup: str, candidate: str | None) -> bool:
         return False
     exec(compile(setup, "<test>", "exec"), names)
     if candidate is not None:  # the setup defines its stub
-        names[candidate] = Remote(candidate)
+        names[candidate] = StandIn(candidate)
     exec(compile(source, "<test>", "exec"), names)
     return True
 
@@ -206,7 +206,7 @@ def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
         if isinstance(node, ast.Name) and node.id in free and id(node) not in replaced:
             broken.append(f"it needs the value of {node.id}, which it does not define")
     names = {name: importlib.import_module(name) for name in modules}
-    return {"__name__": "test"} | names | {name: Remote(name) for name in free}
+    return {"__name__": "test"} | names | {name: StandIn(name) for name in free}
 
 
 def tested_builtin(tree: ast.AST) -> set[str]:

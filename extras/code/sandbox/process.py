@@ -24,6 +24,9 @@ START = (
 OPTIONS = "-I -S -B -X utf8 -X int_max_str_digits=0".split()  # the last: integers of any length
 START_SECONDS = 60  # for the interpreter to start on a busy machine; no part of the program's time
 POLL_SECONDS = 0.02  # between looks at the directory and the threads
+# Of all files in the directory of a program, which cannot delete any. confine.py has more limits.
+DISK_MIB = 64
+FILES = 256
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,8 @@ class Limits:
     seconds: float = 5.0
     """wall-clock time of its whole life, from its first line; of a reward, for all tests of a
     completion together"""
-    memory_mib: int = 512
-    """address space; the interpreter takes 50"""
     output_bytes: int = 1 << 20
     """on stdout, or of one answer to a call"""
-    file_mib: int = 16
-    """largest file"""
-    disk_mib: int = 64
-    """all files in its directory; it cannot delete any"""
-    files: int = 256
-    """number of files in its directory"""
 
 
 class ProgramError(Exception):
@@ -109,13 +104,12 @@ class Child(contextlib.AbstractContextManager):
             file.seek(0)
         descriptors = (files[0].fileno(), output.fileno())
         cpu_seconds = int(2 * self.limits.seconds) + 2
-        limits = (self.limits.memory_mib, self.limits.file_mib, cpu_seconds, int(unsafe))
         # not the virtual environment's
         python = getattr(sys, "_base_executable", None) or sys.executable
         modules = os.path.dirname(os.path.abspath(__file__))
-        command = [python, *OPTIONS, "-c", START, modules, mode, os.getpid(), *descriptors]
+        words = [modules, mode, os.getpid(), *descriptors, " ".join(map(str, pipes))]
         self.process = subprocess.Popen(
-            [*map(str, command), " ".join(map(str, pipes)), *map(str, limits)],
+            [python, *OPTIONS, "-c", START, *map(str, [*words, cpu_seconds, int(unsafe)])],
             stdin=files[1],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -217,7 +211,7 @@ class Child(contextlib.AbstractContextManager):
                 for entry in entries:
                     count += 1
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if count > self.limits.files or size > self.limits.disk_mib << 20:
+                    if count > FILES or size > DISK_MIB << 20:
                         raise ProgramError("disk limit")
         except OSError as error:  # no descriptors left
             raise RuntimeError(f"a program could not be watched: {error}") from error

@@ -5,15 +5,15 @@ that of a real judge and a real program."""
 import gc
 import itertools
 import json
-import subprocess
-import sys
+import os
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import PATIENCE, ROOT, Clock, alive, until
+from helpers import PATIENCE, Clock, descendants, kill, until
 from in_process import Args
 
 from common.data.sample import Completion
@@ -107,12 +107,10 @@ def check(candidate):
 ROOT_OF_LINE = "    return -xs[0] / xs[1]\n"
 FORMS = {
     "stdin": (STDIN, "print(sum(map(int, input().split())))", "print(3)"),
-    "stdin main": (STDIN, 'def main(): print(eval(input().replace(" ", "+")))\nif __name__ == "__main__": main()', "main()"),
     "calls": (CALLS, "def pairs(values): return (tuple(sorted(values)), {'n': float(len(values))})",
               "def pairs(values): return (values, {'n': len(values)})"),
     "apps stdin": (APPS_STDIN, "print(int(input()) ** 2, end='  \\n\\n')", "print(4)"),
     "apps call": (APPS_CALL, "def square(x: List[int]): return x * x", "def square(x): return 4"),
-    "apps method": (APPS_CALL, "class Solution:\n    def square(self, x): return [x * x]", "class Solution: pass"),
     "apps method with names of typing": (
         APPS_CALL, "from __future__ import annotations\nimport typing\nclass Solution:\n"
         "    def square(self, x: List[int]) -> Optional[int]: return typing.cast(int, x * x)",
@@ -127,9 +125,6 @@ FORMS = {
         "def filter(x): return x[:1]", "def filter(x): return x\ndef set(x): return 0"),
     "humaneval body": (HUMANEVAL, ROOT_OF_LINE, "    return 0\n"),
     "humaneval function": (HUMANEVAL, fenced("def find_zero(xs):\n" + ROOT_OF_LINE), fenced("def f(): pass")),
-    "humaneval without prompt": (
-        HUMANEVAL | dict(prompt=[dict(role="user", content="find the zero")], test="import math\n" + HUMANEVAL["test"]),
-        HUMANEVAL_PROMPT + ROOT_OF_LINE, HUMANEVAL_PROMPT + "    return 1\n"),
     "humaneval from __future__": (
         HUMANEVAL, fenced("from __future__ import (\n    annotations,\n)\ndef find_zero(xs: Listt):\n" + ROOT_OF_LINE),
         fenced("from __future__ import annotations\ndef find_zero(xs): pass")),
@@ -141,10 +136,6 @@ FORMS = {
             test="def check(c):\n    assert twice(c(1)) == 4\n"), "    return 2", "    return 3\ndef twice(x): return 4"),
     "humaneval prose behind": (HUMANEVAL, ROOT_OF_LINE + "\nIt's the root of a line.\nFor others not.", "It's -xs[0] / xs[1]"),
     "humaneval cut off": (HUMANEVAL, ROOT_OF_LINE + "\n\ndef other(x):\n    if x ==", "    return 1\n\n\ndef other(x):"),
-    "exceptions": (
-        asserts("try:\n    f(0)\nexcept ZeroDivisionError as e:\n    ok = 'zero' in str(e)\nassert ok",
-                "try:\n    f('')\nexcept ValueError as e:\n    pass\nelse:\n    assert False"),
-        "class Own(ValueError): pass\ndef f(x):\n    if x == '': raise Own('mine')\n    return 1 / x", "def f(x): pass"),
     "an exception is of its most special built-in class": (
         asserts(*(f"try:\n    f({i})\nexcept BaseException as e:\n    kind = type(e).__name__\nassert kind == {name!r}"
                   for i, name in enumerate(("KeyError", "UnicodeError", "Exception", "StopIteration", "SystemExit")))),
@@ -157,8 +148,6 @@ FORMS = {
     "helpers": (
         asserts("def twice(x):\n    return f(f(x))\nassert all(twice(i) == i for i in range(5)) and {f(1): 2}[-1] == 2"),
         "def f(x): return -x", "def f(x): return x + 1"),
-    "modules need no import": (asserts("assert math.floor(f(2.5)) == 6"), "def f(x): return 6.5", "def f(x): return 7"),
-    "tuples are not lists in asserts": (asserts("assert f() == (1, [2])"), "def f(): return (1, [2])", "def f(): return [1, [2]]"),
     "arguments are copies": (
         asserts("x = [2, 1]\nassert f(x) == [1, 2] and x == [2, 1]"),
         "def f(x):\n    x.sort()\n    return x", "def f(x):\n    x.clear()\n    return x"),
@@ -167,10 +156,6 @@ FORMS = {
         "class Stack:\n    def __init__(self, x): self.items = [x]\n    def push(self, x): self.items.append(x)\n"
         "    def pop(self): return self.items.pop()\ndef total(stacks, more): return sum(sum(s.items) for s in [*stacks, more])",
         "class Stack:\n    def __init__(self, x): self.items = []\n    push = pop = print"),
-    "attributes": (
-        row(test_list=["root.left = Node(2)\nassert height(root) == 2"], test_setup_code="root = Node(1)"),
-        "class Node:\n    def __init__(self, x): self.left = None\ndef height(n): return 1 + height(n.left) if n else 0",
-        "class Node:\n    def __init__(self, x): self.left = None\ndef height(n): return 1"),
     "objects are equal to themselves": (
         asserts("a = f(1)\nassert a == a and a != f(2) and f(3) == 4"), "def f(x): return 4 if x == 3 else object()", "def f(x): return 4"),
     "method of a result": (
@@ -179,7 +164,6 @@ FORMS = {
     "a range is no list": (asserts("assert f(3) == [0, 1, 2]"), "def f(n): return list(range(n))", "def f(n): return range(n)"),
     "a generator is no JSON list": (
         row(tests=[dict(function="f", args=[2], result=[0, 1])]), "def f(n): return [0, 1]", "def f(n): yield from [0, 1]"),
-    "generators": (asserts("assert list(f(3)) == [0, 1, 2]"), "def f(n): yield from range(n)", "def f(n): yield from [n]"),
     **{f"{name} passed on": (asserts("assert total(evens(4)) == 2"), f"def evens(n): return {code}\ndef total(xs): return sum(xs)",
                              f"def evens(n): return {code}\ndef total(xs): return 0")
        for name, code in dict(generator="(i for i in range(n) if i % 2 == 0)", range="range(0, n, 2)", map="map(int, ['0', '2'])",
@@ -190,8 +174,6 @@ FORMS = {
     "long questions and answers": (
         asserts("x = list(range(300_000))\nassert sum(f(x)) == 0", f"assert f([1]) == '{'x' * 1_500_000}'"),
         "def f(x): return [0, 0] if len(x) > 1 else 'x' * 1_500_000", "def f(x): return x"),
-    "long results": (
-        row(tests=[dict(function="f", args=[], result=["x"] * 300_000)]), "def f(): return ['x'] * 300_000", "def f(): return ['x']"),
     "type of LiveCodeBench": (row(tests=[dict(input="3\n", output="6", testtype="stdin")]), "print(2 * int(input()))", "print(3)"),
     "state, prints and main": (
         asserts("assert f() == (1, '')", "assert f() == (2, '')"),
@@ -356,11 +338,6 @@ def test_stdout_equals_the_expected_one_up_to_blanks_at_ends_and_last_digits(tex
     assert same_output(text, expected) == same
 
 
-def test_long_expected_output_fits_the_output_limit():
-    tests, limits = [dict(input="", output="x" * 5000)], Limits(seconds=PATIENCE, output_bytes=1000)
-    assert passes("print('x' * 5000)", row(tests=tests), limits) == 1
-
-
 # ---- which block is the program ----
 
 
@@ -422,10 +399,6 @@ NO_PROGRAMS = {  # a program, and a block behind it that is none
     ),
     "renamed input": ("import sys\ninput = sys.stdin.readline\n" + READS, "print(3)"),
     "open(0)": ("print(sum(map(int, open(0).read().split())))", "print(3)"),
-    "imported stdin": (
-        "from sys import stdin\nprint(sum(map(int, stdin.read().split())))",
-        "print(3)",
-    ),
 }
 
 
@@ -436,14 +409,6 @@ def test_program_for_stdin_is_no_test_or_example_behind_it(kind):
     assert program_in(fenced(READS) + fenced(program) + fenced(other), STDIN) == program + "\n"
     assert program_in(fenced(other) + fenced(program), STDIN) == program + "\n"
     assert program_in(fenced(other), STDIN) == other + "\n"
-
-
-def test_program_without_input_uses_no_name_of_another_block():
-    prints, silent = "def f():\n    return 7\n\nprint(f())", row(tests=[dict(input="", output="7")])
-    assert program_in(fenced(prints) + fenced("assert f() == 7"), silent) == prints + "\n"
-    assert program_in(fenced(prints) + fenced("print(7)"), silent) == "print(7)\n"
-    for output in ("7", "# 7", "result = 7"):
-        assert program_in(fenced(prints) + fenced(output), silent) == prints + "\n"
 
 
 def test_prompt_is_prepended_only_if_it_is_a_stub():
@@ -558,7 +523,7 @@ import child, sys
 child.encode = lambda *a: True
 def f(x): return 0
 """,
-    "own check": "def check(candidate): pass\ndef judge(*a): return True\nclass Remote: pass\n"
+    "own check": "def check(candidate): pass\ndef judge(*a): return True\nclass StandIn: pass\n"
     "def f(x): return 0",
     "forged lines on all descriptors": f"""
 import os
@@ -634,12 +599,12 @@ def f(x):
     "has f as an instance": "class F:\n    def __call__(self, x): return self\n"
     "    def __eq__(self, o): return True\nf = F()",
 }
-KINDS = {
+KINDS = {  # several tests share the processes of a program and its judge
     "stdin": row(tests=[dict(input="5\n", output="7\n")]),
-    "call": row(tests=[dict(function="f", args=[5], result=7)]),
-    "call of a list": row(tests=[dict(function="f", args=[5], result=[7])]),
-    "asserts": row(
+    "calls": row(
         tests=[
+            dict(function="f", args=[5], result=7),
+            dict(function="f", args=[5], result=[7]),
             "assert f(5) == 7",
             "assert abs(f(5) - 7) < 1e-6",
             "assert not f(5) != 7 and f(5) in {7}",
@@ -663,7 +628,8 @@ def hostile_rewards() -> dict[tuple[str, str], float]:
 
     def reward_of(case: tuple[str, str]) -> float:
         name, kind = case
-        return passes(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS)
+        score = passes if name == "keys that collide" else fraction  # seconds for each test
+        return score(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS)
 
     cases = list(itertools.product(HOSTILE, KINDS))
     with ThreadPoolExecutor(6) as pool:
@@ -671,17 +637,16 @@ def hostile_rewards() -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_do_not_pass(name, kind, hostile_rewards):
-    assert hostile_rewards[name, kind] == 0
+def test_hostile_programs_pass_no_test(name, hostile_rewards):
+    assert {kind: hostile_rewards[name, kind] for kind in KINDS} == dict.fromkeys(KINDS, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_honest_program_passes_the_tests_of_hostile_ones(kind):
-    answer = "[x + 2]" if kind == "call of a list" else "x + 2"
-    program = f"def f(x): return {answer}\nif __name__ == '__main__': print(f(int(input())))"
-    assert passes(program, KINDS[kind], LIMITS) == 1
+def test_honest_program_passes_the_tests_of_hostile_ones():
+    program = "def f(x): return x + 2\nif __name__ == '__main__': print(f(int(input())))"
+    passed = {kind: fraction(program, KINDS[kind], LIMITS) for kind in KINDS}
+    assert passed == dict(stdin=1, calls=4 / 5, mbpp=1, humaneval=1)  # one result is a list
+    assert fraction("def f(x): return [x + 2]", KINDS["calls"], LIMITS) == 1 / 5
 
 
 def test_program_receives_no_expected_value():
@@ -731,48 +696,18 @@ def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
     assert rewards(batch, Meter())[0].tolist() == [[1, 0]]
 
 
-def test_row_selects_the_code_reward():
-    call = dict(function="f", args=[1, 2], result=3)
-    rows = [
-        dict(reward="code", tests=[call], _source="a:1"),
-        dict(reward="gsm8k", answer="18", _source="a:2"),
-    ]
-    texts = ("def f(a, b): return a + b", "#### 18")
-    rewards = make(rows, "by_row")
-    assert rewards([samples_of(row, *texts) for row in rows], Meter())[0].tolist() == [
-        [1, 0],
-        [0, 1],
-    ]
-    with pytest.raises(ValueError, match="a:6"):
-        make([dict(reward="code", tests=[], _source="a:6")], "by_row")
-
-
-def test_threads_end_with_their_owner():
-    threads, row = set(threading.enumerate()), dict(tests=["assert True or f()"], _source="a:1")
+def test_a_run_waits_for_no_program_and_leaves_no_thread(tmp_path, monkeypatch):
+    """Programs end with their parent: test_sandbox.py."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    threads, children = set(threading.enumerate()), set(descendants(os.getpid()))
+    row = dict(tests=[dict(input="", output="1")], _source="a:1")
     rewards = make([row])
-    assert rewards([samples_of(row, "x = 1")], Meter())[0].tolist() == [[1]]
-    assert set(threading.enumerate()) - threads
+    endless = samples_of(row, "open('began', 'w')\nwhile True: pass")
+    rewards.begin(0, endless)
+    until(lambda: any(tmp_path.glob("*/began")))
+    assert all(thread.daemon for thread in set(threading.enumerate()) - threads)
+    kill(*set(descendants(os.getpid())) - children)
+    assert rewards([endless, samples_of(row, "print(1)")], Meter())[0].tolist() == [[0], [1]]
     del rewards
     gc.collect()
     until(lambda: not set(threading.enumerate()) - threads)
-
-
-@pytest.mark.slow
-def test_run_ends_while_programs_run():
-    """No process is left, and the run does not wait for pending rewards."""
-    code = """
-import os, sys
-sys.path.insert(0, "tests")
-from helpers import descendants, until
-from extras.code.tests.test_rewards import make, samples_of
-row = dict(_source="a:1", tests=["assert f()"])
-rewards = make([row])
-for number in range(5): rewards.begin(number, samples_of(row, "while True: pass"))
-until(lambda: len(descendants(os.getpid())) > 2)
-print(*descendants(os.getpid()), flush=True)
-raise SystemExit(3)
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (3, "")
-    until(lambda: not any(alive(int(pid)) for pid in done.stdout.split()))
