@@ -1,6 +1,10 @@
 """A teacher's stored log-probs of the data's completions (`--teacher_logprobs stored`).
 
-Shapes: T tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens.
+A row of a file has the numbers of a token: S log-probs, K tokens (ids below 2^24), the log-prob of
+the target and the entropy, float32.
+
+Shapes: T tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens, X
+numbers of a row.
 """
 
 from collections.abc import Callable
@@ -38,6 +42,7 @@ class StoredTeacher:
         """Collective. Raises `ValueError` for a damaged file."""
         self.vocabulary = vocabulary
         self.device = device
+        self.widths = (args.top_k + 1, args.top_k, 1, 1)  # of the parts of a row
         chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
         for sample, before in zip(
             samples, accumulate(map(_trained, samples), initial=0), strict=False
@@ -46,7 +51,7 @@ class StoredTeacher:
         counts = [sum(map(_trained, chunk)) for chunk in chunks]
         self.starts = [0, *accumulate(counts)]
         files = [folder / f"{number:06d}.safetensors" for number in range(len(chunks))]
-        settings = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK)
+        settings = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK, "rows")
         _claim(folder, digest_of(samples, path, [path], *settings))
         missing = [i for i, file in enumerate(files) if not file.is_file()]
         missing = distributed.from_main(missing)
@@ -56,23 +61,20 @@ class StoredTeacher:
             teacher = load(path)
             for i in missing:  # all ranks score a file together, one of them writes it
                 writer = i % distributed.world_size()
-                columns_MX = self._scored(teacher, chunks[i], self.starts[i], args, writer)
-                if columns_MX is not None:
-                    _save(files[i], columns_MX, args.top_k)
+                rows_MX = self._scored(teacher, chunks[i], self.starts[i], args, writer)
+                if rows_MX is not None:
+                    _save(files[i], rows_MX)
             distributed.barrier()
-        self.columns_of_files = [
-            _read(file, count) for file, count in zip(files, counts, strict=True)
-        ]
+        self.rows_of_files = [_read(file, count) for file, count in zip(files, counts, strict=True)]
 
     @torch.no_grad()
     def _scored(
         self, teacher: Teacher, samples: list[Sample], start: int, args: TrainArgs, writer: int
     ) -> Tensor | None:
-        """Return, on the rank `writer`, the columns of each trained token of the samples, the first
-        of which is number `start`: S log-probs, K tokens, the log-prob of the target and the
-        entropy, float32 [M, X]. Collective."""
+        """Return, on the rank `writer`, the row of each trained token of the samples, the first of
+        which is number `start`, [M, X]. Collective."""
         places = [torch.zeros(0, dtype=torch.int64)]
-        columns = []
+        rows = []
         share = distributed.share_of(samples)
         for mb in pack(share, args.pack_tokens, self.device):
             logits = teacher.teach(mb)
@@ -84,20 +86,18 @@ class StoredTeacher:
                 top.target_logprobs_T,
                 top.entropy_T,
             )
-            columns_TX = torch.stack(
-                [x_T.float() for x_T in mb.expand(columns_t)], 1
-            )  # ids: < 2^24
-            columns.append(columns_TX[mb.loss_mask_T].cpu())
+            rows_TX = torch.stack([x_T.float() for x_T in mb.expand(columns_t)], 1)
+            rows.append(rows_TX[mb.loss_mask_T].cpu())
             if mb.num_samples:
                 places.append(mb.stored_at_T[mb.loss_mask_T].cpu())
         teacher.reshard()  # after a forward without backward the root is still whole
         is_writer = distributed.rank() == writer
         scored = [None] * distributed.world_size() if is_writer else None
-        dist.gather_object((torch.cat(places), torch.cat(columns)), scored, writer)
+        dist.gather_object((torch.cat(places), torch.cat(rows)), scored, writer)
         if not is_writer:
             return None
-        places, columns = zip(*scored, strict=True)
-        return torch.cat(columns)[(torch.cat(places) - start).argsort()]
+        places, rows = zip(*scored, strict=True)
+        return torch.cat(rows)[(torch.cat(places) - start).argsort()]
 
     def read(self, groups: list[Group], meter) -> list[Group]:
         return groups
@@ -107,19 +107,16 @@ class StoredTeacher:
         last = self.starts[-1] - 1
         places_t = mb.model_tokens.stored_at_T.clamp(max=last).cpu()  # masked tokens: any place
         file_number_t = torch.bucketize(places_t, torch.tensor(self.starts), right=True) - 1
-        columns = [
-            column.new_empty(len(places_t), *column.shape[1:])
-            for column in self.columns_of_files[0]
-        ]
+        rows_tX = torch.empty(len(places_t), sum(self.widths))
         for number in file_number_t.unique().tolist():
             is_in_file_t = file_number_t == number
-            rows = places_t[is_in_file_t] - self.starts[number]
-            for column, stored in zip(columns, self.columns_of_files[number], strict=True):
-                column[is_in_file_t] = stored[rows]
-        logprobs_tS, tokens_tK, target_t, entropy_t = (column.to(self.device) for column in columns)
+            stored_MX = self.rows_of_files[number]
+            rows_tX[is_in_file_t] = stored_MX[places_t[is_in_file_t] - self.starts[number]]
+        parts = rows_tX.to(self.device).split(self.widths, dim=1)
+        logprobs_tS, tokens_tK, target_t1, entropy_t1 = parts
         return TopK(
-            logprobs_TS=logprobs_tS, tokens_TK=tokens_tK.long(), target_logprobs_T=target_t,
-            entropy_T=entropy_t, vocabulary=self.vocabulary,
+            logprobs_TS=logprobs_tS, tokens_TK=tokens_tK.long(), target_logprobs_T=target_t1[:, 0],
+            entropy_T=entropy_t1[:, 0], vocabulary=self.vocabulary,
         )  # fmt: skip
 
 
@@ -128,14 +125,9 @@ def _trained(sample: Sample) -> int:
     return sum(sample.loss_mask[1:])
 
 
-def _save(file: Path, columns_MX: Tensor, top_k: int) -> None:
-    logprobs_MS, tokens_MK, others_M2 = columns_MX.split(
-        [columns_MX.shape[1] - 2 - top_k, top_k, 2], 1
-    )
-    target_M, entropy_M = others_M2.unbind(1)
-    tensors = dict(logprobs=logprobs_MS, tokens=tokens_MK.int(), target=target_M, entropy=entropy_M)
+def _save(file: Path, rows_MX: Tensor) -> None:
     work = file.with_suffix(".tmp")
-    save_file({name: x.contiguous() for name, x in tensors.items()}, work)
+    save_file(dict(rows=rows_MX.contiguous()), work)
     durable.write_json(file.with_suffix(".json"), dict(fingerprint=durable.fingerprint(work)))
     durable.replace(work, file)
 
@@ -154,17 +146,16 @@ def _claim(folder: Path, digest: str) -> None:
     distributed.barrier()
 
 
-def _read(file: Path, count: int) -> list[Tensor]:
-    """Return the columns of a file of `count` tokens, memory-mapped."""
+def _read(file: Path, count: int) -> Tensor:
+    """Return the rows of `count` tokens, memory-mapped."""
     try:
         if durable.read_json(file.with_suffix(".json"))["fingerprint"] != durable.fingerprint(file):
             raise ValueError("it was changed after it was written")
-        tensors = load_file(file)
-        columns = [tensors[name] for name in ("logprobs", "tokens", "target", "entropy")]
-        if any(len(x) != count for x in columns):
+        rows_MX = load_file(file)["rows"]
+        if len(rows_MX) != count:
             raise ValueError("another number of tokens")
     except (OSError, SafetensorError, ValueError, RecursionError, KeyError) as error:
         raise ValueError(
             f"{file} is damaged; delete it: {distributed.first_line(error)}"
         ) from error
-    return columns
+    return rows_MX

@@ -22,12 +22,7 @@ from common.model.hub import load_tokenizer
 from common.model.logprobs import TokenStats
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from extras.teachers.foreign import (
-    ForeignTeacher,
-    Spans,
-    bytes_of_tokens,
-    common_spans,
-)
+from extras.teachers.foreign import ForeignTeacher, Spans, bytes_of_tokens, common_spans
 
 TEXT = st.text(alphabet="a4bx \n'.é字🙂", min_size=1, max_size=8)
 
