@@ -172,10 +172,7 @@ class Trace:
     def end(self, step: int) -> None:
         """Write the trace of a step. Collective."""
         shares = distributed.gather_dict(self._shares())
-        groups = self._sampled_groups(shares)
-        rows = self._rows_of_data(shares)
-        by_reward = not distributed.all_sum(len(rows))
-        groups |= rows
+        groups, by_reward = self._groups(shares)
         values = distributed.gather_dict(
             {i: _value(group, by_reward) for i, group in groups.items()}
         )
@@ -211,34 +208,32 @@ class Trace:
                 shares[k, index] = share
         return shares
 
-    def _sampled_groups(self, shares: dict[Place, Share]) -> dict[int, list[Traced]]:
-        """Return this rank's groups of completions, by position. A packed sample may be a copy with
-        another mask, but its list of ids is that of the completion."""
+    def _groups(self, shares: dict[Place, Share]) -> tuple[dict[int, list[Traced]], bool]:
+        """Return this rank's groups by position in the step, and whether all have rewards: groups
+        of completions, then rows of data or pairs. A packed sample may be a copy of a completion
+        with another mask, but its list of ids is that of the completion. Collective."""
+        sent = [
+            (place, sample)
+            for k, forward in enumerate(self.forwards)
+            for index, sample in forward.mb.sent.items()
+            if (place := (k, index)) in shares
+        ]
         shares_of_ids = defaultdict(dict)
-        for k, forward in enumerate(self.forwards):
-            for index, sample in forward.mb.sent.items():
-                if (k, index) in shares:
-                    shares_of_ids[id(sample.ids)][k, index] = shares[k, index]
-        return {
-            position: [Traced(s, known, shares_of_ids[id(s.ids)]) for s, known in group]
+        for place, sample in sent:
+            shares_of_ids[id(sample.ids)][place] = shares[place]
+        groups = {
+            position: [Traced(s, known, shares_of_ids.pop(id(s.ids), {})) for s, known in group]
             for position, group in self.sampled.items()
         }
-
-    def _rows_of_data(self, shares: dict[Place, Share]) -> dict[int, list[Traced]]:
-        """Return this rank's rows of data or pairs, by position in the batch, after the sampled
-        groups. Collective."""
-        groups: dict[int, dict[int, Traced]] = defaultdict(dict)
-        first = int(distributed.all_sum(len(self.sampled)))
-        sampled = {id(sample.ids) for group in self.sampled.values() for sample, _ in group}
-        for k, forward in enumerate(self.forwards):
-            for index, sample in forward.mb.sent.items():
-                share = shares.get((k, index))
-                if share is None or id(sample.ids) in sampled:
-                    continue
-                i, g = divmod(index, share.samples_per_row)
-                traced = groups[first + i].setdefault(g, Traced(sample, {}, {}))
-                traced.shares[k, index] = share
-        return {position: [group[g] for g in sorted(group)] for position, group in groups.items()}
+        first = int(distributed.all_sum(len(groups)))
+        rows: dict[int, dict[int, Traced]] = defaultdict(dict)
+        for (k, index), sample in sent:
+            if id(sample.ids) in shares_of_ids:  # none of the completions
+                i, g = divmod(index, shares[k, index].samples_per_row)
+                traced = rows[first + i].setdefault(g, Traced(sample, {}, {}))
+                traced.shares[k, index] = shares[k, index]
+        groups |= {position: [row[g] for g in sorted(row)] for position, row in rows.items()}
+        return groups, not distributed.all_sum(len(rows))
 
     def _numbers(self, traced: list[Traced]) -> dict[Place, dict]:
         """Return the numbers of the update for the samples that all ranks trace, by place.
