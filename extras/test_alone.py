@@ -4,7 +4,6 @@ line."""
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from helpers import ROOT
@@ -22,28 +21,19 @@ USES = dict(
 )
 
 
-def forget() -> dict[str, ModuleType]:
-    """Remove the extras and the scripts from the imported modules, and return them."""
-    names = [name for name in sys.modules if name.startswith("extras.") or name in SCRIPTS]
-    return {name: sys.modules.pop(name) for name in names}
-
-
 @pytest.fixture
-def without():
+def without(monkeypatch):
     """`without("images")` makes imports fail as if the folder were not there."""
-    before = forget()
 
     def delete(name: str) -> None:
-        vars(extras).pop(name, None)
-        sys.modules[f"extras.{name}"] = None
+        for module in [*sys.modules]:
+            if module.startswith("extras.") or module in SCRIPTS:
+                monkeypatch.delitem(sys.modules, module)
+        for each in EXTRAS:  # imports set them anew
+            monkeypatch.delattr(extras, each, raising=False)
+        monkeypatch.setitem(sys.modules, f"extras.{name}", None)
 
-    yield delete
-    forget()
-    sys.modules.update(before)
-    for name, module in before.items():  # imports have set the new ones
-        parent, _, child = name.rpartition(".")
-        if parent and module is not None:
-            setattr(sys.modules[parent], child, module)
+    return delete
 
 
 def modules(name: str) -> list[str]:
@@ -52,9 +42,9 @@ def modules(name: str) -> list[str]:
     return [".".join(each).removesuffix(".__init__") for each in parts if "tests" not in each]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EXTRAS)
-def test_the_others_and_the_scripts_do_not_need_an_extra(name, without, main, small, tmp_path):
+def test_the_others_and_the_scripts_do_not_need_an_extra(name, without):
+    """`make test` runs the scripts without any of them."""
     without(name)
     needs = USES.get(name, set())
     for other in EXTRAS:
@@ -63,10 +53,6 @@ def test_the_others_and_the_scripts_do_not_need_an_extra(name, without, main, sm
                 importlib.import_module(module)
     for script in SCRIPTS:
         importlib.import_module(script)
-    few = ("--max_steps", 1, "--eval_every", 0, "--output_dir")
-    main("sft", *small, "--batch_size", 2, *few, tmp_path / "sft")
-    online = ("--prompts_per_step", 2, "--samples_per_prompt", 2, "--max_new_tokens", 4)
-    main("grpo", *small, "--engine", "transformers", *online, *few, tmp_path / "grpo")
 
 
 AGENT = "async def run(row, base_url, api_key):\n    pass\n"
@@ -100,7 +86,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "flag", "words"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_a_flag_of_a_deleted_extra_answers_in_one_line(
-    name, flag, words, without, main, tmp_path, monkeypatch
+    name, flag, words, without, main, small, tmp_path
 ):
     (tmp_path / "agent.py").write_text(AGENT)
     if words[-1] == "QWEN3_NEXT":
@@ -108,4 +94,4 @@ def test_a_flag_of_a_deleted_extra_answers_in_one_line(
     words = [str(word).replace("agent.py", f"{tmp_path}/agent.py") for word in words]
     without(name)
     with pytest.raises(ValueError, match=f"{flag} needs extras/{name}, which is not here$"):
-        main(*words, "--output_dir", tmp_path / "run")
+        main(words[0], *small, *words[1:], "--output_dir", tmp_path / "run")

@@ -43,12 +43,17 @@ FLAG_ERRORS = """
 sft --max_length 9000 -> --max_length 9000: a sequence must fit in --pack_tokens 8192
 sft --batch_size 7 -> --batch_size 7 must be a multiple of the number of training ranks (2)
 sft --samples_per_prompt 2 -> unknown flag --samples_per_prompt
+sft --model x --streaming true --eval_every 0 -> the number of rows is unknown; set --max_steps
+sft --streaming true --max_steps 3 -> sets no rows aside; name an --eval_dataset, or set --eval_ev
+sft --streaming true --max_steps 3 --eval_every 0 --dataset a:1 b:2 -> omit the weights
 dpo --max_length 4098 -> --max_length 4098: 2 sequences must fit in --pack_tokens 8192
 dpo --loss simpo --reference_model x -> --reference_model x has no effect with --loss simpo
 online_dpo --loss simpo --f_divergence js -> --f_divergence js has no effect with --loss simpo
 kto --loss sigmoid -> --loss sigmoid must be 'kto' or 'apo_zero_unpaired'
 grpo --prompts_per_step 7 -> --prompts_per_step 7 must be a multiple of the number of training ra
 grpo --clip_high 1e308 -> --clip_high 1e308 must be finite in float32
+grpo --rubric a -> --rubric a has no effect with --reward exact_match
+reinforce --reward rank:x --samples_per_prompt 1 -> needs --samples_per_prompt 2 or more
 grpo --chat_template x --prompt_format plain -> --chat_template x has no effect with --prompt_for
 grpo --old_logprobs engine -> --correction must be none with --old_logprobs engine
 grpo --loss gspo -> --loss gspo --reduction token: a loss by completion needs sequence

@@ -117,10 +117,7 @@ def _events(answer: dict, options: object) -> Iterator[str]:
     calls = enumerate(choice["message"].get("tool_calls") or [])
     delta = choice["message"] | dict(tool_calls=[dict(index=i) | call for i, call in calls] or None)
     ended = dict(index=0, delta={}, finish_reason=choice["finish_reason"])
-    parts = [
-        dict(choices=[dict(index=0, delta=delta, finish_reason=None)]),
-        dict(choices=[ended]),
-    ]
+    parts = [dict(choices=[dict(index=0, delta=delta, finish_reason=None)]), dict(choices=[ended])]
     if isinstance(options, dict) and options.get("include_usage"):
         parts.append(dict(choices=[], usage=answer["usage"]))
     for part in parts:

@@ -19,13 +19,7 @@ from common.metrics.logger import preview
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
 from common.model.memory import GIB
-from common.model.policy import (
-    PackedModel,
-    Policy,
-    compute_dtype,
-    load_policy,
-    load_scalar_model,
-)
+from common.model.policy import PackedModel, Policy, compute_dtype, load_policy, load_scalar_model
 from common.parallel import distributed
 from common.train.overview import num_steps, repetitions
 from extras.plan.launch import BAND, DECODING, GPUS, MACHINE, TRAINING, Gpu, Launch

@@ -37,8 +37,9 @@ async def ask(row, base_url, api_key, messages, **body):
     async with httpx.AsyncClient(base_url=base_url, **options) as client:
         answer = await client.post("/chat/completions", json=dict(messages=messages, **body))
     if answer.status_code != 200:
-        return answer.status_code, answer.json()["error"]
-    return 200, answer.json()["choices"][0]["message"]
+        return answer.status_code, answer.json()["error"], ""
+    (choice,) = answer.json()["choices"]
+    return 200, choice["message"], choice["finish_reason"]
 """
 # Draws what it asks, several at once: extended, forked, rewritten, shortened, invented histories.
 WANDERER = (
@@ -66,7 +67,7 @@ async def play(row, base_url, api_key):
         limit = draw.choice([None, 4])
         answers = await asyncio.gather(
             *(ask(row, base_url, api_key, m, max_tokens=limit) for m in asked))
-        for messages, (status, message) in zip(asked, answers):
+        for messages, (status, message, _) in zip(asked, answers):
             if status == 200:
                 message["refusal"] = None  # a field that clients add
                 histories.append([*messages, message])
@@ -86,24 +87,20 @@ class Counter:
         said = [result, {"role": "user", "content": "on"}]
         return said, 0.5 ** self.done, self.done == self.turns
 """
-# Plays it with the client of OpenAI.
 PLAYER = (
-    COUNTER
+    CLIENT
+    + COUNTER
     + """
-import openai
-
 async def play(row, base_url, api_key):
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     environment, total, done = Counter(), 0.0, False
     messages = environment.reset(row)
     while not done:
-        answer = await client.chat.completions.create(model="policy", messages=messages)
-        turn = answer.choices[0]
-        if turn.finish_reason == "length":
+        _, message, reason = await ask(row, base_url, api_key, messages)
+        if reason == "length":
             return total
-        said, reward, done = environment.step(turn.message.content)
+        said, reward, done = environment.step(message["content"])
         total += reward
-        messages += [turn.message, *said]
+        messages += [message, *said]
     return total
 """
 )
@@ -116,7 +113,7 @@ async def play(row, base_url, api_key):
     async def say(*texts, key=api_key, **body):
         roles = ["user", "assistant", "user"]
         messages = [dict(role=role, content=text) for role, text in zip(roles, texts)]
-        status, answer = await ask(row, base_url, key, messages, **body)
+        status, answer, _ = await ask(row, base_url, key, messages, **body)
         return status, answer.get("code")
 
     match row["trouble"]:
@@ -140,7 +137,7 @@ async def play(row, base_url, api_key):
             await asyncio.sleep(1000)
         case "left":  # it ends before its second answer comes
             said = [dict(role="user", content="a")]
-            _, message = await ask(row, base_url, api_key, said)
+            _, message, _ = await ask(row, base_url, api_key, said)
             said += [message, dict(role="user", content="b")]
             asyncio.create_task(ask(row, base_url, api_key, said))
             await asyncio.sleep(0.2)
@@ -251,7 +248,7 @@ def trained_turns(sequence) -> list[tuple[list[int], list[int]]]:
     return [(sequence.ids[:start], sequence.ids[start:end]) for start, end in turns]
 
 
-@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.slow)], indirect=True)
+@with_one_engine
 @torch.no_grad()
 def test_what_was_served_is_trained_in_the_context_in_which_it_was_served(
     play, synced, policy, device
@@ -312,19 +309,18 @@ def after(before, messages: list[dict]) -> list[dict] | None:
 def test_an_agent_that_plays_an_environment_has_its_episodes(play, synced, tmp_path):
     """The ids are those of the environment's episodes, with limits on turns and on tokens too."""
     (tmp_path / "counter.py").write_text(COUNTER)
-    environment = f"{tmp_path / 'counter.py'}:Counter"
     rows = [dict(prompt=f"{n}?", turns=n, _source=f"rows:{n}") for n in (1, 2, 3, 9)]
+    environment = f"{tmp_path / 'counter.py'}:Counter"
     for flags in (dict(max_turns=3), dict(max_new_tokens=60)):
-        expected = Play(
-            synced, rows, environment=environment, environment_timeout=PATIENCE, **flags
-        )
-        groups = play(PLAYER, rows, **flags)(2)
-        for sample, other in zip(flat(groups), flat(expected(2)), strict=True):
+        flags |= dict(environment_timeout=PATIENCE)
+        expected = Play(synced, rows, environment=environment, **flags)
+        samples = flat(play(PLAYER, rows, **flags)(2))
+        for sample, other in zip(samples, flat(expected(2)), strict=True):
             assert sample.ids == other.ids and sample.loss_mask == other.loss_mask
             assert (sample.finish_reason, sample.turns) == (other.finish_reason, other.turns)
             assert sample.prompt_length == other.prompt_length and not sample.error
-        assert any(s.finish_reason == "length" and s.turns > 1 for s in flat(groups))
-        assert not any(sample.branches for sample in flat(groups))
+            assert not sample.branches
+        assert any(s.finish_reason == "length" and s.turns > 1 for s in samples)
         expected.episodes.close()
 
 
@@ -414,7 +410,7 @@ async def play(row, base_url, api_key):
     assert " 404 " in await send(f"GET /v1/nothing HTTP/1.1\\r\\n{key}\\r\\n")
     begun = "GET /v1/models HTTP/1.1\\r\\nx: " + "a" * 5000
     half = [await send(begun, wait=False) for _ in range(40)]
-    status, _ = await ask(row, base_url, api_key, [dict(role="user", content="a")])
+    status, *_ = await ask(row, base_url, api_key, [dict(role="user", content="a")])
     assert status == 200
     for reader, _ in half[:20]:  # which the endpoint closes
         try:
@@ -437,25 +433,6 @@ def test_the_endpoint_answers_whatever_is_sent(play, monkeypatch, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-@with_one_engine
-def test_many_agents_play_at_once(play):
-    """Each has a process."""
-    rows = [dict(n=n, _source=f"rows:{n}") for n in range(64)]
-    source = (
-        CLIENT
-        + """
-async def play(row, base_url, api_key):
-    status, message = await ask(row, base_url, api_key, [dict(role="user", content=str(row["n"]))])
-    assert status == 200
-    again = [dict(role="user", content="again"), message, dict(role="user", content="on")]
-    return float((await ask(row, base_url, api_key, again))[0])
-"""
-    )
-    groups = play(source, rows, max_new_tokens=20)(1)
-    assert {sample.error for sample in flat(groups)} == {""}
-    assert {sample.turn_rewards[0][1] for sample in flat(groups)} == {200.0}
-
-
 def test_zero_is_a_parameter_and_false_is_none():
     body = dict(temperature=0, seed=0, n=1, logprobs=False, stop=None, top_p=1)
     assert ignored_parameters(body) == ["temperature", "top_p", "seed"]
@@ -465,15 +442,12 @@ def test_zero_is_a_parameter_and_false_is_none():
         messages_of(dict(messages=[dict(role="assistant", content="I")]))
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("", "has no function play"),
-        ("def play(row, base_url, api_key): ...", "not an async function; write it as async def"),
-        ("async def play(row, base_url): ...", "too many positional arguments; write it as"),
-        ("import absent", "fails to import: ModuleNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize(("code", "words"), [
+    ("", "has no function play"),
+    ("def play(row, base_url, api_key): ...", "not an async function; write it as async def"),
+    ("async def play(row, base_url): ...", "too many positional arguments; write it as"),
+    ("import absent", "fails to import: ModuleNotFoundError"),
+])  # fmt: skip
 def test_a_function_that_is_no_agent_is_refused(code, words, tmp_path):
     (tmp_path / "file.py").write_text(code)
     with pytest.raises(ValueError, match=f"--agent .*file.py:play: .*{words}"):

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import run
 from model.test_families import require_vllm_keeps_nothing
 from model.test_policy import write_checkpoint
 from torch import Tensor
@@ -143,14 +142,14 @@ def test_other_recurrences_are_refused(tmp_path, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3_next"], indirect=True)
+@pytest.mark.parametrize("model_type", [QUICK], indirect=True)
 def test_compiled_blocks_have_the_same_numbers(path, device):
-    """Forward and backward, of packs of other lengths too. A delta net and experts."""
+    """Forward and backward, of a pack of other lengths too."""
     plain = load_policy(path, SHORT, device)
     with torch.compiler.set_stance("force_eager"):
         policy = load_policy(path, replace(SHORT, compile=True), device)
-    with torch.compiler.set_stance("default", force_backend="aot_eager"):
-        for group in (samples(), samples((9, 70, 2)), samples((30,))):
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        for group in (samples((9, 70, 2)), samples((30,))):
             assert_equal(numbers(policy, [group], device), numbers(plain, [group], device))
 
 
@@ -176,11 +175,11 @@ def test_attention_is_counted_in_its_layers_alone(path, device):
 
 @pytest.mark.parametrize("model_type", [QUICK], indirect=True)
 @pytest.mark.slow
-def test_adapters_of_delta_nets(path, sums, tmp_path):
+def test_adapters_of_delta_nets(path, sums, tmp_path, main):
     """The five linear layers of a delta net have adapters, and the merged export opens."""
     targets = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"
     flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2, "--output_dir", tmp_path)
-    run(1, "sft.py", *flags, "--lora_targets", *targets)
+    main("sft", *flags, "--lora_targets", *targets)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info.values()), info
     before = AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -190,7 +189,6 @@ def test_adapters_of_delta_nets(path, sums, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [QUICK, "gpt_oss"])
-def test_vllm_keeps_nothing_of_old_weights(model_type, tmp_path):
-    """Nor of a state of a delta net. gpt-oss has experts and sinks that need a special way."""
-    require_vllm_keeps_nothing(model_type, tmp_path)
+def test_vllm_keeps_nothing_of_old_weights(tmp_path):
+    """Nor of a state of a delta net. test_gpt_oss.py has the other model with a special way."""
+    require_vllm_keeps_nothing(QUICK, tmp_path)

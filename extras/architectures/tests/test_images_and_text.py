@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run, stored
+from helpers import stored
 from model.test_images_and_text import (
     STEPS,
     exported,
@@ -28,7 +28,7 @@ def family(request) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
-def test_stacked_experts_stay_stacked(lora, sums, tmp_path):
+def test_stacked_experts_stay_stacked(lora, sums, tmp_path, main):
     path = checkpoint("qwen3_5_moe", tmp_path / "files")
     stacked = Path(shutil.copytree(path, tmp_path / "stacked"))
     for file in stacked.glob("*.safetensors*"):
@@ -37,6 +37,6 @@ def test_stacked_experts_stay_stacked(lora, sums, tmp_path):
     experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert experts in stored(stacked)
     flags = (*STEPS, "--model", stacked, "--dataset", sums, "--output_dir", tmp_path / "run")
-    run(1, "sft.py", *flags, *lora)
+    main("sft", *flags, *lora)
     assert stored(tmp_path / "run" / "hf").keys() == stored(stacked).keys()
     opens_whole(tmp_path / "run" / "hf")

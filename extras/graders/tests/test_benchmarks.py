@@ -86,19 +86,3 @@ def test_recipe_measures_rows_with_the_columns_of_its_data(name, main, tmp_path,
     counts = [len(json.loads(line)["completions"]) for line in lines]
     assert counts == [2, 2]
     assert "solved" in json.loads((tmp_path / "sampled/results.json").read_text())["overall"]
-
-
-@pytest.mark.parametrize(
-    "row, problem",
-    [
-        (dict(question="?", choices=["1", "2"], answer=2), "answer 2 is none of the 2 options"),
-        (dict(choices=["1", "2"], answer=0), "--prompt_template: no column question"),
-    ],
-)
-def test_bad_row_ends_the_run_in_one_line(row, problem, main, tmp_path):
-    good = dict(question="?", choices=["1", "2"], answer=1, subject="physics")
-    data = write(tmp_path / "rows.jsonl", [good, row])
-    flags = ["--config", ROOT / "configs/eval_mmlu.yaml", "--model", "tiny", "--dataset", data]
-    flags += ["--shots", 0, "--max_new_tokens", 4, "--output_dir", tmp_path / "out"]
-    with pytest.raises(ValueError, match=rf"^rows.jsonl:2: .*{problem}.*\Z"):
-        main("eval", *flags)

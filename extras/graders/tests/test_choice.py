@@ -134,13 +134,6 @@ def test_choice_reads_marks_and_words_of_other_scripts(options):
         assert stated_letter(form.replace("@", options[1]), options) == "B", form
 
 
-@pytest.mark.parametrize("column", ["options", "choices"])
-def test_options_may_be_json_text(column):
-    for value in (CITIES, ARC):
-        row = {column: json.dumps(value), "answer": 1, "_source": "a:1"}
-        assert options_of(row) == options_of(row | {column: value})
-
-
 # ---- rows ----
 
 GPQA = {"Correct Answer": "right\n", "Incorrect Answer 1": "a", "Incorrect Answer 2": "b"}
@@ -159,6 +152,8 @@ ARC = dict(text=["x", "y", "z"], label=["1", "2", "3"])
         (dict(options=["x", "y"], answer="y"), 1),
         (dict(options=[10, 2.5], answer="2.5"), 1),
         (dict(options=None, choices=["x", "y"], answer="A", answerKey=None), 0),
+        (dict(options=json.dumps(["x", "y"]), answer=1), 1),
+        (dict(choices=json.dumps(ARC), answerKey="2"), 1),
     ],
 )
 def test_the_right_option_of_a_row(row, right):

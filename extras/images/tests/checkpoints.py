@@ -2,12 +2,16 @@
 pictures."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
 from helpers import tiny_tokenizer
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+
+from common.data.sample import ImageSpan
+from extras.images.reader import reader
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' }}"
@@ -104,6 +108,21 @@ def qwen3_5(folder: Path) -> Path:
 
 
 FAMILIES = dict(idefics3=idefics3, smolvlm=smolvlm, qwen3_vl=qwen3_vl, qwen3_5=qwen3_5)
+
+
+@cache
+def whole_model(path: str):
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def whole_logits(path: Path, ids: list[int], images: list[ImageSpan]) -> torch.Tensor:
+    """Return the logits of transformers' whole model, alone and without a cache, [tokens, V]."""
+    read = reader(str(path), None)
+    ids_1T = torch.tensor([ids])
+    pixels = [read.pixels(span.file, span.digest) for span in images]
+    inputs = read.generation_arguments(pixels, ids_1T) if pixels else {}
+    return whole_model(str(path))(input_ids=ids_1T, **inputs).logits[0]
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:

@@ -146,13 +146,6 @@ def test_flags_without_support_are_refused(flags, checkpoints):
         ImageEncoder(tokenizer, Namespace(vision="frozen", max_pixels=None, **flags))
 
 
-def test_a_row_with_images_needs_the_flag():
-    encoder = Encoder(load_tokenizer(tiny_model()), sft.Args(model="tiny", dataset=["-"]))
-    row = dict(_source="x:1", images=["no.png"], prompt="?", completion="!")
-    with pytest.raises(ValueError, match="x:1: the row has images; set --vision frozen"):
-        encoder.sft(row, ("prompt", "completion"))
-
-
 @pytest.mark.parametrize("shown", ["{{ m['content'] }}", "{{ m['content'] + '' }}"])
 def test_template_without_images_is_refused(shown, encoder_of, checkpoints):
     path = str(checkpoints("idefics3"))
@@ -165,11 +158,15 @@ def test_template_without_images_is_refused(shown, encoder_of, checkpoints):
         Encoder(tokenizer, args).prompt(row, ("prompt",))
 
 
-def test_videos_and_sounds_are_refused(encoder_of):
+def test_what_cannot_be_read_is_refused(encoder_of):
     for name in ("videos", "audio"):
         row = {"_source": "x:1", name: ["a"], "prompt": "?"}
         with pytest.raises(ValueError, match=f"x:1: column {name}: only text and images"):
             encoder_of("qwen3_vl").prompt(row, ("prompt",))
+    encoder = Encoder(load_tokenizer(tiny_model()), sft.Args(model="tiny", dataset=["-"]))
+    row = dict(_source="x:1", images=["no.png"], prompt="?", completion="!")
+    with pytest.raises(ValueError, match="x:1: the row has images; set --vision frozen"):
+        encoder.sft(row, ("prompt", "completion"))
 
 
 def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):
@@ -184,11 +181,6 @@ def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):
         encoder.images.reader.pixels(span.file, span.digest)
     file.unlink()
     with pytest.raises(ValueError, match="a.png: cannot be read: No such file or directory"):
-        encoder.images.reader.pixels(span.file, span.digest)
-    content = io.BytesIO()
-    picture(300, 300, 1).save(content, "JPEG")
-    file.write_bytes(content.getvalue()[:5000])
-    with pytest.raises(ValueError, match="cannot be read: .* truncated"):
         encoder.images.reader.pixels(span.file, span.digest)
 
 

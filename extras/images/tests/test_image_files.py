@@ -13,13 +13,7 @@ from PIL import Image
 from common.config.groups import TrainArgs
 from common.data.messages import messages_field
 from common.data.rows import load_rows
-from extras.images.image_files import (
-    IMAGE,
-    digest,
-    require_image,
-    stored,
-    take_images,
-)
+from extras.images.image_files import IMAGE, digest, require_image, stored, take_images
 from extras.images.tests.checkpoints import picture
 
 

@@ -1,9 +1,10 @@
 """Sampling with images: engine and trainer agree while the tower is trained, on any ranks."""
 
 import json
+import re
 
 import pytest
-from helpers import EACH_STEP, assert_close_metrics, metrics, run, stored, weights
+from helpers import EACH_STEP, assert_close_metrics, metrics, run, samples, stored, weights
 
 from common.train import run as train_run
 from extras.images.reader import Reader
@@ -47,29 +48,33 @@ def require_agreement(folder, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
-def test_vllm_and_trainer_agree_while_the_tower_is_trained(family, checkpoint, flags, tmp_path):
-    path = checkpoint(family)
+def test_vllm_and_trainer_agree_while_the_tower_is_trained(checkpoint, flags, tmp_path):
+    path = checkpoint("idefics3")
     run(1, EACH_STEP, "grpo.py", "--model", path, *flags, "--output_dir", tmp_path)
     require_agreement(tmp_path, path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["smolvlm", "qwen3_5"])
-def test_whole_model_and_trainer_agree(family, checkpoint, flags, tmp_path, main, monkeypatch):
-    """Transformers samples with its own class of images and text."""
+def test_whole_model_and_trainer_agree(
+    family, checkpoint, flags, tmp_path, main, monkeypatch, capsys
+):
+    """Transformers samples with its own class of images and text. The prompt on the console shows
+    an image in few characters, samples name their images."""
     monkeypatch.setattr(train_run, "CHECK_EVERY", 1)
     path = checkpoint(family)
     main("grpo", "--model", path, *flags, "--engine", "transformers", "--output_dir", tmp_path)
     require_agreement(tmp_path, path)
+    assert re.search(r"\[<[a-z|_]+> x \d+\]", capsys.readouterr().out)
+    assert {len(line.get("images", ())) for line in samples(tmp_path)} == {0, 1, 2}
 
 
 @pytest.mark.slow
 def test_ranks_change_nothing(checkpoint, flags, tmp_path, main):
     """Two ranks, of which one has most of the images, and a rollout rank."""
-    model = ("--model", checkpoint("idefics3"), *flags)
-    main("grpo", *model, "--engine", "transformers", "--output_dir", tmp_path / "one")
-    run(2, "grpo.py", *model, "--engine", "transformers", "--output_dir", tmp_path / "two")
+    model = ("--model", checkpoint("idefics3"), *flags, "--engine", "transformers")
+    main("grpo", *model, "--output_dir", tmp_path / "one")
+    run(2, "grpo.py", *model, "--output_dir", tmp_path / "two")
     assert_close_metrics(tmp_path / "one", tmp_path / "two", SAME, rel=1e-4)
     remote = ("--rollout_ranks", 1, "--max_staleness", 0)
     run(2, "grpo.py", *model, *remote, "--output_dir", tmp_path / "remote")
@@ -90,6 +95,7 @@ def test_sampled_placeholder_ends_the_completion(checkpoint, flags, tmp_path, ma
 SLEEP = """
 from common.config.parse import parse
 from common.rollout.vllm_engine import VLLMEngine
+from common.train import run
 import grpo
 
 
@@ -98,6 +104,7 @@ def lose_buffers(worker):
         buffer.fill_(1.0)
 
 
+run.CHECK_EVERY = 1
 VLLMEngine.sleep = lambda self: self.llm.collective_rpc(lose_buffers)
 grpo.main(parse(grpo.Args))
 """
@@ -105,8 +112,9 @@ grpo.main(parse(grpo.Args))
 
 @pytest.mark.slow
 def test_images_are_not_mixed_up_in_the_caches_of_vllm(checkpoint, flags, tmp_path):
-    """Prompts of the same tokens with two pictures and a longer one without any, after a sleep."""
-    script = tmp_path / "sleeping.py"
+    """Prompts of the same tokens with two pictures and a longer one without any, after a sleep,
+    while the tower is trained."""
+    script, path = tmp_path / "sleeping.py", checkpoint("qwen3_vl")
     script.write_text(SLEEP)
     text = "What is shown here, and how often is it shown? "
     rows = [dict(prompt=6 * text, images=[], answer="abcdef")]
@@ -115,8 +123,9 @@ def test_images_are_not_mixed_up_in_the_caches_of_vllm(checkpoint, flags, tmp_pa
         rows.append(rows[0] | dict(prompt=text, images=[f"{seed}.png"]))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(1, script, "--model", checkpoint("qwen3_vl"), *flags, "--dataset", prompts,
+    run(1, script, "--model", path, *flags, "--dataset", prompts,
         "--engine_args", "max_num_seqs=4",  # one prompt at a time
-        "--prompts_per_step", 3, "--max_steps", 2, "--output_dir", tmp_path / "run")  # fmt: skip
+        "--prompts_per_step", 3, "--output_dir", tmp_path / "run")  # fmt: skip
+    require_agreement(tmp_path / "run", path)
     for line in metrics(tmp_path / "run"):
-        assert line[GAP] < 1e-4 and line["engine/prefix_hit_rate"] > 0.4
+        assert line["engine/prefix_hit_rate"] > 0.4

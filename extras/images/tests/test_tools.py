@@ -1,66 +1,27 @@
 """Images in what a run shows, in the viewer, in a replay and in the chat."""
 
 import io
-import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 from helpers import ROOT, call_main
-from transformers import AutoModelForImageTextToText
 
 import sft
-from common.config.groups import TrainArgs
 from common.data.encode import Encoder
-from common.data.rows import encode_each, load_rows
-from common.data.sample import Completion
-from common.metrics.logger import RunLogger
+from common.data.rows import encode_each
 from common.model.hub import load_tokenizer
 from common.parallel.process import visible
-from common.rollout.prompts import Prompts, show_first
 from extras.images.reader import reader
-from extras.images.tests.checkpoints import picture
+from extras.images.tests.checkpoints import picture, whole_logits
 
 chat = runpy.run_path(str(ROOT / "tools/chat.py"), run_name="chat")
 
 
-def test_console_folds_runs_of_placeholders(trained, checkpoints, pictures, capsys):
+def test_console_folds_runs_of_placeholders(trained):
     shown = trained.console.replace("\n", "")
     assert "<row_1_col_1>[<image> x 4]<fake" in shown.replace("x4", "x 4")
     assert "<image><image>" not in shown
-    args = sft.Args(model=str(checkpoints("qwen3_vl")), vision="frozen")
-    tokenizer = load_tokenizer(args.model, args)
-    row = dict(load_rows("--dataset", str(pictures), "train", TrainArgs())[0])
-    ((row, ids),) = encode_each(
-        [row], lambda row: Encoder(tokenizer, args).prompt(row, ("prompt",)), "error"
-    )
-    show_first(Prompts([ids], [row]), tokenizer)
-    count = ids.count(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
-    expected = f"<|vision_start|>[<|image_pad|> x {count}]<|vision_end|>What is number 0?"
-    assert expected in capsys.readouterr().out
-
-
-def test_samples_name_their_images(checkpoints, pictures, tmp_path):
-    args = sft.Args(model=str(checkpoints("idefics3")), vision="frozen", output_dir=str(tmp_path))
-    tokenizer = load_tokenizer(args.model, args)
-    encoder = Encoder(tokenizer, args)
-    rows = load_rows("--dataset", str(pictures), "train", TrainArgs())
-    encoded = encode_each(rows, lambda row: encoder.prompt(row, ("prompt",)), "error")
-    rows, ids = map(list, zip(*encoded, strict=True))
-    groups = [
-        [Completion([*ids, 1], [False] * len(ids) + [True], len(ids), row, versions=[0])]
-        for ids, row in zip(ids, rows, strict=True)
-    ]
-    logger = RunLogger(args, 0, 1, (), ())
-    zeros = torch.zeros(len(rows), 1)
-    logger.samples(1, groups, range(len(rows)), zeros, zeros)
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
-    expected = [[*map(Path, row.get("images", []))] for row in rows]
-    assert [[*map(Path, line.get("images", []))] for line in lines] == expected
-    assert [*map(len, expected)] == [1, 2, 1, 2, 1, 0]
-    assert lines[1]["prompt"] == "What is number 1?"
 
 
 # ---- the chat ----
@@ -80,25 +41,18 @@ def talk(monkeypatch, capsys, tmp_path):
     return talk
 
 
-@torch.no_grad()
-def greedy(path, messages: list[dict], files: list[str], max_pixels=None) -> str:
-    """Return the answer of transformers' whole model, without a cache, to a row as in training."""
-    args = sft.Args(model=str(path), vision="frozen", max_pixels=max_pixels)
+def greedy(path, messages: list[dict], files: list[str]) -> str:
+    """Return the answer of transformers' whole model to a row as in training."""
+    args = sft.Args(model=str(path), vision="frozen")
     tokenizer = load_tokenizer(args.model, args)
     row = dict(_source="row", _folder="/", prompt=messages, images=[*map(str, files)])
     encoder = Encoder(tokenizer, args)
     ((row, ids),) = encode_each([row], lambda row: encoder.prompt(row, ("prompt",)), "error")
-    read = reader(str(path), max_pixels)
-    inputs = read.arguments([read.pixels(span.file, span.digest) for span in row["_images"]])
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")}
-    ends |= {*read.placeholder_ids}
+    ends |= {*reader(str(path), None).placeholder_ids}
     answer = []
     while len(answer) < 4 and not {*answer} & ends:
-        whole = torch.tensor([[*ids, *answer]])
-        if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (whole == read.image_id).int()
-        answer.append(int(model(input_ids=whole, **inputs).logits[0, -1].argmax()))
+        answer.append(int(whole_logits(path, [*ids, *answer], row["_images"])[-1].argmax()))
     return tokenizer.decode(answer, skip_special_tokens=True)
 
 

@@ -10,6 +10,7 @@ from common.data.rows import encode_each, load_rows
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from extras.images.reader import Idefics3Reader
+from extras.images.tests.checkpoints import whole_logits
 from sft import Args
 
 
@@ -24,29 +25,9 @@ def loaded(path, pictures, device, **flags):
     return args, samples, load_policy(str(path), args, device)
 
 
-def whole_model_logprobs(path, samples, max_pixels=None) -> list[torch.Tensor]:
-    """Compute the log-probs of each sample by transformers' whole model, alone."""
-    from transformers import AutoModelForImageTextToText
-
-    from extras.images.reader import reader
-
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-    read = reader(str(path), max_pixels)
-    logprobs = []
-    for sample in samples:
-        ids = torch.tensor([sample.ids])
-        pixels = [read.pixels(span.file, span.digest) for span in sample.images]
-        inputs = {}
-        for name in pixels[0] if pixels else ():
-            joined = torch.cat([each[name] for each in pixels])
-            inputs[name] = joined if "grid" in name or joined.ndim < 3 else joined[None]
-        inputs.pop("grid", None)  # our layout of tiles
-        if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (ids == read.image_id).int()
-        with torch.no_grad():
-            logits = model(input_ids=ids, **inputs).logits[0]
-        logprobs.append(logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0])
-    return logprobs
+def whole_model_logprobs(path, sample) -> torch.Tensor:
+    logprobs_TV = whole_logits(path, sample.ids, sample.images)[:-1].log_softmax(-1)
+    return logprobs_TV.gather(-1, torch.tensor(sample.ids[1:])[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm", "qwen3_vl", "qwen3_5"])
@@ -56,7 +37,7 @@ def test_packed_logprobs_are_those_of_the_whole_model(family, checkpoints, pictu
     (mb,) = pack_groups([[sample] for sample in samples], 2048, device)
     with torch.no_grad():
         packed_T = policy(mb).logprobs_T
-    expected = whole_model_logprobs(path, [samples[i] for i in mb.index_N.tolist()])
+    expected = [whole_model_logprobs(path, samples[i]) for i in mb.index_N.tolist()]
     torch.testing.assert_close(packed_T, torch.cat(expected), atol=1e-5, rtol=0)
 
 

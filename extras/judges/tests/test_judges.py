@@ -224,16 +224,16 @@ def test_rubric_may_be_json_text():
         (["a", dict(weight=1)], "column rubric: criterion 2: criterion: Field required"),
         (
             [dict(criterion="a", weight=-1)],
-            "column rubric: criterion 1: weight: .* greater than or equal to 0",
+            "column rubric: criterion 1: weight: .* than or equal to 0",
         ),
         (
             [dict(criterion="a", weight="1")],
-            "column rubric: criterion 1: weight: Input should be a valid number",
+            "column rubric: criterion 1: weight: .* a valid number",
         ),
         ([dict(criterion="a", weight=0)], "column rubric: all weights are 0; give a"),
         ([dict(criterion="a", points=2)], "column rubric: criterion 1: points: Extra inputs"),
         (None, "no rubric; add a column rubric, or set --rubric"),
-    ],
+    ],  # fmt: skip
 )
 def test_bad_rubric_names_the_row(rubric, message, asked, judge, device):
     asked[1]["rubric"] = rubric
@@ -263,19 +263,6 @@ def test_model_or_question_that_cannot_judge_is_refused(asked, judge, device, tm
         with pytest.raises(ValueError) as error:
             scored(reward, asked, device, **flags)
         assert message in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (dict(rubric="a"), "--rubric a has no effect with --reward exact_match"),
-        (dict(reward="rank:x", samples_per_prompt=1), "needs --samples_per_prompt 2 or more"),
-        (dict(reward="judge:x", rubric=(" ",)), "--rubric: a criterion is empty"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(flags, message):
-    with pytest.raises(ValueError, match=message):
-        Args(**flags)
 
 
 def test_run_trains_on_judges_and_logs_their_numbers(small, main, tmp_path):

@@ -126,19 +126,6 @@ def test_hub_dataset_is_read_by_shards(data, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (dict(), "--streaming: the number of rows is unknown; set --max_steps"),
-        (dict(max_steps=3), "sets no rows aside; name an --eval_dataset, or set --eval_every 0"),
-        (dict(max_steps=3, eval_every=0, dataset=("a:1", "b:2")), "a:1 b:2: .* omit the weights"),
-    ],
-)
-def test_invalid_flags_are_refused(flags, words):
-    with pytest.raises(ValueError, match=f"--streaming.*{words}|{words}"):
-        sft.Args(streaming=True, **flags)
-
-
-@pytest.mark.parametrize(
     ("dataset", "words"),
     [
         ("arithmetic", "--dataset arithmetic: a built-in task cannot be streamed"),

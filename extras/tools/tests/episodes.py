@@ -1,6 +1,7 @@
 """An episode with calls beside the same conversation in sft.py."""
 
 from itertools import groupby
+from pathlib import Path
 
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
@@ -44,6 +45,13 @@ class Shelf:
     def close(self):
         pass
 '''
+
+
+def written(folder: Path) -> Path:
+    """Write the file with tools."""
+    file = folder / "my_tools.py"
+    file.write_text(FILE)
+    return file
 
 
 def make_args(**flags: object) -> SamplingArgs:

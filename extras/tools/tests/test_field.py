@@ -75,9 +75,7 @@ def several(draw_calls: list[dict]) -> list[dict]:
 
 
 CALLS = st.lists(
-    st.builds(call, st.sampled_from(["look_up", "add"]), ARGUMENTS),
-    min_size=1,
-    max_size=2,
+    st.builds(call, st.sampled_from(["look_up", "add"]), ARGUMENTS), min_size=1, max_size=2
 ).map(several)
 
 

@@ -2,14 +2,12 @@
 call, and no server outlives its episode."""
 
 import asyncio
-import os
 import re
 import sys
-import time
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
-from helpers import PATIENCE, ROOT
+from helpers import PATIENCE, ROOT, alive, until
 
 from common.rewards.processes import ForkServer, Process
 from extras.tools.mcp_tools import Server, mcp_source
@@ -141,15 +139,6 @@ def test_server_of_the_page(tmp_path):
     source.end()
 
 
-def assert_ends(pid: int) -> None:
-    until = time.monotonic() + PATIENCE
-    with suppress(ProcessLookupError):
-        while time.monotonic() < until:
-            os.kill(pid, 0)
-            time.sleep(0.01)
-        raise AssertionError(f"{pid} is still running")
-
-
 def test_episodes_have_servers_of_their_own(plain):
     """They end with the process of the episode, whatever has become of it."""
     settings = dict(tools=[plain], answer_seconds=PATIENCE, unsafe_code_execution=False)
@@ -165,6 +154,6 @@ def test_episodes_have_servers_of_their_own(plain):
         pids = [ask(process, "call", "echo", {}).value.text for process in (one, other, one)]
         assert pids[0] == pids[2] != pids[1]
         one.close()
-        assert_ends(int(pids[0]))
+        until(lambda: not alive(int(pids[0])))
         assert ask(other, "call", "hang", {}, seconds=0.2).timed_out
-        assert_ends(int(pids[1]))
+        until(lambda: not alive(int(pids[1])))

@@ -12,12 +12,7 @@ from common.data.encode import Encoder
 from common.data.messages import messages_field
 from common.data.tasks import PYTHON_TOOL
 from extras.tools.parser import Call, Parser, make_parser, make_reader
-from extras.tools.tests.episodes import (
-    assert_episode_equals_sft,
-    call,
-    make_args,
-    parser_of,
-)
+from extras.tools.tests.episodes import assert_episode_equals_sft, call, make_args, parser_of
 
 CODES = ["12*34", 'print("é")\nx = {1: "</s>"}', "7"]
 
@@ -151,16 +146,8 @@ def test_vllm_swallows_a_broken_call_that_is_malformed_here():
 @pytest.mark.parametrize(
     ("tokenizer", "flags", "words"),
     [
-        (
-            tiny_tokenizer,
-            {},
-            "--tools: the chat template does not read tools; set --chat_template",
-        ),
-        (
-            chatml,
-            dict(tool_parser="hermez"),
-            "--tool_parser hermez: unknown; there are hermes",
-        ),
+        (tiny_tokenizer, {}, "--tools: the chat template does not read tools; set --chat_template"),
+        (chatml, dict(tool_parser="hermez"), "--tool_parser hermez: unknown; there are hermes"),
         (chatml, dict(tool_parser="openai"), "--tool_parser openai: does not read the calls of "),
     ],
 )

@@ -6,10 +6,11 @@ from field.families import CHATML, IM_END, ours
 from common.data.tasks import PYTHON_TOOL
 from extras.tools.schemas import tool_schemas, tool_selector
 from extras.tools.sources import name_of
-from extras.tools.tests.episodes import make_args
+from extras.tools.tests.episodes import make_args, written
 
 
-def test_tools_are_public_functions_with_a_docstring_and_methods(file):
+def test_tools_are_public_functions_with_a_docstring_and_methods(tmp_path):
+    file = written(tmp_path)
     schemas = tool_schemas(make_args(tools=(str(file), f"{file}:Shelf", "python")))
     assert [name_of(schema) for schema in schemas] == ["add", "put", "python"]
     parameters = schemas[0]["function"]["parameters"]
@@ -23,7 +24,8 @@ def test_the_task_has_the_schema_of_the_tool():
     assert schema == PYTHON_TOOL
 
 
-def test_a_row_selects_tools(file):
+def test_a_row_selects_tools(tmp_path):
+    file = written(tmp_path)
     tokenizer = ours("qwen2_5", "builtin", IM_END, CHATML, IM_END[0]).load()
     select = tool_selector(make_args(tools=(str(file), f"{file}:Shelf")), tokenizer)
 

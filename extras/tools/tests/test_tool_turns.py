@@ -1,7 +1,10 @@
 """Episodes with tools: turns of a script in place of sampled ones, so that every outcome of a call
 occurs; then training on them."""
 
+import asyncio
 import json
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from field.families import CHATML, IM_END, ours
@@ -10,11 +13,11 @@ from in_process import talkative
 
 from common.data.encode import Encoder
 from common.parallel.distributed import RunError
-from common.rollout.engine import Request
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.engine import empty_completion
 from common.rollout.prompts import encode_prompts, prompt_columns
 from extras.tools.tests import episodes
 from extras.tools.tests.episodes import make_args
+from extras.tools.turns import Tools
 
 FILE = f"""
 import os
@@ -39,64 +42,42 @@ def score(completion, row):
 """
 
 
-class Script:
-    """An engine that samples the turns of a script."""
-
-    running = new = ()
-
-    def __init__(self, tokenizer, turns: list[str]):
-        self.tokenizer = tokenizer
-        self.turns = turns
-
-    def any_rank(self, value: bool) -> bool:
-        return value
-
-    def step(self) -> None:
-        pass
-
-    async def sample(self, request: Request) -> None:
-        completion = request.completion
-        completion.text = self.turns[completion.turns - 1]
-        text = completion.text + IM_END[0]
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        completion.ids += ids
-        completion.loss_mask += [True] * len(ids)
-        completion.rollout_logprobs += [0.0] * len(ids)
-        completion.versions += [0] * len(ids)
-        completion.finish_reason = "stop"
-
-
 def calls(*named: tuple[str, dict]) -> str:
     texts = [json.dumps(dict(name=name, arguments=arguments)) for name, arguments in named]
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
 class Play:
-    """An episode of a script's turns."""
+    """An episode in which the model says these turns."""
 
     def __init__(self, folder, turns, code=FILE, **flags):
-        (folder / "tools.py").write_text(code)
         file = folder / "tools.py"
-        flags = dict(max_new_tokens=3000, max_turns=20, environment_timeout=60.0) | flags
-        args = make_args(tools=(str(file), f"{file}:Shelf"), pack_tokens=9000, **flags)
-        tokenizer = ours("qwen2_5", "builtin", IM_END, CHATML, IM_END[0]).load()
-        tokenizer.add_tokens(["<|absent|>"], special_tokens=True)
-        tokenizer.model_vocab_size = tokenizer.convert_tokens_to_ids("<|absent|>")
-        self.encoder = Encoder(tokenizer, args)
+        file.write_text(code)
+        flags = dict(environment_timeout=PATIENCE) | flags
+        args = make_args(tools=(str(file), f"{file}:Shelf"), **flags)
+        self.tokenizer = ours("qwen2_5", "builtin", IM_END, CHATML, IM_END[0]).load()
+        self.tokenizer.add_tokens(["<|absent|>"], special_tokens=True)
+        self.tokenizer.model_vocab_size = self.tokenizer.convert_tokens_to_ids("<|absent|>")
         rows = [dict(prompt="1+1?", first="cup", _source="rows:1")]
-        prompts = encode_prompts(rows, prompt_columns(args, rows), self.encoder, 4000, args)
-        episodes = Episodes(Script(tokenizer, turns), args)
-        request = PromptRequest(0, prompts.ids[0], prompts.rows[0], 1, 1, 1.0)
-        try:
-            ((self.sample,),) = episodes.generate([request])
-        finally:
-            episodes.close()
-        self.prompt = tokenizer.decode(prompts.ids[0])
+        encoder = Encoder(self.tokenizer, args)
+        prompts = encode_prompts(rows, prompt_columns(args, rows), encoder, 4000, args)
+        self.prompt = self.tokenizer.decode(prompts.ids[0])
+        self.sample = empty_completion(prompts.ids[0])
+        with closing(Tools(args, SimpleNamespace(tokenizer=self.tokenizer))) as tools:
+            asyncio.run(self.play(tools.begin(prompts.rows[0]), turns))
+        parts = self.tokenizer.decode(self.sample.ids).split("<tool_response>\n")[1:]
+        self.results = [part.partition("\n</tool_response>")[0] for part in parts]
 
-    @property
-    def results(self) -> list[str]:
-        parts = self.sample.transcript.split("<tool_response>\n")[1:]
-        return [part.partition("\n</tool_response>")[0] for part in parts]
+    async def play(self, episode, turns):
+        for text in turns:
+            ids = self.tokenizer(text + IM_END[0], add_special_tokens=False)["input_ids"]
+            self.sample.ids += ids
+            self.sample.loss_mask += [True] * len(ids)
+            self.sample.text, self.sample.finish_reason = text, "stop"
+            reply = await episode.answer(self.sample)
+            assert (reply is None) == (text is turns[-1])
+            self.sample.append_reply(reply or [])
+        episode.end(self.sample)
 
 
 def test_results_go_back_in_order_and_an_answer_ends_the_episode(tmp_path):
@@ -109,12 +90,11 @@ def test_results_go_back_in_order_and_an_answer_ends_the_episode(tmp_path):
     sample = play.sample
     assert '"name": "add"' in play.prompt and '"name": "put"' in play.prompt
     assert play.results == ["3", '["cup", "hat"]', '["cup", "hat", "x"]']
-    assert (sample.turns, sample.text, sample.finish_reason) == (3, "It is 3.", "stop")
     counts = {name: count for name, count in sample.tool_counts.items() if count}
     assert counts == dict(calls=3)
-    trained = [token for token, is_sampled in zip(sample.ids, sample.loss_mask, strict=True)
-               if is_sampled]  # fmt: skip
-    assert play.encoder.tokenizer.decode(trained) == "".join(turn + IM_END[0] for turn in turns)
+    pairs = zip(sample.ids, sample.loss_mask, strict=True)
+    trained = [token for token, is_sampled in pairs if is_sampled]
+    assert play.tokenizer.decode(trained) == "".join(turn + IM_END[0] for turn in turns)
     assert len(sample.turn_rewards) == 3
 
 
@@ -127,13 +107,13 @@ def test_whatever_goes_wrong_is_an_answer_to_the_model(tmp_path):
         calls(("put", dict(item="bag"))),
         "It is 3.",
     ]
-    play = Play(tmp_path, turns, environment_timeout=2.0)
+    play = Play(tmp_path, turns, environment_timeout=1.0)
     unknown, wrong, left, malformed, *states = play.results
     assert unknown == "error: unknown tool nix; there are: add, die, leave, put, sleep"
     assert wrong.startswith("error: argument a: ") and left.startswith("error: SystemExit")
     assert malformed.startswith("error: the call is not JSON")
     lost = "the tools were restarted without their state"
-    died, late = f"error: the process died; {lost}", f"error: no answer within 2 s; {lost}"
+    died, late = f"error: the process died; {lost}", f"error: no answer within 1 s; {lost}"
     hat = '["cup", "hat"]'
     assert states == [hat, died, hat, late, '["cup", "bag"]']
     assert play.sample.tool_counts == dict(
@@ -148,9 +128,9 @@ def test_results_that_cannot_be_shown_are_an_error_for_the_model(tmp_path):
         calls(("put", dict(item="<|absent|>"))),
         "3",
     ]
-    sample = Play(tmp_path, turns).sample
-    assert sample.finish_reason == "stop" and sample.tool_counts["malformed"] == 1
-    assert "error: the results cannot be shown" in sample.transcript
+    play = Play(tmp_path, turns)
+    assert play.sample.tool_counts["malformed"] == 1
+    assert "error: the results cannot be shown" in play.tokenizer.decode(play.sample.ids)
 
 
 def test_tools_that_cannot_be_loaded_end_the_run(tmp_path):

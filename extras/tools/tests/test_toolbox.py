@@ -19,7 +19,7 @@ import torch
 from extras.code.sandbox import program
 from extras.tools import python_tool
 from extras.tools.schemas import schema_of, tool_schemas
-from extras.tools.tests.episodes import FILE, make_args
+from extras.tools.tests.episodes import make_args, written
 from extras.tools.toolbox import (
     Outcome,
     Toolbox,
@@ -37,7 +37,8 @@ def begin(*tools: str, seconds: float = 60.0, **row: object) -> Toolbox:
     return toolbox
 
 
-def test_results_and_errors(file):
+def test_results_and_errors(tmp_path):
+    file = written(tmp_path)
     toolbox = begin(str(file), f"{file}:Shelf", first="cup")
     assert toolbox.call("add", dict(a=1)) == Outcome("2")
     assert toolbox.call("put", dict(item="é")) == Outcome('["cup", "é"]')
@@ -142,8 +143,7 @@ def test_what_a_schema_allows_can_be_sent(hint):
 def test_a_schema_fetches_nothing(tmp_path):
     (tmp_path / "any.json").write_text("true")
     uri = (tmp_path / "any.json").as_uri()
-    (tmp_path / "my.py").write_text(FILE)
-    toolbox = begin(str(tmp_path / "my.py"))
+    toolbox = begin(str(written(tmp_path)))
     for part in (dict(a={"$ref": uri}), dict(a={"$dynamicRef": uri})):
         toolbox.schemas["add"]["parameters"]["properties"] = part
         outcome = toolbox.call("add", dict(a=1))
