@@ -245,8 +245,7 @@ def main(args: Args) -> None:
         kept = drawn.kept
 
         # ---- 2. advantages; pack: kept completions move to the ranks that train on them ----
-        advantages_BG = advantages(drawn.rewards_BG)
-        kept_advantages_BG = advantages_BG[kept]
+        advantages_BG = advantages(drawn.rewards_BG)[kept]
         positions = [position for position, i in enumerate(kept) if i in groups]  # of this rank
         kept_groups = [groups[i] for i in kept if i in groups]
         if args.mask_truncated:
@@ -275,7 +274,7 @@ def main(args: Args) -> None:
                         old_logprobs_T = logprobs_T.detach()
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T,
-                        mb.on_tokens(kept_advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
+                        mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
                         tokens, args,
                     )  # fmt: skip
                     if mb.ref_logprobs_T is not None:
@@ -291,18 +290,17 @@ def main(args: Args) -> None:
 
         # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*kept_groups), lr=lr)
-        metrics["dynamic_sampling/draws"] = len(advantages_BG) / args.prompts_per_step
+        metrics["dynamic_sampling/draws"] = len(drawn.rewards_BG) / args.prompts_per_step
         metrics["dynamic_sampling/unequal_fraction"] = float(drawn.is_unequal_B.double().mean())
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        is_kept_B = torch.zeros(len(advantages_BG), dtype=torch.bool)
-        is_kept_B[kept] = True
-        advantages_BG[~is_kept_B] = 0.0  # samples.jsonl has all groups that were drawn
+        shown_BG = torch.zeros(drawn.rewards_BG.shape, dtype=torch.float64)
+        shown_BG[kept] = advantages_BG  # samples.jsonl has all groups that were drawn
         positions = list(groups)
         run.show_samples(
             step + 1, list(groups.values()), positions, drawn.scores_BG[positions],
-            advantages_BG[positions], drawn.named_rewards,
+            shown_BG[positions], drawn.named_rewards,
         )  # fmt: skip
 
     run.end()

@@ -40,7 +40,7 @@ from common.objectives.advantages import EPSILON, VARIANTS, centre_groups, group
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import KLEstimator, kl_estimate
 from common.objectives.policy import BY_COMPLETION, POLICY_LOSSES, PolicyInputs, PolicyLoss
-from common.objectives.token_weights import token_weights
+from common.objectives.reduction import token_weights
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement

@@ -84,26 +84,22 @@ def sampled_kl(mb: PackedBatch, args: "Args") -> Tensor:
     return kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator)
 
 
-def token_advantages(mb: PackedBatch, less_BG: Tensor, args: "Args") -> Tensor:
-    """Return the advantage of each token before whitening, [T] float64: its completion's, minus
-    beta times the KL to come."""
-    A_T = mb.on_tokens(less_BG).double()
-    if args.kl_in == "return" and mb.ref_logprobs_T is not None:
-        A_T = A_T - args.beta * kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
-    return A_T
-
-
 def with_advantages(
     minibatches: list[list[PackedBatch]], rewards_BG: Tensor, args: "Args"
 ) -> list[list[PackedBatch]]:
-    """Return the micro-batches with `advantages_T`, whitened over the trained tokens of all ranks,
-    but for leave_one_out. The words of an environment count in no statistic, and neither do
-    completions without a reward (NaN); both get 0. Collective."""
+    """Return the micro-batches with `advantages_T`: that of the completion, minus beta times the KL
+    to come, whitened over the trained tokens of all ranks, but for leave_one_out. The words of an
+    environment count in no statistic, and neither do completions without a reward (NaN); both get
+    0. Collective."""
     less_BG = LESS_BASELINE[args.advantage](rewards_BG)
     scored = []  # with the tokens that count
     for mb in chain(*minibatches):
+        A_T = mb.on_tokens(less_BG).double()
+        if args.kl_in == "return" and mb.ref_logprobs_T is not None:
+            kl_T = kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
+            A_T = A_T - args.beta * kl_T
         mask_T = mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan()
-        A_T = torch.where(mask_T, token_advantages(mb, less_BG, args), 0)
+        A_T = torch.where(mask_T, A_T, 0)
         scored.append(mb.with_streams(advantages_T=A_T, loss_mask_T=mask_T))
     A = (mb.advantages_T for mb in scored)
     if args.advantage != "leave_one_out":

@@ -1,5 +1,5 @@
-"""Importance ratios of the updated policy, bounded and clipped; importance weights of
-samples of the engine, whose policy differs numerically from the trainer's and may be stale.
+"""Importance ratios of the updated policy, bounded and clipped; importance weights of samples of
+the engine, whose policy differs numerically from the trainer's and may be stale.
 
 Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): sequence of each
 token, 0..N-1."""
@@ -50,12 +50,8 @@ def importance_weights(
     """Return the importance weight of each token, pi_old / pi_engine, bounded. [T], without
     gradient. The log-probs are those of the trainer and of the engine that sampled."""
     log_ratio_T = (old_logprobs_T - rollout_logprobs_T).detach()
-    match correction.level:
-        case "none":
-            weights_T = torch.ones_like(log_ratio_T)
-        case "token":
-            weights_T = log_ratio_T.exp().clamp(max=correction.high)
-        case "sequence":
-            ratio_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T).exp()
-            weights_T = ratio_T.clamp(max=correction.high)
-    return weights_T
+    if correction.level == "none":
+        return torch.ones_like(log_ratio_T)
+    if correction.level == "sequence":
+        log_ratio_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T)
+    return log_ratio_T.exp().clamp(max=correction.high)

@@ -212,7 +212,7 @@ EXERCISES = [
     ),
     Exercise(
         "reductions",
-        "common.objectives.token_weights:token_weights",
+        "common.objectives.reduction:token_weights",
         ("match reduction",),
         "Reductions and length",
         """Return the weight of each token in the loss, [T]; 0 where mask_T is False. `tokens` and
@@ -594,10 +594,10 @@ EXERCISES = [
     Exercise(
         "importance",
         "common.objectives.importance:importance_weights",
-        ("weights_T = log_ratio_T.exp()",),
+        ("return log_ratio_T.exp()",),
         "Off-policy data",
         """The engine sampled, the trainer learns. log_ratio_T is log(pi_old / pi_engine), [T],
-        without gradient. Set weights_T, the ratio of the two, at most correction.high.""",
+        without gradient. Return the ratio of the two, at most correction.high.""",
         {
             "test_importance_weight_is_above_1_where_the_trainer_is_likelier": (
                 "the ratio is inverted"
