@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from naive import check, rows
+from naive import check, double, rows
 
 import dapo
 import grpo
@@ -19,10 +19,6 @@ from common.objectives.importance import importance_weights
 from common.objectives.policy import BY_COMPLETION, BY_TOKEN, POLICY_LOSSES, PolicyInputs
 
 LONGEST = 16  # --max_new_tokens
-
-
-def double(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def flags(**changed) -> grpo.Args:

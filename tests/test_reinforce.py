@@ -3,13 +3,14 @@ the loss."""
 
 import itertools
 import math
-import statistics as naive
+import statistics
 import typing
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from naive import double, naive_centred, naive_whiten
 
 import reinforce
 from common.data.packing import PackedBatch, pack_minibatches
@@ -19,29 +20,10 @@ CPU, NAN = torch.device("cpu"), math.nan
 NAMES = typing.get_args(typing.get_type_hints(reinforce.Args)["advantage"])
 
 
-def double(x):
-    return torch.as_tensor(x, dtype=torch.float64)
-
-
 # ---- tokens ----
 
 reward = st.floats(-100, 100).map(lambda x: round(x, 3)) | st.just(NAN)
 groups = st.lists(st.lists(reward, min_size=3, max_size=3), min_size=1, max_size=4)
-
-
-def naive_whiten(values):
-    if len(values) < 2 or len(set(values)) == 1:
-        return [0.0] * len(values)
-    mean, std = naive.fmean(values), naive.stdev(values)
-    return [(x - mean) / (std + 1e-6) for x in values]
-
-
-def naive_centred(group):
-    present = [r for r in group if not math.isnan(r)]
-    return [
-        NAN if math.isnan(r) else 0.0 if len(set(present)) == 1 else r - naive.fmean(present)
-        for r in group
-    ]
 
 
 def completion(sampled: int, said: int = 0) -> Completion:
@@ -76,7 +58,7 @@ def on_trained_tokens(minibatches) -> list[list[float]]:
 def advantages(name, rewards, groups) -> list[list[float]]:
     args = reinforce.Args(advantage=name)
     minibatches = packs(groups)
-    return on_trained_tokens(reinforce.with_advantages(minibatches, double(rewards), args))
+    return on_trained_tokens(reinforce.with_advantages(minibatches, rewards, args))
 
 
 @given(groups, st.booleans(), st.lists(st.integers(0, 7), min_size=12, max_size=12))
@@ -92,7 +74,7 @@ def test_rewards_are_whitened_over_trained_tokens(device, rewards, baseline, tra
     expected = [x or [0.0] * count for x, count in zip(expected, trained, strict=True)]
     name = "reinforce++_baseline" if baseline else "reinforce++"
     made = iter(map(completion, trained))
-    got = advantages(name, rewards, [[next(made) for _ in group] for group in rewards])
+    got = advantages(name, double(rewards), [[next(made) for _ in group] for group in rewards])
     for a, b in zip(got, expected, strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-4)
 
@@ -127,7 +109,7 @@ def test_token_advantages_equal_naive_code(device, name, pack_tokens):
     minibatches, beta = with_logprobs(PLAYED, pack_tokens), 0.3
     args = reinforce.Args(advantage=name, kl_estimator="k1", beta=beta)
     present = [r for r in rewards[0] + rewards[1] if not math.isnan(r)]
-    less = {"reinforce++": [[r - naive.fmean(present) for r in group] for group in rewards]}
+    less = {"reinforce++": [[r - statistics.fmean(present) for r in group] for group in rewards]}
     less["reinforce++_baseline"] = [naive_centred(group) for group in rewards]
     less["leave_one_out"] = [
         [r * n / (n - 1) for r in group]

@@ -8,14 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from naive import double
 
 import rloo
 
 NAN = math.nan
-
-
-def double(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 # ---- advantages ----

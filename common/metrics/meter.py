@@ -21,18 +21,13 @@ class Meter:
     does not change the global value, because sums and weights are added up before the division."""
 
     def __init__(self) -> None:
-        self.values: dict[str, tuple[str, list]] = {}
+        self.entries: dict[tuple[str, str], list[tuple]] = defaultdict(list)  # by name and kind
         self.started: dict[str, float] = {}
         self.keep: Keep | None = None  # gets values of tokens, samples or pairs for a trace
 
-    def _entry(self, kind: str, name: str) -> list:
-        entry = self.values.setdefault(name, (kind, []))
-        assert entry[0] == kind, f"{name} is both {entry[0]} and {kind}"
-        return entry[1]
-
     def mean(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add to a mean: sum of `total` / sum of `weight`."""
-        self._entry("mean", name).append((total, weight))
+        self.entries[name, "mean"].append((total, weight))
 
     def masked_mean(self, name: str, values_T: Tensor, mask_T: Tensor) -> None:
         """Add to the mean over the tokens in the mask."""
@@ -60,27 +55,27 @@ class Meter:
             self.keep(mb, {}, values_N | ({} if share_N is None else dict(share=share_N)))
 
     def sum(self, name: str, value: float) -> None:
-        self._entry("sum", name).append((value, 0.0))
+        self.entries[name, "sum"].append((value,))
 
     def std(self, name: str, values: Tensor) -> None:
         """Add to the standard deviation (division by n) of all values."""
-        self._entry("std", name).append((values.sum(), len(values), values.square().sum()))
+        self.entries[name, "std"].append((values.sum(), len(values), values.square().sum()))
 
     def standard_error(self, name: str, value: Tensor) -> None:
         """Add a value to the standard error of the mean of all values."""
-        self._entry("stderr", name).append((value, 1.0, value.square()))
+        self.entries[name, "stderr"].append((value, 1.0, value.square()))
 
     def effective_fraction(self, name: str, weights: Tensor, mask: Tensor) -> None:
         """Add to the effective sample size of importance weights, as a fraction: (mean w)^2 / mean
         w^2."""
         weights = torch.where(mask, weights, 0.0)
-        self._entry("ess", name).append((weights.sum(), mask.sum(), weights.square().sum()))
+        self.entries[name, "ess"].append((weights.sum(), mask.sum(), weights.square().sum()))
 
     def max(self, name: str, value: Tensor | float) -> None:
-        self._entry("max", name).append((value, 0.0))
+        self.entries[name, "max"].append((value,))
 
     def min(self, name: str, value: Tensor | float) -> None:
-        self._entry("min", name).append((value, 0.0))
+        self.entries[name, "min"].append((value,))
 
     def start(self, name: str) -> None:
         """Start the clock of `name`; `stop` adds the seconds to `time/name`."""
@@ -89,8 +84,7 @@ class Meter:
     def stop(self, name: str) -> None:
         """Add the seconds since `start` to `time/name`: the sum over a step, on the slowest
         rank."""
-        seconds = _now() - self.started.pop(name)
-        self._entry("time", f"time/{name}").append((seconds, 0.0))
+        self.entries[f"time/{name}", "time"].append((_now() - self.started.pop(name),))
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -101,30 +95,26 @@ class Meter:
 
     def add(self, other: "Meter", end: str = "") -> None:
         """Add the values of another meter, with `end` appended to their names."""
-        for name, (kind, rows) in other.values.items():
-            self._entry(kind, name + end).extend(rows)
+        for (name, kind), rows in other.entries.items():
+            self.entries[name + end, kind] += rows
 
     def reduce(self) -> dict[str, float]:
         """Return the global values of everything added since the last call, by name. Collective.
 
         Means with a total weight of 0 are omitted.
         """
-        rows = chain(*(rows for _, rows in self.values.values()))
-        numbers = iter(_on_the_host([*chain(*rows)]))
-        totals = {}  # of this rank, by name
-        for name, (kind, rows) in self.values.items():
-            first, *others = zip(*([next(numbers) for _ in row] for row in rows), strict=True)
-            combine = dict(max=max, min=min).get(kind, math.fsum)
-            totals[name] = (kind, combine(first), *map(math.fsum, others))
-        self.values = {}
+        numbers = iter(_on_the_host([*chain(*chain(*self.entries.values()))]))
+        totals = {}  # of this rank
+        for key, rows in self.entries.items():
+            totals[key] = _total([[next(numbers) for _ in row] for row in rows], key[1])
+        self.entries.clear()
         totals_of_ranks = defaultdict(list)
         for rank_totals in distributed.gather_objects(totals):
-            for name, total in rank_totals.items():
-                totals_of_ranks[name].append(total)
+            for key, total in rank_totals.items():
+                totals_of_ranks[key].append(total)
         values = {}
-        for name, total_of_each in totals_of_ranks.items():
-            kinds, *columns = zip(*total_of_each, strict=True)
-            value = _combined(kinds[0], *columns)
+        for (name, kind), rows in totals_of_ranks.items():
+            value = _value(kind, *_total(rows, "max" if kind == "time" else kind))
             if value is not None:
                 values[name] = value
         return values
@@ -146,25 +136,23 @@ def evaluate_sets(samples: Sequence, evaluate: Callable[[list[int]], Meter]) -> 
     return meter.reduce()
 
 
-def _combined(kind: str, first: Sequence[float], *others: Sequence[float]) -> float | None:
-    """Return the global value of the numbers of all ranks; None if there is none."""
-    if kind == "sum":
-        return math.fsum(first)
-    if kind in ("max", "time", "min"):
-        extreme = min(first) if kind == "min" else max(first)
-        nothing = math.inf if kind == "min" else -math.inf
-        return None if extreme == nothing else extreme
-    weight = math.fsum(others[0])
-    if not weight:
+def _total(rows: Sequence[Sequence[float]], kind: str) -> list[float]:
+    """Return the sum, or the extreme, of each column."""
+    combine = dict(max=max, min=min).get(kind, math.fsum)
+    return [combine(column) for column in zip(*rows, strict=True)]
+
+
+def _value(kind: str, total: float, weight: float = 1.0, squares: float = 0.0) -> float | None:
+    """Return the global value from the totals of all ranks; None if there is none."""
+    if not weight or total == dict(max=-math.inf, min=math.inf).get(kind):
         return None
-    mean = math.fsum(first) / weight
-    if kind == "mean":
-        return mean
-    square = math.fsum(others[1]) / weight
+    mean = total / weight
     if kind == "ess":
-        return mean**2 / square
-    std = math.sqrt(max(0.0, square - mean**2))
-    return std if kind == "std" else std / math.sqrt(weight)
+        return mean**2 / (squares / weight)
+    if kind in ("std", "stderr"):
+        std = math.sqrt(max(0.0, squares / weight - mean**2))
+        return std if kind == "std" else std / math.sqrt(weight)
+    return mean
 
 
 def _now() -> float:

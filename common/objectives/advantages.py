@@ -88,24 +88,18 @@ def gae(
     sequence's next trained token and V = A = 0 after its last one, also for a truncated sequence.
     Other tokens (prompts, tool output) are skipped and get 0. `values_T[t]` is the value before
     targets[t] is emitted. Shape [T], float64, on the device of `mask_T`."""
-    device = mask_T.device  # on the host: a device would run several tiny kernels per position
-    trained = mask_T.cpu().nonzero()[:, 0]
+    trained = mask_T.cpu().nonzero()[:, 0]  # on the host: a device would wait at every token
+    streams = rewards_T.double(), values_T.double(), sequence_ids_T
+    tokens = zip(*(x_T.cpu()[trained].tolist() for x_T in streams), strict=True)
+    advantages = []
+    sequence = None
+    for r, V, n in reversed([*tokens]):
+        if n != sequence:  # the last token of this one
+            sequence, A, V_next = n, 0.0, 0.0
+        delta = r + gamma * V_next - V
+        A = delta + gamma * gae_lambda * A
+        V_next = V
+        advantages.append(A)
     out_T = torch.zeros(len(mask_T), dtype=torch.float64)
-    if len(trained) == 0:
-        return out_T.to(device)
-    row = sequence_ids_T.cpu()[trained]
-    counts_N = row.bincount()
-    column = torch.arange(len(trained)) - (counts_N.cumsum(0) - counts_N)[row]
-    # A right-padded rectangle of trained tokens: one vectorised step per position instead of one
-    # per token.
-    rewards_NL = torch.zeros(len(counts_N), int(counts_N.max()) + 1, dtype=torch.float64)
-    values_NL = torch.zeros_like(rewards_NL)
-    advantages_NL = torch.zeros_like(rewards_NL)
-    rewards_NL[row, column] = rewards_T.cpu()[trained].double()
-    values_NL[row, column] = values_T.cpu()[trained].double()
-    decay = gamma * gae_lambda
-    for t in range(values_NL.shape[1] - 2, -1, -1):
-        delta_N = rewards_NL[:, t] + gamma * values_NL[:, t + 1] - values_NL[:, t]
-        advantages_NL[:, t] = delta_N + decay * advantages_NL[:, t + 1]
-    out_T[trained] = advantages_NL[row, column]
-    return out_T.to(device)
+    out_T[trained] = torch.tensor(advantages[::-1], dtype=torch.float64)
+    return out_T.to(mask_T.device)

@@ -540,12 +540,12 @@ EXERCISES = [
     Exercise(
         "gae",
         "common.objectives.advantages:gae",
-        ("for t in range",),
+        ("if n != sequence ... advantages.append",),
         "Value functions and GAE",
         """delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, with V = A
-        = 0 after the last token. rewards_NL, values_NL and advantages_NL are [N, L + 1]: the
-        trained tokens of each sequence from the left, then zeros; the last column is 0 in every
-        sequence. decay is gamma lambda. Fill advantages_NL.""",
+        = 0 after the last token of a sequence. The loop goes over the trained tokens from the last
+        to the first; n is the number of the token's sequence. Append each token's A to
+        advantages.""",
         {
             "test_gae_with_lambda_0_is_the_error_of_one_step": (
                 "lambda = 0: A_t must be r_t + gamma V_{t+1} - V_t"
@@ -560,9 +560,9 @@ EXERCISES = [
             f"{GROUPS}::test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens": VALUE,
         },
         (
-            {" + gamma * values_NL[:, t + 1]": ""},
-            {"shape[1] - 2": "shape[1] - 3"},
-            {"decay * advantages_NL": "gamma * advantages_NL"},
+            {" + gamma * V_next": ""},
+            {"sequence, A, V_next = n, 0.0, 0.0": "sequence, A, V_next = n, 0.0, V"},
+            {"gamma * gae_lambda * A": "gamma * A"},
         ),
     ),
     Exercise(

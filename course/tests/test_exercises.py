@@ -53,8 +53,7 @@ def test_each_solution_is_marked_and_affects_no_other(tmp_path):
     script."""
     gae, kl, clip = (answer(by_name(name)) for name in ("gae", "kl", "clip"))
     helper = "import operator\n\n\ndef product(a, b):\n    return operator.mul(a, b)\n"
-    term = "advantages_NL[:, t + 1]"
-    write(tmp_path, "gae", gae.replace(f"decay * {term}", f"product(decay, {term})") + helper)
+    write(tmp_path, "gae", gae.replace("gae_lambda * A", "product(gae_lambda, A)") + helper)
     write(tmp_path, "kl", kl.replace("/ 2", "/ 3"))
     write(tmp_path, "dft", "def loss(:\n")
     write(tmp_path, "clip", clip.replace("rho_T = ", "rho_T = unknown + "))

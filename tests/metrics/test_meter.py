@@ -78,9 +78,8 @@ def test_spread_and_effective_fraction_do_not_depend_on_the_split():
 def test_meter_keeps_no_autograd_graph():
     meter, x = Meter(), torch.ones(3, requires_grad=True)
     meter.masked_mean("x", x * 2, torch.tensor([True, True, False]))
-    assert not any(
-        t.requires_grad for _, pairs in meter.values.values() for pair in pairs for t in pair
-    )
+    ((row,),) = meter.entries.values()
+    assert not any(x.requires_grad for x in row)
     assert meter.reduce() == dict(x=2.0)
 
 

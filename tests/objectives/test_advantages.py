@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from naive import double, known, naive_centred
 
 import dapo
 import grpo
@@ -27,24 +28,8 @@ reward = st.floats(-100, 100).map(lambda x: round(x, 3))
 gappy = st.lists(st.lists(reward | st.just(NAN), min_size=3, max_size=3), min_size=1, max_size=4)
 
 
-def double(x):
-    return torch.tensor(x, dtype=torch.float64)
-
-
-def known(values):
-    return [x for x in values if not math.isnan(x)]
-
-
 def naive_std(values):
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def naive_centred(group):
-    present = known(group)
-    return [
-        NAN if math.isnan(r) else 0.0 if len(set(present)) == 1 else r - statistics.fmean(present)
-        for r in group
-    ]
 
 
 # ---- a group ----

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import samples_of, tiny_tokenizer
+from naive import double
 from test_grpo_objective import tokens, weights_of
 
 import dpo
@@ -31,10 +32,6 @@ from common.objectives.reduction import sequence_mean
 from common.parallel import distributed
 
 CPU, NAN = torch.device("cpu"), math.nan
-
-
-def double(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def gradient(function, *xs):

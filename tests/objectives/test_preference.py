@@ -222,14 +222,14 @@ def test_table_lists_exactly_the_flags_that_change_an_objective(name):
 
 
 @every_objective
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_value_and_gradient_equal_naive_code(name, data):
     check(name, data.draw(ROWS), data.draw(arguments(name)))
 
 
 @every_objective
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_value_and_gradient_at_extreme_logits_equal_naive_code(name, data):
     check(name, data.draw(EXTREME_ROWS), data.draw(arguments(name)))
@@ -243,7 +243,7 @@ def test_certain_completions_have_finite_losses_and_gradients(name):
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCE_FREE))
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(rows=ROWS, beta=BETAS)
 def test_reference_free_objectives_do_not_depend_on_the_reference(name, rows, beta):
     loss, without = (
@@ -257,7 +257,7 @@ def test_reference_free_objectives_do_not_depend_on_the_reference(name, rows, be
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(u=st.lists(st.floats(-25, 25), min_size=1, max_size=6), alpha=st.floats(-1, 0.9))
 def test_f_divergence_value_and_gradient_equal_naive_code(kind, u, alpha):
     args, u_N = flags_of(f_divergence=kind), tensor(u).requires_grad_()
@@ -283,7 +283,7 @@ def test_f_divergence_is_finite_and_monotone(kind, alpha):
 
 
 @pytest.mark.parametrize("name", READS)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(rows=ROWS, beta=BETAS)
 def test_implicit_rewards_equal_naive_code(name, rows, beta):
     per_token, referenced = name in PER_TOKEN, name not in REFERENCE_FREE
