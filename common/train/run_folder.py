@@ -2,22 +2,18 @@
 run that starts over moves the earlier one aside."""
 
 import fcntl
-import glob
 import hashlib
 import os
-import re
 import secrets
 import shutil
 import socket
-import sys
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
-from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change
+from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change, script_of
 from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed, durable
 
@@ -79,9 +75,8 @@ def _begin(folder: Path, args: BaseArgs) -> None:
         for unfinished in folder.glob("checkpoints/step_*.tmp"):
             shutil.rmtree(unfinished)
     (folder / "checkpoints").mkdir(exist_ok=True)
-    script = getattr(sys.modules.get(type(args).__module__), "__file__", "")
-    source = Path(script).read_bytes() if Path(script).is_file() else b""
-    code = f"# code {hashlib.sha256(source).hexdigest()[:16]}"
+    script = script_of(type(args))
+    code = f"# code {hashlib.sha256(script.read_bytes()).hexdigest()[:16]}"
     file = folder / "args.yaml"
     if _has_begun(folder) and code not in (file.read_text() if file.is_file() else code):
         distributed.say(f"{script} is not as it was in this run; --resume never starts over")
@@ -146,12 +141,6 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
         inner = folder.resolve().relative_to(run).parts[0]
         if inner in (*EXPORTS, "checkpoints") and _has_begun(run):
             return f"{label}: the run in {run} writes there; name another --output_dir"
-    if args.resume == "never" and _has_begun(folder):
-        for label_of_input, path in _inputs(args):
-            places = (path.absolute(), folder.absolute()), (path.resolve(), folder.resolve())
-            if any(place.is_relative_to(moved) for place, moved in places):
-                problem = "--resume never would move it aside; name another --output_dir"
-                return f"{label_of_input}: {problem}"
     for name in (*EXPORTS, "samples.jsonl") if isinstance(args, TrainArgs) else ():
         if not _has_begun(folder) and (folder / name).exists():
             return f"{label}: the run would replace {name} there; name another --output_dir"
@@ -169,21 +158,6 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     changes = ", ".join(f"{name} was {earlier[name]}, is {flags.get(name)}" for name in changed)
     advice = "name another --output_dir, or use --resume never to move that run aside"
     return f"{label}: the folder has a run with other flags ({changes}); {advice}"
-
-
-def _inputs(args: BaseArgs) -> Iterator[tuple[str, Path]]:
-    """Yield what this run reads: the files and folders that flags name, also by a pattern, in
-    `name=FILE` and in `FILE.py:function`."""
-    yield "the working folder", Path()
-    yield "the script", Path(sys.argv[0])
-    for flag, value in flags_of(args).items():
-        texts = value if isinstance(value, list) else [value]
-        for text in (text for text in texts if isinstance(text, str) and flag != "output_dir"):
-            for word in (text, *re.split(r"[=:\s]", text)):
-                path = os.path.expanduser(word)
-                names = glob.glob(path) if "*" in path else [path]
-                for name in filter(os.path.lexists, names):
-                    yield f"--{flag} {text}", Path(name)
 
 
 def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
