@@ -9,6 +9,7 @@ from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs
 from common.config.training import ImageArgs
 from common.data.encode import Encoder
+from common.data.order import Order
 from common.data.rows import held_out_rows, train_and_eval_rows
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length
@@ -16,7 +17,7 @@ from common.model.policy import Policy
 from common.rewards.registry import row_check
 from common.rewards.total import Rewards
 from common.rollout.prompts import encode_prompts, prompt_columns
-from common.rollout.sampler import make_sampler
+from common.rollout.sampler import Local, Sampler
 
 
 class Generation:
@@ -43,7 +44,9 @@ class Generation:
         rows = first_of_each_set(rows, args.eval_generate)
         self.prompts = encode_prompts(rows, columns, encoder, room, online)
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
-        self.sampler = make_sampler(policy, self.prompts, online, tokenizer, self.rewards)
+        order = Order({"": range(len(rows))}, args.seed)  # nothing is drawn
+        engine = Local(policy, online, self.rewards, tokenizer)
+        self.sampler = Sampler(self.prompts, online, order, engine)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return `eval/solved` and `eval/reward` of the policy after `step` steps, see

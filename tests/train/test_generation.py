@@ -40,12 +40,14 @@ def test_generation_scores_the_present_weights_and_changes_no_weight(sums, tmp_p
 
 
 def test_every_held_out_set_is_answered(small, tmp_path):
+    """Also those that no training set is named like."""
     rows = small[-1].read_text().splitlines(keepends=True)
     for name, some in dict(a=rows[:40], b=rows[40:80], c=rows[80:83]).items():
         (tmp_path / f"{name}.jsonl").write_text("".join(some))
     sets = [f"{name}={tmp_path}/{name}.jsonl" for name in "abc"]
     run(
-        1, "sft.py", *small, "--eval_dataset", *sets, "--eval_generate", 40, "--max_new_tokens", 5,
+        1, "sft.py", *small[:2], "--dataset", tmp_path / "a.jsonl:1", tmp_path / "b.jsonl:2",
+        "--eval_dataset", *sets, "--eval_generate", 40, "--max_new_tokens", 5,
         "--batch_size", 8, "--max_steps", 1, "--output_dir", tmp_path / "run",
     )  # fmt: skip
     assert {f"eval/solved/{name}" for name in "abc"} <= metrics(tmp_path / "run")[-1].keys()
@@ -56,9 +58,9 @@ def test_every_held_out_set_is_answered(small, tmp_path):
     assert first_of_each_set([dict(n=n) for n in range(9)], 3) == [dict(n=n) for n in range(3)]
 
 
-def test_prompts_that_cannot_be_scored_are_refused(tmp_path):
+def test_prompts_that_cannot_be_scored_are_refused(main, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n' * 20)
     flags = ("--dataset", rows, "--eval_generate", 4, "--output_dir", tmp_path / "run")
-    done = run(1, "sft.py", *flags, code=2)
-    assert "needed: prompt, or question, or input" in done.stderr
+    with pytest.raises(ValueError, match="needed: prompt, or question, or input"):
+        main("sft", *flags)
