@@ -4,7 +4,6 @@ outputs."""
 import contextlib
 import faulthandler
 import json
-import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
@@ -15,19 +14,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from subprocess import PIPE
 from types import ModuleType
-from unittest import mock
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from bench.fault_cases.shim import shim
 from common.data.packing import PackedBatch
 from common.data.sample import Completion, Sample
 from common.model.tiny import tiny_model
@@ -39,6 +35,7 @@ SIGNAL_AT = ROOT / "tests" / "signal_at.py"
 EACH_STEP = ROOT / "tests" / "each_step.py"
 PATIENCE = 600  # seconds after which a process counts as hanging; no test depends on less
 BAD_ENDS = ("CUDA Error", "Traceback", "Aborted", "terminate called", "pure virtual")
+os.fsync = lambda _: None  # a disk takes a fifth of a short run; arm.py of the faults undoes it
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not here")
 
 
@@ -171,20 +168,6 @@ def run_and_kill(
         assert started.processes[0].exitcode == -signal.SIGKILL, started.end()
 
 
-def warm() -> BaseContext:
-    """Return a context whose processes are forked from one that has imported the libraries, see
-    preload.py."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["preload"])
-    # vLLM reads these at its import, and not again in a rank.
-    vllm = dict(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_LEVEL="ERROR")
-    with mock.patch.dict(
-        os.environ, environment(PYTHONPATH=ROOT / "tests", LD_PRELOAD=shim(), **vllm)
-    ):
-        forkserver.ensure_running()
-    return context
-
-
 class Ranks:
     """Ranks of a script without the start-up of torchrun. As a context manager, it terminates all
     of them on exit."""
@@ -204,7 +187,9 @@ class Ranks:
                 TORCHELASTIC_USE_AGENT_STORE=True,
             )  # fmt: skip
             variables = environment(**(place if ranks > 1 else {}))
-            process = warm().Process(target=_be_a_rank, args=(words, variables, self.folder.name))
+            process = warm.context().Process(
+                target=_be_a_rank, args=(words, variables, self.folder.name)
+            )
             process.start()
             self.processes.append(process)
         self.pids = [process.pid for process in self.processes]

@@ -8,9 +8,11 @@ With `clock`, the clock jumps by SECONDS after CALLS readings. Ranks other than 
 
 import ctypes
 import os
+import posix
 import runpy
 import sys
 
+os.fsync = posix.fsync  # not that of tests/helpers.py
 _, rank, *words = sys.argv
 count = 3 if words[0] == "clock" else 6
 values, sys.argv = words[:count], words[count:]

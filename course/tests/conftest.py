@@ -4,5 +4,9 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        import warm
+
+        return warm.share()  # the controller of xdist runs no test
     for plugin in ("in_process", "engines"):
         config.pluginmanager.import_plugin(plugin)  # does nothing the second time

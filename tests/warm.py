@@ -1,0 +1,45 @@
+"""The process that ranks are forked from: it has imported what scripts import, see preload.py. The
+workers of pytest-xdist share that of their controller."""
+
+import multiprocessing
+import os
+import sys
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from unittest import mock
+
+from bench.fault_cases.shim import shim
+
+SHARED = "ONEFILE_FORK_SERVER"  # variable with the address of the controller's
+
+
+def start() -> None:
+    """Start the process, unless it runs."""
+    forkserver.set_forkserver_preload(["preload"])
+    # vLLM reads its variables at its import, and not again in a rank.
+    variables = dict(
+        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=str(Path(__file__).parent),
+        LD_PRELOAD=shim(), VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
+    )  # fmt: skip
+    with mock.patch.dict(os.environ, variables):
+        forkserver.ensure_running()
+
+
+def share() -> None:
+    """Start the process for all processes that this one starts."""
+    if sys.version_info < (3, 14):  # which asks for a key
+        start()
+        os.environ[SHARED] = forkserver._forkserver._forkserver_address
+
+
+def context() -> BaseContext:
+    """Return the context of processes that are forked from it."""
+    server = forkserver._forkserver
+    if SHARED not in os.environ:
+        start()
+    elif server._forkserver_address is None:
+        server._forkserver_address = os.environ[SHARED]
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = lambda: None
+    return multiprocessing.get_context("forkserver")
