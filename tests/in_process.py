@@ -54,14 +54,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many tests were skipped, by reason."""
-    skipped = terminalreporter.stats.get("skipped", ())
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
-    for reason, count in reasons.most_common():
-        terminalreporter.write_line(f"skipped {count}: {reason}")
-
-
 @pytest.fixture(scope="session")
 def device() -> Iterator[torch.device]:
     """Device of a process group of one rank, which scripts that tests start do not inherit. Ctrl-C
@@ -73,18 +65,20 @@ def device() -> Iterator[torch.device]:
     distributed.cleanup()
 
 
-@pytest.fixture
-def main(device, monkeypatch) -> Callable[..., None]:
+@pytest.fixture(scope="session")
+def main(device) -> Callable[..., None]:
     """`main("sft", *flags)` runs a script in this process."""
-    monkeypatch.setattr(distributed, "setup", lambda *_, **__: (device, 0, 1))
-    monkeypatch.setattr(distributed, "cleanup", lambda: None)
-    monkeypatch.setattr(process, "note_signals", lambda: None)
-    monkeypatch.setattr(RunLogger, "draw_curves", lambda _: None)  # see preload.py
-    monkeypatch.setattr(run, "SAMPLES_EVERY", 1)
 
     def run_main(script: str, *flags: object) -> None:
         module = importlib.import_module(script)
-        module.main(parse(module.Args, last(flags)))
+        with (
+            mock.patch.object(distributed, "setup", lambda *_, **__: (device, 0, 1)),
+            mock.patch.object(distributed, "cleanup", lambda: None),
+            mock.patch.object(process, "note_signals", lambda: None),
+            mock.patch.object(RunLogger, "draw_curves", lambda _: None),  # see preload.py
+            mock.patch.object(run, "SAMPLES_EVERY", 1),
+        ):
+            module.main(parse(module.Args, last(flags)))
 
     return run_main
 
@@ -94,7 +88,7 @@ def sums(tmp_path_factory) -> Path:
     """File with the first rows of the built-in task: encoding all of them takes a second on each
     rank."""
     path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:400]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:160]))
     return path
 
 

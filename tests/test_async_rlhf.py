@@ -100,15 +100,15 @@ def test_reward_model_trains_on_pairs(name, main, pythia, tmp_path):
     assert config.architectures == ["GPTNeoXForSequenceClassification"]
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", [name for name in ONLINE if name != "tldr_online_dpo"])
 def test_online_recipe_trains_and_its_checkpoints_are_measured(name, main, pythia, tmp_path):
     """Synchronous here; the next test has a rollout rank."""
-    script = name.split("_", 1)[1]
+    kind, script = name.split("_", 1)
     main(script, *flags_of(name, pythia, tmp_path), "--rollout_ranks", 0)
     last = read_metrics(tmp_path / name / "metrics.jsonl")[-1]
     assert last["step"] == 2 and {"rewards/model/mean", "eval/reward"} <= last.keys()
-
-    kind = name.split("_")[0]
+    if name == "tldr_rloo":  # measured like the next one
+        return
     flags = flags_of(f"{kind}_eval", pythia, tmp_path)
     flags += ["--model", tmp_path / name / "checkpoints"]
     references = tmp_path / "references.jsonl"

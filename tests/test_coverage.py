@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, run
+from helpers import ROOT
 from transformers import GPTJConfig
 
 import common.model.policy
@@ -99,21 +99,3 @@ def test_loading_draws_no_random_numbers(tmp_path, device):
     before = torch.get_rng_state()
     load_policy(path, ARGS, device)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.slow
-def test_sharded_gradient_equals_that_of_transformers(tmp_path):
-    """The model has soft caps, windows and buffers; transformers runs on one process."""
-    checkpoint("gemma2", tmp_path / "model")
-    (tmp_path / "rank.py").write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from bench.models import *\n"
-        "device, rank, world_size = distributed.setup(0)\n"
-        "policy = load_policy(sys.argv[1], ARGS, device)\n"
-        "forward, gradient = against_transformers(sys.argv[1], policy, device)\n"
-        "assert world_size == 2 and forward < 1e-5 and gradient < 1e-5, (world_size, forward, "
-        "gradient)\n"
-        "distributed.cleanup()\n"
-    )
-    run(2, tmp_path / "rank.py", tmp_path / "model")

@@ -5,12 +5,13 @@ from itertools import groupby
 
 import pytest
 import torch
-from helpers import assert_close_metrics, completion, metrics, run, samples
+from helpers import assert_close_metrics, completion, metrics, samples
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import talkative
 
 import dapo
+from common.parallel.distributed import RunError
 
 # ---- rewards and advantages ----
 
@@ -90,8 +91,8 @@ def test_dapo_without_its_additions_equals_grpo(flags, main, tmp_path):
 
 
 @pytest.mark.slow
-def test_equal_rewards_in_all_draws_are_an_error(flags, tmp_path):
+def test_equal_rewards_in_all_draws_are_an_error(flags, main, tmp_path):
     (tmp_path / "same.py").write_text("def same(completion, row):\n    return 1.0\n")
     extra = ("--reward", f"{tmp_path}/same.py:same", "--max_new_tokens", 2, "--prompts_per_step", 4)
-    done = run(2, "dapo.py", *flags, *extra, "--output_dir", tmp_path / "run", code=1)
-    assert done.stderr.count("error: step 1: none of 40 groups has unequal rewards") == 1
+    with pytest.raises(RunError, match="^step 1: none of 40 groups has unequal rewards"):
+        main("dapo", *flags, *extra, "--output_dir", tmp_path / "run")

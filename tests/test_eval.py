@@ -63,9 +63,9 @@ def flags(models):
 
 
 @pytest.fixture(scope="module")
-def one_rank(flags, tmp_path_factory):
+def one_rank(flags, main, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_rank")
-    run(1, "eval.py", *flags, "--output_dir", folder)
+    main("eval", *flags, "--output_dir", folder)
     return folder
 
 
@@ -164,8 +164,8 @@ def test_file_of_completions_gives_the_results_of_its_run(one_rank, flags, main,
     own = ("--completions", one_rank / "completions.jsonl", "--output_dir", tmp_path / "own")
     main("eval", *flags, *own)
     assert results(tmp_path / "own") == results(one_rank)
-    run(
-        2, "eval.py", *flags, "--completions", tmp_path / "texts.jsonl",
+    main(
+        "eval", *flags, "--completions", tmp_path / "texts.jsonl",
         "--against", tmp_path / "greedy.jsonl", "--output_dir", tmp_path / "texts",
     )  # fmt: skip
     found = results(tmp_path / "texts")

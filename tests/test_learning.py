@@ -1,4 +1,5 @@
-"""Models learn, each from the untrained one (docs/log.md has longer runs)."""
+"""Models learn, each from the untrained one: grpo.py in `make test`, the others in `make curves`
+(docs/log.md has longer runs)."""
 
 import json
 
@@ -8,10 +9,10 @@ from in_process import talkative, write_teacher
 
 from common.data.tasks import arithmetic_rows
 
-pytestmark = pytest.mark.curve
-
+curve = pytest.mark.curve
 # Flags, and the reward of the last step, at least: one of digits in a completion, of at most 0.8.
 DIGITS = dict(
+    grpo=("--max_steps 12", 0.5),
     dapo=("--max_steps 16 --overlong_buffer 0", 0.5),
     reinforce=("--preset reinforce++_baseline --max_steps 12", 0.5),
     rloo=("--max_steps 13 --beta 0.01", 0.6),
@@ -21,7 +22,9 @@ DIGITS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("script", DIGITS)
+@pytest.mark.parametrize(
+    "script", [s if s == "grpo" else pytest.param(s, marks=curve) for s in DIGITS]
+)
 def test_policy_learns_to_write_digits(script, online, small, main, tmp_path):
     extra, least = DIGITS[script]
     model = talkative(tmp_path / "model", small[1]) if script in ("dapo", "reinforce") else small[1]
@@ -40,6 +43,7 @@ PREFERENCES = dict(
 )
 
 
+@curve
 @pytest.mark.parametrize("script", PREFERENCES)
 def test_model_learns_arithmetic_preferences(script, small, main, tmp_path):
     count, flags, least = PREFERENCES[script]
@@ -56,6 +60,7 @@ def test_model_learns_arithmetic_preferences(script, small, main, tmp_path):
             assert last[f"eval_rewards/accuracies/{name}"] > least, last
 
 
+@curve
 @needs_gsm8k
 def test_model_learns_gsm8k(main, tmp_path):
     """The recipe's 200 steps reach 1.95 nats per character; 20 small steps reach less than 3.5,
@@ -71,6 +76,7 @@ def test_model_learns_gsm8k(main, tmp_path):
     assert last["eval_loss"] < 3.5, last
 
 
+@curve
 @pytest.mark.parametrize(
     ("changed", "where"),
     [("reverse_kl", ""), ("forward_kl --on_policy_fraction 0 --reward", "data/")],

@@ -19,10 +19,10 @@ from common.train.checkpoint import export_hf
 
 
 @pytest.fixture(scope="module")
-def trained(small, pairs, tmp_path_factory):
+def trained(small, pairs, main, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     flags = (*small[:2], "--max_steps", 2, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 0)
-    run(1, "rm.py", *flags, "--dataset", pairs, "--output_dir", folder)
+    main("rm", *flags, "--dataset", pairs, "--output_dir", folder)
     return folder
 
 
@@ -50,10 +50,12 @@ def test_transformers_gives_the_export_equal_scores(trained, device):
 
 
 @pytest.mark.slow
-def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(trained, pairs, tmp_path):
+def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(
+    trained, pairs, main, tmp_path, capsys
+):
     """Two ranks relabel; on one rank, the model agrees with every relabelled pair."""
-    flags = ("tools/relabel.py", "--model", trained / "hf", "--output_dir")
-    first = run(2, *flags, tmp_path, "--dataset", pairs).stdout
+    flags = ("--model", trained / "hf", "--output_dir")
+    first = run(2, "tools/relabel.py", *flags, tmp_path, "--dataset", pairs).stdout
     out = tmp_path / "relabelled.jsonl"
     before, after = (
         [json.loads(line) for line in path.read_text().splitlines()] for path in (pairs, out)
@@ -64,16 +66,16 @@ def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(trained, pai
         assert new in (old, swapped)
         wrong += new == swapped
     assert 0 < wrong < 40 and f"agrees with {1 - wrong / 40:.3f} (" in first
-    assert "agrees with 1.000 (" in run(1, *flags, tmp_path / "again", "--dataset", out).stdout
-    refused = run(1, *flags, tmp_path, "--dataset", pairs, code=2)
-    assert "it has a relabelled.jsonl; name another one" in refused.stderr
+    main("tools.relabel", *flags, tmp_path / "again", "--dataset", out)
+    assert "agrees with 1.000 (" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="it has a relabelled.jsonl; name another one"):
+        main("tools.relabel", *flags, tmp_path, "--dataset", pairs)
 
 
-@pytest.mark.slow
-def test_a_language_model_relabels_nothing(small, pairs, tmp_path):
+def test_a_language_model_relabels_nothing(small, pairs, main, tmp_path):
     flags = (*small[:2], "--dataset", pairs, "--output_dir", tmp_path)
-    done = run(1, "tools/relabel.py", *flags, code=2)
-    assert "a language model without a reward head" in done.stderr
+    with pytest.raises(ValueError, match="a language model without a reward head"):
+        main("tools.relabel", *flags)
     assert not list(tmp_path.iterdir())
 
 

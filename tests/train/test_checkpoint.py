@@ -300,8 +300,3 @@ def test_interrupted_replacement_leaves_the_old_folder_or_the_new_one(
     durable.recover(final)
     assert [path.name for path in final.iterdir()] == ["hf" if renames < 2 else "hf.tmp"]
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_missing_checkpoint_starts_at_step_0(checkpointer, tmp_path):
-    shutil.rmtree(tmp_path / "checkpoints")
-    assert checkpointer.load_latest() == 0

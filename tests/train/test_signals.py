@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 SFT = ["--batch_size", 4, "--eval_every", 0, "--save_every", 1000, "--lr", 1e-3]
 ENDLESS = [*SFT, "--max_steps", 100_000]
 GRPO = ["--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--eval_size", 4,
-        "--save_every", 1000, "--engine", "transformers", "--max_steps", 5]  # fmt: skip
+        "--save_every", 1000, "--engine", "transformers", "--max_steps", 4]  # fmt: skip
 
 
 def stopped_at(folder: Path) -> int:
@@ -39,33 +39,31 @@ def stopped_at(folder: Path) -> int:
 
 
 def test_signal_to_one_rank_stops_all_and_the_same_command_resumes(small, tmp_path):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    flags = [*SFT, *small, "--max_steps", 8]
-    run(2, "sft.py", *flags, "--output_dir", whole)
-    moment = (1, "torch.optim.AdamW.step", stopped, 2, int(signal.SIGTERM))
-    done = run(2, SIGNAL_AT, *moment, "sft.py", *flags, "--output_dir", stopped)
-    assert stopped_at(stopped) == 3 and (stopped / "hf/model.safetensors").is_file()
+    """tests/test_every_script.py compares the weights of resumed runs."""
+    flags = [*SFT, *small, "--max_steps", 5, "--output_dir", tmp_path]
+    moment = (1, "torch.optim.AdamW.step", tmp_path, 2, int(signal.SIGTERM))
+    done = run(2, SIGNAL_AT, *moment, "sft.py", *flags)
+    assert stopped_at(tmp_path) == 3 and (tmp_path / "hf/model.safetensors").is_file()
     assert "stopped after step 3" in done.stdout
-    assert "step_000003 (step 3)" in run(2, "sft.py", *flags, "--output_dir", stopped).stdout
-    assert [line["step"] for line in metrics(stopped)] == list(range(1, 9))
-    assert_same_weights(whole, stopped)
+    assert "step_000003 (step 3)" in run(2, "sft.py", *flags).stdout
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 6))
 
 
-def test_rollout_stopped_by_a_signal_is_repeated(small, tmp_path):
+def test_rollout_stopped_by_a_signal_is_repeated(small, main, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     flags = [*GRPO, *small]
-    run(1, "grpo.py", *flags, "--output_dir", whole)
+    main("grpo", *flags, "--output_dir", whole)
     step = "common.rollout.transformers_engine.TransformersEngine.step"
     moment = (0, step, stopped, 2, int(signal.SIGINT))
     done = run(1, SIGNAL_AT, *moment, "grpo.py", *flags, "--output_dir", stopped)
     assert stopped_at(stopped) == 2 and "stopped after step 2" in done.stdout
-    run(1, "grpo.py", *flags, "--output_dir", stopped)
+    main("grpo", *flags, "--output_dir", stopped)
     assert_same_weights(whole, stopped)
 
 
 def test_second_signal_stops_at_once(small, tmp_path):
     twice = f"{int(signal.SIGTERM)},{int(signal.SIGTERM)}"
-    flags = [*SFT, *small, "--max_steps", 8, "--output_dir", tmp_path]
+    flags = [*SFT, *small, "--max_steps", 4, "--output_dir", tmp_path]
     moment = (0, "torch.optim.AdamW.step", tmp_path, 2, twice)
     run(1, SIGNAL_AT, *moment, "sft.py", *flags, code=-signal.SIGTERM)
     assert metrics(tmp_path)[-1]["step"] == 2 and not list((tmp_path / "checkpoints").iterdir())
@@ -111,12 +109,12 @@ def test_launcher_forwards_the_signal(tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_signal_before_the_first_step_ends_the_process(signum, tmp_path):
+def test_signal_before_the_first_step_ends_the_process(signum, small, tmp_path):
     """There is nothing to save, and what runs may hang, such as a user's file."""
     (tmp_path / "reward.py").write_text(
         f"import os\nos.kill(os.getpid(), {int(signum)})\ndef f(completion, row): return 1.0\n"
     )
-    flags = [*GRPO, "--reward", f"{tmp_path}/reward.py:f", "--output_dir", tmp_path / "run"]
+    flags = [*GRPO, *small, "--reward", f"{tmp_path}/reward.py:f", "--output_dir", tmp_path / "run"]
     assert "Traceback" not in run(1, "grpo.py", *flags, code=-signum).stderr
 
 
