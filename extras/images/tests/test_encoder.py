@@ -15,15 +15,12 @@ from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
 import sft
 from common.data.encode import Encoder
-from common.data.load import load_samples
-from common.data.rows import SFT_COLUMNS
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 from extras.images.encoder import ImageEncoder
 from extras.images.image_files import digest, take_images
 from extras.images.reader import ORIENTATION, as_served, reader
 from extras.images.tests.checkpoints import picture
-from extras.streaming import streaming
 
 # ---- ids ----
 
@@ -182,18 +179,6 @@ def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):
     file.unlink()
     with pytest.raises(ValueError, match="a.png: cannot be read: No such file or directory"):
         encoder.images.reader.pixels(span.file, span.digest)
-
-
-def test_stream_has_images(checkpoints, pictures, monkeypatch):
-    monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 1)
-    path = str(checkpoints("idefics3"))
-    flags = dict(streaming=True, max_steps=1, eval_every=0, max_length=900, vision="frozen")
-    args = sft.Args(model=path, dataset=[str(pictures)], **flags)
-    task = (sft.encode_row, SFT_COLUMNS, load_tokenizer(path, args), args)
-    stream = load_samples(*task, streams=True)[0][0]
-    found = [stream[i][0] for i in stream.draw(6)]
-    assert [len(s.images) for s in found] == [1, 2, 1, 2, 1, 0]
-    assert all(s.row.keys() <= {"_source", "_images"} for s in found)
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:

@@ -96,8 +96,7 @@ def scored(reward, asked, device, **flags):
     return Rewards(args, [row], tokenizer, device)([group], Meter())
 
 
-@pytest.mark.parametrize("share_prefix", [0, 16])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("own", "share_prefix"), [(False, 0), (True, 16)])
 def test_probability_of_yes_is_that_of_transformers(own, share_prefix, asked, judge, device):
     """The judge is another model, or the policy's own checkpoint."""
     path = resolve_model("tiny") if own else judge

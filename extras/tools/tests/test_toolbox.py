@@ -186,7 +186,6 @@ SPOILED = dict(
     forged=("import os\nfor fd in range(3, 4000):\n    try:\n        "
             "os.write(fd, b'{\"value\":[9,\"x\"]}\\n')\n    except OSError: pass", "malformed"),
     memory=("x = []\nwhile True: x.append('x' * 10**7)", ""),
-    exit=("import os; os._exit(0)", "exit code 0"),
     time=("while True: pass", "0.3 s: time limit"),
     output=("for i in range(300): print('x' * 10**7)", "xxx"),
 )  # fmt: skip
