@@ -26,6 +26,7 @@ from common.data.sample import Completion
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
+from common.rewards.registry import row_check
 from common.rewards.total import Rewards
 
 
@@ -250,10 +251,10 @@ def infinite(completion, row): return float("inf")
 
 
 def test_missing_reward_column_is_refused():
-    rows = [dict(answer="1", _source="a:1"), dict(answer=None, prompt="a", _source="a:2")]
+    row = dict(answer=None, prompt="a", _source="a:2")
     words = "a:2: --reward exact_match reads column answer; the row has prompt$"
     with pytest.raises(ValueError, match=words):
-        Rewards(Args(), rows, None, None)
+        row_check(Args())(row)
 
 
 @pytest.mark.parametrize(

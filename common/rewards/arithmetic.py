@@ -24,9 +24,8 @@ def arithmetic(expression: str) -> tuple[Fraction | None, list[int]]:
     if len(expression) > MAX_EXPRESSION or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return None, []
     try:
-        tree = ast.parse(expression, mode="eval").body
-        numbers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        return evaluate(tree), numbers
+        value = evaluate(ast.parse(expression, mode="eval").body)
+        return value, [int(digits) for digits in re.findall(r"\d+", expression)]
     # KeyError: `**`, `//`; AttributeError: signs, calls, tuples; MemoryError: nested too deep
     except (SyntaxError, ValueError, KeyError, AttributeError, ArithmeticError, MemoryError):
         return None, []

@@ -35,8 +35,8 @@ def as_text(value: object) -> str:
     18.0 is 18."""
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
-    shortest = Decimal(repr(value))  # 1e23, where int(1e23) is 99999999999999991611392
-    return str(int(shortest)) if value.is_integer() else f"{shortest:f}"
+    shortest = Decimal(repr(value)).normalize()  # int(1e23) is 99999999999999991611392
+    return f"{shortest + 0:f}"  # -0.0 is 0
 
 
 def from_json(value: object) -> object:
@@ -111,12 +111,13 @@ def plain(text: str) -> str:
 
 
 def without_latex(text: str) -> str:
-    r"""Return a plain text without LaTeX's fonts, spaces and escapes: `\$1{,}000\text{ km}` is
+    r"""Return a plain text without LaTeX's fonts, spaces and escapes: `\$1{,}000~\text{km}` is
     `$1,000 km`."""
+    text = text.replace("~", " ")
     if "\\" not in text:
         return text.replace("{,}", ",")
     text = FONT.sub(r"\1", GROUPED.sub("", text).replace("{,}", ",").replace("\\!", ""))
-    text = re.sub(r"\\(?:[,;:() ]|q?quad\b|(?:left|right)(?![a-zA-Z]))", " ", text)
+    text = re.sub(r"(?<!\\)\\(?:[,;:() ]|q?quad\b|(?:left|right)(?![a-zA-Z]))", " ", text)
     return re.sub(r"\\([$%#&_])", r"\1", text)
 
 
@@ -136,7 +137,7 @@ SCALE_WORDS = (
     r"|[ \t]?(?:百(?!分)|千(?![克米瓦卡])|[万萬亿億만억])+)"
 )
 SCALE = rf"(?:{SCALE_WORDS}|(?:[ \t]?[kK]|M)(?!{LETTER}))"
-CURRENCY = r"\\?[$£€¥₹]?"
+CURRENCY = r"(?:\\?[$£€¥₹]){0,2}"  # $\$18$
 # The first number behind a mark, and all up to another number in its line, with which it is none.
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes
 # cubic time.
@@ -148,24 +149,17 @@ EXPONENT = r"(?:[eE]|[ ]?(?:×|\\times|\\cdot|x|\*)[ ]?10[ ]?\^[ ]?\{?)([-+]?[0-
 # Neither part of a word, nor of a fraction or power.
 ANY_NUMBER = re.compile(
     rf"(?:(?<!{LETTER})([-+]))?{CURRENCY}(?<![/^])(?<!\^\{{)(?<!{LETTER})"
-    rf"({NUMBER}(?!\.?[0-9]|\s*/\s*[0-9]|\^)(?:{EXPONENT}|{SCALE})?)"
+    rf"({NUMBER}(?!\.?[0-9]|\s*/\s*[0-9]|\^(?!\{{?\\circ))(?:{EXPONENT}|{SCALE})?)"
 )
 ONE_NUMBER = re.compile(rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?)({NUMBER})({SCALE})?\s*+%?\s*+\.?")
 POWER_OF_TEN = re.compile(rf"([-+]?{NUMBER}){EXPONENT}\.?")
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([-+]?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", re.ASCII)
 SPACED = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 RATIO = re.compile(r"([-+]?)\s*(?:(\d+)\s+)?([-+]?\d+)\s*/\s*(\d+)\.?", re.ASCII)
-# 0.1\overline{6}, 0.\bar 3, 0.\dot{1}4285\dot{7}, 0.1(6), and digits with a combining line or dot.
-START = r"(?<![\d.])(\d{0,50})\.(\d{0,50})"
-REPEATING = [
-    re.compile(START + end)
-    for end in (
-        r"\\(?:overline|bar|dot|overbar)\s*(?:\{(\d{1,50})\}|(\d))(?!\d|\\dot|[{(])",
-        r"\\dot\s*\{?(\d)\}?(\d{0,50})\\dot\s*\{?(\d)\}?(?!\d)",
-        r"\((\d{1,50})\)(?![\d(])",
-        r"((?:\d[\u0304\u0305\u0307]){1,50})(?!\d)",
-    )
-]
+REPEATING = re.compile(  # 0.1\overline{6}, 0.\bar 3, 0.\dot{3}, 0.1(6)
+    r"(?<![\d.])(\d{0,50})\.(\d{0,50})"
+    r"(?:\\(?:overline|bar|dot|overbar)\s*(?:\{(\d{1,50})\}|(\d))|\((\d{1,50})\))(?![\d({]|\\dot)"
+)
 
 
 def to_number(text: str) -> Fraction | None:
@@ -181,18 +175,15 @@ def to_number(text: str) -> Fraction | None:
 
 
 def with_fractions(text: str) -> str:
-    """Return a text with fractions in place of repeating decimals."""
-    for pattern in REPEATING:
-        text = pattern.sub(_as_fraction, text)
-    return text
+    """Return a text with fractions for repeating decimals: `0.1\\overline{6}` is
+    `\\frac{15}{90}`."""
 
+    def fraction(match: re.Match) -> str:
+        whole, once, again = match[1], match[2], match[3] or match[4] or match[5]
+        numerator = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
+        return rf"\frac{{{numerator}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
-def _as_fraction(match: re.Match) -> str:
-    """Return a repeating decimal as a fraction: `0.1\\overline{6}` is `\\frac{15}{90}`."""
-    whole, once, *repeated = (re.sub(r"\D", "", digits or "") for digits in match.groups())
-    again = "".join(repeated)
-    numerator = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
-    return rf"\frac{{{numerator}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
+    return REPEATING.sub(fraction, text)
 
 
 def value_of(text: str) -> Fraction | str:
@@ -201,7 +192,8 @@ def value_of(text: str) -> Fraction | str:
     values."""
     text = with_fractions(without_latex(plain(text)).replace("$", ""))
     text = FRACTION.sub(r" \1\2/\3\4", text)
-    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", " ".join(text.split())).rstrip(" .")
+    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", " ".join(text.split()))
+    text = text.rstrip(" .%").removesuffix(" percent")
     number = None
     if len(text) > 100:
         pass
@@ -226,12 +218,11 @@ def exact_match(completion: str, row: dict) -> float:
 def characters(completion: str, row: dict) -> float:
     """Return the fraction of characters that agree with the `answer` column, out of the longer of
     the two: a reward that an untrained model can climb."""
-
-    def agreement(answer: str) -> float:
-        agree = sum(a == b for a, b in zip(completion, answer, strict=False))
-        return agree / max(len(completion), len(answer), 1)
-
-    return max(map(agreement, gold_answers(row)))
+    return max(
+        sum(a == b for a, b in zip(completion, answer, strict=False))
+        / max(len(completion), len(answer), 1)
+        for answer in gold_answers(row)
+    )
 
 
 def gsm8k(completion: str, row: dict) -> float:
@@ -267,21 +258,16 @@ def check_number(row: dict) -> None:
 def gsm8k_flexible(completion: str, row: dict) -> float:
     """Return `gsm8k` of a completion in any form. Its answer is the first number in the last
     \\boxed{...}, else the number behind the last `####` or `A:`, else the last number."""
-    number = flexible_answer(plain(completion))
-    return float(number is not None and number in gold_numbers(row))
-
-
-def flexible_answer(text: str) -> Fraction | None:
+    text = plain(completion)
     box = last_boxed(text)
-    found = [] if box is not None else final_answers(text)
-    if found:
-        return to_number(found[-1])
+    if box is None and final_answers(text):
+        return gsm8k(completion, row)
     if box is not None and "frac" in box:
-        return None
+        return 0.0
     text = FRACTION.sub(r" \1\2/\3\4", without_latex(text if box is None else box))
     numbers = [sign + number for sign, number, *_ in ANY_NUMBER.findall(text)]
     value = value_of(numbers[-1 if box is None else 0]) if numbers else None
-    return value if isinstance(value, Fraction) else None
+    return float(isinstance(value, Fraction) and value in gold_numbers(row))
 
 
 def boxed(completion: str, row: dict) -> float:

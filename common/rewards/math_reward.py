@@ -88,7 +88,7 @@ FORMS = [
         r"^(\(|\\\{)[^()]*(?:\)|\\\})$",
         r"\d_\{?(\d+)\}?$",
         r"\d[ ~]*(k?m/[hs]|mph|[mckμ]?m|[mk]?g|m?[lL]|s|min|h)(?: *\^\{?(\d))?\}?$",
-        r"(?:\bcents?\b|¢)()|\bdollars?\b",
+        r"(?:\bcents?\b|¢)()|\bdollars?\b|\$",
     )
 ]
 TIME = re.compile(r"\d ?[ap]\.? ?m\.?$|\d:0\d", re.IGNORECASE)  # 3:10 may be a ratio
@@ -103,7 +103,8 @@ def equal(gold: str, answer: str) -> bool:
         return True
     if words_of(gold) or words_of(answer):
         return words_of(gold) == words_of(answer)
-    texts = [without_latex(text).strip(" $.") for text in (gold, answer)]
+    texts = [without_latex(text).strip(" .") for text in (gold, answer)]
+    texts = [re.sub(r"^\$+(.*?)\$+$", r"\1", text) for text in texts]
     for form in FORMS:
         if len({match.groups() for match in map(form.search, texts) if match}) == 2:
             return False
@@ -118,7 +119,7 @@ def words_of(answer: str) -> str:
     letters = text.replace(" ", "")
     is_word = letters.isalpha() and len(text) < 100 and first not in NAMES
     if is_word and (len(first) > 3 or text in ("yes", "no", "odd")) or TIME.search(text[:20]):
-        return letters.replace(".", "")
+        return letters.replace(".", "").lstrip("0")
     return ""
 
 
@@ -149,19 +150,21 @@ def _parsed(answer: str) -> list:
 LETTERS = r"[^\W\d_]"
 WITH_WORDS = re.compile(
     rf"([-+]?)\s*+{CURRENCY}\s*+([-+]?{NUMBER})({SCALE_WORDS})?(?:[ -]*((?:{LETTERS}{{4,}}"
-    rf"|[^\W\d_\u0000-\u052f]|[€£¥₹]|USD|EUR|GBP|CNY|RMB|k?m/[hs])(?:{LETTERS}|[ ,'.])*))?"
+    rf"|[^\W\d_\u0000-\u052f]|[€£¥₹¢]|USD|EUR|GBP|CNY|RMB|k?m/[hs])(?:{LETTERS}|[ ,'.])*))?"
 )
 PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth".split()
 PARTS = dict(zip(PARTS, (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | dict(halve=2)
 PARTS |= dict(hundredth=100, thousandth=1000)
 CHANGING = set("or to minus plus over squared cubed factorial below".split())  # the value
-SYMBOLS = {"∞": r"\infty ", "∈": r"\in ", "·": r"\cdot ", "⋅": r"\cdot ", "°": "", "√": r"\sqrt "}
+SYMBOLS = {"∞": r"\infty ", "∅": r"\emptyset ", "∈": r"\in ", "√": r"\sqrt "}
+SYMBOLS |= {"·": r"\cdot ", "⋅": r"\cdot ", "°": ""}
 REWRITTEN = [
     # it reads 1 000 as 1 * 0, 3 1/2 as (3 + 1) / 2 and 1e5 as 5 times Euler's number
     (r"(?<=\d)(?:\\[ ,;:!]|[ ~])+(?=\d{3}(?!\d))", ""),
     (r"(?<![\d./])(\d+) +(\d+) */ *(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (r"(?<=\d)[eE]([-+]?\d+)", r"\\times 10^{\1}"),
     (r"\\sqrt +(\d+)", r"\\sqrt{\1}"),
+    (r"\\varnothing", r"\\emptyset"),
 ]
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 MOST_WORDS = 12  # of an answer; more are prose
@@ -217,13 +220,13 @@ def same_number(nearly_equal: Callable, a, b, *precision) -> bool:
     from math_verify.grader import get_pct_val, safe_sympy_doit
     from sympy import Expr, Float
 
-    are_numbers = isinstance(a, Expr) and isinstance(b, Expr)
-    if are_numbers and get_pct_val(a, a) == get_pct_val(b, b):
-        return True  # 50% = 50; math-verify has this rule for whole numbers only
-    if not nearly_equal(a, b, *precision) or not are_numbers:
+    if not isinstance(a, Expr) or not isinstance(b, Expr):  # a matrix, whose elements come here
         return nearly_equal(a, b, *precision)
-    a = safe_sympy_doit(a)
-    b = safe_sympy_doit(b)
+    if get_pct_val(a, a) == get_pct_val(b, b):
+        return True  # 50% = 50; math-verify has this rule for whole numbers only
+    if not nearly_equal(a, b, *precision):
+        return False
+    a, b = safe_sympy_doit(a), safe_sympy_doit(b)
     difference = a - b
     has_decimals = a.has(Float) or b.has(Float)
     if difference.free_symbols:

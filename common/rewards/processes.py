@@ -109,22 +109,19 @@ class Process:
             question = pickle.dumps((method, arguments, seconds))
         except Exception as error:  # pickling runs code of the objects in the row
             return Result(error=f"the call cannot be pickled: {one_line(error)}")
-        if self.closed:
-            return Result(error="the process has ended")
         self.busy = True
         try:
             if not self.loaded:
-                loaded = await self._start()
-                if loaded.error is not None:
-                    error = f"{self.server.target} cannot be loaded: {loaded.error}"
-                    return Result(error=error)
+                error = (await self._start()).error
+                if error is not None:
+                    return Result(error=f"{self.server.target} cannot be loaded: {error}")
                 self.loaded = True
             self.writer.write(HEADER.pack(len(question)) + question)
             result = await self._answer(seconds)
-            self.busy = result is None or self.closed
-            return result or Result(error=f"no answer within {seconds:g} s", timed_out=True)
+            self.busy = result.timed_out
+            return result
         finally:
-            if self.busy:  # late, dead or cancelled
+            if self.busy:  # late, not loaded or cancelled
                 self.close()
 
     async def call_each(self, calls: list[tuple], seconds: float) -> list[Result]:
@@ -154,20 +151,20 @@ class Process:
             with theirs:
                 self.server.fork(theirs)
             result = await self._answer(self.start_seconds)
-            if result is None:  # the server itself hangs in loading
+            if result.timed_out:  # the server itself hangs in loading
                 self.server.close(hangs=True)
             elif result.error is None:
                 self.pid = result.value
                 result = await self._answer(self.start_seconds)
-        return result or Result(error=f"not loaded within {self.start_seconds:g} s")
+        return result
 
-    async def _answer(self, seconds: float) -> Result | None:
-        """Return the next answer; None if it is late."""
+    async def _answer(self, seconds: float) -> Result:
+        """Return the next answer, or an error if it is late."""
         reading = asyncio.ensure_future(self._read())
         for wait in (seconds, LATE):
             if (await asyncio.wait([reading], timeout=wait))[0]:
                 return reading.result()
-        return None
+        return Result(error=f"no answer within {seconds:g} s", timed_out=True)
 
     async def _read(self) -> Result:
         try:
@@ -184,7 +181,7 @@ class Process:
 
 class Pool:
     """At most `size` processes that call one function, for one event loop. They start when they are
-    needed.
+    needed, and end with the thread of the loop.
 
     Each call has `seconds` of wall-clock time. If the function has an attribute `prepare`, each
     process calls it once after loading. Waiting calls of an `async def` go to a process together,
@@ -229,8 +226,3 @@ class Pool:
         if not process.closed:
             self.idle.append(process)
         return results
-
-    def close(self) -> None:
-        for process in self.idle:
-            process.close()
-        self.server.close()

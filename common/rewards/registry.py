@@ -1,27 +1,40 @@
-"""The names of `--reward`: the functions behind them, imported when they are named, and the check
-that rows of data have the columns they need."""
+"""The names of `--reward`: the functions behind them, the rows that they can use, and how each is
+computed for the completions of a prompt.
 
+A scorer runs in the event loop of `Rewards`, beside those of other prompts: built-in functions are
+called there, `math` and a user's functions in processes. A built-in function may have a
+`make_scorer` of its own."""
+
+import asyncio
 import importlib
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
 
 from common.config.extra import extra
 from common.config.online import SamplingArgs
 from common.config.sampling import JUDGE_KINDS, MODEL_KINDS
+from common.data.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
-from common.rewards.user_code import load_callable, reward_form
+from common.rewards.processes import Pool
+from common.rewards.thoughts import Thoughts
+from common.rewards.user_code import load_callable
+from common.rewards.worker import Result
 
+MATH = "common.rewards.math_reward:math"
 OTHERS = dict(
-    math="common.rewards.math_reward:math",
+    math=MATH,
     countdown="extras.graders.puzzles:countdown",
     choice="extras.graders.choice:choice",
     stated="extras.graders.choice:stated",
     ifeval="extras.graders.ifeval:ifeval",
     code="extras.code.scorer:passes",
     code_fraction="extras.code.scorer:fraction",
-)  # module and function
+)  # module and function, imported when they are named
 BUILT_IN = (*REWARDS, *OTHERS)
 FORMS = ("by_row", "environment", "path/to/file.py:function", *(f"{k}PATH" for k in MODEL_KINDS))
+
+# ---- names and rows ----
 
 
 def load_reward(name: str) -> Reward:
@@ -40,17 +53,20 @@ def load_reward(name: str) -> Reward:
     return function
 
 
-def short_names(rewards: Sequence[str]) -> dict[str, str]:
-    """Return the name of each of `--reward` in metrics: a function's own name; `model`, `judge` or
-    `rank` for a model, and of several `model`, `model2`, in the order of `--reward`."""
-    names = {}
-    for name in rewards:
-        names[name] = name.rpartition(":")[2]
-        if name.startswith(MODEL_KINDS):
-            kind = name.partition(":")[0]
-            number = [other for other in rewards if other.startswith(f"{kind}:")].index(name) + 1
-            names[name] = f"{kind}{number}" if number > 1 else kind
-    return names
+def load_judges(flag: str):
+    """Return the module of rewards that ask a chat model."""
+    with extra("judges", flag):
+        from extras.judges import judges
+    return judges
+
+
+def reward_of_row(row: dict) -> str:
+    """Return the reward in the column `reward`. Raises `ValueError` unless it is built in."""
+    name = row.get("reward")
+    if isinstance(name, str) and name in BUILT_IN:
+        return name
+    problem = f"is {name!r:.80}, and there are {', '.join(BUILT_IN)}"
+    raise ValueError(f"{row['_source']}: column reward {problem} (--reward by_row)")
 
 
 def require_usable_row(name: str, function: Reward, row: dict) -> None:
@@ -67,22 +83,6 @@ def require_usable_row(name: str, function: Reward, row: dict) -> None:
     except BaseException as error:  # perhaps a user's code, which may raise anything
         problem = distributed.first_line(error).removeprefix(f"{source}: ")
         raise ValueError(f"{source}: {problem} (--reward {name})") from error
-
-
-def load_judges(flag: str):
-    """Return the module of rewards that ask a chat model."""
-    with extra("judges", flag):
-        from extras.judges import judges
-    return judges
-
-
-def reward_of_row(row: dict) -> str:
-    """Return the reward in the column `reward`. Raises `ValueError` unless it is built in."""
-    name = row.get("reward")
-    if isinstance(name, str) and name in BUILT_IN:
-        return name
-    problem = f"is {name!r:.80}, and there are {', '.join(BUILT_IN)}"
-    raise ValueError(f"{row['_source']}: column reward {problem} (--reward by_row)")
 
 
 def row_check(args: SamplingArgs) -> Callable[[dict], None]:
@@ -106,3 +106,106 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
             require_usable_row(name, load_reward(name), row)
 
     return check
+
+
+def reward_form(name: str, function: Callable, columns: Iterable[str] = ()) -> tuple[bool, bool]:
+    """Return `(of_group, with_ids)`: how the parameters of a reward ask to be called.
+
+    The usual form is `(completion, row)`, with any names but those of `columns` for the row. A
+    first one named `completions` gets a list with the texts of all completions of a prompt; a third
+    one named `ids` gets the token ids of the completion, or a list of them. Raises `ValueError` for
+    other parameters without a default."""
+    positions = dict(completion=0, completions=0, row=1, ids=2)
+    try:
+        if inspect.isclass(function):
+            raise TypeError("it is a class; name a function, or an object that can be called")
+        signature = inspect.signature(function)
+        names = list(signature.parameters)
+        for position, parameter in enumerate(names):
+            if positions.get(parameter, position) != position:
+                raise TypeError(f"{parameter!r} stands elsewhere")
+        if names[1:2] and names[1] in columns and names[1] != "row":
+            advice = f"call it row, and read row[{names[1]!r}]"
+            raise TypeError(f"{names[1]!r} gets the whole row; {advice}")
+        with_ids = names[2:3] == ["ids"]
+        signature.bind("", {}, *[[]] * with_ids)
+    except (TypeError, ValueError) as error:
+        forms = "(completion, row) or (completions, row), and may take ids as a third parameter"
+        raise ValueError(f"--reward {name}: a reward takes {forms}: {error}") from error
+    return names[0] == "completions", with_ids
+
+
+# ---- how they are computed ----
+
+
+# Returns a result for each completion of a prompt, whose value is not checked yet.
+Scorer = Callable[[Group], Awaitable[list[Result]]]
+
+
+def make_scorer(name: str, columns: list[str], args: SamplingArgs, thoughts: Thoughts) -> Scorer:
+    """Return the scorer of a reward that is not a model. Raises `ValueError` for an unknown
+    name."""
+    if name == "environment":
+        return of_environment
+    function = load_reward(name)
+    if hasattr(function, "make_scorer"):
+        return function.make_scorer(name, args, thoughts)
+    if name == "math":
+        return of_math(args, thoughts)
+    if ":" in name:
+        return of_user(name, function, columns, args)
+
+    async def score(group: Group) -> list[Result]:
+        return [Result(function(thoughts.read_by(function, each), each.row)) for each in group]
+
+    return score
+
+
+async def of_environment(group: Group) -> list[Result]:
+    """The sum of the rewards of all turns. `Rewards` counts the errors of episodes."""
+    return [Result(sum(reward for _, reward in sample.turn_rewards)) for sample in group]
+
+
+def of_math(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
+    """An answer that exceeds the time or memory limit is wrong and not an error: otherwise it would
+    go unpunished. A gold answer that cannot be parsed is an error, and so is a process that cannot
+    start."""
+    pool = Pool(MATH, args.reward_workers, args.reward_timeout, shared=True)
+
+    async def score_one(sample) -> Result:
+        result = await pool.call(thoughts.answer(sample), sample.row)
+        faults = "ValueError: ", f"{MATH} cannot be loaded: "
+        if result.error is None or result.error.startswith(faults):
+            return result
+        return result._replace(value=0.0, error=None)
+
+    async def score(group: Group) -> list[Result]:
+        return await asyncio.gather(*map(score_one, group))
+
+    return score
+
+
+def of_user(name: str, function: Callable, columns: list[str], args: SamplingArgs) -> Scorer:
+    """A user's function, of all text of a completion or, if it takes `completions`, of a group. A
+    call for a group has the time limit times the number of its completions."""
+    of_group, with_ids = reward_form(name, function, columns)
+    is_async = inspect.iscoroutinefunction(function)
+    pool = Pool(name, args.reward_workers, args.reward_timeout, is_async=is_async)
+
+    async def score_samples(group: Group) -> list[Result]:
+        calls = [(s.text, s.row, s.completion_ids)[: 2 + with_ids] for s in group]
+        return await asyncio.gather(*(pool.call(*call) for call in calls))
+
+    async def score_group(group: Group) -> list[Result]:
+        texts = [sample.text for sample in group]
+        ids = [sample.completion_ids for sample in group]
+        call = (texts, group[0].row, ids)[: 2 + with_ids]
+        result = await pool.call(*call, seconds=len(group) * pool.seconds)
+        if result.error is None:
+            values = result.value
+            if isinstance(values, list | tuple) and len(values) == len(group):
+                return [Result(value) for value in values]
+            result = Result(error=f"returned no list of {len(group)} values")
+        return [result] * len(group)
+
+    return score_group if of_group else score_samples

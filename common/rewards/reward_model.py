@@ -29,18 +29,14 @@ def load_model(
 ) -> Callable[[list[Group]], list[Result]] | None:  # fmt: skip
     """Return the reward model `model:PATH`, or the judge `judge:PATH` or `rank:PATH`. Without a
     device only check the flags, and return None. Collective. Raises `ValueError` as `RewardModel`
-    and `Judge` do, and for a model of the other kind."""
+    and `Judge` do."""
     kind = name.partition(":")[0] if name.startswith(MODEL_KINDS) else "model"
-    path = path_of(name)
-    folder = resolve_model(path, flag, weights=device is not None)
-    heads = " ".join(load_config(folder).architectures or ())
-    if kind != "model" and heads.endswith("ForSequenceClassification"):
-        raise ValueError(f"{flag} {name}: a reward model; did you mean model:{path}?")
-    if kind != "model":
-        judges = load_judges(f"{flag} {name}")
-        judge = judges.Judge(flag, kind, folder, args, rows, tokenizer, device)
-        return None if device is None else judge
-    return None if device is None else RewardModel(flag, folder, args, rows, tokenizer, device)
+    folder = resolve_model(path_of(name), flag, weights=device is not None)
+    if kind == "model":
+        return None if device is None else RewardModel(flag, folder, args, rows, tokenizer, device)
+    judges = load_judges(f"{flag} {name}")
+    judge = judges.Judge(flag, kind, folder, args, rows, tokenizer, device)
+    return None if device is None else judge
 
 
 def path_of(name: str | None) -> str | None:

@@ -12,7 +12,7 @@ import asyncio
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from typing import NamedTuple
@@ -26,10 +26,8 @@ from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.parallel.process import fail_in_thread
-from common.rewards.processes import Pool
-from common.rewards.registry import reward_of_row, row_check, short_names
+from common.rewards.registry import Scorer, make_scorer, reward_of_row
 from common.rewards.reward_model import load_model
-from common.rewards.scorers import Scorer, for_rows_of, make_scorer
 from common.rewards.thoughts import Thoughts
 from common.rewards.worker import Result, one_line
 
@@ -52,14 +50,10 @@ class Rewards:
 
     def __init__(self, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device):
         """Load what `--reward` names: functions, and reward models, frozen and sharded over the
-        ranks.
+        ranks. `rows`: of all prompts, checked by `row_check`.
 
-        Raises `ValueError` for a name that is unknown or comes twice, a column that `rows` lack, a
-        row that a reward cannot use, a model that is no reward model or does not fit these prompts.
-        """
-        check = row_check(args)
-        for row in rows:
-            check(row)
+        Raises `ValueError` for a name that is unknown or comes twice, a model that is no reward
+        model or does not fit these prompts."""
         columns = list(rows[0]) if rows else []
         self.args = args
         self.scorers: dict[str, Scorer] = {}
@@ -67,31 +61,28 @@ class Rewards:
         self.row_rewards: list[str] = []  # names in the column of by_row
         self.weights: dict[str, float] = {}
         self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
-        short = short_names(args.reward)
-        reward_weights = args.reward_weights or [1.0] * len(args.reward)
-        for name, weight in zip(args.reward, reward_weights, strict=True):
-            added = [short[name]]
+        weights = args.reward_weights or [1.0] * len(args.reward)
+        for name, weight in zip(args.reward, weights, strict=True):
+            added = {metric_name(name, args.reward): name}
             if name == "by_row":
-                added = self.row_rewards = sorted({reward_of_row(row) for row in rows})
-                for own in added:
-                    scorer = make_scorer(own, columns, args, self.thoughts)
-                    self.scorers[own] = for_rows_of(own, scorer)
-            elif name.startswith(MODEL_KINDS):
+                self.row_rewards = sorted({reward_of_row(row) for row in rows})
+                added = {own: own for own in self.row_rewards}
+            if self.weights.keys() & added:
+                raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
+            if name.startswith(MODEL_KINDS):
                 load_to = None if getattr(args, "dry_run", False) else device
                 model = load_model("--reward", name, args, rows, tokenizer, load_to)
                 if model is None:
                     continue
-                self.models[short[name]] = model
+                self.models |= dict.fromkeys(added, model)
             else:
-                self.scorers[short[name]] = make_scorer(name, columns, args, self.thoughts)
-            if self.weights.keys() & added:
-                raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
+                for short, own in added.items():
+                    self.scorers[short] = make_scorer(own, columns, args, self.thoughts)
             self.weights |= dict.fromkeys(added, weight)
         self.begun: dict[int, Future] = {}  # by prompt number
         self.loop = asyncio.new_event_loop()
-        pools = [scorer.pool for scorer in self.scorers.values() if scorer.pool]
         # A daemon: a run that is stopped does not wait for rewards.
-        threading.Thread(target=_run, args=(self.loop, pools), daemon=True).start()
+        threading.Thread(target=_run, args=(self.loop,), daemon=True).start()
         weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
 
     def begin(self, number: int, group: Group) -> None:
@@ -103,7 +94,9 @@ class Rewards:
         self.begun[number] = self._start(group)
 
     def _start(self, group: Group) -> Future:
-        return asyncio.run_coroutine_threadsafe(_score(self.scorers, group), self.loop)
+        return asyncio.run_coroutine_threadsafe(
+            _score(self.scorers, self.row_rewards, group), self.loop
+        )
 
     def __call__(self, groups: list[Group], meter: Meter) -> Scored:
         """Return the rewards of the groups. In the sum, rewards that do not apply count nothing; a
@@ -126,33 +119,28 @@ class Rewards:
             return torch.tensor(numbers, dtype=torch.float64).reshape(shape)
 
         results: dict[str, list[Result]] = {}
+        by_name: dict[str, Tensor] = {}
         numbers: dict[str, Tensor] = {}
-        for name in self.weights:
+        rewards_PG = torch.zeros(shape, dtype=torch.float64)
+        applies_PG = torch.zeros(shape, dtype=torch.bool)
+        failed_PG = torch.zeros(shape, dtype=torch.bool)
+        for name, weight in self.weights.items():
             pairs = [checked(result) for result in found[name]]
+            for key in dict.fromkeys(chain(*(beside for _, beside in pairs))):
+                numbers[f"{name}/{key}"] = x_PG = table(beside.get(key) for _, beside in pairs)
+                meter.mean(f"rewards/{name}/{key}", x_PG.nansum(), (~x_PG.isnan()).sum())
             results[name] = []
             for sample, (result, _) in zip(samples, pairs, strict=True):
                 if sample.error and result != Result():  # it applies to the row
                     result = Result(error=sample.error)
                 results[name].append(result)
                 sample.feedback = result.feedback or sample.feedback
-            for key in dict.fromkeys(chain(*(beside for _, beside in pairs))):
-                values = [beside.get(key) for _, beside in pairs]
-                numbers[f"{name}/{key}"] = table(values)
-                for value in values:
-                    if value is not None:
-                        meter.mean(f"rewards/{name}/{key}", value)
-        self._require_few_errors(results, samples, meter)
-
-        rewards_PG = torch.zeros(shape, dtype=torch.float64)
-        applies_PG = torch.zeros(shape, dtype=torch.bool)
-        by_name = {}
-        for name, of_reward in results.items():
-            by_name[name] = table(result.value for result in of_reward)
-            rewards_PG += self.weights[name] * by_name[name].nan_to_num()
+            by_name[name] = table(result.value for result in results[name])
+            rewards_PG += weight * by_name[name].nan_to_num()
             applies_PG |= ~by_name[name].isnan()
-            # an error makes the sum NaN
-            rewards_PG += table(math.nan if result.error is not None else 0 for result in of_reward)
-        rewards_PG[~applies_PG] = math.nan
+            failed_PG |= table(result.error is not None for result in results[name]).bool()
+        self._require_few_errors(results, samples, meter)
+        rewards_PG[~applies_PG | failed_PG] = math.nan
         return Scored(rewards_PG, by_name, numbers)
 
     def first(self, by_name: dict[str, Tensor]) -> Tensor:
@@ -174,9 +162,8 @@ class Rewards:
         ]
         every = list(chain(*results.values()))
         tried = len(failures) + sum(result.value is not None for result in every)
-        timed_out = sum(result.timed_out for result in every)
         meter.mean("reward/error_fraction", len(failures), tried)
-        meter.mean("reward/timeout_fraction", timed_out, tried)
+        meter.mean("reward/timeout_fraction", sum(result.timed_out for result in every), tried)
         all_failures = list(chain(*distributed.gather_objects(failures)))
         total = int(distributed.all_sum(tried))
         if len(all_failures) > self.args.max_reward_errors * total:
@@ -185,37 +172,47 @@ class Rewards:
             raise distributed.RunError(f"{problem} ({limit}); the first: {all_failures[0]}")
 
 
-def _run(loop: asyncio.AbstractEventLoop, pools: list[Pool]) -> None:
+def metric_name(name: str, rewards: Sequence[str]) -> str:
+    """Return the name of one of `--reward` in metrics: a function's own name; `model`, `judge` or
+    `rank` for a model, and of several `model`, `model2`, in the order of `--reward`."""
+    if not name.startswith(MODEL_KINDS):
+        return name.rpartition(":")[2]
+    kind = name.partition(":")[0]
+    number = [other for other in rewards if other.startswith(f"{kind}:")].index(name) + 1
+    return f"{kind}{number}" if number > 1 else kind
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     except BaseException as error:  # without this a run would wait for its rewards for ever
         fail_in_thread(error)
-    for pool in pools:
-        pool.close()
 
 
-async def _score(scorers: dict[str, Scorer], group: Group) -> dict[str, list[Result]]:
-    results = await asyncio.gather(*(scorer.score(group) for scorer in scorers.values()))
-    return dict(zip(scorers, results, strict=True))
+async def _score(
+    scorers: dict[str, Scorer], row_rewards: list[str], group: Group
+) -> dict[str, list[Result]]:
+    """Return the results of each scorer; of `row_rewards` all are empty but those of the row's."""
+    results = {name: [Result()] * len(group) for name in row_rewards}
+    names = [name for name in scorers if name not in results or name == group[0].row["reward"]]
+    found = await asyncio.gather(*(scorers[name](group) for name in names))
+    return results | dict(zip(names, found, strict=True))
 
 
 def checked(result: Result) -> tuple[Result, dict[str, float]]:
     """Return a result with a finite float or None as its value, and the numbers that were returned
     beside the reward as `(reward, {"name": number})`; with an error if anything of it is no number
     of at most LARGEST. `feedback` is no number, but a text."""
-    reward = result.value
-    beside: dict = {}
+    reward, beside = result.value, {}
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], dict):
-        reward, beside = reward
-    numbers = {}
+        reward, beside = reward[0], dict(reward[1])
     try:
-        for key, number in beside.items():
-            if key == "mean":
-                raise ValueError("its number 'mean' is of a name that is taken")
-            if key != "feedback":
-                numbers[str(key)] = _number(number, f"its number {key!r} is")
+        feedback = str(beside.pop("feedback", ""))
+        if "mean" in beside:
+            raise ValueError("its number 'mean' is of a name that is taken")
+        numbers = {str(key): _number(x, f"its number {key!r} is") for key, x in beside.items()}
         reward = None if reward is None else _number(reward, "returned")
-        return result._replace(value=reward, feedback=str(beside.get("feedback", ""))), numbers
+        return result._replace(value=reward, feedback=feedback), numbers
     except Exception as error:  # of values that a user's code returned
         return Result(error=one_line(error).removeprefix("ValueError: ")), {}
 

@@ -45,11 +45,11 @@ def serve(control: int, parent: int, target: str, argument: str, shared: bool) -
     if shared:
         with suppress(BaseException):  # each worker loads it again and reports the error
             load(target, argument)
-    workers: set[int] = set()
     spared = children()  # the user's file started them
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the file may ignore it
     end_with(parent, signal.SIGTERM)
+    workers: set[int] = set()
     try:
         while True:
             if select.select([orders], [], [], 0.2)[0]:
@@ -64,9 +64,6 @@ def serve(control: int, parent: int, target: str, argument: str, shared: bool) -
         while (workers := running(workers)) and time.monotonic() < until:
             time.sleep(0.01)
     finally:
-        for pid in workers:  # where `children` knows none
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
         while kill_children(set()):
             time.sleep(0.01)
 
@@ -171,10 +168,7 @@ async def together(function, calls: list[tuple], seconds: float, file: str) -> l
 
 def one_line(error: BaseException, file: str = "") -> str:
     """Return an error in one line, with the line of the user's `file` that raised it."""
-    try:
-        text = str(error).strip().partition("\n")[0][:500]
-    except BaseException:
-        text = "(its text cannot be had)"
+    text = str(error).strip().partition("\n")[0][:500]
     trace = walk_tb(error.__traceback__)
     lines = [line for frame, line in trace if frame.f_code.co_filename == file]
     place = f" (line {lines[-1]})" if lines else ""

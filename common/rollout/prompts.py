@@ -82,20 +82,18 @@ def encode_prompts(
     rows: list[dict], columns: Columns, encoder: Encoder, room: int, args: SamplingArgs
 ) -> Prompts:
     """Return the prompts of `rows` that have at most `room` tokens. With `--on_bad_row skip` rows
-    that a reward cannot use are left out too; else `Rewards` names the first. Raises `ValueError`
-    for a longer prompt with `--overlong error`, unless bad rows are skipped, and if no row
-    is left."""
+    that a reward cannot use are left out too. Raises `ValueError` for such a row, for a longer
+    prompt with `--overlong error`, unless bad rows are skipped, and if no row is left."""
     make_prompt = prompt_maker(args)
     select_tools = partner_of(args).tools_of_rows(args, encoder.tokenizer) if args.tools else None
-    check = row_check(args) if args.on_bad_row == "skip" else None
+    check = row_check(args)
 
     def encode(row: dict) -> list[int]:
         if make_prompt is not None:
             row["_prompt"] = make_prompt(row)
         if select_tools is not None:
             row["tools"] = select_tools(row)
-        if check is not None:
-            check(row)
+        check(row)
         ids = encoder.prompt(row, columns)
         if columns and not ids:
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")

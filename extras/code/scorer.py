@@ -9,7 +9,7 @@ from functools import partial
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.parallel import distributed
-from common.rewards.scorers import Scorer
+from common.rewards.registry import Scorer
 from common.rewards.thoughts import Thoughts
 from common.rewards.worker import Result
 from extras.code.reward import fraction, passes
@@ -45,7 +45,7 @@ def make_scorer(function: Callable, name: str, args: SamplingArgs, thoughts: Tho
     async def score(group: Group) -> list[Result]:
         return await asyncio.gather(*map(score_one, group))
 
-    return Scorer(score)
+    return score
 
 
 passes.make_scorer = partial(make_scorer, passes)

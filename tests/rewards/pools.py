@@ -40,6 +40,8 @@ def opened(target: str, size: int, seconds: float = PATIENCE, **named) -> Iterat
     try:
         yield mapper
     finally:
-        mapper.pool.close()
+        for process in mapper.pool.idle:
+            process.close()
+        mapper.pool.server.close()
         mapper.loop.close()
     assert not set(descendants(os.getpid())) - before

@@ -4,7 +4,6 @@ majority votes."""
 
 # ruff: noqa: E501  (tables with wide characters)
 
-import time
 from fractions import Fraction
 
 import pytest
@@ -23,12 +22,12 @@ from common.rewards.functions import (
     to_number,
     value_of,
 )
-from common.rewards.math_reward import math, normal, with_numbers
+from common.rewards.math_reward import math
 
 # gold answer, its other spellings, other values
 NUMBERS = {
     "18": (
-        "18|18.0|18.|+18|18.00|１８|１８。|١٨|𝟏𝟖|१८|$18|\\$18|£18|€18|￥18|018|18\\text{ apples}",
+        "18|18.0|18.|+18|18.00|１８|１８。|١٨|𝟏𝟖|१८|$18|\\$18|£18|€18|￥18|018|$\\$18$|18\\text{ apples}|18~\\text{apples}",
         "180|-18|−18|–18|-１８|1.8|18.5|8|18 million|18 thousand|18k|18万|18百|18²|18^2|18 or 20|18 to 20|"
         "18-20|18–20|18～20|1,8|18,0|18.000.000|1 8|18/7|18\\text{ million}|18\\ \\text{billion}|18·2",
     ),
@@ -58,10 +57,13 @@ TEXTS = {
     "(1, 2)": ("(1,2)|（1，2）|( 1 , 2 )|\\left(1, 2\\right)|(１，２)", "(2,1)|(1,3)|[1,2]|(1,2]|12|\\{1,2\\}"),
     "[1, 2)": ("[1,2)|［1，2）|\\left[1,2\\right)", "(1,2)|[1,2]|(1,2]"),
     "x^2": ("x^2|x^{2}|x²|$x^2$", "x^3|2x|x|x2"),
+    "-12": ("-12|-12%|-12\\%|-12 percent", "12|-1.2|12 percent"),
+    "\\begin{pmatrix} 1 & 2 \\\\ -3 & 4 \\end{pmatrix}": (
+        "\\begin{pmatrix}1&2\\\\-3&4\\end{pmatrix}", "\\begin{pmatrix}1&2\\\\-4&3\\end{pmatrix}"),
 }  # fmt: skip
 MATHS = {
     "\\{1, 2\\}": ("\\{2,1\\}|2, 1|1,2|\\left\\{1,2\\right\\}", "(1,2)|\\{1,3\\}|12|1"),
-    "18 cents": ("18|18 cents|18\\text{ cents}|18.0", "18 dollars|18\\text{ dollars}|180"),
+    "18 cents": ("18|18 cents|18\\text{ cents}|18.0|18¢", "18 dollars|18\\text{ dollars}|180|\\$18"),
     "60 km/h": ("60|60 km/h|60\\text{ km/h}|60.0", "6|60 mph|60 m/s"),
     "(-\\infty, 3)": ("x∈(−∞,3)|x<3|3>x|（-∞，3）|(-∞,3)", "x\\le 3|(-\\infty,3]|x>3"),
     "x < 3": ("(-\\infty,3)|3 > x", "x \\le 3"),
@@ -70,17 +72,76 @@ MATHS = {
     "3/4": ("3 quarters|0.75|75%|¾", "3|4|3 fourteenths|3 halves"),
     "4": ("4|2^2|2²|√16|\\sqrt{16}", "2|2 squared|22|4 factorial"),
     "90": ("90|90°|90^\\circ|90 degrees|90\\text{ degrees}", "9|90 million"),
-    "5 cm": ("5|5 cm|5\\text{ cm}|5.0 cm", "5 m|5 km|6 cm|5 cm^2"),
-    "2\\pi": ("2π|2 π|2\\cdot\\pi", "2|π|2\\pi^2"),
-    "2\\sqrt{3}": ("2√3|√12|\\sqrt{12}", "√3|\\sqrt{3}2^2|12"),
+    "5 cm": ("5|5 cm|5\\text{ cm}|5.0 cm|5~\\text{cm}", "5 m|5 km|6 cm|5 cm^2"),
     "True": ("true|TRUE|\\text{True}|True.", "1|False|0|yes"),
     "no": ("No|\\text{no}", "on|yes"),
     "none of the above": ("None of the above.|\\text{none of the above}", "all of the above|none"),
+    "\\text{Evelyn}": ("Evelyn", "Eve"),
+    "C": ("\\text{(C)}", "D"),
     "25_8": ("25_8|25_{8}", "25_9|26_8"),
-    "0.\\overline{3}": ("1/3|0.\\overline{33}|0.\\bar{3}|0.3\u0305", "0.3|3"),
-    "3:45 p.m.": ("3:45 PM|3：45 p.m.|3:45pm", "3:46 p.m.|3:45 a.m.|45|15"),
-    "1,2": ("2, 1|1，2|1、2", "12|1.2|(1,3)"),
     "18": ("18 USD|18 men|18个|18 kg|18€|18 元", "18 or more|18 alpha|18x"),
+    "5": ("x = 5|x=5|$5.00", "-5||1/0|\\frac{|}|\\infty"),
+    "x=5": ("5", "y=5"),
+    "$7$": ("\\(7\\)", "8"),
+    "0": ("0.0", "0.0000001|1 000"),
+    "2": ("2.0", "3 1/2"),
+    "1000000": ("10^6|1 000 000", "1000001"),
+    "100000": ("1e5", "1e4"),
+    "1:2": ("1:2", "2:1"),
+    "3:10": ("6:20", "10:3"),
+    # 50% is 0.5, and 50
+    "50\\%": ("0.5|50", "5|500"),
+    "0.5": ("50\\%", "50"),
+    "\\frac{100}{3}\\%": ("\\frac{1}{3}|33\\frac{1}{3}\\%", "\\frac{1}{4}"),
+    "\\frac{1}{8}": ("12.5\\%", "12.5"),
+    "33.33": ("33.33\\%", "33.34"),
+    "7.2\\%": ("7.2", "7.3"),
+    # expressions
+    "-\\frac{1}{2}": ("\\frac{-1}{2}", "\\frac{1}{2}"),
+    "2\\pi": ("2π|2 π|2\\cdot\\pi", "2|π|2\\pi^2|6.28"),
+    "2\\sqrt{3}": ("2√3|√12|\\sqrt{12}", "√3|\\sqrt{3}2^2|12"),
+    "\\frac{\\sqrt{3}}{3}": ("\\frac{1}{\\sqrt{3}}", "\\sqrt{3}"),
+    "\\sqrt{2}": ("√2", "1.414|\\sqrt{2}+10^{-20}"),
+    "(1+\\sqrt{2})^2": ("3+2\\sqrt{2}", "3"),
+    "\\log_2 8": ("3", "2"),
+    "\\binom{5}{2}": ("10", "52"),
+    "x^2-1": ("(x-1)(x+1)", "(x-1)^2"),
+    "\\sin^2 x + \\cos^2 x": ("1", "2"),
+    "y = 2x+3": ("3+2x", "y=2x"),
+    "2+3i": ("3i+2", "2-3i"),
+    "\\infty": ("∞", "-\\infty"),
+    "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}": ("\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}", "1"),
+    # tuples, sets, intervals
+    "(1,2,3)": ("(1, 2, 3)", "(3,2,1)"),
+    "\\left(3, \\frac{\\pi}{2}\\right)": ("(3,\\pi/2)", "(3,\\pi)"),
+    "(1,2]": ("(1, 2]", "[1,2)"),
+    "(-\\infty,1)\\cup(2,\\infty)": ("(2,\\infty)\\cup(-\\infty,1)", "(-\\infty,1)"),
+    "1,2": ("2, 1|1，2|1、2", "12|1.2|(1,3)"),
+    "7 \\text{ or } 8": ("8,7", "7"),
+    "\\pm 3": ("3, -3", "3"),
+    "\\emptyset": ("\\{\\}|∅|\\varnothing", "0"),
+    # exact numbers are compared exactly, decimals by their size too
+    "1/3": ("2/6|0.33333333|0.\\dot{3}|x = 0.\\overline{3}", "0.333|0.333..."),
+    "0.333": ("0.3330", "\\frac{1}{3}"),
+    "\\frac{1}{2004!}": ("\\frac{2005}{2005!}", "\\frac{1}{2006!}"),
+    "2004!": ("2004!", "2006!"),
+    "2^{-1000}": ("2^{-1000}", "2^{-1001}"),
+    "e^{-100}": ("\\frac{1}{e^{100}}", "e^{-101}"),
+    "\\left(2^{-100}, 1\\right)": ("(2^{-100}, 1)", "(2^{-101}, 1)"),
+    "\\{2^{-100}\\}": ("\\{2^{-100}\\}", "\\{2^{-101}\\}"),
+    "x = 2^{-100}": ("2^{-100}", "2^{-101}"),
+    "x + 2^{-100}": ("2^{-100} + x", "x + 2^{-101}"),
+    "0.0000001": ("10^{-7}", "0.0000002"),
+    "1.5 \\times 10^{-20}": ("15 \\times 10^{-21}", "2.5 \\times 10^{-20}"),
+    # repeating decimals
+    "0.\\overline{3}": ("1/3|0.\\overline{33}|0.\\bar{3}|0.\\bar3", "0.3|3|0.3\\overline{0}"),
+    "1/6": ("0.1(6)|0.1\\overline{6}", "0.16"),
+    "-\\frac{47}{22}": ("-2.1\\overline{36}", "-2.1\\overline{63}"),
+    # times are words
+    "3:45 p.m.": ("3:45 PM|3：45 p.m.|3:45pm|3:45 \\text{ p.m.}", "3:46 p.m.|3:45 a.m.|45|15|15:45"),
+    "12:00": ("12:00", "13:00|12"),
+    "12:05": ("12:05", "2.4"),
+    "9:05": ("09:05", "9/5|5:09"),
 }  # fmt: skip
 ANNOUNCED = (
     "#### @",
@@ -138,18 +199,20 @@ def test_boxed_and_votes_compare_values(gold):
     assert [text for text in equal + others if boxed(f"\\boxed{{{gold}}}", row(text))] == equal
 
 
-@pytest.mark.parametrize("gold", NUMBERS | TEXTS | MATHS)
-def test_math_compares_values(gold):
-    equal, others = split(*(NUMBERS | TEXTS | MATHS)[gold])
-    forms = ("\\boxed{@}", "so 7?\n\n#### @\n", "\\boxed{9}? No: $\\boxed{@}$。")
-    wrong = [
-        (form.replace("@", text), right)
-        for right, texts in ((1, equal), (0, others))
-        for text in texts
-        for form in forms
-        if math(form.replace("@", text), row(gold)) != right
-    ]
+@pytest.mark.parametrize("gold, texts", [*(NUMBERS | TEXTS).items(), *MATHS.items()])
+def test_math_compares_values(gold, texts):
+    equal, others = split(*texts)
+    forms = ("$\\boxed{@}$", "so 7?\n\n#### @\n", "\\boxed{9}? No: $\\boxed{@}$。")
+    cases = [(form, text, gold, 1) for text in equal for form in forms]
+    cases += [(form, text, gold, 0) for text in others for form in forms]
+    cases += [("\\boxed{@}", equal[0], f"thus \\boxed{{{gold}}}", 1)]
+    wrong = [case for case in cases if math(case[0].replace("@", case[1]), row(case[2])) != case[3]]
     assert not wrong
+
+
+@pytest.mark.parametrize("gold", [5, 5.0, ["7", "\\frac{10}{2}"]])
+def test_math_reads_numbers_and_lists_of_answers(gold):
+    assert math("\\boxed{5}", row(gold)) == 1 and math("\\boxed{6}", row(gold)) == 0
 
 
 @pytest.mark.parametrize(
@@ -256,34 +319,3 @@ def test_gold_answer_that_failed_once_is_parsed_again(monkeypatch):
         with pytest.raises(ValueError, match="rows:1: math-verify does not understand"):
             math(rf"\boxed{{{gold}}}", row(gold))
     assert math(rf"\boxed{{{gold}}}", row(gold)) == 1
-
-
-# ---- any text, in linear time ----
-
-SIZE = 30_000
-PIECES = [
-    "a", " ", "\n", "\t", "(", "{", "}", "\\", "\\boxed{", "\\boxed ", "\\frac", "\\frac{1}", "\\text{", "\\text",
-    "$", "####", "#### 1", "A:", "1", "1,", "1,111,", "1.", "1/", "1 ", "e9", "1e5", "-", "–", "^{", "*", "* ",
-    "_ ", "hundred ", "1 hundred ", "百", "1百", "x10^", "1 x 10 ^", "选", "答案", "，", "１", "½", "²", "\u2009",
-    "1\u2009111", "1:", "0.1(", "0.\\dot", "\\overline{", "1\u0305", "√", "1+",
-]  # fmt: skip
-ENDS = [("####", " ", "x"), ("#### 1", ",", ""), ("#### 1", " ", "/ 2"), ("1", "0", "x^2"), ("-", " ", "x"),
-        ("\\boxed", " ", "x"), ("\\text", "a", "{"), ("#### 1", " hundred", "x"), ("A:", " *", "x"),
-        ("1/1", " ", "x"), ("1.", "0", "/3"), ("", "_ ", "x"), ("1", " ", "/2")]  # fmt: skip
-LONG = [piece * (SIZE // len(piece)) for piece in PIECES]
-LONG += [start + fill * (SIZE // len(fill)) + end for start, fill, end in ENDS]
-READERS = [
-    gsm8k,
-    gsm8k_flexible,
-    boxed,
-    lambda text, row: boxed(f"\\boxed{{{text}}}", row),
-    lambda text, row: (final_answer(text), normal(text), with_numbers(text)),
-]
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_long_texts_take_linear_time(reader):
-    for text in LONG:
-        started = time.process_time()
-        reader(text, row("18"))
-        assert time.process_time() - started < 5, text[:20]  # 0.1 s; quadratic: 10 s

@@ -11,6 +11,7 @@ from helpers import GSM8K, needs_gsm8k
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.evaluate.estimators import final_answer
 from common.rewards.functions import (
     REWARDS,
     boxed,
@@ -21,6 +22,7 @@ from common.rewards.functions import (
     tag_format,
     to_number,
 )
+from common.rewards.math_reward import normal, with_numbers
 from common.rewards.registry import load_reward
 
 # ---- equal answers ----
@@ -55,7 +57,7 @@ def test_gsm8k_scores_the_final_answer(completion, answer, reward):
     ("10 - 15 = -5.", "-5", 1), ("it is −5 degrees, or $-5", "-5", 1), ("we lose -$5", "-5", 1),
     ("from 10-5", "5", 1), ("from 10-5", "-5", 0), ("in 1,2,3", "3", 1), ("18 of H2O", "18", 1),
     ("18, or 1/2", "18", 1), ("9 and then 18", "9", 0), ("180", "18", 0), ("eighteen", "18", 0),
-    ("", "18", 0), ("18", "eighteen", 0),
+    ("", "18", 0), ("18", "eighteen", 0), (r"it turns by $18^\circ$", "18", 1),
     # a box takes precedence, then an announced answer, then the last number
     (r"\boxed{18} and then #### 9, in 7 days", "18", 1), (r"\boxed{7}, no: \boxed{18}", "18", 1),
     (r"\boxed{x_1 = \$18\text{ in }7\text{ days}} or 9", "18", 1),
@@ -211,40 +213,38 @@ RANDOM_TEXT = st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=30
 @pytest.mark.parametrize("name", REWARDS)
 @given(text=RANDOM_TEXT)
 def test_random_text_gets_a_reward_in_range(name, text):
-    require_reward_in_range(name, text)
-
-
-def require_reward_in_range(name: str, text: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         value = load_reward(name)(text, FULL_ROW)
     assert isinstance(value, float) and 0 <= value <= 1
 
 
-SIZE = 100_000
-WILD = {
-    repr(piece): piece * (SIZE // len(piece))
-    for piece in [*PIECES, "a b ", "\nA: 1", "1+", "9/", "<answer> "]
-} | {
-    "digits": "#### " + "1" * SIZE + " / 2",
-    "digits and commas": "#### 1" + "," * (SIZE // 2) + " " * (SIZE // 2) + "/ 2",
-    "digits, then spaces": "\n#### " + "1" * (SIZE // 2) + " " * (SIZE // 2) + "x",
-    "answer of brackets": "<answer>" + "(" * SIZE + "</answer>",
-    "answer of digits": "<answer>" + "9" * SIZE + "</answer>",
-    "spaces between tags": "<think></think>" + " " * SIZE + "<answer>1</answer>x",
-    "spaces in the answer": "<think></think><answer>" + " " * SIZE + "</answer>",
-    "random": "".join(random.Random(0).choices(PIECES, k=SIZE // 3)),
-}  # fmt: skip
+SIZE = 30_000
+LONG = [
+    *PIECES, "a", "\t", "\\", "\\boxed ", "\\frac", "\\frac{1}", "\\text{", "\\text", "$", "#### 1",
+    "1,111,", "1.", "1/", "1 ", "9/", "1+", "e9", "1e5", "–", "^{", "* ", "_ ", "hundred ",
+    "1 hundred ", "百", "1百", "x10^", "1 x 10 ^", "选", "答案", "，", "１", "½", "²", "\u2009",
+    "1\u2009111", "1:", "0.1(", "0.\\dot", "\\overline{", "√", "\nA: 1", "a b ",
+]  # fmt: skip
+LONG = {piece: piece * (SIZE // len(piece)) for piece in LONG}
+for start, fill, end in [
+    ("####", " ", "x"), ("#### 1", ",", ""), ("#### 1", " ", "/ 2"), ("1", "0", "x^2"),
+    ("-", " ", "x"), ("\\boxed", " ", "x"), ("\\text", "a", "{"), ("#### 1", " hundred", "x"),
+    ("A:", " *", "x"), ("1/1", " ", "x"), ("1.", "0", "/3"), ("", "_ ", "x"), ("1", " ", "/2"),
+    ("<answer>", "(", "</answer>"), ("<think></think>", " ", "<answer>1</answer>x"),
+    ("<think></think><answer>", " ", "</answer>"),
+]:  # fmt: skip
+    LONG[f"{start}, many {fill!r}, {end}"] = start + fill * (SIZE // len(fill)) + end
+LONG["random"] = "".join(random.Random(0).choices(PIECES, k=SIZE // 3))
+READERS = {name: load_reward(name) for name in REWARDS}
+READERS["in a box"] = lambda text, row: boxed(f"\\boxed{{{text}}}", row)
+READERS["a vote"] = lambda text, row: final_answer(text)
+READERS["math"] = lambda text, row: (normal(text), with_numbers(text))
 
 
-@pytest.mark.parametrize("name", REWARDS)
-@pytest.mark.parametrize("kind", WILD)
-def test_long_text_takes_linear_time(name, kind):
-    require_linear_time(name, kind)
-
-
-def require_linear_time(name: str, kind: str) -> None:
-    started = time.process_time()
-    value = load_reward(name)(WILD[kind], FULL_ROW)
-    assert time.process_time() - started < 10  # under 0.05 s; quadratic would be minutes
-    assert math.isfinite(value)
+@pytest.mark.parametrize("name", READERS)
+def test_long_texts_take_linear_time(name):
+    for kind, text in LONG.items():
+        started = time.process_time()
+        READERS[name](text, FULL_ROW)
+        assert time.process_time() - started < 5, kind  # 0.1 s; quadratic: 10 s

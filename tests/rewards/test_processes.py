@@ -1,10 +1,8 @@
 """Processes that run a user's code: values, errors, deadlines, deaths, and what is left behind."""
 
 import asyncio
-import mmap
 import os
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -13,8 +11,9 @@ import time
 import pytest
 from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
 
+from common.rewards import processes
 from common.rewards.processes import ForkServer, Process
-from common.rewards.worker import Result, limit_memory, load, one_line
+from common.rewards.worker import Result, load
 from tests.rewards.pools import DO, USER_FILE, WAIT, Mapper, opened
 
 pytestmark = pytest.mark.slow  # processes
@@ -56,6 +55,12 @@ def ended(*pids: int) -> None:
     until(lambda: not any(map(alive, pids)))
 
 
+@pytest.fixture(autouse=True)
+def punctual(monkeypatch):
+    """Late answers are waited for as long as a busy machine needs."""
+    monkeypatch.setattr(processes, "LATE", 0.2)
+
+
 @pytest.fixture
 def server():
     """Return a function that makes a server. At the end no process is left."""
@@ -86,8 +91,9 @@ def test_values_and_errors_of_a_function(server):
         assert await ask(process, "value", 3) == Result(3)
         for what, text in (
             ("recurse", "RecursionError: maximum"), ("leave_politely", "SystemExit: 5"),
-            ("interrupt", "KeyboardInterrupt"), ("refuse", "Refuses: (its text cannot be had)"),
-            ("lines", "ValueError: one"), ("nothing", "KeyError: 'nothing'"),
+            ("interrupt", "KeyboardInterrupt"),
+            ("lines", "ValueError: one"), ("long", f"ValueError: {'x' * 500} ("),
+            ("nothing", "KeyError: 'nothing'"),
             ("function", "the result cannot be pickled: "),
             ("mine", "the result cannot be unpickled: "), ("hoard", "MemoryError (line "),
         ):  # fmt: skip
@@ -99,29 +105,16 @@ def test_values_and_errors_of_a_function(server):
         large = "x" * 10_000_000
         assert (await ask(process, "value", large)).value == large
         process.close()
-        assert (await ask(process, "pid")).error == "the process has ended"
+        assert (await ask(process, "pid")).error == "the process died"
 
     asyncio.run(main())
-
-
-class Silent(Exception):
-    def __str__(self):
-        raise self
-
-
-@pytest.mark.parametrize("error, line", [
-    (ValueError("\n one\ntwo"), "ValueError: one"), (KeyError(), "KeyError"),
-    (Silent(), "Silent: (its text cannot be had)"), (OSError("x" * 999), "OSError: " + "x" * 500),
-])  # fmt: skip
-def test_errors_are_formatted_on_one_line(error, line):
-    assert one_line(error) == line
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("code, text", [
     ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
     ("raise SystemExit('stop')", "SystemExit: stop"),
-    ("x = 1", "AttributeError"), ("while True: pass", "not loaded within 1 s"),
+    ("x = 1", "AttributeError"), ("while True: pass", "no answer within 0.5 s"),
     ("import os; os._exit(4)", "the process died"),
     ("def f(): pass\ndef prepare(): raise OSError('no')\nf.prepare = prepare", "OSError: no"),
 ])  # fmt: skip
@@ -130,7 +123,7 @@ def test_file_that_cannot_be_loaded_is_an_error_of_the_call(server, tmp_path, co
     target = f"{tmp_path}/bad.py:f"
 
     async def main():
-        seconds = 1.0 if "while" in code else PATIENCE
+        seconds = 0.5 if "while" in code else PATIENCE
         process = Process(server(target, shared), seconds)
         error = (await ask(process)).error
         assert error.startswith(f"{target} cannot be loaded: ") and text in error
@@ -201,14 +194,14 @@ def test_file_is_loaded_and_prepared_once_in_each_process_or_for_all(shared, tmp
 
 
 def test_only_hanging_calls_are_killed(tmp_path):
-    calls = [("value", i) for i in range(80)]
-    hanging = {10: "spin", 11: "power", 40: "deaf", 79: "spin"}
+    calls = [("value", i) for i in range(40)]
+    hanging = {10: "spin", 11: "power", 39: "deaf"}
     for i, how in hanging.items():
         calls[i] = (how,)
     with opened(DO, 2) as pool:
-        results = pool.map(calls, [0.6 if i in hanging else None for i in range(80)])
+        results = pool.map(calls, [0.3 if i in hanging else None for i in range(40)])
         assert {i for i, r in enumerate(results) if r.timed_out} == hanging.keys()
-        assert all(r.error == "no answer within 0.6 s" for r in results if r.timed_out)
+        assert all(r.error == "no answer within 0.3 s" for r in results if r.timed_out)
         assert all(r.value == i for i, r in enumerate(results) if not r.timed_out)
         meet(pool, tmp_path / "here", 2)
 
@@ -217,9 +210,9 @@ def test_only_hanging_calls_are_killed(tmp_path):
 def test_deadline_excludes_start_and_imports(shared, tmp_path):
     """Also after a call that was killed."""
     (tmp_path / "slow.py").write_text(
-        "import time\ntime.sleep(0.7)\ndef f(hangs):\n    while hangs: pass"
+        "import time\ntime.sleep(0.5)\ndef f(hangs):\n    while hangs: pass"
     )
-    with opened(f"{tmp_path}/slow.py:f", 1, 0.5, shared=shared) as pool:
+    with opened(f"{tmp_path}/slow.py:f", 1, 0.3, shared=shared) as pool:
         assert [r.timed_out for r in pool.map([(0,), (1,), (0,)])] == [False, True, False]
 
 
@@ -228,7 +221,7 @@ def test_large_rows_do_not_block_the_parent():
     row = dict(text="x" * 4_000_000)
     calls = [("spin",), *[("size", row)] * 3, ("value", row)]
     with opened(DO, 1) as pool:
-        late, *sizes, same = pool.map(calls, [0.5, *[None] * 4])
+        late, *sizes, same = pool.map(calls, [0.2, *[None] * 4])
     assert late.timed_out and sizes == [Result(4_000_000)] * 3 and same.value == row
 
 
@@ -238,10 +231,10 @@ def test_answer_that_a_busy_parent_has_not_read_is_not_late(server):
     async def main():
         process = Process(server(DO))
         await ask(process, "pid")
-        call = asyncio.ensure_future(ask(process, "value", "x" * 200_000, seconds=0.2))
+        call = asyncio.ensure_future(ask(process, "value", "x" * 200_000, seconds=0.1))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        time.sleep(1.5)
+        time.sleep(0.3)
         assert len((await call).value) == 200_000 and not process.closed
 
     asyncio.run(main())
@@ -274,13 +267,13 @@ def test_externally_killed_processes_are_replaced(tmp_path):
             assert errors(mapper.map([("value", 1)] * 20)) == [None] * 20
 
 
-@pytest.mark.parametrize("how", ["power", "deaf", "spawn_and_hang"])
+@pytest.mark.parametrize("how", ["power", "spawn_and_hang"])
 def test_late_process_is_killed_with_its_children(server, how, tmp_path):
     async def main():
         process = Process(server(DO))
         pid = (await ask(process, "pid")).value
-        result = await ask(process, how, str(tmp_path / "pids"), seconds=1.0)
-        assert result == Result(error="no answer within 1 s", timed_out=True)
+        result = await ask(process, how, str(tmp_path / "pids"), seconds=0.5)
+        assert result == Result(error="no answer within 0.5 s", timed_out=True)
         assert process.closed and process.loaded
         pids = [*map(int, (tmp_path / "pids").read_text().split())]
         assert len(pids) == (3 if how == "spawn_and_hang" else 1)
@@ -388,46 +381,35 @@ def test_async_calls_that_wait_go_to_a_process_together():
 
 def test_async_calls_fail_separately():
     """One returns what cannot be pickled, one cleans up for ever."""
-    with opened(WAIT, 1, 1.0) as pool:
+    with opened(WAIT, 1, 0.4) as pool:
         hows = ["sleep", "late", "own", "exit", "function", "stubborn", "sleep"]
-        late = "no answer within 1 s"
-        for _ in range(2):
-            results = pool.map([(0.0, how) for how in hows])
-            found = errors(results)
-            assert "pickle" in found.pop(4)
-            own = "TimeoutError: from a server"
-            assert found == [None, late, own, "SystemExit: mine", late, None]
-            assert [r.timed_out for r in results] == [how in ("late", "stubborn") for how in hows]
+        late = "no answer within 0.4 s"
+        results = pool.map([(0.0, how) for how in hows])
+        found = errors(results)
+        assert "pickle" in found.pop(4)
+        own = "TimeoutError: from a server"
+        assert found == [None, late, own, "SystemExit: mine", late, None]
+        assert [r.timed_out for r in results] == [how in ("late", "stubborn") for how in hows]
         assert results[0].value[2] == pool.map([(0.0,)])[0].value[2]  # cancelled, not killed
 
 
 @pytest.mark.parametrize("how", ["block", "kill"])
 def test_async_calls_of_a_process_share_its_end(how):
     """Calls that were answered before or sent afterwards succeed."""
-    with opened(WAIT, 1, 1.0) as pool:
+    with opened(WAIT, 1, 0.5) as pool:
         assert errors(pool.map([(0.0,)] * 3)) == [None] * 3
         results = pool.map([(0.0,)] * 20 + [(0.0, how)] + [(0.0,)] * 100)
-        end = "the process died" if how == "kill" else "no answer within 1 s"
+        end = "the process died" if how == "kill" else "no answer within 0.5 s"
         assert [r.error for r in results] == [end] * 64 + [None] * 57
 
 
 def test_async_calls_have_the_longest_of_their_limits():
     with opened(WAIT, 1) as pool:
-        results = pool.map([(0.0,), (0.6,)], [0.3, PATIENCE])
+        results = pool.map([(0.0,), (0.4,)], [0.2, PATIENCE])
     assert errors(results) == [None, None]
 
 
 # ---- what a process sees ----
-
-
-def test_memory_limit_is_added_to_the_present_use():
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        limit_memory(0.5)
-        with pytest.raises(OSError, match="Cannot allocate memory"):
-            mmap.mmap(-1, 1 << 30)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_output_and_forks_do_not_affect_answers(capfd):

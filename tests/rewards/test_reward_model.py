@@ -2,6 +2,7 @@
 template."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
 from common.parallel.distributed import RunError
-from common.rewards.registry import short_names
 from common.rewards.total import Rewards
 from common.train.checkpoint import export_hf
 
@@ -54,12 +54,16 @@ def save_classifier(folder, template: str | None = TEMPLATE, context: int = 256)
     return folder
 
 
-@torch.no_grad()
-def by_transformers(folder, ids: list[int]) -> float:
+@cache
+def classifier(folder):
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    return float(model(input_ids=torch.tensor([ids])).logits)
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def by_transformers(folder, ids: list[int]) -> float:
+    return float(classifier(folder)(input_ids=torch.tensor([ids])).logits)
 
 
 def sampled(tokenizer, row: dict, prompt: str, text: str, finish: str = "stop") -> Completion:
@@ -236,11 +240,6 @@ def test_model_that_cannot_read_the_prompts_is_refused_at_start(asked, device, t
         with pytest.raises(ValueError, match=f"^--reward .*{words}") as error:
             Rewards(args, rows, tokenizer, device)
         assert "\n" not in str(error.value) and str(path) in str(error.value)
-
-
-def test_models_are_numbered_in_the_order_of_the_flag():
-    names = ["model:a/hf", "gsm8k", "judge:c", "model:b/hf", "my.py:f"]
-    assert list(short_names(names).values()) == ["model", "gsm8k", "judge", "model2", "f"]
 
 
 def test_duplicate_model_is_refused(asked, device, tmp_path):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from common.rewards.user_code import load_callable, reward_form
+from common.rewards.registry import reward_form
+from common.rewards.user_code import load_callable
 
 FILES = {
     "good.py": "class Thing: ...\ndef f(x): return x + 1\nnumber = 3\n",

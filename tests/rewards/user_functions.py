@@ -10,11 +10,6 @@ import sys
 import time
 
 
-class Refuses(BaseException):
-    def __str__(self):
-        raise ValueError("no text")
-
-
 class Mine:
     """Class that exists in no other process."""
 
@@ -106,8 +101,8 @@ FUNCTIONS = dict(
     mine=Mine,
     leave_politely=lambda: sys.exit(5),
     interrupt=lambda: raises(KeyboardInterrupt),
-    refuse=lambda: raises(Refuses),
-    lines=lambda: raises(ValueError("one\ntwo")),
+    lines=lambda: raises(ValueError("\none\ntwo")),
+    long=lambda: raises(ValueError("x" * 999)),
     hoard=lambda: len(bytes(8 * 2**30)),
     leave=os._exit,
     segfault=lambda: ctypes.string_at(0),

@@ -11,6 +11,7 @@ from in_process import Args
 
 from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.rewards.registry import row_check
 from common.rewards.total import Rewards
 from common.rewards.worker import load_file
 
@@ -94,11 +95,11 @@ def test_reply_without_a_score_is_an_error(text, endpoint):
         ask(dict(prompt="Hi", rubric="a"))
 
 
-def test_settings_and_rubrics_that_are_wrong_are_named(endpoint, device):
+def test_settings_and_rubrics_that_are_wrong_are_named(endpoint):
     def refused(row: dict, message: str) -> None:
         load_file.cache_clear()
         with pytest.raises(ValueError, match=message) as error:
-            Rewards(Args(reward=(f"{JUDGE}:judge",)), [row], None, device)
+            row_check(Args(reward=(f"{JUDGE}:judge",)))(row)
         assert "\n" not in str(error.value)
 
     refused(ROW, "JUDGE_URL is not set; tools/judge.py needs it")

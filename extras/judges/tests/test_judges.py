@@ -252,7 +252,7 @@ def test_model_or_question_that_cannot_judge_is_refused(asked, judge, device, tm
     for reward, flags, message in (
         (f"judge:{bare}", {}, "its tokenizer has no chat template; name a chat model"),
         (f"judge:{thinks}", {}, "its chat template opens a thought; name a model that answers at"),
-        (f"judge:{scorer}", {}, f"a reward model; did you mean model:{scorer}?"),
+        (f"judge:{scorer}", {}, "a reward model (it has score.weight), not a language model"),
         (f"model:{judge}", {}, "a language model without a reward head"),
         (f"judge:{judge}", dict(judge_prompt="{criterion}"), "has no {completion} or {transcript}"),
         (f"rank:{judge}", dict(judge_prompt="{first}"), "has no {first} and {second}; --reward ra"),
