@@ -160,7 +160,7 @@ SYMBOLS = {"∞": r"\infty ", "∅": r"\emptyset ", "∈": r"\in ", "√": r"\sq
 SYMBOLS |= {"·": r"\cdot ", "⋅": r"\cdot ", "°": ""}
 REWRITTEN = [
     # it reads 1 000 as 1 * 0, 3 1/2 as (3 + 1) / 2 and 1e5 as 5 times Euler's number
-    (r"(?<=\d)(?:\\[ ,;:!]|[ ~])+(?=\d{3}(?!\d))", ""),
+    (r"(?<=\d)(?:\\[ ,;:!]| )+(?=\d{3}(?!\d))", ""),
     (r"(?<![\d./])(\d+) +(\d+) */ *(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (r"(?<=\d)[eE]([-+]?\d+)", r"\\times 10^{\1}"),
     (r"\\sqrt +(\d+)", r"\\sqrt{\1}"),
@@ -173,7 +173,7 @@ MOST_WORDS = 12  # of an answer; more are prose
 def normal(answer: str) -> str:
     """Return a plain answer as math-verify reads it; "" if it is prose, or if its words make it
     another value, of which math-verify would read the bare number."""
-    answer = answer.strip().strip("*").rstrip(".").strip()
+    answer = answer.replace("~", " ").strip().strip("*").rstrip(".").strip()
     match = WITH_WORDS.fullmatch(without_latex(answer).replace("$", "").strip())
     words = re.findall(rf"{LETTERS}+", (match[4] or "").lower()) if match else []
     if CHANGING & set(words) or len(WORD.findall(answer)) > MOST_WORDS:

@@ -27,7 +27,7 @@ from common.rewards.math_reward import math
 # gold answer, its other spellings, other values
 NUMBERS = {
     "18": (
-        "18|18.0|18.|+18|18.00|１８|１８。|١٨|𝟏𝟖|१८|$18|\\$18|£18|€18|￥18|018|$\\$18$|18\\text{ apples}|18~\\text{apples}",
+        "18|18.0|18.|+18|18.00|１８|１８。|١٨|𝟏𝟖|१८|$18|\\$18|£18|€18|￥18|018|18\\text{ apples}|18~\\text{apples}",
         "180|-18|−18|–18|-１８|1.8|18.5|8|18 million|18 thousand|18k|18万|18百|18²|18^2|18 or 20|18 to 20|"
         "18-20|18–20|18～20|1,8|18,0|18.000.000|1 8|18/7|18\\text{ million}|18\\ \\text{billion}|18·2",
     ),
