@@ -81,7 +81,7 @@ def test_dropped_rows_are_reported_by_reason(tmp_path, capsys):
         "--on_bad_row skip: 1 left out, such as a:3: --prompt_template: no column level",
     ]
     with pytest.raises(ValueError, match="^a:3: --prompt_template: no column level$"):
-        asked(rows, **flags)
+        asked(rows[1:], **flags)
     with pytest.raises(
         ValueError, match=r"^all 2 rows, such as a:1, are left out \(--on_bad_row skip\)$"
     ):
