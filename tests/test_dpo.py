@@ -1,6 +1,7 @@
 """dpo.py: log-probs are those of plain transformers; the reference is stored; the stated loss."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from common.data.rows import PAIR_COLUMNS, train_and_eval_rows
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
-from common.model.scoring import store_reference_logps
+from common.model.scoring import reference_logps
 from common.model.tiny import tiny_model
 from common.objectives.preference import Pairs, preference_loss
 
@@ -62,7 +63,8 @@ def test_logprobs_equal_those_of_plain_transformers(pairs, device, tmp_path):
     for n, name in enumerate(("chosen", "rejected")):
         expected = sum(naive_logps(hf, pair[n]) for pair in groups) / len(groups)
         assert got[f"logps/{name}"] == pytest.approx(expected, rel=1e-5)
-    (stored,) = store_reference_logps([groups], tiny_model(), lambda: model, tmp_path, args)
+    args = replace(args, output_dir=str(tmp_path))
+    (stored,) = reference_logps(model, [groups], load_tokenizer(tiny_model()), args, device)
     expected = torch.tensor([[naive_logps(hf, sample) for sample in pair] for pair in groups])
     torch.testing.assert_close(stored, expected.double(), rtol=1e-5, atol=1e-5)
 

@@ -66,11 +66,11 @@ def note(text: str) -> None:
     print(visible(f"[{text}]"), file=sys.stderr, flush=True)
 
 
-def merge_adapter(model: nn.Module, folder: str, label: str) -> None:
-    """Merge the adapter in `folder`, of a run or of the PEFT library, into the model `label`."""
+def merge_adapter(model: nn.Module, folder: str) -> None:
+    """Merge the adapter in `folder`, of a run or of the PEFT library, into the model."""
     args = LoRAArgs(adapter=folder)
     linear = dict(model.named_modules())
-    lora.add_adapters(model, args, label)
+    lora.add_adapters(model, args)
     stored = lora.read_adapter(model, args)
     for name, layer in lora.layers_of(model).items():
         a_RI, b_OR = (stored[f"{name}.lora_{which}"] for which in "AB")
@@ -96,7 +96,7 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, Encoder, PromptArgs]:
     with named_errors(f"--model {options.model}"):
         model = open_model(path, torch.bfloat16 if has_cuda else torch.float32)
     if options.adapter is not None:
-        merge_adapter(model, options.adapter, f"--model {options.model}")
+        merge_adapter(model, options.adapter)
     ends = eos_token_ids(path, tokenizer, options.prompt_format)
     sampling = dict(do_sample=True, temperature=options.temperature, top_k=0)
     # As in training: without the top-k and penalties of the model's own file.

@@ -46,6 +46,7 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     share_prefix = 0
     stop_token_ids = ()
     vision = None
+    offload = "none"
 
     @model_validator(mode="after")
     def _check_needs(self) -> Self:
@@ -54,7 +55,9 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
 
 
 @dataclass(config=STRICT)
-class TrainArgs(LoRAArgs, CheckpointArgs, OptimArgs, HeldOutArgs, BaseArgs):
+class TrainArgs(  # pyrefly: ignore[inconsistent-inheritance]
+    LoRAArgs, CheckpointArgs, OptimArgs, HeldOutArgs, BaseArgs
+):
     """Flags of every script that trains."""
 
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING

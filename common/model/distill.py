@@ -7,8 +7,8 @@ covers the shared tokens, and each distribution is normalised over them.
 Shapes: T packed tokens, C tokens of one chunk, V vocabulary, K most likely tokens. S = K + 1 with
 one entry for all other tokens, or V for distributions over the whole vocabulary."""
 
-from collections.abc import Collection
-from itertools import chain
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,10 +24,9 @@ from common.data.rows import datasets_by_name
 from common.data.sample import Group, Sample
 from common.model.hub import load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.loading import load_config
-from common.model.logprobs import Logits, logits_gradient
+from common.model.logprobs import Logits, by_chunk
 from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence, coarsen, reverse_kl
-from common.parallel import distributed
 
 
 class TopK(SimpleNamespace):
@@ -79,72 +78,34 @@ def compare(
     if top_k and isinstance(teacher, Logits):
         vocabulary = min(len(student.head_VD), len(teacher.head_VD))
         teacher = most_likely(teacher, targets_T, temperature, vocabulary, top_k)
-    is_live = isinstance(teacher, Logits)
-    chunks = student.chunks(extra=len(teacher.head_VD) if is_live else teacher.vocabulary)
-    settings = chunks, targets_T, temperature, divergence
-    return Comparison._make(_Compare.apply(*student, teacher, *settings))
-
-
-class _Compare(torch.autograd.Function):
-    """Autograd differentiates a chunk up to its logits, which are computed again for it."""
-
-    @staticmethod
-    def forward(
-        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float,
-        softcap: float | None, teacher: Logits | TopK, chunks: list[slice], targets_T: Tensor,
-        temperature: float, divergence: Divergence,
-    ):  # fmt: skip
-        student = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        parts = []
-        for c in chunks:
-            logits_CV, _ = student.chunk(c, temperature)
-            parts.append(_statistics(logits_CV, teacher, c, targets_T[c], temperature, divergence))
-        out = tuple(map(torch.cat, zip(*parts, strict=True)))
-        # The backward pass frees saved tensors, such as a large head, but not attributes.
-        tensors, ctx.teacher = (), teacher
-        if isinstance(teacher, Logits):
-            tensors, ctx.teacher = teacher[:3], teacher[3:]
-        ctx.save_for_backward(targets_T, hidden_TD, head_VD, bias_V, *tensors)
-        ctx.settings = scale, softcap, chunks, temperature, divergence
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out[2:])
-        return out
-
-    @staticmethod
-    def backward(ctx, by_logprob_T: Tensor | None, by_divergence_T: Tensor | None, *_):
-        targets_T, hidden_TD, head_VD, bias_V, *tensors = ctx.saved_tensors
-        scale, softcap, chunks, temperature, divergence = ctx.settings
-        student = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        teacher = Logits(*tensors, *ctx.teacher) if tensors else ctx.teacher
-
-        @torch.enable_grad()
-        def of_chunk(logits_CV: Tensor, c: slice) -> Tensor:
-            logits_CV.requires_grad_()
-            x = _statistics(logits_CV, teacher, c, targets_T[c], temperature, divergence)
-            pairs = (x.logprobs_T, by_logprob_T), (x.divergence_T, by_divergence_T)
-            used = [(x_C, by_T[c]) for x_C, by_T in pairs if by_T is not None]
-            values, weights = zip(*used, strict=True)
-            return torch.autograd.grad(values, logits_CV, weights)[0]
-
-        is_trained = ctx.needs_input_grad[1]
-        return *logits_gradient(student, temperature, chunks, is_trained, of_chunk), *[None] * 7
+    # The backward pass frees these tensors, such as a large head, but not those of the functions.
+    if isinstance(teacher, Logits):
+        tensors, known, extra = teacher[:3], teacher[3:], len(teacher.head_VD)
+    else:
+        tensors, known, extra = (), teacher, teacher.vocabulary
+    forward = partial(_statistics, known, targets_T, temperature, divergence)
+    backward = partial(_gradient, forward)
+    return Comparison(*by_chunk(student, temperature, forward, backward, 2, tensors, extra))
 
 
 def _statistics(
-    logits_CV: Tensor, teacher: Logits | TopK, c: slice, targets_C: Tensor, temperature: float,
-    divergence: Divergence,
+    known: TopK | tuple, targets_T: Tensor, temperature: float, divergence: Divergence,
+    logits_CV: Tensor, c: slice, *tensors: Tensor | None,
 ) -> Comparison:  # fmt: skip
-    """Return the comparison of a chunk."""
+    """Return the comparison of a chunk. `known`: the teacher, or all of its `Logits` but the
+    `tensors`."""
     logp_CV = logits_CV.log_softmax(-1)
-    if isinstance(teacher, TopK):
-        shared, likely_C = teacher.vocabulary, teacher.tokens_TK[c, 0]
-        logq_CS = teacher.logprobs_TS[c]
-        logp_CS = coarsen(_first(logp_CV, shared), teacher.tokens_TK[c])
-        mass_C = logq_CS[:, : teacher.tokens_TK.shape[1]].exp().sum(-1)
-        of_teacher = teacher.target_logprobs_T[c], teacher.entropy_T[c], mass_C
+    targets_C = targets_T[c]
+    if isinstance(known, TopK):
+        shared, likely_C = known.vocabulary, known.tokens_TK[c, 0]
+        logq_CS = known.logprobs_TS[c]
+        logp_CS = coarsen(_first(logp_CV, shared), known.tokens_TK[c])
+        mass_C = logq_CS[:, : known.tokens_TK.shape[1]].exp().sum(-1)
+        of_teacher = known.target_logprobs_T[c], known.entropy_T[c], mass_C
     else:
-        shared = min(logp_CV.shape[1], len(teacher.head_VD))
-        logq_CS = teacher.chunk(c, temperature)[0][:, :shared].log_softmax(-1)
+        logits_of_teacher_CV, _ = Logits(*tensors, *known).chunk(c, temperature)
+        shared = min(logp_CV.shape[1], logits_of_teacher_CV.shape[1])
+        logq_CS = logits_of_teacher_CV[:, :shared].log_softmax(-1)
         logp_CS = _first(logp_CV, shared)
         likely_C, mass_C = logq_CS.argmax(-1), torch.ones_like(logq_CS[:, 0])
         of_teacher = _of_target(logq_CS, targets_C), _entropy(logq_CS), mass_C
@@ -153,6 +114,15 @@ def _statistics(
         agree_C = logp_CV[:, :shared].argmax(-1) == likely_C
     trained = _of_target(logp_CV, targets_C), divergence(logp_CS, logq_CS)
     return Comparison(*trained, *of_student, *of_teacher, agree_C)
+
+
+@torch.enable_grad()
+def _gradient(forward: Callable, logits_CV: Tensor, c: slice, by_T, tensors, _) -> Tensor:
+    """Autograd differentiates a chunk up to its logits."""
+    values = forward(logits_CV.requires_grad_(), c, *tensors)
+    used = [(x_C, x_T[c]) for x_C, x_T in zip(values, by_T, strict=False) if x_T is not None]
+    outputs, weights = zip(*used, strict=True)
+    return torch.autograd.grad(outputs, logits_CV, weights)[0]
 
 
 def _of_target(logp_CV: Tensor, targets_C: Tensor) -> Tensor:
@@ -196,11 +166,7 @@ class Teacher(Policy):
     reads_text = False  # whether its tokenizer is another one than the student's
 
     def read(self, groups: list[Group], meter) -> list[Group]:
-        """Return the student's completions in the form that `teach` reads. Raises `RunError` for a
-        token that the teacher lacks: a head may have more rows than there are tokens."""
-        known = self.hf.get_input_embeddings().num_embeddings
-        if any(i >= known for sample in chain(*groups) for i in sample.completion_ids):
-            raise distributed.RunError(f"--teacher {self.path}: has no token that the student uses")
+        """Return the student's completions in the form that `teach` reads."""
         return groups
 
     @torch.no_grad()
@@ -225,13 +191,16 @@ def find_teachers(args, path: str, tokenizer) -> dict[str, str]:
     folders = {}
     for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
         folders[name] = resolve_model(model, "--teacher", not args.dry_run)
-        configs = [load_config(each).get_text_config() for each in (path, folders[name])]
-        shared = min(config.vocab_size for config in configs)
-        if args.top_k > shared:
+        if args.top_k > (shared := shared_tokens(path, folders[name])):
             raise ValueError(f"--top_k {args.top_k}: --model and --teacher share {shared} tokens")
         if args.estimator == "full":
             require_same_tokenizer("--teacher", folders[name], tokenizer)
     return folders
+
+
+def shared_tokens(*paths: str) -> int:
+    """Return the size of the smallest vocabulary of these models."""
+    return min(load_config(path).get_text_config().vocab_size for path in paths)
 
 
 def teacher_of(row: dict, teachers: Collection[str], column: str | None) -> str:
@@ -264,8 +233,7 @@ def load_teachers(
             with extra("teachers", "--teacher_logprobs stored"):
                 from extras.teachers.stored import StoredTeacher
             folder = Path(args.output_dir) / "teacher_logprobs"
-            configs = (load_config(each).get_text_config() for each in (policy.path, path))
-            shared = min(config.vocab_size for config in configs)
+            shared = shared_tokens(policy.path, path)
             teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, device)
         elif own_tokenizer.get_vocab() == tokenizer.get_vocab():
             teachers[name] = load(path)

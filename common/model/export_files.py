@@ -17,19 +17,10 @@ TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
 # The classes of transformers that ignore a tokenizer.json cut this in other tokens.
 PROBE = "It's 12,345.6 é\n\n  {x: 字}\tEND"
-TOKENIZER_FILES = (
-    "tokenizer*",
-    SPECIAL_TOKENS,
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-    "*processor_config.json",  # of images, which stay with the tokenizer
-    TEMPLATE,
-    f"{MORE_TEMPLATES}/*.jinja",
-)
+TOKENIZER_FILES = (  # a processor of images stays with the tokenizer
+    "tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken"
+    f" tekken.json *processor_config.json {TEMPLATE} {MORE_TEMPLATES}/*.jinja"
+).split()
 
 
 def config_file(path: str, dtype: torch.dtype, changes: dict[str, object]) -> bytes:
@@ -114,12 +105,11 @@ def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes
         changes["chat_template"] = None if TEMPLATE in files else template
         if TEMPLATE in files:
             files[TEMPLATE] = template.encode()
+    ends, own_ends = (eos_token_ids(path, tokenizer, x) for x in (prompt_format, "plain"))
+    for end in {*ends} - {*own_ends}:
+        changes["eos_token"] = tokenizer.convert_ids_to_tokens(end)
+        change(files, SPECIAL_TOKENS, dict(eos_token=changes["eos_token"]))
     change(files, TOKENIZER_CONFIG, changes)
-    ends = eos_token_ids(path, tokenizer, prompt_format)
-    for end in set(ends) - set(eos_token_ids(path, tokenizer, "plain")):
-        eos = dict(eos_token=tokenizer.convert_ids_to_tokens(end))
-        change(files, TOKENIZER_CONFIG, eos)
-        change(files, SPECIAL_TOKENS, eos)
     return files
 
 

@@ -12,7 +12,6 @@ from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.data.chat import end_of_turn, use_template
 from common.model.checkpoint_files import STATE
 from common.model.loading import (
-    INDEX,
     files_of,
     load_config,
     method_of_quantization,
@@ -33,17 +32,28 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
     The model of a resumable checkpoint is `hf/` in it. `flag` stands in errors. Collective."""
     if model in BUILT_IN_MODELS:
         return tiny_model(model)
-    label = f"{flag} {model}"
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        folder = _from_hub(model, label, weights)
-    if (folder / STATE).is_file() and (folder / durable.CHECKSUMS).is_file():  # of a run, whole
-        folder = folder / "hf"
-    _require_model(folder, label, weights)
+    with named_errors(f"{flag} {model}"):
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            folder = _from_hub(model, weights)
+        if (folder / STATE).is_file() and (folder / durable.CHECKSUMS).is_file():  # of a run, whole
+            folder = folder / "hf"
+        files = [folder / "config.json", folder / "tokenizer_config.json"]
+        for file in files + (files_of(folder) if weights else []):
+            if not file.is_file():
+                raise ValueError(f"the folder has no {file.name}")
+        with named_errors("config.json"):
+            config = load_config(folder)
+        # The weights would be read without their scales.
+        methods = {method_of_quantization(part) for part in (config, config.get_text_config())}
+        if methods - {None, "mxfp4"}:
+            raise ValueError("config.json: its weights are quantized; name the base")
+        if weights:
+            require_unchanged(folder)
     return str(folder)
 
 
-def _from_hub(model: str, label: str, weights: bool) -> Path:
+def _from_hub(model: str, weights: bool) -> Path:
     """Return the folder of a model of the hub in the local cache, which one rank of each machine
     fills. A repository may have further copies of the weights, which stay there. Collective."""
     from huggingface_hub import snapshot_download
@@ -51,10 +61,10 @@ def _from_hub(model: str, label: str, weights: bool) -> Path:
     repo_id, _, revision = model.partition("@")
     is_path = repo_id.startswith((".", "/", "~")) or repo_id.count("/") > 1
     if is_path or Path(model).exists():
-        raise ValueError(f"{label}: no such folder")
+        raise ValueError("no such folder")
 
     def download() -> Path:
-        with named_errors(f"{label}: no such folder, and not on the hub"):
+        with named_errors("no such folder, and not on the hub"):
             options = dict(revision=revision or None, allow_patterns=BESIDE_WEIGHTS)
             folder = Path(snapshot_download(repo_id, **options))
             if weights:  # of the same commit, which is the folder's name
@@ -66,24 +76,6 @@ def _from_hub(model: str, label: str, weights: bool) -> Path:
         download()
     distributed.barrier()
     return download()
-
-
-def _require_model(folder: Path, label: str, weights: bool) -> None:
-    """Raise `ValueError` unless a folder has all files of a causal language model."""
-    needed = ["config.json", "tokenizer_config.json"]
-    with named_errors(f"{label}: {INDEX}"):
-        needed += [file.name for file in files_of(folder)] if weights else []
-    for name in needed:
-        if not (folder / name).is_file():
-            raise ValueError(f"{label}: the folder has no {name}")
-    with named_errors(f"{label}: config.json"):
-        config = load_config(folder)
-    # The weights would be read without their scales.
-    methods = [method_of_quantization(part) for part in (config, config.get_text_config())]
-    if any(method not in (None, "mxfp4") for method in methods):
-        raise ValueError(f"{label}: config.json: its weights are quantized; name the base")
-    if weights:
-        require_unchanged(label, folder)
 
 
 def fields_of(path: str, name: str) -> dict:
@@ -108,17 +100,17 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
     `prompt_format`, the `--prompt_format`, where auto is chat for a chat model."""
     from transformers import PreTrainedTokenizerFast
 
-    label = f"{flag} {path}"
-    with named_errors(f"{label}: the tokenizer cannot be loaded"):
-        # Not AutoTokenizer: for some model types, such as qwen2, transformers 5 chooses a class
-        # with other ids than those of tokenizer.json.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"{label}: the tokenizer has no EOS token")
-    size = load_config(path).get_text_config().vocab_size
-    beyond = {i for i in tokenizer.get_vocab().values() if i >= size}
-    if beyond - tokenizer.added_tokens_decoder.keys():
-        raise ValueError(f"{label}: its vocabulary of {size} is smaller than its tokenizer's")
+    with named_errors(f"{flag} {path}"):
+        with named_errors("the tokenizer cannot be loaded"):
+            # Not AutoTokenizer: for some model types, such as qwen2, transformers 5 chooses a class
+            # with other ids than those of tokenizer.json.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no EOS token")
+        size = load_config(path).get_text_config().vocab_size
+        beyond = {i for i in tokenizer.get_vocab().values() if i >= size}
+        if beyond - tokenizer.added_tokens_decoder.keys():
+            raise ValueError(f"its vocabulary of {size} is smaller than its tokenizer's")
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
     if args is None:

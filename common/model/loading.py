@@ -18,8 +18,6 @@ from common.config.extra import extra
 from common.parallel import distributed, durable
 from common.parallel.process import is_lost_rank
 
-INDEX = "model.safetensors.index.json"
-
 
 def load_config(path: str | Path):
     """Return the config of the model in a folder. Code in the folder does not run."""
@@ -61,10 +59,11 @@ def open_model(path: str | Path, dtype: torch.dtype, **options) -> nn.Module:
 def files_of(path: str | Path) -> list[Path]:
     """Return the files with a folder's weights: those of its index, as in transformers. A folder
     may have other files beside them, such as `consolidated.safetensors`."""
-    index = Path(path) / INDEX
+    index = Path(path) / "model.safetensors.index.json"
     if not index.is_file():
         return [Path(path) / "model.safetensors"]
-    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    with named_errors(index.name):
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     return [Path(path) / name for name in sorted(set(names))]
 
 
@@ -74,12 +73,12 @@ def base_dtype(path: str | Path) -> torch.dtype:
     return config.dtype or config.get_text_config().dtype or torch.float32
 
 
-def require_unchanged(label: str, folder: Path) -> None:
+def require_unchanged(folder: Path) -> None:
     """Raise `ValueError` if a file of an export is damaged. One rank of each machine reads them."""
     if os.environ.get("LOCAL_RANK", "0") == "0" and (folder / durable.CHECKSUMS).is_file():
         if name := durable.changed_file(folder):
             advice = f"use another copy, or delete {durable.CHECKSUMS} if you changed it yourself"
-            raise ValueError(f"{label}: {name} is not as it was written; {advice}")
+            raise ValueError(f"{name} is not as it was written; {advice}")
 
 
 # ---- files -> shards ----
@@ -91,26 +90,20 @@ def towers_of(hf: nn.Module) -> list[nn.Module]:
     return [] if base is decoder else [part for part in base.children() if part is not decoder]
 
 
-def rules_of(hf: nn.Module) -> list:
-    """Return transformers' rules from the names in files to those of the model. They go by the
-    names of classes: call it before parts of the model are sharded."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return get_model_conversion_mapping(hf)
-
-
 @torch.no_grad()
 def read_weights(
-    hf: nn.Module, path: str, label: str, rules: list, home: torch.device, device: torch.device
+    hf: nn.Module, path: str, rules: list, home: torch.device, device: torch.device
 ) -> bool:
     """Fill a sharded model on meta from the files of a folder: each rank reads its own slices to
-    `home`; buffers go to `device`. Return whether the folder lacks a scalar head; this head and
-    adapters get memory without values."""
+    `home`, by transformers' `rules`; buffers go to `device`. Return whether the folder lacks a
+    scalar head; this head and adapters get memory without values."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    set_buffers(hf, lambda x: torch.full_like(x, unfilled(x), device=home))
-    with named_errors(f"{label}: cannot read the checkpoint"), contextlib.ExitStack() as opened:
+    # NaN in a buffer that is not filled below would be seen by `check_packing`.
+    empty = {True: math.nan, False: 0}
+    set_buffers(hf, lambda x: torch.full_like(x, empty[x.is_floating_point()], device=home))
+    with named_errors("cannot read the checkpoint"), contextlib.ExitStack() as opened:
         slices = slices_of(path, opened)
         # A head in the files that is tied in the model would become a second parameter.
         tied = tuple(hf.all_tied_weights_keys)
@@ -119,8 +112,7 @@ def read_weights(
         options = LoadStateDictConfig(device_map={"": home}, weight_mapping=rules)
         found, _ = convert_and_load_state_dict_in_model(hf, slices, options)
     unread = {name for name, x in hf.named_parameters() if x.is_meta}
-    if problem := _problem(hf, found, unread):
-        raise ValueError(f"{label}: {problem}")
+    _require_all(hf, found, unread)
     for name in unread:
         module, _, key = name.rpartition(".")
         parameter = hf.get_parameter(name)
@@ -130,13 +122,11 @@ def read_weights(
     for parameter in hf.parameters():
         parameter._is_hf_initialized = True
     hf.initialize_weights()  # only the buffers that no file has, such as rotary frequencies
-    if any((x != x).any() or (x == unfilled(x)).any() for x in hf.buffers()):
-        raise ValueError(f"{label}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
     set_buffers(hf, lambda x: x.to(device))
     unused = found.unexpected_keys - {"lm_head.weight"}  # a scalar model does not need it
     if unused:
         what = f"{len(unused)} weights are not used by {hf.config.model_type}"
-        distributed.say(f"{label}: {what}, for example {min(unused)}")
+        distributed.say(f"{path}: {what}, for example {min(unused)}")
     return "score.weight" in found.missing_keys
 
 
@@ -155,10 +145,11 @@ def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
     return slices
 
 
-def _problem(hf: nn.Module, found, unread: set[str]) -> str | None:
-    """Return what is wrong with the weights that transformers `found` in the files."""
+def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
+    """Raise `ValueError` unless the weights that transformers `found` in the files are those of the
+    model."""
     if "score.weight" in found.unexpected_keys:
-        return "a reward model (it has score.weight), not a language model"
+        raise ValueError("a reward model (it has score.weight), not a language model")
     # transformers slices before it converts: only what keeps the first dimension is exact.
     first = next(hf.parameters())
     is_sliced = first.to_local().shape != first.shape
@@ -166,21 +157,18 @@ def _problem(hf: nn.Module, found, unread: set[str]) -> str | None:
         for operation in getattr(rule, "operations", None) or ():
             kind = type(operation).__name__
             if kind != "MergeModulelist" and getattr(operation, "dim", 0) == 0:
-                return f"{hf.config.model_type} needs {kind}, which is not exact on several ranks"
+                problem = f"{hf.config.model_type} needs {kind}"
+                raise ValueError(f"{problem}, which is not exact on several ranks")
     for name, has, wants in sorted(found.mismatched_keys):
-        return f"{name}: the files have {list(has)} on this rank, the model needs {list(wants)}"
+        needs = f"the model needs {list(wants)}"
+        raise ValueError(f"{name}: the files have {list(has)} on this rank, {needs}")
     # A rank with none of a layer's experts has nothing to stack.
     has_part = {name for name in unread if hf.get_parameter(name).to_local().numel()}
     missing = {n for n in has_part if ".lora_" not in n} - {*hf.all_tied_weights_keys}
     for name in sorted(missing - {"score.weight"}):
         failure = found.conversion_errors.get(name, "no such weight in the files")
-        return f"{name}: {failure.splitlines()[-2:][0]}"  # a traceback ends with two messages
-    return None
-
-
-def unfilled(buffer: Tensor) -> float:
-    """Return the number that shows that a buffer was not filled."""
-    return math.nan if buffer.is_floating_point() else -1
+        # a traceback ends with two messages
+        raise ValueError(f"{name}: {failure.splitlines()[-2:][0]}")
 
 
 def set_buffers(hf: nn.Module, change) -> None:
@@ -222,14 +210,15 @@ def hub_weights(hf: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def named_errors(label: str) -> Iterator[None]:
-    """Turn errors of bad input into a ValueError of one line that begins with `label`."""
+def named_errors(label: str, kind: type[BaseException] = BaseException) -> Iterator[None]:
+    """Turn errors of bad input into a ValueError of one line that begins with `label`. Of the kind
+    ValueError, those that begin with a flag stay as they are."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.distributed.DistError, KeyboardInterrupt, SystemExit):
         raise  # no fault of the input
-    except BaseException as error:  # a CheckpointException of PyTorch is no Exception
-        if is_lost_rank(error):
+    except kind as error:  # a CheckpointException of PyTorch is no Exception
+        if is_lost_rank(error) or kind is ValueError and str(error).startswith("--"):
             raise
         failures = getattr(error, "failures", None)  # of each rank
         cause, *_ = next(iter(failures.values())) if failures else (error,)

@@ -4,7 +4,7 @@ Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,29 +59,61 @@ def logits_of(hf: nn.Module, hidden_TD: Tensor) -> Logits:
     return Logits(hidden_TD, head.weight, head.bias, multiplier / divisor, softcap)
 
 
-def logits_gradient(
-    logits: Logits, temperature: float, chunks: list[slice], head_is_trained: bool,
-    of_chunk: Callable[[Tensor, slice], Tensor],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of hidden states, head and bias, summed over chunks in at least float32.
-    `of_chunk` makes the gradient of the logits of a chunk, and may overwrite these."""
-    hidden_TD, head_VD, bias_V, *_ = logits
-    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    by_hidden_TD = torch.empty_like(hidden_TD)
-    by_head_VD = torch.zeros_like(head_VD, dtype=wide) if head_is_trained else None
-    by_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
-    for c in chunks:
-        logits_CV, derivative = logits.chunk(c, temperature)
-        by_logits_CV = multiply_(of_chunk(logits_CV, c), derivative)
-        if by_bias_V is not None:
-            by_bias_V += by_logits_CV.sum(0)
-        by_logits_CV = by_logits_CV.to(head_VD.dtype)
-        if by_head_VD is not None:
-            add_product_(by_head_VD, by_logits_CV.T, hidden_TD[c])
-        by_hidden_TD[c] = product(by_logits_CV, head_VD)
-        del logits_CV, by_logits_CV  # before the next chunk
-    factors = by_head_VD, by_bias_V
-    return by_hidden_TD, *(None if x is None else x.to(hidden_TD.dtype) for x in factors)
+def by_chunk(
+    logits: Logits, temperature: float, forward: Callable, backward: Callable, trained: int,
+    tensors: Sequence[Tensor | None], extra: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return statistics of each token's distribution, [T] each, without holding [T, V].
+
+    `forward(logits_CV, c, *tensors)` returns those of the chunk `c`, [C] each; the first `trained`
+    ones have a gradient. For it the logits are computed again: `backward(logits_CV, c, by_T,
+    tensors, out_T)` returns their gradient, from those of the trained statistics (None: not used),
+    the `tensors` and all statistics. Both may overwrite the logits. `extra`: further numbers that
+    they need beside the logits of each token."""
+    how = logits[3:], temperature, forward, backward, trained, logits.chunks(extra)
+    return _ByChunk.apply(*logits[:3], how, *tensors)
+
+
+class _ByChunk(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, how: tuple,
+        *tensors: Tensor | None,
+    ):  # fmt: skip
+        form, temperature, forward, _, trained, chunks = how
+        logits = Logits(hidden_TD, head_VD, bias_V, *form)
+        parts = [forward(logits.chunk(c, temperature)[0], c, *tensors) for c in chunks]
+        out_T = tuple(map(torch.cat, zip(*parts, strict=True)))
+        ctx.save_for_backward(hidden_TD, head_VD, bias_V, *tensors, *out_T)
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*out_T[trained:])
+        return out_T
+
+    @staticmethod
+    def backward(ctx, *by_T: Tensor | None):
+        """Gradients of head and bias are summed over the chunks in at least float32."""
+        hidden_TD, head_VD, bias_V, *rest = ctx.saved_tensors
+        form, temperature, _, backward, trained, chunks = ctx.how
+        logits = Logits(hidden_TD, head_VD, bias_V, *form)
+        tensors, out_T = rest[: -len(by_T)], rest[-len(by_T) :]
+        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+        by_hidden_TD = torch.empty_like(hidden_TD)
+        by_head_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        by_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        for c in chunks:
+            logits_CV, derivative = logits.chunk(c, temperature)
+            by_logits_CV = backward(logits_CV, c, by_T[:trained], tensors, out_T)
+            by_logits_CV = multiply_(by_logits_CV, derivative)
+            if by_bias_V is not None:
+                by_bias_V += by_logits_CV.sum(0)
+            by_logits_CV = by_logits_CV.to(head_VD.dtype)
+            if by_head_VD is not None:
+                add_product_(by_head_VD, by_logits_CV.T, hidden_TD[c])
+            by_hidden_TD[c] = product(by_logits_CV, head_VD)
+            del logits_CV, by_logits_CV  # before the next chunk
+        factors = (x if x is None else x.to(hidden_TD.dtype) for x in (by_head_VD, by_bias_V))
+        return by_hidden_TD, *factors, *[None] * (1 + len(tensors))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -119,13 +151,25 @@ class TokenStats(NamedTuple):
 def token_logprobs(
     logits: Logits, targets_T: Tensor, temperature: float = 1.0, compiled: bool = False
 ) -> TokenStats:
-    """Return statistics of softmax(logits / temperature) without holding [T, V]. `compiled`: with
-    fused kernels.
+    """Return statistics of softmax(logits / temperature). `compiled`: with fused kernels.
 
     The logits are float32 also for hidden states and a head in bfloat16, like those of the engine:
     in bfloat16, sampling and scoring would differ most here. Their gradient is rounded to bfloat16
     before the matrix products."""
-    return TokenStats(*_TokenLogprobs.apply(*logits, targets_T, temperature, compiled))
+    of_chunk, its_gradient = statistics, gradient
+    if compiled:
+        of_chunk, its_gradient = fused(statistics_of_copy), fused(gradient)
+
+    def forward(logits_CV: Tensor, c: slice, targets_T: Tensor) -> tuple[Tensor, ...]:
+        return of_chunk(logits_CV, targets_T[c])
+
+    def backward(logits_CV: Tensor, c: slice, by_T, tensors, out_T) -> Tensor:
+        _, entropy_T, _, largest_T, sum_T = out_T
+        by_logprob_T = torch.zeros_like(sum_T) if by_T[0] is None else by_T[0]
+        numbers_T = *tensors, largest_T, sum_T, entropy_T, by_logprob_T, by_T[1]
+        return its_gradient(logits_CV, *(None if x_T is None else x_T[c] for x_T in numbers_T))
+
+    return TokenStats(*by_chunk(logits, temperature, forward, backward, 2, (targets_T,))[:3])
 
 
 def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
@@ -169,38 +213,3 @@ def statistics_of_copy(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ..
 
 
 fused = functools.cache(torch.compile)
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float,
-        softcap: float | None, targets_T: Tensor, temperature: float, compiled: bool,
-    ):  # fmt: skip
-        logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        of_chunk = fused(statistics_of_copy) if compiled else statistics
-        chunks = [of_chunk(logits.chunk(c, temperature)[0], targets_T[c]) for c in logits.chunks()]
-        *stats, largest_T, sum_T = map(torch.cat, zip(*chunks, strict=True))
-        entropy_T = stats[1]
-        ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, largest_T, sum_T, entropy_T)
-        ctx.settings = scale, softcap, temperature, compiled
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*stats[2:])
-        return tuple(stats)
-
-    @staticmethod
-    def backward(ctx, by_logprob_T: Tensor | None, by_entropy_T: Tensor | None, *_):
-        hidden_TD, head_VD, bias_V, *numbers_T = ctx.saved_tensors  # as `gradient` takes them
-        scale, softcap, temperature, compiled = ctx.settings
-        logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        if by_logprob_T is None:
-            by_logprob_T = torch.zeros_like(numbers_T[-1])
-        numbers_T += [by_logprob_T, by_entropy_T]
-
-        def of_chunk(logits_CV: Tensor, c: slice) -> Tensor:
-            numbers_C = (None if x_T is None else x_T[c] for x_T in numbers_T)
-            return (fused(gradient) if compiled else gradient)(logits_CV, *numbers_C)
-
-        is_trained = ctx.needs_input_grad[1]
-        total = logits_gradient(logits, temperature, logits.chunks(), is_trained, of_chunk)
-        return *total, *[None] * 5

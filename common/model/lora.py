@@ -86,7 +86,7 @@ def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) 
 # ---- the adapters of a model ----
 
 
-def add_adapters(hf: nn.Module, args: LoRAArgs, label: str) -> None:
+def add_adapters(hf: nn.Module, args: LoRAArgs) -> None:
     """Give a model on meta its adapters, float32, and freeze all other weights except a scalar
     head."""
     in_blocks = {*hf.get_decoder().layers.modules()}
@@ -101,8 +101,7 @@ def add_adapters(hf: nn.Module, args: LoRAArgs, label: str) -> None:
             names = [name for name in linear if "attn" in name or "attention" in name]
         if not names:
             has = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
-            problem = f"{label} has no such linear layer; it has {has}"
-            raise ValueError(f"--lora_targets {target}: {problem}")
+            raise ValueError(f"--lora_targets {target}: no such linear layer; the model has {has}")
         for name in names:
             layer = LoRALinear(linear[name], args.lora_rank, args.lora_alpha / args.lora_rank)
             hf.set_submodule(name, layer)
@@ -186,10 +185,8 @@ def save_adapter(hf: nn.Module, path: str, args: TrainArgs, folder: Path) -> Non
 
     tensors = {}
     for name, parameter in trained_parameters(hf).items():
-        tensor = whole(parameter.detach())
-        if distributed.is_main():
-            ending = "" if name == "score.weight" else ".weight"
-            tensors[PREFIX + name + ending] = tensor.cpu().contiguous()
+        key = PREFIX + name + ("" if name == "score.weight" else ".weight")
+        tensors[key] = whole(parameter.detach()).cpu().contiguous()
     if distributed.is_main():
         work = folder.with_suffix(".tmp")
         work.mkdir(parents=True)
@@ -228,24 +225,24 @@ def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
     """Return the weights of `--adapter` for the parameters of `hf`, by name."""
     from safetensors.torch import load_file
 
-    label = f"--adapter {args.adapter}"
     folder = Path(args.adapter).expanduser()
-    require_unchanged(label, folder)
-    with named_errors(f"{label}: cannot read the checkpoint"):
-        base = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-        tensors = load_file(folder / WEIGHTS)
-    stored = {}
-    for key, tensor in tensors.items():
-        name = key.removeprefix(PREFIX)
-        stored[name.removesuffix(".weight") if ".lora_" in name else name] = tensor
-    has, needs = (
-        {name: list(x.shape) for name, x in each.items()}
-        for each in (stored, trained_parameters(hf))
-    )
-    if "score.weight" not in has:  # the adapter of a language model
-        needs.pop("score.weight", None)
-    for name in sorted(n for n in has.keys() | needs.keys() if has.get(n) != needs.get(n)):
-        needed = f"--model with these --lora_targets needs {needs.get(name, 'none')}"
-        raise ValueError(f"{label}: {name} is {has.get(name, 'missing')}, {needed}")
-    distributed.say(f"{label}: made for {base}")
+    with named_errors(f"--adapter {args.adapter}"):
+        require_unchanged(folder)
+        with named_errors("cannot read the checkpoint"):
+            base = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+            tensors = load_file(folder / WEIGHTS)
+        stored = {}
+        for key, tensor in tensors.items():
+            name = key.removeprefix(PREFIX)
+            stored[name.removesuffix(".weight") if ".lora_" in name else name] = tensor
+        has, needs = (
+            {name: list(x.shape) for name, x in each.items()}
+            for each in (stored, trained_parameters(hf))
+        )
+        if "score.weight" not in has:  # the adapter of a language model
+            needs.pop("score.weight", None)
+        for name in sorted(n for n in has.keys() | needs.keys() if has.get(n) != needs.get(n)):
+            needed = f"--model with these --lora_targets needs {needs.get(name, 'none')}"
+            raise ValueError(f"{name} is {has.get(name, 'missing')}, {needed}")
+    distributed.say(f"--adapter {args.adapter}: made for {base}")
     return stored

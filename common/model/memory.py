@@ -27,7 +27,9 @@ def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> 
     GPU, unless the flag is given. Return a line about memory. Call it when models and optimizers
     are loaded and a colocated engine sleeps. Collective."""
     ranks = next(trained[0].parameters()).device_mesh.size(-1)  # (shards,) or (copies, shards)
-    free, capacity = free_memory(trained[0].device)
+    gc.collect()  # a model that was dropped is a reference cycle
+    torch.cuda.empty_cache()  # what stays reserved may belong to the engine
+    free, capacity = torch.cuda.mem_get_info(trained[0].device)
     used = capacity - free
     if args.offload != "all":
         used += 4 / ranks * sum(num_weights(model, trained=True) for model in trained)  # gradients
@@ -45,13 +47,6 @@ def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> 
     kept = "recomputed" if recompute else "kept"
     size = needed(recompute) / GIB
     return f"memory per GPU, activations {kept}: {size:.1f} GiB of {capacity / GIB:.1f}"
-
-
-def free_memory(device: torch.device) -> tuple[float, float]:
-    """Return how many bytes of a GPU tensors can still take, and how many it has."""
-    gc.collect()  # a model that was dropped is a reference cycle
-    torch.cuda.empty_cache()  # what stays reserved may belong to the engine
-    return torch.cuda.mem_get_info(device)
 
 
 def is_capped(model: nn.Module) -> bool:
@@ -74,18 +69,20 @@ def training_peak(model: nn.Module, ranks: int, pack_tokens: int, recompute: boo
     last = (4 + 2 * size) * config.hidden_size  # the last norm and the head
     of_tower = 0 if model.images is None else size * model.images.kept_numbers()
     saved = (inputs + last + of_tower) * pack_tokens
-    head_trained = head_weights(model) if root_trained else 0
+    head = model.hf.get_output_embeddings()
+    num_head = 0 if head is None else head.weight.numel()  # 0: a scalar head
+    head_trained = num_head if root_trained else 0
 
     # In the forward two chunks of logits, in the backward the gradient of the head and as many
     # numbers per logit as the loss needs.
     chunk = chunk_size(config.vocab_size * (1 + model.distils), on_cuda=True)
-    logits = 4 * min(pack_tokens, chunk) * config.vocab_size if head_weights(model) else 0
+    logits = 4 * min(pack_tokens, chunk) * config.vocab_size if num_head else 0
     copies = 6 if model.distils else 2 if chunk < pack_tokens else 1.5
     of_head = max(2 * logits, 4 * head_trained + copies * logits)
     at_head = {
         "gathered weights": size * (root + block),
         "activations": saved,
-        "logits and head": of_head + size * head_weights(model) * model.distils,
+        "logits and head": of_head + size * num_head * model.distils,
     }
     at_block = {
         "gathered weights": size * (root + 2 * block),
@@ -134,12 +131,6 @@ def block_and_root(model: nn.Module, trained: bool = False) -> tuple[int, int]:
 def num_weights(module: nn.Module, trained: bool = False) -> int:
     """Return the number of weights of all ranks together, or of those with a gradient."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
-
-
-def head_weights(model: nn.Module) -> int:
-    """Return the weights of a head over the vocabulary; 0: a scalar head."""
-    head = model.hf.get_output_embeddings()
-    return 0 if head is None else head.weight.numel()
 
 
 def total(uses: Bytes) -> float:

@@ -18,15 +18,29 @@ from common.model.loading import (
 from common.model.logprobs import TokenStats
 
 
-def model_on_meta(path: str, label: str, dtype: torch.dtype, scalar: bool = False) -> nn.Module:
+def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Module, list]:
     """Return the model of a folder, whole, or its sequence classifier with one label, a `scalar`
-    head. It takes no memory: weights of `dtype`, float32 buffers."""
+    head, without dropout and in no memory: weights of `dtype`, float32 buffers. Also return
+    transformers' rules from the names in files to those of the model."""
     from transformers import AttentionInterface, AutoModelForSequenceClassification
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
-    config = packable_config(path, label)
+    config = load_config(path)
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}  # of the model, or of each type of layer
+    for fields in (rope, *rope.values()):
+        kind = fields.get("rope_type") if isinstance(fields, dict) else None
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(f"{kind} rotary embeddings mix packed sequences")
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in vars(part) if part is not None else ():
+            if name.endswith(("dropout", "pdrop", "jitter_noise")):
+                setattr(part, name, 0.0)
+    if method_of_quantization(config) is not None:
+        del config.quantization_config  # weights in MXFP4 are read as floats
     auto_class, kind = model_class(config), "language model"
     if scalar:
         auto_class, kind = AutoModelForSequenceClassification, "sequence classifier"
@@ -36,39 +50,22 @@ def model_on_meta(path: str, label: str, dtype: torch.dtype, scalar: bool = Fals
         attention = dict.fromkeys(config.sub_configs, "sdpa") | dict(text_config="packed")
     options = dict(attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
     # GPT-J, for example, has an attention table of its own.
-    needed = f"{kind} of {config.model_type} with packed attention"
-    with named_errors(f"{label}: transformers has no {needed}"):
+    with named_errors(f"transformers has no {kind} of {config.model_type} with packed attention"):
         with torch.device("meta"):
             hf = auto_class.from_config(config, **options)
         assert not scalar or isinstance(hf.score, nn.Linear), "the head is not linear"
-        if num_delta_nets(config.get_text_config()):
-            with extra("architectures", f"{label}: {config.model_type}"):
+        if num_delta_nets(text):
+            with extra("architectures", config.model_type):
                 from extras.architectures.delta_net import keep_sequences_apart
             keep_sequences_apart(hf)
+    if not isinstance(getattr(hf.get_decoder(), "layers", None), nn.ModuleList):
+        raise ValueError(f"{config.model_type} does not keep its blocks in `layers`")
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(dtype)
-    return hf
+    return hf, get_model_conversion_mapping(hf)  # before shards change the names of classes
 
 
-def packable_config(path: str, label: str):
-    """Return the configuration of a model without dropout."""
-    config = load_config(path)
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}  # of the model, or of each type of layer
-    for fields in (rope, *rope.values()):
-        kind = fields.get("rope_type") if isinstance(fields, dict) else None
-        if kind in ("dynamic", "longrope"):
-            raise ValueError(f"{label}: {kind} rotary embeddings mix packed sequences")
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        for name in vars(part) if part is not None else ():
-            if name.endswith(("dropout", "pdrop", "jitter_noise")):
-                setattr(part, name, 0.0)
-    if method_of_quantization(config) is not None:
-        del config.quantization_config  # weights in MXFP4 are read as floats
-    return config
-
-
-def require_context_ranks(hf: nn.Module, context_ranks: int, label: str) -> None:
+def require_context_ranks(hf: nn.Module, context_ranks: int) -> None:
     """Raise `ValueError` for a model whose layers a context group cannot divide."""
     config = hf.config.get_text_config()
     flag = f"--context_ranks {context_ranks}"
@@ -77,11 +74,11 @@ def require_context_ranks(hf: nn.Module, context_ranks: int, label: str) -> None
         raise ValueError(f"{flag}: {problem}; leave the flag out")
     heads = config.num_attention_heads
     if heads % context_ranks:
-        raise ValueError(f"{flag}: does not divide the {heads} attention heads of {label}")
+        raise ValueError(f"{flag}: does not divide the {heads} attention heads of the model")
 
 
 @torch.no_grad()
-def check_packing(model: nn.Module, label: str) -> None:
+def check_packing(model: nn.Module) -> None:
     """Refuse a model in which one sequence of a pack changes another, as in state-space layers, or
     whose log-probs differ from those of its own logits. Collective.
 
@@ -97,7 +94,7 @@ def check_packing(model: nn.Module, label: str) -> None:
     groups = [first, second], [other, second], [second]
     *packs, alone = (pack_groups([samples], 100, model.device)[0] for samples in groups)
     logits_TV = None
-    with named_errors(f"{label}: {model_type} has no packed forward"):
+    with named_errors(f"{model_type} has no packed forward"):
         x_T, y_T = (numbers_of(model(mb))[-second.num_targets :] for mb in packs)
         if model.hf.get_output_embeddings() is not None:
             model.unshard()  # the head belongs to the root, and this is not the root's forward
@@ -107,11 +104,11 @@ def check_packing(model: nn.Module, label: str) -> None:
     model.reshard()  # after a forward without backward the root is still whole
     if not x_T.isfinite().all():
         name = str(model.compute_dtype).removeprefix("torch.")
-        raise ValueError(f"{label}: its weights give numbers that are not finite in {name}")
+        raise ValueError(f"its weights give numbers that are not finite in {name}")
     if not (x_T - y_T).abs().max() < 1e-4:
-        raise ValueError(f"{label}: {model_type} does not keep packed sequences apart")
+        raise ValueError(f"{model_type} does not keep packed sequences apart")
     if model.images is not None:
-        model.images.check(model, label, first, second)
+        model.images.check(model, first, second)
     if logits_TV is None:
         return
     expected_T = logits_TV.log_softmax(-1).gather(-1, alone.targets_T[:, None])[:, 0]
@@ -119,7 +116,7 @@ def check_packing(model: nn.Module, label: str) -> None:
     tolerance = 1e-3 if model.compute_dtype == torch.float32 else 0.5
     tolerance *= max(1.0, logits_TV.abs().max().item() / 64)
     if not (expected_T - x_T).abs().max() < tolerance:
-        raise ValueError(f"{label}: {model_type} has a head that is not supported")
+        raise ValueError(f"{model_type} has a head that is not supported")
 
 
 def numbers_of(output: TokenStats | Tensor) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from common.config.extra import extra
-from common.config.groups import BaseArgs, TrainArgs
+from common.config.groups import BaseArgs
 from common.data.packing import PackedBatch
 from common.model.attention import packed_inputs
 from common.model.flops import forward_flops, matrix_weights, num_delta_nets
-from common.model.loading import base_dtype, fill, read_weights, rules_of, towers_of
+from common.model.loading import base_dtype, fill, named_errors, read_weights, towers_of
 from common.model.logprobs import Logits, TokenStats, logits_of, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters, read_adapter
 from common.model.packable import check_packing, model_on_meta, require_context_ranks
@@ -104,12 +104,6 @@ def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
-def master_dtype(args: BaseArgs, device: torch.device, changes: bool) -> torch.dtype:
-    """Return the dtype of the shards: float32 for weights that change. Frozen ones, also under
-    adapters, have the compute dtype, to which FSDP would cast them before every forward."""
-    return torch.float32 if changes and not args.lora_rank else compute_dtype(args, device)
-
-
 def load_policy(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model",
     kind: type[PackedModel] = Policy, moves: bool = False,
@@ -122,64 +116,65 @@ def load_policy(
     (`move_towards`). On device meta the model is neither sharded nor filled. `flag` stands in
     errors; `kind` is the class of the result. Collective. Raises `ValueError` for a model whose
     packs are not exact."""
-    # ---- the model on meta, what is trained, and what is recomputed ----
-    label, scalar = f"{flag} {path}", kind is ScalarModel
-    dtype = master_dtype(args, device, trainable or moves)
-    model = kind(model_on_meta(path, label, dtype, scalar), path)
-    if args.vision is not None and not scalar:
-        with extra("images", f"--vision {args.vision}"):
-            from extras.images.tower import Images
-        model.images = Images(model.hf, path, args, trainable)
-    hf = model.hf.requires_grad_(trainable)
-    towers = towers_of(hf)
-    rules = rules_of(hf)
-    for tower in towers:
-        tower.requires_grad_(trainable and args.vision == "train")
-        if model.images is None:  # it is only exported
-            tower.to(base_dtype(path))
-    recomputed = trainable and args.activation_checkpointing
-    # The default is true on CUDA, until `keep_activations_that_fit` (memory.py) turns it off.
-    if recomputed or (recomputed is None and device.type == "cuda"):
-        hf.get_decoder().gradient_checkpointing_enable(dict(use_reentrant=False))
-    model.train()  # for activation checkpointing; without dropout it changes nothing else
-    if not isinstance(getattr(hf.get_decoder(), "layers", None), nn.ModuleList):
-        raise ValueError(f"{label}: {hf.config.model_type} does not keep its blocks in `layers`")
-    if args.context_ranks > 1:
-        require_context_ranks(hf, args.context_ranks, label)
-    adapter = {}
-    if trainable and args.lora_rank:
-        add_adapters(hf, args, label)
-        # The adapter belongs to --model; a value model beside it starts with a new one.
-        if args.adapter and label.startswith("--model "):
-            adapter = read_adapter(hf, args)
-    if device.type == "meta":
+    with named_errors(f"{flag} {path}", ValueError):
+        # ---- the model on meta, what is trained, and what is recomputed ----
+        has_adapters = trainable and args.lora_rank > 0
+        # Weights that change are float32. FSDP would cast frozen ones, also under adapters, to the
+        # compute dtype before every forward.
+        changes = (trainable or moves) and not args.lora_rank
+        dtype = torch.float32 if changes else compute_dtype(args, device)
+        hf, rules = model_on_meta(path, dtype, kind is ScalarModel)
+        model = kind(hf, path)
+        if args.vision is not None and kind is not ScalarModel:
+            with extra("images", f"--vision {args.vision}"):
+                from extras.images.tower import Images
+            model.images = Images(hf, path, args, trainable)
+        hf.requires_grad_(trainable)
+        towers = towers_of(hf)
+        for tower in towers:
+            tower.requires_grad_(trainable and args.vision == "train")
+            if model.images is None:  # it is only exported
+                tower.to(base_dtype(path))
+        recomputed = args.activation_checkpointing if trainable else False
+        # By default on CUDA, until `keep_activations_that_fit` (memory.py) turns it off.
+        if device.type == "cuda" if recomputed is None else recomputed:
+            hf.get_decoder().gradient_checkpointing_enable(dict(use_reentrant=False))
+        model.train()  # for activation checkpointing; without dropout it changes nothing else
+        if args.context_ranks > 1:
+            require_context_ranks(hf, args.context_ranks)
+        adapter = {}
+        if has_adapters:
+            add_adapters(hf, args)
+            # The adapter belongs to --model; a value model beside it starts with a new one.
+            adapter = read_adapter(hf, args) if args.adapter and flag == "--model" else {}
+        if device.type == "meta":
+            return model
+
+        # ---- shards, and this rank's slices of the files ----
+        _set_threads(model, args, device)
+        setup_context_groups(args.context_ranks)
+        # A text run never gathers the towers. Those that read images belong to the root: ranks
+        # without images would not meet the others in a collective.
+        units = [*hf.get_decoder().layers, *(towers if model.images is None else ())]
+        shard(model, units, args, device, reshard_root=not trainable)
+        # Only parameters may stay on the host: FSDP gathers them on the device.
+        home = torch.device("cpu") if args.offload == "all" else device
+        if read_weights(hf, path, rules, home, device):  # without a scalar head
+            if not trainable:
+                raise ValueError("a language model without a reward head")
+            head, generator = hf.score.weight, torch.Generator().manual_seed(args.seed)
+            fill(head, torch.randn(head.shape, generator=generator) / (head.shape[1] + 1) ** 0.5)
+        if has_adapters:
+            fill_adapters(hf, adapter, args.seed)
+
+        # ---- packs equal their sequences ----
+        check_packing(model)
+        # A gated delta net has a state after the prefix, which attention's keys do not hold.
+        model.needs_whole_sequences = num_delta_nets(hf.config.get_text_config()) > 0
+        model.share_prefix = 0 if model.needs_whole_sequences else args.share_prefix
+        if model.share_prefix != args.share_prefix:
+            distributed.say(f"{hf.config.model_type} needs --share_prefix 0, which is taken")
         return model
-
-    # ---- shards, and this rank's slices of the files ----
-    _set_threads(model, args, device)
-    setup_context_groups(args.context_ranks)
-    # A text run never gathers the towers. Those that read images belong to the root: ranks without
-    # images would not meet the others in a collective.
-    units = [*hf.get_decoder().layers, *(towers if model.images is None else ())]
-    shard(model, units, args, device, reshard_root=not trainable)
-    home = torch.device("cpu") if offloads_all(args) else device
-    # Only parameters may stay on the host: FSDP gathers them on the device.
-    if read_weights(hf, path, label, rules, home, device):  # without a scalar head
-        if not trainable:
-            raise ValueError(f"{label}: a language model without a reward head")
-        head, generator = hf.score.weight, torch.Generator().manual_seed(args.seed)
-        fill(head, torch.randn(head.shape, generator=generator) / (head.shape[1] + 1) ** 0.5)
-    if trainable and args.lora_rank:
-        fill_adapters(hf, adapter, args.seed)
-
-    # ---- packs equal their sequences ----
-    check_packing(model, label)
-    # A gated delta net has a state after the prefix, which attention's keys do not hold.
-    model.needs_whole_sequences = num_delta_nets(hf.config.get_text_config()) > 0
-    model.share_prefix = 0 if model.needs_whole_sequences else args.share_prefix
-    if model.share_prefix != args.share_prefix:
-        distributed.say(f"{label}: {hf.config.model_type} needs --share_prefix 0, which is taken")
-    return model
 
 
 def load_scalar_model(
@@ -215,18 +210,13 @@ def move_towards(frozen: nn.Module, policy: nn.Module, rate: float) -> None:
 
 def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> None:
     """Choose the threads of this process, unless OMP_NUM_THREADS does: 1 is torchrun's default."""
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.matrix_weights < 1e7:
+    given = os.environ.get("OMP_NUM_THREADS")
+    if device.type == "cpu" and given is None and model.matrix_weights < 1e7:
         # In so small a model threads wait for each other longer than they compute.
         torch.set_num_threads(1)
-    steps_on_host = device.type == "cuda" and offloads_all(args)
-    if steps_on_host and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        cores = len(os.sched_getaffinity(0))
+    if device.type == "cuda" and args.offload == "all" and given in (None, "1"):
+        cores = len(os.sched_getaffinity(0))  # the optimizer step is on the host
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-
-
-def offloads_all(args: BaseArgs) -> bool:
-    """Return whether weights live on the host: frozen ones too, in scripts that train."""
-    return isinstance(args, TrainArgs) and args.offload == "all"
 
 
 def shard(
@@ -246,7 +236,7 @@ def shard(
         mesh=distributed.shard_mesh(device, args.shard_ranks),
         mp_policy=fsdp.MixedPrecisionPolicy(model.compute_dtype, reduce_dtype=torch.float32),
     )
-    if offloads_all(args):
+    if args.offload == "all":
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for block in model.hf.get_decoder().layers if args.compile else ():
         # The router decides the sizes of experts, and inductor fails to compile them in float32

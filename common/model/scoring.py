@@ -2,14 +2,13 @@
 scores of a reward model, log-probs of completions, and the stored log-probs of a reference."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from common.config.groups import TrainArgs
 from common.data.packing import (
     Minibatches,
     PackedBatch,
@@ -93,34 +92,23 @@ def score(model: ScalarModel, groups: list[list[list[int]]], pack_tokens: int) -
 
 # ---- of a data set, by the frozen reference ----
 
-# Groups of samples of the training rows, and of the held-out rows.
-Datasets = Sequence[Sequence[list[Sample]]]
-
 
 def reference_logps(
-    policy: Policy, datasets: Datasets, tokenizer, args, device: torch.device, needed: bool = True,
+    policy: Policy, datasets: Sequence[Sequence[list[Sample]]], tokenizer, args,
+    device: torch.device, needed: bool = True,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the log-probs of all completions by the reference, [groups, samples of a group] for
-    each data set; zeros if no reference is `needed`. Call this before a checkpoint is loaded: the
-    reference often is the starting model. Collective."""
+    """Return the log-probs of all completions by the reference, float64 [groups, samples of a
+    group] for each data set: the training rows and the held-out rows. Zeros if none is `needed`.
+
+    One pass computes them and stores them in the run's folder, in `reference_logps.json`, for the
+    same samples and reference. Call this before a checkpoint is loaded: the reference often is the
+    starting model. Collective."""
+    shapes = [(len(groups), len(groups[0]) if groups else 0) for groups in datasets]
     if not needed:
-        return [torch.zeros(shape) for shape in _shapes(datasets)]
+        return [torch.zeros(shape) for shape in shapes]
     path = resolve_model(args.reference_model or args.model, "--reference_model")
     require_same_tokenizer("--reference_model", path, tokenizer)
-
-    def load() -> Policy:
-        return load_reference(policy, args, device, path) if args.reference_model else policy
-
-    return store_reference_logps(datasets, path, load, Path(args.output_dir), args)
-
-
-def store_reference_logps(
-    datasets: Datasets, path: str, load: Callable[[], Policy], folder: Path, args: TrainArgs
-) -> list[Tensor]:
-    """Return the log-probs of completions by the reference, float64, as `reference_logps` does:
-    those in `reference_logps.json` of the run's folder, if it has the same samples and reference.
-    Otherwise the reference computes them in one pass and stores them. Collective."""
-    file = folder / "reference_logps.json"
+    file = Path(args.output_dir) / "reference_logps.json"
     digest, stored = "", {}
     if distributed.is_main():
         folders = [each for each in (path, args.adapter) if each]
@@ -130,20 +118,16 @@ def store_reference_logps(
     digest, stored = distributed.from_main((digest, stored))  # machines may have copies of the file
     if stored.get("digest") != digest:
         distributed.say(f"the reference scores {sum(map(len, datasets))} rows once")
-        model, groups, logps = load(), chain(*datasets), []
+        model = load_reference(policy, args, device, path) if args.reference_model else policy
+        groups, logps = chain(*datasets), []
         while batch := list(islice(groups, 512 * distributed.world_size())):
             scored = sequence_sums(model, distributed.share_of(batch), args.pack_tokens)
             logps += per_sample(*scored, (sum(map(len, batch)),)).tolist()
         stored = dict(digest=digest, logps=logps)
         if distributed.is_main():
             durable.write_json(file, stored)
-    shapes = _shapes(datasets)
     columns = torch.tensor(stored["logps"], dtype=torch.float64).split([g * s for g, s in shapes])
     return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
-
-
-def _shapes(datasets: Datasets) -> list[tuple[int, int]]:
-    return [(len(groups), len(groups[0]) if groups else 0) for groups in datasets]
 
 
 def digest_of(

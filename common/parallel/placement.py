@@ -62,61 +62,58 @@ class GroupShape(NamedTuple):
 def place(
     ranks: list[list[GroupShape]], num_bins: int, max_tokens: int, together: bool
 ) -> tuple[dict[Key, GroupShape], Rows]:
-    """Split the groups of all ranks into parts, unless their sequences have to stay `together`, and
-    `assign` these so that every rank has the same work. Return them with the rows. A part has at
-    most a rank's share of all tokens: large parts compute few prefixes."""
+    """Assign the groups of all ranks to rows of `num_bins` bins: one micro-batch of each context
+    group. Return the groups with the rows.
+
+    Groups are split into parts, unless their sequences have to stay `together`. A part has at most
+    a rank's share of all tokens: large parts compute few prefixes. The sizes in a bin add up to at
+    most `max_tokens`, and the bins of a row cost about the same. There are as few rows as best-fit
+    decreasing needs."""
     if not together:
         share = sum(group.size for group in chain(*ranks)) // num_bins + 1
         limit = min(max_tokens, share)
         ranks = [[*chain(*(group.parts(limit) for group in rank))] for rank in ranks]
-    keyed = {(r, i): group for r, rank in enumerate(ranks) for i, group in enumerate(rank)}
-    return keyed, assign(keyed, num_bins, max_tokens)
-
-
-def assign(groups: dict[Key, GroupShape], num_bins: int, max_tokens: int) -> Rows:
-    """Assign groups of sequences to rows of `num_bins` bins: one micro-batch of each context group.
-    A group stays whole, the sizes in a bin add up to at most `max_tokens`, and the bins of a row
-    cost about the same. There are as few rows as best-fit decreasing needs."""
+    groups = {(r, i): group for r, rank in enumerate(ranks) for i, group in enumerate(rank)}
     bins = best_fit(groups, max_tokens)
     num_rows = max(1, math.ceil(len(bins) / num_bins))
-    costs = {key: group.cost for key, group in groups.items()}
     if num_bins > 1:
-        even = longest_first(costs, num_rows * num_bins)
+        even = longest_first(groups, num_rows * num_bins)
         if all(sum(groups[key].size for key in keys) <= max_tokens for keys in even):
             bins = even
     bins += [[] for _ in range(num_rows * num_bins - len(bins))]
-    bins.sort(key=lambda keys: -sum(costs[key] for key in keys))
-    return [bins[first : first + num_bins] for first in range(0, len(bins), num_bins)]
+    bins.sort(key=lambda keys: -sum(groups[key].cost for key in keys))
+    rows = [bins[first : first + num_bins] for first in range(0, len(bins), num_bins)]
+    return groups, rows
 
 
 def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
     """Put the groups, largest first, each into the bin that it fills best."""
-    sizes = {key: group.size for key, group in groups.items()}
     bins: list[list[Key]] = []
     room: list[tuple[int, int]] = []  # sorted: (space left, bin)
-    for key in sorted(groups, key=lambda key: (-sizes[key], key)):
-        if sizes[key] > max_tokens:
+    for negative_size, key in sorted((-group.size, key) for key, group in groups.items()):
+        size = -negative_size
+        if size > max_tokens:
             count, R = len(groups[key].lengths), context_group_size()
             what = "a sequence has" if count == 1 else f"{count} sequences to keep together take"
             flags = f"--pack_tokens {max_tokens // R}" + f" x --context_ranks {R}" * (R > 1)
             advice = "raise --pack_tokens or --context_ranks"
-            raise ValueError(f"{flags}: {what} {sizes[key]} tokens; {advice}")
-        at = bisect.bisect_left(room, (sizes[key], -1))
+            raise ValueError(f"{flags}: {what} {size} tokens; {advice}")
+        at = bisect.bisect_left(room, (size, -1))
         if at == len(room):  # a new bin
             room.append((max_tokens, len(bins)))
             bins.append([])
         space, i = room.pop(at)
         bins[i].append(key)
-        bisect.insort(room, (space - sizes[key], i))
+        bisect.insort(room, (space - size, i))
     return bins
 
 
-def longest_first(costs: dict[Key, float], num_bins: int) -> list[list[Key]]:
+def longest_first(groups: dict[Key, GroupShape], num_bins: int) -> list[list[Key]]:
     """Put the groups, most expensive first, each into the cheapest bin."""
     bins: list[list[Key]] = [[] for _ in range(num_bins)]
     loads = [(0.0, i) for i in range(num_bins)]
-    for key in sorted(costs, key=lambda key: (-costs[key], key)):
+    for cost, key in sorted((-group.cost, key) for key, group in groups.items()):
         load, i = loads[0]
         bins[i].append(key)
-        heapq.heapreplace(loads, (load + costs[key], i))
+        heapq.heapreplace(loads, (load - cost, i))
     return bins

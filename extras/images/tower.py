@@ -77,7 +77,7 @@ class Images:
         return sum(p.flatten()[0] for p in weights if p.requires_grad)
 
     @torch.no_grad()
-    def check(self, model: nn.Module, label: str, first: Sample, second: Sample) -> None:
+    def check(self, model: nn.Module, first: Sample, second: Sample) -> None:
         """Refuse a model in which an image in one sequence of a pack changes another, or does
         not change its own. `first` and `second` are samples without images. Collective. Raises
         `ValueError`."""
@@ -99,9 +99,9 @@ class Images:
         differs_T = (x_T - y_T).abs()
         n = second.num_targets
         if not differs_T[-n:].max() < 1e-4:
-            raise ValueError(f"{label}: an image of one packed sequence changes another sequence")
+            raise ValueError("an image of one packed sequence changes another sequence")
         if not differs_T[:-n].max() > 0:
-            raise ValueError(f"{label}: another image does not change the log-probs behind it")
+            raise ValueError("another image does not change the log-probs behind it")
 
     def limit_exported(self, files: dict[str, bytes]) -> None:
         """Set `--max_pixels` in the exported `files` of the image processor, which has a file or a

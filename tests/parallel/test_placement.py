@@ -8,7 +8,7 @@ from helpers import ROOT, assert_close_metrics, run, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.parallel.placement import GroupShape, assign
+from common.parallel.placement import GroupShape, place
 
 LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_size=40)
 
@@ -16,34 +16,33 @@ LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_siz
 # ---- assignment ----
 
 
+def placed(groups: list[list[int]], num_bins: int, max_tokens: int):
+    """Place groups of three ranks whose sequences have these lengths and stay together."""
+    shapes = [GroupShape(lengths, [0] * len(lengths)) for lengths in groups]
+    return place([shapes[rank::3] for rank in range(3)], num_bins, max_tokens, together=True)
+
+
 @given(LENGTHS, st.integers(1, 5), st.integers(60, 200))
 def test_every_group_is_assigned_once_to_one_bin_within_the_limit(groups, num_bins, max_tokens):
-    lengths = {
-        (i % 3, i // 3): GroupShape(group, [0] * len(group)) for i, group in enumerate(groups)
-    }
-    rows = assign(lengths, num_bins, max_tokens)
+    shapes, rows = placed(groups, num_bins, max_tokens)
     assert {len(row) for row in rows} == {num_bins}
-    assert sorted(key for row in rows for keys in row for key in keys) == sorted(lengths)
-    assert all(
-        sum(sum(lengths[key].lengths) for key in keys) <= max_tokens for row in rows for keys in row
-    )
+    bins = [keys for row in rows for keys in row]
+    assert sorted(key for keys in bins for key in keys) == sorted(shapes)
+    assert all(sum(sum(shapes[key].lengths) for key in keys) <= max_tokens for keys in bins)
 
 
 @given(LENGTHS, st.integers(2, 5))
 def test_costs_of_bins_without_a_limit_differ_by_at_most_one_group(groups, num_bins):
-    shapes = {(0, i): GroupShape(group, [0] * len(group)) for i, group in enumerate(groups)}
-    (row,) = assign(shapes, num_bins, 10_000)
+    shapes, (row,) = placed(groups, num_bins, 10_000)
     costs = [sum(shapes[key].cost for key in keys) for keys in row]
-    assert (
-        max(costs) - min(costs) <= max((shape.cost for shape in shapes.values()), default=0) + 1e-9
-    )
+    largest = max((shape.cost for shape in shapes.values()), default=0)
+    assert max(costs) - min(costs) <= largest + 1e-9
 
 
 def test_number_of_rows_is_minimal():
-    sizes = (60, 50, 50, 40, 30, 30, 20, 20)  # 300: three full bins of 100
-    lengths = {(0, i): GroupShape([n], [0]) for i, n in enumerate(sizes)}
-    assert [len(assign(lengths, bins, 100)) for bins in (1, 2)] == [3, 2]
-    assert len(assign({}, 4, 100)) == 1
+    groups = [[n] for n in (60, 50, 50, 40, 30, 30, 20, 20)]  # 300: three full bins of 100
+    assert [len(placed(groups, bins, 100)[1]) for bins in (1, 2)] == [3, 2]
+    assert len(placed([], 4, 100)[1]) == 1
 
 
 def test_oversized_group_is_refused_and_names_the_flag():
@@ -52,7 +51,7 @@ def test_oversized_group_is_refused_and_names_the_flag():
         ([6, 6], "2 sequences to keep together take 12 tokens"),
     ):
         with pytest.raises(ValueError, match=f"^--pack_tokens 10: {words}"):
-            assign({(0, 0): GroupShape(lengths, [0] * len(lengths))}, 2, 10)
+            placed([lengths], 2, 10)
 
 
 # ---- ranks ----
@@ -231,7 +230,6 @@ def test_context_ranks_must_divide_ranks_and_heads(device):
 
     with pytest.raises(ValueError, match="^--context_ranks 3 must divide the 4 training ranks$"):
         check_ranks(sft.Args(context_ranks=3), 4)
-    with pytest.raises(
-        ValueError, match="--context_ranks 3: does not divide the 4 attention heads of --model "
-    ):
+    words = "^--context_ranks 3: does not divide the 4 attention heads of the model$"
+    with pytest.raises(ValueError, match=words):
         load_policy(tiny_model(), TrainArgs(context_ranks=3), device)
