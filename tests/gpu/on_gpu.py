@@ -45,10 +45,8 @@ def started(ranks: int, script: str, *flags: object, **variables: object) -> sub
 def measured(program: Path, *arguments: object) -> dict:
     """Return the last line of a program of tests/gpu. The program is a separate process, because
     vLLM starts only once per process."""
-    on_cpu = int(ON_CPU)
-    return json.loads(
-        launch(1, program, *arguments, ONEFILE_GPU_TESTS_ON_CPU=on_cpu).stdout.splitlines()[-1]
-    )
+    done = launch(1, program, *arguments, ONEFILE_GPU_TESTS_ON_CPU=int(ON_CPU))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:

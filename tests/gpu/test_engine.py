@@ -51,6 +51,5 @@ def test_optimizer_step_fits_between_sleep_and_wake(engine, dtype):
     test_grpo.test_engine_and_trainer_agree_on_every_step."""
     found = measured(PROGRAM, "step", engine, dtype, "tiny")
     bound = 0.02 if dtype == "bfloat16" else 1e-3
-    assert (
-        found["grad_norm"] > 0 and found["stale"]["mean"] > 2 * bound > 2 * found["after"]["mean"]
-    ), found
+    assert found["grad_norm"] > 0, found
+    assert found["stale"]["mean"] > 2 * bound > 2 * found["after"]["mean"], found

@@ -69,7 +69,7 @@ def test_experts_without_tokens_have_zero_gradients(model_type, dtype, lengths, 
     """A pack of one token leaves most experts without any, where grouped matrix products have hung,
     and have had gradients of old memory. The gradient equals that on the CPU, and an expert without
     tokens has none. Three packs, because the first one may find fresh memory. CPU twin:
-    test_moe.test_gradient_does_not_depend_on_packing."""
+    test_coverage.test_architecture_is_exact."""
     path, gradients = checkpoint(model_type, tmp_path), []
     for where in (device, torch.device("cpu")):
         policy = load_policy(path, TrainArgs(dtype=dtype), where)

@@ -27,9 +27,8 @@ def trained(device, offload: str) -> tuple[dict[str, torch.Tensor], list[float]]
     policy = load_policy(tiny_model(), args, device)
     optimizer, norms = adamw(policy, args), []
     for step in range(3):
-        for mb in pack(
-            [Sample(list(range(n, n + 50)), [True] * 50) for n in (3 + step, 30)], 60, device
-        ):
+        samples = [Sample([*range(n, n + 50)], [True] * 50) for n in (3 + step, 30)]
+        for mb in pack(samples, 60, device):
             logprobs_T, *_ = policy(mb)
             (-logprobs_T.mean()).backward()
         norms.append(optimizer_step(policy, optimizer, args.lr, 1.0, logprobs_T.detach().sum()))

@@ -71,9 +71,8 @@ def compare(script: str, dtype: str, folder: Path, *flags: object) -> None:
     if dtype == "float32":
         assert_close_metrics(folder / "1", folder / "2", names, rel=2e-3, floor=0.1)
         return assert_close_metrics(folder / "1", folder / "2", ("num_tokens", "epoch"), rel=0)
-    one, two = (
-        next(line for line in metrics(folder / ranks) if line["step"] == 1) for ranks in "12"
-    )
+    lines = ([line for line in metrics(folder / ranks) if line["step"] == 1] for ranks in "12")
+    (one,), (two,) = lines
     for name in names:
         assert abs(one[name] - two[name]) < 0.03 * (0.1 + abs(one[name])), (name, one, two)
 
@@ -102,9 +101,8 @@ def test_context_ranks_train_like_one_gpu(script, tmp_path):
         where += ("--output_dir", tmp_path / str(ranks))
         exact = ("--dtype", "float32", "--activation_checkpointing", "true")
         launch(ranks, f"{script}.py", *flags, *sampling, *where, *exact)
-    firsts = [
-        [line for line in metrics(tmp_path / ranks) if line["step"] > 0][:STEPS] for ranks in "12"
-    ]
+    lines = ([line for line in metrics(tmp_path / ranks) if line["step"] > 0] for ranks in "12")
+    firsts = (each[:STEPS] for each in lines)
     for one, two in zip(*firsts, strict=True):
         assert one["num_tokens"] == two["num_tokens"]
         for name in ("loss", "grad_norm"):

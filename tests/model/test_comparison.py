@@ -1,5 +1,6 @@
 """Comparison of student and teacher: values and gradients equal those of whole logits."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -18,12 +19,17 @@ from common.objectives.divergence import forward_kl
 
 
 def whole(logits: Logits, temperature: float) -> torch.Tensor:
-    logits_TV = logits.hidden_TD @ logits.head_VD.T + (
-        0 if logits.bias_V is None else logits.bias_V
-    )
-    logits_TV = logits_TV * logits.scale
+    bias_V = 0 if logits.bias_V is None else logits.bias_V
+    logits_TV = (logits.hidden_TD @ logits.head_VD.T + bias_V) * logits.scale
     cap = logits.softcap
     return (logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)) / temperature
+
+
+def gradients(values: Sequence[torch.Tensor], weights_2T, student: Logits) -> tuple:
+    """Return the gradients of a weighted sum of log-probs and divergences, those that have a
+    weight."""
+    pairs = [(x_T * w_T).sum() for x_T, w_T in zip(values, weights_2T, strict=False) if w_T.any()]
+    return torch.autograd.grad(sum(pairs), student[:3], retain_graph=True)
 
 
 @pytest.fixture(
@@ -35,12 +41,7 @@ def models(request, monkeypatch):
     monkeypatch.setattr(logprobs, "CPU_CHUNK", 5)
     generator, (ours, theirs) = torch.Generator().manual_seed(3), request.param
     draw = partial(torch.randn, dtype=torch.float64, generator=generator)
-    student = Logits(
-        draw(13, 8).requires_grad_(),
-        draw(ours, 8).requires_grad_(),
-        draw(ours).requires_grad_(),
-        0.8,
-    )
+    student = Logits(*(draw(*n).requires_grad_() for n in ((13, 8), (ours, 8), (ours,))), 0.8)
     teacher = Logits(draw(13, 6), draw(theirs, 6), None, 1.3, 3.0)
     return student, teacher, torch.randint(37, (13,), generator=generator), draw(2, 13)
 
@@ -53,11 +54,8 @@ def test_values_and_gradients_equal_those_of_whole_logits(models, name, softcap)
     both = min(len(student.head_VD), len(teacher.head_VD))
     ours = compare(student, teacher, targets_T, temperature, CHOSEN[name])
     logits_TV, theirs_TV = whole(student, temperature), whole(teacher, temperature)[:, :both]
-    p_TV, q_TV, logp_TV = (
-        logits_TV[:, :both].softmax(-1),
-        theirs_TV.softmax(-1),
-        logits_TV.log_softmax(-1),
-    )
+    p_TV, q_TV = (x_TV[:, :both].softmax(-1) for x_TV in (logits_TV, theirs_TV))
+    logp_TV = logits_TV.log_softmax(-1)
     expected = (
         logp_TV.gather(-1, targets_T[:, None])[:, 0],
         naive(name, p_TV, q_TV),
@@ -67,40 +65,23 @@ def test_values_and_gradients_equal_those_of_whole_logits(models, name, softcap)
         -(q_TV * q_TV.log()).sum(-1),
         torch.ones(len(q_TV)).double(),
     )
-    for value, wanted in zip(ours, expected, strict=False):
-        torch.testing.assert_close(value, wanted, **EXACT)
+    torch.testing.assert_close(tuple(ours[:7]), expected, **EXACT)
     assert torch.equal(ours.agree_T, p_TV.argmax(-1) == q_TV.argmax(-1))
     for through in ((1, 1), (0, 1), (1, 0)):  # log-probs, divergence
-        gradients = (
-            torch.autograd.grad(
-                sum((values[i] * weights_2T[i]).sum() for i in (0, 1) if through[i]),
-                student[:3],
-                retain_graph=True,
-            )
-            for values in (ours, expected)
-        )
-        for gradient, wanted in zip(*gradients, strict=True):
-            torch.testing.assert_close(gradient, wanted, **EXACT)
+        some_2T = weights_2T * torch.tensor(through)[:, None]
+        both_gradients = (gradients(values, some_2T, student) for values in (ours, expected))
+        torch.testing.assert_close(*both_gradients, **EXACT)
 
 
 def naive_top(q_TV, top_k, *distributions):
     """Return each distribution as [T, K + 1]: the probabilities of q's K largest tokens, and the
     sum of the others."""
-    ranked = [sorted(range(q_TV.shape[1]), key=lambda v: -q_V[v].item()) for q_V in q_TV]  # noqa: B023
-    return [
-        torch.stack(
-            [
-                torch.stack(
-                    [
-                        *(x_V[v] for v in order[:top_k]),
-                        *[sum(x_V[v] for v in order[top_k:])][: len(order) - top_k],
-                    ]
-                )
-                for x_V, order in zip(x_TV, ranked, strict=True)
-            ]
-        )
-        for x_TV in distributions
-    ]
+    order_TV = q_TV.argsort(-1, descending=True)
+    ranked = [x_TV.gather(-1, order_TV) for x_TV in distributions]
+    rests = [x_TV[:, top_k:].sum(-1, keepdim=True) for x_TV in ranked]
+    has_rest = top_k < q_TV.shape[1]
+    both = zip(ranked, rests, strict=True)
+    return [torch.cat([x_TV[:, :top_k], rest_T1[:, :has_rest]], -1) for x_TV, rest_T1 in both]
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 37])
@@ -108,39 +89,29 @@ def naive_top(q_TV, top_k, *distributions):
 def test_top_k_with_a_rest_bucket_equals_coarsened_distributions(models, name, top_k):
     """Values and gradients are those of the coarsened distributions. The value is at most the full
     divergence, and equal at K = V. A stored TopK gives the same numbers as the teacher."""
-    student, teacher, targets_T, (weights_T, _) = models
+    student, teacher, targets_T, weights_2T = models
     both = min(len(student.head_VD), len(teacher.head_VD))
     ours = compare(student, teacher, targets_T, 0.8, CHOSEN[name], top_k)
     full = compare(student, teacher, targets_T, 0.8, CHOSEN[name])
-    p_TV, q_TV = (
-        whole(student, 0.8)[:, :both].softmax(-1),
-        whole(teacher, 0.8)[:, :both].softmax(-1),
-    )
+    p_TV, q_TV = (whole(x, 0.8)[:, :both].softmax(-1) for x in (student, teacher))
     p_TS, q_TS = naive_top(q_TV, top_k, p_TV, q_TV)
-    wanted_T = naive(name, p_TS, q_TS)
-    torch.testing.assert_close(ours.divergence_T, wanted_T, **EXACT)
-    torch.testing.assert_close(ours.reverse_kl_T, kl(p_TS, q_TS), **EXACT)
+    wanted = ours.logprobs_T, naive(name, p_TS, q_TS), ours.entropy_T, kl(p_TS, q_TS)
+    torch.testing.assert_close(tuple(ours[:4]), wanted, **EXACT)
     torch.testing.assert_close(ours.teacher_mass_T, q_TS[:, :top_k].sum(-1), **EXACT)
-    for value, same in zip(
-        (*ours[:1], *ours[4:6], ours[7]), (*full[:1], *full[4:6], full[7]), strict=True
-    ):
-        torch.testing.assert_close(value, same, **EXACT)
+    for i in (0, 4, 5, 7):  # what coarsening does not change
+        torch.testing.assert_close(ours[i], full[i], **EXACT)
     assert (ours.divergence_T <= full.divergence_T + 1e-12).all()
     if top_k == both:
         torch.testing.assert_close(ours.divergence_T, full.divergence_T, **EXACT)
     else:
         assert (ours.divergence_T < full.divergence_T).any()
-    kept = compare(
-        student, most_likely(teacher, targets_T, 0.8, both, top_k), targets_T, 0.8, CHOSEN[name]
-    )
-    assert all(torch.equal(a, b) for a, b in zip(kept, ours, strict=True))
-    gradients = (
-        torch.autograd.grad((value_T * weights_T).sum(), student[:3], retain_graph=True)
-        for value_T in (ours.divergence_T, kept.divergence_T, wanted_T)
-    )
-    for gradient, same, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(gradient, wanted, **EXACT)
-        assert torch.equal(gradient, same)
+    stored = most_likely(teacher, targets_T, 0.8, both, top_k)
+    kept = compare(student, stored, targets_T, 0.8, CHOSEN[name])
+    assert all(map(torch.equal, kept, ours))
+    of_divergence_2T = weights_2T * torch.tensor([[0], [1]])
+    found, same, expected = (gradients(x, of_divergence_2T, student) for x in (ours, kept, wanted))
+    torch.testing.assert_close(found, expected, **EXACT)
+    assert all(map(torch.equal, found, same))
 
 
 def test_rest_bucket_without_mass_has_finite_gradients():
@@ -151,28 +122,23 @@ def test_rest_bucket_without_mass_has_finite_gradients():
         torch.tensor([[300.0, 0, 0, 1], [300.0, 1, 2, 0]]),
     )
     for divergence in CHOSEN.values():
-        hidden_TD = peaked.clone().requires_grad_()
-        out = compare(
-            Logits(hidden_TD, head_VD), Logits(other, head_VD), none_T, 1.0, divergence, top_k=1
-        )
+        student = Logits(peaked.clone().requires_grad_(), head_VD)
+        out = compare(student, Logits(other, head_VD), none_T, 1.0, divergence, top_k=1)
         out.divergence_T.sum().backward()
-        assert out.divergence_T.isfinite().all() and hidden_TD.grad.isfinite().all()
+        assert out.divergence_T.isfinite().all() and student.hidden_TD.grad.isfinite().all()
 
 
 def test_teacher_logprobs_train_only_the_student(device):
     """The copy of the teacher's head outlives the teacher's forward; only the student has
     gradients."""
     args, folder = TrainArgs(dtype="float32"), tiny_model()
-    student, teacher = (
-        load_policy(folder, args, device, kind=Student),
-        load_policy(folder, args, device, trainable=False, kind=Teacher),
-    )
+    student = load_policy(folder, args, device, kind=Student)
+    teacher = load_policy(folder, args, device, trainable=False, kind=Teacher)
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(1.1)
-    (mb,) = pack(
-        [Sample([5, 8, 13, 21, 34], [True] * 5), Sample([3, 4, 7], [True] * 3)], 100, device
-    )
+    samples = [Sample(ids, [True] * len(ids)) for ids in ([5, 8, 13, 21, 34], [3, 4, 7])]
+    (mb,) = pack(samples, 100, device)
     out = student.distill(mb, teacher.teach(mb), forward_kl, temperature=0.7)
     with torch.no_grad():
         plain = [model(mb, temperature=0.7)[:2] for model in (student, teacher)]

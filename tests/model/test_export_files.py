@@ -50,9 +50,8 @@ def base(tmp_path) -> Path:
 def change(folder: Path, name: str, **fields) -> None:
     """Change fields of a JSON file, or remove those that become None."""
     content = json.loads((folder / name).read_text()) | fields
-    (folder / name).write_text(
-        json.dumps({key: value for key, value in content.items() if value is not None})
-    )
+    kept = {key: value for key, value in content.items() if value is not None}
+    (folder / name).write_text(json.dumps(kept))
 
 
 def export(base: Path, tokenizer=None) -> dict[str, bytes]:
@@ -82,36 +81,30 @@ def test_tokenizer_files_keep_their_bytes(base):
         assert content == (base / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(
-    "place", ["tokenizer_config.json", "chat_template.jinja", "both", "nowhere"]
-)
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "both", ""])
 def test_another_template_is_written_where_the_base_has_its_own(place, base, tmp_path):
-    if place in ("chat_template.jinja", "both"):
+    """A file takes precedence; with it, templates for other purposes go."""
+    more = "additional_chat_templates/rag.jinja"
+    has_file = place in ("chat_template.jinja", "both")
+    if has_file:
         (base / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-        (base / "additional_chat_templates").mkdir()
-        (base / "additional_chat_templates" / "rag.jinja").write_text("other")
-    if place in ("chat_template.jinja", "nowhere"):
+        (base / more).parent.mkdir()
+        (base / more).write_text("other")
+    if place in ("chat_template.jinja", ""):
         change(base, "tokenizer_config.json", chat_template=None)
     before = export(base)
     assert before["tokenizer_config.json"] == (base / "tokenizer_config.json").read_bytes()
-    assert ("additional_chat_templates/rag.jinja" in before) == (
-        place in ("chat_template.jinja", "both")
-    )
-
+    assert (more in before) == has_file
     tokenizer = load_tokenizer(str(base))
     (tmp_path / "other.jinja").write_text(OTHER_TEMPLATE)
     use_template(tokenizer, str(tmp_path / "other.jinja"))
     files = export(base, tokenizer)
-    template = json.loads(files["tokenizer_config.json"]).get("chat_template")
-    if place in ("chat_template.jinja", "both"):
-        assert files["chat_template.jinja"].decode() == OTHER_TEMPLATE and template is None
-        assert "additional_chat_templates/rag.jinja" not in files
-    else:
-        assert template == OTHER_TEMPLATE and "chat_template.jinja" not in files
+    found = json.loads(files["tokenizer_config.json"]).get("chat_template")
+    assert found == (None if has_file else OTHER_TEMPLATE)
+    assert files.get("chat_template.jinja") == (OTHER_TEMPLATE.encode() if has_file else None)
     assert AutoTokenizer.from_pretrained(written(files, base)).chat_template == OTHER_TEMPLATE
-    assert {name for name in before if files.get(name) != before[name]} <= {
-        "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/rag.jinja",
-    }  # fmt: skip
+    changed = {name for name in before if files.get(name) != before[name]}
+    assert changed <= {"tokenizer_config.json", "chat_template.jinja", more}
 
 
 def test_new_eos_is_written_to_both_files(base):
@@ -174,6 +167,8 @@ def test_config_in_the_form_of_transformers_4_stays(base):
 
 
 LINEAR = dict(rope_type="linear", factor=2.0)
+LOCAL = dict(rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=LINEAR)
+NEOX = dict(rotary_pct=0.5, rotary_emb_base=2e4)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +176,9 @@ LINEAR = dict(rope_type="linear", factor=2.0)
     [
         (LlamaConfig(rope_parameters=LINEAR | dict(rope_theta=1e5)),
          dict(rope_theta=1e5, rope_scaling=LINEAR)),
-        (Gemma3TextConfig(rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=LINEAR),
-         dict(rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=LINEAR)),
-        (AutoConfig.for_model("gpt_neox", rotary_pct=0.5, rotary_emb_base=2e4),
-         dict(rope_theta=2e4, rope_scaling=None, partial_rotary_factor=0.5, rotary_emb_base=2e4,
-              rotary_pct=0.5)),
+        (Gemma3TextConfig(**LOCAL), LOCAL),
+        (AutoConfig.for_model("gpt_neox", **NEOX),
+         NEOX | dict(rope_theta=2e4, rope_scaling=None, partial_rotary_factor=0.5)),
         (Qwen3MoeConfig(num_experts=5), dict(rope_theta=1e4, rope_scaling=None, num_experts=5)),
     ],
 )  # fmt: skip

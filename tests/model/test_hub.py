@@ -3,6 +3,7 @@
 import json
 import shutil
 from itertools import product
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -81,6 +82,10 @@ def test_only_the_weights_of_the_index_are_downloaded(tmp_path, monkeypatch):
     assert all(call == ("org/model", None, first[2]) for call in calls)
 
 
+BROKEN = "the tokenizer cannot be loaded"
+FP8 = '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}'
+
+
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
@@ -90,17 +95,13 @@ def test_only_the_weights_of_the_index_are_downloaded(tmp_path, monkeypatch):
         ("model.safetensors.index.json", "[]", "model.safetensors.index.json: "),
         ("config.json", "{oops", "config.json: "),
         ("config.json", "[]", "config.json: "),
-        ("tokenizer.json", "{oops", "the tokenizer cannot be loaded"),
-        ("tokenizer.json", "[" * 100_000, "the tokenizer cannot be loaded"),
-        ("tokenizer.json", "{}", "the tokenizer cannot be loaded"),
-        ("tokenizer.json", None, "the tokenizer cannot be loaded"),
-        ("tokenizer_config.json", "[]", "the tokenizer cannot be loaded"),
         ("config.json", '{"model_type": "nonesuch"}', "config.json: "),
-        (
-            "config.json",
-            '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}',
-            "quantized",
-        ),
+        ("config.json", FP8, "quantized"),
+        ("tokenizer.json", "[" * 100_000, BROKEN),
+        ("tokenizer.json", "{}", BROKEN),
+        ("tokenizer.json", None, BROKEN),
+        ("tokenizer_config.json", "[]", BROKEN),
+        ("tokenizer_config.json", "{}", "the tokenizer has no EOS token"),
     ],
 )
 def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
@@ -114,77 +115,54 @@ def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
     assert "\n" not in str(error.value)
 
 
-HOSTILE = (-4, 0, 10**12, 10**30, "x", [])
+def with_config(folder: Path, **fields) -> Path:
+    """Return a copy of `tiny` with other fields in its config."""
+    shutil.copytree(tiny_model(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
 
 
 def test_hostile_values_in_a_config_are_one_line_or_harmless(tmp_path):
     """Nothing of the size that they name is allocated: the shapes of the weights are compared
     first."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model(), folder)
+    folder = with_config(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    args = TrainArgs(model=str(folder))
     fields = [name for name in config if name != "transformers_version"]
-    for field, value in product([*fields, None], HOSTILE):
+    for field, value in product([*fields, None], (-4, 0, 10**12, 10**30, "x", [])):
         (folder / "config.json").write_text(json.dumps(config | {field: value} if field else value))
         try:
-            load_policy(resolve_model(str(folder)), args, torch.device("meta"))
+            load_policy(resolve_model(str(folder)), TrainArgs(), torch.device("meta"))
         except ValueError as error:
-            assert "\n" not in str(error) and str(error).startswith(f"--model {folder}: "), (
-                field,
-                value,
-            )
+            text = str(error)
+            assert text.startswith(f"--model {folder}: ") and "\n" not in text, (field, value)
 
 
 def test_sizes_other_than_those_of_the_weights_are_refused_before_memory_is_taken(tmp_path, device):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model(), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | dict(vocab_size=1 << 24, hidden_size=1 << 18))
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"embed_tokens.weight: the files have .* the model needs \[16777216, 262144\]",
-    ):
-        load_policy(resolve_model(str(folder)), TrainArgs(model=str(folder)), device)
+    folder = with_config(tmp_path / "model", vocab_size=1 << 24, hidden_size=1 << 18)
+    words = r"embed_tokens.weight: the files have .* the model needs \[16777216, 262144\]"
+    with pytest.raises(ValueError, match=words):
+        load_policy(resolve_model(str(folder)), TrainArgs(), device)
 
 
 def test_reference_with_another_tokenizer_or_vocabulary_is_refused(tmp_path):
     tokenizer = load_tokenizer(tiny_model())
     require_same_tokenizer("--reference_model", tiny_model(), tokenizer)
-    for name, edit in (
-        ("tokenizer.json", ('"0":0', '"é":0')),
-        ("config.json", ('"vocab_size": 356', '"vocab_size": 9')),
-    ):
-        folder = tmp_path / name
-        shutil.copytree(tiny_model(), folder)
-        text = (folder / name).read_text()
-        compact = text if edit[0] in text else text.replace('"0": 0', '"0":0')
-        assert edit[0] in compact
-        (folder / name).write_text(compact.replace(*edit))
-        with pytest.raises(
-            ValueError, match="--reference_model .*(another tokenizer|vocabulary of 9)"
-        ):
+    other = shutil.copytree(tiny_model(), tmp_path / "other")
+    fields = json.loads((other / "tokenizer.json").read_text())
+    ids = fields["model"]["vocab"]
+    ids["é"] = ids.pop("0")
+    (other / "tokenizer.json").write_text(json.dumps(fields))
+    narrow = with_config(tmp_path / "narrow", vocab_size=9)
+    for folder, words in ((other, "another tokenizer"), (narrow, "vocabulary of 9")):
+        with pytest.raises(ValueError, match=f"--reference_model .*{words}"):
             require_same_tokenizer("--reference_model", str(folder), tokenizer)
-
-
-def test_tokenizer_without_an_eos_is_refused(tmp_path):
-    shutil.copytree(tiny_model(), tmp_path / "model")
-    file = tmp_path / "model" / "tokenizer_config.json"
-    file.write_text(
-        json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "eos_token"})
-    )
-    with pytest.raises(ValueError, match="the tokenizer has no EOS token"):
-        load_tokenizer(str(tmp_path / "model"))
 
 
 def test_tokenizer_has_the_ids_of_its_file(tmp_path):
     """AutoTokenizer opens any tokenizer.json of a qwen2 model as Qwen2's, such as that of a
     distilled model."""
-    folder = shutil.copytree(tiny_model(), tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | dict(model_type="qwen2")))
+    folder = with_config(tmp_path / "model", model_type="qwen2")
     wrong = AutoTokenizer.from_pretrained(folder)
     ours, tiny = load_tokenizer(str(folder)), load_tokenizer(tiny_model())
     ids = [tokenizer("12+3=\né")["input_ids"] for tokenizer in (wrong, ours, tiny)]
@@ -198,9 +176,8 @@ def test_eos_ids_include_those_of_config_tokenizer_and_template(tmp_path):
     for listed, expected in ((7, [7, tokenizer.eos_token_id]), (None, [tokenizer.eos_token_id])):
         (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=listed)))
         assert eos_token_ids(str(tmp_path), tokenizer, "plain") == expected
-        assert eos_token_ids(str(tmp_path), tokenizer) == sorted(
-            {*expected, *ends}
-        )  # the template's too
+        with_template = sorted({*expected, *ends})
+        assert eos_token_ids(str(tmp_path), tokenizer) == with_template
 
 
 def test_context_length_is_the_smaller_of_model_and_pack():
@@ -214,11 +191,9 @@ def test_context_length_is_the_smaller_of_model_and_pack():
 
 def test_chat_models_get_their_template_and_others_do_not(tmp_path, capsys):
     """A chat model's own EOS tokens include the one that ends a turn in its template."""
-    folder = shutil.copytree(tiny_model(), tmp_path / "model")
     tokenizer = load_tokenizer(tiny_model())
     eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token_id=eos)))
+    folder = with_config(tmp_path / "model", eos_token_id=eos)
     both, line = [eos, end], "--prompt_format chat: a chat"
     warning = "warning: --prompt_format plain: a chat"
     for generation, given, expected, said in (
@@ -233,19 +208,21 @@ def test_chat_models_get_their_template_and_others_do_not(tmp_path, capsys):
         found = load_tokenizer(str(folder), TrainArgs(prompt_format=given)).prompt_format
         out = capsys.readouterr().out
         assert found == expected and out.startswith(said) and bool(out) == bool(said)
-    ids = Encoder(tokenizer, TrainArgs(prompt_format="chat")).prompt(
-        dict(prompt="a", _source="x"), ("prompt",)
+    row, encoder = (
+        dict(prompt="a", _source="x"),
+        Encoder(tokenizer, TrainArgs(prompt_format="chat")),
     )
+    ids = encoder.prompt(row, ("prompt",))
     assert tokenizer.decode(ids) == "<|turn|>user\na<|end_of_turn|>\n<|turn|>assistant\n"
 
 
 def test_small_models_compute_with_one_thread_unless_the_user_says_otherwise(device, monkeypatch):
     before = torch.get_num_threads()
-    for given, threads in (("3", 3), (None, 1)):
+    monkeypatch.delenv("OMP_NUM_THREADS", False)
+    for variables, threads in (({}, 1), (dict(OMP_NUM_THREADS="3"), 3)):
         torch.set_num_threads(3)
-        monkeypatch.setenv("OMP_NUM_THREADS", given) if given else monkeypatch.delenv(
-            "OMP_NUM_THREADS", False
-        )
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
         if device.type == "cpu":
             assert torch.get_num_threads() == threads

@@ -3,8 +3,8 @@ PEFT's format."""
 
 import json
 import re
-import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,7 @@ from common.train import run as train_run
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw, optimizer_step
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 ARGS = Args(dtype="float32", lora_rank=4, lora_alpha=8.0, lr=5e-3)
 MODELS = ARCHITECTURES | dict(
     untied=lambda: transformers.Qwen3Config(**small(head_dim=16, tie_word_embeddings=False))
@@ -73,11 +74,13 @@ def logprobs(model, device) -> list[torch.Tensor]:
 # ---- numbers ----
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen2", "gemma3")]
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["untied", *SLOW])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("untied", True),
+        *(pytest.param(x, False, marks=pytest.mark.slow) for x in ("qwen2", "gemma3")),
+    ],
+)
 def test_gradient_equals_autograd_through_the_merged_weight(name, recompute, tmp_path, device):
     """The merged weight is W + s B A. Only A and B have gradients, also with tied heads and
     biases."""
@@ -104,25 +107,6 @@ def test_gradient_equals_autograd_through_the_merged_weight(name, recompute, tmp
             torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4, msg=name)
         else:
             assert parameter.grad is None and not parameter.requires_grad
-
-
-@pytest.mark.slow
-def test_compiled_blocks_give_equal_numbers(tmp_path, device):
-    """Dynamo traces the layer, with the eager backend."""
-    config = transformers.Qwen3Config(**small(head_dim=16, num_hidden_layers=1))
-    path = write_checkpoint(config, tmp_path)
-    with torch.compiler.set_stance("force_eager"):  # without the compilations of the packing check
-        plain, compiled = (
-            move(load_policy(path, replace(ARGS, compile=c), device)) for c in (False, True)
-        )
-    with torch.compiler.set_stance("default", force_backend="eager"):
-        (mb,) = pack(samples(), 1000, device)
-        grads = []
-        for policy in (plain, compiled):
-            policy(mb)[0].sum().backward()
-            grads.append([whole(p.grad) for p in policy.parameters() if p.requires_grad])
-    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
-    assert all(x.any() for x in grads[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -166,9 +150,8 @@ def test_new_adapter_is_zero_and_depends_on_the_seed(path, device):
     plain = load_policy(path, Args(dtype="float32"), device)
     policy = load_policy(path, ARGS, device)
     assert all(map(torch.equal, logprobs(plain, device), logprobs(policy, device)))
-    again, other = (
-        adapters(load_policy(path, replace(ARGS, seed=seed), device)) for seed in (0, 1)
-    )
+    seeds = (replace(ARGS, seed=seed) for seed in (0, 1))
+    again, other = (adapters(load_policy(path, args, device)) for args in seeds)
     for name, value in adapters(policy).items():
         assert torch.equal(value, again[name])
         if name.endswith("lora_B"):
@@ -266,9 +249,8 @@ def test_reference_is_the_starting_model(path, device, tmp_path):
     assert all(torch.equal(value, moved[name]) for name, value in adapters(policy).items())
     other = load_reference(policy, args, device, path)  # the base without adapters
     assert not any(p.requires_grad for p in other.parameters())
-    assert all(
-        map(torch.equal, logprobs(other, device), logprobs(load_policy(path, ARGS, device), device))
-    )
+    base = logprobs(load_policy(path, ARGS, device), device)
+    assert all(map(torch.equal, logprobs(other, device), base))
 
 
 # ---- checkpoints ----
@@ -325,10 +307,8 @@ def test_adapter_folder_gives_the_exported_model(load, path, device, tmp_path):
         assert added.abs().max() > 1e-2
     assert not file
     again = load(path, Args(dtype="float32", adapter=str(tmp_path / "adapter")), device)
-    ours, theirs = (dict(m.hf.named_parameters()) for m in (model, again))
-    assert all(
-        torch.equal(whole(ours[name].detach()), whole(theirs[name].detach())) for name in ours
-    )
+    ours, theirs = ([whole(p.detach()) for p in m.hf.parameters()] for m in (model, again))
+    assert all(map(torch.equal, ours, theirs))
 
 
 def by_peft(folder: Path, drop=(), **changes) -> str:
@@ -347,10 +327,9 @@ def by_peft(folder: Path, drop=(), **changes) -> str:
     for block in range(3):
         for name, width in (("q_proj", 64), ("v_proj", 32)):
             layer = f"base_model.model.model.layers.{block}.self_attn.{name}"
-            tensors[f"{layer}.lora_A.weight"] = torch.randn(4, 64, generator=generator).bfloat16()
-            tensors[f"{layer}.lora_B.weight"] = torch.randn(
-                width, 4, generator=generator
-            ).bfloat16()
+            for which, sizes in (("A", (4, 64)), ("B", (width, 4))):
+                tensor = torch.randn(sizes, generator=generator).bfloat16()
+                tensors[f"{layer}.lora_{which}.weight"] = tensor
     folder.mkdir(parents=True)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in drop}
     tensors |= changes.pop("tensors", {})
@@ -381,8 +360,8 @@ LAYER = f"{PREFIX}model.layers.1.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("adapter", "flags", "words"),
     [
-        (None, dict(lora_targets=("q_prj",)), "--lora_targets q_prj: .* has no such .*; it has do"),
-        (None, dict(lora_targets=("q_proj", "lm_head")), "--lora_targets lm_head: .* has no such"),
+        (None, dict(lora_targets=("q_prj",)), "--lora_targets q_prj: no such .*; the model has do"),
+        (None, dict(lora_targets=("q_proj", "lm_head")), "--lora_targets lm_head: no such linear"),
         (None, dict(adapter="/nowhere"), "--adapter /nowhere: adapter_config.json: .*No such file"),
         ({}, dict(lora_rank=0), "--lora_rank 0 contradicts --adapter .*, which sets 4"),
         ({}, dict(lora_alpha=16), "--lora_alpha 16.0 contradicts --adapter .*, which sets 8"),
@@ -419,37 +398,26 @@ STEPS = (
     "--max_steps", 4, "--batch_size", 8, "--lr", 1e-2, "--eval_every", 0, "--save_every", 2,
     "--warmup_steps", 0,
 )  # fmt: skip
-RANK = ("--lora_rank", 4)
-NAMES = ("loss", "grad_norm", "num_tokens")
 
 
 @pytest.mark.slow
 def test_run_is_equal_on_one_and_two_ranks_and_resumes(model, sums, tmp_path, main):
-    """Bit for bit on as many ranks; a checkpoint of two resumes on one. A later run takes rank,
-    scale and targets from the adapter, and keeps them in args.yaml."""
-    one, two, again = (tmp_path / name for name in ("one", "two", "again"))
+    """A later run takes rank, scale and targets from the adapter, keeps them in args.yaml, and
+    resumes bit for bit."""
+    one, two, later = (tmp_path / name for name in ("one", "two", "later"))
     base = (*STEPS, "--model", model, "--dataset", sums, "--pack_tokens", 400, "--max_length", 100)
-    flags = (*base, *RANK)
+    flags = (*base, "--lora_rank", 4)
     run(2, "sft.py", *flags, "--output_dir", two)
     main("sft", *flags, "--output_dir", one)
-    assert_close_metrics(one, two, NAMES, rel=1e-4)
+    assert_close_metrics(one, two, ("loss", "grad_norm", "num_tokens"), rel=1e-4)
     first, *_, last = (line["loss"] for line in metrics(one))
     assert last < first
-    assert_resumes_exactly(main, "sft", *flags, folder=one, finished=4)
-    shutil.copytree(two, again, ignore=lambda *_: ["hf", "adapter", "step_000004"])
-    main("sft", *flags, "--output_dir", again)
-    assert_close_metrics(two, again, NAMES, rel=1e-4)
-    ours, theirs = (
-        load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (two, again)
-    )
-    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
     with pytest.raises(ValueError, match=r"has a run with other flags \(lora_rank was 4, is 8\)"):
         main("sft", *base, "--lora_rank", 8, "--output_dir", one)
-
     flags = (*base, "--adapter", one / "adapter")
-    main("sft", *flags, "--output_dir", tmp_path / "later")
-    assert yaml.safe_load((tmp_path / "later" / "args.yaml").read_text())["lora_rank"] == 4
-    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "later", finished=4)
+    main("sft", *flags, "--output_dir", later)
+    assert yaml.safe_load((later / "args.yaml").read_text())["lora_rank"] == 4
+    assert_resumes_exactly(main, "sft", *flags, folder=later, finished=4)
 
 
 @pytest.fixture(scope="module")
@@ -467,24 +435,19 @@ ONLINE = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_online_runs_resume_exactly_and_agree_with_their_engine(
-    script, model, sums, tmp_path, main, monkeypatch
+def test_online_run_resumes_exactly_and_agrees_with_its_engine(
+    model, sums, reward_file, tmp_path, main, monkeypatch
 ):
     """The checkpoints contain the adapters of the value model and its head; a reference is used
     too."""
-    (tmp_path / "reward.py").write_text(
-        "def digits(completion, row): return sum(map(str.isdigit, completion)) / 5"
-    )
-    extra = ("--value_lr", 1e-2, "--minibatches", 1) if script == "ppo" else ()
-    flags = (*ONLINE, *extra, "--model", model, "--dataset", sums)
-    flags += ("--reward", f"{tmp_path}/reward.py:digits", "--max_logprob_difference", 1e-4)
+    flags = (*ONLINE, "--model", model, "--dataset", sums, "--value_lr", 1e-2, "--minibatches", 1)
+    flags += ("--reward", f"{reward_file}:digits", "--max_logprob_difference", 1e-4)
     monkeypatch.setattr(train_run, "CHECK_EVERY", 1)
-    main(script, *flags, "--output_dir", tmp_path / "run")
-    assert_resumes_exactly(main, script, *flags, folder=tmp_path / "run", finished=2)
+    main("ppo", *flags, "--output_dir", tmp_path / "run")
+    assert_resumes_exactly(main, "ppo", *flags, folder=tmp_path / "run", finished=2)
     adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert len(adapter) == 2 * 7 and all(tensor.any() for tensor in adapter.values())
-    kl = [line["objective/kl" if script == "ppo" else "kl"] for line in metrics(tmp_path / "run")]
+    kl = [line["objective/kl"] for line in metrics(tmp_path / "run")]
     assert kl[0] == 0 != kl[1]
 
 

@@ -40,6 +40,9 @@ seen = dict(
     max=distributed.all_max(torch.tensor([rank, -rank])).tolist(),
     objects=distributed.gather_objects(dict(rank=rank)),
     dict=distributed.gather_dict({{rank: "x" * rank}}),
+    # two draws of one prompt are two rows, also with equal numbers
+    rows=distributed.gather_rows(torch.tensor([[0.0], [rank]]), [rank, 3 - rank]).tolist(),
+    none=distributed.gather_rows(torch.ones(rank, 1), range(rank)).tolist(),
     of_main=distributed.from_main(dict(rank=rank)),
     world=(size, distributed.world_size()), same=torch.rand(1).item(),
     packs=len(pack([Sample([1, 2, 3], [True] * 3)] * (5 * rank), 4, device)),
@@ -73,6 +76,7 @@ def test_two_ranks_agree_on_reductions_stops_and_errors(tmp_path):
     assert (seen["sum"], seen["whole"], seen["max"], seen["world"]) == (2.0, 3, [1, 0], (2, 2))
     assert seen["objects"] == [dict(rank=0), dict(rank=1)] and seen["dict"] == {0: "", 1: "x"}
     assert seen["of_main"] == dict(rank=0)
+    assert seen["rows"] == [[0], [0], [1], [0]] and seen["none"] == [[1]]
     assert seen["packs"] == 2  # one rank owns five samples, both together compute four at a time
     assert seen["problem"] == (  # arises on rank 1 only
         f"--output_dir run: files of rank 0 are not visible on {socket.gethostname()}; "
@@ -92,20 +96,11 @@ def test_reduction_on_one_rank_is_the_identity(device):
 
 
 def test_folded_seed_depends_on_every_part_and_their_order():
-    seeds = [
-        distributed.fold_seed(*parts)
-        for parts in ((0,), (1,), (0, 1), (1, 0), (0, 0, 1), (11,), (1, 1))
-    ]
+    parts = ((0,), (1,), (0, 1), (1, 0), (0, 0, 1), (11,), (1, 1))
+    seeds = [distributed.fold_seed(*each) for each in parts]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**32 for seed in seeds)
     # It must stay constant: resumed runs depend on it.
     assert distributed.fold_seed(1, 2, 3) == 3922471037
-
-
-def test_requested_stop_has_the_effect_of_a_signal(device, monkeypatch):
-    monkeypatch.setattr(process, "stop_signalled", False)
-    assert not distributed.stop_requested()
-    process.stop_signalled = True
-    assert distributed.stop_requested()
 
 
 def test_second_signal_ends_the_process(monkeypatch):
@@ -219,31 +214,23 @@ def test_process_ends_well_while_a_thread_of_gloo_is_late(tmp_path):
     the last hook has begun: Python without `leave` kills it, and the process aborts."""
     (tmp_path / "rank.py").write_text(LEAVING)
     done = ended(start(1, tmp_path / "rank.py", LD_PRELOAD=shim()))
-    assert (done.returncode, done.stdout) == (0, "end thread\nsecond hook\nfirst hook\n"), (
-        done.stderr
-    )
+    said = "end thread\nsecond hook\nfirst hook\n"
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
 def test_program_that_runs_a_script_ends_the_process(tmp_path):
     """Here pytest, which has an exit code and a report."""
     distributed.end_process()
-    (tmp_path / "script.py").write_text(
-        "from common.parallel import distributed\ndistributed.end_process()\nover = True\n"
-    )
+    text = "from common.parallel import distributed\ndistributed.end_process()\nover = True\n"
+    (tmp_path / "script.py").write_text(text)
     assert runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")["over"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_lost_output_is_an_exit_code():
+@pytest.mark.parametrize(("stdout", "code"), [("/dev/full", 120), (None, 0)])
+def test_lost_output_is_an_exit_code_unless_it_was_closed_before_the_start(stdout, code):
     if (child := os.fork()) == 0:
-        sys.stdout = open("/dev/full", "w")  # noqa: SIM115
-        sys.stdout.write("lost")
+        sys.stdout = stdout and open(stdout, "w")  # noqa: SIM115
+        print("lost", end="")
         process.exit_now(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 120
-
-
-def test_output_that_was_closed_before_the_start_is_no_failure():
-    if (child := os.fork()) == 0:
-        sys.stdout = None
-        process.exit_now(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code

@@ -135,15 +135,13 @@ def test_replicas_train_like_one_model(small, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     for ranks, layouts in ((4, "[4, 2, 1]"), (2, "[2, 1]")):
         done = run(ranks, tmp_path / "rank.py", tmp_path / "run", small[1])
-        assert f"layouts {layouts}" in done.stdout
-        assert (
-            f"hybrid sharding: {ranks} copies of each model, each on 1 of the {ranks} ranks"
-            in done.stdout
-        )
+        copies = f"{ranks} copies of each model, each on 1 of the {ranks} ranks"
+        assert f"layouts {layouts}" in done.stdout and f"hybrid sharding: {copies}" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("ranks", "of_machine", "shape"), [(4, 4, (4,)), (4, 2, (2, 2)), (6, 2, (3, 2)), (5, 3, (5,))]
+    ("ranks", "of_machine", "shape"),
+    [(1, 1, (1,)), (4, 4, (4,)), (4, 2, (2, 2)), (6, 2, (3, 2)), (5, 3, (5,))],
 )
 def test_default_copy_lies_on_one_machine(ranks, of_machine, shape, monkeypatch):
     """Ranks that machines do not divide evenly share one copy."""
@@ -153,7 +151,3 @@ def test_default_copy_lies_on_one_machine(ranks, of_machine, shape, monkeypatch)
     monkeypatch.setattr(distributed, "init_device_mesh", made)
     distributed.shard_mesh.__wrapped__(torch.device("cpu"), None)
     assert made.call_args.args[1] == shape
-
-
-def test_one_rank_has_one_copy(device):
-    assert distributed.shard_mesh(device, shard_ranks=None).shape == (1,)
