@@ -28,10 +28,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import BelowOne, Fraction, Needs, NotNegative, Positive, Several
-from common.config.objectives import CorrectionArgs, PolicyLossArgs
+from common.config.objectives import CorrectionArgs, DivergenceArgs, PolicyLossArgs, TeacherArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.config.teacher_flags import DivergenceArgs, TeacherArgs
 from common.data.encode import Encoder, truncate
 from common.data.order import make_order
 from common.data.packing import (

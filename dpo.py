@@ -33,8 +33,8 @@ from torch.nn.functional import logsigmoid
 
 from common.config.flags import Needs, Positive
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
+from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
-from common.config.preference_flags import PreferenceArgs
 from common.config.training import EvalSampleArgs, GenerateArgs, ImageArgs, PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples

@@ -31,9 +31,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, Positive
+from common.config.objectives import PreferenceArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.config.preference_flags import PreferenceArgs
 from common.data.packing import PackedBatch, pack_minibatches
 from common.data.sample import Completion, Group
 from common.evaluate.held_out import evaluate_prompts

@@ -30,9 +30,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import NotNegative, Positive, Several
+from common.config.objectives import DivergenceArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.config.teacher_flags import DivergenceArgs
 from common.data.encode import Encoder
 from common.data.packing import pack_minibatches
 from common.data.sample import Completion, Group

@@ -3,8 +3,8 @@
 `lr: Positive[float]`, `max_steps: MayChange[Positive[int] | None]`, `reward: Several[str]`,
 `clip_low: Annotated[BelowOne, Needs(loss="clip")]`."""
 
-import re
 from collections.abc import Container, Iterable
+from dataclasses import fields
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -34,12 +34,6 @@ def as_tuple(value: Any) -> Any:
     return value if value is None or isinstance(value, list | tuple) else (value,)
 
 
-def _number_and_kind(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d*x\w+", text):
-        raise ValueError("must be a number and a kind of GPUs, such as 8xH100")
-    return text
-
-
 Real = Annotated[float, AfterValidator(_in_float32)]
 Positive = Annotated[T, Field(gt=0), AfterValidator(_in_float32)]
 NotNegative = Annotated[T, Field(ge=0), AfterValidator(_in_float32)]
@@ -47,7 +41,7 @@ AtLeast2 = Annotated[int, Field(ge=2)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Gpus = Annotated[str, AfterValidator(_number_and_kind)]
+Gpus = Annotated[str, Field(pattern=r"^[1-9]\d*x\w+$")]  # 8xH100
 Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 
 # Marks a flag that may differ between the run that made a checkpoint and the run that resumes it:
@@ -78,10 +72,7 @@ class Needs:
         present = {name: value for name, value in given.items() if value not in (None, ())}
         if not present:
             return f"without {either(given)}"
-        values = {
-            name: f"{x:g}" if isinstance(x, float) else shown(x) for name, x in present.items()
-        }
-        return "with " + " and ".join(f"--{name} {value}" for name, value in values.items())
+        return "with " + " and ".join(f"--{name} {shown(x)}" for name, x in present.items())
 
     def text(self, flags: Container[str]) -> str:
         """Return the condition for the help of a script with these flags; empty if it always
@@ -116,33 +107,34 @@ def shown(value: Any, comma: str = " ") -> str:
     """Return a value as on the command line."""
     if isinstance(value, tuple | list):
         return comma.join(shown(member) for member in value if member is not None)
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @cache
-def needs_of(args_class: type) -> dict[str, list[Needs]]:
-    """Return what flags need by their name, also where a script changes the default of a flag."""
-    found: dict[str, list[Needs]] = {}
+def marks_of(args_class: type) -> dict[str, list]:
+    """Return what marks each flag, such as `Needs`, also where a script changes its default."""
+    found: dict[str, list] = {}
     for cls in args_class.__mro__:
         for name, field in vars(cls).get("__pydantic_fields__", {}).items():
-            needs = found.setdefault(name, [])
-            needs += [x for x in field.metadata if isinstance(x, Needs) and x not in needs]
+            marks = found.setdefault(name, [])
+            marks += [mark for mark in field.metadata if mark not in marks]
     return found
 
 
-def is_set(args: Any, flag: str) -> bool:
-    """Return whether a flag has another value than its defaults."""
-    default = type(args).__dataclass_fields__[flag].default
-    return getattr(args, flag) not in (default, args.TINY_DEFAULTS.get(flag, default))
+def needs_of(args_class: type, flag: str) -> list[Needs]:
+    """Return what a flag needs."""
+    return [mark for mark in marks_of(args_class).get(flag, ()) if isinstance(mark, Needs)]
 
 
 def check_needs(args: Any) -> None:
     """Raise `ValueError` for a flag that is set and has no effect."""
-    for flag, needs in needs_of(type(args)).items():
-        for need in needs:
-            if is_set(args, flag) and not need.is_met(args):
-                value = shown(getattr(args, flag))
-                raise ValueError(f"--{flag} {value} has no effect {need.unmet(args)}")
+    for field in fields(args):
+        flag, value = field.name, getattr(args, field.name)
+        if value in (field.default, args.TINY_DEFAULTS.get(flag, field.default)):
+            continue
+        for need in needs_of(type(args), flag):
+            if not need.is_met(args):
+                raise ValueError(f"--{flag} {shown(value)} has no effect {need.unmet(args)}")
 
 
 def union_members(kind: Any) -> tuple:

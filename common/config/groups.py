@@ -1,22 +1,21 @@
 """Flags of each kind of script, as unions of groups: `BaseArgs`, `TrainArgs`; in online.py
 `SamplingArgs` and `OnlineArgs`.
 
-A group (training.py, sampling.py, objectives.py, preference_flags.py) is a pydantic dataclass
+A group (training.py, sampling.py, objectives.py) is a pydantic dataclass
 without a base and a section of --help. The types of its flags carry their bounds (flags.py). A
 script's `Args` inherits what it needs in any order, overrides defaults and adds its own flags.
-Rules between flags are validators of their group or union, because pydantic runs those of all
-bases; rules of one script are in its `__post_init__`."""
+Rules between flags are in the method `_check` of their group or union: `BaseArgs` calls those of
+all bases. Rules of one script are in its `__post_init__`."""
 
 import sys
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import MAY_CHANGE, STRICT, check_needs
+from common.config.flags import MAY_CHANGE, STRICT, check_needs, marks_of
 from common.config.training import (
     CheckpointArgs,
     DataArgs,
@@ -49,7 +48,10 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     offload = "none"
 
     @model_validator(mode="after")
-    def _check_needs(self) -> Self:
+    def _check_all(self) -> Self:
+        for cls in reversed(type(self).__mro__):
+            if check := vars(cls).get("_check"):
+                check(self)
         check_needs(self)
         return self
 
@@ -74,9 +76,8 @@ def check_ranks(args: BaseArgs, ranks: int) -> None:
     """Raise `ValueError` if the flags do not fit this number of ranks."""
     rollout_ranks = getattr(args, "rollout_ranks", 0)
     if rollout_ranks >= ranks:
-        raise ValueError(
-            f"--rollout_ranks {rollout_ranks} must be less than the number of ranks ({ranks})"
-        )
+        flag = f"--rollout_ranks {rollout_ranks}"
+        raise ValueError(f"{flag} must be less than the number of ranks ({ranks})")
     training = ranks - rollout_ranks
     if isinstance(args, TrainArgs):
         rows = f"--{args.ROWS_FLAG} {args.rows_per_step} must be a multiple of the number of"
@@ -85,16 +86,14 @@ def check_ranks(args: BaseArgs, ranks: int) -> None:
         shares = training * getattr(args, "minibatches", 1)
         if args.rows_per_step % shares:
             raise ValueError(f"{rows} training ranks times --minibatches ({shares})")
-    generating = rollout_ranks or ranks
-    size = getattr(args, "tensor_parallel_size", 1)
-    if generating % size:
-        raise ValueError(
-            f"--tensor_parallel_size {size} must divide the {generating} generating ranks"
-        )
-    for flag in ("context_ranks", "shard_ranks"):
-        size = getattr(args, flag)
-        if size and training % size:
-            raise ValueError(f"--{flag} {size} must divide the {training} training ranks")
+    for flag, count, kind in (
+        ("tensor_parallel_size", rollout_ranks or ranks, "generating"),
+        ("context_ranks", training, "training"),
+        ("shard_ranks", training, "training"),
+    ):
+        size = getattr(args, flag, None) or 1
+        if count % size:
+            raise ValueError(f"--{flag} {size} must divide the {count} {kind} ranks")
 
 
 def flags_of(args: BaseArgs) -> dict[str, Any]:
@@ -109,10 +108,8 @@ def may_change(args: BaseArgs, then: dict[str, Any]) -> set[str]:
     """Return the flags that may differ from `then`, those of the run that is resumed: flags marked
     `MayChange` by the class of `args` or a base, and `max_staleness` if it had no effect then or
     has none now."""
-    classes = [vars(cls).get("__pydantic_fields__", {}) for cls in type(args).__mro__]
-    fields = chain(*(fields.items() for fields in classes))
-    free = {name for name, field in fields if MAY_CHANGE in field.metadata}
-    has_effect = flags_of(args).get("rollout_ranks") and then.get("rollout_ranks")
+    free = {flag for flag, marks in marks_of(type(args)).items() if MAY_CHANGE in marks}
+    has_effect = getattr(args, "rollout_ranks", 0) and then.get("rollout_ranks")
     return free if has_effect else free | {"max_staleness"}
 
 

@@ -1,9 +1,8 @@
 """Flags of scripts that sample: `SamplingArgs`, and `OnlineArgs` of those that train on their
 samples (groups.py)."""
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import STRICT
@@ -25,40 +24,30 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     PACKS_BRANCHES: ClassVar[bool] = True
     """whether the script can train on the branches of an agent's episode"""
 
-    @model_validator(mode="after")
-    def _check_sampling(self) -> Self:
-        if self.agent is not None:
-            self._check_agent()
-        elif ("environment" in self.reward) != (self.environment is not None):
-            raise ValueError(
-                "--environment and --reward environment need each other; give both or neither"
-            )
+    def _check(self) -> None:
+        if self.agent is not None and (self.environment is not None or self.tools):
+            raise ValueError("--agent excludes --environment and --tools; give one of them")
+        if self.agent is not None and not self.PACKS_BRANCHES:
+            raise ValueError("--agent: this script cannot train on the branches of an episode")
+        has_reward = "environment" in self.reward
+        if self.agent is None and has_reward != (self.environment is not None):
+            problem = "--environment and --reward environment need each other"
+            raise ValueError(f"{problem}; give both or neither")
         if self.tools or self.agent is not None:
             object.__setattr__(self, "prompt_format", "chat")
         if self.max_new_tokens >= self.pack_capacity:
             flag = f"--max_new_tokens {self.max_new_tokens}"
             raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; raise it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_judges(self) -> Self:
         ranks = [name for name in self.reward if name.startswith("rank:")]
         if not all(map(str.strip, self.rubric)):
             raise ValueError("--rubric: a criterion is empty")
         if ranks and self.samples_per_prompt + self.decodes_greedily < 2:
             raise ValueError(f"--reward {ranks[0]} needs --samples_per_prompt 2 or more")
-        return self
 
     @property
     def reward_models(self) -> list[str]:
         """Reward models and judges in `--reward`, with their kinds: `model:PATH`."""
         return [name for name in self.reward if name.startswith(MODEL_KINDS)]
-
-    def _check_agent(self) -> None:
-        if self.environment is not None or self.tools:
-            raise ValueError("--agent excludes --environment and --tools; give one of them")
-        if not self.PACKS_BRANCHES:
-            raise ValueError("--agent: this script cannot train on the branches of an episode")
 
     @property
     def has_turns(self) -> bool:

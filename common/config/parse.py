@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
@@ -43,9 +44,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         args = args_class(**built_in | preset | given)
         for name, value in preset.items():
             if (other := getattr(args, name)) != value:
-                raise ValueError(
-                    f"--{name} {other} contradicts --preset {args.preset}, which sets {value}"
-                )
+                preset = f"--preset {args.preset}, which sets {value}"
+                raise ValueError(f"--{name} {other} contradicts {preset}")
         planned = args.planned_ranks if isinstance(args, TrainArgs) else None
         check_ranks(args, planned or distributed.world_size())
     except ValueError as error:
@@ -75,7 +75,7 @@ def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict
     if given.get("model", fields["model"].default) not in BUILT_IN_MODELS:
         return {}
     is_built_in_task = given.get("dataset", "arithmetic") in ("arithmetic", ("arithmetic",))
-    needs = [need for name in given for need in needs_of(args_class).get(name, ())]
+    needs = [need for name in given for need in needs_of(args_class, name)]
     return {
         name: value
         for name, value in args_class.TINY_DEFAULTS.items()
@@ -89,14 +89,15 @@ def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict
 
 
 def types_of(args_class: type[BaseArgs]) -> dict[str, Any]:
-    """Return the flags with their types, without bounds."""
+    """Return the flags and `config` with their types, without bounds."""
     hints = get_type_hints(args_class)
-    return {field.name: hints[field.name] for field in dataclasses.fields(args_class)}
+    types = {field.name: hints[field.name] for field in dataclasses.fields(args_class)}
+    return types | dict(config=str)
 
 
 def read_command_line(args_class: type[BaseArgs], argv: list[str]) -> dict[str, Any]:
     """Return the given flags, with `config` among them, as text. Print --help and exit."""
-    types = types_of(args_class) | dict(config=str)
+    types = types_of(args_class)
     if helps := {"-h", "--help"} & {*argv}:
         start = min(map(argv.index, helps)) + 1
         words = takewhile(lambda word: not word.startswith("-"), argv[start:])
@@ -186,7 +187,7 @@ def one_line(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    message = re.sub(r"^\w+ should", "must", first["msg"].removeprefix("Value error, "))
     if not first["loc"]:
         return message
     return " ".join(filter(None, [f"--{first['loc'][0]}", shown(first["input"]), message]))
@@ -216,11 +217,11 @@ def print_help(args_class: type[BaseArgs], words: list[str]) -> NoReturn:
 
 def sections(args_class: type[BaseArgs], words: Sequence[str] = ()) -> type:
     """Return what tyro shows: a section for each group of flags, the script's own last."""
-    types = types_of(args_class) | dict(config=str)
+    types = types_of(args_class)
     groups: dict[type, dict[str, Any]] = {}
     for name, (owner, text) in texts(args_class).items():
-        needs = needs_of(args_class).get(name, ())
-        text = "; ".join(filter(None, [text, *(need.text(types) for need in needs)]))
+        needs = [need.text(types) for need in needs_of(args_class, name)]
+        text = "; ".join(filter(None, [text, *needs]))
         if all(word in f"{name} {text}".lower().replace("-", "_") for word in words):
             default = shown(getattr(args_class, name, None))
             hint = "" if "; default: " in text else f"(default: {default or 'none'})"
@@ -240,7 +241,7 @@ def sections(args_class: type[BaseArgs], words: Sequence[str] = ()) -> type:
 
 def texts(args_class: type[BaseArgs]) -> dict[str, tuple[type, str]]:
     """Return the group that each flag belongs to and its text: the script's own, if it has one."""
-    types = types_of(args_class) | dict(config=str)
+    types = types_of(args_class)
     found: dict[str, tuple[type, str]] = {}
     for cls in (FileArgs, *args_class.__mro__[-2::-1]):
         for flag in docstring_parser.parse_from_object(cls).params:

@@ -29,9 +29,7 @@ def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
         if not name or not value:
             raise ValueError(f"--{flag} {pair}: expected name=value")
         if name in out:
-            raise ValueError(
-                f"--{flag} {pair}: {'column ' if flag == 'columns' else ''}{name} is given twice"
-            )
+            raise ValueError(f"--{flag} {pair}: {name} is given twice")
         out[name] = value
     return out
 
@@ -67,10 +65,8 @@ def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
             raise ValueError(f"--dataset {spec}: {dataset} is given twice")
         out[dataset] = weight
     if len(out) > 1 and len({weight is None for weight in out.values()}) > 1:
-        names = " ".join(datasets)
-        raise ValueError(
-            f"--dataset {names}: only some have a weight; give all of them one, or none"
-        )
+        problem = "only some have a weight; give all of them one, or none"
+        raise ValueError(f"--dataset {' '.join(datasets)}: {problem}")
     if not out:
         raise ValueError("--dataset needs at least one value")
     return out
