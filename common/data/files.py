@@ -9,10 +9,12 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from common.data.tasks import TASKS
 from common.parallel import distributed
@@ -21,6 +23,7 @@ from common.parallel.distributed import first_line
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .csv or .tsv"
+OURS = ("_dataset", "_folder", "_images")  # columns that only we add
 
 
 class BadRows:
@@ -46,7 +49,35 @@ class BadRows:
             distributed.say(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}")
 
 
-Shard = Callable[[BadRows], Iterator[dict]]  # reads the rows of a file or of a table
+class Shard(NamedTuple):
+    """A file or a table."""
+
+    label: str  # of errors
+    name: str  # of its rows' places
+    read: Callable[[], Iterable[tuple[int, object]]]  # its rows, or their errors, with numbers
+    columns: dict = {}  # further ones of each row
+
+    def rows(self, bad: BadRows) -> Iterator[dict]:
+        """Yield the rows. Raises `ValueError` if it cannot be read or, unless skipped, for a bad
+        row."""
+        try:
+            for number, row in self.read():
+                place = f"{self.name}:{number}"
+                if isinstance(row, dict):
+                    own = {column: row[column] for column in row if column not in OURS}
+                    yield own | self.columns | dict(_source=place)
+                else:
+                    other = ValueError(f"{self.label}: {place} is not an object")
+                    bad.add(row if isinstance(row, ValueError) else other, self.label)
+        except Exception as error:  # of the disk, the network, csv, pyarrow or datasets
+            if str(error).startswith(self.label):
+                raise
+            problem = first_line(error.__cause__ or error)
+            raise ValueError(f"{self.label}: cannot be read: {problem}") from error
+
+
+def _numbered(rows: Callable[[], Iterable]) -> Callable[[], Iterable]:
+    return lambda: enumerate(rows(), 1)
 
 
 def open_split(
@@ -60,8 +91,9 @@ def open_split(
     label = f"{flag} {dataset}"
     path = Path(dataset).expanduser()
     if dataset in TASKS:
-        rows = TASKS[dataset](split) if split in ("train", "test") else None
-        return rows and [partial(_numbered, f"{dataset}/{split}", rows)]
+        if split not in ("train", "test"):
+            return None
+        return [Shard(label, f"{dataset}/{split}", _numbered(partial(TASKS[dataset], split)))]
     if os.path.isdir(path):
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved_shards(label, path, split)
@@ -73,10 +105,7 @@ def open_split(
     else:
         return _hub_shards(label, dataset, split, config, streaming)
     is_name_enough = is_alone and len({file.name for file in files}) == len(files)
-    return [
-        partial(_file_rows, f"{flag} {file}", file, file.name if is_name_enough else str(file))
-        for file in files
-    ] or None
+    return [_file_shard(f"{flag} {file}", file, is_name_enough) for file in files] or None
 
 
 def files_named(dataset: str) -> list[Path]:
@@ -137,33 +166,14 @@ def _files_of_folder(label: str, folder: Path, split: str) -> list[Path]:
 # ---- files ----
 
 
-def _numbered(name: str, rows: Iterable[dict], bad: BadRows) -> Iterator[dict]:
-    for number, row in enumerate(rows, 1):
-        yield _without_ours(row) | {"_source": f"{name}:{number}"}
-
-
-def _without_ours(row: dict) -> dict:
-    return {name: row[name] for name in row if name not in ("_dataset", "_folder", "_images")}
-
-
-def _file_rows(label: str, path: Path, name: str, bad: BadRows) -> Iterator[dict]:
-    """Yield the rows of a file, with the folder of the paths in them. Raises `ValueError` for an
-    unreadable file or, unless skipped, a bad row."""
-    from pyarrow import ArrowException
-
+def _file_shard(label: str, path: Path, is_name_enough: bool) -> Shard:
+    """Open a file, whose rows have the folder of the paths in them."""
     kind = kind_of(path)
     if not kind:
         raise ValueError(f"{label}: expected a {KINDS} file")
     read = _json_rows if kind in JSON else _csv_rows if kind in SEPARATORS else _parquet_rows
-    folder = str(path.parent)
-    try:
-        for number, row in read(label, path, bad):
-            if isinstance(row, dict):
-                yield _without_ours(row) | {"_source": f"{name}:{number}", "_folder": folder}
-            else:
-                bad.add(ValueError(f"{label}: {name}:{number} is not an object"), label)
-    except (OSError, UnicodeError, csv.Error, ArrowException) as error:
-        raise ValueError(f"{label}: cannot be read: {first_line(error)}") from error
+    name = path.name if is_name_enough else str(path)
+    return Shard(label, name, partial(read, label, path), dict(_folder=str(path.parent)))
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -176,42 +186,38 @@ def _lines(path: Path) -> Iterator[str]:
         yield from io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="\n")
 
 
-def _json_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, object]]:
+def _json_rows(label: str, path: Path) -> Iterator[tuple[int, object]]:
     """Yield the value of each line or, of a file that begins with `[`, the members of this list."""
     first = next((text for text in _lines(path) if text.strip()), "")
-    if first.lstrip().startswith("["):
-        yield from enumerate(_parsed(label, 1, "".join(_lines(path))), 1)
+    if not first.lstrip().startswith("["):
+        lines = enumerate(_lines(path), 1)
+        yield from ((line, _parsed(label, line, text)) for line, text in lines if text.strip())
         return
-    for line, text in enumerate(_lines(path), 1):
-        try:
-            if text.strip():
-                yield line, _parsed(label, line, text)
-        except ValueError as error:
-            bad.add(error, label)
+    rows = _parsed(label, 1, "".join(_lines(path)))
+    if isinstance(rows, ValueError):
+        raise rows
+    yield from enumerate(rows, 1)
 
 
-def _parsed(label: str, line: int, text: str):
-    """Return the value of a text that begins in `line` of its file."""
+def _parsed(label: str, line: int, text: str) -> Any:
+    """Return the value of a text that begins in `line` of its file, or its error."""
     try:
         return json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        problem = "nested too deep"
-    except ValueError as error:  # bad syntax, a key twice, or a number of 5,000 digits
+    except (ValueError, RecursionError) as error:  # also of a key twice, or a long number
         line += getattr(error, "lineno", 1) - 1
         problem = getattr(error, "msg", None) or first_line(error)
-    raise ValueError(f"{label}: line {line} is not valid JSON: {problem}")
+        return ValueError(f"{label}: line {line} is not valid JSON: {problem}")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"an object has the key {twice} twice")
     return value
 
 
-def _csv_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]]:
+def _csv_rows(label: str, path: Path) -> Iterator[tuple[int, object]]:
     """Yield the rows of a table of text. Every value is the text in the file, such as 07, NA or
     None; an empty one is None. Columns without a name, such as an index, are left out."""
     csv.field_size_limit(sys.maxsize)
@@ -227,10 +233,10 @@ def _csv_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]
             yield number, {column: value or None for column, value in values if column}
         else:
             problem = f"row {number} has {len(row)} values for {len(columns)} columns"
-            bad.add(ValueError(f"{label}: {problem}"), label)
+            yield number, ValueError(f"{label}: {problem}")
 
 
-def _parquet_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]]:
+def _parquet_rows(label: str, path: Path) -> Iterator[tuple[int, object]]:
     """Yield the rows of a table with types."""
     from pyarrow import parquet
 
@@ -249,28 +255,27 @@ def _saved_shards(label: str, folder: Path, split: str) -> list[Shard] | None:
     splits = saved if isinstance(saved, datasets.DatasetDict) else dict(train=saved)
     if split not in splits:
         return None
-    return [partial(_table_rows, label, f"{folder}/{split}", splits[split], {})]
+    return [Shard(label, f"{folder}/{split}", _numbered(splits[split].to_list))]
 
 
 def _hub_shards(
     label: str, dataset: str, split: str, config: str | None, streaming: bool
 ) -> list[Shard] | None:
-    """Open a split of a hub dataset, None without the split. The configuration `*` is all of them,
-    by name in the column `config`; the default one is `main` where several exist, as in
-    openai/gsm8k."""
+    """Open a split of a hub dataset, None without the split; images are bytes. The configuration
+    `*` is all of them, by name in the column `config`; the default one is `main` where several
+    exist, as in openai/gsm8k."""
     import datasets
 
     is_all = config == "*"
     shards = []
     for name in _loaded(label, datasets.get_dataset_config_names, dataset) if is_all else [config]:
-        task = (label, datasets.load_dataset, dataset)
-        options = dict(split=split, streaming=streaming)
+        load = partial(_loaded, label, datasets.load_dataset, split=split, streaming=streaming)
         try:
-            table = _loaded(*task, name, **options)
+            table = load(dataset, name)
         except ValueError as error:
             if name is not None or "'main'" not in str(error.__cause__):
                 raise
-            table = _loaded(*task, "main", **options)
+            table = load(dataset, "main")
         if table is None:
             continue
         place = "/".join(filter(None, (dataset, name, split)))
@@ -278,7 +283,8 @@ def _hub_shards(
         count = table.num_shards if streaming else 1
         for i in range(count):
             part, whole = (table.shard(count, i), f"{place}/{i}") if count > 1 else (table, place)
-            shards.append(partial(_table_rows, label, whole, part, columns))
+            rows = partial(part.decode, False) if streaming else part.to_list
+            shards.append(Shard(label, whole, _numbered(rows), columns))
     return shards or None
 
 
@@ -299,17 +305,3 @@ def _loaded(label: str, load: Callable, *names: str | None, **options):
         is_missing = isinstance(error, OSError) and load is not datasets.load_from_disk
         missing = "no such file or folder, and not found on the hub: " if is_missing else ""
         raise ValueError(f"{label}: {missing}{first_line(error)}") from error
-
-
-def _table_rows(label: str, name: str, table, columns: dict, bad: BadRows) -> Iterator[dict]:
-    """Yield the rows of a `datasets.Dataset` or `IterableDataset`, with images as bytes, and with
-    further `columns`."""
-    import datasets
-
-    try:
-        is_whole = isinstance(table, datasets.Dataset)
-        for row in _numbered(name, table.to_list() if is_whole else table.decode(False), bad):
-            yield row | columns
-    except Exception as error:  # of the disk, the network, pyarrow or datasets
-        problem = first_line(error.__cause__ or error)
-        raise ValueError(f"{label}: cannot be read: {problem}") from error

@@ -91,7 +91,7 @@ def load_rows(flag: str, dataset: str, split: str, args: BaseArgs) -> list[dict]
     if shards is None:
         return None
     bad = BadRows(args.on_bad_row)
-    rows = [row for shard in shards for row in shard(bad)]
+    rows = [row for shard in shards for row in shard.rows(bad)]
     bad.report()
     label = f"{flag} {dataset}"
     if not rows:

@@ -133,7 +133,7 @@ class StreamedSamples:
         """Yield the rows of a pass, each with its columns."""
         draw = random.Random(distributed.fold_seed(self.args.seed, epoch))
         shards = draw.sample(self.shards, len(self.shards))
-        reader = chain.from_iterable(shard(bad) for shard in shards)
+        reader = chain.from_iterable(shard.rows(bad) for shard in shards)
         flag = self.args.dataset_flag
         while buffer := [*islice(reader, SHUFFLE_BUFFER)]:
             rows = rename_columns(flag, buffer, self.args.columns)
