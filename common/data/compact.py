@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from common.data.tokens import Tokens, TokenSequence, joined, padding
+from common.data.tokens import ModelTokens, TokenSequence, joined, padding
 
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or (
     collectives.all_gather_tensor_autograd
 )
 
 
-class CompactTokens(Tokens):
+class CompactTokens(ModelTokens):
     """Computed tokens. Their results belong to the tokens of a micro-batch."""
 
     def __init__(self, *tokens, rows_T: Tensor, context_group: dist.ProcessGroup | None):
@@ -56,7 +56,7 @@ class CompactTokens(Tokens):
 
 class Keys:
     """Keys that the queries of each sequence attend to: its prefix's and its own. A plain class,
-    like `Tokens`."""
+    like `ModelTokens`."""
 
     def __init__(self, lengths: list[int], shared: list[int], device: torch.device):
         """`lengths` and `shared` as in `rows_of_sequences`."""

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from common.data.compact import compact_tokens
 from common.data.sample import Sample
-from common.data.tokens import Tokens, TokenSequence, joined, padding, sequence_of
+from common.data.tokens import ModelTokens, TokenSequence, joined, padding, sequence_of
 from common.parallel import context, distributed
 from common.parallel.context import context_group_size
 from common.parallel.placement import GroupShape, place
 
 
-class PackedBatch(Tokens):
+class PackedBatch(ModelTokens):
     """Micro-batch of this rank. Streams that no sample has are None.
 
     A rank without samples gets a padding token that is masked."""
@@ -63,7 +63,7 @@ class PackedBatch(Tokens):
         self.sent: dict[int, Sample] = {}
 
     @property
-    def model_tokens(self) -> Tokens:
+    def model_tokens(self) -> ModelTokens:
         """The tokens that the model runs on: these, unless prefixes are shared or the ranks of a
         context group run their samples together."""
         return self.compact or self

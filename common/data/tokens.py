@@ -53,7 +53,7 @@ def joined(arrays: list[np.ndarray], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays)).to(device)
 
 
-class Tokens:
+class ModelTokens:
     """Tokens that a model runs on.
 
     A plain class: FSDP rebuilds every dataclass and tuple that a block is given, with all that it
@@ -63,7 +63,7 @@ class Tokens:
     keys: Any = None  # compact.Keys of shared prefixes; None: each sequence has all its tokens
     with_images: list[TokenSequence] | None = None  # of these tokens, if any of them has images
     images: Any = None  # PackedImages (extras/images/packed.py), made from these when needed
-    next: "Tokens | None" = None  # with images: tokens that the model runs on after these
+    next: "ModelTokens | None" = None  # with images: tokens that the model runs on after these
     stored_at_T: Tensor | None = None  # int64: places of targets in stored log-probs (teacher.py)
 
     def __init__(

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.data.tokens import Tokens
+from common.data.tokens import ModelTokens
 from common.parallel.context import exchange
 
 VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # whether varlen_attn accepts fewer key heads
 
 
-def packed_inputs(tokens: Tokens) -> dict:
+def packed_inputs(tokens: ModelTokens) -> dict:
     """Return the keyword arguments of a Hugging Face model whose attention is
     `packed_attention`."""
     keys = tokens.keys or tokens
@@ -93,7 +93,7 @@ def gather_keys(x: Tensor, rows_K: Tensor) -> Tensor:
 # torch.compile would compile it again for every list of offsets.
 @torch._disable_dynamo
 def attention_by_length(
-    query: Tensor, key: Tensor, value: Tensor, pack: Tokens, variant: tuple
+    query: Tensor, key: Tensor, value: Tensor, pack: ModelTokens, variant: tuple
 ) -> Tensor:
     """Compute `packed_attention`, neighbours of one length together: [1, T, heads, head_dim].
     `variant`: the other arguments of `causal_attention`."""

@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from common.data.tokens import Tokens
+from common.data.tokens import ModelTokens
 
 # Manufacturer's dense bfloat16 rate of one device, in FLOP/s, by a part of its name in CUDA.
 BFLOAT16_PEAK = {
@@ -45,7 +45,7 @@ def matrix_weights(hf: nn.Module) -> int:
     return weights
 
 
-def forward_flops(config, weights: int, tokens: Tokens) -> float:
+def forward_flops(config, weights: int, tokens: ModelTokens) -> float:
     """Return the floating-point operations of one forward over a pack: two for each token and
     weight and, in every layer with attention, 4 heads x width for each pair of a query and a key
     that it attends to. Windows and the states of gated delta nets are ignored."""

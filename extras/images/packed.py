@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from common.data.sample import ImageSpan
-from common.data.tokens import Tokens
+from common.data.tokens import ModelTokens
 from extras.images.reader import Pixels, Reader
 
 _thread = ThreadPoolExecutor(1, "images")
 
 
 class PackedImages:
-    """Images of the sequences of a pack. A plain class, like `Tokens`."""
+    """Images of the sequences of a pack. A plain class, like `ModelTokens`."""
 
-    def __init__(self, tokens: Tokens):
+    def __init__(self, tokens: ModelTokens):
         sequences = tokens.with_images
         self.next = tokens.next
         # `truncate` cuts no image in two: one that it left out ends behind the sequence.
@@ -77,7 +77,7 @@ class PackedImages:
         return torch.cat(parts, dim=-1)
 
 
-def images_of(tokens: Tokens) -> PackedImages | None:
+def images_of(tokens: ModelTokens) -> PackedImages | None:
     """Return the images of a pack, None if it has none."""
     if tokens.images is None and tokens.with_images is not None:
         tokens.images = PackedImages(tokens)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from common.config.groups import BaseArgs
 from common.data.packing import pack_groups
 from common.data.sample import ImageSpan, Sample
-from common.data.tokens import Tokens
+from common.data.tokens import ModelTokens
 from common.model.attention import packed_inputs
 from common.model.export_files import change, changed
 from common.model.loading import towers_of
@@ -42,7 +42,7 @@ class Images:
         of_block = 10 * vision.hidden_size + 2 * vision.intermediate_size
         return self.reader.patches_per_placeholder * of_block * (depth if self.is_trained else 1)
 
-    def inputs(self, tokens: Tokens) -> dict:
+    def inputs(self, tokens: ModelTokens) -> dict:
         """Return the arguments of the language model for a pack: with images, the embeddings of the
         tokens in place of their ids."""
         inputs = packed_inputs(tokens)
