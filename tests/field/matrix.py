@@ -1,12 +1,5 @@
 """Conversations that chat templates are known to treat differently."""
 
-import re
-
-from field.families import Family
-from field.oracle import Wrong, check_sft
-
-from common.data.encode import Encoder
-
 
 def turn(role: str, content: str, **more: object) -> dict:
     return dict(role=role, content=content, **more)
@@ -43,39 +36,3 @@ CONVERSATIONS: dict[str, list[dict]] = {
         turn("assistant", "It is 7."),
     ],
 }
-
-
-# Reasons of refusals; what follows them names words of the row.
-REASONS = (
-    "column tools: the chat template does not read it",
-    "the chat template refuses the messages",
-    "assistant: the chat template shows it in another form than the sampled one",
-    "assistant: the chat template omits the tool call",
-)
-
-
-def reason_of(error: ValueError) -> str:
-    text = re.sub(r"turn \d+ \((\w+)\)", r"\1", str(error).removeprefix("x:1: "))
-    return next((reason for reason in REASONS if text.startswith(reason)), text)
-
-
-def verdict(family: Family, encoder: Encoder, conversation: str) -> str:
-    """Return `right`, `refused: REASON` or `wrong: REASON`."""
-    row = dict(tools=[TOOL]) if conversation == "tools" else {}
-    try:
-        check_sft(family, encoder, CONVERSATIONS[conversation], **row)
-    except ValueError as error:
-        return f"refused: {reason_of(error)}"
-    except Wrong as error:
-        return f"wrong: {error}"
-    return "right"
-
-
-def verdicts(families: list[Family]) -> dict[tuple[str, str], str]:
-    """Return the verdict for each template and conversation."""
-    found = {}
-    for family in families:
-        encoder = family.encoder()
-        for conversation in CONVERSATIONS:
-            found[family.name, conversation] = verdict(family, encoder, conversation)
-    return found
