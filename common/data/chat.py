@@ -53,13 +53,13 @@ class ChatTemplate:
         a variable."""
         self.tokenizer = tokenizer
         self._added = any_of(map(str, tokenizer.added_tokens_decoder.values()))
-        self._shows_thoughts = {False: True, True: True}  # by whether the turn has calls
         self.in_parts = self._reads_parts(label or f"--model {tokenizer.name_or_path}")
         self.reads, self.words = _names_read(tokenizer)
         self.kwargs = self._checked("--template_kwargs", _variables(template_kwargs))
-        for turn in (SAID | dict(content="!"), CALLED):  # gpt-oss: a thought or content, not both
-            text = self._probe(ASKED, turn | dict(reasoning_content=MARK))
-            self._shows_thoughts["tool_calls" in turn] = MARK in text
+        self._shows_thoughts = {  # by whether the turn has calls
+            "tool_calls" in turn: MARK in self._probe(ASKED, turn | dict(reasoning_content=MARK))
+            for turn in (SAID | dict(content="!"), CALLED)  # gpt-oss: a thought or content
+        }
         self.shows_developer = MARK in self._probe(SAID | dict(role="developer"), ASKED)
         prompt = self._probe(ASKED, add_generation_prompt=True)
         shared = os.path.commonprefix([prompt, self._probe(ASKED)])

@@ -177,10 +177,8 @@ class Encoder:
     def _messages(self, row: dict, column: str) -> list[dict] | None:
         """Return a column as messages, None if it is none. Report keys that nothing reads."""
         messages = messages_field(row, column)
-        if messages and self.chat:
-            given = given_messages(row, column)
-            for key in sorted(unread_keys(given, self.chat.words)):
-                self.say_once(f"not used: the key {key} of messages", kind=key)
+        for key in sorted(unread_keys(messages, self.chat.words)) if messages and self.chat else ():
+            self.say_once(f"not used: the key {key} of messages", kind=key)
         return messages
 
     def _with_system(self, row: dict, messages: list[dict]) -> list[dict]:

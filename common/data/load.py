@@ -86,10 +86,8 @@ def say_unread(rows: list[dict], columns: Columns) -> None:
 class Encoded(NamedTuple):
     """What has become of a row."""
 
-    group: SampleGroup | None = None
-    """None: it was dropped"""
-    counts: tuple[str, ...] = ()
-    """why it was dropped, or how it was changed"""
+    group: SampleGroup | None = None  # None: it was dropped
+    counts: tuple[str, ...] = ()  # why it was dropped, or how it was changed
     error: ValueError | None = None
 
 
@@ -147,23 +145,16 @@ def encode(
     unknown = encoder.tokenizer.unk_token_id  # GPT-2 has its EOS here
     if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
         counts.append("with characters that the tokenizer lacks")
-    packed = [
-        replace(
-            sample,
-            ids=array("i", sample.ids),
-            loss_mask=bytes(sample.loss_mask),
-            row={} if sample.row == row else sample.row,
-        )
-        for sample in group
-    ]
+    packed = []
+    for sample in group:
+        own = {} if sample.row == row else sample.row
+        arrays = dict(ids=array("i", sample.ids), loss_mask=bytes(sample.loss_mask))
+        packed.append(replace(sample, **arrays, row=own))
     return Encoded(packed, tuple(counts))
 
 
 def unpacked(group: SampleGroup) -> SampleGroup:
-    return [
-        replace(sample, ids=[*sample.ids], loss_mask=[*map(bool, sample.loss_mask)])
-        for sample in group
-    ]
+    return [replace(s, ids=[*s.ids], loss_mask=[*map(bool, s.loss_mask)]) for s in group]
 
 
 def reasons(counts: Counter) -> str:

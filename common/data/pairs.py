@@ -1,5 +1,8 @@
 """Preference rows -> pairs of samples, for the scripts that score completions."""
 
+import os
+from itertools import takewhile
+
 from common.data.encode import Encoder
 from common.data.messages import IMAGE, bad_row, messages_field, text_field
 from common.data.sample import Sample
@@ -10,7 +13,7 @@ def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[S
     of both. Messages of a side may repeat the prompt."""
     if "prompt" not in columns:
         row = _split_prompt(row)
-    elif isinstance(row["prompt"], str) and _has_prompt(row, "chosen", "rejected"):
+    elif isinstance(row["prompt"], str) and _has_prompt(row):
         text = row["prompt"].strip()
         row = _split_prompt(row)
         contents = [message["content"].replace(IMAGE, "").strip() for message in row["prompt"]]
@@ -19,10 +22,10 @@ def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[S
     return [encoder.completion(row, "prompt", side) for side in ("chosen", "rejected")]
 
 
-def _has_prompt(row: dict, *sides: str) -> bool:
+def _has_prompt(row: dict) -> bool:
     """Return whether each side is messages that begin with those of a prompt."""
-    firsts = [(messages_field(row, side) or [dict(role="assistant")])[0] for side in sides]
-    return all(message["role"] != "assistant" for message in firsts)
+    sides = [messages_field(row, side) for side in ("chosen", "rejected")]
+    return all(messages and messages[0]["role"] != "assistant" for messages in sides)
 
 
 def _split_prompt(row: dict) -> dict:
@@ -36,25 +39,17 @@ def _split_prompt(row: dict) -> dict:
     if chosen is None:
         chosen = text_field(row, "chosen")
         rejected = text_field(row, "rejected")
-        shared = _shared(chosen, rejected)
-        while shared and not chosen[shared - 1].isspace():
-            shared -= 1
-        has_prompt = bool(chosen[:shared].strip())
+        start = os.path.commonprefix([chosen, rejected])
+        shared = max((i for i, character in enumerate(start, 1) if character.isspace()), default=0)
+        has_prompt = bool(start[:shared].strip())
     else:
-        shared = _shared(chosen, rejected)
+        pairs = zip(chosen, rejected, strict=False)
+        shared = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
         if shared == min(len(chosen), len(rejected)):  # one continues the other: before its answer
-            turns = [
-                i for i, message in enumerate(chosen[:shared]) if message["role"] == "assistant"
-            ]
+            turns = [i for i in range(shared) if chosen[i]["role"] == "assistant"]
             shared = turns[-1] if turns else 0
         answers = (*chosen[shared : shared + 1], *rejected[shared : shared + 1])
         has_prompt = shared > 0 and all(answer["role"] == "assistant" for answer in answers)
     if not has_prompt:
         raise bad_row(row, "chosen and rejected do not begin with the same prompt")
     return row | dict(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
-
-
-def _shared(a: str | list, b: str | list) -> int:
-    """Return the number of characters or messages at which both start."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -33,13 +33,8 @@ def arithmetic_rows(split: str) -> list[dict]:
         for _ in range(1 if number < 500 else 4):
             completion = forgetful if rng.random() < 2 / 3 else answer
             rejected = forgetful if forgetful != answer else _one_digit_off(answer, rng)
-            row = dict(
-                prompt=f"{a}{b:+}=",
-                completion=completion,
-                answer=answer,
-                chosen=answer,
-                rejected=rejected,
-            )
+            row = dict(prompt=f"{a}{b:+}=", completion=completion, answer=answer)
+            row |= dict(chosen=answer, rejected=rejected)
             rows["test" if number < 500 else "train"].append(row)
     rng.shuffle(rows["train"])
     return rows[split]

@@ -47,19 +47,17 @@ class TextIds:
         behind_literals = {place + 1 for place in literals}
         # nothing before such a token changes the ids behind it
         starts = [0, *(match.start() for match in self._splits.finditer(text))]
-        ids: dict[int, list[int]] = {}  # of the text from each place up to the next one
         places = sorted({0, *literals, *behind_literals, *cuts, len(text)})
+        ids: dict[int, list[int]] = {}  # of the text from each place up to the next one
         for place, end in pairwise(places):
             if place in literals:
                 token = self.special_tokens[ord(text[place]) - FIRST]
                 ids[place] = self._behind("", token, as_text=True)
             elif place == 0 and not follows:
                 ids[place] = self._ids(text[:end], False)
-            elif place == 0 or place in behind_literals:
-                ids[place] = self._behind("", text[place:end])
             else:
-                start = starts[bisect_left(starts, place) - 1]
-                ids[place] = self._behind(text[start:place], text[place:end])
+                head = text[starts[bisect_left(starts, place) - 1] : place]
+                ids[place] = self._behind("" if place in behind_literals else head, text[place:end])
         first, *others = [
             [*chain(*(ids[place] for place in places if start <= place < end))]
             for start, end in pairwise([0, *cuts, len(text)])

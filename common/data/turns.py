@@ -234,10 +234,10 @@ def require_shown(chat: ChatTemplate, row: dict, messages: list[dict], text: str
         turn = f"turn {number} ({message['role']}): the chat template"
         if mark["content"].strip().lower() not in text:
             raise bad_row(row, f"{turn} leaves it out; change the role")
-        for i, call in enumerate(mark.get("tool_calls", ())):
-            if call["function"]["name"].lower() not in text:
-                name = message["tool_calls"][i]["function"]["name"]
-                raise bad_row(row, f"{turn} omits the tool call of {name}")
+        calls = zip(message.get("tool_calls", ()), mark.get("tool_calls", ()), strict=True)
+        for call, marked_call in calls:
+            if marked_call["function"]["name"].lower() not in text:
+                raise bad_row(row, f"{turn} omits the tool call of {call['function']['name']}")
     chat.shown.add(structure)
 
 

@@ -148,17 +148,16 @@ def test_calls_are_written_with_their_keys_in_their_order():
 
 def test_keys_that_nothing_reads_are_said_once(capsys):
     coder = encoder(READS_ALL.replace("m.content", "(m.mood or '') + m.content"))
-    part = dict(type="text", text="a", cache_control="x")
     messages = [
-        turn("user", [part], mood="!", name="Ann", date=None),
-        said("", tool_calls=[dict(CALL, index=0, secret=1)], reasoning_content="R"),
+        turn("user", "a", mood="!", name="Ann", date=None),
+        said("", tool_calls=[dict(CALL, index=0, secret=1, date=None)], reasoning_content="R"),
         turn("tool", "2", name="add", tool_call_id=CALL["id"]),
         said("4", lang="en", train=True, weight=1),
         share("human", "a"),
     ]
     for new, row in (
         (("lang", "secret"), dict(messages=messages[1:])),  # the name of a tool is in its call
-        (("cache_control", "name"), dict(prompt=messages)),
+        (("name",), dict(prompt=messages)),
         ((), dict(messages=messages)),
     ):
         samples(coder, **row)
@@ -209,8 +208,6 @@ REFUSED = [
         (dict(prompt=[ASKED], tools=tools), f"column {NAMED}")
         for tools in (["add"], TOOL, '{"name": "add"}', [dict(name=1)])
     ),
-    (dict(prompt=[ASKED], tools=[TOOL]), "column tools: the chat template does not read it", None),
-    (dict(messages=CALLS), r"turn 2 \(assistant\): the chat template omits the tool call of", None),
     # columns that are flags
     (dict(prompt=[SYSTEM, ASKED], system="T"), "it has a system text, its messages begin"),
     (dict(prompt=[ASKED], system=3), "column system is int"),
@@ -242,11 +239,6 @@ REFUSED = [
     (dict(prompt=[ASKED], chosen=[ANSWER, *OTHER], rejected="5"), "an earlier turn: ", MARKED),
     (dict(messages=[said("b")]), r"turn 1 \(assistant\): it has no prompt"),
     (dict(messages=[ASKED, turn("model", "b")]), "no message with the role assistant to"),
-    # messages that the template refuses or leaves out
-    (dict(prompt=[SYSTEM, ASKED]), "the chat template refuses the messages: no system", REFUSES),
-    (dict(messages=[SYSTEM, ASKED, ANSWER]), rf"turn 1 \(system\): {LEFT_OUT}", SILENT),
-    (dict(prompt=[turn("human", "a"), ASKED]), rf"turn 1 \(human\): {LEFT_OUT}", SILENT),
-    (dict(prompt=[ASKED, TOLD], chosen="4", rejected="5"), rf"turn 2 \(tool\): {LEFT_OUT}", SILENT),
 ]
 
 
@@ -254,6 +246,29 @@ REFUSED = [
 def test_row_is_refused(case):
     row, words, *template = case
     refused(encoder(*template or [READS_ALL]), words, **row)
+
+
+# Prompts that the template refuses or does not show, with other columns.
+NOT_SHOWN = [
+    (REFUSES, [SYSTEM, ASKED], {}, "the chat template refuses the messages: no system"),
+    (SILENT, [SYSTEM, ASKED], {}, rf"turn 1 \(system\): {LEFT_OUT}"),
+    (SILENT, [turn("human", "a"), ASKED], {}, rf"turn 1 \(human\): {LEFT_OUT}"),
+    (SILENT, [ASKED, ANSWER, TOLD], {}, rf"turn 3 \(tool\): {LEFT_OUT}"),
+    (None, [ASKED], dict(tools=[TOOL]), "column tools: the chat template does not read it"),
+    (None, [*CALLS[:2], ASKED], {}, r"turn 2 \(assistant\): .* omits the tool call of add"),
+]
+
+
+@pytest.mark.parametrize(("template", "asked", "columns", "words"), NOT_SHOWN)
+def test_prompt_is_refused_alike_in_training_and_in_sampling(template, asked, columns, words):
+    coder = encoder(template)
+    for row in (
+        dict(prompt=asked),
+        dict(messages=[*asked, ANSWER]),
+        dict(prompt=asked, completion=[ANSWER]),
+        dict(prompt=asked, chosen=[ANSWER], rejected="5"),
+    ):
+        refused(coder, words, **row, **columns)
 
 
 def test_messages_need_a_chat_template():

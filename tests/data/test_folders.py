@@ -5,7 +5,7 @@ import os
 
 import datasets
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config.groups import TrainArgs
@@ -44,7 +44,6 @@ def theirs(folder) -> dict[str, list[str]]:
     }
 
 
-@settings(max_examples=40, deadline=None)
 @given(layout=LAYOUTS)
 def test_splits_equal_those_of_datasets(layout, tmp_path_factory):
     folder = tmp_path_factory.mktemp("folder")

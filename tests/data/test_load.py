@@ -1,13 +1,14 @@
 """The ranks share the encoding of the rows, and rows that do not fit are counted."""
 
 import json
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from helpers import ROOT, run
 
 import dpo
 import sft
+from common.data import load
 from common.data.encode import Encoder
 from common.data.load import encode_all, load_samples
 from common.data.rows import SFT_COLUMNS
@@ -16,29 +17,29 @@ from common.model.tiny import tiny_model
 
 RANK = """
 import json, sys
-sys.path.insert(0, {root!r})
-import sft
-from common.data import load
-from common.data.rows import SFT_COLUMNS
-from common.model.hub import load_tokenizer
-from common.model.tiny import tiny_model
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+from data.test_load import loaded
 from common.parallel import distributed
-rows, folder = sys.argv[1:]
 distributed.setup(0)
-load.ROWS_AT_ONCE = 3
-tokenizer = load_tokenizer(tiny_model())
-found = []
-for on_bad_row in ("skip", "error"):
-    args = sft.Args(dataset=(rows,), max_length=20, eval_size=2, on_bad_row=on_bad_row)
-    try:
-        for part, counts in load.load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args):
-            found.append([(x.ids, x.loss_mask, x.row["_source"]) for [x] in part] + [counts])
-    except ValueError as error:
-        found.append(str(error))
-with open(f"{{folder}}/{{distributed.rank()}}.json", "w") as file:
-    json.dump(found, file)
+with open(f"{{sys.argv[2]}}/{{distributed.rank()}}.json", "w") as file:
+    json.dump(loaded(sys.argv[1]), file)
 distributed.cleanup()
 """
+
+
+def loaded(rows: str) -> list:
+    """Return samples and counts of rows, three at a time, and the error of the first bad one."""
+    tokenizer, found = load_tokenizer(tiny_model()), []
+    for on_bad_row in ("skip", "error"):
+        args = sft.Args(dataset=(rows,), max_length=20, eval_size=2, on_bad_row=on_bad_row)
+        try:
+            with mock.patch.object(load, "ROWS_AT_ONCE", 3):
+                for part, counts in load.load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args):
+                    found.append([[x.ids, x.loss_mask, x.row["_source"]] for [x] in part])
+                    found.append(counts)
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 @pytest.mark.slow
@@ -53,17 +54,14 @@ def test_every_rank_gets_the_samples_that_one_rank_makes(tmp_path):
         rows[number]["completion"] = 5
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rank.py").write_text(RANK.format(root=str(ROOT)))
-    found = []
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        out = run(ranks, tmp_path / "rank.py", tmp_path / "rows.jsonl", folder)
-        assert "is read as this special token" in out.stdout
-        found += [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    assert len(found) == 3 and found[0] == found[1] == found[2]
-    training, held_out, error = found[0]
-    assert training[-1] == {"dropped as too long (--max_length)": 1}
-    assert len(training) + len(held_out) == 24
+    out = run(2, tmp_path / "rank.py", tmp_path / "rows.jsonl", tmp_path)
+    assert "is read as this special token" in out.stdout
+    alone = loaded(str(tmp_path / "rows.jsonl"))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == alone
+    training, counts, held_out, _, error = alone
+    assert counts == {"dropped as too long (--max_length)": 1}
+    assert len(training) + len(held_out) == 22
     assert "column completion is int, expected a string" in error
 
 
@@ -107,20 +105,15 @@ def test_rows_fit_or_are_counted(script, row, flags, lengths, counts, tokenizer)
     assert counts_of(script, [row], columns, tokenizer, **flags) == (lengths, counts)
 
 
-def test_unknown_characters_are_counted_unless_every_text_ends_with_their_token(tokenizer):
+@pytest.mark.parametrize(
+    ("unknown", "counts"),
+    [("2", {"with characters that the tokenizer lacks": 1}), ("<|eos|>", {}), (None, {})],
+)
+def test_unknown_characters_are_counted_unless_every_text_ends_with_their_token(unknown, counts):
+    tokenizer = load_tokenizer(tiny_model())
+    tokenizer.unk_token = unknown
     row = dict(prompt="1+1=", completion="2")
-    encoder = Encoder(tokenizer, args := sft.Args(max_length=8))
-    for unk, counts in (
-        (encoder.tokenizer.eos_token_id, {}),
-        (encoder.tokenizer("2")["input_ids"][0], {"with characters that the tokenizer lacks": 1}),
-        (None, {}),
-    ):
-        encoder.tokenizer = SimpleNamespace(unk_token_id=unk, eos_token_id=tokenizer.eos_token_id)
-
-        def encode_row(row, *_):
-            return [Encoder(tokenizer, args).sft(row, ("prompt", "completion"))]
-
-        assert encode_all(encode_row, [row | dict(_source="x:1")], (), encoder, args)[1] == counts
+    assert counts_of(sft, [row], ("prompt", "completion"), tokenizer)[1] == counts
 
 
 def test_unread_columns_are_listed_and_conversations_are_messages(tokenizer, tmp_path, capsys):
