@@ -32,7 +32,7 @@ from common.config.sampling import TruncationArgs
 from common.config.training import ImageArgs
 from common.data.encode import Encoder
 from common.data.rows import rows_of_split
-from common.evaluate import checkpoint_curve
+from common.evaluate import checkpoint_curve, completions_file
 from common.evaluate.estimators import (
     final_answer,
     majority_at_k,
@@ -49,10 +49,11 @@ from common.parallel import distributed, durable
 from common.parallel.process import visible
 from common.rewards.reward_model import load_model, path_of
 from common.rewards.total import Rewards
-from common.rollout import completions_file
 from common.rollout.engine import Engine
+from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes
 from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show_first
+from common.rollout.weights import whole_weights
 from common.train.run_folder import begin_run, prepare_output_dir
 
 OWN_FILE = "completions.jsonl"
@@ -235,7 +236,11 @@ def answers(
         "--output_dir", file, task.prompts, task.tokenizer, own=True
     )
     if len(lines) < len(task.prompts):
-        engine = completions_file.load_engine(engine, path, args, task.tokenizer, task.device)
+        if engine is None:
+            engine = make_engine(path, args, task.tokenizer, task.device, trained=False)
+        else:  # a process can have only one: it gets other weights
+            policy = load_policy(path, args, task.device, trainable=False)
+            engine.load_weights(whole_weights(policy, engine.dtype))
         episodes = Episodes(engine, args)
         lines = completions_file.sample_completions(
             file, lines, task.prompts, episodes, task.rewards, args, args.prompts_per_step
@@ -254,7 +259,6 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
         raise ValueError(f"--against {args.against} has {difference}")
     folders = task.folders
     interval = partial(mean_and_interval, seed=args.seed)
-    score_lines = partial(completions_file.score_stored, prompts=task.prompts)
     lines_of_domain: dict[str, list[dict]] = {}
     for line, row in zip(outputs[0], task.prompts.rows, strict=True):
         lines_of_domain.setdefault(str(row.get("domain")), []).append(line)
@@ -269,7 +273,7 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
             "--reward_model", args.reward_model, args, task.prompts.rows, task.tokenizer,
             task.device,
         )  # fmt: skip
-        judged = scores_of_outputs(judge, outputs, score_lines)
+        judged = scores_of_outputs(judge, outputs, task.prompts)
         for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
             results[name] = interval(
                 [sum(group) for group in scores], [len(group) for group in scores]
@@ -281,8 +285,8 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
             folders["perplexity_model"], args, task.device, trainable=False,
             flag="--perplexity_model",
         )  # fmt: skip
-        nats = score_lines(
-            outputs[0], lambda groups: log_likelihoods(scorer, groups, args.pack_tokens)
+        nats = completions_file.score_stored(
+            outputs[0], lambda x: log_likelihoods(scorer, x, args.pack_tokens), task.prompts
         )
         totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in nats]
         estimate = interval(*zip(*totals, strict=True))

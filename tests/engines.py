@@ -11,6 +11,7 @@ import torch
 from in_process import NEW_TOKENS, Args
 
 from common.data.sample import Completion
+from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
@@ -75,6 +76,7 @@ class Flight:
     def __init__(self, engine: Engine, requests: list[Request]):
         self.engine = engine
         self.requests = requests
+        self.meter = Meter()
         self.loop = asyncio.new_event_loop()
         self.tasks = [self.loop.create_task(engine.sample(request)) for request in requests]
         self.turn()
@@ -84,7 +86,7 @@ class Flight:
 
     def rounds(self, count: int) -> None:
         for _ in range(count):
-            self.engine.step()
+            self.engine.step(self.meter)
         self.turn()
 
     @property

@@ -12,10 +12,10 @@ from in_process import REWARD, talkative
 
 from bok import Args, best, loss
 from common.data.sample import Completion
+from common.evaluate.completions_file import make_lines, read_completions, restored
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 from common.rewards.thoughts import Thoughts
-from common.rollout.completions_file import _restore, make_lines, read_completions
 from common.rollout.prompts import Prompts
 
 NAN = math.nan
@@ -108,12 +108,12 @@ def test_episodes_are_stored_as_sampled(device, tmp_path):
         def first(self, parts):
             return parts["environment"]
 
-    (line,) = make_lines([group], prompts, Rewarded(), greedy=False)
+    (line,) = make_lines([group], Rewarded(), greedy=False)
     (tmp_path / "c.jsonl").write_text(json.dumps(line) + "\n")
     lines = read_completions("--output_dir", tmp_path / "c.jsonl", prompts, tokenizer, own=True)
     assert lines[0]["completions"][2]["reward"] is None
     names = ("ids", "loss_mask", "text", "finish_reason", "turns", "turn_rewards", "error")
-    for stored, sampled in zip(*_restore(lines, prompts, [0]), group, strict=True):
+    for stored, sampled in zip(*restored(lines, prompts), group, strict=True):
         assert all(getattr(stored, name) == getattr(sampled, name) for name in names)
 
 

@@ -14,14 +14,14 @@ from in_process import talkative
 
 from common.config.groups import TrainArgs
 from common.data.sample import Completion, Sample
+from common.evaluate import completions_file
+from common.evaluate.completions_file import read_completions
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
 from common.model.scoring import score
 from common.model.tiny import tiny_model
 from common.parallel import process
 from common.rewards.total import Rewards
-from common.rollout import completions_file
-from common.rollout.completions_file import read_completions
 from common.rollout.prompts import Prompts
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
@@ -183,7 +183,7 @@ def test_thoughts_do_not_vote(thoughts, majority, device):
     ]
     args = evaluation.Args(reward="boxed", thoughts=thoughts)
     rewards = Rewards(args, [row], load_tokenizer(tiny_model()), device)
-    lines = completions_file.make_lines([group], Prompts([[1]], [row]), rewards, greedy=False)
+    lines = completions_file.make_lines([group], rewards, greedy=False)
     assert evaluation.measure(args, lines)["majority_at_k"][4]["mean"] == majority
 
 
@@ -212,7 +212,7 @@ def test_all_checkpoints_have_the_results_of_separate_evaluations(
 ):
     flags, started, sampled = flags[2:], [], []
     file, curve, alone = evaluation.completions_file, tmp_path / "curve", tmp_path / "alone"
-    make_engine, make_lines = file.make_engine, file.make_lines
+    make_engine, make_lines = evaluation.make_engine, file.make_lines
 
     def count_engines(*given, **named):
         started.append(given[0])
@@ -224,7 +224,7 @@ def test_all_checkpoints_have_the_results_of_separate_evaluations(
         return make_lines(*given, **named)
 
     monkeypatch.setattr(process, "stop_signalled", False)
-    monkeypatch.setattr(file, "make_engine", count_engines)
+    monkeypatch.setattr(evaluation, "make_engine", count_engines)
     monkeypatch.setattr(file, "make_lines", stop_at_the_fifth)
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)  # stops at the second one
     process.stop_signalled = False

@@ -14,7 +14,6 @@ from common.data.rows import held_out_rows, train_and_eval_rows
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length
 from common.model.policy import Policy
-from common.rewards.registry import row_check
 from common.rewards.total import Rewards
 from common.rollout.prompts import encode_prompts, prompt_columns
 from common.rollout.sampler import Local, Sampler
@@ -33,16 +32,14 @@ class Generation:
         if not (args.eval_generate and args.eval_every):
             return
         online = sampling_args(args)
-        row_check(online)
         if args.eval_dataset is None:
             rows = train_and_eval_rows(args)[1]
         else:
             rows = held_out_rows(args)
+        rows = first_of_each_set(rows, args.eval_generate)
         columns = prompt_columns(online, rows)
         room = context_length(policy.path, args) - online.max_new_tokens
-        encoder = Encoder(tokenizer, args)
-        rows = first_of_each_set(rows, args.eval_generate)
-        self.prompts = encode_prompts(rows, columns, encoder, room, online)
+        self.prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, online)
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
         order = Order({"": range(len(rows))}, args.seed)  # nothing is drawn
         engine = Local(policy, online, self.rewards, tokenizer)

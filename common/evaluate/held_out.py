@@ -6,7 +6,6 @@ from collections.abc import Sized
 
 from common.evaluate.estimators import pass_at_k, shown_ks
 from common.metrics.meter import Meter
-from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts
 from common.rollout.sampler import Sampler
@@ -24,11 +23,7 @@ def evaluate_prompts(
     their data set, `metric/name` is the metric of that set alone. Collective."""
     if not held_out:
         return {}
-    args = rollouts.args
-    seeds = [distributed.fold_seed(args.seed, i) for i in range(len(held_out))]
-    groups = rollouts.sample_now(
-        step, held_out, seeds, n=args.eval_samples, temperature=args.eval_temperature
-    )
+    groups = rollouts.answer(step, held_out)
     rewards_PS, named_rewards, numbers = rewards(groups, Meter())
     first_PS = rewards.first(named_rewards)
     means = {

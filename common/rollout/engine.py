@@ -5,12 +5,12 @@ transformers. A coroutine that needs a turn awaits `sample`; whoever runs the ev
 `step` beside it (episodes.py):
 
     await engine.sample(request)        in as many coroutines as there are turns in flight
-    engine.step()                       a token for each of them; wakes those whose turns have ended
+    engine.step(meter)                  a token for each of them; wakes those whose turns have ended
 
 Weights may change between two rounds. Turns in flight then continue under the new weights, and
 every token records the version of the weights that sampled it. On a training rank:
 
-    load_weights(whole_weights(policy, engine.dtype), version); step() ...; sleep()
+    load_weights(whole_weights(policy, engine.dtype), version); step(meter) ...; sleep()
 """
 
 import asyncio
@@ -64,24 +64,19 @@ class SampledTurn(NamedTuple):
     finish_reason: str
 
 
-def empty_completion(prompt: list[int]) -> Completion:
-    """Return a completion of `prompt` without tokens."""
+def empty_completion(prompt: list[int], row: dict | None = None) -> Completion:
+    """Return a completion of `prompt`, from this data row, without tokens."""
     size = len(prompt)
-    return Completion(
-        [*prompt], [False] * size, size, rollout_logprobs=[0.0] * size, versions=[-1] * size
-    )
+    logprobs, versions = [0.0] * size, [-1] * size
+    return Completion([*prompt], [False] * size, size, row or {}, rollout_logprobs=logprobs,
+                      versions=versions)  # fmt: skip
 
 
 class Engine:
     """Base class of the engines, which implement its last section."""
 
     def __init__(
-        self,
-        path: str,
-        args: SamplingArgs,
-        tokenizer,
-        device: torch.device,
-        trained: bool,
+        self, path: str, args: SamplingArgs, tokenizer, device: torch.device, trained: bool
     ):
         self.path = path
         self.args = args
@@ -112,7 +107,7 @@ class Engine:
         with untouched_rng(), warnings.catch_warnings():
             # vLLM walks over deprecated names of torch
             warnings.simplefilter("ignore", FutureWarning)
-            self._start(path)
+            self._start()
             if trained:
                 self.sleep()
 
@@ -126,9 +121,10 @@ class Engine:
         self.new.append(request)
         await ended
 
-    def step(self) -> None:
+    def step(self, meter: Meter) -> None:
         """Run a round, outside of the event loop: a token for each request, or a whole turn from
-        an engine that cannot be interrupted. Collective with tensor parallelism."""
+        an engine that cannot be interrupted. Measure the number of requests in flight. Collective
+        with tensor parallelism."""
         for rank, requests in enumerate(self.gather_in_engine(self.new)):
             for request in self.new if rank == self.group_rank else requests:
                 name = next(self.names)
@@ -136,7 +132,7 @@ class Engine:
                 self._add(name, request)
         self.new = []
         with untouched_rng():
-            turns = self._step() if self.running else []
+            turns = self._step(meter) if self.running else []
         for name, turn in turns:
             request = self.running.pop(name)
             completion = request.completion
@@ -149,6 +145,7 @@ class Engine:
             ended = self.ended.pop(request, None)  # None: of another rank
             if ended is not None and not ended.done():  # its episode may be over
                 ended.set_result(None)
+        meter.mean("engine/running", len(self.running))
 
     def text_of(self, turn: list[int], cut: bool = True) -> str:
         """Decode a turn, up to its first stop string unless `cut` is false. Special tokens such as
@@ -157,16 +154,6 @@ class Engine:
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         stops = [text.index(string) for string in self.args.stop if cut and string in text]
         return text[: min(stops, default=None)]
-
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
-        """Load all policy weights by name, and wake the engine. Requests in flight continue under
-        the new weights. Collective with tensor parallelism."""
-        self.version = version
-        self._load(weights)
-
-    def measure(self, meter: Meter) -> None:
-        """Measure the number of requests in flight. Call after each round."""
-        meter.mean("engine/running", len(self.running))
 
     def gather_in_engine(self, value: object) -> list:
         """Return `value` of every rank that shares this engine. Collective over them. For small
@@ -177,24 +164,21 @@ class Engine:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def any_rank(self, value: bool) -> bool:
-        """Return whether `value` is true on any rank of this engine, so that all of them leave a
-        collective loop together. Collective over them."""
-        return any(self.gather_in_engine(value))
-
     # ---- implemented by each engine ----
 
-    def _start(self, path: str) -> None:
+    def _start(self) -> None:
         raise NotImplementedError
 
     def _add(self, name: str, request: Request) -> None:
         """Prepare the sampling of a new request, which is in `running`."""
 
-    def _step(self) -> list[tuple[str, SampledTurn]]:
+    def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
         """Run a round and return the turns that have ended, by the names of their requests."""
         raise NotImplementedError
 
-    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
+        """Load all policy weights by name, and wake the engine. Requests in flight continue under
+        the new weights. Collective with tensor parallelism."""
         raise NotImplementedError
 
     def sleep(self) -> None:

@@ -3,7 +3,6 @@
 import importlib.util
 
 import torch
-import torch.distributed as dist
 
 from common.config.online import SamplingArgs
 from common.model.flops import num_delta_nets
@@ -38,6 +37,6 @@ def make_engine(
         raise ValueError("--tensor_parallel_size needs --engine vllm")
     if args.engine_args:
         raise ValueError(f"--engine_args {' '.join(args.engine_args)} needs --engine vllm")
-    if args.engine == "auto" and not is_installed and dist.get_rank() == 0:
-        print("vllm is not installed: sampling with transformers, which is slower")
+    if args.engine == "auto" and not is_installed:
+        distributed.say("vllm is not installed: sampling with transformers, which is slower")
     return TransformersEngine(path, args, tokenizer, device, trained)

@@ -113,14 +113,12 @@ class EnvironmentEpisode:
         self.encoder = environments.encoder
         self.process = Process(environments.server) if environments.server else None
         self.built_in = None if self.process else environments.make()
-        self.is_new = True
 
     async def answer(self, completion: Completion) -> list[int] | None:
         """Return the ids of the environment's messages; see `Episode` in partner.py."""
-        doing = "reset" if self.is_new else f"step {completion.turns}"
+        doing = "reset"
         try:
-            if self.is_new:
-                self.is_new = False
+            if completion.turns == 1:
                 if await self._call("reset", self.row) != self.row["_prompt"]:
                     raise ValueError("not the same messages as at the start of the run")
             doing = f"step {completion.turns}"

@@ -5,10 +5,12 @@ A completion has one turn of the model or, with `--environment`, `--tools` or `-
 and a prompt is complete when its last completion has ended."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
+from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
 from common.rollout.partner import partner_of
@@ -39,11 +41,6 @@ class PromptRequest:
         return Request(completion, max_tokens, seed, self.temperature, self.number)
 
 
-def row_for_engine(row: dict) -> dict:
-    """Return what an engine reads of the row of a prompt: the places of its images."""
-    return {name: row[name] for name in ("_images",) if name in row}
-
-
 class Episodes:
     """Prompts in flight.
 
@@ -67,23 +64,26 @@ class Episodes:
         """Begin the completions of a prompt."""
         self.prompts[prompt.number] = self.loop.create_task(self._complete(prompt))
 
-    def advance(self) -> list[tuple[int, Group]]:
+    def advance(self, meter: Meter) -> list[tuple[int, Group]]:
         """Run a round of the engine, then let all completions go on that wait for nothing else.
         Return `(number, group)` of each prompt that is complete now. Collective with tensor
         parallelism."""
-        self.engine.step()
+        self.engine.step(meter)
         self.loop.run_until_complete(self._go_on())
         done = [number for number, task in self.prompts.items() if task.done()]
         return [(number, self.prompts.pop(number).result()) for number in done]
 
-    def generate(self, prompts: list[PromptRequest]) -> list[Group]:
-        """Return the completions of this rank's prompts, in order. Nothing else may be in flight.
-        Collective with tensor parallelism."""
+    def run(self, prompts: list[PromptRequest], meter: Meter) -> Iterator[tuple[int, Group]]:
+        """Yield `(number, group)` of each of this rank's prompts when it is complete. Nothing else
+        may be in flight. Collective with tensor parallelism."""
         for prompt in prompts:
             self.add(prompt)
-        groups = {}
-        while self.engine.any_rank(bool(self.prompts)):
-            groups |= self.advance()
+        while any(self.engine.gather_in_engine(bool(self.prompts))):
+            yield from self.advance(meter)
+
+    def generate(self, prompts: list[PromptRequest]) -> list[Group]:
+        """Return the completions of this rank's prompts, in order; see `run`."""
+        groups = dict(self.run(prompts, Meter()))
         return [groups[prompt.number] for prompt in prompts]
 
     def close(self) -> None:
@@ -105,16 +105,11 @@ class Episodes:
 
     async def _complete(self, prompt: PromptRequest) -> Group:
         play = self._play if self.args.agent is None else self.partner.play
-        group = await asyncio.gather(*(play(prompt, i) for i in range(prompt.samples)))
-        for completion in group:
-            for sequence in completion.sequences:
-                sequence.row = prompt.row
-        return group
+        return await asyncio.gather(*(play(prompt, i) for i in range(prompt.samples)))
 
     async def _play(self, prompt: PromptRequest, index: int) -> Completion:
         """Return a completion: turns of the model, and between them the answers of its partner."""
-        completion = empty_completion(prompt.ids)
-        completion.row = row_for_engine(prompt.row)
+        completion = empty_completion(prompt.ids, prompt.row)
         room = self.args.max_new_tokens
         if self.partner is None:
             await self.sample(prompt.turn(completion, index, 0, room))

@@ -23,23 +23,13 @@ def lengths(groups: list[Group]) -> Tensor:
 
 
 def trained_counts(groups: list[Group]) -> Tensor:
-    """Return the number of trained tokens of each completion, [P, G] int64."""
-    return _table(groups, trained_count, torch.int64)
-
-
-def trained_count(sample: Completion) -> int:
-    """Return the number of trained tokens of a completion and its branches."""
-    return sum(sum(sequence.loss_mask) for sequence in sample.sequences)
-
-
-def truncated(groups: list[Group]) -> Tensor:
-    """Return which completions are truncated, [P, G] bool."""
-    return _table(groups, lambda sample: sample.finish_reason == "length", torch.bool)
+    """Return the number of trained tokens of each completion and its branches, [P, G] int64."""
+    return _table(groups, lambda x: sum(sum(each.loss_mask) for each in x.sequences), torch.int64)
 
 
 def truncation_penalties(groups: list[Group], penalty: float) -> Tensor:
     """Return -penalty for truncated completions and 0 for others, [P, G] float64."""
-    return -penalty * truncated(groups).double()
+    return _table(groups, lambda x: -penalty * (x.finish_reason == "length"), torch.float64)
 
 
 def _table(groups: list[Group], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
@@ -87,8 +77,9 @@ def measure_groups(
 def warnings(groups: list[Group], rewards_PG: Tensor, has_rewards: bool = True) -> list[str]:
     """Return the problems of a rollout of all ranks with the flags that may solve them. Collective.
     `has_rewards`: whether the run has rewards."""
-    cut_off = int(distributed.all_sum(truncated(groups).sum()))
-    samples = int(distributed.all_sum(sum(map(len, groups))))
+    ends = [sample.finish_reason for sample in chain(*groups)]
+    cut_off = int(distributed.all_sum(ends.count("length")))
+    samples = int(distributed.all_sum(len(ends)))
     rewards = [x for x in chain(*distributed.gather_objects(rewards_PG.flatten().tolist()))]
     rewards = [x for x in rewards if not math.isnan(x)]
     problems = []

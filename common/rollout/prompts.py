@@ -1,6 +1,5 @@
 """Rows -> prompts as token ids, for the scripts that sample."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config.online import OnlineArgs, SamplingArgs
@@ -84,7 +83,11 @@ def encode_prompts(
     """Return the prompts of `rows` that have at most `room` tokens. With `--on_bad_row skip` rows
     that a reward cannot use are left out too. Raises `ValueError` for such a row, for a longer
     prompt with `--overlong error`, unless bad rows are skipped, and if no row is left."""
-    make_prompt = prompt_maker(args)
+    make_prompt = None
+    if args.environment is not None:
+        make_prompt = prompt_maker_of_environment(args)
+    elif args.prompt_template is not None:
+        make_prompt = template_maker(args)
     select_tools = partner_of(args).tools_of_rows(args, encoder.tokenizer) if args.tools else None
     check = row_check(args)
 
@@ -119,11 +122,3 @@ def encode_prompts(
         example = f"all {len(rows)} rows, such as {rows[0]['_source']}"
         raise ValueError(f"{example}, are left out (--on_bad_row skip)")
     return prompts
-
-
-def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[dict]] | None:
-    """Return the function row -> prompt of `--environment` or `--prompt_template`; None without
-    them. It raises `ValueError` naming the row that the environment or the template cannot use."""
-    if args.environment is not None:
-        return prompt_maker_of_environment(args)
-    return None if args.prompt_template is None else template_maker(args)

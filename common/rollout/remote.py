@@ -13,8 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -30,10 +29,10 @@ from common.parallel.process import fail_in_thread
 from common.rewards.total import Rewards
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
-from common.rollout.episodes import Episodes, PromptRequest, row_for_engine
+from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.weights import whole_weights
 
-# ---- messages over gloo, and the group in which weights are broadcast ----
+# ---- messages over gloo ----
 
 
 @dataclass
@@ -104,8 +103,7 @@ class Mail:
 
 
 def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
-    """Return the group in which weights are broadcast: rank 0, which gathers them, and all rollout
-    ranks."""
+    """Return the group in which rank 0 broadcasts weights to the rollout ranks."""
     return distributed.link("weights", [0, *distributed.rollout_ranks], device)
 
 
@@ -118,8 +116,8 @@ def close_link(link: torch.distributed.ProcessGroup | None) -> None:
 # ---- training ranks ----
 
 
-class Remote:
-    """The engines of the rollout ranks, with the methods of `Local` (sampler.py)."""
+class RolloutRanks:
+    """The engines of the rollout ranks, in place of a `Local` one (sampler.py)."""
 
     def __init__(self, policy: Policy, args: OnlineArgs, rewards: Rewards):
         self.policy = policy
@@ -127,12 +125,10 @@ class Remote:
         self.rewards = rewards
         self.steps_ahead = args.max_staleness
         self.dtype = compute_dtype(args, policy.device)
-        self.rows: dict[int, dict] = {}  # of this rank's prompts in flight
         self.groups: dict[int, Group] = {}  # complete ones that are not taken yet
-        self.inbox: queue.Queue[News | None] = queue.Queue()
+        self.inbox: queue.Queue[News] = queue.Queue()
         self.mail = Mail(self._receive)  # waits for the rollout ranks
-        self.is_sender = distributed.is_main()
-        self.link = weights_link(policy.device) if self.is_sender else None
+        self.link = weights_link(policy.device) if distributed.is_main() else None
         self.names_and_shapes = [
             (name, weight.shape) for name, weight in whole_weights(policy, self.dtype)
         ]
@@ -144,39 +140,23 @@ class Remote:
         return f"{ranks} rollout ranks (staleness up to {self.args.max_staleness})"
 
     def close(self) -> None:
-        if self.is_sender:
+        if distributed.is_main():
             for rank in distributed.rollout_ranks:
                 self.mail.send(None, rank)
         self.mail.close()
         close_link(self.link)
 
-    def begin(
-        self, requests: list[PromptRequest], own: list[PromptRequest], step: int, meter: Meter
-    ) -> None:
+    def complete(
+        self, requests: list[PromptRequest], own: list[int], step: int, meter: Meter
+    ) -> list[Group]:
         """Send the prompts of all ranks and the weights after `step` steps, unless they are there.
-        Collective."""
-        self.rows |= {request.number: request.row for request in own}
-        distributed.barrier()  # no group comes to a rank before it knows the rows
-        is_new = self.version != step
-        if self.is_sender:
-            if not self.args.has_turns:
-                requests = [replace(each, row=row_for_engine(each.row)) for each in requests]
-            orders = Orders(requests, step, self.names_and_shapes if is_new else [])
-            for rank in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
-                self.mail.send(orders, rank)  # to the first rank of each engine
-        if is_new:
-            with meter.time("sync"):
-                for _, weight in whole_weights(self.policy, self.dtype):
-                    if self.link is not None:
-                        self.link.broadcast(weight, 0).wait()
-            self.version = step
-
-    def wait(self, numbers: list[int], step: int, meter: Meter) -> list[Group]:
-        """Return the groups of this rank's prompts for `step`. Measure the ages of their weights,
-        and how long both roles waited since the last call."""
+        Return the groups of this rank's `own` numbers, of which some may have been requested
+        before. Measure the ages of their weights, and how long both roles waited since the last
+        call. Collective."""
+        self._send(requests, step, meter)
         began = time.perf_counter()
         with meter.time("rollout"):
-            while not self.groups.keys() >= set(numbers):
+            while not self.groups.keys() >= set(own):
                 news = self.inbox.get()
                 self.groups |= news.groups
                 meter.add(news.meter)
@@ -184,18 +164,29 @@ class Remote:
         now = time.perf_counter()
         meter.mean("idle/training_ranks", now - began, now - self.last_wait)
         self.last_wait = now
-        groups = [self.groups.pop(number) for number in numbers]
+        groups = [self.groups.pop(number) for number in own]
         measure_staleness(meter, groups, step)
         return groups
 
+    def _send(self, requests: list[PromptRequest], step: int, meter: Meter) -> None:
+        is_new = self.version != step
+        self.version = step
+        if distributed.is_main():
+            orders = Orders(requests, step, self.names_and_shapes if is_new else [])
+            for engine in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
+                self.mail.send(orders, engine)  # to the first rank of each
+        if is_new:
+            with meter.time("sync"):
+                for _, weight in whole_weights(self.policy, self.dtype):
+                    if self.link is not None:
+                        self.link.broadcast(weight, 0).wait()
+
     def _receive(self, news: News | None) -> None:
         """Begin the rewards of new groups at once. Runs in the threads of `mail`."""
-        for number, group in news.groups.items() if news else ():
-            row = self.rows.pop(number)
-            for sequence in chain(*(completion.sequences for completion in group)):
-                sequence.row = row
-            self.rewards.begin(number, group)
-        self.inbox.put(news)
+        if news is not None:  # the last message
+            for number, group in news.groups.items():
+                self.rewards.begin(number, group)
+            self.inbox.put(news)
 
 
 def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
@@ -238,14 +229,14 @@ def _generate(engine: Engine, episodes: Episodes, inbox: queue.Queue, mail: Mail
     meter = Meter()
     last = time.monotonic()
     while True:
-        is_idle = not engine.any_rank(bool(episodes.prompts))
+        is_idle = not any(engine.gather_in_engine(bool(episodes.prompts)))
         began = time.monotonic()
         orders = []
         if engine.group_rank == 0:
-            # at most a minute: the engine's other ranks wait in a collective, which times out
-            with suppress(queue.Empty):
-                while True:
-                    orders.append(inbox.get(is_idle and not orders, timeout=60))
+            if is_idle:
+                orders.append(inbox.get())
+            while not inbox.empty():
+                orders.append(inbox.get())
         orders = engine.gather_in_engine(orders)[0]
         now = time.monotonic()
         meter.mean("idle/rollout_ranks", (now - began) * is_idle, now - last)
@@ -258,8 +249,7 @@ def _generate(engine: Engine, episodes: Episodes, inbox: queue.Queue, mail: Mail
             for request in order.requests:
                 if request.number % ranks == rank:
                     episodes.add(request)
-        complete = episodes.advance()
-        engine.measure(meter)
+        complete = episodes.advance(meter)
         for i, trainer in enumerate(trainers):
             groups = {number: group for number, group in complete if number % len(trainers) == i}
             if groups:

@@ -28,11 +28,10 @@ class ThinkingBudget:
 
         The turn is sampled in pieces, each with a seed of its own, that end where a thought may
         have reached the limit."""
-        completion = request.completion
-        limit = request.start + request.max_tokens
+        completion, start = request.completion, request.start
+        limit = start + request.max_tokens
         while True:
-            before, turn = completion.ids[: request.start], completion.ids[request.start :]
-            mark, length = self.open_thought(before, turn)
+            mark, length = self.open_thought(completion.ids[:start], completion.ids[start:])
             if mark and length >= self.tokens:
                 ids = self.engine.tokenizer(mark, add_special_tokens=False)["input_ids"]
                 if len(completion.ids) + len(ids) >= limit:
@@ -40,13 +39,13 @@ class ThinkingBudget:
                 completion.append_forced(ids)
                 length = 0
             seed = request.seed
-            if sampled := len(completion.ids) - request.start:
-                seed = distributed.fold_seed(request.seed, sampled) * SEED_SPACING
+            if sampled := len(completion.ids) - start:
+                seed = distributed.fold_seed(seed, sampled) * SEED_SPACING
             room = min(self.tokens - length, limit - len(completion.ids))
             await self.engine.sample(replace(request, seed=seed, max_tokens=room))
             if completion.finish_reason != "length" or len(completion.ids) == limit:
                 break
-        completion.text = self.engine.text_of(completion.ids[request.start :])
+        completion.text = self.engine.text_of(completion.ids[start:])
 
     def open_thought(self, before: Sequence[int], turn: Sequence[int]) -> tuple[str, int]:
         """Return the mark that ends the thought that is open at the end of a turn, and the number

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from common.metrics.meter import Meter
 from common.model.loading import open_model
 from common.rollout.engine import Engine, Request, SampledTurn
 
@@ -15,22 +16,23 @@ class TransformersEngine(Engine):
     """`model.generate` on an unsharded replica of the policy. It samples each request to its end in
     one round."""
 
-    def _start(self, path: str) -> None:
+    def _start(self) -> None:
         from transformers import GenerationConfig
 
-        model = open_model(path, self.dtype)
+        model = open_model(self.path, self.dtype)
         for parameter in model.parameters():  # experts that were in MXFP4 are bfloat16
             parameter.data = parameter.data.to(self.dtype)
         self.replica = model.to(self.device).eval()
         self.replica.generation_config = GenerationConfig()  # without the penalties of the model's
 
-    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
+        self.version = version
         replica_weights = self.replica.state_dict()
         with torch.no_grad():
             for name, whole in weights:
                 replica_weights[name].copy_(whole)
 
-    def _step(self) -> list[tuple[str, SampledTurn]]:
+    def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
         """Sample whole turns of the requests that come first."""
         first = sorted(self.running.items(), key=lambda item: item[1].priority)[:BATCH]
         first.sort(key=lambda item: item[1].start)  # stable
@@ -71,9 +73,6 @@ class TransformersEngine(Engine):
             eos_token_id=self.eos_ids,
             pad_token_id=pad,
             do_sample=False,
-            top_p=None,
-            top_k=None,
-            repetition_penalty=None,
             logits_processor=[sampler],
             stopping_criteria=[are_stopped] if self.args.stop else [],
             **{name: x.to(self.device) for name, x in of_images.items()},

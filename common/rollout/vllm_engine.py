@@ -16,21 +16,9 @@ from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
 from common.model.hub import context_length
-from common.model.loading import (
-    has_images,
-    hub_weights,
-    load_config,
-    method_of_quantization,
-    model_class,
-    open_model,
-)
+from common.model.loading import has_images, hub_weights, load_config, model_class, open_model
 from common.parallel import distributed
 from common.rollout.engine import Engine, Request, SampledTurn
-
-# Language models without a causal class in transformers and vLLM: on text alone they have the
-# numbers of another type. Rotary embeddings of images have three positions, equal for text.
-SAME_ON_TEXT = dict(qwen3_vl_text="qwen3", qwen2_5_vl_text="qwen2", qwen2_vl_text="qwen2")
-OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def lost_asleep(worker) -> list[str]:
@@ -57,37 +45,6 @@ def forget_packed_experts(worker) -> None:
     for module in worker.get_model().modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None
-
-
-def text_config(config):
-    """Return the config of the language model alone in that of a folder, as floats."""
-    if method_of_quantization(config) is not None:
-        del config.quantization_config
-    if not has_images(config):
-        return config
-    text = config.get_text_config()
-    if text.model_type in SAME_ON_TEXT:
-        from transformers import AutoConfig
-
-        fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
-        rope = fields["rope_parameters"].items()
-        fields["rope_parameters"] = {name: x for name, x in rope if name not in OF_IMAGES}
-        text = AutoConfig.for_model(SAME_ON_TEXT[text.model_type], **fields)
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
-    text.dtype = config.dtype or text.dtype
-    return text
-
-
-def text_alone(config, overrides: dict) -> dict:
-    """Return options with which vLLM takes a folder for a language model of this `config`, without
-    weights: those of the trainer follow, under its names. vLLM's own classes of images and text
-    import packages that text does not need."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    return dict(hf_overrides=lambda _: config, load_format="dummy")
 
 
 @contextlib.contextmanager
@@ -120,44 +77,35 @@ def undone_changes(decoder: type) -> Iterator[None]:
 class VLLMEngine(Engine):
     """vLLM with `external_launcher`: the torchrun ranks are its workers."""
 
-    def _start(self, path: str) -> None:
-        from transformers import MODEL_MAPPING
-
-        stored = load_config(path)
-        config = text_config(load_config(path))
-        self.model_type = config.model_type
-        self.has_delta_nets = num_delta_nets(config) > 0
-        size = self.args.tensor_parallel_size
-        if self.model_type == "gpt_oss" and size > 1:
-            raise ValueError("--tensor_parallel_size above 1 is not supported for gpt_oss")
-        # What vLLM loads: the model of the folder, or its language model alone, under other names.
-        is_part = has_images(stored) and self.images is None
+    def _start(self) -> None:
+        config = load_config(self.path)
         with torch.device("meta"):
-            whole = model_class(stored).from_config(stored)
-            self.model = model_class(config).from_config(config) if is_part else whole
-        self.prefixes = tuple(
-            next(f"{name}." for name, part in hf.named_modules() if part is hf.get_decoder())
-            for hf in (whole, self.model)
-        )
-        # without the weights of the folder
-        is_empty = is_part or (self.images is None and method_of_quantization(stored) is not None)
+            self.model = model_class(config).from_config(config)
+        self.language_model = None
+        if self.images is None and (has_images(config) or config.model_type == "gpt_oss"):
+            with extra("architectures", f"--engine vllm: {config.model_type}"):
+                from extras.architectures.in_vllm import LanguageModel
+            size = self.args.tensor_parallel_size
+            self.language_model = LanguageModel(config, self.model, size)
+            config, self.model = self.language_model.config, self.language_model.model
         self._set_environment()
-        with undone_changes(MODEL_MAPPING[type(config)]):
+        with undone_changes(type(self.model.get_decoder())):
             from vllm import LLM
 
-            options = self._options(context_length(path, self.args))
+            options = self._options(num_delta_nets(config.get_text_config()) > 0)
             try:
                 if self.images is not None:
-                    options |= self.images.vllm_options(stored.architectures[0])
-                elif is_empty:
-                    options |= text_alone(config, options.get("hf_overrides", {}))
-                self.llm = LLM(model=path, **options)
+                    options |= self.images.vllm_options(config.architectures[0])
+                elif self.language_model is not None:
+                    options |= self.language_model.vllm_options(options.get("hf_overrides", {}))
+                self.llm = LLM(model=self.path, **options)
             except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
                 reason = distributed.first_line(error)
                 if isinstance(error, ValidationError):  # its first line names only the class
                     problem = error.errors()[0]
                     reason = ": ".join([*map(str, problem["loc"]), problem["msg"]])
                 raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
+        size = self.args.tensor_parallel_size
         if self.device.type != "cpu":
             if lost := self.llm.collective_rpc(lost_asleep)[0]:
                 problem = f"sleep loses {lost[0]} of this model"
@@ -175,15 +123,12 @@ class VLLMEngine(Engine):
         engine = self.llm.llm_engine
         engine.set_weight_version(str(self.version))
         engine.output_processor.tokenizer = self.tokenizer  # for stop strings
-        # of the prompts since the last `measure`
-        self.cached_tokens = 0
-        self.prompt_tokens = 0
         if size > 1:
-            self.group, _ = dist.new_subgroups(size, backend="gloo")
+            self.group, _ = dist.new_subgroups(size, backend="gloo", timeout=distributed.DAY)
             self.group_rank = dist.get_rank() % size
-        if is_empty and not self.trained:
-            weights = open_model(path, self.dtype).state_dict()
-            self._load((name, x.to(self.dtype)) for name, x in weights.items())
+        if self.language_model is not None and not self.trained:  # vLLM has not read its weights
+            weights = open_model(self.path, self.dtype).state_dict()
+            self.load_weights((name, x.to(self.dtype)) for name, x in weights.items())
 
     def _set_environment(self) -> None:
         """Set the variables that vLLM reads when it is imported."""
@@ -197,7 +142,8 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-    def _options(self, max_model_len: int) -> dict:
+    def _options(self, has_delta_nets: bool) -> dict:
+        max_model_len = context_length(self.path, self.args)
         on_cpu = self.device.type == "cpu"
         options = dict(
             distributed_executor_backend="external_launcher",
@@ -233,7 +179,7 @@ class VLLMEngine(Engine):
                 # generator cannot do (vllm/v1/worker/gpu_model_runner.py). The same error comes
                 # with cached states of delta nets.
                 enable_chunked_prefill=False,
-                enable_prefix_caching=False if self.has_delta_nets else None,
+                enable_prefix_caching=False if has_delta_nets else None,
                 max_num_batched_tokens=max(8192, max_model_len),
             )
         return options | flags
@@ -266,7 +212,8 @@ class VLLMEngine(Engine):
             name, prompt, params, arrival_time=float(name), priority=request.priority
         )
 
-    def _step(self) -> list[tuple[str, SampledTurn]]:
+    def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
+        """Run a round. Measure also the fraction of the prompts' tokens that were in the cache."""
         # Even in eager mode vLLM compiles one sampler function: 16 seconds and a C++ compiler,
         # without use on a CPU.
         is_cpu = self.device.type == "cpu"
@@ -277,36 +224,26 @@ class VLLMEngine(Engine):
             (turn,) = output.outputs
             spans = turn.weight_versions
             versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
-            logprobs = turn.logprobs.logprobs
-            name = output.request_id
-            turns.append(
-                (name, SampledTurn(turn.token_ids, logprobs, versions, turn.finish_reason))
-            )
-            self.cached_tokens += output.num_cached_tokens
-            self.prompt_tokens += len(output.prompt_token_ids)
+            sampled = turn.token_ids, turn.logprobs.logprobs, versions, turn.finish_reason
+            turns.append((output.request_id, SampledTurn(*sampled)))
+            cached, size = output.num_cached_tokens, len(output.prompt_token_ids)
+            meter.mean("engine/prefix_hit_rate", cached, size)
         return turns
 
-    def measure(self, meter: Meter) -> None:
-        """Measure also the fraction of the prompts' tokens that were in the cache."""
-        super().measure(meter)
-        meter.mean("engine/prefix_hit_rate", self.cached_tokens, self.prompt_tokens)
-        self.cached_tokens = 0
-        self.prompt_tokens = 0
-
-    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
+        self.version = version
         if self.device.type == "cpu":
             self.llm.collective_rpc(forget_packed_experts)
         else:
             # vLLM takes its memory from the driver, not from PyTorch's cache
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
-        if self.model_type == "gpt_oss":
-            with extra("architectures", "--engine vllm: gpt_oss"):
-                from extras.architectures import gpt_oss_weights
-            gpt_oss_weights.reload(self.llm, weights)
-        else:
-            options = dict(weights_iterator=self._hub_weights(weights), is_checkpoint_format=True)
-            self.llm.collective_rpc("reload_weights", kwargs=options)
+        if self.language_model is not None:
+            weights = self.language_model.weights_for_vllm(weights)
+        options = dict(weights_iterator=self._hub_weights(weights), is_checkpoint_format=True)
+        self.llm.collective_rpc("reload_weights", kwargs=options)
+        if self.language_model is not None:
+            self.language_model.after_vllm_load(self.llm)
         if self.images is not None:
             self.images.after_vllm_load(self.llm)
             self.llm.llm_engine.reset_encoder_cache()  # its images come from the old weights
@@ -315,18 +252,12 @@ class VLLMEngine(Engine):
         # Cached prefixes come from the old weights. Requests in flight are computed again, and go
         # on with their generators.
         self.llm.reset_prefix_cache(reset_running_requests=True)
-        self.llm.llm_engine.set_weight_version(str(self.version))
+        self.llm.llm_engine.set_weight_version(str(version))
 
     def _hub_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights in the form of a hub checkpoint of what vLLM loads."""
-        trained, loaded = self.prefixes
+        """Yield the weights in the form of a hub checkpoint."""
         for name, whole in weights:
-            is_head = name in ("lm_head.weight", "lm_head.bias")
-            if name.startswith(trained):
-                name = loaded + name.removeprefix(trained)
-            elif not is_head and self.images is None:
-                continue  # of a tower
-            if self.has_head or not is_head:
+            if self.has_head or name not in ("lm_head.weight", "lm_head.bias"):
                 yield from hub_weights(self.model, {name: whole}).items()
 
     def sleep(self) -> None:
@@ -339,8 +270,7 @@ class VLLMEngine(Engine):
         if self.device.type != "cpu" and self.llm.llm_engine.is_sleeping():
             # freeing unmapped memory is a CUDA error (vllm/device_allocator/cumem.py)
             torch.cuda.empty_cache()
-            for tag in ("weights", "kv_cache"):
-                self.llm.wake_up(tags=[tag])
+            self.llm.wake_up()
         # vLLM's shutdown leaves the process group, which other ranks may still need
         distributed.barrier()
         self.llm.llm_engine.engine_core.shutdown()

@@ -21,7 +21,7 @@ import reinforce
 from common.config.flags import NotNegative
 from common.config.parse import parse
 from common.parallel import distributed
-from common.rollout.engine import Engine
+from common.rollout import sampler
 
 
 @dataclass
@@ -38,10 +38,8 @@ def noisy(weights: Iterator[tuple[str, Tensor]], noise: float) -> Iterator[tuple
 
 
 def main(args: Args) -> None:
-    load_weights = Engine.load_weights
-    Engine.load_weights = lambda engine, weights, version=0: load_weights(
-        engine, noisy(weights, args.noise), version
-    )
+    exact = sampler.whole_weights
+    sampler.whole_weights = lambda policy, dtype: noisy(exact(policy, dtype), args.noise)
     reinforce.main(args)
 
 

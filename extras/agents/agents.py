@@ -261,6 +261,8 @@ class Agents:
         completion.branches = branches
         completion.requests = agent.requests
         completion.text = agent.text or ""
+        for sequence in completion.sequences:
+            sequence.row = agent.prompt.row
         texts = [self.encoder.tokenizer.decode(sequence.ids) for sequence in completion.sequences]
         completion.transcript = "\n[branch]\n".join(texts)
         result, _ = checked(result)

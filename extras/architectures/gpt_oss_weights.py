@@ -1,35 +1,12 @@
 """New weights of gpt-oss for vLLM 0.32, whose reload leaves its experts and sinks as they were: its
 class copies them without vLLM's loaders, on which the reload depends. Can go when vLLM does."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 # Names in transformers' model and in vLLM's, whose matrices have inputs and outputs exchanged.
-EXPERTS = dict(
-    gate_up_proj="w13_weight",
-    gate_up_proj_bias="w13_bias",
-    down_proj="w2_weight",
-    down_proj_bias="w2_bias",
-)
-
-
-def reload(llm, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Load all weights: vLLM's reload takes the dense ones, `copy_weights` the others. Those stay
-    in memory until the end."""
-    others = {}
-
-    def dense() -> Iterator[tuple[str, Tensor]]:
-        for name, weight in weights:
-            if ".experts." in name or name.endswith(".sinks"):
-                others[name] = weight
-            else:
-                yield name, weight
-
-    options = dict(weights_iterator=dense(), is_checkpoint_format=True)
-    llm.collective_rpc("reload_weights", kwargs=options)
-    llm.collective_rpc(copy_weights, args=(others,))
+EXPERTS = dict(gate_up_proj="w13_weight", gate_up_proj_bias="w13_bias",
+               down_proj="w2_weight", down_proj_bias="w2_bias")  # fmt: skip
 
 
 @torch.no_grad()

@@ -17,27 +17,11 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
             right = [i < c for i in range(n)]
             for k in range(1, n + 1):
                 chosen = [any(subset) for subset in itertools.combinations(right, k)]
-                assert estimators.pass_at_k(n, c, k) == pytest.approx(
-                    sum(chosen) / len(chosen), abs=1e-12
-                )
+                expected = pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+                assert estimators.pass_at_k(n, c, k) == expected
     for k in (0, 5):
         with pytest.raises(ValueError, match=f"pass@{k} of 4 samples: k must be between 1 and 4"):
             estimators.pass_at_k(4, 1, k)
-
-
-def test_pass_at_1_is_the_fraction_of_right_samples():
-    assert [estimators.pass_at_k(4, c, 1) for c in range(5)] == pytest.approx(
-        [0, 0.25, 0.5, 0.75, 1]
-    )
-
-
-def test_pass_at_k_does_not_fall_with_k():
-    values = [estimators.pass_at_k(8, 3, k) for k in range(1, 9)]
-    assert values == sorted(values)
-
-
-def test_pass_at_n_is_1_with_a_right_sample():
-    assert [estimators.pass_at_k(8, c, 8) for c in (0, 1, 8)] == [0, 1, 1]
 
 
 def vote(answers: list, right: dict) -> bool:
@@ -51,7 +35,7 @@ def vote(answers: list, right: dict) -> bool:
     return right.get(leader, False)
 
 
-@pytest.mark.parametrize("answers", ["aab", "abc", "abbcc", "a-b-", "----", "b", "aabbb"])
+@pytest.mark.parametrize("answers", ["aab", "abc", "abbcc", "a-b-", "----", "b", "aabbb", ""])
 def test_majority_vote_is_the_mean_over_all_orders(answers, monkeypatch):
     monkeypatch.setattr(estimators, "PERMUTATIONS", 20_000)
     answers = [None if a == "-" else a for a in answers]
@@ -59,13 +43,6 @@ def test_majority_vote_is_the_mean_over_all_orders(answers, monkeypatch):
     for k in range(1, len(answers) + 1):
         orders = [vote(order, {"b": True}) for order in itertools.permutations(answers, k)]
         assert got[k - 1] == pytest.approx(sum(orders) / len(orders), abs=0.015), k
-
-
-def test_clear_majority_outvotes_a_wrong_answer():
-    rng = np.random.default_rng(0)
-    assert estimators.majority_at_k(["1"] * 5 + ["2"] * 3, [True] * 5 + [False] * 3, rng)[-1] == 1
-    assert estimators.majority_at_k(["1"] * 5 + ["2"] * 3, [False] * 5 + [True] * 3, rng)[-1] == 0
-    assert estimators.majority_at_k([], [], rng) == []
 
 
 @pytest.mark.parametrize(("text", "answer"), [
@@ -92,9 +69,8 @@ def test_intervals_contain_the_mean_and_narrow_with_more_prompts():
         assert found["mean"] - found["low"] == pytest.approx(normal, rel=0.25)
         widths.append(found["high"] - found["low"])
     assert widths[1] < widths[0] / 5
-    assert estimators.mean_and_interval([1.0, 6.0], [1, 2], draws=10, seed=0)[
-        "mean"
-    ] == pytest.approx(7 / 3)
+    weighted = estimators.mean_and_interval([1.0, 6.0], [1, 2], draws=10, seed=0)
+    assert weighted["mean"] == pytest.approx(7 / 3)
     assert estimators.mean_and_interval([0.0], [0], draws=10, seed=0) == {}
 
 

@@ -209,22 +209,21 @@ def test_classifier_of_each_family_opens_or_is_refused(path, tmp_path, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model_type", "engine"),
-    [("gemma3", "transformers"), ("gemma3", "vllm"), ("qwen3_vl", "vllm")],
-)
-def test_engine_samples_from_the_trained_weights(model_type, engine, sums, tmp_path):
+def test_engine_samples_from_the_trained_weights(sums, tmp_path):
+    """vLLM: in extras/architectures/tests."""
+    require_engine_has_the_weights("transformers", "gemma3", sums, tmp_path)
+
+
+def require_engine_has_the_weights(engine: str, model_type: str, sums: Path, folder: Path) -> None:
     """The weights change in every step."""
-    if engine == "vllm":
-        pytest.importorskip("vllm")
-    path = checkpoint(model_type, tmp_path / "model")
+    path = checkpoint(model_type, folder / "model")
     flags = (
         "--max_steps", 2, "--prompts_per_step", 2, "--samples_per_prompt", 2, "--lr", 1e-2,
         "--max_new_tokens", 8, "--eval_every", 0, "--dtype", "float32",
     )  # fmt: skip
     flags += ("--engine", engine, "--model", path, "--dataset", sums)
-    run(1, EACH_STEP, "grpo.py", *flags, "--output_dir", tmp_path / "run")
-    lines = metrics(tmp_path / "run")
+    run(1, EACH_STEP, "grpo.py", *flags, "--output_dir", folder / "run")
+    lines = metrics(folder / "run")
     assert len(lines) == 2
     for line in lines:
         assert line["sampling/sampling_logp_difference/max"] < 1e-4

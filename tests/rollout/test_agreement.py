@@ -30,8 +30,10 @@ def engine_batch() -> PackedBatch:
 
 
 def test_sampling_metrics_count_only_trained_tokens():
+    """An empty pack adds none."""
     meter, mb = Meter(), engine_batch()
     agreement.measure_mismatch(meter, mb.old_logprobs_T, mb)
+    agreement.measure_mismatch(meter, torch.zeros(1), pack([], 10, CPU)[0])
     metrics = meter.reduce()
     ratios = torch.tensor([1, 4, 0.5, 3, 3]).double()
     logs = ratios.log().abs()
@@ -46,13 +48,6 @@ def test_sampling_metrics_count_only_trained_tokens():
     assert metrics == pytest.approx({f"sampling/{k}": float(x) for k, x in expected.items()})
 
 
-def test_empty_pack_adds_no_metric():
-    (filler,) = pack([], 10, CPU)
-    meter = Meter()
-    agreement.measure_mismatch(meter, torch.zeros(1), filler)
-    assert meter.reduce() == {}
-
-
 def test_disagreement_on_a_sampled_token_is_an_error(device):
     def check(mb, **flags):
         agreement.require_agreement([[mb]], 0, Args(dtype="float32", **flags), CPU)
@@ -61,15 +56,14 @@ def test_disagreement_on_a_sampled_token_is_an_error(device):
     mb.old_logprobs_T[mb.loss_mask_T] = 0.0  # the prompts' tokens still differ widely
     check(mb)
     mb.old_logprobs_T[mb.loss_mask_T.nonzero()[-1]] += 0.01
-    with pytest.raises(
-        RunError, match="differ: mean 0.002 nats, 99.9th percentile 0.01 .*_difference 0.001"
-    ):
+    words = "differ: mean 0.002 nats, 99.9th percentile 0.01 .*_difference 0.001"
+    with pytest.raises(RunError, match=words):
         check(mb)
     check(mb, max_logprob_difference=0.1)
     mb.old_logprobs_T[mb.loss_mask_T.nonzero()[-1]] = NAN
     with pytest.raises(RunError, match="differ: mean inf nats"):
         check(mb, max_logprob_difference=0.1)
-    agreement.require_agreement([pack([], 10, CPU)], 0, Args(dtype="float32"), CPU)
+    check(*pack([], 10, CPU))
 
 
 @pytest.mark.parametrize(

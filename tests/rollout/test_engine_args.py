@@ -1,11 +1,11 @@
-"""`--engine_args`: options by vLLM's names."""
+"""`--engine`, and `--engine_args`: options by vLLM's names."""
 
 import os
 from unittest import mock
 
 import pytest
 from engines import RANK_0_OF_1
-from in_process import NEW_TOKENS, Args
+from in_process import Args
 
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
@@ -25,7 +25,7 @@ from common.rollout.engines import make_engine
 def test_wrong_options_are_refused_in_one_line(device, option, reason):
     pytest.importorskip("vllm")
     path = tiny_model()
-    args = Args(engine="vllm", max_new_tokens=NEW_TOKENS, engine_args=(option,))
+    args = Args(engine="vllm", max_new_tokens=8, engine_args=(option,))
     with (
         mock.patch.dict(os.environ, RANK_0_OF_1),
         pytest.raises(ValueError, match=reason) as caught,
@@ -41,3 +41,18 @@ def test_values_are_those_of_yaml():
     for wrong in ("a", "=1", "gpu_memory_utilization=2", "gpu_memory_utilization=x"):
         with pytest.raises(ValueError, match="--engine_args"):
             Args(engine_args=(wrong,))
+
+
+def test_without_vllm_transformers_samples(device, monkeypatch):
+    """Flags of vLLM are refused."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    path, tokenizer = tiny_model(), load_tokenizer(tiny_model())
+    for flags in (
+        dict(engine="vllm"),
+        dict(tensor_parallel_size=2),
+        dict(engine_args=("max_num_seqs=8",)),
+    ):
+        with monkeypatch.context() as ranks, pytest.raises(ValueError, match="vllm"):
+            ranks.setenv("WORLD_SIZE", "2")
+            make_engine(path, Args(**flags), tokenizer, device)
+    assert type(make_engine(path, Args(), tokenizer, device)).__name__ == "TransformersEngine"

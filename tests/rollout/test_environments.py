@@ -18,14 +18,9 @@ from common.rollout.environments import Environments
 
 # The model's turns are Python code; its value is the environment's answer.
 USER_FILE = """
-import os, random, signal, subprocess, sys, threading, time
+import os, random, subprocess, sys, threading
 
 import numpy.random
-
-def touch(path): open(path, "w").close()
-
-def wait_for(path):
-    while not os.path.exists(path): time.sleep(0.01)
 
 class Odd:
     def __reduce__(self): return (int, ("odd",))
@@ -41,14 +36,13 @@ class Doer:
         return eval(completion)
 
     def __del__(self):
-        if self.row.get("last"): touch(self.row["last"])
+        if self.row.get("last"): open(self.row["last"], "w").close()
 """
 FINE = "[dict(role='tool', content=str(self.said))], self.said, False"
 
 
-def make(name: str, **flags) -> Environments:
-    flags = dict(environment_timeout=PATIENCE) | flags
-    args = Args(environment=name, reward=("environment",), **flags)
+def make(name: str) -> Environments:
+    args = Args(environment=name, reward=("environment",), environment_timeout=PATIENCE)
     return Environments(args, SimpleNamespace(tokenizer=load_tokenizer(tiny_model())))
 
 
@@ -68,9 +62,8 @@ def row(**columns) -> dict:
     return dict(prompt="?", _prompt=[dict(role="user", content="?")]) | columns
 
 
-async def play(environments: Environments, row: dict, *turns: str, keep: bool = False):
-    """Return the completion of an episode with these turns and the texts of the answers; the
-    environment too, if it stays."""
+async def play(environments: Environments, row: dict, *turns: str):
+    """Return the completion of an episode with these turns and the texts of the answers."""
     episode = environments.begin(row)
     completion, answers = empty_completion([5, 6]), []
     for number, turn in enumerate(turns, 1):
@@ -80,8 +73,6 @@ async def play(environments: Environments, row: dict, *turns: str, keep: bool = 
         if ids is None:
             break
         answers.append(environments.encoder.tokenizer.decode(ids))
-    if keep:
-        return completion, answers, episode
     episode.end(completion)
     return completion, answers
 

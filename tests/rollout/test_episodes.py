@@ -2,39 +2,33 @@
 completions, limits hold; the built-in environments; training on episodes."""
 
 import asyncio
-import dataclasses
 import json
 import math
-import re
-from itertools import groupby
+from functools import partial
+from itertools import accumulate, chain, groupby
 from types import SimpleNamespace
 
 import pytest
 import torch
 from engines import stopping
-from helpers import (
-    PATIENCE,
-    assert_close_metrics,
-    assert_same_weights,
-    metrics,
-    run,
-    short_turns,
-)
+from helpers import PATIENCE, assert_close_metrics, metrics, run, short_turns, tiny_tokenizer
 from in_process import Args, talkative
 
 from common.data.encode import Encoder
 from common.data.packing import pack
 from common.data.sample import Completion
 from common.data.tasks import TASKS
+from common.metrics.meter import Meter
 from common.rollout import episodes as module
 from common.rollout.environments import (
     ENVIRONMENTS,
     Calculator,
     GuessNumber,
     load_environment,
+    prompt_maker_of_environment,
 )
 from common.rollout.episodes import Episodes, PromptRequest
-from common.rollout.prompts import encode_prompts, prompt_columns, prompt_maker
+from common.rollout.prompts import encode_prompts, prompt_columns
 
 # Replies with the number of characters of a turn, for as many turns as the row has.
 USER_FILE = """
@@ -65,26 +59,29 @@ class Play:
 
     def __init__(self, engine, environment, rows=ROWS, **flags):
         # Answers in these tests are fast.
-        flags = dict(environment_timeout=PATIENCE, max_new_tokens=200) | flags
+        flags = dict(environment_timeout=PATIENCE, max_new_tokens=100) | flags
         self.args = Args(environment=environment, reward=("environment",), **flags)
         rows = [dict(row) for row in rows]
         columns = prompt_columns(self.args, rows)
         self.encoder = Encoder(engine.tokenizer, self.args)
-        prompts = encode_prompts(rows, columns, self.encoder, 1000, self.args)
-        self.prompts, self.rows = prompts.ids, prompts.rows
+        self.prompts = encode_prompts(rows, columns, self.encoder, 1000, self.args)
         self.engine, self.episodes = engine, Episodes(engine, self.args)
 
-    def requests(self, n=3) -> list[PromptRequest]:
-        prompts = enumerate(zip(self.prompts, self.rows, strict=True))
-        return [PromptRequest(i, prompt, row, 31 * i, n, 1.0) for i, (prompt, row) in prompts]
+    def __call__(self, which=slice(None), ends=short_turns) -> list[list[Completion]]:
+        requests = [
+            PromptRequest(i, *self.prompts[i], 31 * i, 3, 1.0) for i in range(len(self.prompts))
+        ]
+        with ends(self.engine):
+            return self.episodes.generate(requests[which])
 
-    def __call__(self, which=slice(None), n=3) -> list[list[Completion]]:
-        with short_turns(self.engine):
-            return self.episodes.generate(self.requests(n)[which])
+    def text(self, turn: list[int]) -> str:
+        """Return what the environment reads of a turn."""
+        return self.engine.text_of(turn)
 
-
-def flat(groups):
-    return [sample for group in groups for sample in group]
+    def reply(self, number: int, turn: list[int], last: int | None = None) -> list[int]:
+        """Return what the environment says after a turn."""
+        result = dict(role="tool", content=f"{number}: {len(self.text(turn))}")
+        return self.encoder.reply([result, dict(role="user", content="on")], last)
 
 
 def spans(sample: Completion) -> list[tuple[bool, list[int]]]:
@@ -96,134 +93,100 @@ def spans(sample: Completion) -> list[tuple[bool, list[int]]]:
 def test_turns_alternate_and_replies_are_rendered_by_the_template(synced, user_file):
     play = Play(synced, user_file)
     groups = play()
-    assert {s.turns for s in flat(groups)} >= {1, 2, 3}
-    for row, prompt, group in zip(play.rows, play.prompts, groups, strict=True):
-        for sample in group:
-            assert sample.ids[: sample.prompt_length] == prompt and len(sample.ids) == len(
-                sample.loss_mask
-            )
-            pieces, text = spans(sample), synced.tokenizer.decode
-            assert [sampled for sampled, _ in pieces] == [
-                i % 2 == 0 for i in range(2 * sample.turns - 1)
-            ]
-            for turn, (_, ids) in enumerate(pieces[1::2], 1):
-                spoken = text([i for i in pieces[2 * turn - 2][1] if i not in synced.silent_ids])
-                said = [
-                    dict(role="tool", content=f"{turn}: {len(spoken)}"),
-                    dict(role="user", content="on"),
-                ]
-                assert ids == play.encoder.reply(said)
-            assert sample.text == text([i for i in pieces[-1][1] if i not in synced.silent_ids])
-            assert sample.transcript == text(sample.ids[sample.prompt_length :])
-            ends, at = [], sample.prompt_length
-            for sampled, ids in pieces:
-                at += len(ids)
-                ends += [at - 1] if sampled else []
-            stepped = ends if sample.finish_reason == "stop" else ends[: len(sample.turn_rewards)]
-            assert [index for index, _ in sample.turn_rewards] == stepped
-            assert [reward for _, reward in sample.turn_rewards] == [
-                0.5**t for t in range(1, len(stepped) + 1)
-            ]
-            if sample.finish_reason == "stop":
-                assert sample.turns == row["turns"]
+    assert {s.turns for s in chain(*groups)} >= {1, 2, 3}
+    for i, sample in enumerate(chain(*groups)):
+        ids, row = play.prompts[i // 3]
+        pieces = spans(sample)
+        assert sample.ids[: sample.prompt_length] == ids and sample.row == row
+        alternating = [n % 2 == 0 for n in range(2 * sample.turns - 1)]
+        assert [sampled for sampled, _ in pieces] == alternating
+        for number, (_, said) in enumerate(pieces[1::2], 1):
+            assert said == play.reply(number, pieces[2 * number - 2][1])
+        assert sample.text == play.text(pieces[-1][1])
+        assert sample.transcript == synced.tokenizer.decode(sample.ids[sample.prompt_length :])
+        ends = accumulate((len(said) for _, said in pieces), initial=sample.prompt_length - 1)
+        stepped = [*ends][1::2]  # the last token of each turn
+        if sample.finish_reason == "stop":
+            assert sample.turns == row["turns"]
+        else:
+            stepped = stepped[: len(sample.turn_rewards)]
+        assert sample.turn_rewards == [(end, 0.5**t) for t, end in enumerate(stepped, 1)]
 
 
 def test_reply_closes_a_turn_that_ends_at_a_stop_string(synced, user_file):
     """The environment reads the turn without the string; its reply begins with the end of turn,
     which was not sampled and has no loss."""
     letters = tuple("abcdefghijklmnopqrstuvwxyz")
-    play = Play(synced, user_file, stop=letters)
-    with stopping(synced, letters):
-        groups = play.episodes.generate(play.requests())
-    end, closed = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>"), 0
-    for sample in flat(groups):
-        pieces = spans(sample)
-        for turn, (_, ids) in enumerate(pieces[1::2], 1):
-            spoken = pieces[2 * turn - 2][1]
-            text = synced.tokenizer.decode([i for i in spoken if i not in synced.silent_ids])
-            text = re.split("[a-z]", text)[0]
-            said = [
-                dict(role="tool", content=f"{turn}: {len(text)}"),
-                dict(role="user", content="on"),
-            ]
-            reply = play.encoder.reply(said)
-            assert ids == (reply if spoken[-1] == end else [end, *reply])
-            closed += spoken[-1] == end
-    assert closed < sum(sample.turns - 1 for sample in flat(groups)) > 5
+    play, closed = Play(synced, user_file, stop=letters), []
+    end = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
+    stops = partial(stopping, strings=letters)
+    groups = play(ends=stops)
+    with stops(synced):
+        for sample in chain(*groups):
+            pieces = spans(sample)
+            for number, (_, ids) in enumerate(pieces[1::2], 1):
+                turn = pieces[2 * number - 2][1]
+                assert not set(letters) & set(play.text(turn))
+                assert ids == play.reply(number, turn, turn[-1])
+                closed.append(turn[-1] != end)
+    assert sum(closed) > 5
 
 
-def test_conversation_is_rendered_as_by_the_template(synced, user_file):
+def test_conversation_is_rendered_as_by_the_template():
     """If every turn ends with the template's end of turn, the ids are those of the whole rendered
     conversation."""
-    play = Play(synced, user_file)
-    end = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
-    messages, ids = [dict(role="user", content="5?")], []
+    tokenizer = tiny_tokenizer()
+    encoder = Encoder(tokenizer, Args(prompt_format="chat"))
+    end = tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
+    messages = [dict(role="user", content="5?")]
+    ids = encoder.prompt(dict(prompt=messages, _source="x:1"), ("prompt",))
     for turn in ("12", "so <b>", ""):
-        ids = ids or play.encoder.prompt(dict(prompt=messages, _source="x:1"), ("prompt",))
-        ids = ids + synced.tokenizer(turn)["input_ids"] + [end]
         said = [dict(role="tool", content="x y"), dict(role="user", content="\nand?")]
-        ids += play.encoder.reply(said)
+        ids += tokenizer(turn)["input_ids"] + [end] + encoder.reply(said)
         messages += [dict(role="assistant", content=turn), *said]
-    whole = synced.tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
-    assert synced.tokenizer.decode(ids) == whole and ids == synced.tokenizer(whole)["input_ids"]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids) == whole and ids == tokenizer(whole)["input_ids"]
 
 
 @torch.no_grad()
 def test_engine_and_trainer_agree_on_every_sampled_token(synced, policy, user_file, device):
-    groups = Play(synced, user_file)()
-    assert sum(s.turns > 2 for s in flat(groups)) > 2
-    for mb in pack(flat(groups), 2000, device):
+    samples = [*chain(*Play(synced, user_file)())]
+    assert sum(s.turns > 2 for s in samples) > 2
+    for mb in pack(samples, 2000, device):
         logprobs_T, *_ = policy(mb, temperature=1.0)
         assert ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-4
-        assert (mb.rollout_logprobs_T[~mb.loss_mask_T] == 0).all() and (
-            mb.rollout_logprobs_T[mb.loss_mask_T] < 0
-        ).all()
+        assert torch.equal(mb.rollout_logprobs_T < 0, mb.loss_mask_T)  # 0 elsewhere
 
 
 def test_episodes_do_not_depend_on_the_split_of_prompts(synced, user_file):
     play = Play(synced, user_file)
-    together, apart = play(), [play(slice(i, i + 1))[0] for i in range(len(ROWS))]
-    assert [s.ids for s in flat(together)] == [s.ids for s in flat(apart)]
-    assert [s.turn_rewards for s in flat(together)] == [s.turn_rewards for s in flat(apart)]
-    texts = [
-        tuple(ids for sampled, ids in map(tuple, spans(s)) if sampled)
-        for s in together[3]
-        if s.turns > 1
-    ]
-    assert len({str(t) for t in texts}) == len(texts), "samples of a prompt are not the same"
+    together = [*chain(*play())]
+    apart = [*chain(*(play(slice(i, i + 1))[0] for i in range(len(ROWS))))]
+    assert [s.ids for s in together] == [s.ids for s in apart]
+    assert [s.turn_rewards for s in together] == [s.turn_rewards for s in apart]
+    assert len({tuple(s.completion_ids) for s in together[-3:]}) == 3, "of a prompt"
 
 
 def test_no_rank_waits_while_another_of_its_engine_samples(synced, monkeypatch):
     """A rank whose episodes all wait for their environments must not hold up the next round."""
     monkeypatch.setattr(module, "WAIT", math.inf)
-    running = SimpleNamespace(running={"0": None}, new=[], step=lambda: None, sample=None)
+    running = SimpleNamespace(running={"0": None}, new=[], step=lambda meter: None, sample=None)
     episodes = Episodes(running, Args())
     episodes.prompts[0] = episodes.loop.create_task(asyncio.sleep(math.inf))
-    assert episodes.advance() == []
+    assert episodes.advance(Meter()) == []
     episodes.close()
 
 
 def test_limits_on_turns_and_tokens_hold(synced, user_file):
-    groups = Play(synced, user_file, max_turns=2)()
-    assert {s.turns for s in flat(groups[1:])} <= {1, 2} and any(
-        s.turns == 2 for s in flat(groups[2:])
-    )
-    assert all(s.finish_reason == "length" for s in flat(groups[2:])) and all(
-        s.loss_mask[-1] for s in flat(groups)
-    )
-    assert all(
-        len(s.turn_rewards) == 2
-        for s in flat(groups[2:])
-        if s.turns == 2 and len(s.completion_ids) < 190
-    )
-    play = Play(synced, user_file, max_new_tokens=60)
-    groups = play()
-    assert all(len(s.completion_ids) <= 60 and s.loss_mask[-1] for s in flat(groups))
-    assert all(s.finish_reason == "length" for s in groups[3]) and any(
-        s.turns > 1 for s in flat(groups)
-    )
+    for limits in (dict(max_turns=2, max_new_tokens=200), dict(max_new_tokens=60)):
+        groups = Play(synced, user_file, **limits)()
+        for sample in chain(*groups):
+            assert sample.turns <= limits.get("max_turns", 9) and sample.loss_mask[-1]
+            assert len(sample.completion_ids) <= limits["max_new_tokens"]
+        assert {s.finish_reason for s in groups[3]} == {"length"}  # nine turns
+        assert any(s.turns > 1 for s in chain(*groups))
+        if "max_turns" in limits:  # the environment has answered the last turn, too
+            assert all(len(s.turn_rewards) == s.turns for s in groups[3] if s.turns == 2)
 
 
 # ---- the built-in environments ----
@@ -251,11 +214,8 @@ def test_tasks_fit_their_environments(name):
         rows = TASKS[name](split)
         assert rows == TASKS[name](split) and len(rows) >= 200
         scores = [play_demonstration(name, row) for row in rows[:300]]
-        assert (
-            (0.1 < sum(scores) / len(scores) < 0.2)
-            if name == "calculator"
-            else all(s == 1 for s in scores)
-        )
+        low, high = (0.1, 0.2) if name == "calculator" else (1, 1)
+        assert low <= sum(scores) / len(scores) <= high
     assert not TASKS[name]("train")[:200] == TASKS[name]("test")[:200]
 
 
@@ -269,9 +229,7 @@ def test_tasks_fit_their_environments(name):
     ("-12", None, 0),
     ("9" * 10_000, None, 0),
     *((bad, "error", 0) for bad in (
-        "<calc>3**4</calc>", "<calc>", "<calc>3*</calc>", "<calc>1/0</calc>",
-        "<calc>__import__('os')</calc>", "<calc>9*" * 50, "<calc></calc>",
-        "<calc>" + "(" * 9000 + "</calc>",
+        "<calc>3**4</calc>", "<calc>", "<calc>1/0</calc>", "<calc>__import__('os')</calc>",
     )),
 ])  # fmt: skip
 def test_calculator_evaluates_expressions(text, told, reward):
@@ -285,9 +243,8 @@ def test_calculator_evaluates_expressions(text, told, reward):
 def test_guess_number_compares_guesses():
     environment = GuessNumber()
     environment.reset(dict(prompt="?", number=17))
-    words = [
-        environment.step(text)[0][0]["content"] for text in ("20", "I say 3", "what?", "9" * 10_000)
-    ]
+    turns = ("20", "I say 3", "what?", "9" * 10_000)
+    words = [environment.step(text)[0][0]["content"] for text in turns]
     assert words == ["lower", "higher", "a number!", "lower"]
     assert environment.step("17") == ([], 1.0, True)
 
@@ -311,23 +268,18 @@ def test_bad_environment_names_are_refused(name, words, tmp_path):
 
 
 def test_bad_rows_are_refused_by_name(tmp_path, user_file):
-    args = Args(environment=user_file, reward=("environment",))
-    with pytest.raises(
-        ValueError, match=r"rows:2: --environment .*Counter fails in reset: KeyError: 'turns'"
+    silent = "class A:\n    def reset(self, example): return []\n    def step(self, c): ...\n"
+    (tmp_path / "silent.py").write_text(silent)
+    for environment, words in (
+        (user_file, "Counter fails in reset: KeyError: 'turns'"),
+        (f"{tmp_path / 'silent.py'}:A", "A: reset returns no list of messages"),
     ):
-        prompt_maker(args)(dict(prompt="a", _source="rows:2"))
-    (tmp_path / "silent.py").write_text(
-        "class A:\n    def reset(self, example): return []\n    def step(self, c): ...\n"
-    )
-    args = dataclasses.replace(args, environment=f"{tmp_path / 'silent.py'}:A")
-    with pytest.raises(
-        ValueError, match="rows:0: --environment .*A: reset returns no list of messages"
-    ):
-        prompt_maker(args)(dict(ROWS[0]))
+        args = Args(environment=environment, reward=("environment",))
+        with pytest.raises(ValueError, match=f"rows:2: --environment .*{words}"):
+            prompt_maker_of_environment(args)(dict(prompt="a", _source="rows:2"))
     for flags in (dict(environment="calculator"), dict(reward=("environment",)), dict(max_turns=3)):
-        with pytest.raises(
-            ValueError, match="need each other|--max_turns 3 has no effect without --environment"
-        ):
+        words = "need each other|--max_turns 3 has no effect without --environment"
+        with pytest.raises(ValueError, match=words):
             Args(**flags)
 
 
@@ -352,24 +304,22 @@ def flags(small, tmp_path_factory):
     )  # fmt: skip
 
 
-NUMBERS = (
-    "loss", "grad_norm", "reward", "reward_std", "completions/mean_length",
-    "completions/mean_turns", "num_tokens", "eval/reward", "entropy",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def colocated(flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("colocated")
-    run(1, "grpo.py", *flags, "--output_dir", folder)
-    assert any(line.get("completions/mean_turns", 0) > 1.3 for line in metrics(folder))
-    return folder
-
-
 @pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks(colocated, flags, tmp_path):
-    run(2, "grpo.py", *flags, "--pack_tokens", 300, "--share_prefix", 1, "--output_dir", tmp_path)
-    assert_close_metrics(colocated, tmp_path, NUMBERS, rel=1e-5, floor=1e-2)
+def test_episodes_and_their_gradient_do_not_depend_on_ranks(flags, main, tmp_path):
+    """Two ranks train and a third samples, in one of the runs."""
+    main("grpo", *flags, "--output_dir", tmp_path / "1")
+    apart = ("--rollout_ranks", 1, "--max_staleness", 0, "--pack_tokens", 300, "--share_prefix", 1)
+    run(3, "grpo.py", *flags, *apart, "--output_dir", tmp_path / "2")
+    numbers = (
+        "loss", "grad_norm", "reward", "reward_std", "completions/mean_length",
+        "completions/mean_turns", "num_tokens", "eval/reward", "entropy",
+    )  # fmt: skip
+    assert_close_metrics(tmp_path / "1", tmp_path / "2", numbers, rel=1e-5, floor=1e-2)
+    assert any(line.get("completions/mean_turns", 0) > 1.3 for line in metrics(tmp_path / "1"))
+    one, other = ((tmp_path / name / "samples.jsonl").read_text().splitlines() for name in "12")
+    for line, same in zip(map(json.loads, one), map(json.loads, other), strict=True):
+        assert line.pop("advantage") == pytest.approx(same.pop("advantage"), abs=1e-5)
+        assert line == same
 
 
 TWICE = """
@@ -397,11 +347,3 @@ def test_each_turn_learns_from_its_reward(flags, main, tmp_path):
     main("grpo", *flags, *extra, "--output_dir", tmp_path / "out")
     rewards = [line["reward"] for line in metrics(tmp_path / "out")]
     assert rewards[0] < 1 and rewards[-1] > 1.5, rewards  # at most 2
-
-
-@pytest.mark.slow
-def test_rollout_ranks_play_the_same_episodes(colocated, flags, tmp_path):
-    run(2, "grpo.py", *flags, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path)
-    assert_same_weights(colocated, tmp_path)
-    one, other = ((folder / "samples.jsonl").read_text() for folder in (colocated, tmp_path))
-    assert one == other and math.isfinite(metrics(tmp_path)[-1]["reward"])

@@ -13,8 +13,8 @@ from common.rollout.prompts import encode_prompts, load_prompts, prompt_columns,
 TOKENIZER = tiny_tokenizer()
 
 
-def encode(rows: list[dict], room: int, **flags):
-    args = Args(**flags)
+def encode(rows: list[dict], room: int = 400, **flags):
+    args, rows = Args(**flags), [dict(row) for row in rows]
     return encode_prompts(rows, prompt_columns(args, rows), Encoder(TOKENIZER, args), room, args)
 
 
@@ -30,103 +30,83 @@ def test_long_prompts_are_refused_or_dropped():
     assert [len(ids) for ids in prompts.ids] == [3, 5] and prompts.rows == [rows[0], rows[2]]
     assert (len(prompts), prompts.dropped, str(prompts)) == (2, 1, "2 prompts (1 too long)")
     assert encode(rows, 5, on_bad_row="skip") == prompts
-    with pytest.raises(
-        ValueError, match="no prompt has at most 2 tokens: see --max_new_tokens and --pack_tokens"
-    ):
+    words = "no prompt has at most 2 tokens: see --max_new_tokens and --pack_tokens"
+    with pytest.raises(ValueError, match=words):
         encode(rows, 2, overlong="drop")
-    args = Args()
-    assert (
-        len(encode_prompts([], ("prompt",), Encoder(TOKENIZER, args), 2, args)) == 0
-    )  # no held-out rows
+    args = Args()  # no held-out rows
+    assert len(encode_prompts([], ("prompt",), Encoder(TOKENIZER, args), 2, args)) == 0
 
 
 def test_first_prompt_controls_no_terminal(capsys):
-    show_first(encode([dict(prompt="a\x1b[2J", answer="")], 64), TOKENIZER)
+    show_first(encode([dict(prompt="a\x1b[2J", answer="")]), TOKENIZER)
     assert capsys.readouterr().out.endswith("\na\\x1b[2J\n")
 
 
-@pytest.mark.parametrize("problem", ["empty", "missing"])
-def test_prompts_without_text_are_refused_by_name(problem):
-    rows = [
-        dict(prompt=prompt, answer="2", _source=f"a:{n}")
-        for n, prompt in enumerate(("1+1=", ""), 1)
-    ]
-    rows[1]["prompt"] = "" if problem == "empty" else None
+@pytest.mark.parametrize(("problem", "prompt"), [("empty", ""), ("missing", None)])
+def test_prompts_without_text_are_refused_by_name(problem, prompt):
+    rows = [dict(prompt=text, answer="2", _source=f"a:{n}") for n, text in ((1, "1="), (2, prompt))]
     with pytest.raises(ValueError, match=f"a:2: column prompt is {problem}"):
-        encode(rows, 40)
-    assert encode(rows, 40, on_bad_row="skip").rows == rows[:1]
+        encode(rows)
+    assert encode(rows, on_bad_row="skip").rows == rows[:1]
+
+
+WORLD = """
+class World:
+    def reset(self, row):
+        return [dict(role="user", content="?" * row["level"])]
+    def step(self, completion): ...
+"""
 
 
 def test_dropped_rows_are_reported_by_reason(tmp_path, capsys):
     """Rows that the template, the environment or a reward cannot use are treated like other bad
     rows."""
     good = dict(prompt="1+1=", answer="2", level=1)
-    rows = [
-        good | dict(answer=None),
-        good,
-        good | dict(level=None),
-        good | dict(prompt=""),
-        good | dict(answer=None),
-    ]
-    rows = [row | dict(_source=f"a:{n}") for n, row in enumerate(rows, 1)]
-    flags = dict(prompt_template="{prompt} of level {level}")
-
-    def asked(rows: list[dict], **flags) -> list[str]:
-        return [row["_source"] for row in encode([dict(row) for row in rows], 400, **flags).rows]
-
-    assert asked(rows, **flags, on_bad_row="skip") == ["a:2", "a:4"]
-    assert capsys.readouterr().out.splitlines() == [
-        "--on_bad_row skip: 2 left out, such as a:1: --reward exact_match reads column answer; "
-        "the row has prompt, level",
-        "--on_bad_row skip: 1 left out, such as a:3: --prompt_template: no column level",
-    ]
-    with pytest.raises(ValueError, match="^a:3: --prompt_template: no column level$"):
-        asked(rows[1:], **flags)
-    with pytest.raises(
-        ValueError, match=r"^all 2 rows, such as a:1, are left out \(--on_bad_row skip\)$"
-    ):
-        asked([rows[0], rows[2]], **flags, on_bad_row="skip")
-    named = [
-        good | dict(reward=name, _source=f"b:{n}")
-        for n, name in enumerate(("gsm8k", None, "gsm8k", "x"))
-    ]
+    changes = [dict(answer=None), {}, dict(level=None), dict(prompt=""), dict(answer=None)]
+    rows = [good | each | dict(_source=f"a:{n}") for n, each in enumerate(changes, 1)]
+    rewards = ("gsm8k", None, "gsm8k", "x")
+    named = [good | dict(reward=name, _source=f"b:{n}") for n, name in enumerate(rewards)]
     named[2]["answer"] = None
-    assert asked(named, reward=("by_row",), on_bad_row="skip") == ["b:0"]
-    said = capsys.readouterr().out
-    assert (
-        "b:1: column reward is None, and there are" in said
-        and "b:3: column reward is 'x', and there are" in said
-        and "b:2: " in said
-    )
-    (tmp_path / "own.py").write_text(
-        "class World:\n"
-        "    def reset(self, row):\n"
-        "        return [dict(role='user', content='?' * row['level'])]\n"
-        "    def step(self, completion): ...\n"
-    )
+    (tmp_path / "own.py").write_text(WORLD)
+    template = dict(prompt_template="{prompt} of level {level}")
     world = dict(environment=f"{tmp_path}/own.py:World", reward=("environment",))
-    assert asked(rows, **world, on_bad_row="skip") == ["a:1", "a:2", "a:4", "a:5"]
-    assert "1 left out, such as a:3: --environment" in capsys.readouterr().out
+    for given, flags, left, reports in (
+        (rows, template, ["a:2", "a:4"], [
+            "2 left out, such as a:1: --reward exact_match reads column answer; the row has"
+            " prompt, level",
+            "1 left out, such as a:3: --prompt_template: no column level",
+        ]),
+        (rows, world, ["a:1", "a:2", "a:4", "a:5"], ["1 left out, such as a:3: --environment"]),
+        (named, dict(reward=("by_row",)), ["b:0"], [
+            "b:1: column reward is None, and there are", "b:2: ", "b:3: column reward is 'x'",
+        ]),
+    ):  # fmt: skip
+        prompts = encode(given, **flags, on_bad_row="skip")
+        assert [row["_source"] for row in prompts.rows] == left
+        said = capsys.readouterr().out
+        assert said.count("--on_bad_row skip: ") == len(reports)
+        assert all(report in said for report in reports)
+    with pytest.raises(ValueError, match="^a:3: --prompt_template: no column level$"):
+        encode(rows[1:], **template)
     with pytest.raises(ValueError, match="^a:3: --environment .*World fails in reset: TypeError"):
-        asked(rows, **world)
+        encode(rows, **world)
+    words = r"^all 2 rows, such as a:1, are left out \(--on_bad_row skip\)$"
+    with pytest.raises(ValueError, match=words):
+        encode([rows[0], rows[2]], **template, on_bad_row="skip")
 
 
 def test_script_gets_training_and_held_out_prompts(tmp_path):
     """Prompts leave room for the completion in the model's context."""
     path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps(dict(prompt=f"{n}+1=", answer=str(n + 1))) + "\n" for n in range(10, 40))
-    )
+    rows = [dict(prompt=f"{n}+1=", answer=str(n + 1)) for n in range(10, 40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = Args(dataset=str(path), eval_size=4, max_new_tokens=8)
     prompts, held_out = load_prompts(args, TOKENIZER, 2048)
     assert (len(prompts), len(held_out)) == (26, 4)
     for ids, row in zip(prompts.ids + held_out.ids, prompts.rows + held_out.rows, strict=True):
-        assert TOKENIZER.decode(ids) == row["prompt"] and eval(row["prompt"][:-1]) == int(
-            row["answer"]
-        )
+        assert TOKENIZER.decode(ids) == row["prompt"] and row["_source"].startswith("rows.jsonl:")
     with pytest.raises(ValueError, match="the prompt has 5 tokens, .* 4 beside --max_new_tokens 8"):
         load_prompts(args, TOKENIZER, 12)
     args = dataclasses.replace(args, prompt_template="Q: {prompt}")
-    assert {TOKENIZER.decode(ids[:6]) for ids in load_prompts(args, TOKENIZER, 2048)[0].ids} <= {
-        f"Q: {n}+" for n in range(10, 40)
-    }
+    texts = {TOKENIZER.decode(ids) for ids in load_prompts(args, TOKENIZER, 2048)[0].ids}
+    assert texts <= {f"Q: {row['prompt']}" for row in rows} and len(texts) == 26

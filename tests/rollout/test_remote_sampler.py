@@ -44,32 +44,25 @@ def flags(small, tmp_path_factory):
 FAST = ("--engine", "transformers")
 
 
-@pytest.fixture(scope="module")
-def colocated(flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("colocated")
-    run(1, "rloo.py", *flags, *FAST, "--output_dir", folder)
-    return folder
-
-
 def lines(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signal(
-    colocated, flags, tmp_path
-):
+def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signal(flags, tmp_path):
     """The signal to a rollout rank stops all ranks, and the same command resumes."""
-    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0)
-    with Ranks(2, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
-        until(lambda: logged(tmp_path, 2))
+    colocated, apart = tmp_path / "colocated", tmp_path / "apart"
+    run(1, "rloo.py", *flags, *FAST, "--output_dir", colocated)
+    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", apart)
+    with Ranks(2, "rloo.py", *flags) as ranks:
+        until(lambda: logged(apart, 2))
         os.kill(ranks.pids[1], signal.SIGTERM)
         done = ranks.end()
     assert done.returncode == 0 and "stopped after step" in done.stdout, done.stderr
-    assert "resuming from" in run(2, "rloo.py", *flags, "--output_dir", tmp_path).stdout
-    assert_same_weights(colocated, tmp_path)
-    assert lines(colocated) == lines(tmp_path)
+    assert "resuming from" in run(2, "rloo.py", *flags).stdout
+    assert_same_weights(colocated, apart)
+    assert lines(colocated) == lines(apart)
     numbers = ("loss", "kl", "grad_norm", "reward", "eval/solved", "eval/reward", "epoch")
-    assert_close_metrics(colocated, tmp_path, numbers, rel=0)
+    assert_close_metrics(colocated, apart, numbers, rel=0)
 
 
 def test_dedicated_vllm_rank_equals_the_colocated_run(flags, tmp_path):
@@ -78,14 +71,11 @@ def test_dedicated_vllm_rank_equals_the_colocated_run(flags, tmp_path):
     flags = (*flags, "--engine", "vllm", "--max_steps", 2)
     run(3, "rloo.py", *flags, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path)
     for line in metrics(tmp_path)[1:]:
-        assert (
-            line["sampling/sampling_logp_difference/max"] < 1e-4
-            and line["sampling/staleness/max"] == 0
-        )
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+        assert line["sampling/staleness/max"] == 0
     run(1, "rloo.py", *flags, "--output_dir", tmp_path / "colocated")
-    assert [line["completion"] for line in lines(tmp_path)] == [
-        x["completion"] for x in lines(tmp_path / "colocated")
-    ]
+    texts = [[line["completion"] for line in lines(tmp_path / f)] for f in ("", "colocated")]
+    assert texts[0] == texts[1]
     one, other = weights(tmp_path), weights(tmp_path / "colocated")
     assert max((one[name] - other[name]).abs().max() for name in one) < 1e-5
 
@@ -115,19 +105,16 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
-    (2, 1, "dapo.py", ()),
+    (2, 1, "dapo.py", ()),  # several rollouts in a step
     (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
-    (2, 1, "reinforce.py", ("--preset", "reinforce++_baseline")), (4, 2, "online_dpo.py", ()),
+    (4, 2, "online_dpo.py", ()),
     (2, 1, "distill.py", ("--teacher", "tiny")),
 ])  # fmt: skip
-def test_every_online_script_runs_with_rollout_ranks(
-    ranks, rollout_ranks, script, extra, flags, tmp_path
-):
-    where = ("--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)
+def test_scripts_run_with_rollout_ranks(ranks, rollout_ranks, script, extra, flags, tmp_path):
+    where = ("--rollout_ranks", rollout_ranks, "--max_steps", 2, "--output_dir", tmp_path)
     run(ranks, script, *flags, *FAST, *extra, *where)
-    assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3]
-    assert all(line["sampling/staleness/max"] <= 1 for line in metrics(tmp_path)[1:])
-    assert metrics(tmp_path)[-1]["sampling/staleness/max"] == 1
+    assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2]
+    assert [line["sampling/staleness/max"] for line in metrics(tmp_path)[1:]] == [0, 1]
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -150,8 +137,6 @@ def test_rollout_ranks_end_if_trainers_fail_at_start(flags, tmp_path):
     bad = ("--reward", "boxed", "gsm8k", "nonsense", "--rollout_ranks", 1, "--output_dir", tmp_path)
     with Ranks(2, "rloo.py", *flags, *FAST, *bad) as ranks:
         stderr = ranks.end().stderr
-        assert all(process.exitcode is not None for process in ranks.processes), (
-            "a signal did not end a rank"
-        )
+        assert all(process.exitcode is not None for process in ranks.processes)  # by a signal
     (error,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert error.startswith("error: --reward nonsense")

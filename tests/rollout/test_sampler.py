@@ -9,7 +9,7 @@ from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.rollout.prompts import Prompts
 from common.rollout.remote import measure_staleness
-from common.rollout.sampler import Sampler
+from common.rollout.sampler import Sampler, is_own
 
 ROWS = 10
 
@@ -22,13 +22,11 @@ class Source:
         self.begun: list[int] = []
         self.requests = {}
 
-    def begin(self, requests, own, step, meter):
+    def complete(self, requests, own, step, meter):
         self.begun += [request.number for request in requests]
-        self.seeds = {request.number: request.seed for request in own}
-        self.requests |= {request.number: request for request in own}
-
-    def wait(self, numbers, step, meter):
-        rows = [self.requests.pop(number).row for number in numbers]
+        self.seeds = {request.number: request.seed for request in requests}
+        self.requests |= {request.number: request for request in requests}
+        rows = [self.requests[number].row for number in own]
         return [[Completion([0], [False], 1, row)] for row in rows]
 
 
@@ -37,18 +35,24 @@ class Run:
 
     def __init__(self, monkeypatch, ranks: int = 1, ahead: int = 0, order: type = Order):
         prompts = Prompts([[i] for i in range(ROWS)], [dict(row=i) for i in range(ROWS)], 0)
-        args = Args(prompts_per_step=4)
-        self.samplers = []
-        for rank in range(ranks):
-            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-            monkeypatch.setattr(distributed, "world_size", lambda: ranks)
-            drawn = order({"": range(ROWS)}, 0)
-            self.samplers.append(Sampler(prompts, args, drawn, Source(ahead)))
+        args = Args(prompts_per_step=4, eval_samples=2, eval_temperature=0.5)
+        self.monkeypatch = monkeypatch
+        self.samplers = [
+            Sampler(prompts, args, order({"": range(ROWS)}, 0), Source(ahead)) for _ in range(ranks)
+        ]
+
+    def each_rank(self):
+        """Yield the sampler of each rank, on that rank."""
+        for rank, sampler in enumerate(self.samplers):
+            with self.monkeypatch.context() as patch:
+                patch.setattr(distributed, "rank", lambda rank=rank: rank)
+                patch.setattr(distributed, "world_size", lambda: len(self.samplers))
+                yield sampler
 
     def step(self, number: int, total: int = 1000, size: int | None = None) -> list[int]:
         """Return the rows of all ranks, in order."""
         rows = {}
-        for sampler in self.samplers:
+        for sampler in self.each_rank():
             groups = sampler.rollout(number, total, Meter(), size)
             if groups is not None:
                 own = [completion.row["row"] for (completion,) in groups]
@@ -78,7 +82,7 @@ def test_every_row_is_drawn_once_per_epoch(monkeypatch):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_rows_of_a_step_do_not_depend_on_ranks_or_sizes(monkeypatch, ranks, ahead):
+def test_rows_and_seeds_do_not_depend_on_ranks_or_sizes(monkeypatch, ranks, ahead):
     """Some sizes are below the number of ranks: some ranks then have no prompt, and no prompt is
     left behind."""
     one, several = Run(monkeypatch, 1, ahead), Run(monkeypatch, ranks, ahead)
@@ -86,8 +90,11 @@ def test_rows_of_a_step_do_not_depend_on_ranks_or_sizes(monkeypatch, ranks, ahea
         for size in sizes:
             rows = one.step(number, size=size)
             assert len(rows) == (size or 4) and several.step(number, size=size) == rows
-    (sampler,) = one.samplers
-    assert sampler.taken == range(19, 23) and sampler.source.begun == [*range(23 + 4 * ahead)]
+            for sampler in (*one.samplers, *several.samplers):
+                seeds = sampler.source.seeds
+                assert seeds == {n: distributed.fold_seed(0, n // 4, n % 4) for n in seeds}
+    begun = [sampler.source.begun for sampler in (*one.samplers, *several.samplers)]
+    assert begun == [[*range(23 + 4 * ahead)]] * (ranks + 1)
     assert several.state_dict() == one.state_dict()
 
 
@@ -108,9 +115,7 @@ def test_resumed_run_takes_the_same_prompts(monkeypatch, ahead):
     others = [Run(monkeypatch, 2, ahead).resume(run), Run(monkeypatch, 1, 2 - ahead).resume(run)]
     for number in range(3, 6):
         rows = run.step(number)
-        assert (
-            resumed.step(number) == rows and [other.step(number) for other in others] == [rows] * 2
-        )
+        assert [each.step(number) for each in (resumed, *others)] == [rows] * 3
         assert run.state_dict() == resumed.state_dict() == others[0].state_dict()
     assert resumed.samplers[0].source.begun[:4] == [9, 10, 11, 12]
 
@@ -130,16 +135,6 @@ def test_all_rollouts_of_a_stopped_step_are_sampled_again(monkeypatch, ahead):
     assert [resumed.step(1), resumed.step(1, size=2), resumed.step(2)] == [first, second, third]
 
 
-def test_seeds_depend_on_the_numbers_of_prompts_alone(monkeypatch):
-    one, two = Run(monkeypatch), Run(monkeypatch, 2)
-    for number in range(3):
-        one.step(number), two.step(number)
-        expected = {4 * number + i: distributed.fold_seed(0, number, i) for i in range(4)}
-        assert one.samplers[0].source.seeds == expected
-        (first, second) = (sampler.source.seeds for sampler in two.samplers)
-        assert first | second == expected and {n % 2 for n in first} == {0}
-
-
 def test_order_of_your_own_chooses_the_prompts(monkeypatch):
     class Backwards(Order):
         def draw(self, count: int) -> list[int]:
@@ -153,11 +148,16 @@ def test_order_of_your_own_chooses_the_prompts(monkeypatch):
 
 
 def test_held_out_prompts_are_divided_among_ranks(monkeypatch):
-    for rank, sampler in enumerate(Run(monkeypatch, 3).samplers):
-        groups = sampler.sample_now(0, sampler.prompts, [*range(ROWS)], n=1, temperature=0.0)
+    """The seed of a prompt is the same on any number of ranks, and in every evaluation."""
+    for rank, sampler in enumerate(Run(monkeypatch, 3).each_rank()):
+        groups = sampler.answer(rank, sampler.prompts)
         assert [sample.row["row"] for (sample,) in groups] == [*range(rank, ROWS, 3)]
-        assert [*sampler.source.seeds.values()] == [*range(rank, ROWS, 3)]
-        assert max(sampler.source.seeds) < 0  # before the prompts of the run
+        requests = [*sampler.source.requests.values()]
+        assert [each.seed for each in requests] == [
+            distributed.fold_seed(0, i) for i in range(ROWS)
+        ]
+        assert {(each.samples, each.temperature) for each in requests} == {(2, 0.5)}
+        assert requests[-1].number < 0 and is_own(requests[rank].number)  # before the run's
 
 
 def test_staleness_is_the_age_of_the_weights_of_sampled_tokens():

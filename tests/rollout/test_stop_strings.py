@@ -14,59 +14,41 @@ from common.model.loading import load_config
 from common.model.tiny import tiny_model
 from common.rollout.engine import Engine
 
+TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over")
 
-def naive_end(tokenizer, turn: list[int], strings, silent_ids) -> int | None:
+
+def sampled(engine: Engine) -> list[Completion]:
+    prompts = [engine.tokenizer(text)["input_ids"] for text in TEXTS]
+    groups = complete(engine, prompts, 16, [11, 12, 13, 14], 1.0)
+    return [completion for group in groups for completion in group]
+
+
+def end_of(engine: Engine, turn: list[int], strings: tuple[str, ...]) -> int | None:
     """Return the number of tokens whose text first has a stop string."""
     for end in range(1, len(turn) + 1):
-        text = tokenizer.decode([i for i in turn[:end] if i not in silent_ids])
+        text = engine.tokenizer.decode([i for i in turn[:end] if i not in engine.silent_ids])
         if any(string in text for string in strings):
             return end
     return None
 
 
-TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over")
-
-
-def sampled(engine: Engine, n: int, temperature: float) -> list[Completion]:
-    prompts = [engine.tokenizer(text)["input_ids"] for text in TEXTS]
-    groups = complete(engine, prompts, n, [11, 12, 13, 14], temperature)
-    return [completion for group in groups for completion in group]
-
-
-def expected(engine: Engine, whole: Completion, strings: tuple[str, ...]) -> dict:
-    """Return the completion that ends at a stop string, from the one without."""
-    turn = whole.completion_ids
-    end = naive_end(engine.tokenizer, turn, strings, engine.silent_ids)
-    size = whole.prompt_length + (end or len(turn))
-    return dict(
-        ids=whole.ids[:size],
-        loss_mask=whole.loss_mask[:size],
-        versions=whole.versions[:size],
-        finish_reason=whole.finish_reason if end is None else "stop",
-    )
-
-
-def fields(completion: Completion) -> dict:
-    names = ("ids", "loss_mask", "versions", "finish_reason")
-    return {name: getattr(completion, name) for name in names}
-
-
 def test_engine_cuts_at_a_stop_string(synced):
-    whole = sampled(synced, 16, 1.0)
+    whole = sampled(synced)
     texts = [completion.text for completion in whole]
     pairs = Counter(text[i : i + 2] for text in texts for i in range(len(text) - 1))
     # To vLLM padding inside a turn is text: no string may be a part of its name.
     names = synced.tokenizer.decode([*synced.silent_ids]) + "\ufffd"
     strings = tuple([pair for pair, _ in pairs.most_common() if not {*pair} & {*names}][:40])
     with stopping(synced, strings):
-        cut = sampled(synced, 16, 1.0)
+        cut = sampled(synced)
     for completion, without in zip(cut, whole, strict=True):
-        assert fields(completion) == expected(synced, without, strings)
-        size = len(completion.ids)
-        assert len(completion.rollout_logprobs) == size
-        assert completion.rollout_logprobs == pytest.approx(
-            without.rollout_logprobs[:size], abs=1e-5
-        )
+        end = end_of(synced, without.completion_ids, strings)
+        size = len(without.ids) if end is None else without.prompt_length + end
+        for name in ("ids", "loss_mask", "versions"):
+            assert getattr(completion, name) == getattr(without, name)[:size]
+        assert completion.finish_reason == (without.finish_reason if end is None else "stop")
+        logprobs = pytest.approx(without.rollout_logprobs[:size], abs=1e-5)
+        assert completion.rollout_logprobs == logprobs
         assert not any(string in completion.text for string in strings)
         assert without.text.startswith(completion.text)
     ended = [c for c, without in zip(cut, whole, strict=True) if len(c.ids) < len(without.ids)]

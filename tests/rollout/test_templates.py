@@ -6,7 +6,7 @@ import pytest
 
 from common.config.online import SamplingArgs
 from common.data.rows import load_rows
-from common.rollout.prompts import prompt_maker
+from common.rollout.templates import template_maker
 
 
 def args_of(folder, **flags) -> SamplingArgs:
@@ -34,7 +34,7 @@ ROW = dict(question="7", subject="b", _source="test.jsonl:1")
     ],
 )
 def test_examples_are_the_first_rows_of_the_split(flags, prompt, tmp_path):
-    assert prompt_maker(args_of(tmp_path, **flags))(dict(ROW)) == prompt
+    assert template_maker(args_of(tmp_path, **flags))(dict(ROW)) == prompt
 
 
 def test_a_row_is_no_example_of_itself(tmp_path):
@@ -44,7 +44,7 @@ def test_a_row_is_no_example_of_itself(tmp_path):
     two = tuple(f"{tmp_path}/{name}test.jsonl" for name in ("", "b/"))
     args = args_of(tmp_path, shots=3, dataset=two, shots_split="train")
     for row in load_rows("--dataset", two[0], "train", args):
-        prompt = prompt_maker(args)(row)
+        prompt = template_maker(args)(row)
         assert prompt.count("test0=0") + prompt.count("test1=1") == 3
         assert prompt.count(f"{row['question']}={row['answer']}") == 1
 
@@ -64,5 +64,5 @@ def test_a_row_is_no_example_of_itself(tmp_path):
 )
 def test_unusable_examples_are_refused(flags, problem, tmp_path):
     with pytest.raises(ValueError) as error:
-        prompt_maker(args_of(tmp_path, **flags))(dict(ROW))
+        template_maker(args_of(tmp_path, **flags))(dict(ROW))
     assert problem in str(error.value)

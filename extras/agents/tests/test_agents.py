@@ -468,7 +468,7 @@ def test_calls_of_tools_are_served_and_their_results_continue_the_branch(play, s
     call = dict(name="add", arguments=dict(a=2, b=3))
     texts = iter([f"<tool_call>{json.dumps(call)}</tool_call>", "5"])
 
-    def write() -> list[tuple[str, SampledTurn]]:
+    def write(meter: Meter) -> list[tuple[str, SampledTurn]]:
         """Return the next text in place of a sampled turn."""
         (name,) = synced.running
         ids = [*tokenizer(next(texts))["input_ids"], end]

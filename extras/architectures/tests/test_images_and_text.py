@@ -1,4 +1,4 @@
-"""tests/model/test_images_and_text.py, for families with gated delta nets."""
+"""tests/model/test_images_and_text.py, for families with gated delta nets and for vLLM."""
 # ruff: noqa: F401, F811 (tests and fixtures)
 
 import shutil
@@ -8,10 +8,12 @@ import pytest
 import torch
 from helpers import stored
 from model.test_images_and_text import (
+    QUICK,
     STEPS,
     exported,
     opens_whole,
     path,
+    require_engine_has_the_weights,
     test_classifier_of_each_family_opens_or_is_refused,
     test_export_changes_the_language_model_alone,
     test_weights_for_an_engine_are_those_of_the_policy,
@@ -24,6 +26,13 @@ from common.model.loading import open_model
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
 def family(request) -> str:
     return request.param
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", QUICK)
+def test_vllm_samples_from_the_trained_weights(model_type, sums, tmp_path):
+    pytest.importorskip("vllm")
+    require_engine_has_the_weights("vllm", model_type, sums, tmp_path)
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ Shapes: P prompts on this rank, S completions of each.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, field
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 from pydantic import (
     AliasChoices,
     BeforeValidator,
@@ -30,14 +30,10 @@ from torch import Tensor
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
-from common.model.policy import load_policy
 from common.parallel import distributed, durable, process
 from common.rewards.total import Rewards
-from common.rollout.engine import Engine
-from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import Prompts
-from common.rollout.weights import whole_weights
 
 
 @dataclass
@@ -58,13 +54,10 @@ class StoredCompletion:
     error: str = ""
 
 
-def as_object(value: object) -> object:
-    """A text alone stands for a completion with this text."""
-    return dict(text=value) if isinstance(value, str) else value
-
-
-def as_list(value: object) -> object:
-    return value if isinstance(value, list) else [value]
+def as_objects(value: object) -> list:
+    """Return one completion or several as a list. A text alone is a completion with this text."""
+    values = value if isinstance(value, list) else [value]
+    return [dict(text=each) if isinstance(each, str) else each for each in values]
 
 
 @dataclass
@@ -72,14 +65,15 @@ class Line:
     """A line of the file. Files of other programs may have one `completion`."""
 
     completions: Annotated[
-        list[Annotated[StoredCompletion, BeforeValidator(as_object)]],
-        BeforeValidator(as_list),
+        list[StoredCompletion],
+        BeforeValidator(as_objects),
         Field(min_length=1, validation_alias=AliasChoices("completions", "completion")),
     ]
     source: str | None = None
 
 
 LINE = TypeAdapter(Line)
+AS_SAMPLED = ("text", "finish_reason", "turns", "turn_rewards", "error")  # as in `Completion`
 
 # ---- sampling ----
 
@@ -98,19 +92,16 @@ def sample_completions(
     lines = list(lines)
     while len(lines) < len(prompts) and not distributed.stop_requested():
         start = len(lines)
-        end = min(start + batch_size, len(prompts))
-        own = distributed.share_of(range(start, end))
-        groups: list[Group] = [[] for _ in own]
-        for samples, temperature in ((1, 0.0), (args.samples_per_prompt, args.temperature)):
-            seeds = [distributed.fold_seed(args.seed, i) for i in own]
-            requests = [
-                PromptRequest(i, *prompts[i], seed, samples, temperature)
-                for i, seed in zip(own, seeds, strict=True)
-            ]
-            for group, more in zip(groups, episodes.generate(requests), strict=True):
-                group += more
-        batch = Prompts(prompts.ids[start:end], prompts.rows[start:end])
-        lines += make_lines(groups, batch, rewards, greedy=True)
+        own = distributed.share_of(range(start, min(start + batch_size, len(prompts))))
+        greedy, sampled = (
+            episodes.generate([
+                PromptRequest(i, *prompts[i], distributed.fold_seed(args.seed, i), *how)
+                for i in own
+            ])
+            for how in ((1, 0.0), (args.samples_per_prompt, args.temperature))
+        )  # fmt: skip
+        groups = [one + others for one, others in zip(greedy, sampled, strict=True)]
+        lines += make_lines(groups, rewards, greedy=True)
         if distributed.is_main():
             with file.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps(line) + "\n" for line in lines[start:])
@@ -118,81 +109,71 @@ def sample_completions(
     return lines
 
 
-def make_lines(groups: list[Group], prompts: Prompts, rewards: Rewards, greedy: bool) -> list[dict]:
-    """Return the lines of `prompts` with the rewards of their completions. `groups` is this rank's
-    share of them, and `greedy` says whether the first completion of each is greedy. Collective."""
-    own = distributed.share_of(range(len(prompts)))
+def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict]:
+    """Return the lines of all ranks' groups with their rewards. `groups` is this rank's share, and
+    `greedy` says whether the first completion of each is greedy. Collective."""
     rewards_PS, parts, numbers = rewards(groups, Meter())
     firsts_PS = rewards.first(parts)
-    lines = {}
-    for j, (i, group) in enumerate(zip(own, groups, strict=True)):
+
+    def line(p: int, group: Group) -> dict:
         completions = [
-            dict(text=s.text, answer_at=len(s.text) - len(rewards.thoughts.answer(s)),
-                 greedy=greedy and k == 0,
-                 score=_null(firsts_PS[j, k]), reward=_null(rewards_PS[j, k]),
-                 rewards={name: _null(part_PS[j, k]) for name, part_PS in parts.items()}
-                 | {name: float(x_PS[j, k]) for name, x_PS in numbers.items()
-                    if not x_PS[j, k].isnan()},
-                 finish_reason=s.finish_reason, ids=s.completion_ids,
-                 sampled=[int(m) for m in s.loss_mask[s.prompt_length :]],
-                 turns=s.turns, turn_rewards=s.turn_rewards, error=s.error)
-            for k, s in enumerate(group)
+            {name: getattr(c, name) for name in AS_SAMPLED}
+            | dict(answer_at=len(c.text) - len(rewards.thoughts.answer(c)),
+                   greedy=greedy and s == 0,
+                   score=_null(firsts_PS[p, s]), reward=_null(rewards_PS[p, s]),
+                   rewards={name: _null(part_PS[p, s]) for name, part_PS in parts.items()}
+                   | {name: float(x_PS[p, s]) for name, x_PS in numbers.items()
+                      if not x_PS[p, s].isnan()},
+                   ids=c.completion_ids,
+                   sampled=[int(m) for m in c.loss_mask[c.prompt_length :]])
+            for s, c in enumerate(group)
         ]  # fmt: skip
-        lines[i] = dict(source=prompts.rows[i]["_source"], completions=completions)
-    lines = distributed.gather_dict(lines)
-    return [lines[i] for i in range(len(prompts))]
+        return dict(source=group[0].row["_source"], completions=completions)
+
+    return _of_all_ranks([line(p, group) for p, group in enumerate(groups)])
 
 
 def _null(x: Tensor) -> float | None:
     return None if x.isnan() else float(x)
 
 
-def load_engine(
-    engine: Engine | None, path: str, args: SamplingArgs, tokenizer, device: torch.device
-) -> Engine:
-    """Return an engine with the model in folder `path`. A process can have only one engine: a given
-    one is reused with the new weights. Collective."""
-    if engine is None:
-        return make_engine(path, args, tokenizer, device, trained=False)
-    model = load_policy(path, args, device, trainable=False)
-    engine.load_weights(whole_weights(model, engine.dtype))
-    return engine
+def _of_all_ranks(values: list) -> list:
+    """Return the values, not None, of the prompts of all ranks, of which each has its share.
+    Collective."""
+    values = chain(*zip_longest(*distributed.gather_objects(values)))
+    return [value for value in values if value is not None]
 
 
 # ---- stored completions ----
 
 
-def _restore(lines: list[dict], prompts: Prompts, indices: Iterable[int]) -> list[Group]:
-    """Return the completions of some of the lines."""
+def restored(lines: list[dict], prompts: Prompts) -> list[Group]:
+    """Return this rank's share of the completions in a file."""
     groups: list[Group] = []
-    for i in indices:
+    for i in distributed.share_of(range(len(lines))):
         ids, row = prompts[i]
         groups.append([])
         for stored in lines[i]["completions"]:
             mask = [False] * len(ids) + [bool(sampled) for sampled in stored["sampled"]]
-            names = ("finish_reason", "text", "turns", "turn_rewards", "error")
-            fields = {name: stored[name] for name in names}
+            fields = {name: stored[name] for name in AS_SAMPLED}
             groups[-1].append(Completion(ids + stored["ids"], mask, len(ids), row, **fields))
     return groups
 
 
 def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[dict]:
     """Return the lines with the rewards of the present flags. Collective."""
-    groups = _restore(lines, prompts, distributed.share_of(range(len(lines))))
-    return make_lines(groups, prompts, rewards, lines[0]["completions"][0]["greedy"])
+    is_greedy = lines[0]["completions"][0]["greedy"]
+    return make_lines(restored(lines, prompts), rewards, is_greedy)
 
 
 def score_stored(
     lines: list[dict], score: Callable[[list[Group]], list], prompts: Prompts
 ) -> list[list]:
     """Return the results of `score`, which maps groups to one result per completion, for the
-    completions of prompts. Collective."""
-    own = distributed.share_of(range(len(lines)))
-    groups = _restore(lines, prompts, own)
+    completions of each prompt. Collective."""
+    groups = restored(lines, prompts)
     results = iter(score(groups))
-    of_prompt = {i: [next(results) for _ in group] for i, group in zip(own, groups, strict=True)}
-    of_prompt = distributed.gather_dict(of_prompt)
-    return [of_prompt[i] for i in range(len(lines))]
+    return _of_all_ranks([[next(results) for _ in group] for group in groups])
 
 
 # ---- files ----
@@ -221,34 +202,27 @@ def read_completions(
     lines: list[dict] = []
     for i, text in enumerate(texts):
         try:
-            line = _parsed(text, prompts.rows[i])
+            line = asdict(LINE.validate_json(text))
+            if line["source"] not in (None, prompts.rows[i]["_source"]):
+                problem = f"this row of the data is {prompts.rows[i]['_source']}"
+                raise ValueError(f"`source` is {line['source']}, but {problem}")
             if len(line["completions"]) != len((lines or [line])[0]["completions"]):
                 raise ValueError("another number of completions than in the first line")
             for stored in line["completions"]:
                 if episodes and stored["turn_rewards"] is None:
                     raise ValueError("completion: turn_rewards is missing")
-                _complete(stored, tokenizer, None if own else len(tokenizer))
+                _fill_in(stored, tokenizer, None if own else len(tokenizer))
             lines.append(line)
         except ValueError as error:
-            raise ValueError(f"{flag} {path}, line {i + 1}: {error}") from error
+            problem = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                problem = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+            raise ValueError(f"{flag} {path}, line {i + 1}: {problem}") from error
     return distributed.from_main(lines)
 
 
-def _parsed(text: str, row: dict) -> dict:
-    """Return the line of a row of the data. Raises `ValueError`."""
-    try:
-        line = asdict(LINE.validate_json(text))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"{place}: {problem['msg']}".removeprefix(": ")) from error
-    if line["source"] not in (None, row["_source"]):
-        source = f"`source` is {line['source']}"
-        raise ValueError(f"{source}, but this row of the data is {row['_source']}")
-    return line
-
-
-def _complete(stored: dict, tokenizer, vocabulary: int | None) -> None:
+def _fill_in(stored: dict, tokenizer, vocabulary: int | None) -> None:
     """Fill in the tokens of a completion of which only the text is known. Raises `ValueError` for
     ids that are not below `vocabulary`; a head may have more rows than the tokenizer has tokens."""
     if not stored["ids"]:

@@ -1,0 +1,81 @@
+"""Models that vLLM does not take as they are: language models in checkpoints of images and text,
+for whose own classes vLLM imports packages that text does not need, and gpt-oss, whose weights may
+be in MXFP4.
+
+vLLM gets the config of the language model, without weights. Those of the trainer follow, under the
+names of that model."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from common.model.loading import has_images, method_of_quantization, model_class
+from extras.architectures import gpt_oss_weights
+
+# Language models without a causal class in transformers and vLLM: on text alone they have the
+# numbers of another type. Rotary embeddings of images have three positions, equal for text.
+SAME_ON_TEXT = dict(qwen3_vl_text="qwen3", qwen2_5_vl_text="qwen2", qwen2_vl_text="qwen2")
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
+
+class LanguageModel:
+    """What vLLM loads in place of a folder: its language model alone, as floats."""
+
+    def __init__(self, config, whole: nn.Module, tensor_parallel_size: int):
+        """`config`: that of the folder; `whole`: its model on meta."""
+        self.is_gpt_oss = config.model_type == "gpt_oss"
+        if self.is_gpt_oss and tensor_parallel_size > 1:
+            raise ValueError("--tensor_parallel_size above 1 is not supported for gpt_oss")
+        self.config = language_config(config)
+        with torch.device("meta"):
+            self.model = model_class(self.config).from_config(self.config)
+        self.prefix, self.prefix_in_vllm = (
+            next(f"{name}." for name, part in hf.named_modules() if part is hf.get_decoder())
+            for hf in (whole, self.model)
+        )
+        self.others: dict[str, Tensor] = {}  # weights that vLLM's reload would forget
+
+    def vllm_options(self, overrides: dict) -> dict:
+        """Return options of `LLM`. `overrides`: fields of the config for vLLM alone."""
+        self.config.architectures = [type(self.model).__name__]
+        for name, value in overrides.items():
+            setattr(self.config, name, value)
+        return dict(hf_overrides=lambda _: self.config, load_format="dummy")
+
+    def weights_for_vllm(
+        self, weights: Iterator[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the language model's weights under its own names, without those of towers."""
+        for name, weight in weights:
+            if self.is_gpt_oss and (".experts." in name or name.endswith(".sinks")):
+                self.others[name] = weight
+            elif name.startswith(self.prefix):
+                yield self.prefix_in_vllm + name.removeprefix(self.prefix), weight
+            elif name.startswith("lm_head."):
+                yield name, weight
+
+    def after_vllm_load(self, llm) -> None:
+        """Load the other weights, which stay in memory until now."""
+        if self.others:
+            llm.collective_rpc(gpt_oss_weights.copy_weights, args=(self.others,))
+            self.others = {}
+
+
+def language_config(config):
+    """Return the config of the language model in that of a folder, as floats."""
+    if method_of_quantization(config) is not None:
+        del config.quantization_config
+    if not has_images(config):
+        return config
+    text = config.get_text_config()
+    if text.model_type in SAME_ON_TEXT:
+        from transformers import AutoConfig
+
+        fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+        rope = fields["rope_parameters"].items()
+        fields["rope_parameters"] = {name: x for name, x in rope if name not in OF_IMAGES}
+        text = AutoConfig.for_model(SAME_ON_TEXT[text.model_type], **fields)
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    text.dtype = config.dtype or text.dtype
+    return text
