@@ -26,7 +26,13 @@ def own_modules(monkeypatch):
 @pytest.fixture
 def here(main, monkeypatch):
     """Replay in this process, as `main` runs a script in it."""
-    monkeypatch.setattr(replay, "launch", lambda ranks, log, *words: replay.work(*words))
+
+    def launch(ranks, log, script, step, *words):
+        module = replay.load_script(script)
+        module.Run, replay.ReplayRun.replayed = replay.ReplayRun, int(step)
+        main(module.__name__, *words)
+
+    monkeypatch.setattr(replay, "launch", launch)
 
 
 @pytest.mark.slow
