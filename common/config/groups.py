@@ -41,7 +41,8 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     PRESETS: ClassVar[dict[str, dict]] = {}
     """flags that each value of `--preset` sets"""
 
-    # Flags of some scripts that models, encoders and exports of all read; no flags here.
+    # Flags of some scripts that models, encoders, exports and runs of all read; no flags here.
+    agent = None
     share_prefix = 0
     stop_token_ids = ()
     vision = None

@@ -69,8 +69,9 @@ class Run:
         self.saved = self.first_step
         self.logger = RunLogger(args, self.first_step, total_steps, show, curves)
         self.trace = None
-        # Without the folder, a run with the default does not trace.
-        if args.trace_every and (has_extra("trace") or args.trace_every != TrainArgs.trace_every):
+        # Neither without the folder nor with an agent, whose branches share an index.
+        by_default = args.agent is None and has_extra("trace")
+        if args.trace_every and (by_default or args.trace_every != TrainArgs.trace_every):
             with extra("trace", "--trace_every"):
                 from extras.trace.trace import Trace
             # The policy has no updates while a value model warms up.

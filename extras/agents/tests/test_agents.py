@@ -41,6 +41,13 @@ async def ask(row, base_url, api_key, messages, **body):
     (choice,) = answer.json()["choices"]
     return 200, choice["message"], choice["finish_reason"]
 """
+ONE_QUESTION = (
+    CLIENT
+    + """
+async def play(row, base_url, api_key):
+    await ask(row, base_url, api_key, [dict(role="user", content=row["prompt"])])
+"""
+)
 # Draws what it asks, several at once: extended, forked, rewritten, shortened, invented histories.
 WANDERER = (
     CLIENT
@@ -295,6 +302,20 @@ def test_what_was_served_is_trained_in_the_context_in_which_it_was_served(
         assert tokens_BG.tolist() == counts_BG
         sums = sum(mb.sequence_sums(mb.on_tokens(numbers_BG)).sum() for mb in mbs)
         assert sums == (tokens_BG * numbers_BG).sum()
+
+
+def test_a_run_trains_on_an_agent_and_writes_no_trace(main, small, tmp_path):
+    (tmp_path / "agent.py").write_text(ONE_QUESTION)
+    main(
+        "grpo", *small, "--engine", "transformers", "--agent", f"{tmp_path}/agent.py:play",
+        "--prompt_format", "chat", "--prompts_per_step", 2, "--samples_per_prompt", 2,
+        "--max_new_tokens", 4, "--max_steps", 1, "--eval_every", 0,
+        "--output_dir", tmp_path / "run",
+    )  # fmt: skip
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(line)
+    assert metrics["agent/requests"] == 1 and metrics["grad_norm"] >= 0
+    assert not (tmp_path / "run" / "trace").exists()
 
 
 def after(before, messages: list[dict]) -> list[dict] | None:
