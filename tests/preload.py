@@ -31,12 +31,10 @@ VLLM = (
 )
 
 scripts = {path.stem: importlib.import_module(path.stem) for path in ROOT.glob("*.py")}
-parse(
-    scripts["sft"].Args, ["--model", "m", "--dataset", "d"]
-)  # tyro imports most of its modules here
-RunLogger.draw_curves = lambda _: (
-    None
-)  # half the time of a short run; tests/metrics and tests/train draw
+# tyro imports most of its modules here
+parse(scripts["sft"].Args, ["--model", "m", "--dataset", "d"])
+# half the time of a short run; tests/metrics and tests/train draw
+RunLogger.draw_curves = lambda _: None
 run.SAMPLES_EVERY = 1  # tests compare the samples of each step
 for name in [*LATER.split(), *([] if torch.cuda.is_available() else VLLM.split())]:
     importlib.import_module(name)

@@ -1,9 +1,9 @@
 """Flags of each kind of script, as unions of groups: `BaseArgs`, `TrainArgs`; in online.py
 `SamplingArgs` and `OnlineArgs`.
 
-A group (training.py, sampling.py, objectives.py) is a pydantic dataclass
-without a base and a section of --help. The types of its flags carry their bounds (flags.py). A
-script's `Args` inherits what it needs in any order, overrides defaults and adds its own flags.
+A group (training.py, sampling.py, objectives.py) is a pydantic dataclass without a base and a
+section of --help. The types of its flags carry their bounds (flags.py). A script's `Args` inherits
+what it needs in any order, overrides defaults and adds its own flags.
 Rules between flags are in the method `_check` of their group or union: `BaseArgs` calls those of
 all bases. Rules of one script are in its `__post_init__`."""
 

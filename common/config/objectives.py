@@ -41,9 +41,8 @@ class PolicyLossArgs:
     """Policy loss"""
 
     loss: Literal[tuple(BY_TOKEN)] = "clip"
-    """policy loss of a token with advantage A (docs/losses.md). clip: PPO; dppo:
-    bounded divergence; cispo: clips the weight of the gradient; sapo: soft clip; reinforce:
-    -A log pi"""
+    """policy loss of a token with advantage A (docs/losses.md). clip: PPO; dppo: bounded
+    divergence; cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi"""
     clip_low: Annotated[BelowOne, Needs(loss="clip")] = 0.2
     """distance from 1 of the lower bound of the importance ratio"""
     clip_high: Annotated[NotNegative[float], Needs(loss="clip")] = 0.2
@@ -71,8 +70,8 @@ class LogKLArgs:
     forward pass a step"""
 
 
-def read(flag: str) -> Needs:
-    """Return the losses that read a flag."""
+def read_by(flag: str) -> Needs:
+    """Return the condition that one of the losses reads a flag."""
     return Needs(loss=tuple(name for name, flags in READS.items() if flag in flags))
 
 
@@ -91,11 +90,11 @@ class PreferenceArgs:
     """weight of each loss; default: all 1"""
     beta: Positive[float] = 0.1
     """scale of the implicit rewards: larger values keep the policy closer to the reference"""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), read("label_smoothing")] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), read_by("label_smoothing")] = 0.0
     """assumed probability that chosen and rejected are swapped"""
-    f_divergence: Annotated[FDivergence, read("f_divergence")] = "reverse_kl"
-    """divergence that keeps the policy close to the
-    reference (js: Jensen-Shannon; alpha: of order 1/2, between reverse_kl and forward_kl)"""
+    f_divergence: Annotated[FDivergence, read_by("f_divergence")] = "reverse_kl"
+    """divergence that keeps the policy close to the reference (js: Jensen-Shannon; alpha: of order
+    1/2, between reverse_kl and forward_kl)"""
     sft_weight: NotNegative[float] = 0.0
     """weight of the chosen completion's negative log-likelihood per token, added to the loss
     (RPO)"""

@@ -37,7 +37,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
             object.__setattr__(self, "prompt_format", "chat")
         if self.max_new_tokens >= self.pack_capacity:
             flag = f"--max_new_tokens {self.max_new_tokens}"
-            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; raise it")
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}")
         ranks = [name for name in self.reward if name.startswith("rank:")]
         if not all(map(str.strip, self.rubric)):
             raise ValueError("--rubric: a criterion is empty")

@@ -39,7 +39,8 @@ class ModelArgs:
     compile: MayChange[bool] = False
     """torch.compile for every transformer block and for the log-probs"""
     pack_tokens: MayChange[Positive[int]] = 8192
-    """maximum tokens per forward pass on one rank; bounds memory and never changes the gradient"""
+    """maximum tokens per forward pass on one rank; bounds memory. The same rows give the same
+    gradient; a small value lowers the default of max_length"""
     context_ranks: MayChange[Positive[int]] = 1
     """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x
     context_ranks tokens"""
@@ -313,7 +314,7 @@ class GenerateArgs:
     def _check(self: Any) -> None:  # reads flags of `TrainArgs`
         if self.eval_generate and self.max_new_tokens >= self.pack_capacity:
             flag = f"--max_new_tokens {self.max_new_tokens}"
-            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; lower it")
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}")
 
 
 @dataclass(config=STRICT)

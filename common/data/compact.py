@@ -1,4 +1,4 @@
-"""Tokens that a model runs on where they are not those of its micro-batch.
+"""The tokens that a model computes, where they are not those of its micro-batch.
 
 With `--share_prefix`, a prefix that sequences of a group have in common, such as the prompt of its
 completions, is computed once (docs/memory.md). Where the first p + 1 ids of two sequences agree, so

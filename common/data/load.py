@@ -120,8 +120,9 @@ def encode_all(
 def encode(
     encode_row: EncodeRow, row: dict, columns: Columns, encoder: Encoder, args: TrainArgs
 ) -> Encoded:
-    """Encode a row to samples of at most `--max_length` tokens. As arrays, ids take a seventh of
-    the memory of a list. The `row` of a sample is empty where it is `row` itself."""
+    """Encode a row to samples of at most `--max_length` tokens, and say why it was dropped or
+    changed. To save memory, ids are arrays (a seventh of a list), and a sample whose row is `row`
+    travels without it."""
     counts = []
     try:
         group = encode_row(dict(row), columns, encoder, args)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from common.config.groups import BaseArgs, TrainArgs
 from common.config.specs import eval_sets_of, pairs_of, weights_of
-from common.data.files import BadRows, files_named, kind_of, open_split
+from common.data.files import OURS, BadRows, files_named, kind_of, open_split
 
 T = TypeVar("T")
 Columns = tuple[str, ...]  # names of those that a script reads together
@@ -34,7 +34,7 @@ KTO_COLUMNS = (
 PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # online scripts sample from these
 # The encoder reads these beside the others.
 READ = ("tools", "system", "system_prompt", "chat_template_kwargs", "image", "images")
-OUR_COLUMNS = ("_source", "_dataset", "_folder", "_images")
+OUR_COLUMNS = ("_source", *OURS)
 EVAL_SIZE = 256  # default of --eval_size; of training rows at most a tenth is set aside
 
 
@@ -216,9 +216,9 @@ def require_held_out(rows: Iterable[dict], left: Iterable[dict], why: str) -> No
 
 
 def require_columns(flag: str, rows: list[dict], choices: Sequence[Columns]) -> Columns:
-    """Return the first of `choices` that the first row of each dataset has. Raises `ValueError`
-    naming the columns found and the columns needed, or columns that belong to the prompt or to the
-    answer by their names, and that nothing reads."""
+    """Return the first of `choices` that the first row of each dataset has. Raises `ValueError` if
+    none fits, or if a column would be ignored although its name (`context`, `history`) says that it
+    is a part of the prompt or of the answer."""
     first_rows: dict[str | None, dict] = {}
     for row in rows:
         first_rows.setdefault(row.get("_dataset"), row)

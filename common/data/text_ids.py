@@ -39,10 +39,11 @@ class TextIds:
     ) -> list[list[int]]:
         """Return the ids of the pieces of `text` between the places `cuts`, in characters.
 
-        The first piece has the ids that it has alone, like a prompt; each later one those that it
-        has behind the text before it. With `adds_bos` the tokenizer adds BOS, once; it never adds
-        EOS. If the text `follows` other text, it has no blank of SentencePiece in front. Raises
-        `ValueError` if no token ends at a cut."""
+        The first piece is tokenised alone, as a prompt is for sampling; each later one gets the ids
+        that it has after the text before it. So `a|b` may have other ids than `ab`. With `adds_bos`
+        the tokenizer adds BOS, once; it never adds EOS. `follows`: other text comes before this
+        one, so SentencePiece must not add its blank in front. Raises `ValueError` if no token ends
+        at a cut."""
         literals = {match.start() for match in self._stand_in.finditer(text)}
         behind_literals = {place + 1 for place in literals}
         # nothing before such a token changes the ids behind it

@@ -64,7 +64,7 @@ class ModelTokens:
     with_images: list[TokenSequence] | None = None  # of these tokens, if any of them has images
     images: Any = None  # PackedImages (extras/images/packed.py), made from these when needed
     next: "ModelTokens | None" = None  # with images: tokens that the model runs on after these
-    stored_at_T: Tensor | None = None  # int64: places of targets in stored log-probs (teacher.py)
+    stored_at_T: Tensor | None = None  # int64: places of targets in the teacher's stored log-probs
 
     def __init__(
         self, ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int]

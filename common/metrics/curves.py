@@ -43,9 +43,8 @@ def draw_curves(
         {key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")}
         for name in held_out
     ]
-    sets = (
-        sorted(set.intersection(*ends)) if len(records) == 1 and ends else []
-    )  # in all metrics; a loss has parts
+    # held-out sets that all metrics have: a loss alone has parts
+    sets = sorted(set.intersection(*ends)) if len(records) == 1 and ends else []
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure, axes = plt.subplots(

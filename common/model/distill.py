@@ -80,12 +80,12 @@ def compare(
         teacher = most_likely(teacher, targets_T, temperature, vocabulary, top_k)
     # The backward pass frees these tensors, such as a large head, but not those of the functions.
     if isinstance(teacher, Logits):
-        tensors, known, extra = teacher[:3], teacher[3:], len(teacher.head_VD)
+        tensors, known, beside = teacher[:3], teacher[3:], len(teacher.head_VD)
     else:
-        tensors, known, extra = (), teacher, teacher.vocabulary
+        tensors, known, beside = (), teacher, teacher.vocabulary
     forward = partial(_statistics, known, targets_T, temperature, divergence)
     backward = partial(_gradient, forward)
-    return Comparison(*by_chunk(student, temperature, forward, backward, 2, tensors, extra))
+    return Comparison(*by_chunk(student, temperature, forward, backward, 2, tensors, beside))
 
 
 def _statistics(

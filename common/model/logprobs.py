@@ -65,11 +65,11 @@ def by_chunk(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return statistics of each token's distribution, [T] each, without holding [T, V].
 
-    `forward(logits_CV, c, *tensors)` returns those of the chunk `c`, [C] each; the first `trained`
-    ones have a gradient. For it the logits are computed again: `backward(logits_CV, c, by_T,
-    tensors, out_T)` returns their gradient, from those of the trained statistics (None: not used),
-    the `tensors` and all statistics. Both may overwrite the logits. `extra`: further numbers that
-    they need beside the logits of each token."""
+    `forward(logits_CV, c, *tensors)` maps the logits of the chunk `c` to statistics, [C] each, of
+    which the first `trained` have a gradient. Logits are not kept: the backward pass computes each
+    chunk again, and `backward(logits_CV, c, by_T, tensors, out_T)` returns d loss / d logits. It
+    gets d loss / d statistic (None: not used), the `tensors`, and all statistics. Both may
+    overwrite the logits. `extra`: numbers that they need for each token beside its logits."""
     how = logits[3:], temperature, forward, backward, trained, logits.chunks(extra)
     return _ByChunk.apply(*logits[:3], how, *tensors)
 

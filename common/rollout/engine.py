@@ -99,7 +99,7 @@ class Engine:
         # the ranks that share this engine, if there are several, and this rank's place among them
         self.group: dist.ProcessGroup | None = None
         self.group_rank = 0
-        self.version = 0  # of the weights
+        self.version = 0  # version of the weights
         self.new: list[Request] = []  # of this rank, since the last round
         self.ended: dict[Request, asyncio.Future] = {}  # who waits for the requests of this rank
         self.running: dict[str, Request] = {}  # of all ranks that share this engine, by name

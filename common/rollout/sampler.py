@@ -49,13 +49,13 @@ class Sampler:
         self.args = args
         self.order = order
         self.source = source
-        self.number = 0  # of the oldest prompt that no step has taken
+        self.number = 0  # number of the oldest prompt that no step has taken
         self.rows: deque[int] = deque()  # the data rows of this prompt and of those after it
         self.next_to_begin = 0  # number of the first prompt that is not in flight
         self.step = -1
         self.before_step: dict = {}  # state before the present step
-        self.data_rows: list[int] = []  # of the prompts of all ranks that were taken last
-        self.positions: list[int] = []  # of this rank's prompts among them
+        self.data_rows: list[int] = []  # data rows of the prompts that all ranks took last
+        self.positions: list[int] = []  # where this rank's prompts stand among these
 
     def __str__(self) -> str:
         return str(self.source)

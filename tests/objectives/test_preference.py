@@ -23,9 +23,8 @@ from common.objectives.preference import (
 
 mp = MPContext()
 mp.dps = 100
-STEP = (
-    mp.mpf(10) ** -40
-)  # step of central differences: exact beyond float64, even where third derivatives reach e^180
+# step of central differences: exact beyond float64, even where third derivatives reach e^180
+STEP = mp.mpf(10) ** -40
 
 FLAGS = dict(beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl")
 # the objectives that read label_smoothing, and those that read f_divergence
