@@ -125,7 +125,7 @@ def test_text_has_all_tokens_but_ends_and_padding(device):
     end, seven, tag = tokenizer.convert_tokens_to_ids(["<|im_end|>", "7", "<answer>"])
 
     class Silent(Engine):
-        def _start(self, path):
+        def _start(self):
             pass
 
     args = Args(stop_token_ids=(end, seven))

@@ -103,9 +103,9 @@ def _statistics(
         mass_C = logq_CS[:, : known.tokens_TK.shape[1]].exp().sum(-1)
         of_teacher = known.target_logprobs_T[c], known.entropy_T[c], mass_C
     else:
-        logits_of_teacher_CV, _ = Logits(*tensors, *known).chunk(c, temperature)
-        shared = min(logp_CV.shape[1], logits_of_teacher_CV.shape[1])
-        logq_CS = logits_of_teacher_CV[:, :shared].log_softmax(-1)
+        teacher = Logits(*tensors, *known)
+        shared = min(logp_CV.shape[1], len(teacher.head_VD))
+        logq_CS = teacher.chunk(c, temperature)[0][:, :shared].log_softmax(-1)
         logp_CS = _first(logp_CV, shared)
         likely_C, mass_C = logq_CS.argmax(-1), torch.ones_like(logq_CS[:, 0])
         of_teacher = _of_target(logq_CS, targets_C), _entropy(logq_CS), mass_C

@@ -58,7 +58,7 @@ class Play:
         self.tokenizer = ours("qwen2_5", "builtin", IM_END, CHATML, IM_END[0]).load()
         self.tokenizer.add_tokens(["<|absent|>"], special_tokens=True)
         self.tokenizer.model_vocab_size = self.tokenizer.convert_tokens_to_ids("<|absent|>")
-        rows = [dict(prompt="1+1?", first="cup", _source="rows:1")]
+        rows = [dict(prompt="1+1?", answer="2", first="cup", _source="rows:1")]
         encoder = Encoder(self.tokenizer, args)
         prompts = encode_prompts(rows, prompt_columns(args, rows), encoder, 4000, args)
         self.prompt = self.tokenizer.decode(prompts.ids[0])
