@@ -2,11 +2,14 @@
 run that starts over moves the earlier one aside."""
 
 import fcntl
+import glob
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import socket
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -141,6 +144,9 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
         inner = folder.resolve().relative_to(run).parts[0]
         if inner in (*EXPORTS, "checkpoints") and _has_begun(run):
             return f"{label}: the run in {run} writes there; name another --output_dir"
+    for read, path in _inputs(args) if args.resume == "never" and _has_begun(folder) else ():
+        if path.resolve().is_relative_to(folder.resolve()):
+            return f"{read}: --resume never would move it aside; name another --output_dir"
     for name in (*EXPORTS, "samples.jsonl") if isinstance(args, TrainArgs) else ():
         if not _has_begun(folder) and (folder / name).exists():
             return f"{label}: the run would replace {name} there; name another --output_dir"
@@ -158,6 +164,18 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     changes = ", ".join(f"{name} was {earlier[name]}, is {flags.get(name)}" for name in changed)
     advice = "name another --output_dir, or use --resume never to move that run aside"
     return f"{label}: the folder has a run with other flags ({changes}); {advice}"
+
+
+def _inputs(args: BaseArgs) -> Iterator[tuple[str, Path]]:
+    """Yield what this run reads: the files and folders that flags name, also by a pattern, in
+    `name=FILE` and in `FILE.py:function`."""
+    yield "the working folder", Path()
+    for flag, value in flags_of(args).items():
+        texts = value if isinstance(value, list) else [value]
+        for text in (text for text in texts if isinstance(text, str) and flag != "output_dir"):
+            for word in (text, *re.split(r"[=:\s]", text)):
+                for name in glob.glob(word):
+                    yield f"--{flag} {text}", Path(name)
 
 
 def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:

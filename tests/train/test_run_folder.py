@@ -41,6 +41,38 @@ def test_files_that_no_run_wrote_are_kept(name, resume, main, tmp_path):
     assert files_in(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("sft", "--model d/hf"),
+        ("sft", "--dataset d/samples.jsonl:0.5"),
+        ("sft", "--dataset d/s*.jsonl"),
+        ("sft", "--eval_dataset hard=d/rows.jsonl"),
+        ("sft", "--model link"),
+        ("grpo", "--reward model:d/hf"),
+        ("grpo", "--reward d/reward.py:good"),
+        ("eval", "--against d/against_x.jsonl"),
+    ],
+)
+def test_input_in_the_folder_of_a_run_is_not_moved_aside(
+    script, flags, main, tmp_path, monkeypatch
+):
+    """With `--resume never`. Flags are checked before models and data are read."""
+    monkeypatch.chdir(tmp_path)
+    names = "metrics.jsonl", "samples.jsonl", "rows.jsonl", "against_x.jsonl", "hf/config.json"
+    write(tmp_path / "d", *names, "reward.py")
+    (tmp_path / "link").symlink_to(tmp_path / "d" / "hf")
+    before = files_in(tmp_path)
+    words = flags.replace("*", ".")
+    with pytest.raises(ValueError, match=f"^{words}: --resume never would move it aside; name"):
+        main(script, *flags.split(), "--output_dir", "d", "--resume", "never")
+    monkeypatch.chdir(tmp_path / "d")
+    long_text = "字" * 100  # no name of a file
+    with pytest.raises(ValueError, match="^the working folder: --resume never would move it"):
+        main("sft", "--system_prompt", long_text, "--output_dir", ".", "--resume", "never")
+    assert files_in(tmp_path) == before
+
+
 @pytest.mark.parametrize("inner", ["hf/x", "checkpoints"])
 def test_a_run_does_not_begin_in_what_another_run_replaces(inner, main, tmp_path):
     write(tmp_path, "g/metrics.jsonl", "g/hf/config.json")
