@@ -9,6 +9,7 @@ one entry for all other tokens, or V for distributions over the whole vocabulary
 
 from collections.abc import Callable, Collection
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from common.model.loading import load_config
 from common.model.logprobs import Logits, by_chunk
 from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence, coarsen, reverse_kl
+from common.parallel import distributed
 
 
 class TopK(SimpleNamespace):
@@ -166,7 +168,11 @@ class Teacher(Policy):
     reads_text = False  # whether its tokenizer is another one than the student's
 
     def read(self, groups: list[Group], meter) -> list[Group]:
-        """Return the student's completions in the form that `teach` reads."""
+        """Return the student's completions in the form that `teach` reads. Raises `RunError` for a
+        token that the teacher lacks: a head may have more rows than there are tokens."""
+        known = self.hf.get_input_embeddings().num_embeddings
+        if any(i >= known for sample in chain(*groups) for i in sample.completion_ids):
+            raise distributed.RunError(f"--teacher {self.path}: has no token that the student uses")
         return groups
 
     @torch.no_grad()

@@ -100,9 +100,7 @@ def read_weights(
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    # NaN in a buffer that is not filled below would be seen by `check_packing`.
-    empty = {True: math.nan, False: 0}
-    set_buffers(hf, lambda x: torch.full_like(x, empty[x.is_floating_point()], device=home))
+    set_buffers(hf, lambda x: torch.full_like(x, unfilled(x), device=home))
     with named_errors("cannot read the checkpoint"), contextlib.ExitStack() as opened:
         slices = slices_of(path, opened)
         # A head in the files that is tied in the model would become a second parameter.
@@ -122,6 +120,8 @@ def read_weights(
     for parameter in hf.parameters():
         parameter._is_hf_initialized = True
     hf.initialize_weights()  # only the buffers that no file has, such as rotary frequencies
+    if any((x != x).any() or (x == unfilled(x)).any() for x in hf.buffers()):
+        raise ValueError(f"{hf.config.model_type} keeps buffers that cannot be rebuilt")
     set_buffers(hf, lambda x: x.to(device))
     unused = found.unexpected_keys - {"lm_head.weight"}  # a scalar model does not need it
     if unused:
@@ -169,6 +169,11 @@ def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
         failure = found.conversion_errors.get(name, "no such weight in the files")
         # a traceback ends with two messages
         raise ValueError(f"{name}: {failure.splitlines()[-2:][0]}")
+
+
+def unfilled(buffer: Tensor) -> float:
+    """Return the number that shows that a buffer was not filled."""
+    return math.nan if buffer.is_floating_point() else -1
 
 
 def set_buffers(hf: nn.Module, change) -> None:

@@ -39,6 +39,7 @@ def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Modul
         for name in vars(part) if part is not None else ():
             if name.endswith(("dropout", "pdrop", "jitter_noise")):
                 setattr(part, name, 0.0)
+    text.output_router_logits = False  # nobody reads them
     if method_of_quantization(config) is not None:
         del config.quantization_config  # weights in MXFP4 are read as floats
     auto_class, kind = model_class(config), "language model"

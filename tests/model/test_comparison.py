@@ -1,10 +1,12 @@
 """Comparison of student and teacher: values and gradients equal those of whole logits."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from helpers import completion
 from objectives.test_divergence import CHOSEN, EXACT, kl, naive
 
 from common.config.groups import TrainArgs
@@ -16,6 +18,7 @@ from common.model.logprobs import Logits
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.objectives.divergence import forward_kl
+from common.parallel.distributed import RunError
 
 
 def whole(logits: Logits, temperature: float) -> torch.Tensor:
@@ -148,3 +151,14 @@ def test_teacher_logprobs_train_only_the_student(device):
     out.divergence_T.sum().backward()
     assert all(parameter.grad is not None for parameter in student.parameters())
     assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_token_that_the_teacher_lacks_is_refused(device):
+    """A student's head may have rows that are no tokens, and they may be sampled."""
+    args, folder = TrainArgs(dtype="float32"), tiny_model()
+    teacher = load_policy(folder, args, device, trainable=False, kind=Teacher)
+    known = completion(3)
+    assert teacher.read([[known]], None) == [[known]]
+    padded = replace(known, ids=[*known.ids[:-1], teacher.hf.config.vocab_size])
+    with pytest.raises(RunError, match="^--teacher .*: has no token that the student uses$"):
+        teacher.read([[known, padded]], None)

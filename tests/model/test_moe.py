@@ -116,10 +116,10 @@ def test_scalar_model_with_experts_loads_from_its_export(model_type, path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["mixtral"], indirect=True)
+@pytest.mark.parametrize("model_type", ["mixtral", "gemma2"], indirect=True)
 def test_gradient_and_export_do_not_depend_on_ranks(path, tmp_path):
-    """Four experts on three ranks. The gradient equals that of transformers in one process, and the
-    export equals the checkpoint."""
+    """Four experts, or soft caps and windows, on three ranks. The gradient equals that of
+    transformers in one process, and the export equals the checkpoint."""
     (tmp_path / "rank.py").write_text(RANK)
     run(3, tmp_path / "rank.py", path, tmp_path / "hf")
     exported = load_file(tmp_path / "hf" / "model.safetensors")
@@ -127,11 +127,14 @@ def test_gradient_and_export_do_not_depend_on_ranks(path, tmp_path):
 
 
 def test_router_noise_is_disabled(tmp_path, device):
-    """Mixtral's configuration may enable router noise, but log-probs must be deterministic."""
+    """Mixtral's configuration may enable router noise, but log-probs must be deterministic. Router
+    logits of every layer would only take memory."""
     path = checkpoint("mixtral", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | dict(router_jitter_noise=0.5)
+    enabled = dict(router_jitter_noise=0.5, output_router_logits=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | enabled
     (tmp_path / "config.json").write_text(json.dumps(config))
     policy = load_policy(path, ARGS, device)
+    assert not policy.hf.config.output_router_logits
     (mb,) = pack([Sample(rows()[0], [True] * len(rows()[0]))], 100, device)
     assert torch.equal(policy(mb)[0], policy(mb)[0])
 

@@ -11,7 +11,7 @@ import transformers
 from helpers import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_groups
@@ -172,6 +172,12 @@ def test_loaded_weights_and_buffers_are_exact(checkpoint, device):
     assert (policy.hf.lm_head.weight is policy.hf.model.embed_tokens.weight) == tied
     assert any("inv_freq" in name for name, _ in policy.hf.named_buffers())
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
+
+
+def test_buffers_that_nothing_fills_are_refused(device, monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "initialize_weights", lambda model: None)
+    with pytest.raises(ValueError, match="keeps buffers that cannot be rebuilt$"):
+        load_policy(tiny_model(), ARGS, device)
 
 
 def test_bfloat16_checkpoint_is_exact_in_float32_masters(tmp_path, device):
