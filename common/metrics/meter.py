@@ -114,6 +114,7 @@ class Meter:
                 totals_of_ranks[key].append(total)
         values = {}
         for (name, kind), rows in totals_of_ranks.items():
+            assert name not in values, f"{name} is {kind} and another kind"
             value = _value(kind, *_total(rows, "max" if kind == "time" else kind))
             if value is not None:
                 values[name] = value

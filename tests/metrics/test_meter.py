@@ -45,6 +45,10 @@ def test_reduce_returns_every_value_once():
     meter.mean("x", 1.0)
     assert meter.reduce() == dict(x=1.0)
     assert meter.reduce() == {}
+    meter.mean("x", 1.0)
+    meter.sum("x", 1.0)
+    with pytest.raises(AssertionError, match="x is sum and another kind"):
+        meter.reduce()
 
 
 def test_times_add_up_within_a_step(monkeypatch):
