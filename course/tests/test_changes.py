@@ -102,6 +102,7 @@ def test_opo_subtracts_the_mean_reward_of_a_token(patched):
         expected = [0.0 if math.isnan(r) else r - mean for r in group]
         got = opo(double([group]), torch.tensor([lengths]))[0].tolist()
         assert got == pytest.approx(expected, abs=1e-12)
+    assert got == [0.0] * 5  # equal rewards
 
 
 def test_gdpo_normalises_each_reward_then_their_sum(patched):
@@ -109,12 +110,15 @@ def test_gdpo_normalises_each_reward_then_their_sum(patched):
     each = double([GROUPS[:2], [[2.0, 0.0, 1.0, 0.0, 0.5], [NAN, 9.0, 7.0, 7.0, 9.0]]])
     total, weights = each.nansum(0), [1.0, 0.5]
     total[0, 2] = NAN
-    got = importlib.import_module(patched("gdpo")).gdpo(total, each, weights)
+    gdpo = importlib.import_module(patched("gdpo")).gdpo
+    got = gdpo(total, each, weights)
     each[:, 0, 2] = NAN
     sums = sum(w * grpo.advantages(rewards) for w, rewards in zip(weights, each, strict=True))
     std = statistics.stdev(sums[~total.isnan()].tolist())
     torch.testing.assert_close(got, sums / (std + 1e-6))
     assert got[0, 2] == 0 and got[~total.isnan()].mean().abs() < 1e-9
+    lone = double([[1.0, NAN]])
+    assert gdpo(lone, lone[None], [1.0]).tolist() == [[0.0, 0.0]]
 
 
 def test_vespo_weights_a_completion_by_a_smooth_function_of_its_ratio(patched):

@@ -11,7 +11,7 @@ from helpers import ROOT, environment
 
 from course.exercises.bugs import BUGS
 from course.exercises.fragments import replace
-from course.exercises.holes import EXERCISES
+from course.exercises.holes import CASES, EXERCISES
 from course.exercises.mark import SYS_PATH, answer, cut_ends, parsed, planted, worksheet
 
 
@@ -37,6 +37,14 @@ def by_name(name: str):
 def test_sections_of_the_exercises_are_those_of_the_primer():
     headings = re.findall(r"^## (.*)$", (ROOT / "course/primer.md").read_text(), re.MULTILINE)
     assert {exercise.section for exercise in EXERCISES} <= set(headings)
+
+
+@pytest.mark.parametrize("exercise", [*EXERCISES, *BUGS], ids=lambda exercise: exercise.name)
+def test_tests_of_an_exercise_exist(exercise):
+    for test in exercise.tests:
+        file, _, name = test.rpartition("::")
+        function = name.partition("[")[0]
+        assert f"\ndef {function}(" in (ROOT / (file or CASES)).read_text(), test
 
 
 @pytest.mark.slow

@@ -24,6 +24,23 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
             estimators.pass_at_k(4, 1, k)
 
 
+# Exercise 24 shows these three first: each finds one mistake.
+
+
+def test_pass_at_1_is_the_fraction_of_right_samples():
+    fractions = [estimators.pass_at_k(4, c, 1) for c in range(5)]
+    assert fractions == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+
+
+def test_pass_at_k_does_not_fall_with_k():
+    values = [estimators.pass_at_k(8, 3, k) for k in range(1, 9)]
+    assert values == sorted(values)
+
+
+def test_pass_at_n_is_1_with_a_right_sample():
+    assert [estimators.pass_at_k(8, c, 8) for c in (0, 1, 8)] == [0, 1, 1]
+
+
 def vote(answers: list, right: dict) -> bool:
     """Return the most frequent answer; among equally frequent ones, the first to reach the
     count."""
