@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, metrics, samples
+from helpers import ROOT, metrics, run, samples
 from in_process import REWARD, talkative
 
 from bok import Args, best, loss
@@ -138,10 +138,10 @@ def test_episodes_are_trained(small, main, tmp_path):
 
 
 @pytest.mark.slow
-def test_step_without_kept_completions_does_not_update(online, main, tmp_path):
+def test_step_without_kept_completions_does_not_update(online, tmp_path):
     (tmp_path / "none.py").write_text("def none(completion, row):\n    return None\n")
     flags = (*online, "--reward", f"{tmp_path}/none.py:none")
-    main("bok", *flags, "--output_dir", tmp_path)
+    run(2, "bok.py", *flags, "--output_dir", tmp_path)
     assert all(line["kept/fraction"] == 0 and "grad_norm" not in line for line in metrics(tmp_path))
 
 

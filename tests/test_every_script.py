@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import (
+    ROOT,
     assert_close_metrics,
     assert_resumes_exactly,
     assert_same_weights,
@@ -226,3 +227,21 @@ def test_two_nodes_give_the_weights_of_one_node(two_ranks, flags, tmp_path):
     run(2, tmp_path / "node.py", *flags("sft"), *one_copy)
     assert_same_weights(two_ranks("sft"), tmp_path)
     assert of_each_step(two_ranks("sft")) == of_each_step(tmp_path)
+
+
+# ---- negative control ----
+
+
+def test_denominator_per_rank_is_detected(two_ranks, flags, tmp_path):
+    """The same script with a token count per rank."""
+    source = (ROOT / "sft.py").read_text()
+    count = "distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))"
+    assert source.count(count) == 1
+    wrong = tmp_path / "sft.py"
+    wrong.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        + source.replace(count, "sum(mb.loss_mask_T.sum() for mb in micro_batches) * world_size")
+    )
+    run(2, wrong, *flags("sft"), "--output_dir", tmp_path / "out")
+    with pytest.raises(AssertionError, match="grad_norm"):
+        assert_close_metrics(two_ranks("sft"), tmp_path / "out", ("grad_norm",), rel=1e-5)

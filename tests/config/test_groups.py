@@ -16,6 +16,7 @@ from common.config.groups import BaseArgs, check_ranks, may_change
 from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import one_line, texts
+from common.config.training import GenerateArgs
 
 ALGORITHMS = [p.stem for p in sorted(ROOT.glob("*.py")) if "\nclass Args(" in p.read_text()]
 
@@ -52,12 +53,27 @@ def test_numeric_flags_have_bounds(args_class):
             assert "AfterValidator" in repr(hints[name]) or is_bounded(hints[name]), name
 
 
-def test_flags_that_a_resumed_run_may_change():
-    """A script's own default changes nothing. max_staleness: unless both runs depend on it."""
+MAY_CHANGE = {
+    "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "trace_every",
+    "keep_last", "resume", "log", "keep_best", "shard_ranks", "offload",
+    "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
+    "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout",
+    "eval_generate", "eval_samples", "eval_temperature", "dry_run", "share_prefix",
+}  # fmt: skip
+
+
+def test_resumed_run_may_change_only_the_listed_flags(args_class):
+    expected = MAY_CHANGE & {field.name for field in dataclasses.fields(args_class)}
+    if args_class is args_of("eval"):
+        expected |= {"prompts_per_step", "reward_model", "perplexity_model", "against"}
+    if issubclass(args_class, GenerateArgs):
+        expected |= {"reward", "max_new_tokens"}
+    assert may_change(args_class(), {}) == expected | {"max_staleness"}
+
+
+def test_max_staleness_may_change_unless_both_runs_depend_on_it():
     now = Args(rollout_ranks=1, max_staleness=2)
-    free = may_change(now, dict(rollout_ranks=1))
-    assert free >= {"max_steps", "output_dir", "reward_workers"} and not free & {"lr", "seed"}
-    assert "max_staleness" not in free
+    assert "max_staleness" not in may_change(now, dict(rollout_ranks=1))
     assert "max_staleness" in may_change(now, dict(rollout_ranks=0))
     assert "max_staleness" in may_change(Args(), dict(rollout_ranks=1))
 

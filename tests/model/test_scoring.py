@@ -66,11 +66,18 @@ def test_stored_logprobs_are_completion_sums_and_computed_once(tmp_path, device)
             assert logp == pytest.approx(mb.sequence_sums(policy(mb)[0]).item(), abs=1e-4)
     assert store(data, None, tmp_path) == first and not list(tmp_path.glob("*.tmp"))
     copied = shutil.copytree(tiny_model(), tmp_path / "copied")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(dict(peft_type="LORA", r=1, lora_alpha=1, target_modules="all-linear"))
+    )
+    (adapter / "adapter_model.safetensors").touch()
     masked, other = (copy.deepcopy(data) for _ in range(2))
     masked[2].loss_mask[-1], other[2].ids[-1] = False, 7
     for changed, flags in (
         (data[:-1], {}), (masked, {}), (other, {}), (data, dict(dtype="bfloat16")),
         (data, dict(model=str(copied))),
+        (data, dict(adapter=str(adapter), lora_rank=1, lora_alpha=1.0)),
     ):  # fmt: skip
         with pytest.raises(AttributeError, match="'NoneType' object has no attribute"):
             store(changed, None, tmp_path, **flags)
