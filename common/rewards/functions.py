@@ -277,7 +277,8 @@ def boxed(completion: str, row: dict) -> float:
     if box is None:
         return 0.0
     golds = (last_boxed(answer) or answer for answer in gold_answers(row))
-    return float(value_of(box) in map(value_of, golds))
+    value = value_of(box)
+    return float(value != "" and value in map(value_of, golds))
 
 
 # A box is braced; a number alone needs no braces.

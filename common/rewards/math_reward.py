@@ -88,7 +88,7 @@ FORMS = [
         r"^(\(|\\\{)[^()]*(?:\)|\\\})$",
         r"\d_\{?(\d+)\}?$",
         r"\d[ ~]*(k?m/[hs]|mph|[mckμ]?m|[mk]?g|m?[lL]|s|min|h)(?: *\^\{?(\d))?\}?$",
-        r"(?:\bcents?\b|¢)()|\bdollars?\b|\$",
+        r"^(?=.*(?:\bcents?\b|¢))()|\bdollars?\b|\$",
     )
 ]
 TIME = re.compile(r"\d ?[ap]\.? ?m\.?$|\d:0\d", re.IGNORECASE)  # 3:10 may be a ratio
@@ -104,7 +104,7 @@ def equal(gold: str, answer: str) -> bool:
     if words_of(gold) or words_of(answer):
         return words_of(gold) == words_of(answer)
     texts = [without_latex(text).strip(" .") for text in (gold, answer)]
-    texts = [re.sub(r"^\$+(.*?)\$+$", r"\1", text) for text in texts]
+    texts = [re.sub(r"^\$+(.*?)\$+$", r"\1", text).strip(" .") for text in texts]
     for form in FORMS:
         if len({match.groups() for match in map(form.search, texts) if match}) == 2:
             return False

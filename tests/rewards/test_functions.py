@@ -83,7 +83,8 @@ def test_to_number_is_exact():
     (r"\boxed{7} no, \boxed{18}", "18", 1), (r"\boxed{18} no, \boxed{7}", "18", 0),
     (r"\boxed{18} and then \boxed{1", "18", 0), (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0),
     (r"\boxed{\frac{1}{2} + {3}} c}", r"\frac{1}{2} + {3}", 1), (r"\boxed{18}", "x", 0),
-    (r"\boxed{}", "18", 0), ("18", "18", 0), (r"\boxed{7}, \fbox{18}", "18", 1),
+    (r"\boxed{}", "18", 0), (r"\boxed{}", "%", 0), ("18", "18", 0),
+    (r"\boxed{7}, \fbox{18}", "18", 1),
     (r"\framebox[2cm][c]{18}", r"\fbox{18}", 1), (r"\boxed {18}", "18", 1),
     (r"\boxed 18.", "18", 1), (r"\boxed{18}, in \boxed notation", "18", 1),
 ])  # fmt: skip
