@@ -64,6 +64,9 @@ def serve(control: int, parent: int, target: str, argument: str, shared: bool) -
         while (workers := running(workers)) and time.monotonic() < until:
             time.sleep(0.01)
     finally:
+        for pid in workers:  # where `children` knows none
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
         while kill_children(set()):
             time.sleep(0.01)
 
@@ -168,7 +171,10 @@ async def together(function, calls: list[tuple], seconds: float, file: str) -> l
 
 def one_line(error: BaseException, file: str = "") -> str:
     """Return an error in one line, with the line of the user's `file` that raised it."""
-    text = str(error).strip().partition("\n")[0][:500]
+    try:
+        text = str(error).strip().partition("\n")[0][:500]
+    except BaseException:
+        text = "(its text cannot be had)"
     trace = walk_tb(error.__traceback__)
     lines = [line for frame, line in trace if frame.f_code.co_filename == file]
     place = f" (line {lines[-1]})" if lines else ""

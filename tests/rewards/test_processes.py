@@ -91,7 +91,7 @@ def test_values_and_errors_of_a_function(server):
         assert await ask(process, "value", 3) == Result(3)
         for what, text in (
             ("recurse", "RecursionError: maximum"), ("leave_politely", "SystemExit: 5"),
-            ("interrupt", "KeyboardInterrupt"),
+            ("interrupt", "KeyboardInterrupt"), ("refuse", "Refuses: (its text cannot be had)"),
             ("lines", "ValueError: one"), ("long", f"ValueError: {'x' * 500} ("),
             ("nothing", "KeyError: 'nothing'"),
             ("function", "the result cannot be pickled: "),

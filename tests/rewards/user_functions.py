@@ -10,6 +10,11 @@ import sys
 import time
 
 
+class Refuses(BaseException):
+    def __str__(self):
+        raise ValueError("no text")
+
+
 class Mine:
     """Class that exists in no other process."""
 
@@ -101,6 +106,7 @@ FUNCTIONS = dict(
     mine=Mine,
     leave_politely=lambda: sys.exit(5),
     interrupt=lambda: raises(KeyboardInterrupt),
+    refuse=lambda: raises(Refuses),
     lines=lambda: raises(ValueError("\none\ntwo")),
     long=lambda: raises(ValueError("x" * 999)),
     hoard=lambda: len(bytes(8 * 2**30)),
