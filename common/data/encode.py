@@ -177,8 +177,9 @@ class Encoder:
     def _messages(self, row: dict, column: str) -> list[dict] | None:
         """Return a column as messages, None if it is none. Report keys that nothing reads."""
         messages = messages_field(row, column)
-        for key in sorted(unread_keys(messages, self.chat.words)) if messages and self.chat else ():
-            self.say_once(f"not used: the key {key} of messages", kind=key)
+        if messages and self.chat:
+            for key in sorted(unread_keys(given_messages(row, column), self.chat.words)):
+                self.say_once(f"not used: the key {key} of messages", kind=key)
         return messages
 
     def _with_system(self, row: dict, messages: list[dict]) -> list[dict]:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Annotated, Literal, Required
 
 from pydantic import (
@@ -207,13 +207,22 @@ def tools_field(row: dict) -> list[dict]:
     return tools or []
 
 
+READ_KEYS = {*"role content type text tool_calls function arguments id index tool_call_id".split(),
+             *"from value weight train".split(), *THOUGHT_KEYS, *IMAGE_KEYS}  # fmt: skip
+
+
 def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
-    """Return the keys of messages and their calls that neither we nor the chat template read."""
-    calls = chain(*(message.get("tool_calls", ()) for message in messages))
-    items = [item for item in (*messages, *calls) if item.get("role") != "tool"]
-    keys = {key for item in items for key, value in item.items() if value is not None}
-    read = "role content reasoning_content tool_calls images weight train function type id index"
-    return keys - {*read.split()} - template_reads
+    """Return the keys with a value, of given messages, their parts and calls, that neither we nor
+    the chat template read."""
+    keys: set[str] = set()
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        for item in (message, *parts, *(message.get("tool_calls") or [])):
+            # the calls have the names of functions, too
+            known = {"name"} if item.get("role") == "tool" else set()
+            keys |= {key for key, value in item.items() if value is not None} - known
+    return keys - READ_KEYS - template_reads
 
 
 def with_results_in_order(row: dict, messages: list[dict]) -> list[dict]:

@@ -148,16 +148,18 @@ def test_calls_are_written_with_their_keys_in_their_order():
 
 def test_keys_that_nothing_reads_are_said_once(capsys):
     coder = encoder(READS_ALL.replace("m.content", "(m.mood or '') + m.content"))
+    part = dict(type="text", text="a", cache_control="x")
     messages = [
-        turn("user", "a", mood="!", name="Ann", date=None),
+        turn("user", [part], mood="!", name="Ann", date=None),
         said("", tool_calls=[dict(CALL, index=0, secret=1, date=None)], reasoning_content="R"),
-        turn("tool", "2", name="add", tool_call_id=CALL["id"]),
+        turn("tool", "2", name="add", tool_call_id=CALL["id"], cost=1),
         said("4", lang="en", train=True, weight=1),
         share("human", "a"),
     ]
     for new, row in (
-        (("lang", "secret"), dict(messages=messages[1:])),  # the name of a tool is in its call
-        (("name",), dict(prompt=messages)),
+        # the name of a tool is in its call
+        (("cost", "lang", "secret"), dict(messages=messages[1:])),
+        (("cache_control", "name"), dict(prompt=messages)),
         ((), dict(messages=messages)),
     ):
         samples(coder, **row)
