@@ -6,6 +6,7 @@ The tests of common/ cover its errors; this file covers the scripts and the outp
 import importlib
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,7 @@ kto --loss sigmoid -> --loss sigmoid must be 'kto' or 'apo_zero_unpaired'
 grpo --prompts_per_step 7 -> --prompts_per_step 7 must be a multiple of the number of training ra
 grpo --clip_high 1e308 -> --clip_high 1e308 must be finite in float32
 grpo --rubric a -> --rubric a has no effect with --reward exact_match
+grpo --reward judge:x --rubric ' ' -> --rubric: a criterion is empty
 reinforce --reward rank:x --samples_per_prompt 1 -> needs --samples_per_prompt 2 or more
 grpo --chat_template x --prompt_format plain -> --chat_template x has no effect with --prompt_for
 grpo --old_logprobs engine -> --correction must be none with --old_logprobs engine
@@ -98,7 +100,7 @@ FLAG_ERRORS.append(
 def test_conflicting_flags_are_refused(case, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     command, _, words = case.partition(" -> ")
-    script, *flags = command.split()
+    script, *flags = shlex.split(command)
     with pytest.raises(SystemExit) as done:
         parse(importlib.import_module(script).Args, flags)
     assert done.value.code == 2 and words in the_error(capsys.readouterr().err)

@@ -14,11 +14,13 @@ def extra(name: str, flag: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if not f"{error.name}.".startswith("extras."):
-            raise ValueError(f"{flag} needs {error.name}; pip install {error.name}") from error
-        if "." in error.name:  # it may be an extra that this one imports
-            name = error.name.split(".")[1]
-        raise ValueError(f"{flag} needs extras/{name}, which is not here") from None
+        package, _, rest = (error.name or "").partition(".")
+        if package in ("", "common"):
+            raise
+        missing = f"the Python package {package}, which is not installed"
+        if package == "extras":  # it may be an extra that this one imports
+            missing = f"extras/{rest.partition('.')[0] or name}, which is not here"
+        raise ValueError(f"{flag} needs {missing}") from None
 
 
 def has_extra(name: str) -> bool:

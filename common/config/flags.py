@@ -3,6 +3,7 @@
 `lr: Positive[float]`, `max_steps: MayChange[Positive[int] | None]`, `reward: Several[str]`,
 `clip_low: Annotated[BelowOne, Needs(loss="clip")]`."""
 
+import re
 from collections.abc import Container, Iterable
 from dataclasses import fields
 from functools import cache
@@ -29,6 +30,12 @@ def _in_float32(number: T) -> T:
     return number
 
 
+def _number_and_kind(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*x\w+", text):
+        raise ValueError("must be a number and a kind of GPUs, such as 8xH100")
+    return text
+
+
 def as_tuple(value: Any) -> Any:
     """Return a single value as a tuple: `Args(reward="math")`, or `reward: math` in a file."""
     return value if value is None or isinstance(value, list | tuple) else (value,)
@@ -41,7 +48,7 @@ AtLeast2 = Annotated[int, Field(ge=2)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Gpus = Annotated[str, Field(pattern=r"^[1-9]\d*x\w+$")]  # 8xH100
+Gpus = Annotated[str, AfterValidator(_number_and_kind)]
 Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 
 # Marks a flag that may differ between the run that made a checkpoint and the run that resumes it:

@@ -166,7 +166,7 @@ def read_file(args_class: type[BaseArgs], path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path}: not valid YAML: {problem}") from error
     if not isinstance(flags, dict):
         raise ValueError(f"--config {path}: expected `flag: value` lines")
-    types = types_of(args_class)
+    types = {name: kind for name, kind in types_of(args_class).items() if name != "config"}
     for name in flags.keys() - types:
         raise ValueError(f"--config {path}: unknown key {name}{similar(name, [*types])}")
     return {

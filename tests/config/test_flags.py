@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic.dataclasses import dataclass
 
+from common.config.extra import extra
 from common.config.flags import (
     MAX_FLOAT,
     STRICT,
@@ -56,7 +57,7 @@ def built(hint: Any, value: Any) -> Any:
         (PositiveFraction, 0, "--x 0 must be greater than 0"),
         (BelowOne, 1, "--x 1 must be less than 1"),
         (MayChange[Positive[int] | None], 0, "--x 0 must be greater than 0"),
-        (Gpus, "8H100", "--x 8H100 must match pattern '^[1-9]\\d*x\\w+$'"),
+        (Gpus, "8H100", "--x 8H100 must be a number and a kind of GPUs, such as 8xH100"),
         (bool, "false", False),
         (str, 2024, "2024"),
         (str, True, "--x True must be a valid string"),
@@ -154,3 +155,25 @@ def test_changed_default_keeps_what_the_flag_needs():
 )
 def test_help_says_what_a_flag_needs_of_those_that_the_script_has(need, text):
     assert need.text(Losses.__dataclass_fields__) == text
+
+
+# ---- imports from extras ----
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("PIL.Image", "^--x needs the Python package PIL, which is not installed$"),
+        ("extras", "^--x needs extras/images, which is not here$"),
+        ("extras.tools.schemas", "^--x needs extras/tools, which is not here$"),
+    ],
+)
+def test_a_missing_import_of_an_extra_is_one_line(module, words):
+    with pytest.raises(ValueError, match=words), extra("images", "--x"):
+        raise ModuleNotFoundError(name=module)
+
+
+@pytest.mark.parametrize("module", ["common.nothing", None])
+def test_a_wrong_import_is_a_bug(module):
+    with pytest.raises(ModuleNotFoundError), extra("images", "--x"):
+        raise ModuleNotFoundError(name=module)

@@ -115,6 +115,7 @@ def test_text_in_a_file_means_what_it_means_on_the_command_line(text, tmp_path):
         ("lr: fast\n", "--lr fast must be a valid number"),
         ("preset: gsp\n", "--preset gsp must be 'gspo' or 'cispo'"),
         ("3: 4\n", "unknown key 3"),
+        ("config: other.yaml\n", "unknown key config"),
     ],
 )
 def test_bad_files_are_refused(text, what, tmp_path, capsys):
