@@ -42,7 +42,8 @@ class StoredTeacher:
         """Collective. Raises `ValueError` for a damaged file."""
         self.vocabulary = vocabulary
         self.device = device
-        self.widths = (args.top_k + 1, args.top_k, 1, 1)  # of the parts of a row
+        has_rest = args.top_k < vocabulary
+        self.widths = (args.top_k + has_rest, args.top_k, 1, 1)  # of the parts of a row
         chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
         for sample, before in zip(
             samples, accumulate(map(_trained, samples), initial=0), strict=False

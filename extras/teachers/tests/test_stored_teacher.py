@@ -4,11 +4,13 @@ run."""
 # ruff: noqa: F811 (fixtures of test_distill)
 
 import pytest
+import torch
 from helpers import assert_close_metrics, metrics, run, samples
 from safetensors.torch import load_file
 from test_distill import SAME, SAMPLED, domains, flags, load_teacher, teacher  # noqa: F401
 
 import distill
+from common.data.packing import pack
 from common.data.sample import Sample
 from extras.teachers import stored as teachers
 from extras.teachers.tests.test_foreign_teacher import write_foreign_teacher
@@ -53,15 +55,27 @@ def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(
     assert not any(name.startswith(("sampling/", "completions/")) for name in first)
 
 
-def store(device, folder, teacher, samples, loaded):
+def store(device, folder, teacher, samples, loaded, top_k=2):
     """Write or read a teacher's store as in a script; `loaded` counts the loads of the model."""
 
     def load(_):
         loaded.append(1)
         return load_teacher(str(teacher), device)
 
-    args = distill.Args(teacher_logprobs="stored", on_policy_fraction=0.0, top_k=2, dtype="float32")
-    teachers.StoredTeacher(folder, str(teacher), load, samples, 356, args, device)
+    flags = dict(teacher_logprobs="stored", on_policy_fraction=0.0, top_k=top_k, dtype="float32")
+    args = distill.Args(**flags)
+    return teachers.StoredTeacher(folder, str(teacher), load, samples, 356, args, device)
+
+
+def test_all_tokens_may_be_stored(device, teacher, tmp_path):
+    """There is no rest beside them then."""
+    rows = [Sample([3, 9, 4, 5], [False, False, True, True])]
+    stored = store(device, tmp_path, teacher, rows, [], top_k=356)
+    (batch,) = pack(rows, 200, device)
+    known = stored.teach(batch)
+    assert known.logprobs_TS.shape == known.tokens_TK.shape and known.logprobs_TS.shape[1] == 356
+    assert known.logprobs_TS.exp().sum(1).allclose(torch.ones(1))
+    assert (known.tokens_TK.sort(1).values == torch.arange(356)).all()
 
 
 def test_complete_files_are_kept_and_damaged_ones_refused(device, teacher, tmp_path, monkeypatch):
