@@ -28,9 +28,7 @@ def make_engine(
         )
     has_delta_nets = num_delta_nets(load_config(path).get_text_config()) > 0
     if args.engine == "auto" and is_installed and device.type == "cpu" and has_delta_nets:
-        distributed.say(
-            "sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16 only"
-        )
+        _say("sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16 only")
     elif is_installed and args.engine != "transformers":
         return VLLMEngine(path, args, tokenizer, device, trained)
     if args.tensor_parallel_size > 1:
@@ -38,5 +36,11 @@ def make_engine(
     if args.engine_args:
         raise ValueError(f"--engine_args {' '.join(args.engine_args)} needs --engine vllm")
     if args.engine == "auto" and not is_installed:
-        distributed.say("vllm is not installed: sampling with transformers, which is slower")
+        _say("vllm is not installed: sampling with transformers, which is slower")
     return TransformersEngine(path, args, tokenizer, device, trained)
+
+
+def _say(text: str) -> None:
+    """Print on the first rank that samples, which `--rollout_ranks` makes another one."""
+    if distributed.rank() == 0:
+        print(text, flush=True)

@@ -96,10 +96,11 @@ def encode_prompts(
             row["_prompt"] = make_prompt(row)
         if select_tools is not None:
             row["tools"] = select_tools(row)
-        check(row)
         ids = encoder.prompt(row, columns)
         if columns and not ids:
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
+        if len(ids) <= room:
+            check(row)
         return ids
 
     prompts = Prompts([], [])

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -125,6 +125,7 @@ class RolloutRanks:
         self.rewards = rewards
         self.steps_ahead = args.max_staleness
         self.dtype = compute_dtype(args, policy.device)
+        self.rows: dict[int, dict] = {}  # of this rank's prompts in flight
         self.groups: dict[int, Group] = {}  # complete ones that are not taken yet
         self.inbox: queue.Queue[News] = queue.Queue()
         self.mail = Mail(self._receive)  # waits for the rollout ranks
@@ -153,6 +154,8 @@ class RolloutRanks:
         Return the groups of this rank's `own` numbers, of which some may have been requested
         before. Measure the ages of their weights, and how long both roles waited since the last
         call. Collective."""
+        self.rows |= {each.number: each.row for each in requests if is_own(each.number)}
+        distributed.barrier()  # no group comes to a rank before it knows the rows
         self._send(requests, step, meter)
         began = time.perf_counter()
         with meter.time("rollout"):
@@ -172,6 +175,10 @@ class RolloutRanks:
         is_new = self.version != step
         self.version = step
         if distributed.is_main():
+            if not self.args.has_turns:  # rows may be large; an engine reads their images only
+                requests = [
+                    replace(each, row=dict(_images=each.row.get("_images"))) for each in requests
+                ]
             orders = Orders(requests, step, self.names_and_shapes if is_new else [])
             for engine in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
                 self.mail.send(orders, engine)  # to the first rank of each
@@ -182,11 +189,20 @@ class RolloutRanks:
                         self.link.broadcast(weight, 0).wait()
 
     def _receive(self, news: News | None) -> None:
-        """Begin the rewards of new groups at once. Runs in the threads of `mail`."""
+        """Begin the rewards of new groups, with their rows, at once. Runs in the threads of
+        `mail`."""
         if news is not None:  # the last message
             for number, group in news.groups.items():
+                row = self.rows.pop(number)
+                for sequence in chain(*(completion.sequences for completion in group)):
+                    sequence.row = row
                 self.rewards.begin(number, group)
             self.inbox.put(news)
+
+
+def is_own(number: int) -> bool:
+    """Return whether this rank trains on the completions of a prompt."""
+    return number % distributed.world_size() == distributed.rank()
 
 
 def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:

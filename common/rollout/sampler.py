@@ -23,7 +23,7 @@ from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import trained_counts
 from common.rollout.prompts import Prompts
-from common.rollout.remote import RolloutRanks
+from common.rollout.remote import RolloutRanks, is_own
 from common.rollout.weights import whole_weights
 
 
@@ -131,11 +131,6 @@ class Sampler:
         self.number = self.next_to_begin = state["number"]
         self.rows = deque(state["rows"])
         self.order.load_state_dict(state["order"])
-
-
-def is_own(number: int) -> bool:
-    """Return whether this rank trains on the completions of a prompt."""
-    return number % distributed.world_size() == distributed.rank()
 
 
 class Local:

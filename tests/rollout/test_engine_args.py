@@ -9,6 +9,7 @@ from in_process import Args
 
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
+from common.parallel import distributed
 from common.rollout.engines import make_engine
 
 
@@ -43,8 +44,8 @@ def test_values_are_those_of_yaml():
             Args(engine_args=(wrong,))
 
 
-def test_without_vllm_transformers_samples(device, monkeypatch):
-    """Flags of vLLM are refused."""
+def test_without_vllm_transformers_samples(device, monkeypatch, capsys):
+    """The first rank that samples says so. Flags of vLLM are refused."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     path, tokenizer = tiny_model(), load_tokenizer(tiny_model())
     for flags in (
@@ -55,4 +56,6 @@ def test_without_vllm_transformers_samples(device, monkeypatch):
         with monkeypatch.context() as ranks, pytest.raises(ValueError, match="vllm"):
             ranks.setenv("WORLD_SIZE", "2")
             make_engine(path, Args(**flags), tokenizer, device)
+    monkeypatch.setattr(distributed, "is_rollout_rank", lambda: True)
     assert type(make_engine(path, Args(), tokenizer, device)).__name__ == "TransformersEngine"
+    assert "vllm is not installed: sampling with transformers" in capsys.readouterr().out

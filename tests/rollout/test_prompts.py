@@ -30,6 +30,8 @@ def test_long_prompts_are_refused_or_dropped():
     assert [len(ids) for ids in prompts.ids] == [3, 5] and prompts.rows == [rows[0], rows[2]]
     assert (len(prompts), prompts.dropped, str(prompts)) == (2, 1, "2 prompts (1 too long)")
     assert encode(rows, 5, on_bad_row="skip") == prompts
+    rows[1]["answer"] = None  # no reward reads it
+    assert encode(rows, 5, overlong="drop") == prompts
     words = "no prompt has at most 2 tokens: see --max_new_tokens and --pack_tokens"
     with pytest.raises(ValueError, match=words):
         encode(rows, 2, overlong="drop")
