@@ -239,8 +239,9 @@ def answers(
         if engine is None:
             engine = make_engine(path, args, task.tokenizer, task.device, trained=False)
         else:  # a process can have only one: it gets other weights
-            policy = load_policy(path, args, task.device, trainable=False)
-            engine.load_weights(whole_weights(policy, engine.dtype))
+            engine.load_weights(
+                whole_weights(load_policy(path, args, task.device, trainable=False), engine.dtype)
+            )
         episodes = Episodes(engine, args)
         lines = completions_file.sample_completions(
             file, lines, task.prompts, episodes, task.rewards, args, args.prompts_per_step
