@@ -4,8 +4,8 @@
 A group (training.py, sampling.py, objectives.py) is a pydantic dataclass without a base and a
 section of --help. The types of its flags carry their bounds (flags.py). A script's `Args` inherits
 what it needs in any order, overrides defaults and adds its own flags.
-Rules between flags are in the method `_check` of their group or union: `BaseArgs` calls those of
-all bases. Rules of one script are in its `__post_init__`."""
+Rules between flags are validators of their group or union, because pydantic runs those of all
+bases; rules of one script are in its `__post_init__`."""
 
 import sys
 from dataclasses import asdict
@@ -49,10 +49,7 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     offload = "none"
 
     @model_validator(mode="after")
-    def _check_all(self) -> Self:
-        for cls in reversed(type(self).__mro__):
-            if check := vars(cls).get("_check"):
-                check(self)
+    def _check_needs(self) -> Self:
         check_needs(self)
         return self
 

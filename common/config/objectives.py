@@ -1,9 +1,9 @@
 """Groups of flags for objectives: importance weights, policy losses and KL, losses on pairs,
 divergences from a teacher."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import STRICT, BelowOne, Needs, NotNegative, Positive, Several
@@ -25,9 +25,11 @@ class CorrectionArgs:
     correction_high: Annotated[Positive[float], Needs(correction=("token", "sequence", None))] = 2.0
     """upper bound of the importance weights"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_correction(self) -> Self:
         if self.correction == "token" and self.weights_completions:
             raise ValueError("--correction token: a completion has one weight; use sequence")
+        return self
 
     @property
     def correction_form(self) -> Correction:
@@ -106,7 +108,8 @@ class PreferenceArgs:
             beta=self.beta, label_smoothing=self.label_smoothing, f_divergence=self.f_divergence
         )
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_preference(self) -> Self:
         names = f"--loss {' '.join(self.loss)}"
         if not self.loss or len({*self.loss}) < len(self.loss):
             raise ValueError(f"{names}: name at least one loss, each of them once")
@@ -116,6 +119,7 @@ class PreferenceArgs:
         if "exo_pair" in self.loss and not self.label_smoothing:
             advice = "needs --label_smoothing above 0 (its authors take 0.001)"
             raise ValueError(f"--loss exo_pair {advice}")
+        return self
 
 
 @dataclass(config=STRICT)
@@ -132,7 +136,8 @@ class TeacherArgs:
     log-probs of the data are written once, before training, which then needs no teacher in
     memory"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
         if len(self.teacher) < 2:
             if self.teacher_column is not None:
                 flag = f"--teacher_column {self.teacher_column}"
@@ -140,6 +145,7 @@ class TeacherArgs:
         elif self.teacher_column is None or self.teacher_logprobs == "stored":
             need = "--teacher_logprobs live" if self.teacher_column else "--teacher_column"
             raise ValueError(f"--teacher {' '.join(self.teacher)}: several need {need}")
+        return self
 
 
 FULL = Needs(estimator="full")

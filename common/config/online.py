@@ -1,8 +1,9 @@
 """Flags of scripts that sample: `SamplingArgs`, and `OnlineArgs` of those that train on their
 samples (groups.py)."""
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import STRICT
@@ -24,7 +25,8 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     PACKS_BRANCHES: ClassVar[bool] = True
     """whether the script can train on the branches of an agent's episode"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_sampling(self) -> Self:
         if self.agent is not None and (self.environment is not None or self.tools):
             raise ValueError("--agent excludes --environment and --tools; give one of them")
         if self.agent is not None and not self.PACKS_BRANCHES:
@@ -43,6 +45,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
             raise ValueError("--rubric: a criterion is empty")
         if ranks and self.samples_per_prompt + self.decodes_greedily < 2:
             raise ValueError(f"--reward {ranks[0]} needs --samples_per_prompt 2 or more")
+        return self
 
     @property
     def reward_models(self) -> list[str]:

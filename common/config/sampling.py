@@ -2,9 +2,9 @@
 
 from os.path import isfile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import (
@@ -105,13 +105,15 @@ class CompletionArgs:
         """Time limit of an answer of an environment, a call of a tool, or an agent's episode."""
         return self.environment_timeout or (10.0 if self.agent is None else 300.0)
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_episodes(self) -> Self:
         if self.shots and "{shots}" not in (self.prompt_template or ""):
             raise ValueError(f"--shots {self.shots} needs {{shots}} in --prompt_template")
         if self.shots and self.shot_template is None:
             raise ValueError(f"--shots {self.shots} needs --shot_template")
         if self.tools and self.environment is not None:
             raise ValueError("--tools and --environment exclude each other; give one of them")
+        return self
 
 
 JUDGE_KINDS = ("judge:", "rank:")  # of rewards that ask a chat model
@@ -151,12 +153,14 @@ class ScoringArgs:
     """execution of programs (code rewards) even on machines that cannot confine them, without
     Landlock or seccomp"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
         if not self.reward and type(self).__dataclass_fields__["reward"].default:
             raise ValueError("--reward needs at least one value")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
             count = len(self.reward_weights)
             raise ValueError(f"--reward_weights has {count} values for {len(self.reward)} rewards")
+        return self
 
 
 VLLM = Needs(engine=("auto", "vllm"))
@@ -179,11 +183,13 @@ class EngineArgs:
         """The options of `--engine_args` by name."""
         return values_of("engine_args", self.engine_args)
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
         memory = self.engine_options.get("gpu_memory_utilization", BESIDE_TRAINER)
         if not (isinstance(memory, float) and 0 < memory < 1):
             problem = "must be greater than 0 and less than 1"
             raise ValueError(f"--engine_args gpu_memory_utilization={memory}: {problem}")
+        return self
 
 
 @dataclass(config=STRICT)
@@ -209,10 +215,12 @@ class RolloutArgs:
     percentile of sampled tokens; their mean difference may be a tenth of it; the run stops if
     either is exceeded; default: 1e-3 in float32, 0.5 in bfloat16, 0.1 in float16; 1e9: off"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_rollouts(self) -> Self:
         if self.prompts_per_step % self.minibatches:
             what = f"--prompts_per_step {self.prompts_per_step}"
             raise ValueError(f"{what} must be a multiple of --minibatches ({self.minibatches})")
+        return self
 
 
 @dataclass(config=STRICT)

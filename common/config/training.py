@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -107,10 +107,12 @@ class DataArgs:
     """reading of the text of a special token, such as <|im_end|>, within a message or a prompt.
     token: as this token, with one line about the first; text: as its characters"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
         weights_of(self.dataset)
         pairs_of("columns", self.columns)
         pairs_of("template_kwargs", self.template_kwargs)
+        return self
 
     @property
     def dataset_flag(self) -> str:
@@ -136,9 +138,11 @@ class RunArgs:
     is one; must: the same, but fail if there is none; never: move the earlier run aside, to
     `<output_dir>.old-1`, and start over"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_output_dir(self) -> Self:
         script = getattr(sys.modules.get(type(self).__module__), "__file__", None) or "run"
         object.__setattr__(self, "output_dir", self.output_dir or f"runs/{Path(script).stem}")
+        return self
 
 
 @dataclass(config=STRICT)
@@ -156,9 +160,11 @@ class HeldOutArgs:
     set aside if there is no held-out data; default: 256, and at most a tenth of the rows that are
     set aside from"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Self:
         if self.eval_dataset is not None:
             eval_sets_of(self.eval_dataset)
+        return self
 
 
 @dataclass(config=STRICT)
@@ -246,7 +252,8 @@ class LoRAArgs:
             flags = flags_of_adapter(flags["adapter"]) | flags
         return ArgsKwargs(given.args, flags)
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
         if not self.lora_targets:
             raise ValueError("--lora_targets needs at least one value")
         wanted = {} if self.adapter is None else flags_of_adapter(self.adapter)
@@ -254,6 +261,7 @@ class LoRAArgs:
             if (value := getattr(self, flag)) != wanted[flag]:
                 source = f"--adapter {self.adapter}, which sets {wanted[flag]}"
                 raise ValueError(f"--{flag} {value} contradicts {source}")
+        return self
 
 
 @dataclass(config=STRICT)
@@ -264,9 +272,10 @@ class StreamArgs:
     """read training rows, from files or the hub, when they are drawn; neither memory nor disk holds
     all of them"""
 
-    def _check(self: Any) -> None:  # reads flags of `TrainArgs`
+    @model_validator(mode="after")
+    def _check_stream(self: Any) -> Any:  # reads flags of `TrainArgs`
         if not self.streaming:
-            return
+            return self
         if self.max_steps is None:
             raise ValueError("--streaming: the number of rows is unknown; set --max_steps")
         if any(weights_of(self.dataset).values()):
@@ -275,6 +284,7 @@ class StreamArgs:
         if self.eval_every and self.eval_dataset is None:
             advice = "name an --eval_dataset, or set --eval_every 0"
             raise ValueError(f"--streaming sets no rows aside; {advice}")
+        return self
 
 
 @dataclass(config=STRICT)
@@ -290,10 +300,12 @@ class EvalSampleArgs:
     ] = 0.0
     """sampling temperature of these completions; 0: greedy"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_eval_samples(self) -> Self:
         if self.eval_samples > 1 and not self.eval_temperature:
             problem = "greedy completions are equal; set --eval_temperature above 0"
             raise ValueError(f"--eval_samples {self.eval_samples}: {problem}")
+        return self
 
 
 GENERATE = Needs(eval_generate=True)
@@ -311,10 +323,12 @@ class GenerateArgs:
     max_new_tokens: Annotated[MayChange[Positive[int]], GENERATE] = 256
     """maximum length of these completions, in tokens"""
 
-    def _check(self: Any) -> None:  # reads flags of `TrainArgs`
+    @model_validator(mode="after")
+    def _check_generation(self: Any) -> Any:  # reads flags of `TrainArgs`
         if self.eval_generate and self.max_new_tokens >= self.pack_capacity:
             flag = f"--max_new_tokens {self.max_new_tokens}"
             raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}")
+        return self
 
 
 @dataclass(config=STRICT)
@@ -328,8 +342,10 @@ class ImageArgs:
     """maximum number of pixels of an image, which is scaled down to it and thus has fewer tokens;
     default: that of the model's image processor"""
 
-    def _check(self) -> None:
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
         if self.vision == "train" and getattr(self, "lora_rank", 0):
             raise ValueError("--vision train: adapters are for the language model; use frozen")
         if self.vision is not None and getattr(self, "context_ranks", 1) > 1:
             raise ValueError(f"--vision {self.vision} needs --context_ranks 1")
+        return self
