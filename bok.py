@@ -100,11 +100,11 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:  # ends the process
+    if args.dry_run:
         frozen = [path] * needs_reference
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
-                own_forwards=needs_reference,
-                trained_share=args.keep / args.samples_per_prompt)  # fmt: skip
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
+                       own_forwards=needs_reference,
+                       trained_share=args.keep / args.samples_per_prompt)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----
@@ -121,7 +121,7 @@ def main(args: Args) -> None:
     )
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
-    if args.truncation is not None:  # the engine's log-probs are those of another distribution
+    if args.truncation is not None:  # the engine then samples from another distribution
         run.message("engine and trainer are not compared: the sampled distribution is truncated")
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))

@@ -5,8 +5,8 @@ r"""DAPO: GRPO for long chains of thought (Yu et al. 2025, arXiv:2503.14476).
 
 Groups of G completions are compared as in grpo.py, with four changes: a wider upper clip bound
 (clip-higher), a mean over all tokens of the batch, a penalty near the length limit (overlong
-shaping), and further groups in place of those whose rewards are all equal (dynamic sampling,
-chapter 1 of the loop). There is no KL term:
+shaping), and further groups in place of groups with equal rewards (dynamic sampling, chapter 1
+of the loop). There is no KL term:
 
     R_i   = r_i + penalty(length_i)                                             overlong_penalties()
     A_i   = (R_i - mean(R_1..R_G)) / std(R_1..R_G)                                      advantages()
@@ -114,9 +114,9 @@ def loss(
 
 
 def next_draw(kept: int, drawn: int, prompts_per_step: int) -> int:
-    """Return the number of prompts to draw next: as many as probably fill the step if further
-    groups have unequal rewards as often as `kept` of the `drawn` ones, at most a whole step of
-    prompts, and at most `MAX_DRAWS` steps in all."""
+    """Return the number of prompts to draw next. If `kept` of `drawn` groups are usable, the same
+    share of further groups probably is: draw what fills the step at this rate, but never more
+    than one step of prompts, and `MAX_DRAWS` steps in all."""
     missing = prompts_per_step - kept
     needed = math.ceil(missing * drawn / kept) if kept else prompts_per_step
     return min(needed, prompts_per_step, MAX_DRAWS * prompts_per_step - drawn)
@@ -126,7 +126,7 @@ class Drawn(NamedTuple):
     """Groups of a step, in the order in which they were drawn."""
 
     groups: dict[int, Group]
-    """this rank's groups by their position among those of all ranks"""
+    """this rank's groups by their position in the draws of all ranks"""
     named_rewards: dict[str, Tensor]
     """of this rank's groups, [P, G] each"""
     scores_BG: Tensor
@@ -145,7 +145,7 @@ def draw_groups(
     """Sample prompts and score their completions until enough groups have unequal rewards. Return
     None if a stop was requested. Collective. Raises `RunError` if no group has."""
     groups = {}
-    named_rewards = []  # of each draw
+    named_rewards = []  # this rank's, one table per draw
     draws = []  # scores and rewards of all ranks, [B, 2, G] each
     kept = []
     num_drawn = 0
@@ -214,9 +214,10 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:  # ends the process
+    if args.dry_run:
         frozen = [path] * args.log_kl
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, own_forwards=needs_old)
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
+                       own_forwards=needs_old)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----
@@ -246,7 +247,7 @@ def main(args: Args) -> None:
 
         # ---- 2. advantages; pack: kept completions move to the ranks that train on them ----
         advantages_BG = advantages(drawn.rewards_BG)[kept]
-        positions = [position for position, i in enumerate(kept) if i in groups]  # of this rank
+        positions = [position for position, i in enumerate(kept) if i in groups]  # this rank's
         kept_groups = [groups[i] for i in kept if i in groups]
         if args.mask_truncated:
             kept_groups = [without_truncated(group) for group in kept_groups]

@@ -4,8 +4,8 @@ et al. 2023, arXiv:2306.13649; MiniLLM, Gu et al. 2023, arXiv:2306.08543).
     torchrun --nproc_per_node 8 distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B \
         --dataset openai/gsm8k
 
-The student pi samples, and on each of its tokens its distribution is pulled towards that of the
-teacher q:
+The student pi samples, and on each of its tokens its distribution is pulled towards the teacher's,
+q:
 
     full:     L   = mean_t [ D(pi, q) - sft_weight log pi(y_t) ]; D: --divergence             loss()
     sampled:  L   = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]
@@ -270,7 +270,7 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids; samples: completions of the data ----
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    folders = find_teachers(args, path, tokenizer)  # of the teachers, by name
+    folders = find_teachers(args, path, tokenizer)  # by the teacher's name
     context = min(context_length(each, args) for each in (path, *folders.values()))
     prompts, held_out = load_prompts(args, tokenizer, context)
     rows = prompts.rows + held_out.rows
@@ -282,9 +282,9 @@ def main(args: Args) -> None:
     order_args = replace(args, seed=distributed.fold_seed(args.seed, 1))
     order = make_order([sample.row for sample in samples] or prompts.rows, order_args)
     rewards = Rewards(args, rows, tokenizer, device)
-    if args.dry_run:  # ends the process
+    if args.dry_run:
         frozen = [*folders.values()] if args.teacher_logprobs == "live" else []
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, kind=Student)
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, kind=Student)
     begin_run(args)
 
     # ---- models: FSDP2 shards; the teachers are frozen ----
@@ -312,7 +312,7 @@ def main(args: Args) -> None:
         run.log(0, first | evaluate(policy, teachers, held_samples, args, device))
 
     for step in run.steps():  # saves checkpoints between steps
-        # ---- 1. batch: completions of the student, and those of the data ----
+        # ---- 1. batch: completions by the student and from the data ----
         groups = []
         if num_sampled:
             groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
@@ -335,7 +335,7 @@ def main(args: Args) -> None:
             share = positions_of_share(len(from_data))
             written = pack_by_teacher(from_data, share, teachers, meter, args, device)
         checks_engine = num_sampled > 0 and run.checks_engine(step)
-        with meter.time("logprobs"):  # None: those of the update serve as old ones
+        with meter.time("logprobs"):  # without them, the update's own are the old ones
             needs_old = checks_engine or args.updates_per_rollout > 1
             old = policy if num_sampled and needs_old else None
             sampled = {k: with_logprobs(x, args.temperature, old=old) for k, x in sampled.items()}

@@ -96,7 +96,7 @@ class Args(ImageArgs, PreferenceArgs, GenerateArgs, EvalSampleArgs, PrefixArgs, 
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: that of the resumed run, or 2048,
+    """maximum tokens of prompt and completion together; default: as in the resumed run, else 2048,
     or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off
@@ -181,18 +181,18 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    earlier = prepare_output_dir(args)  # flags of the run that goes on
+    earlier_flags = prepare_output_dir(args)  # {} unless a run is resumed
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
-    args = fit_max_length(args, path, earlier, sequences=2)
+    args = fit_max_length(args, path, earlier_flags, sequences=2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_row, PAIR_COLUMNS, tokenizer, args
     )
     needs_reference = not set(args.loss) <= REFERENCE_FREE
-    if args.dry_run:  # ends the process
-        dry_run(args, path, tokenizer, pairs, eval_pairs, counts=counts + eval_counts)
+    if args.dry_run:
+        return dry_run(args, path, tokenizer, pairs, eval_pairs, counts=counts + eval_counts)
     begin_run(args)
     order = pairs.order(args)
 

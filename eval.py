@@ -80,7 +80,7 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
     and the column completions (list of texts, or of objects as in completions.jsonl) or completion
     (one text)"""
     against: Annotated[MayChange[str | None], Needs(agent=None)] = None
-    """opponent for a win rate: a file of another model's completions, like that of --completions"""
+    """opponent for a win rate: a file of another model's completions, read like --completions"""
     reward_model: Annotated[MayChange[str | None], Needs(agent=None)] = None
     """reward model whose mean score is reported and which judges the win rate, or a chat model as
     judge:PATH or, of pairs, rank:PATH; default judge: `reward`"""

@@ -53,7 +53,7 @@ from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
 
-PPO = dict(loss="clip", clip_low=0.2, clip_high=0.2)  # of most presets
+PPO = dict(loss="clip", clip_low=0.2, clip_high=0.2)  # bounds of most presets
 # defaults of --clip_low and --clip_high, from the papers
 CLIP_BOUNDS = dict(clip=(0.2, 0.28), gspo=(3e-4, 4e-4), gmpo=(0.4, 0.4))
 
@@ -200,9 +200,10 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:  # ends the process
+    if args.dry_run:
         frozen = [path] * needs_reference
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, own_forwards=needs_old)
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
+                       own_forwards=needs_old)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----
@@ -256,7 +257,7 @@ def main(args: Args) -> None:
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     old_logprobs_T = mb.old_logprobs_T
-                    if old_logprobs_T is None:  # on policy
+                    if old_logprobs_T is None:  # on policy: the log-probs of this update
                         old_logprobs_T = logprobs_T.detach()
                     measure_mismatch(meter, old_logprobs_T, mb)
                     if args.old_logprobs == "engine":

@@ -83,7 +83,7 @@ class Args(GenerateArgs, EvalSampleArgs, TrainArgs):
     batch_size: Positive[int] = 64
     """completions per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: that of the resumed run, or 2048,
+    """maximum tokens of prompt and completion together; default: as in the resumed run, else 2048,
     or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are
@@ -161,9 +161,9 @@ def with_mismatches(rows: Samples, args: Args) -> Samples:
 
 
 def describe_labels(rows: Samples, args: Args) -> list[str]:
-    """Return a line if the labels are so unbalanced that their weights should differ: weight x
-    count of the desirable rows should be 1 to 4/3 times that of the undesirable ones
-    (arXiv:2402.01306). Raises `ValueError` unless the rows have both labels."""
+    """Return a line if the labels are so unbalanced that their weights should differ: desirable
+    weight x rows should be 1 to 4/3 times undesirable weight x rows (arXiv:2402.01306). Raises
+    `ValueError` unless the rows have both labels."""
     labels = [sample.row["label"] for sample in chain.from_iterable(rows)]
     desirable = labels.count(True)
     undesirable = labels.count(False)
@@ -252,19 +252,19 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    earlier = prepare_output_dir(args)  # flags of the run that goes on
+    earlier_flags = prepare_output_dir(args)  # {} unless a run is resumed
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
-    args = fit_max_length(args, path, earlier)
+    args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(
         encode_row, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args
     )
     groups, eval_groups = (with_mismatches(x, args) for x in (rows, eval_rows))
     balance = describe_labels(rows, args)
-    if args.dry_run:  # ends the process
-        dry_run(args, path, tokenizer, groups, eval_groups, counts=counts + eval_counts)
+    if args.dry_run:
+        return dry_run(args, path, tokenizer, groups, eval_groups, counts=counts + eval_counts)
     begin_run(args)
     order = groups.order(args)
 

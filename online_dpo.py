@@ -172,10 +172,10 @@ def main(args: Args) -> None:
     context = context_length(path, args, sequences=2)  # a pair shares a pack
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:  # ends the process
+    if args.dry_run:
         frozen = [path] * needs_reference
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
-                trained_share=2 / args.samples_per_prompt)  # fmt: skip
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
+                       trained_share=2 / args.samples_per_prompt)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----

@@ -62,9 +62,9 @@ SHOW = ("reward", "objective/kl", "eval/solved", "time/step")
 
 
 def token_rewards(mb: PackedBatch, scores_BG: Tensor, turn_weight: float, args: "Args") -> Tensor:
-    """Return the reward of each token, [T] float32: the score of its completion on the last token,
-    -beta KL on each. Rewards of an environment for earlier turns, times `turn_weight`, move from
-    the last token to that of their turn."""
+    """Return the reward of each token, [T] float32: the score of the completion on its last token,
+    and -beta KL on every token. The rewards that an environment gave for earlier turns, times
+    `turn_weight`, move from there to the last token of their turn."""
     rewards_T = torch.zeros(len(mb.loss_mask_T), device=mb.loss_mask_T.device)
     rewards_T[mb.ends_N] = mb.select(scores_BG).float()
     if mb.turn_rewards_T is not None:
@@ -136,7 +136,7 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     lr: Positive[float] = 1e-6
     """peak learning rate of AdamW for the policy"""
     value_lr: Positive[float] = 1e-5
-    """peak learning rate of AdamW for the value model, scheduled like that of the policy"""
+    """peak learning rate of AdamW for the value model, with the policy's schedule"""
     value_warmup_steps: NotNegative[int] = 0
     """number of first steps in which only the value model is trained"""
     prompts_per_step: Positive[int] = 512
@@ -245,10 +245,11 @@ def main(args: Args) -> None:
     context = min(context_length(path, args), context_length(value_path, args))
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:  # ends the process
+    if args.dry_run:
         frozen = [path] * needs_reference
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, value_path=value_path,
-                own_forwards=2)  # fmt: skip  # old log-probs and values
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
+                       value_path=value_path,
+                       own_forwards=2)  # fmt: skip  # old log-probs and values
     begin_run(args)
     turn_weight = rewards.weights.get("environment", 0.0)
 

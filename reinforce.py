@@ -4,8 +4,8 @@ r"""REINFORCE for language models (Williams 1992), REINFORCE++ (Hu et al. 2025, 
         --reward gsm8k
 
 The policy makes rewarded completions more likely. REINFORCE++ needs neither a group nor a value
-model: it compares the reward of a completion, from which the KL to the starting model is
-subtracted, with those of the whole batch. At a token, the KL counts from this token on:
+model: it compares the reward of a completion, less its KL to the starting model, with all rewards
+of the batch. At a token, the KL counts from this token on:
 
     R_t   = score_i - beta sum_{j >= t} KL_j                                            kl_to_come()
     A_t   = (R_t - mean(R)) / std(R)       over all trained tokens of the step     with_advantages()
@@ -84,28 +84,40 @@ def sampled_kl(mb: PackedBatch, args: "Args") -> Tensor:
     return kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator)
 
 
+def before_whitening(
+    mb: PackedBatch, less_BG: Tensor, rewards_BG: Tensor, args: "Args"
+) -> PackedBatch:
+    """Return the micro-batch with `advantages_T`, [T] float64: the completion's, minus beta times
+    the KL to come. Its mask has the tokens that count: neither words of an environment nor
+    completions without a reward (NaN), which get 0."""
+    A_T = mb.on_tokens(less_BG).double()
+    if args.kl_in == "return" and mb.ref_logprobs_T is not None:
+        kl_T = kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
+        A_T = A_T - args.beta * kl_T
+    mask_T = mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan()
+    return mb.with_streams(advantages_T=torch.where(mask_T, A_T, 0), loss_mask_T=mask_T)
+
+
 def with_advantages(
     minibatches: list[list[PackedBatch]], rewards_BG: Tensor, args: "Args"
 ) -> list[list[PackedBatch]]:
-    """Return the micro-batches with `advantages_T`: that of the completion, minus beta times the KL
-    to come, whitened over the trained tokens of all ranks, but for leave_one_out. The words of an
-    environment count in no statistic, and neither do completions without a reward (NaN); both get
-    0. Collective."""
+    """Return the micro-batches with `advantages_T`, [T] float32, whitened over the tokens that
+    count on all ranks, unless it is leave_one_out. Collective."""
     less_BG = LESS_BASELINE[args.advantage](rewards_BG)
-    scored = []  # with the tokens that count
-    for mb in chain(*minibatches):
-        A_T = mb.on_tokens(less_BG).double()
-        if args.kl_in == "return" and mb.ref_logprobs_T is not None:
-            kl_T = kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
-            A_T = A_T - args.beta * kl_T
-        mask_T = mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan()
-        A_T = torch.where(mask_T, A_T, 0)
-        scored.append(mb.with_streams(advantages_T=A_T, loss_mask_T=mask_T))
-    A = (mb.advantages_T for mb in scored)
+    raw = [[before_whitening(mb, less_BG, rewards_BG, args) for mb in mbs] for mbs in minibatches]
+    mean, scale = 0.0, 1.0
     if args.advantage != "leave_one_out":
-        centre, std = moments([scored], lambda mb: mb.advantages_T)
-        A = ((mb.advantages_T - centre) / (std + EPSILON) * mb.loss_mask_T for mb in scored)
-    return [[mb.with_streams(advantages_T=next(A).float()) for mb in mbs] for mbs in minibatches]
+        mean, std = moments(raw, lambda mb: mb.advantages_T)
+        scale = std + EPSILON
+
+    def with_whitened(mb: PackedBatch, raw_mb: PackedBatch) -> PackedBatch:
+        A_T = (raw_mb.advantages_T - mean) / scale * raw_mb.loss_mask_T
+        return mb.with_streams(advantages_T=A_T.float())
+
+    return [
+        [with_whitened(mb, raw_mb) for mb, raw_mb in zip(mbs, raw_mbs, strict=True)]
+        for mbs, raw_mbs in zip(minibatches, raw, strict=True)
+    ]
 
 
 def reinforce(x: PolicyInputs) -> PolicyLoss:
@@ -205,15 +217,16 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
-    measures_kl = needs_reference and args.kl_in != "loss"  # of the policy that sampled
+    measures_kl = needs_reference and args.kl_in != "loss"  # before the update
     needs_old = measures_kl or args.updates_per_rollout > 1
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:  # ends the process
+    if args.dry_run:
         frozen = [path] * needs_reference
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, own_forwards=needs_old)
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
+                       own_forwards=needs_old)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----
@@ -254,12 +267,12 @@ def main(args: Args) -> None:
         if checks_engine:
             require_agreement(minibatches, step, args, device)
 
-        # ---- 3. rewards and advantages; the statistics are those of all ranks ----
+        # ---- 3. rewards and advantages, with statistics over all ranks ----
         rewards_BG = distributed.gather_rows(shaped_PG, positions)
         if measures_kl:
             for mb in chain(*minibatches):
                 meter.masked_mean("kl", sampled_kl(mb, args), mb.loss_mask_T)
-            if args.kl_in == "reward":  # of the whole completion
+            if args.kl_in == "reward":  # the KL of the whole completion
                 kl = (mb.sequence_sums(sampled_kl(mb, args)) for mb in chain(*minibatches))
                 kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
                 rewards_BG = rewards_BG - args.beta * kl_BG

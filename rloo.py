@@ -4,7 +4,7 @@ r"""REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
         --reward gsm8k
 
 The policy samples G completions of every prompt. A whole completion y is one action, and its reward
-R is compared with those of the other completions of the prompt:
+R is compared with the rewards of the prompt's other completions:
 
     R_i   = score_i - beta log(pi_old(y_i) / pi_ref(y_i))                       rewards_PG in main()
     A_i   = R_i - mean of the other R_j of the prompt                                   advantages()
@@ -113,9 +113,10 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:  # ends the process
+    if args.dry_run:
         frozen = [path] * needs_reference
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, own_forwards=needs_old)
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
+                       own_forwards=needs_old)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----
@@ -159,7 +160,7 @@ def main(args: Args) -> None:
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
         rewards_BG = distributed.gather_rows(scores_PG + penalties_PG, positions)
         if needs_reference:
-            kl = []  # of each micro-batch, [N]
+            kl = []  # one [N] for each micro-batch
             for mb in chain(*minibatches):
                 kl_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
                 meter.mean("kl", kl_N.sum(), len(kl_N))

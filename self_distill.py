@@ -86,7 +86,7 @@ def loss(comparison: Comparison, hinted_T: Tensor, hinted_tokens: Tensor) -> Ten
 @dataclass
 class Args(DivergenceArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(reward="exact_match", hint="sibling")
-    PACKS_BRANCHES: ClassVar[bool] = False  # pairs have two sequences
+    PACKS_BRANCHES: ClassVar[bool] = False  # a completion is packed with its two prompts
     samples_per_prompt: Positive[int] = 8
     reward: Several[str] = ()
     """rewards of completions (docs/rewards.md lists all), for --hint sibling and feedback; else
@@ -189,9 +189,9 @@ def main(args: Args) -> None:
     make_prompt = partial(hinted_prompt, Encoder(tokenizer, args), column, fill)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     is_own, is_moving = args.teacher == "live", args.teacher == "ema"
-    if args.dry_run:  # ends the process
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, [] if is_own else [path],
-                kind=OwnTeacher, moving=is_moving, own_forwards=is_own)  # fmt: skip
+    if args.dry_run:
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, [] if is_own else [path],
+                       kind=OwnTeacher, moving=is_moving, own_forwards=is_own)  # fmt: skip
     begin_run(args)
 
     # ---- models: FSDP2 shards ----
@@ -227,7 +227,7 @@ def main(args: Args) -> None:
         first_PG = rewards.first(named_rewards) if args.reward else rewards_PG
         pairs = hinted_pairs(groups, first_PG, make_prompt, context, meter, args)
         G = args.samples_per_prompt
-        places = [*chain(*(range(p * G, (p + 1) * G) for p in positions))]  # of the pairs
+        places = [*chain(*(range(p * G, (p + 1) * G) for p in positions))]  # among all pairs
         packed = pack_minibatches(
             pairs, places, args.minibatches, args.pack_tokens, device, together=True
         )

@@ -52,8 +52,8 @@ CURVES = (
 
 
 def loss(name: str, logprobs_T: Tensor) -> Tensor:
-    """Return the loss of each token. nll: maximum likelihood. dft: weighted by p, so that its
-    gradient is that of -p and unlikely tokens contribute less."""
+    """Return the loss of each token. nll: maximum likelihood. dft: weighted by p: the gradient
+    is -grad p, and unlikely tokens contribute less."""
     return -logprobs_T if name == "nll" else logprobs_T.exp().detach() * -logprobs_T
 
 
@@ -65,8 +65,8 @@ class Args(ImageArgs, GenerateArgs, EvalSampleArgs, StreamArgs, TrainArgs):
     batch_size: Positive[int] = 64
     """sequences per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum length of a sequence, in tokens; default: that of the resumed run, else 2048, or less
-    if context or pack_tokens is smaller"""
+    """maximum length of a sequence, in tokens; default: as in the resumed run, else 2048, or
+    less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are
     counted); error: end the run"""
@@ -105,17 +105,17 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    earlier = prepare_output_dir(args)  # flags of the run that goes on
+    earlier_flags = prepare_output_dir(args)  # {} unless a run is resumed
 
     # ---- data: token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
-    args = fit_max_length(args, path, earlier)
+    args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
         encode_row, SFT_COLUMNS, tokenizer, args, streams=args.streaming
     )
-    if args.dry_run:  # ends the process
-        dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
+    if args.dry_run:
+        return dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
     begin_run(args)
     order = samples.order(args)
 

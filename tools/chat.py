@@ -199,7 +199,7 @@ def main() -> None:
                 text = answer(model, encoder, row, options.max_new_tokens)
                 if encoder.chat:
                     messages = [*row["prompt"], dict(role="assistant", content=text)]
-        except Exception as error:  # of the template or the memory: the chat goes on
+        except Exception as error:  # a template refuses, memory is short: the chat goes on
             note(f"{type(error).__name__}: {first_line(error)}")
 
 

@@ -203,7 +203,7 @@ class RolloutArgs:
     epochs_per_rollout: Positive[int] = 1
     """epochs over each rollout"""
     missing_eos_penalty: NotNegative[float] = 0.0
-    """penalty subtracted from the scaled and clipped reward of a truncated completion"""
+    """penalty subtracted from the reward of a truncated completion"""
     rollout_ranks: MayChange[NotNegative[int]] = 0
     """number of ranks dedicated to generation, the last ones; 0: every rank alternates between
     generation and training"""

@@ -48,8 +48,8 @@ DIVERGENCES = {divergence.__name__: divergence for divergence in ALL}
 
 
 def coarsen(logp_CV: Tensor, tokens_CK: Tensor) -> Tensor:
-    """Return the log-probs of K tokens, followed by that of all other tokens together, if there are
-    any: [C, S]."""
+    """Return the log-probs of K tokens and, if there are others, the log-prob of all others
+    together: [C, S], S = K or K + 1."""
     kept_CK = logp_CV.gather(1, tokens_CK)
     if tokens_CK.shape[1] == logp_CV.shape[1]:
         return kept_CK

@@ -47,8 +47,8 @@ def importance_weights(
     old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor,
     correction: Correction,
 ) -> Tensor:  # fmt: skip
-    """Return the importance weight of each token, pi_old / pi_engine, bounded. [T], without
-    gradient. The log-probs are those of the trainer and of the engine that sampled."""
+    """Return the importance weight of each token, pi_old / pi_engine, bounded: its probability by
+    the trainer over its probability by the engine that sampled it. [T], without gradient."""
     log_ratio_T = (old_logprobs_T - rollout_logprobs_T).detach()
     if correction.level == "none":
         return torch.ones_like(log_ratio_T)

@@ -20,7 +20,7 @@ def kl_estimate(
     "Approximating KL divergence", 2020), in nats, with d = log(policy / reference):
 
     k1: d, unbiased; the expected gradient of its mean is zero. k2: d^2 / 2, biased; its gradient is
-    that of the KL. k3: exp(-d) - 1 + d, unbiased and never negative (GRPO, arXiv:2402.03300 Eq.
+    the KL's. k3: exp(-d) - 1 + d, unbiased and never negative (GRPO, arXiv:2402.03300 Eq.
     4)."""
     d_T = logprobs_T - ref_logprobs_T
     match estimator:

@@ -1,7 +1,8 @@
 """Policy losses, as a table of functions from `PolicyInputs` to `PolicyLoss`.
 
-A is the advantage, rho = pi / pi_old the importance ratio of a token, and rho_i that of its whole
-completion, a product over the trained tokens. Numbers of a completion are repeated on its tokens.
+A is the advantage, rho = pi / pi_old the importance ratio of a token, and rho_i the ratio of its
+whole completion, a product over the trained tokens. A completion's numbers are repeated on its
+tokens.
 A number that a paper fixes is a constant of its function.
 
 Shapes: T packed tokens."""
@@ -17,7 +18,7 @@ from common.objectives.reduction import sequence_mean, sequence_sum
 
 
 class PolicyInputs(NamedTuple):
-    """What a policy loss reads: [T] each, and the bounds of those that clip."""
+    """What a policy loss reads: [T] each, and the bounds for losses that clip."""
 
     logprobs_T: Tensor
     """log pi, with its gradient"""
@@ -96,8 +97,8 @@ def sapo(x: PolicyInputs) -> PolicyLoss:
 
 
 def topr(x: PolicyInputs) -> PolicyLoss:
-    """arXiv:2503.14286 Eq. 8: -A log pi, times min(rho_i, 1) without gradient for A < 0: truncates
-    the ratio of bad completions, ignores that of good ones."""
+    """arXiv:2503.14286 Eq. 8: -A log pi, times min(rho_i, 1) without gradient for A < 0: it
+    truncates the ratio of bad completions and ignores the ratio of good ones."""
     log_rho_T = sequence_sum(x.log_rho_T, x.mask_T, x.sequence_ids_T)
     weights_T = torch.where(x.A_T < 0, bounded_exp(log_rho_T).clamp(max=1), 1.0)
     return weighted(x, weights_T, log_rho_T)

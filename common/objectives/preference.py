@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 from common.objectives.importance import EXPONENT_LIMIT
 
 FDivergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
-SIMPO_GAMMA = 0.5  # margin by which the reward of chosen should exceed that of rejected
+SIMPO_GAMMA = 0.5  # margin by which the chosen reward should exceed the rejected one
 
 
 @dataclass
@@ -146,7 +146,7 @@ def preference_loss(
 
 def dpo_loss(z: Tensor, label_smoothing: float) -> Tensor:
     """Return the loss of DPO (arXiv:2305.18290 Eq. 7) for the difference z of the implicit rewards
-    of chosen and rejected; with label smoothing that of cDPO."""
+    of chosen and rejected; with label smoothing, the loss of cDPO."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 

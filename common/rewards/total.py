@@ -5,7 +5,7 @@ All rewards but those of models begin as soon as the completions of a prompt are
 event loop of a thread, while others are sampled or trained on. Reward models and judges are
 collective: all ranks call them at the same point.
 
-Shapes: P prompts on this rank, G samples of each, K rewards.
+Shapes: P prompts on this rank, G samples of each.
 """
 
 import asyncio

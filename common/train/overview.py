@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Sized
 from fractions import Fraction
-from typing import NoReturn
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
@@ -74,9 +73,9 @@ def describe_rollouts(args: TrainArgs, prompts: Sized, held_out: Sized, rollouts
     return lines
 
 
-def dry_run(args: TrainArgs, *inputs, **models) -> NoReturn:
-    """`--dry_run`: check the data and ten rewards, print the first row and the plan of memory and
-    time, and end the process. extras/plan/plan.py describes the arguments."""
+def dry_run(args: TrainArgs, *inputs, **models) -> None:
+    """Check the data and ten rewards, and print the first row and the plan of memory and time.
+    extras/plan/plan.py describes the arguments."""
     with extra("plan", "--dry_run"):
         from extras.plan.plan import dry_run
     dry_run(args, *inputs, **models)

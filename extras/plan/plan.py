@@ -1,12 +1,10 @@
 """`--dry_run`: check a launch and print its plan, without weights (README.md)."""
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import chain
-from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -34,8 +32,8 @@ def dry_run(
     rewards: Callable | None = None, frozen: Sequence[str] = (), *, value_path: str | None = None,
     kind: type[Policy] = Policy, moving: bool = False, own_forwards: int = 0,
     trained_share: float = 1.0, counts: Counter | None = None,
-) -> NoReturn:  # fmt: skip
-    """Print the first row of the run, the rewards of ten rows and the plan, and end the process.
+) -> None:  # fmt: skip
+    """Print the first row of the run, the rewards of ten rows and the plan.
 
     `data`: the samples, or the prompts of a script with `rewards`; `counts`: dropped rows by
     reason. `path`: the trained policy, of this `kind`; `value_path`: the trained scalar model;
@@ -76,8 +74,6 @@ def dry_run(
     if problem:
         raise ValueError(f"--dry_run: {problem}")
     distributed.cleanup()
-    distributed.end_process()
-    sys.exit(0)
 
 
 # ---- what is checked ----
