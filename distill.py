@@ -293,7 +293,9 @@ def main(args: Args) -> None:
     optimizer = adamw(policy, args)
     rollouts = None  # nothing is sampled
     if args.needs_engine:
-        rollouts = make_sampler(policy, prompts, args.sampler_args(), tokenizer, rewards)
+        rollouts = make_sampler(
+            policy, prompts, args.sampler_args(), tokenizer, on_complete=rewards.begin
+        )
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)

@@ -259,7 +259,7 @@ def main(args: Args) -> None:
     reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
     value_optimizer = adamw(value_model, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)

@@ -200,7 +200,7 @@ def main(args: Args) -> None:
     if not is_own:  # frozen; with adapters, the policy with other ones
         teacher = load_reference(policy, args, device, kind=Teacher, moves=is_moving)
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)

@@ -1,6 +1,7 @@
 """Completions of plain prompts, for benchmarks and tests of engines."""
 
 from common.data.sample import Group
+from common.metrics.meter import Meter
 from common.rollout.engine import Engine
 from common.rollout.episodes import Episodes, PromptRequest
 
@@ -15,6 +16,6 @@ def complete(
         for i, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
     episodes = Episodes(engine, engine.args)
-    groups = episodes.generate(requests)
+    groups = episodes.generate(requests, Meter())
     episodes.close()
     return groups

@@ -12,7 +12,7 @@ from helpers import ROOT
 
 LAYERS = [
     "objectives parallel",
-    "config",
+    "config workers",
     "data",
     "model metrics",
     "rewards",

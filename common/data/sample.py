@@ -83,7 +83,7 @@ class Completion(Sample):
     # max_turns)
     finish_reason: str = ""
     text: str = ""  # decoded completion, or its last turn of several: for rewards and logs
-    number: int | None = None  # number of its prompt in the run, once its rewards have begun
+    number: int | None = None  # number of its prompt in the run
     turns: int = 1  # of the model; tokens of an environment between them are not trained on
     turn_start: int = 0  # place in `ids` of the last of several turns, if they were sampled here
     # Rewards of the environment, each with the index in `ids` of the turn's last token.

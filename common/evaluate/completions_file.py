@@ -94,10 +94,11 @@ def sample_completions(
         start = len(lines)
         own = distributed.share_of(range(start, min(start + batch_size, len(prompts))))
         greedy, sampled = (
-            episodes.generate([
-                PromptRequest(i, *prompts[i], distributed.fold_seed(args.seed, i), *how)
-                for i in own
-            ])
+            episodes.generate(
+                [PromptRequest(i, *prompts[i], distributed.fold_seed(args.seed, i), *how)
+                 for i in own],
+                Meter(),
+            )
             for how in ((1, 0.0), (args.samples_per_prompt, args.temperature))
         )  # fmt: skip
         groups = [one + others for one, others in zip(greedy, sampled, strict=True)]

@@ -16,7 +16,7 @@ from common.model.hub import context_length
 from common.model.policy import Policy
 from common.rewards.total import Rewards
 from common.rollout.prompts import encode_prompts, prompt_columns
-from common.rollout.sampler import Local, Sampler
+from common.rollout.sampler import ColocatedEngine, Sampler
 
 
 class Generation:
@@ -42,7 +42,7 @@ class Generation:
         self.prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, online)
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
         order = Order({"": range(len(rows))}, args.seed)  # nothing is drawn
-        engine = Local(policy, online, self.rewards, tokenizer)
+        engine = ColocatedEngine(policy, online, tokenizer, on_complete=self.rewards.begin)
         self.sampler = Sampler(self.prompts, online, order, engine)
 
     def evaluate(self, step: int) -> dict[str, float]:

@@ -5,8 +5,8 @@ from itertools import chain
 
 from common.data.sample import Group
 from common.evaluate.completions_file import score_stored
-from common.rewards.worker import Result
 from common.rollout.prompts import Prompts
+from common.workers.worker import Result
 
 
 def scores_of_outputs(

@@ -1,1 +1,1 @@
-"""Reward functions, reward models, and the processes that compute rewards with a deadline."""
+"""Reward functions, reward models, and their weighted sum."""

@@ -7,7 +7,7 @@ without them is refused at start); `check`, which is called with every row at st
 (thoughts.py), by default the answer without thoughts.
 
 A completion may be any text: no function raises, or takes more than linear time. Worker processes
-import this module (processes.py), so it imports nothing heavy."""
+import this module (common/workers), so it imports nothing heavy."""
 
 import json
 import math

@@ -3,8 +3,8 @@ on top of sympy.
 
 math-verify reads words as products of letters and ignores most of what it does not know, so numbers
 and words are compared here, and the rest is put into its words first. sympy takes hours, or all
-memory, for answers that look harmless, so this runs in a `processes.Pool`. The first call, or
-`math.prepare()`, imports math-verify."""
+memory, for answers that look harmless, so this runs in processes (common/workers). The first call,
+or `math.prepare()`, imports math-verify."""
 
 import re
 from collections.abc import Callable

@@ -16,10 +16,10 @@ from common.config.sampling import JUDGE_KINDS, MODEL_KINDS
 from common.data.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
-from common.rewards.processes import Pool
 from common.rewards.thoughts import Thoughts
-from common.rewards.user_code import load_callable
-from common.rewards.worker import Result
+from common.workers.pool import Pool
+from common.workers.user_code import load_callable
+from common.workers.worker import Result
 
 MATH = "common.rewards.math_reward:math"
 OTHERS = dict(

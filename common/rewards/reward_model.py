@@ -20,7 +20,7 @@ from common.model.policy import load_scalar_model
 from common.model.scoring import require_context, score
 from common.parallel.distributed import first_line
 from common.rewards.registry import load_judges
-from common.rewards.worker import Result
+from common.workers.worker import Result
 
 
 def load_model(

@@ -29,7 +29,7 @@ from common.parallel.process import fail_in_thread
 from common.rewards.registry import Scorer, make_scorer, reward_of_row
 from common.rewards.reward_model import load_model
 from common.rewards.thoughts import Thoughts
-from common.rewards.worker import Result, one_line
+from common.workers.worker import Result, one_line
 
 LARGEST = 1e18  # of a reward: the square of a larger one is no float32
 
@@ -85,13 +85,10 @@ class Rewards:
         threading.Thread(target=_run, args=(self.loop,), daemon=True).start()
         weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
 
-    def begin(self, number: int, group: Group) -> None:
-        """Start computing the rewards of the prompt `number` that need no other rank, and return at
-        once. They are kept until `self` is called with this group. From any thread; not
-        collective."""
-        for sample in group:
-            sample.number = number
-        self.begun[number] = self._start(group)
+    def begin(self, group: Group) -> None:
+        """Start computing the rewards of a prompt that need no other rank, and return at once. A
+        call of `self` with this group waits for them. From any thread; not collective."""
+        self.begun[group[0].number] = self._start(group)
 
     def _start(self, group: Group) -> Future:
         return asyncio.run_coroutine_threadsafe(

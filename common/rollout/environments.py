@@ -8,7 +8,7 @@ constructor takes no arguments; each episode has an object of its own:
 of the same name for `--dataset` (common/data/tasks.py).
 
 An environment of your own runs in a process, a fork of one that has imported the file
-(common/rewards/processes.py): one that hangs or dies costs its own episode only. The tokens of a
+(common/workers/pool.py): one that hangs or dies costs its own episode only. The tokens of a
 turn stay as they were sampled, and an answer becomes the token ids that the chat template gives it,
 without loss."""
 
@@ -23,10 +23,10 @@ from common.data.messages import messages_field
 from common.data.sample import Completion
 from common.rewards.arithmetic import arithmetic
 from common.rewards.functions import to_number
-from common.rewards.processes import ForkServer, Process
-from common.rewards.user_code import load_callable
-from common.rewards.worker import one_line
 from common.rollout.engine import Engine
+from common.workers.pool import ForkServer, Process
+from common.workers.user_code import load_callable
+from common.workers.worker import one_line
 
 Message = dict[str, str]
 

@@ -5,7 +5,7 @@ A completion has one turn of the model or, with `--environment`, `--tools` or `-
 and a prompt is complete when its last completion has ended."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config.online import SamplingArgs
@@ -16,6 +16,7 @@ from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completio
 from common.rollout.partner import partner_of
 from common.rollout.thinking import ThinkingBudget
 
+OnComplete = Callable[[Group], None]  # what to do with a group when its last completion has ended
 WAIT = 0.02  # seconds that a round waits for a request while nothing is sampled
 
 
@@ -64,26 +65,28 @@ class Episodes:
         """Begin the completions of a prompt."""
         self.prompts[prompt.number] = self.loop.create_task(self._complete(prompt))
 
-    def advance(self, meter: Meter) -> list[tuple[int, Group]]:
+    def advance(self, meter: Meter) -> list[Group]:
         """Run a round of the engine, then let all completions go on that wait for nothing else.
-        Return `(number, group)` of each prompt that is complete now. Collective with tensor
-        parallelism."""
+        Return the groups that are complete now. Collective with tensor parallelism."""
         self.engine.step(meter)
         self.loop.run_until_complete(self._go_on())
         done = [number for number, task in self.prompts.items() if task.done()]
-        return [(number, self.prompts.pop(number).result()) for number in done]
+        return [self.prompts.pop(number).result() for number in done]
 
-    def run(self, prompts: list[PromptRequest], meter: Meter) -> Iterator[tuple[int, Group]]:
-        """Yield `(number, group)` of each of this rank's prompts when it is complete. Nothing else
-        may be in flight. Collective with tensor parallelism."""
+    def generate(
+        self, prompts: list[PromptRequest], meter: Meter, on_complete: OnComplete | None = None
+    ) -> list[Group]:
+        """Return the completions of this rank's prompts, in order. Each group goes to `on_complete`
+        as soon as it is complete. Nothing else may be in flight. Collective with tensor
+        parallelism."""
         for prompt in prompts:
             self.add(prompt)
+        groups = {}
         while any(self.engine.gather_in_engine(bool(self.prompts))):
-            yield from self.advance(meter)
-
-    def generate(self, prompts: list[PromptRequest]) -> list[Group]:
-        """Return the completions of this rank's prompts, in order; see `run`."""
-        groups = dict(self.run(prompts, Meter()))
+            for group in self.advance(meter):
+                groups[group[0].number] = group
+                if on_complete is not None:
+                    on_complete(group)
         return [groups[prompt.number] for prompt in prompts]
 
     def close(self) -> None:
@@ -105,7 +108,10 @@ class Episodes:
 
     async def _complete(self, prompt: PromptRequest) -> Group:
         play = self._play if self.args.agent is None else self.partner.play
-        return await asyncio.gather(*(play(prompt, i) for i in range(prompt.samples)))
+        group = await asyncio.gather(*(play(prompt, i) for i in range(prompt.samples)))
+        for completion in group:
+            completion.number = prompt.number
+        return group
 
     async def _play(self, prompt: PromptRequest, index: int) -> Completion:
         """Return a completion: turns of the model, and between them the answers of its partner."""

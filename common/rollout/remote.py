@@ -26,10 +26,9 @@ from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import Policy, compute_dtype
 from common.parallel import distributed, process
 from common.parallel.process import fail_in_thread
-from common.rewards.total import Rewards
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episodes import Episodes, OnComplete, PromptRequest
 from common.rollout.weights import whole_weights
 
 # ---- messages over gloo ----
@@ -49,8 +48,8 @@ class Orders:
 class News:
     """From a rollout rank to a training rank."""
 
-    groups: dict[int, Group]
-    """complete ones, by the numbers of their prompts"""
+    groups: list[Group]
+    """those that are complete since its last message"""
     meter: Meter
     """metrics of the rollout rank since its last message"""
     stop: bool
@@ -117,12 +116,12 @@ def close_link(link: torch.distributed.ProcessGroup | None) -> None:
 
 
 class RolloutRanks:
-    """The engines of the rollout ranks, in place of a `Local` one (sampler.py)."""
+    """The engines of the rollout ranks, in place of a `ColocatedEngine` (sampler.py)."""
 
-    def __init__(self, policy: Policy, args: OnlineArgs, rewards: Rewards):
+    def __init__(self, policy: Policy, args: OnlineArgs, on_complete: OnComplete):
         self.policy = policy
         self.args = args
-        self.rewards = rewards
+        self.on_complete = on_complete
         self.steps_ahead = args.max_staleness
         self.dtype = compute_dtype(args, policy.device)
         self.rows: dict[int, dict] = {}  # of this rank's prompts in flight
@@ -161,7 +160,7 @@ class RolloutRanks:
         with meter.time("rollout"):
             while not self.groups.keys() >= set(own):
                 news = self.inbox.get()
-                self.groups |= news.groups
+                self.groups |= {group[0].number: group for group in news.groups}
                 meter.add(news.meter)
                 process.stop_signalled |= news.stop
         now = time.perf_counter()
@@ -189,14 +188,13 @@ class RolloutRanks:
                         self.link.broadcast(weight, 0).wait()
 
     def _receive(self, news: News | None) -> None:
-        """Begin the rewards of new groups, with their rows, at once. Runs in the threads of
-        `mail`."""
-        if news is not None:  # the last message
-            for number, group in news.groups.items():
-                row = self.rows.pop(number)
+        """Give new groups their rows, and hand them on at once. Runs in the threads of `mail`."""
+        if news is not None:  # None: the last message
+            for group in news.groups:
+                row = self.rows.pop(group[0].number)
                 for sequence in chain(*(completion.sequences for completion in group)):
                     sequence.row = row
-                self.rewards.begin(number, group)
+                self.on_complete(group)
             self.inbox.put(news)
 
 
@@ -267,7 +265,7 @@ def _generate(engine: Engine, episodes: Episodes, inbox: queue.Queue, mail: Mail
                     episodes.add(request)
         complete = episodes.advance(meter)
         for i, trainer in enumerate(trainers):
-            groups = {number: group for number, group in complete if number % len(trainers) == i}
+            groups = [group for group in complete if group[0].number % len(trainers) == i]
             if groups:
                 mail.send(News(groups, meter, process.stop_signalled), trainer)
                 meter = Meter()

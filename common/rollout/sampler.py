@@ -4,8 +4,8 @@
                                                            with their completions
 
 A step may call `rollout` several times, each time with another number of prompts. The engine is in
-this process (`Local`) or, with `--rollout_ranks`, on other ranks (`RolloutRanks` in remote.py).
-When a group is complete, its rewards start at once, if they do not need other ranks.
+this process (`ColocatedEngine`) or, with `--rollout_ranks`, on other ranks (`RolloutRanks` in
+remote.py).
 
 Prompts are numbered in the order in which their rows are drawn, and prompt n belongs to training
 rank n % ranks. Seeds depend on the number alone, so samples do not depend on the ranks."""
@@ -18,9 +18,8 @@ from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.model.policy import Policy
 from common.parallel import distributed
-from common.rewards.total import Rewards
 from common.rollout.engines import make_engine
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episodes import Episodes, OnComplete, PromptRequest
 from common.rollout.measure import trained_counts
 from common.rollout.prompts import Prompts
 from common.rollout.remote import RolloutRanks, is_own
@@ -28,14 +27,17 @@ from common.rollout.weights import whole_weights
 
 
 def make_sampler(
-    policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards
+    policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, on_complete: OnComplete
 ) -> "Sampler":
-    """Return the sampler of `prompts` for the present flags. It begins `rewards` of complete
-    groups. Call on every training rank. Raises `ValueError` for an engine that is not available."""
+    """Return the sampler of `prompts` for the present flags. Call on every training rank. Raises
+    `ValueError` for an engine that is not available.
+
+    `on_complete` is called with each group of this rank as soon as its last completion has ended,
+    while others are sampled or, with `--rollout_ranks`, trained on."""
     if args.rollout_ranks:
-        source = RolloutRanks(policy, args, rewards)
+        source = RolloutRanks(policy, args, on_complete)
     else:
-        source = Local(policy, args, rewards, tokenizer)
+        source = ColocatedEngine(policy, args, tokenizer, on_complete)
     return Sampler(prompts, args, make_order(prompts.rows, args), source)
 
 
@@ -43,7 +45,11 @@ class Sampler:
     """The prompts of a run, and the engine that completes them. All ranks have the same state."""
 
     def __init__(
-        self, prompts: Prompts, args: OnlineArgs, order: Order, source: "Local | RolloutRanks"
+        self,
+        prompts: Prompts,
+        args: OnlineArgs,
+        order: Order,
+        source: "ColocatedEngine | RolloutRanks",
     ):
         self.prompts = prompts
         self.args = args
@@ -133,14 +139,16 @@ class Sampler:
         self.order.load_state_dict(state["order"])
 
 
-class Local:
+class ColocatedEngine:
     """An engine in this process. Generation and training alternate."""
 
     steps_ahead = 0
 
-    def __init__(self, policy: Policy, args: OnlineArgs, rewards: Rewards, tokenizer):
+    def __init__(
+        self, policy: Policy, args: OnlineArgs, tokenizer, on_complete: OnComplete | None = None
+    ):
         self.policy = policy
-        self.rewards = rewards
+        self.on_complete = on_complete
         self.engine = make_engine(policy.path, args, tokenizer, policy.device)
         self.episodes = Episodes(self.engine, args)
 
@@ -155,15 +163,11 @@ class Local:
         self, requests: list[PromptRequest], own: list[int], step: int, meter: Meter
     ) -> list[Group]:
         """Return the groups of this rank's `own` numbers among the `requests` of all ranks, sampled
-        from the weights after `step` steps. Begin the rewards of each when it is complete, and
-        release the engine's memory at the end. Collective."""
+        from the weights after `step` steps. Release the engine's memory at the end. Collective."""
         with meter.time("sync"):
             self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
-        groups: dict[int, Group] = {}
         with meter.time("rollout"):
-            prompts = [request for request in requests if is_own(request.number)]
-            for number, group in self.episodes.run(prompts, meter):
-                groups[number] = group
-                self.rewards.begin(number, group)
+            prompts = [request for request in requests if request.number in own]
+            groups = self.episodes.generate(prompts, meter, self.on_complete)
             self.engine.sleep()
-        return [groups[number] for number in own]
+        return groups

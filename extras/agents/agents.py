@@ -4,7 +4,7 @@ A request that continues a conversation gets the ids that were served, then the 
 messages: nothing is tokenised twice. Any other request begins a branch, a sequence of its own. The
 sampled ids of all branches are trained.
 
-An agent runs in a process of its own (common/rewards/processes.py). Everything else runs beside the
+An agent runs in a process of its own (common/workers/pool.py). Everything else runs beside the
 engine (common/rollout/episodes.py): a coroutine for each agent, and one for each request to the
 endpoint (endpoint.py)."""
 
@@ -23,14 +23,14 @@ from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import context_length
 from common.parallel import distributed
-from common.rewards.processes import Process
 from common.rewards.thoughts import TAIL
 from common.rewards.total import checked
-from common.rewards.user_code import load_callable
-from common.rewards.worker import Result
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.environments import episode_server, last_token
 from common.rollout.episodes import PromptRequest
+from common.workers.pool import Process
+from common.workers.user_code import load_callable
+from common.workers.worker import Result
 from extras.agents.endpoint import (
     MODEL,
     SOURCE,

@@ -13,7 +13,7 @@ from functools import partial
 from aiohttp import web
 
 from common.data.messages import messages_field
-from common.rewards.worker import one_line
+from common.workers.worker import one_line
 
 LARGEST = 1 << 22  # bytes of a request
 STRANGERS = 1024  # connections without a key; beyond these, the oldest one is closed

@@ -11,7 +11,7 @@ from common.data.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.registry import Scorer
 from common.rewards.thoughts import Thoughts
-from common.rewards.worker import Result
+from common.workers.worker import Result
 from extras.code.reward import fraction, passes
 from extras.code.sandbox import program
 

@@ -31,7 +31,7 @@ from common.model.scoring import log_likelihoods, require_context
 from common.parallel import distributed
 from common.rewards.functions import from_json
 from common.rewards.thoughts import Thoughts
-from common.rewards.worker import Result
+from common.workers.worker import Result
 
 ABOUT_ONE = "Prompt:\n{prompt}\n\nAnswer:\n{completion}\n\nCriterion: {criterion}\n\n"
 YES_OR_NO = "Does the answer meet the criterion? Reply with one word: yes or no."

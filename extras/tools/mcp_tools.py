@@ -18,7 +18,7 @@ from anyio.from_thread import start_blocking_portal
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT, Tool
 
-from common.rewards.worker import one_line
+from common.workers.worker import one_line
 from extras.tools.sources import ToolError
 
 PAGES = 100  # of a list of tools

@@ -12,7 +12,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from common.config.extra import extra
-from common.rewards.worker import load_file
+from common.workers.worker import load_file
 
 if TYPE_CHECKING:
     from extras.tools.mcp_tools import McpTools

@@ -1,4 +1,4 @@
-"""The tools of one episode, in a process of its own, as a target of common/rewards/processes.py."""
+"""The tools of one episode, in a process of its own, as a target of common/workers/pool.py."""
 
 import json
 from collections.abc import Callable, Iterator, MappingView, Set
@@ -11,7 +11,7 @@ from jsonschema.exceptions import best_match
 from jsonschema.validators import extend, validator_for
 from referencing.jsonschema import EMPTY_REGISTRY
 
-from common.rewards.worker import one_line
+from common.workers.worker import one_line
 from extras.tools.sources import Functions, ToolError, load_source, name_of
 
 if TYPE_CHECKING:  # the processes of tools import little

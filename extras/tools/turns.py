@@ -9,11 +9,11 @@ from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.parallel import distributed
-from common.rewards.processes import Process
 from common.rewards.thoughts import TAIL, before_last_turn
-from common.rewards.worker import Result
 from common.rollout.engine import Engine
 from common.rollout.environments import episode_server, last_token
+from common.workers.pool import Process
+from common.workers.worker import Result
 from extras.tools.parser import Call, make_parser
 from extras.tools.schemas import tool_selector
 from extras.tools.toolbox import PROBLEMS, Outcome, settings_of

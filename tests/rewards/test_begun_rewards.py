@@ -38,6 +38,11 @@ def at_gate(completion, row):
 TEXTS = [["#### 18", "a b"], ["late", "c"], ["raise", "none"], ["bad", "#### 18"], ["a", "late"]]
 
 
+def begin(rewards, number: int, group: list) -> None:
+    group[0].number = number
+    rewards.begin(group)
+
+
 def scored(rewards, batch) -> tuple:
     scored = rewards(batch, meter := Meter())
     tables = [{name: x_PG.tolist() for name, x_PG in of_name.items()} for of_name in scored[1:]]
@@ -57,7 +62,7 @@ def test_begun_rewards_equal_synchronous_rewards(tmp_path):
     pieces = [{3: batch[3]}, {1: batch[1], 0: batch[0]}, {-1: evaluation[0], -2: evaluation[1]}]
     for piece in (*pieces, {4: batch[4]}, {}, {5: groups(["never"])[0]}):
         for number, group in piece.items():
-            (thread := threading.Thread(target=rewards.begin, args=(number, group))).start()
+            (thread := threading.Thread(target=begin, args=(rewards, number, group))).start()
             thread.join()
     assert scored(rewards, batch) == expected
     assert expected[0] == "[[8.0, 4.0], [nan, 1.0], [nan, nan], [nan, 8.0], [1.0, nan]]"
@@ -74,8 +79,8 @@ def test_collecting_waits_only_for_the_given_groups(tmp_path):
     rewards = make((f"{user_file(tmp_path, CODE)}:at_gate",), rows=rows)
     first, second = groups(["1"], ["2"])
     first[0].row, second[0].row = rows
-    rewards.begin(0, first)
-    rewards.begin(1, second)
+    begin(rewards, 0, first)
+    begin(rewards, 1, second)
     (tmp_path / "open0").touch()
     assert rewards([first], Meter())[0].tolist() == [[1]]
     until((tmp_path / "here1").exists)
@@ -108,8 +113,9 @@ def test_interrupted_wait_loses_nothing(tmp_path):
 def test_exception_reaches_the_caller_and_spares_other_groups():
     rewards, (broken, fine) = make(("gsm8k",)), groups(["#### 18"], ["#### 18"])
     broken[0].row = {}
-    for begin in (rewards.begin, lambda number, group: None):
-        begin(0, broken)
+    for starts in (True, False):
+        if starts:
+            begin(rewards, 0, broken)
         with pytest.raises(KeyError, match="answer"):
             rewards([broken], Meter())
     assert rewards([fine], Meter())[0].tolist() == [[1]]
@@ -125,11 +131,11 @@ def test_run_ends_while_rewards_are_computed(tmp_path):
     code = f"""
 import os, sys
 sys.path.insert(0, "tests")
-from tests.rewards.test_begun_rewards import descendants, groups, make, until
+from tests.rewards.test_begun_rewards import begin, descendants, groups, make, until
 functions = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r},))
 batch = groups(*[["late"]] * 9)
 for (sample,) in batch: sample.row = dict(here={str(began)!r}, open="nowhere")
-for number, group in enumerate(batch): functions.begin(number, group)
+for number, group in enumerate(batch): begin(functions, number, group)
 until(lambda: os.path.exists({str(began)!r}))
 print(*descendants(os.getpid()), flush=True)
 raise SystemExit(3)

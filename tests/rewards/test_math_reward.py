@@ -11,7 +11,7 @@ from helpers import GSM8K, ROOT, needs_gsm8k
 
 from common.rewards.functions import gsm8k
 from common.rewards.math_reward import math
-from tests.rewards.pools import opened
+from tests.workers.pools import opened
 
 
 def row(answer) -> dict:
@@ -100,7 +100,7 @@ def test_errors_name_the_row_and_nothing_is_printed(capfd):
 def test_only_worker_processes_import_the_library():
     modules = "{'torch', 'sympy', 'math_verify'}"
     code = (
-        "import sys, common.rewards.math_reward, common.rewards.processes; "
+        "import sys, common.rewards.math_reward, common.workers.pool; "
         f"print({modules} & sys.modules.keys())"
     )
     done = subprocess.run(

@@ -314,7 +314,8 @@ def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
     ids = [[5, 6, 7, 9], [5, 6, 8], [9, 9, 9, 9, 9], [4, 3]]
     samples = [Completion(ids=i, loss_mask=[True] * len(i), text="#### 18", row=ROW) for i in ids]
     rewards = Rewards(args, [ROW], tokenizer, device)
-    rewards.begin(7, samples[2:])
+    samples[2].number = 7
+    rewards.begin(samples[2:])
     total_PG, parts, _ = rewards([samples[:2], samples[2:]], Meter())
     alone = torch.tensor([score(model, [[i]], 100)[0] for i in ids]).reshape(2, 2)
     torch.testing.assert_close(parts["model"].float(), alone)

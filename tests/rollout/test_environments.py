@@ -1,5 +1,5 @@
 """Environments of a user's own, each in a process: they answer like built-in ones, and one that
-fails does not affect the others. tests/rewards/ has the processes themselves."""
+fails does not affect the others. tests/workers/ has the processes themselves."""
 
 import asyncio
 import inspect

@@ -72,7 +72,7 @@ class Play:
             PromptRequest(i, *self.prompts[i], 31 * i, 3, 1.0) for i in range(len(self.prompts))
         ]
         with ends(self.engine):
-            return self.episodes.generate(requests[which])
+            return self.episodes.generate(requests[which], Meter())
 
     def text(self, turn: list[int]) -> str:
         """Return what the environment reads of a turn."""

@@ -10,6 +10,7 @@ from in_process import Args
 
 from common.data.packing import pack
 from common.data.sample import Completion
+from common.metrics.meter import Meter
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.thinking import ThinkingBudget
 from common.rollout.weights import whole_weights
@@ -39,7 +40,7 @@ def test_a_thought_is_closed_at_its_limit(engine, policy, device):
     for opening in ("<think>\n", ""):
         ids = tokenizer(f"1+1={opening}")["input_ids"]
         episodes = Episodes(engine, args)
-        (groups[opening],) = episodes.generate([PromptRequest(0, ids, {}, 7, 8, 1.0)])
+        (groups[opening],) = episodes.generate([PromptRequest(0, ids, {}, 7, 8, 1.0)], Meter())
         episodes.close()
     assert not any(map(forced, groups[""]))
     for sample in groups["<think>\n"]:

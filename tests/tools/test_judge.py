@@ -13,7 +13,7 @@ from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.rewards.registry import row_check
 from common.rewards.total import Rewards
-from common.rewards.worker import load_file
+from common.workers.worker import load_file
 
 JUDGE = f"{ROOT}/tools/judge.py"
 ROW = dict(prompt="Hi", _source="a:1", rubric=["polite", dict(criterion="short", weight=3)])

@@ -223,7 +223,7 @@ class Play:
             PromptRequest(i, *self.prompts[i], 31 * i, n, 1.0) for i in range(len(self.prompts))
         ]
         with short_turns(self.engine):
-            return self.episodes.generate(requests)
+            return self.episodes.generate(requests, Meter())
 
 
 def flat(groups):

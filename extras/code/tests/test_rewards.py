@@ -703,7 +703,7 @@ def test_a_run_waits_for_no_program_and_leaves_no_thread(tmp_path, monkeypatch):
     row = dict(tests=[dict(input="", output="1")], _source="a:1")
     rewards = make([row])
     endless = samples_of(row, "open('began', 'w')\nwhile True: pass")
-    rewards.begin(0, endless)
+    rewards.begin(endless)
     until(lambda: any(tmp_path.glob("*/began")))
     assert all(thread.daemon for thread in set(threading.enumerate()) - threads)
     kill(*set(descendants(os.getpid())) - children)

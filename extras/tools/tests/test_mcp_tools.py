@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 from helpers import PATIENCE, ROOT, alive, until
 
-from common.rewards.processes import ForkServer, Process
+from common.workers.pool import ForkServer, Process
 from extras.tools.mcp_tools import Server, mcp_source
 from extras.tools.sources import ToolError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from helpers import PATIENCE, descendants
 
-from common.rewards.processes import Pool
-from common.rewards.worker import Result
+from common.workers.pool import Pool
+from common.workers.worker import Result
 
 USER_FILE = Path(__file__).with_name("user_functions.py")
 DO, WAIT = f"{USER_FILE}:do", f"{USER_FILE}:wait"

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.parallel import distributed
-from common.rewards.worker import load_file
+from common.workers.worker import load_file
 
 
 def load_callable(flag: str, spec: str) -> Callable:

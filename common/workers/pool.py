@@ -19,8 +19,8 @@ import sys
 from contextlib import suppress
 from itertools import islice
 
-from common.rewards import worker
-from common.rewards.worker import GRACE, HEADER, Result, one_line
+from common.workers import worker
+from common.workers.worker import GRACE, HEADER, Result, one_line
 
 # Seconds for an answer to come late: this process may have been busy and not have read it, and an
 # async function times out by itself.

@@ -1,4 +1,4 @@
-"""Child side of processes.py: a server that forks itself, and its forks, which answer calls.
+"""Child side of pool.py: a server that forks itself, and its forks, which answer calls.
 
 It runs as a script and imports only the standard library; other imports come from the target."""
 

@@ -11,10 +11,10 @@ import time
 import pytest
 from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
 
-from common.rewards import processes
-from common.rewards.processes import ForkServer, Process
-from common.rewards.worker import Result, load
-from tests.rewards.pools import DO, USER_FILE, WAIT, Mapper, opened
+from common.workers import pool as module
+from common.workers.pool import ForkServer, Process
+from common.workers.worker import Result, load
+from tests.workers.pools import DO, USER_FILE, WAIT, Mapper, opened
 
 pytestmark = pytest.mark.slow  # processes
 ENVIRONMENT = """
@@ -58,7 +58,7 @@ def ended(*pids: int) -> None:
 @pytest.fixture(autouse=True)
 def punctual(monkeypatch):
     """Late answers are waited for as long as a busy machine needs."""
-    monkeypatch.setattr(processes, "LATE", 0.2)
+    monkeypatch.setattr(module, "LATE", 0.2)
 
 
 @pytest.fixture
@@ -333,7 +333,7 @@ def test_calls_end_if_no_process_can_start(monkeypatch):
         raise OSError("too many open files")
 
     with opened(WAIT, 1) as pool:
-        monkeypatch.setattr("common.rewards.processes.ForkServer._start", fails)
+        monkeypatch.setattr("common.workers.pool.ForkServer._start", fails)
         results = pool.map([(0.0,)] * 3)
     assert all("too many open files" in result.error for result in results)
 
@@ -345,7 +345,7 @@ def test_processes_end_after_their_parent_is_killed(tmp_path):
     code = f"""
 import asyncio, os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from common.rewards.processes import Pool
+from common.workers.pool import Pool
 pool, loop = Pool({DO!r}, 4, 9999.0), asyncio.Runner()
 async def call(calls): await asyncio.gather(*(pool.call(*call) for call in calls))
 loop.run(call([("value", i) for i in range(100)]))
