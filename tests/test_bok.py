@@ -117,21 +117,33 @@ def test_episodes_are_stored_as_sampled(device, tmp_path):
         assert all(getattr(stored, name) == getattr(sampled, name) for name in names)
 
 
+AGAIN = """
+class Again:
+    def reset(self, example):
+        return [{"role": "user", "content": example["prompt"]}]
+    def step(self, completion):
+        size = len(completion)
+        return [{"role": "user", "content": "again!"}], size % 2, size % 5 == 0
+"""
+
+
 @pytest.mark.slow
 def test_episodes_are_trained(small, main, tmp_path):
     """They have several turns, and engine and trainer agree on them."""
-    rows = [dict(prompt="?", number=n) for n in range(8)]
+    rows = [dict(prompt="?") for _ in range(8)]
+    (tmp_path / "again.py").write_text(AGAIN)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = (
         "--model", talkative(tmp_path / "model", small[1]), "--dataset", tmp_path / "rows.jsonl",
-        "--environment", "guess_number", "--reward", "environment", "--max_turns", 3,
+        "--environment", f"{tmp_path}/again.py:Again", "--reward", "environment",
+        "--max_turns", 3,
         "--max_new_tokens", 120, "--max_steps", 2, "--prompts_per_step", 8,
         "--samples_per_prompt", 2, "--eval_every", 0, "--lr", 1e-4,
         "--max_logprob_difference", 1e-4, "--engine", "transformers",
     )  # fmt: skip
     main("bok", *flags, "--output_dir", tmp_path / "run")
     assert metrics(tmp_path / "run")[0]["completions/mean_turns"] > 1
-    assert any("a number!" in s["completion"] for s in samples(tmp_path / "run", 1))
+    assert any("again!" in s["completion"] for s in samples(tmp_path / "run", 1))
 
 
 # ---- no completion kept ----

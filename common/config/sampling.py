@@ -80,8 +80,8 @@ class CompletionArgs:
     stop: Several[Annotated[str, AfterValidator(stop_string)]] = ()
     """texts that end a completion, at the token that completes one; \\n: newline, \\t: tab"""
     environment: str | None = None
-    """environment that answers the model between its turns: calculator, guess_number, or a
-    user-defined one as path/to/file.py:Class; needs `--reward environment`"""
+    """environment that answers the model between its turns: calculator, or a user-defined one as
+    path/to/file.py:Class; needs `--reward environment`"""
     agent: Annotated[str | None, CHAT] = None
     """async function that plays an episode through an endpoint for chat completions, as
     path/to/file.py:function (extras/agents/README.md)"""

@@ -78,9 +78,8 @@ class DataArgs:
 
     dataset: Several[str] = ("arithmetic",)
     """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .csv, .tsv), glob
-    ('data/*.jsonl'), folder of files, or built-in task (arithmetic, calculator, products,
-    guess_number, squares). Several data sets are joined, or sampled by weight: a.jsonl:0.6
-    b/c:0.4"""
+    ('data/*.jsonl'), folder of files, or built-in task (arithmetic, calculator, products, squares).
+    Several data sets are joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
     dataset_split: str = "train"
     """split to train on; a file without splits is the split train"""
     dataset_config: str | None = None

@@ -3,7 +3,7 @@ every start.
 
 `arithmetic` is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that
 SFT, preference learning and RL each have something to learn. `products` is for `--tools python`,
-`squares` for models of images; the others need an environment (common/rollout/environments.py)."""
+`squares` for models of images, `calculator` for the environment of this name."""
 
 import random
 import string
@@ -115,28 +115,6 @@ PYTHON_TOOL = dict(  # the schema of `--tools python`
 )
 
 
-def guess_number_rows(split: str) -> list[dict]:
-    """Return numbers from 1 to 50. The demonstrator roughly halves the remaining interval."""
-
-    def row(rng: random.Random) -> dict:
-        number = rng.randint(1, 50)
-        low = 1
-        high = 50
-        messages = [dict(role="user", content="1-50?")]
-        while True:
-            guess = max(low, min(high, (low + high) // 2 + rng.randint(-2, 2)))
-            messages.append(dict(role="assistant", content=str(guess)))
-            if guess == number:
-                return dict(prompt=messages[:1], number=number, messages=messages)
-            if guess < number:
-                low = guess + 1
-            else:
-                high = guess - 1
-            messages.append(dict(role="user", content="higher" if guess < number else "lower"))
-
-    return _rows(split, dict(test=200, train=4_000), row)
-
-
 # ---- pictures (pictures.py) ----
 
 
@@ -152,6 +130,5 @@ TASKS = dict(
     arithmetic=arithmetic_rows,
     calculator=calculator_rows,
     products=products_rows,
-    guess_number=guess_number_rows,
     squares=squares_rows,
 )

@@ -4,13 +4,12 @@ constructor takes no arguments; each episode has an object of its own:
     reset(example: dict) -> messages                   the prompt of a data row, the same every time
     step(completion: str) -> messages, reward, done    the answer to one turn of the model
 
-`--reward environment` is the sum of the rewards of the turns. Each built-in environment has a task
-of the same name for `--dataset` (common/data/tasks.py).
+`--reward environment` is the sum of the rewards of the turns. The built-in calculator has a task of
+the same name for `--dataset` (common/data/tasks.py).
 
-An environment of your own runs in a process, a fork of one that has imported the file
-(common/workers/pool.py): one that hangs or dies costs its own episode only. The tokens of a
-turn stay as they were sampled, and an answer becomes the token ids that the chat template gives it,
-without loss."""
+An environment of your own runs in a process (common/workers/pool.py): if it hangs or dies, only its
+episode fails. The tokens of a turn stay as they were sampled. An answer becomes the token ids that
+the chat template gives it, without loss."""
 
 import copy
 import re
@@ -74,8 +73,8 @@ def last_token(completion: Completion, args: SamplingArgs) -> int | None:
 
 
 def episode_server(target: str, argument: object = None) -> ForkServer:
-    """Return a server with a process for each episode. An episode takes a file here and one in the
-    server: as many may be open as the system allows."""
+    """Return a server that makes a process for each episode. Each takes an open file here and one
+    in the server, so raise the limit on open files as far as the system allows."""
     if sys.platform == "linux":
         import resource
 
@@ -104,8 +103,8 @@ class Environments:
 
 
 class EnvironmentEpisode:
-    """An environment from its reset, after the first turn of the model, to its end: in a process
-    or, a built-in one, here, where it cannot hang."""
+    """One environment. A user's runs in a process; a built-in one cannot hang and runs here. Its
+    `reset` follows the first turn of the model: the prompt is known from the start of the run."""
 
     def __init__(self, environments: Environments, row: dict):
         self.row = row
@@ -115,12 +114,11 @@ class EnvironmentEpisode:
         self.built_in = None if self.process else environments.make()
 
     async def answer(self, completion: Completion) -> list[int] | None:
-        """Return the ids of the environment's messages; see `Episode` in partner.py."""
+        """Return the ids of the environment's messages; see `Episode` in episodes.py."""
         doing = "reset"
         try:
-            if completion.turns == 1:
-                if await self._call("reset", self.row) != self.row["_prompt"]:
-                    raise ValueError("not the same messages as at the start of the run")
+            if completion.turns == 1 and await self._call("reset", self.row) != self.row["_prompt"]:
+                raise ValueError("not the same messages as at the start of the run")
             doing = f"step {completion.turns}"
             messages, reward, done = await self._call("step", completion.text)
             completion.turn_rewards.append((len(completion.ids) - 1, float(reward)))
@@ -147,30 +145,24 @@ class EnvironmentEpisode:
 
 
 class Failure(Exception):
-    """An error of the environment, in one line."""
+    """An error in the environment's process, in one line."""
 
 
-# ---- built-in environments ----
-
-
-def asked(example: dict) -> list[Message]:
-    """Return the `prompt` column as messages."""
-    prompt = example["prompt"]
-    return prompt if isinstance(prompt, list) else [dict(role="user", content=prompt)]
+# ---- the built-in environment ----
 
 
 class Calculator:
     """Calculator: answers `<calc>expression</calc>` with `expression=value`. A turn without a call
     is the final answer.
 
-    Columns: `prompt`, `answer`. Reward: 1 if the last number of the final answer is `answer`.
-    """
+    Columns: `prompt`, `answer`. Reward: 1 if the last number of the final answer is `answer`."""
 
     CALL = re.compile(r"<calc>([^<>]*)</calc>")
 
     def reset(self, example: dict) -> list[Message]:
         self.answer = to_number(str(example["answer"]))
-        return asked(example)
+        prompt = example["prompt"]
+        return prompt if isinstance(prompt, list) else [dict(role="user", content=prompt)]
 
     def step(self, completion: str) -> tuple[list[Message], float, bool]:
         if "<calc>" in completion:
@@ -184,28 +176,4 @@ class Calculator:
         return [], float(bool(numbers) and to_number(numbers[-1]) == self.answer), True
 
 
-class GuessNumber:
-    """Secret number: answers each guess with higher or lower.
-
-    Columns: `prompt`, `number`. Reward: 1 for the right guess.
-    """
-
-    def reset(self, example: dict) -> list[Message]:
-        self.number = int(example["number"])
-        return asked(example)
-
-    def step(self, completion: str) -> tuple[list[Message], float, bool]:
-        numbers = re.findall(r"\d+", completion)
-        if not numbers:
-            return [dict(role="user", content="a number!")], 0.0, False
-        guess = int(numbers[-1][:9])  # Python refuses to convert thousands of digits
-        if guess == self.number:
-            return [], 1.0, True
-        hint = "higher" if guess < self.number else "lower"
-        return [dict(role="user", content=hint)], 0.0, False
-
-
-ENVIRONMENTS = dict(
-    calculator=Calculator,
-    guess_number=GuessNumber,
-)
+ENVIRONMENTS = dict(calculator=Calculator)

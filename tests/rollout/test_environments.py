@@ -12,9 +12,8 @@ from in_process import Args
 
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-from common.rollout import environments
 from common.rollout.engine import empty_completion
-from common.rollout.environments import Environments
+from common.rollout.environments import Calculator, Environments
 
 # The model's turns are Python code; its value is the environment's answer.
 USER_FILE = """
@@ -93,23 +92,25 @@ def rewards(completion) -> list[float]:
 # ---- answers ----
 
 
-def guess(tmp_path) -> tuple[str, str]:
-    """Return the built-in environment and the same one in a file."""
-    made = [inspect.getsource(thing) for thing in (environments.asked, environments.GuessNumber)]
-    (tmp_path / "guess.py").write_text("\n".join(["import re", "Message = dict", *made]))
-    return "guess_number", f"{tmp_path / 'guess.py'}:GuessNumber"
+IMPORTS = """
+import re
+from common.rewards.arithmetic import arithmetic
+from common.rewards.functions import to_number
+Message = dict
+"""
 
 
 def test_environment_of_a_file_answers_like_a_built_in_one(tmp_path):
-    asked = [dict(role="user", content="guess")]
+    (tmp_path / "own.py").write_text(IMPORTS + inspect.getsource(Calculator))  # imports no torch
+    asked = [dict(role="user", content="2*3?")]
     cases = [
-        (dict(prompt="guess", number=37, _prompt=asked), ["50", "20", "?", "37"]),
-        (dict(prompt="guess", number=5, _prompt=asked), ["5"]),
-        (dict(prompt="guess", _prompt=asked), ["1", "2"]),
-        (dict(prompt="other", number=1, _prompt=asked), ["1"]),
+        (dict(prompt="2*3?", answer=6, _prompt=asked), ["<calc>2*3</calc>", "<calc>", "so 6"]),
+        (dict(prompt="2*3?", answer=5, _prompt=asked), ["6"]),
+        (dict(prompt="2*3?", _prompt=asked), ["1", "2"]),
+        (dict(prompt="other", answer=1, _prompt=asked), ["1"]),
     ]
     both = []
-    for name in guess(tmp_path):
+    for name in ("calculator", f"{tmp_path}/own.py:Calculator"):
         here_or_there = make(name)
         both.append(played(here_or_there, *cases))
         here_or_there.close()
@@ -117,10 +118,9 @@ def test_environment_of_a_file_answers_like_a_built_in_one(tmp_path):
         assert said == also_said and rewards(here) == rewards(there)
         assert here.error == there.error.partition(" (line")[0]  # of the user's file
     (first, said), (second, _), (third, _), (fourth, _) = both[0]
-    assert rewards(first) == [0, 0, 0, 1] and rewards(second) == [1]
-    words = ("lower", "higher", "a number!")
-    assert all(word in text for word, text in zip(words, said, strict=True))
-    assert third.error == "reset: KeyError: 'number'" and third.turn_rewards == []
+    assert rewards(first) == [0, 0, 1] and rewards(second) == [0]
+    assert all(word in text for word, text in zip(("2*3=6", "error: "), said, strict=True))
+    assert third.error == "reset: KeyError: 'answer'" and third.turn_rewards == []
     assert fourth.error == "reset: ValueError: not the same messages as at the start of the run"
 
 
