@@ -42,8 +42,7 @@ from common.data.packing import PackedBatch, pack_groups
 from common.data.pairs import encode_pair
 from common.data.rows import PAIR_COLUMNS
 from common.data.sample import Sample
-from common.evaluate.generation import Generation
-from common.evaluate.held_out import held_out_accuracy
+from common.evaluate.held_out import Generation, held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy

@@ -41,7 +41,6 @@ from common.evaluate.estimators import (
     shown_ks,
     wins,
 )
-from common.evaluate.judged import scores_of_outputs
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods
@@ -274,7 +273,7 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
             "--reward_model", args.reward_model, args, task.prompts.rows, task.tokenizer,
             task.device,
         )  # fmt: skip
-        judged = scores_of_outputs(judge, outputs, task.prompts)
+        judged = completions_file.scores_of_outputs(judge, outputs, task.prompts)
         for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
             results[name] = interval(
                 [sum(group) for group in scores], [len(group) for group in scores]

@@ -29,7 +29,7 @@ from common.data.load import Samples, load_samples
 from common.data.packing import pack
 from common.data.rows import SFT_COLUMNS
 from common.data.sample import Sample
-from common.evaluate.generation import Generation
+from common.evaluate.held_out import Generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy

@@ -1,4 +1,4 @@
-"""Evaluation of a run's checkpoints by eval.py: their list, and the curve of their results.
+"""`eval.py --model RUN/checkpoints`: the list of checkpoints, and the curve of their results.
 
 <output_dir>/step_000100/{completions.jsonl, results.json}      results of each checkpoint
 <output_dir>/metrics.jsonl, curves.png                          results of all checkpoints

@@ -34,17 +34,18 @@ from common.parallel import distributed, durable, process
 from common.rewards.total import Rewards
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import Prompts
+from common.workers.worker import Result
 
 
 @dataclass
 class StoredCompletion:
-    """A completion in the file. Without `ids` it has those of its text and an EOS."""
+    """A completion in the file. Without `ids`, its text is tokenised and an EOS added."""
 
     text: str
     answer_at: NonNegativeInt = 0  # start of the answer in the text, behind the thoughts
     greedy: bool = False
-    score: float | None = None  # the first of the rewards; None: none
-    reward: float | None = None
+    score: float | None = None  # the first of --reward, if it could be computed
+    reward: float | None = None  # the weighted sum
     rewards: dict[str, float | None] = field(default_factory=dict)
     finish_reason: str = "stop"
     ids: list[NonNegativeInt] = field(default_factory=list)
@@ -55,7 +56,7 @@ class StoredCompletion:
 
 
 def as_objects(value: object) -> list:
-    """Return one completion or several as a list. A text alone is a completion with this text."""
+    """Return one completion or several as a list of objects. A text alone is a completion."""
     values = value if isinstance(value, list) else [value]
     return [dict(text=each) if isinstance(each, str) else each for each in values]
 
@@ -73,7 +74,8 @@ class Line:
 
 
 LINE = TypeAdapter(Line)
-AS_SAMPLED = ("text", "finish_reason", "turns", "turn_rewards", "error")  # as in `Completion`
+# Fields that a `Completion` has too.
+AS_SAMPLED = ("text", "finish_reason", "turns", "turn_rewards", "error")
 
 # ---- sampling ----
 
@@ -82,9 +84,9 @@ def sample_completions(
     file: Path, lines: list[dict], prompts: Prompts, episodes: Episodes, rewards: Rewards,
     args: SamplingArgs, batch_size: int,
 ) -> list[dict]:  # fmt: skip
-    """Sample the prompts that `lines`, read from `file`, lack, append their lines to the file in
-    batches and return all lines; fewer than there are prompts if the run is to stop. Each prompt
-    has a greedy completion, then the sampled ones. Collective.
+    """Sample the prompts behind the given lines of `file`, append theirs in batches, and return
+    all lines: fewer than prompts if the run must stop. Each prompt has a greedy completion, then
+    the sampled ones. Collective.
 
     Every prompt has a seed of its own, so samples depend neither on the number of ranks nor on
     stops."""
@@ -95,11 +97,11 @@ def sample_completions(
         own = distributed.share_of(range(start, min(start + batch_size, len(prompts))))
         greedy, sampled = (
             episodes.generate(
-                [PromptRequest(i, *prompts[i], distributed.fold_seed(args.seed, i), *how)
+                [PromptRequest(i, *prompts[i], distributed.fold_seed(args.seed, i), n, temperature)
                  for i in own],
                 Meter(),
             )
-            for how in ((1, 0.0), (args.samples_per_prompt, args.temperature))
+            for n, temperature in ((1, 0.0), (args.samples_per_prompt, args.temperature))
         )  # fmt: skip
         groups = [one + others for one, others in zip(greedy, sampled, strict=True)]
         lines += make_lines(groups, rewards, greedy=True)
@@ -111,8 +113,8 @@ def sample_completions(
 
 
 def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict]:
-    """Return the lines of all ranks' groups with their rewards. `groups` is this rank's share, and
-    `greedy` says whether the first completion of each is greedy. Collective."""
+    """Return the lines of all prompts, with their rewards. `groups` is this rank's share;
+    `greedy`: whether the first completion of each is greedy. Collective."""
     rewards_PS, parts, numbers = rewards(groups, Meter())
     firsts_PS = rewards.first(parts)
 
@@ -139,8 +141,7 @@ def _null(x: Tensor) -> float | None:
 
 
 def _of_all_ranks(values: list) -> list:
-    """Return the values, not None, of the prompts of all ranks, of which each has its share.
-    Collective."""
+    """Return one value per prompt, in order, from this rank's share. Collective."""
     values = chain(*zip_longest(*distributed.gather_objects(values)))
     return [value for value in values if value is not None]
 
@@ -170,11 +171,41 @@ def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[
 def score_stored(
     lines: list[dict], score: Callable[[list[Group]], list], prompts: Prompts
 ) -> list[list]:
-    """Return the results of `score`, which maps groups to one result per completion, for the
-    completions of each prompt. Collective."""
+    """Return the scores of the completions of each prompt. `score` maps this rank's groups to one
+    score per completion. Collective."""
     groups = restored(lines, prompts)
     results = iter(score(groups))
     return _of_all_ranks([[next(results) for _ in group] for group in groups])
+
+
+def scores_of_outputs(
+    model: Callable[[list[Group]], list[Result]], outputs: list[list[dict]], prompts: Prompts
+) -> list[list[list[float]]]:
+    """Return the score of each completion of each output. A judge of pairs scores a completion by
+    its probability to win against the one of the other output with the same index. Collective.
+    Raises `ValueError` naming the row of a completion without score."""
+
+    def scores(groups: list[Group], results: list[Result]) -> list[float]:
+        for sample, result in zip(chain(*groups), results, strict=True):
+            if result.error:
+                raise ValueError(f"{sample.row['_source']}: {result.error}")
+        values = [result.value for result in results]
+        # a judge returns numbers beside the score
+        return [value[0] if isinstance(value, tuple) else value for value in values]
+
+    if not getattr(model, "ranks", False):
+        return [score_stored(lines, lambda x: scores(x, model(x)), prompts) for lines in outputs]
+
+    def duels(groups: list[Group]) -> list[float]:
+        halves = [len(group) // 2 for group in groups]
+        orders = [[(k, n + k) for k in range(n)] + [(n + k, k) for k in range(n)] for n in halves]
+        return scores(groups, model.duels(groups, orders))
+
+    pairs = zip(*outputs, strict=True)
+    both = [dict(completions=one["completions"] + other["completions"]) for one, other in pairs]
+    count = len(outputs[0][0]["completions"])
+    found = score_stored(both, duels, prompts)
+    return [[group[:count] for group in found], [group[count:] for group in found]]
 
 
 # ---- files ----
@@ -185,9 +216,9 @@ def read_completions(
     episodes: bool = False,
 ) -> list[dict]:  # fmt: skip
     """Return the lines of a file, line i for prompt i. A run's `own` file may lack the last ones,
-    and a line that a kill has truncated is removed from it. `episodes`: with the rewards of an
-    environment. Collective: rank 0 reads, and raises `ValueError` naming the line that is not
-    valid."""
+    and a line that a kill has truncated is removed from it. `episodes`: the completions must have
+    rewards of an environment. Rank 0 reads; it raises `ValueError` naming an invalid line.
+    Collective."""
     if not distributed.is_main():
         return distributed.from_main(None)
     try:
@@ -224,8 +255,9 @@ def read_completions(
 
 
 def _fill_in(stored: dict, tokenizer, vocabulary: int | None) -> None:
-    """Fill in the tokens of a completion of which only the text is known. Raises `ValueError` for
-    ids that are not below `vocabulary`; a head may have more rows than the tokenizer has tokens."""
+    """Tokenise a completion that has only its text. Raises `ValueError` for ids that are not below
+    `vocabulary`; None: the run's own ids, which may be above, as a head may have more rows than the
+    tokenizer has tokens."""
     if not stored["ids"]:
         ids = tokenizer(stored["text"], add_special_tokens=False)["input_ids"]
         stored["ids"] = [*ids, tokenizer.eos_token_id]

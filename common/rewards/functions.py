@@ -24,7 +24,7 @@ Reward = Callable[[str, dict], float | None]
 
 
 def gold_answers(row: dict) -> list[str]:
-    """Return the right answers of a row, any of which counts: the column `answer`, or each member
+    """Return the right answers of a row, any of which counts: the column `answer`, or the members
     of a list there."""
     value = row["answer"]
     return [as_text(one) for one in (value if isinstance(value, list) else [value])]
@@ -96,7 +96,7 @@ for marks, form in [
 ]:  # fmt: skip
     PLAIN.update(dict.fromkeys(map(ord, marks), form))
 POWER = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
-DASH = re.compile(r"[‒–](?=\s?\\?[$£€¥]?\.?\d)")  # a minus, or that of a range
+DASH = re.compile(r"[‒–](?=\s?\\?[$£€¥]?\.?\d)")  # a minus, or the dash of a range
 GROUPED = re.compile(r"(?<=\d)(?:[\u2009\u202f]|\\[,!])(?=\d{3}(?!\d))")  # 1 000 by a thin space
 FONT = re.compile(r"\\(?:text|math|bold|operatorname)[a-zA-Z]*\s*\{([^{}\n]*)\}")
 
@@ -126,7 +126,7 @@ def without_latex(text: str) -> str:
 # A letter or digit of a script with spaces between words: x2 has no number, 共2个 has one.
 LETTER = r"[^\W\u0530-\U0010ffff]"
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"  # a comma joins groups of three only
-NUMBER = rf"(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"  # without sign
+NUMBER = rf"(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"  # has no sign
 SCALES = dict(hundred=10**2, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
 SCALES |= dict(dozen=12, lakh=10**5, crore=10**7, k=10**3, m=10**6)
 SCALES |= {"百": 100, "千": 10**3, "万": 10**4, "萬": 10**4, "만": 10**4}

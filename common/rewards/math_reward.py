@@ -35,7 +35,7 @@ LONGEST_TEXT = 2000  # last characters of a completion that are searched if it a
 
 
 def math(completion: str, row: dict) -> float:
-    """Return 1 if the completion's final answer equals that of the `answer` column, or one of a
+    """Return 1 if the completion's final answer equals the one in the `answer` column, or one of a
     list there.
 
     The final answer is the content of the last box, else the text behind the last `####` or `A:`,
@@ -167,12 +167,12 @@ REWRITTEN = [
     (r"\\varnothing", r"\\emptyset"),
 ]
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-MOST_WORDS = 12  # of an answer; more are prose
+MOST_WORDS = 12  # an answer with more words is prose
 
 
 def normal(answer: str) -> str:
-    """Return a plain answer as math-verify reads it; "" if it is prose, or if its words make it
-    another value, of which math-verify would read the bare number."""
+    """Return a plain answer as math-verify reads it; "" if it is prose, or if words change its
+    value: math-verify would read the number alone."""
     answer = answer.replace("~", " ").strip().strip("*").rstrip(".").strip()
     match = WITH_WORDS.fullmatch(without_latex(answer).replace("$", "").strip())
     words = re.findall(rf"{LETTERS}+", (match[4] or "").lower()) if match else []

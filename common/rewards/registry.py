@@ -1,8 +1,8 @@
 """The names of `--reward`: the functions behind them, the rows that they can use, and how each is
 computed for the completions of a prompt.
 
-A scorer runs in the event loop of `Rewards`, beside those of other prompts: built-in functions are
-called there, `math` and a user's functions in processes. A built-in function may have a
+A scorer computes a reward of one prompt in the event loop of `Rewards`, while others wait: it calls
+built-in functions there, `math` and a user's functions in processes. A built-in function may have a
 `make_scorer` of its own."""
 
 import asyncio
@@ -111,10 +111,10 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
 def reward_form(name: str, function: Callable, columns: Iterable[str] = ()) -> tuple[bool, bool]:
     """Return `(of_group, with_ids)`: how the parameters of a reward ask to be called.
 
-    The usual form is `(completion, row)`, with any names but those of `columns` for the row. A
-    first one named `completions` gets a list with the texts of all completions of a prompt; a third
-    one named `ids` gets the token ids of the completion, or a list of them. Raises `ValueError` for
-    other parameters without a default."""
+    The usual form is `(completion, row)`, under any names; a second parameter with the name of one
+    of `columns` is an error, since it gets the whole row. A first one named `completions` gets the
+    texts of all completions of a prompt, a third one named `ids` the token ids of the completion,
+    or a list of them. Raises `ValueError` for other parameters without a default."""
     positions = dict(completion=0, completions=0, row=1, ids=2)
     try:
         if inspect.isclass(function):
@@ -162,14 +162,13 @@ def make_scorer(name: str, columns: list[str], args: SamplingArgs, thoughts: Tho
 
 
 async def of_environment(group: Group) -> list[Result]:
-    """The sum of the rewards of all turns. `Rewards` counts the errors of episodes."""
+    """Return the sum of the rewards of all turns. `Rewards` counts the errors of episodes."""
     return [Result(sum(reward for _, reward in sample.turn_rewards)) for sample in group]
 
 
 def of_math(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
-    """An answer that exceeds the time or memory limit is wrong and not an error: otherwise it would
-    go unpunished. A gold answer that cannot be parsed is an error, and so is a process that cannot
-    start."""
+    """An answer that exceeds the time or memory limit is wrong; as an error it would go unpunished.
+    A gold answer that cannot be parsed is an error, and so is a process that cannot start."""
     pool = Pool(MATH, args.reward_workers, args.reward_timeout, shared=True)
 
     async def score_one(sample) -> Result:
@@ -186,8 +185,8 @@ def of_math(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
 
 
 def of_user(name: str, function: Callable, columns: list[str], args: SamplingArgs) -> Scorer:
-    """A user's function, of all text of a completion or, if it takes `completions`, of a group. A
-    call for a group has the time limit times the number of its completions."""
+    """A user's function reads all text of a completion or, if it takes `completions`, of a group.
+    A call for a group has the time limit times the number of its completions."""
     of_group, with_ids = reward_form(name, function, columns)
     is_async = inspect.iscoroutinefunction(function)
     pool = Pool(name, args.reward_workers, args.reward_timeout, is_async=is_async)

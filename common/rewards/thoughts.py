@@ -44,8 +44,8 @@ def answer_of(
 
 
 def pairs_of_marks(template: str) -> list[tuple[str, str]]:
-    """Return the start and the end of each kind of thought as regular expressions: those that a
-    chat template contains, and those of <think>, which a prompt may ask for."""
+    """Return the marks at the start and the end of each kind of thought, as regular expressions:
+    what a chat template contains, and <think>, which a prompt may ask for."""
     names = {"think", *TAG.findall(template)}
     pairs = [(re.escape(f"<{name}>"), re.escape(f"</{name}>")) for name in sorted(names)]
     return pairs + [pair for pair in OTHERS if any(re.search(mark, template) for mark in pair)]

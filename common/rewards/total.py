@@ -1,9 +1,12 @@
 """`--reward`: the weighted sum of several rewards of a rollout. docs/rewards.md says what a reward
 may be.
 
-All rewards but those of models begin as soon as the completions of a prompt are sampled, in the
-event loop of a thread, while others are sampled or trained on. Reward models and judges are
-collective: all ranks call them at the same point.
+    rewards.begin(group)                          from any thread, when a prompt is complete
+    rewards_PG, by_name, _ = rewards(groups, meter)                  waits for what has begun
+
+Functions begin as soon as the completions of a prompt are sampled, in the event loop of a thread,
+while others are sampled or trained on. Reward models and judges are collective: all ranks call them
+at the same point.
 
 Shapes: P prompts on this rank, G samples of each.
 """
@@ -31,7 +34,7 @@ from common.rewards.reward_model import load_model
 from common.rewards.thoughts import Thoughts
 from common.workers.worker import Result, one_line
 
-LARGEST = 1e18  # of a reward: the square of a larger one is no float32
+LARGEST = 1e18  # the square of a larger reward is no float32
 
 
 class Scored(NamedTuple):
@@ -54,32 +57,30 @@ class Rewards:
 
         Raises `ValueError` for a name that is unknown or comes twice, a model that is no reward
         model or does not fit these prompts."""
-        columns = list(rows[0]) if rows else []
         self.args = args
         self.scorers: dict[str, Scorer] = {}
         self.models: dict[str, Callable[[list[Group]], list[Result]]] = {}
-        self.row_rewards: list[str] = []  # names in the column of by_row
         self.weights: dict[str, float] = {}
         self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
+        # The rewards that the rows name in their column; each row has one of them.
+        by_row = "by_row" in args.reward
+        self.row_rewards = sorted({reward_of_row(row) for row in rows}) if by_row else []
+        columns = list(rows[0]) if rows else []
+        load_to = None if getattr(args, "dry_run", False) else device
         weights = args.reward_weights or [1.0] * len(args.reward)
-        for name, weight in zip(args.reward, weights, strict=True):
-            added = {metric_name(name, args.reward): name}
-            if name == "by_row":
-                self.row_rewards = sorted({reward_of_row(row) for row in rows})
-                added = {own: own for own in self.row_rewards}
-            if self.weights.keys() & added:
-                raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
-            if name.startswith(MODEL_KINDS):
-                load_to = None if getattr(args, "dry_run", False) else device
-                model = load_model("--reward", name, args, rows, tokenizer, load_to)
-                if model is None:
+        for flag, weight in zip(args.reward, weights, strict=True):
+            for name in self.row_rewards if flag == "by_row" else [flag]:
+                short = metric_name(name, args.reward)
+                if short in self.weights:
+                    raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
+                if not name.startswith(MODEL_KINDS):
+                    self.scorers[short] = make_scorer(name, columns, args, self.thoughts)
+                elif model := load_model("--reward", name, args, rows, tokenizer, load_to):
+                    self.models[short] = model
+                else:  # a dry run computes no models
                     continue
-                self.models |= dict.fromkeys(added, model)
-            else:
-                for short, own in added.items():
-                    self.scorers[short] = make_scorer(own, columns, args, self.thoughts)
-            self.weights |= dict.fromkeys(added, weight)
-        self.begun: dict[int, Future] = {}  # by prompt number
+                self.weights[short] = weight
+        self.begun: dict[int | None, Future] = {}  # what `begin` has started, by prompt
         self.loop = asyncio.new_event_loop()
         # A daemon: a run that is stopped does not wait for rewards.
         threading.Thread(target=_run, args=(self.loop,), daemon=True).start()
@@ -91,14 +92,14 @@ class Rewards:
         self.begun[group[0].number] = self._start(group)
 
     def _start(self, group: Group) -> Future:
-        return asyncio.run_coroutine_threadsafe(
-            _score(self.scorers, self.row_rewards, group), self.loop
-        )
+        # Not a method: a coroutine that refers to `self` would keep the thread alive.
+        coroutine = _score(self.scorers, self.row_rewards, group)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def __call__(self, groups: list[Group], meter: Meter) -> Scored:
-        """Return the rewards of the groups. In the sum, rewards that do not apply count nothing; a
-        sample with a reward that could not be computed, or with none that applies, has no reward,
-        and its group does without it.
+        """Return the rewards of the groups, and wait for those that have begun. In the sum, rewards
+        that do not apply count nothing; a sample with a reward that could not be computed, or with
+        none that applies, has no reward, and its group does without it.
 
         The numbers beside the rewards are averaged in the meter too. Raises `RunError` when more
         than `--max_reward_errors` of the rewards of all ranks could not be computed."""
@@ -115,28 +116,26 @@ class Rewards:
             numbers = [math.nan if value is None else value for value in values]
             return torch.tensor(numbers, dtype=torch.float64).reshape(shape)
 
-        results: dict[str, list[Result]] = {}
         by_name: dict[str, Tensor] = {}
         numbers: dict[str, Tensor] = {}
         rewards_PG = torch.zeros(shape, dtype=torch.float64)
         applies_PG = torch.zeros(shape, dtype=torch.bool)
         failed_PG = torch.zeros(shape, dtype=torch.bool)
         for name, weight in self.weights.items():
-            pairs = [checked(result) for result in found[name]]
-            for key in dict.fromkeys(chain(*(beside for _, beside in pairs))):
-                numbers[f"{name}/{key}"] = x_PG = table(beside.get(key) for _, beside in pairs)
+            results = [checked(result) for result in found[name]]
+            for i, (sample, result) in enumerate(zip(samples, results, strict=True)):
+                if sample.error and (result.error or result.value is not None):
+                    results[i] = Result(error=sample.error, numbers=result.numbers)
+                sample.feedback = results[i].feedback or sample.feedback
+            for key in dict.fromkeys(chain(*(result.numbers for result in results))):
+                x_PG = numbers[f"{name}/{key}"] = table(r.numbers.get(key) for r in results)
                 meter.mean(f"rewards/{name}/{key}", x_PG.nansum(), (~x_PG.isnan()).sum())
-            results[name] = []
-            for sample, (result, _) in zip(samples, pairs, strict=True):
-                if sample.error and result != Result():  # it applies to the row
-                    result = Result(error=sample.error)
-                results[name].append(result)
-                sample.feedback = result.feedback or sample.feedback
-            by_name[name] = table(result.value for result in results[name])
+            by_name[name] = table(result.value for result in results)
             rewards_PG += weight * by_name[name].nan_to_num()
             applies_PG |= ~by_name[name].isnan()
-            failed_PG |= table(result.error is not None for result in results[name]).bool()
-        self._require_few_errors(results, samples, meter)
+            failed_PG |= table(result.error is not None for result in results).bool()
+            found[name] = results
+        self._require_few_errors(found, samples, meter)
         rewards_PG[~applies_PG | failed_PG] = math.nan
         return Scored(rewards_PG, by_name, numbers)
 
@@ -153,8 +152,8 @@ class Rewards:
         Collective."""
         failures = [
             f"{name} on {sample.row['_source']}: {result.error}"
-            for name, of_reward in results.items()
-            for sample, result in zip(samples, of_reward, strict=True)
+            for name in self.weights
+            for sample, result in zip(samples, results[name], strict=True)
             if result.error is not None
         ]
         every = list(chain(*results.values()))
@@ -189,29 +188,29 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 async def _score(
     scorers: dict[str, Scorer], row_rewards: list[str], group: Group
 ) -> dict[str, list[Result]]:
-    """Return the results of each scorer; of `row_rewards` all are empty but those of the row's."""
+    """Return the results of each scorer. Of `row_rewards` only the row's own has any."""
     results = {name: [Result()] * len(group) for name in row_rewards}
     names = [name for name in scorers if name not in results or name == group[0].row["reward"]]
     found = await asyncio.gather(*(scorers[name](group) for name in names))
     return results | dict(zip(names, found, strict=True))
 
 
-def checked(result: Result) -> tuple[Result, dict[str, float]]:
-    """Return a result with a finite float or None as its value, and the numbers that were returned
-    beside the reward as `(reward, {"name": number})`; with an error if anything of it is no number
-    of at most LARGEST. `feedback` is no number, but a text."""
-    reward, beside = result.value, {}
-    if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], dict):
-        reward, beside = reward[0], dict(reward[1])
+def checked(result: Result) -> Result:
+    """Return a result whose value is a finite float or None. What was returned beside a reward, as
+    `(reward, {"name": number, "feedback": text})`, is in `numbers` and `feedback`. The result is an
+    error if anything else is no number of at most LARGEST."""
+    value, beside = result.value, {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        value, beside = value[0], dict(value[1])
     try:
         feedback = str(beside.pop("feedback", ""))
         if "mean" in beside:
             raise ValueError("its number 'mean' is of a name that is taken")
         numbers = {str(key): _number(x, f"its number {key!r} is") for key, x in beside.items()}
-        reward = None if reward is None else _number(reward, "returned")
-        return result._replace(value=reward, feedback=feedback), numbers
-    except Exception as error:  # of values that a user's code returned
-        return Result(error=one_line(error).removeprefix("ValueError: ")), {}
+        value = None if value is None else _number(value, "returned")
+        return result._replace(value=value, feedback=feedback, numbers=numbers)
+    except Exception as error:  # a user's code may return anything
+        return Result(error=one_line(error).removeprefix("ValueError: "))
 
 
 def _number(value: object, what: str) -> float:

@@ -89,20 +89,20 @@ class Engine:
         self.eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
         if self.images is not None:  # a placeholder that is sampled has no image
             self.eos_ids += self.images.reader.placeholder_ids
-        # Tokens that are no text: those that end a turn, BOS and padding. A character that ends a
-        # turn is text.
+        # The special tokens that end a turn, BOS and padding are not part of its text. A character
+        # that ends a turn is.
         ends = {*self.eos_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
         self.silent_ids = ends & tokenizer.added_tokens_decoder.keys()
         self.device = device
         self.dtype = compute_dtype(args, device)
         self.trained = trained
-        # the ranks that share this engine, if there are several, and this rank's place among them
+        # With tensor parallelism: the ranks that share this engine, and this rank's place there.
         self.group: dist.ProcessGroup | None = None
         self.group_rank = 0
         self.version = 0  # version of the weights
-        self.new: list[Request] = []  # of this rank, since the last round
-        self.ended: dict[Request, asyncio.Future] = {}  # who waits for the requests of this rank
-        self.running: dict[str, Request] = {}  # of all ranks that share this engine, by name
+        self.new: list[Request] = []  # requests of this rank that wait for the next round
+        self.ended: dict[Request, asyncio.Future] = {}  # `sample` waits for these
+        self.running: dict[str, Request] = {}  # requests of all ranks of this engine, by name
         self.names = map(str, count())
         with untouched_rng(), warnings.catch_warnings():
             # vLLM walks over deprecated names of torch
@@ -114,9 +114,9 @@ class Engine:
     async def sample(self, request: Request) -> None:
         """Append a turn to the completion of a request.
 
-        Tokens are sampled from softmax(logits / temperature) (temperature 0: greedy), which the
-        flags of `TruncationArgs` truncate. `logprobs` are those of that distribution. An EOS ends a
-        turn and belongs to it, and so does the token that completes one of `--stop`."""
+        Tokens are sampled from softmax(logits / temperature) (temperature 0: greedy), truncated by
+        the flags of `TruncationArgs`, and `logprobs` belong to that distribution. An EOS ends a
+        turn and is part of it, and so is the token that completes one of `--stop`."""
         ended = self.ended[request] = asyncio.get_running_loop().create_future()
         self.new.append(request)
         await ended
@@ -142,8 +142,9 @@ class Engine:
             completion.versions += turn.versions
             completion.finish_reason = turn.finish_reason
             completion.text = self.text_of(turn.ids)
-            ended = self.ended.pop(request, None)  # None: of another rank
-            if ended is not None and not ended.done():  # its episode may be over
+            ended = self.ended.pop(request, None)
+            # None: the request of another rank. Done: its episode was cancelled.
+            if ended is not None and not ended.done():
                 ended.set_result(None)
         meter.mean("engine/running", len(self.running))
 

@@ -26,21 +26,15 @@ def make_engine(
         raise ValueError(
             "--engine vllm: vllm is not installed; use --engine transformers, which is slower"
         )
-    has_delta_nets = num_delta_nets(load_config(path).get_text_config()) > 0
-    if args.engine == "auto" and is_installed and device.type == "cpu" and has_delta_nets:
-        _say("sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16 only")
-    elif is_installed and args.engine != "transformers":
+    reason = None  # why auto takes transformers
+    if not is_installed:
+        reason = "vllm is not installed: sampling with transformers, which is slower"
+    elif device.type == "cpu" and num_delta_nets(load_config(path).get_text_config()):
+        reason = "sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16"
+    if args.engine == "vllm" or (args.engine == "auto" and reason is None):
         return VLLMEngine(path, args, tokenizer, device, trained)
-    if args.tensor_parallel_size > 1:
-        raise ValueError("--tensor_parallel_size needs --engine vllm")
-    if args.engine_args:
-        raise ValueError(f"--engine_args {' '.join(args.engine_args)} needs --engine vllm")
-    if args.engine == "auto" and not is_installed:
-        _say("vllm is not installed: sampling with transformers, which is slower")
+    if args.tensor_parallel_size > 1 or args.engine_args:
+        raise ValueError("--tensor_parallel_size and --engine_args need --engine vllm")
+    if args.engine == "auto" and distributed.rank() == 0:  # also on a rollout rank
+        print(reason, flush=True)
     return TransformersEngine(path, args, tokenizer, device, trained)
-
-
-def _say(text: str) -> None:
-    """Print on the first rank that samples, which `--rollout_ranks` makes another one."""
-    if distributed.rank() == 0:
-        print(text, flush=True)

@@ -1,23 +1,51 @@
 """Completions of prompts: one coroutine for each, beside the engine.
 
-A completion has one turn of the model or, with `--environment`, `--tools` or `--agent`, several
-(partner.py). Completions do not wait for each other: the engine samples the turns of all of them,
-and a prompt is complete when its last completion has ended."""
+A completion has one turn of the model or, with `--environment`, `--tools` or `--agent`, several:
+its partner answers the model between them. Completions do not wait for each other: the engine
+samples the turns of all of them, and a prompt is complete when its last completion has ended."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from common.config.extra import extra
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
-from common.rollout.partner import partner_of
+from common.rollout.environments import Environments
 from common.rollout.thinking import ThinkingBudget
 
-OnComplete = Callable[[Group], None]  # what to do with a group when its last completion has ended
+OnComplete = Callable[[Group], None]  # gets a group as soon as its last completion has ended
 WAIT = 0.02  # seconds that a round waits for a request while nothing is sampled
+
+
+class Episode(Protocol):
+    """A completion as its partner sees it."""
+
+    async def answer(self, completion: Completion) -> list[int] | None:
+        """Return the ids that follow the last turn of the completion, or None if it is over. Put
+        an error into `completion.error` and rewards into `completion.turn_rewards`."""
+
+    def end(self, completion: Completion) -> None:
+        """End the episode, after its last answer or before its first one."""
+
+
+def partner_of(args: SamplingArgs) -> type | None:
+    """Return the class of `--environment`, `--tools` or `--agent`; None for completions of one
+    turn. An object `partner(args, engine)` has `begin(row) -> Episode` and `close()`. An agent
+    writes the prompts itself: for `begin` it has `async play(prompt, index) -> Completion`."""
+    if args.agent is not None:
+        with extra("agents", f"--agent {args.agent}"):
+            from extras.agents.agents import Agents
+        return Agents
+    if args.tools:
+        with extra("tools", f"--tools {' '.join(args.tools)}"):
+            from extras.tools.turns import Tools
+        return Tools
+    return Environments if args.environment is not None else None
 
 
 @dataclass
@@ -25,7 +53,7 @@ class PromptRequest:
     """A prompt and the number of completions to sample."""
 
     number: int
-    """name of the prompt; those with smaller numbers are sampled first"""
+    """name of the prompt; smaller numbers are sampled first"""
     ids: list[int]
     row: dict
     """data row, for environments and rewards"""
@@ -45,9 +73,9 @@ class PromptRequest:
 class Episodes:
     """Prompts in flight.
 
-    A completion has at most `--max_turns` turns and `--max_new_tokens` tokens, those of its partner
-    included; if a limit truncates it, its finish_reason is `length`. Every turn has a seed of its
-    own, so completions depend neither on the number of ranks nor on others."""
+    A completion has at most `--max_turns` turns and, with the partner's answers, `--max_new_tokens`
+    tokens; if a limit truncates it, its finish_reason is `length`. Every turn has a seed of its
+    own, so completions depend neither on the number of ranks nor on each other."""
 
     def __init__(self, engine: Engine, args: SamplingArgs):
         self.engine = engine
@@ -56,7 +84,7 @@ class Episodes:
         self.loop = self.runner.get_loop()
         partner = partner_of(args)
         self.partner = None if partner is None else partner(args, engine)
-        self.prompts: dict[int, asyncio.Task[Group]] = {}  # in flight, by number
+        self.prompts: dict[int, asyncio.Task[Group]] = {}  # prompts in flight, by number
         self.sample = engine.sample
         if args.thinking_budget is not None:
             self.sample = ThinkingBudget(args.thinking_budget, engine).sample
@@ -96,8 +124,8 @@ class Episodes:
             self.partner.close()
 
     async def _go_on(self) -> None:
-        """Let the coroutines run. While nothing is sampled, wait a moment for a request, or an
-        end."""
+        """Let the coroutines run. While nothing is sampled, wait a moment for a request or an end
+        of a completion."""
         for _ in range(5):  # rounds of the loop from an agent's answer to its next request
             await asyncio.sleep(0)
         until = self.loop.time() + WAIT

@@ -37,8 +37,8 @@ def hint_of_row(row: dict, column: str) -> str:
 def hinted_prompt(
     encoder: Encoder, column: str, fill: Callable[[dict], str], row: dict, hint: str
 ) -> list[int]:
-    """Return the ids of a row's prompt in `column` with a hint. The template that `fill` fills is
-    its text, or that of its last message from the user."""
+    """Return the ids of a row's prompt in `column` with a hint. The filled template replaces the
+    text of the prompt, or of its last message from the user."""
     messages = messages_field(row, column)
     if messages is None:
         text = fill(row | dict(prompt=text_field(row, column), hint=hint))
@@ -52,8 +52,8 @@ def hinted_prompt(
 
 
 def divide(mb: PackedBatch) -> tuple[PackedBatch, PackedBatch]:
-    """Return the first and the second samples of a micro-batch of pairs, packed `together`, as two
-    micro-batches in the same order. An index is that of the pair. Padding is in both."""
+    """Split a micro-batch of pairs, packed `together`, into one of the first samples and one of the
+    second, in the same order. A sample gets the index of its pair. Padding is in both."""
     if not mb.num_samples:
         return mb, mb
     assert mb.compact is None, "pairs with a shared prefix"

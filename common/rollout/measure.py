@@ -17,8 +17,8 @@ from common.parallel import distributed
 
 
 def lengths(groups: list[Group]) -> Tensor:
-    """Return the number of tokens of each completion, including those of an environment, [P, G]
-    int64; of branches the longest counts."""
+    """Return the number of tokens of each completion, with an environment's answers, [P, G] int64;
+    of several branches the longest counts."""
     return _table(groups, lambda sample: sample.longest, torch.int64)
 
 

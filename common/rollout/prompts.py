@@ -1,28 +1,32 @@
 """Rows -> prompts as token ids, for the scripts that sample."""
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config.online import OnlineArgs, SamplingArgs
+from common.config.specs import weights_of
 from common.data.encode import Encoder
+from common.data.filler import template_filler
 from common.data.rows import (
     PROMPT_COLUMNS,
     Columns,
     encode_each,
     require_columns,
     require_held_out,
+    rows_of_split,
     train_and_eval_rows,
 )
 from common.data.sample import Sample
 from common.parallel import distributed
 from common.rewards.registry import row_check
 from common.rollout.environments import prompt_maker_of_environment
-from common.rollout.partner import partner_of
-from common.rollout.templates import template_maker
+from common.rollout.episodes import partner_of
 
 
 @dataclass
 class Prompts:
-    """Prompts as token ids, and the data row of each for environments and rewards."""
+    """Prompts as token ids, and the data row of each."""
 
     ids: list[list[int]]
     rows: list[dict]
@@ -39,14 +43,15 @@ class Prompts:
         return f"{len(self)} prompts ({self.dropped} too long)"
 
 
-def load_prompts(args: OnlineArgs, tokenizer, context: int) -> tuple[Prompts, Prompts]:
-    """Return the prompts of the training rows and of the held-out ones, each with room for
-    `--max_new_tokens` in the context. Raises `ValueError` naming the flag or the row."""
+def load_prompts(args: OnlineArgs, tokenizer, max_length: int) -> tuple[Prompts, Prompts]:
+    """Return the prompts of the training rows and of the held-out ones. A prompt and
+    `--max_new_tokens` have at most `max_length` tokens. Raises `ValueError` naming the flag or the
+    row."""
     row_check(args)  # finds unknown names of rewards before anything slow
     rows, held_out_rows = train_and_eval_rows(args)
     columns = prompt_columns(args, rows)
     encoder = Encoder(tokenizer, args)
-    room = context - args.max_new_tokens
+    room = max_length - args.max_new_tokens
     prompts, held_out = (
         encode_prompts(each, columns, encoder, room, args) for each in (rows, held_out_rows)
     )
@@ -66,9 +71,9 @@ def show_first(prompts: Prompts, tokenizer) -> None:
 
 
 def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
-    """Return the columns that prompts are made from: those of `PROMPT_COLUMNS` that the data has
-    or, with `--prompt_template` or `--environment`, a column `_prompt`. Raises `ValueError` for
-    columns that the data lacks. Without columns (`--agent`) prompts are empty."""
+    """Return the column that holds the prompts: `_prompt`, which `encode_prompts` makes, with
+    `--prompt_template` or `--environment`, else one of `PROMPT_COLUMNS`; none with `--agent`, whose
+    prompts are empty. Raises `ValueError` if the data has none."""
     if args.agent is not None:
         partner_of(args).load(args.agent)  # before anything slow
         return ()
@@ -80,22 +85,21 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
 def encode_prompts(
     rows: list[dict], columns: Columns, encoder: Encoder, room: int, args: SamplingArgs
 ) -> Prompts:
-    """Return the prompts of `rows` that have at most `room` tokens. With `--on_bad_row skip` rows
-    that a reward cannot use are left out too. Raises `ValueError` for such a row, for a longer
-    prompt with `--overlong error`, unless bad rows are skipped, and if no row is left."""
-    make_prompt = None
+    """Return the prompts of `rows`. Raises `ValueError` for a row that the template, the
+    environment or a reward cannot use, and for a prompt of more than `room` tokens; `--on_bad_row
+    skip` and `--overlong drop` leave such rows out, and at least one must be left."""
+    makers = {}  # by column: what makes its value from the others
     if args.environment is not None:
-        make_prompt = prompt_maker_of_environment(args)
+        makers["_prompt"] = prompt_maker_of_environment(args)
     elif args.prompt_template is not None:
-        make_prompt = template_maker(args)
-    select_tools = partner_of(args).tools_of_rows(args, encoder.tokenizer) if args.tools else None
+        makers["_prompt"] = template_maker(args)
+    if args.tools:
+        makers["tools"] = partner_of(args).tools_of_rows(args, encoder.tokenizer)
     check = row_check(args)
 
     def encode(row: dict) -> list[int]:
-        if make_prompt is not None:
-            row["_prompt"] = make_prompt(row)
-        if select_tools is not None:
-            row["tools"] = select_tools(row)
+        for column, make in makers.items():
+            row[column] = make(row)
         ids = encoder.prompt(row, columns)
         if columns and not ids:
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
@@ -123,3 +127,38 @@ def encode_prompts(
         example = f"all {len(rows)} rows, such as {rows[0]['_source']}"
         raise ValueError(f"{example}, are left out (--on_bad_row skip)")
     return prompts
+
+
+# ---- --prompt_template, with solved examples (few-shot) ----
+
+PLACE = ("_folder", "_source")  # of a row; files in several folders may have one name
+
+
+def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
+    """Return the function row -> prompt. `{shots}` are the first `--shots` rows of `--shots_split`
+    with the row's value in `--shots_by`, but never the row itself.
+
+    Raises `ValueError` if the data has no such split. The function raises it for a row that the
+    template cannot use, or that has too few examples."""
+    fill = template_filler("--prompt_template", args.prompt_template)
+    if not args.shots:
+        return lambda row: fill(dict(shots="") | row)
+    fill_shot = template_filler("--shot_template", args.shot_template)
+    column = args.shots_by
+    kind_of = template_filler(f"--shots_by {column}", f"{{{column}}}" if column else "")
+    datasets = list(weights_of(args.dataset))  # the names alone
+    advice = "--shots_split, or set --shots 0"
+    examples = defaultdict(list)
+    for example in rows_of_split("--dataset", datasets, advice, args.shots_split, args):
+        examples[kind_of(example)].append(example)
+
+    def make(row: dict) -> str:
+        kind = kind_of(row)
+        others = [x for x in examples[kind] if any(x.get(key) != row.get(key) for key in PLACE)]
+        if len(others) < args.shots:
+            of_kind = f" with {column} {kind!r:.80}" if column else ""
+            problem = f"--shots_split {args.shots_split} has {len(others)} other rows{of_kind}"
+            raise ValueError(f"{row['_source']}: --shots {args.shots}: {problem}")
+        return fill(row | dict(shots="".join(map(fill_shot, others[: args.shots]))))
+
+    return make

@@ -2,10 +2,10 @@
 2024, arXiv:2410.18252).
 
 Rank 0 sends the prompts of a step and of up to `--max_staleness` further steps to the rollout
-ranks. Each rollout rank always has its share of them in flight, and sends each complete group to
-the rank that will train on it. A rollout waits for the groups that it needs.
+ranks. A rollout rank samples its share of them and sends each complete group to the rank that will
+train on it. A step waits for the groups that it needs.
 
-The version of weights is the number of finished steps. A rollout first sends the present weights.
+Before that, rank 0 broadcasts the present weights. Their version is the number of finished steps.
 The rollout ranks interrupt their completions, load the weights and go on."""
 
 import pickle
@@ -25,7 +25,6 @@ from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import Policy, compute_dtype
 from common.parallel import distributed, process
-from common.parallel.process import fail_in_thread
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, OnComplete, PromptRequest
@@ -35,38 +34,38 @@ from common.rollout.weights import whole_weights
 
 
 @dataclass
-class Orders:
-    """From rank 0 to each engine: prompts of all rollout ranks and, before they begin, weights."""
+class SamplingOrder:
+    """From rank 0 to each engine: load these weights, then sample these prompts."""
 
     requests: list[PromptRequest]
+    """for all rollout ranks"""
     version: int
     names_and_shapes: list[tuple[str, torch.Size]]
-    """of the weights whose broadcast follows, in this order; none if the engine has them"""
+    """the weights that rank 0 broadcasts next, in this order; none if the engine has them"""
 
 
 @dataclass
-class News:
-    """From a rollout rank to a training rank."""
+class SampledGroup:
+    """From a rollout rank to the training rank that will train on the group."""
 
-    groups: list[Group]
-    """those that are complete since its last message"""
+    group: Group
     meter: Meter
     """metrics of the rollout rank since its last message"""
     stop: bool
     """whether the rollout rank received a signal to stop"""
 
 
-class Mail:
-    """Messages to and from the ranks of the other role.
+class Channel:
+    """Messages between the training ranks and the rollout ranks.
 
-    A thread receives from each, so that a message is taken at once, whatever this rank does. If a
-    rank of the other role dies, such a thread ends this process."""
+    A thread listens to each sender, so that a message is taken at once, whatever this rank does. If
+    a sender dies, its thread ends this process."""
 
     def __init__(self, receive: Callable[[object], None]) -> None:
-        """`receive` is called with each message, in the receiving threads. Collective over all
-        ranks of the launch."""
+        """`receive` is called with each message, in the threads. Collective over all ranks of the
+        launch."""
         ranks = [*distributed.training_ranks, *distributed.rollout_ranks]
-        self.link = distributed.link("mail", ranks, torch.device("cpu"))
+        self.link = distributed.link("messages", ranks, torch.device("cpu"))
         # Of the training ranks only rank 0 sends.
         senders = ranks[:1] if distributed.is_rollout_rank() else distributed.rollout_ranks
         self.threads = [
@@ -77,13 +76,13 @@ class Mail:
             thread.start()
 
     def send(self, message: object, rank: int) -> None:
-        """Send a message to a rank of the launch; None is the last one."""
+        """Send a message to a rank of the launch. None is the last one."""
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         for x in (torch.tensor([len(data)]), data):
             self.link.send([x], rank, 0).wait()
 
     def close(self) -> None:
-        """Wait for the last messages."""
+        """Wait for the last message of each sender."""
         for thread in self.threads:
             thread.join()
 
@@ -97,8 +96,8 @@ class Mail:
                 self.link.recv([data], rank, 0).wait()
                 message = pickle.loads(data.numpy())
                 receive(message)
-        except Exception as error:  # the rank has died, or a bug: without this the run would hang
-            fail_in_thread(error)
+        except Exception as error:  # the sender has died, or a bug: without this the run would hang
+            process.fail_in_thread(error)
 
 
 def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
@@ -124,15 +123,15 @@ class RolloutRanks:
         self.on_complete = on_complete
         self.steps_ahead = args.max_staleness
         self.dtype = compute_dtype(args, policy.device)
-        self.rows: dict[int, dict] = {}  # of this rank's prompts in flight
-        self.groups: dict[int, Group] = {}  # complete ones that are not taken yet
-        self.inbox: queue.Queue[News] = queue.Queue()
-        self.mail = Mail(self._receive)  # waits for the rollout ranks
+        self.rows: dict[int, dict] = {}  # prompts in flight that this rank will train on
+        self.groups: dict[int, Group] = {}  # complete groups that no step has taken yet
+        self.inbox: queue.Queue[SampledGroup] = queue.Queue()
+        self.channel = Channel(self._receive)  # waits until the rollout ranks have started
         self.link = weights_link(policy.device) if distributed.is_main() else None
         self.names_and_shapes = [
             (name, weight.shape) for name, weight in whole_weights(policy, self.dtype)
         ]
-        self.version: int | None = None  # of the weights that the rollout ranks have
+        self.version: int | None = None  # version of the weights on the rollout ranks
         self.last_wait = time.perf_counter()
 
     def __str__(self) -> str:
@@ -142,15 +141,15 @@ class RolloutRanks:
     def close(self) -> None:
         if distributed.is_main():
             for rank in distributed.rollout_ranks:
-                self.mail.send(None, rank)
-        self.mail.close()
+                self.channel.send(None, rank)
+        self.channel.close()
         close_link(self.link)
 
     def complete(
         self, requests: list[PromptRequest], own: list[int], step: int, meter: Meter
     ) -> list[Group]:
         """Send the prompts of all ranks and the weights after `step` steps, unless they are there.
-        Return the groups of this rank's `own` numbers, of which some may have been requested
+        Return the groups of this rank's `own` numbers, some of which may have been requested
         before. Measure the ages of their weights, and how long both roles waited since the last
         call. Collective."""
         self.rows |= {each.number: each.row for each in requests if is_own(each.number)}
@@ -159,10 +158,10 @@ class RolloutRanks:
         began = time.perf_counter()
         with meter.time("rollout"):
             while not self.groups.keys() >= set(own):
-                news = self.inbox.get()
-                self.groups |= {group[0].number: group for group in news.groups}
-                meter.add(news.meter)
-                process.stop_signalled |= news.stop
+                message = self.inbox.get()
+                self.groups[message.group[0].number] = message.group
+                meter.add(message.meter)
+                process.stop_signalled |= message.stop
         now = time.perf_counter()
         meter.mean("idle/training_ranks", now - began, now - self.last_wait)
         self.last_wait = now
@@ -178,24 +177,23 @@ class RolloutRanks:
                 requests = [
                     replace(each, row=dict(_images=each.row.get("_images"))) for each in requests
                 ]
-            orders = Orders(requests, step, self.names_and_shapes if is_new else [])
+            order = SamplingOrder(requests, step, self.names_and_shapes if is_new else [])
             for engine in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
-                self.mail.send(orders, engine)  # to the first rank of each
+                self.channel.send(order, engine)  # to the first rank of each engine
         if is_new:
             with meter.time("sync"):
                 for _, weight in whole_weights(self.policy, self.dtype):
                     if self.link is not None:
                         self.link.broadcast(weight, 0).wait()
 
-    def _receive(self, news: News | None) -> None:
-        """Give new groups their rows, and hand them on at once. Runs in the threads of `mail`."""
-        if news is not None:  # None: the last message
-            for group in news.groups:
-                row = self.rows.pop(group[0].number)
-                for sequence in chain(*(completion.sequences for completion in group)):
-                    sequence.row = row
-                self.on_complete(group)
-            self.inbox.put(news)
+    def _receive(self, message: SampledGroup | None) -> None:
+        """Give a group its data row and hand it on at once. Runs in the threads of the channel."""
+        if message is not None:  # None: the last message
+            row = self.rows.pop(message.group[0].number)
+            for sequence in chain(*(completion.sequences for completion in message.group)):
+                sequence.row = row
+            self.on_complete(message.group)
+            self.inbox.put(message)
 
 
 def is_own(number: int) -> bool:
@@ -218,28 +216,28 @@ def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
 
 
 def serve(args: OnlineArgs, device: torch.device) -> None:
-    """Generate on a rollout rank until training ends."""
+    """Sample on a rollout rank until training ends."""
     path = resolve_model(args.model)
     engine = make_engine(path, args, load_tokenizer(path, args), device)
     episodes = Episodes(engine, args)
-    inbox: queue.Queue[Orders | None] = queue.Queue()
-    mail = Mail(inbox.put)
+    inbox: queue.Queue[SamplingOrder | None] = queue.Queue()
+    channel = Channel(inbox.put)
     link = weights_link(device)
     process.note_signals()  # a stop can reach the training ranks now
-    _generate(engine, episodes, inbox, mail, link)
+    _sample_until_end(engine, episodes, inbox, channel, link)
     for rank in distributed.training_ranks:
-        mail.send(None, rank)
-    mail.close()
+        channel.send(None, rank)
+    channel.close()
     close_link(link)
     episodes.close()
     engine.close()
     distributed.cleanup()
 
 
-def _generate(engine: Engine, episodes: Episodes, inbox: queue.Queue, mail: Mail, link) -> None:
+def _sample_until_end(
+    engine: Engine, episodes: Episodes, inbox: queue.Queue, channel: Channel, link
+) -> None:
     """Follow the orders of rank 0 and sample in between, until it sends None."""
-    rank, ranks = distributed.rank(), len(distributed.rollout_ranks)
-    trainers = distributed.training_ranks
     meter = Meter()
     last = time.monotonic()
     while True:
@@ -261,18 +259,16 @@ def _generate(engine: Engine, episodes: Episodes, inbox: queue.Queue, mail: Mail
             if order.names_and_shapes:
                 engine.load_weights(_received(order, link, engine), order.version)
             for request in order.requests:
-                if request.number % ranks == rank:
+                if request.number % len(distributed.rollout_ranks) == distributed.rank():
                     episodes.add(request)
-        complete = episodes.advance(meter)
-        for i, trainer in enumerate(trainers):
-            groups = [group for group in complete if group[0].number % len(trainers) == i]
-            if groups:
-                mail.send(News(groups, meter, process.stop_signalled), trainer)
-                meter = Meter()
+        for group in episodes.advance(meter):
+            trainer = group[0].number % len(distributed.training_ranks)  # as in `is_own`
+            channel.send(SampledGroup(group, meter, process.stop_signalled), trainer)
+            meter = Meter()
 
 
-def _received(orders: Orders, link, engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for name, shape in orders.names_and_shapes:
+def _received(order: SamplingOrder, link, engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    for name, shape in order.names_and_shapes:
         weight = torch.empty(shape, dtype=engine.dtype, device=engine.device)
         link.broadcast(weight, 0).wait()
         yield name, weight

@@ -1,7 +1,6 @@
 """Sampling for the steps of a run.
 
-    groups = rollouts.rollout(step, total_steps, meter)    this rank's share of a step's prompts,
-                                                           with their completions
+    groups = rollouts.rollout(step, total_steps, meter)    completions of this rank's prompts
 
 A step may call `rollout` several times, each time with another number of prompts. The engine is in
 this process (`ColocatedEngine`) or, with `--rollout_ranks`, on other ranks (`RolloutRanks` in
@@ -45,23 +44,20 @@ class Sampler:
     """The prompts of a run, and the engine that completes them. All ranks have the same state."""
 
     def __init__(
-        self,
-        prompts: Prompts,
-        args: OnlineArgs,
-        order: Order,
+        self, prompts: Prompts, args: OnlineArgs, order: Order,
         source: "ColocatedEngine | RolloutRanks",
-    ):
+    ):  # fmt: skip
         self.prompts = prompts
         self.args = args
         self.order = order
         self.source = source
         self.number = 0  # number of the oldest prompt that no step has taken
-        self.rows: deque[int] = deque()  # the data rows of this prompt and of those after it
+        self.rows: deque[int] = deque()  # data rows that are drawn, from this prompt on
         self.next_to_begin = 0  # number of the first prompt that is not in flight
         self.step = -1
         self.before_step: dict = {}  # state before the present step
-        self.data_rows: list[int] = []  # data rows of the prompts that all ranks took last
-        self.positions: list[int] = []  # where this rank's prompts stand among these
+        self.data_rows: list[int] = []  # data rows of the last rollout, on all ranks
+        self.positions: list[int] = []  # which of them are this rank's prompts
 
     def __str__(self) -> str:
         return str(self.source)
@@ -83,7 +79,7 @@ class Sampler:
             self.step, self.before_step = step, self.state_dict()
         size = size or args.prompts_per_step
         steps_ahead = max(0, min(self.source.steps_ahead, total_steps - step - 1))
-        end = self.number + size + steps_ahead * args.prompts_per_step  # of those in flight
+        end = self.number + size + steps_ahead * args.prompts_per_step  # of the prompts in flight
         self.rows += self.order.draw(max(0, end - self.number - len(self.rows)))
         requests = []
         for number in range(self.next_to_begin, end):
@@ -106,9 +102,8 @@ class Sampler:
         return groups
 
     def answer(self, step: int, prompts: Prompts) -> list[Group]:
-        """Return `--eval_samples` completions of each prompt in this rank's share, sampled at
-        `--eval_temperature` from the weights after `step` steps. The share is every `ranks`-th
-        prompt, starting with number `rank`. Collective."""
+        """Return `--eval_samples` completions of every `ranks`-th prompt, from number `rank` on,
+        sampled at `--eval_temperature` from the weights after `step` steps. Collective."""
         args = self.args
         ranks = distributed.world_size()
         # Negative numbers come before the run's. The first one belongs to rank 0.
@@ -167,7 +162,7 @@ class ColocatedEngine:
         with meter.time("sync"):
             self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
         with meter.time("rollout"):
-            prompts = [request for request in requests if request.number in own]
+            prompts = [request for request in requests if is_own(request.number)]
             groups = self.episodes.generate(prompts, meter, self.on_complete)
             self.engine.sleep()
         return groups

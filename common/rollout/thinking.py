@@ -1,4 +1,4 @@
-"""`--thinking_budget`: a turn whose thoughts are closed when they have so many tokens."""
+"""`--thinking_budget`: thoughts are closed when they have so many tokens."""
 
 import re
 from bisect import bisect_left
@@ -11,7 +11,7 @@ from common.rollout.engine import SEED_SPACING, Engine, Request
 
 
 class ThinkingBudget:
-    """The limit of a thought in `tokens`, for one engine."""
+    """Sampling with thoughts of at most `tokens` tokens."""
 
     def __init__(self, tokens: int, engine: Engine):
         self.tokens = tokens

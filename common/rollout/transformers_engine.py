@@ -23,7 +23,7 @@ class TransformersEngine(Engine):
         for parameter in model.parameters():  # experts that were in MXFP4 are bfloat16
             parameter.data = parameter.data.to(self.dtype)
         self.replica = model.to(self.device).eval()
-        self.replica.generation_config = GenerationConfig()  # without the penalties of the model's
+        self.replica.generation_config = GenerationConfig()  # the model's own may have penalties
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
         self.version = version
@@ -57,7 +57,7 @@ class TransformersEngine(Engine):
         truncation = (self.args.truncation or {}) if temperature > 0 else {}
         seeds = [request.seed for request in requests]
         sampler = _SeededSampler(seeds, temperature, truncation, self.device)
-        stopped: dict[int, int] = {}  # where a stop string ends a turn
+        stopped: dict[int, int] = {}  # length of the turns that a stop string has ended
 
         def are_stopped(input_ids: Tensor, scores: Tensor, **_) -> Tensor:
             for i, ids in enumerate(input_ids[:, longest:].tolist()):
@@ -101,7 +101,7 @@ class _SeededSampler:
         self.temperature = temperature
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.logprobs: list[Tensor] = []
-        # They set the logits of tokens that are not sampled to -inf, in the order of vLLM
+        # Each sets the logits of the tokens that it leaves out to -inf. The order is vLLM's
         # (vllm/v1/sample/sampler.py).
         self.truncate = hf.LogitsProcessorList()
         if (min_p := truncation.get("min_p", 0.0)) > 0:

@@ -22,8 +22,8 @@ from common.rollout.engine import Engine, Request, SampledTurn
 
 
 def lost_asleep(worker) -> list[str]:
-    """Return the names of tensors in vLLM's model that are lost in sleep at level 2: they are
-    neither weights, buffers, caches nor scales of quantised caches (`_cpu`)."""
+    """Return the names of tensors in vLLM's model that sleep at level 2 loses: what is neither
+    weight, buffer, cache nor scale of a quantised cache (`_cpu`)."""
     return [
         f"{name}.{key}"
         for name, module in worker.get_model().named_modules()
@@ -150,8 +150,8 @@ class VLLMEngine(Engine):
             tensor_parallel_size=self.args.tensor_parallel_size,
             skip_tokenizer_init=True,
             dtype=str(self.dtype).removeprefix("torch."),
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled
-            generation_config="vllm",  # without top_p, top_k and penalties of the model's file
+            logprobs_mode="processed_logprobs",  # log-probs of the sampled distribution
+            generation_config="vllm",  # ignores top_p, top_k and penalties in the model's file
             max_model_len=max_model_len,
             scheduling_policy="priority",
             seed=0,  # unused: every request has a seed
@@ -197,7 +197,7 @@ class VLLMEngine(Engine):
             stop=list(self.args.stop),
             detokenize=bool(self.args.stop),
             skip_special_tokens=False,
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # only that of the sampled token
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
@@ -206,16 +206,16 @@ class VLLMEngine(Engine):
         prompt = tokens_input([*request.completion.ids])
         if request.completion.images:
             prompt = self.images.vllm_input(request.completion)
-        # arrival_time: requests of the same priority have one order on all ranks of an engine,
-        # whose clocks differ
+        # The clocks of the ranks of an engine differ: arrival_time gives requests of the same
+        # priority one order on all of them.
         self.llm.llm_engine.add_request(
             name, prompt, params, arrival_time=float(name), priority=request.priority
         )
 
     def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
         """Run a round. Measure also the fraction of the prompts' tokens that were in the cache."""
-        # Even in eager mode vLLM compiles one sampler function: 16 seconds and a C++ compiler,
-        # without use on a CPU.
+        # Even in eager mode vLLM compiles one function of its sampler. On a CPU that takes 16
+        # seconds and a C++ compiler, for nothing.
         is_cpu = self.device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext():
             outputs = self.llm.llm_engine.step()

@@ -39,5 +39,5 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
             whole_name = prefixes.get(unit, "") + name.removeprefix("hf.")
             yield whole_name, weight.detach().to(dtype, copy=True)
         unit.reshard()
-    for name, buffer in persistent_buffers(model.hf).items():  # of Gemma 4: a factor of each layer
+    for name, buffer in persistent_buffers(model.hf).items():  # Gemma 4 has a factor per layer
         yield name, buffer.clone()

@@ -1,12 +1,15 @@
 """Processes that run a user's code with a deadline for each answer: reward functions, `math`,
 environments, tools, agents.
 
-A server (worker.py) forks itself to make a process. If a process hangs or dies, only its current
-call fails: the process is killed, together with all processes that it has started.
+    process = Process(ForkServer("mine.py:Game", shared=True))   an object in a process
+    result = await process.call("step", text, seconds=10.0)      -> Result (worker.py)
+    pool = Pool("mine.py:reward", size=4, seconds=10.0)          a function in four processes
+    result = await pool.call(text, row)
 
-The processes share no CUDA context with their parent. They import torch and the training script
-only if the user's code does. There is no protection from malicious code, because the user chose the
-code, and its answers are unpickled."""
+A server (worker.py) forks itself to make a process. If a process hangs or dies, only its current
+call fails: the process is killed, together with all processes that it has started. A process shares
+no CUDA context with its parent, and imports torch only if the user's code does. Nothing protects
+from malicious code: the user chose it, and its answers are unpickled."""
 
 import asyncio
 import json
@@ -16,17 +19,18 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 
 from common.workers import worker
 from common.workers.worker import GRACE, HEADER, Result, one_line
 
-# Seconds for an answer to come late: this process may have been busy and not have read it, and an
-# async function times out by itself.
+# Seconds that an answer may be late: this process may have been too busy to read it, and an async
+# function times out by itself.
 LATE = 1.0
-TOGETHER = 64  # calls of an async function in a process
-START_SECONDS = 60.0  # for a process to start, and to load its target, before its first call
+TOGETHER = 64  # calls of an async function that run in a process at the same time
+START_SECONDS = 60.0  # limit for a process to start and to load its target
 
 
 class ForkServer:
@@ -35,9 +39,9 @@ class ForkServer:
     the server ends."""
 
     def __init__(self, target: str, *, shared: bool, argument: object = None):
-        """`target`: `module:name` or `path/to/file.py:name`. `shared`: load the target once, before
-        the forks; then a fork takes milliseconds, but all forks share the files that the target has
-        opened. `argument`: plain value; if given, the target is `target(argument)`."""
+        """`target`: `module:name` or `path/to/file.py:name`. `shared`: load it once, before the
+        forks; then a fork takes milliseconds, but all forks share the files that it has opened.
+        `argument`: if given, a plain value, and the target is `target(argument)`."""
         self.target = target
         self.shared = shared
         self.argument = argument
@@ -86,8 +90,7 @@ class ForkServer:
 
 
 class Process:
-    """One fork, for its parent. It starts at its first call, and answers one call at a time, in an
-    event loop."""
+    """One fork, as its parent sees it. It starts at its first call and answers one at a time."""
 
     def __init__(self, server: ForkServer, start_seconds: float = START_SECONDS):
         self.server = server
@@ -95,16 +98,23 @@ class Process:
         self.pid: int | None = None  # None before it has started
         self.socket: socket.socket | None = None  # None before the first call
         self.busy = False
-        self.loaded = False
-        """whether the target could be loaded"""
-        self.closed = False
-        """whether no more calls are possible: it was closed, has died or was killed"""
+        self.loaded = False  # whether the target could be loaded
+        self.closed = False  # closed, killed or dead: no more calls are possible
 
-    async def call(self, method: str | None, *arguments: object, seconds: float) -> Result:
-        """Return the result of a `method` of the one object that is made of the target, within
-        `seconds`. A process that is late, or whose call is cancelled, is killed.
+    async def call(self, method: str, *arguments: object, seconds: float) -> Result:
+        """Return the result of a method of the one object that the process makes of its target, a
+        class. A process that is late, or whose call is cancelled, is killed."""
+        return await self._ask(method, arguments, seconds)
 
-        Without a method the arguments are calls: see `call_each`."""
+    async def call_each(self, calls: list[tuple], seconds: float) -> list[Result]:
+        """Return the result of `target(*call)` for each call. The calls of an async function run
+        together; any other function has a single call. A late process is killed, as in `call`."""
+        result = await self._ask(None, calls, seconds)
+        if result.error is not None:
+            return [result] * len(calls)
+        return [Result(*fields) for fields in result.value]
+
+    async def _ask(self, method: str | None, arguments: Sequence, seconds: float) -> Result:
         try:
             question = pickle.dumps((method, arguments, seconds))
         except Exception as error:  # pickling runs code of the objects in the row
@@ -124,16 +134,8 @@ class Process:
             if self.busy:  # late, not loaded or cancelled
                 self.close()
 
-    async def call_each(self, calls: list[tuple], seconds: float) -> list[Result]:
-        """Return the results of `target(*call)`. An async function is called with all of them
-        together, another one has a single call."""
-        result = await self.call(None, *calls, seconds=seconds)
-        if result.error is not None:
-            return [result] * len(calls)
-        return [Result(*fields) for fields in result.value]
-
     def close(self) -> None:
-        """End the process: at once if a call runs, else it has time to clean up."""
+        """End the process: at once during a call, else it has time to clean up."""
         if self.socket is not None and not self.closed:
             with suppress(OSError):  # the process has died
                 if self.busy and self.pid is not None:
@@ -183,9 +185,8 @@ class Pool:
     """At most `size` processes that call one function, for one event loop. They start when they are
     needed, and end with the thread of the loop.
 
-    Each call has `seconds` of wall-clock time. If the function has an attribute `prepare`, each
-    process calls it once after loading. Waiting calls of an `async def` go to a process together,
-    up to 64; if one of them blocks its event loop, all time out."""
+    Each call has `seconds` of wall-clock time. Waiting calls of an `async def` go to a process
+    together, up to 64; if one of them blocks its event loop, all time out."""
 
     def __init__(
         self, target: str, size: int, seconds: float, *, is_async: bool = False,
@@ -196,7 +197,7 @@ class Pool:
         self.together = TOGETHER if is_async else 1
         self.free = asyncio.Semaphore(size)
         self.idle: list[Process] = []
-        self.waiting: dict[asyncio.Future, tuple] = {}  # calls, each with its limit
+        self.waiting: dict[asyncio.Future, tuple] = {}  # a call and its limit, by its answer
 
     async def call(self, *arguments: object, seconds: float | None = None) -> Result:
         """Return the result of `function(*arguments)`."""

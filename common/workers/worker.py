@@ -1,6 +1,8 @@
-"""Child side of pool.py: a server that forks itself, and its forks, which answer calls.
+"""What runs in the processes of pool.py: a server that forks itself, and its forks, the workers,
+which answer calls.
 
-It runs as a script and imports only the standard library; other imports come from the target."""
+It runs as a script and imports only the standard library; other imports come from the target, the
+user's function or class."""
 
 import asyncio
 import importlib
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 
 HEADER = struct.Struct("!Q")  # size of the pickle that follows
 GRACE = 1.0  # seconds for a worker to clean up when it is closed between two calls
-MEMORY_GIB = 4.0  # that a worker may allocate after loading the target (Linux)
+MEMORY_GIB = 4.0  # limit of what a worker allocates after loading the target (Linux)
 
 
 class Result(NamedTuple):
@@ -34,11 +36,13 @@ class Result(NamedTuple):
     timed_out: bool = False
     feedback: str = ""
     """text about the completion"""
+    numbers: dict[str, float] = {}
+    """further numbers about the completion, by name"""
 
 
 def serve(control: int, parent: int, target: str, argument: str, shared: bool) -> None:
-    """Fork a worker for each connection that the parent sends. End when the parent closes `control`
-    or dies, with all processes of all workers."""
+    """Fork a worker for each connection that the parent sends through `control`. When the parent
+    closes it or dies, end with all workers and their children."""
     end_with(parent, signal.SIGKILL)  # SIGKILL, because the target may hang while it loads
     orders = socket.socket(fileno=control)
     orders.set_inheritable(False)
@@ -99,9 +103,9 @@ def work(connection: socket.socket, target: str, argument: str) -> None:
     """Send the process id, load the target and say whether that went well. Then answer calls
     `(method, arguments, seconds)` until the parent closes the connection.
 
-    If the target is a function, `method` is None, and the function is called with each member of
-    `arguments`: an async one with all together, another one has a single call. If it is a class,
-    one object is made, whose `method` is called, at the end also `close`, if it has that."""
+    If the target is a function, `method` is None and `arguments` are calls of it: several that run
+    together if it is async, else one. If it is a class, one object is made, whose `method` is
+    called, and at the end its `close`, if there is one."""
     reply(connection, os.getpid())
     file = os.path.abspath(target.rpartition(":")[0])
     stream = connection.makefile("rb")
@@ -128,9 +132,9 @@ def work(connection: socket.socket, target: str, argument: str) -> None:
                 result = ([(function(*call),) for call in arguments],)
         except BaseException as error:  # also SystemExit, and time-out exceptions of libraries
             result = None, one_line(error, file)
-        if os.getpid() != worker:  # a child that the function has forked: only its parent answers
+        if os.getpid() != worker:  # a child that the function forked: only its parent answers
             return
-        while instance is None and kill_children(spared):  # what a call of a function has left
+        while instance is None and kill_children(spared):  # processes that a call has left behind
             time.sleep(0.001)
         reply(connection, *result)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -150,7 +154,7 @@ def reply(connection: socket.socket, *result: object) -> None:
 
 async def together(function, calls: list[tuple], seconds: float, file: str) -> list[tuple]:
     """Return the fields of a `Result` for each call of an async function. No call costs another
-    one its answer: a value that cannot be pickled is an error here, and a late cleanup goes on."""
+    its answer: a value that cannot be pickled is an error here, and nobody waits for a cleanup."""
 
     async def answer(call: tuple) -> tuple:
         try:
@@ -183,8 +187,8 @@ def one_line(error: BaseException, file: str = "") -> str:
 
 @cache
 def load(target: str, argument: str = "null"):
-    """Load the function or class `module:name` or `path/to/file.py:name`, once, and call its
-    `prepare`. `argument`: JSON; if it is not null, the target is what the function makes of it."""
+    """Load the function or class `module:name` or `path/to/file.py:name` once, and call its
+    `prepare`, if it has that. With an `argument` (JSON) return what the function makes of it."""
     path, _, name = target.rpartition(":")
     module = load_file(path) if path.endswith(".py") else importlib.import_module(path)
     function = getattr(module, name)
@@ -207,8 +211,8 @@ def load_file(path: str):
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
-    """Make this process receive a signal when its parent, or the thread that started it, ends, and
-    adopt the orphans among its descendants. Linux only."""
+    """Receive a signal when the parent, or the thread that started this process, ends, and adopt
+    the orphans among its descendants. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
@@ -235,7 +239,7 @@ def kill_children(spared: set[int]) -> set[int]:
     pids = children() - spared
     for pid in pids:
         for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError, PermissionError):  # of another user
+            with suppress(ProcessLookupError, PermissionError):  # dead, or another user's
                 kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -262,4 +266,4 @@ if __name__ == "__main__":
     try:
         serve(**setup)
     finally:
-        os._exit(0)  # without waiting for threads of the user's file
+        os._exit(0)  # does not wait for threads of the user's file

@@ -265,7 +265,7 @@ class Agents:
             sequence.row = agent.prompt.row
         texts = [self.encoder.tokenizer.decode(sequence.ids) for sequence in completion.sequences]
         completion.transcript = "\n[branch]\n".join(texts)
-        result, _ = checked(result)
+        result = checked(result)
         if agent.at_limit:
             completion.finish_reason = "length"
         if result.error is not None and (died or not agent.at_limit):

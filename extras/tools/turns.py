@@ -52,7 +52,7 @@ class ToolEpisode:
         self.counts = dict.fromkeys(("calls", *PROBLEMS), 0)
 
     async def answer(self, completion: Completion) -> list[int] | None:
-        """Return the ids of the results of the calls in a turn; see `Episode` in partner.py."""
+        """Return the ids of the results of the calls in a turn; see `Episode` in episodes.py."""
         completion.turn_rewards.append((len(completion.ids) - 1, 0.0))
         prompt = self.tools.tokenizer.decode(before_last_turn(completion)[-TAIL:])
         turn = self.tools.parser.parse(completion.text, self.row["tools"], prompt)

@@ -240,9 +240,3 @@ def test_model_that_cannot_read_the_prompts_is_refused_at_start(asked, device, t
         with pytest.raises(ValueError, match=f"^--reward .*{words}") as error:
             Rewards(args, rows, tokenizer, device)
         assert "\n" not in str(error.value) and str(path) in str(error.value)
-
-
-def test_duplicate_model_is_refused(asked, device, tmp_path):
-    folder = save_classifier(tmp_path / "other")
-    with pytest.raises(ValueError, match="the names must differ"):
-        Rewards(Args(reward=(f"model:{folder}", f"model:{folder}")), asked[1], asked[0], device)

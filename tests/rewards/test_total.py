@@ -2,12 +2,10 @@
 
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import PATIENCE, ROOT
+from helpers import PATIENCE
 from in_process import Args
 
 from common.data.sample import Completion, Sample
@@ -184,26 +182,6 @@ def f(completion, row):
     assert [sample.feedback for sample in made[0]] == ["too short", ""]
 
 
-def test_metric_of_one_rank_is_equal_on_all_ranks(tmp_path, monkeypatch):
-    """The mean equals that of one rank for any division, also if a rank lacks the metric or has no
-    groups."""
-    names, texts = (f"{user_file(tmp_path, NUMBERS)}:f",), (["a b c", "a"], ["a", "a a"])
-    shares = []
-    for share in (texts, texts[:1], texts[1:], ()):
-        make(names)(groups(*share), meter := Meter())
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                "common.parallel.distributed.gather_objects",
-                lambda local: shares.append(local) or [local],
-            )
-            meter.reduce()
-    whole, *shares = shares
-    monkeypatch.setattr("common.parallel.distributed.gather_objects", lambda local: [whole])
-    expected = Meter().reduce()
-    monkeypatch.setattr("common.parallel.distributed.gather_objects", lambda local: shares)
-    assert Meter().reduce() == pytest.approx(expected) and expected["rewards/f/rare"] == 1
-
-
 def test_exception_in_a_user_check_is_bad_input(tmp_path):
     code = "def f(completion, row): return 1.0\ndef check(row): row['gone']\nf.check = check\n"
     with pytest.raises(ValueError, match=r"rows.jsonl:1: 'gone' \(--reward .*:f\)"):
@@ -326,20 +304,3 @@ def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
         score(model, [[[5] * 3000]], 4000)
     with pytest.raises(ValueError, match="--reward .*a language model without a reward head"):
         Rewards(Args(reward=(f"model:{tiny}",)), [ROW], tokenizer, device)
-
-
-# ---- imports ----
-
-
-def test_kind_of_reward_is_imported_only_if_it_is_named():
-    """math-verify takes a second. No extra is imported."""
-    code = """
-import sys, common.rewards.total
-from common.rewards.registry import load_reward
-for name in ("gsm8k", "math"):
-    load_reward(name)
-    print(*(x for x in sys.modules if x.startswith("extras.") or x.endswith("math_reward")))
-"""
-    line = [sys.executable, "-c", code]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n") == ["", "common.rewards.math_reward", ""]

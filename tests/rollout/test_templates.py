@@ -6,7 +6,7 @@ import pytest
 
 from common.config.online import SamplingArgs
 from common.data.rows import load_rows
-from common.rollout.templates import template_maker
+from common.rollout.prompts import template_maker
 
 
 def args_of(folder, **flags) -> SamplingArgs:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
 from common.data.rows import train_and_eval_rows
-from common.evaluate.generation import first_of_each_set
+from common.evaluate.held_out import first_of_each_set
 
 pytestmark = pytest.mark.slow
 FLAGS = ["--model", "tiny-sft", "--max_steps", 2, "--batch_size", 16, "--lr", 3e-3,
