@@ -126,7 +126,8 @@ def f(completions, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["def", "async def"])
-def test_group_time_limit_is_the_sum_over_its_completions(tmp_path, start):
+def test_group_time_limit_is_the_sum_over_its_completions(tmp_path, start, monkeypatch):
+    monkeypatch.setattr("common.workers.pool.LATE", 0.2)
     wait = "await asyncio.sleep(9999)" if start == "async def" else "pass"
     code = f"""
 import asyncio
@@ -134,12 +135,12 @@ import asyncio
     while completions[0] == 'late': {wait}
     return [1] * 3
 """
-    rewards = make((f"{user_file(tmp_path, code)}:f",), max_errors=0.5, seconds=0.5)
+    rewards = make((f"{user_file(tmp_path, code)}:f",), max_errors=0.5, seconds=0.3)
     meter = Meter()
     total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), meter)
     assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all()
     assert meter.reduce()["reward/timeout_fraction"] == 1 / 2
-    with pytest.raises(RunError, match="the first: f on rows.jsonl:1: no answer within 1.5 s"):
+    with pytest.raises(RunError, match="the first: f on rows.jsonl:1: no answer within 0.9 s"):
         rewards(groups(["late", "", ""]), Meter())
 
 
