@@ -4,15 +4,13 @@ constructor takes no arguments; each episode has an object of its own:
     reset(example: dict) -> messages                   the prompt of a data row, the same every time
     step(completion: str) -> messages, reward, done    the answer to one turn of the model
 
-`--reward environment` is the sum of the rewards of the turns. The built-in calculator has a task of
-the same name for `--dataset` (common/data/tasks.py).
+`--reward environment` is the sum of the rewards of the turns.
 
-An environment of your own runs in a process (common/workers/pool.py): if it hangs or dies, only its
-episode fails. The tokens of a turn stay as they were sampled. An answer becomes the token ids that
-the chat template gives it, without loss."""
+An environment runs in a process (common/workers/pool.py): if it hangs or dies, only its episode
+fails. The tokens of a turn stay as they were sampled. An answer becomes the token ids that the chat
+template gives it, without loss."""
 
 import copy
-import re
 import sys
 from collections.abc import Callable
 
@@ -20,23 +18,22 @@ from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.data.messages import messages_field
 from common.data.sample import Completion
-from common.rewards.arithmetic import arithmetic
-from common.rewards.functions import to_number
 from common.rollout.engine import Engine
 from common.workers.pool import ForkServer, Process
 from common.workers.user_code import load_callable
-from common.workers.worker import one_line
+from common.workers.worker import load, one_line
 
 Message = dict[str, str]
+BUILT_IN = dict(calculator="common.rollout.calculator:Calculator")
 
 
 def load_environment(name: str) -> type:
     """Return the class of a built-in environment, or of `path/to/file.py:Class`. Raises
     `ValueError` for anything else."""
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
+    if name in BUILT_IN:
+        return load(BUILT_IN[name])
     if ":" not in name:
-        names = ", ".join(ENVIRONMENTS)
+        names = ", ".join(BUILT_IN)
         raise ValueError(f"--environment {name}: unknown; there are {names}, path/to/file.py:Class")
     environment = load_callable("--environment", name)
     methods = ("reset", "step")
@@ -88,30 +85,25 @@ class Environments:
 
     def __init__(self, args: SamplingArgs, engine: Engine):
         self.args = args
-        self.make = load_environment(args.environment)
         self.encoder = Encoder(engine.tokenizer, args)
-        self.server = None
-        if args.environment not in ENVIRONMENTS:
-            self.server = episode_server(args.environment)
+        self.server = episode_server(BUILT_IN.get(args.environment, args.environment))
 
     def begin(self, row: dict) -> "EnvironmentEpisode":
         return EnvironmentEpisode(self, row)
 
     def close(self) -> None:
-        if self.server is not None:
-            self.server.close()
+        self.server.close()
 
 
 class EnvironmentEpisode:
-    """One environment. A user's runs in a process; a built-in one cannot hang and runs here. Its
-    `reset` follows the first turn of the model: the prompt is known from the start of the run."""
+    """One environment, in its process. Its `reset` follows the first turn of the model: the prompt
+    is known from the start of the run."""
 
     def __init__(self, environments: Environments, row: dict):
         self.row = row
         self.args = environments.args
         self.encoder = environments.encoder
-        self.process = Process(environments.server) if environments.server else None
-        self.built_in = None if self.process else environments.make()
+        self.process = Process(environments.server)
 
     async def answer(self, completion: Completion) -> list[int] | None:
         """Return the ids of the environment's messages; see `Episode` in episodes.py."""
@@ -130,14 +122,10 @@ class EnvironmentEpisode:
         return None
 
     def end(self, completion: Completion) -> None:
-        if self.process is not None:
-            self.process.close()
+        self.process.close()
 
     async def _call(self, method: str, *arguments: object) -> object:
-        """Return what a method of the environment returns. Raises `Failure` for an error in a
-        process."""
-        if self.process is None:
-            return getattr(self.built_in, method)(*copy.deepcopy(arguments))
+        """Return what a method of the environment returns. Raises `Failure` for an error in it."""
         result = await self.process.call(method, *arguments, seconds=self.args.answer_seconds)
         if result.error is not None:
             raise Failure(result.error)
@@ -146,34 +134,3 @@ class EnvironmentEpisode:
 
 class Failure(Exception):
     """An error in the environment's process, in one line."""
-
-
-# ---- the built-in environment ----
-
-
-class Calculator:
-    """Calculator: answers `<calc>expression</calc>` with `expression=value`. A turn without a call
-    is the final answer.
-
-    Columns: `prompt`, `answer`. Reward: 1 if the last number of the final answer is `answer`."""
-
-    CALL = re.compile(r"<calc>([^<>]*)</calc>")
-
-    def reset(self, example: dict) -> list[Message]:
-        self.answer = to_number(str(example["answer"]))
-        prompt = example["prompt"]
-        return prompt if isinstance(prompt, list) else [dict(role="user", content=prompt)]
-
-    def step(self, completion: str) -> tuple[list[Message], float, bool]:
-        if "<calc>" in completion:
-            expression = (self.CALL.findall(completion) or [""])[-1].strip()
-            value, _ = arithmetic(expression)
-            content = f"{expression}={value}"
-            if value is None:
-                content = "error: <calc>numbers with + - * / ( )</calc>"
-            return [dict(role="tool", content=content)], 0.0, False
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
-        return [], float(bool(numbers) and to_number(numbers[-1]) == self.answer), True
-
-
-ENVIRONMENTS = dict(calculator=Calculator)

@@ -1,8 +1,7 @@
-"""Environments of a user's own, each in a process: they answer like built-in ones, and one that
-fails does not affect the others. tests/workers/ has the processes themselves."""
+"""Environments, each in a process: answers, rewards and errors of an episode, and one that fails
+does not affect the others. tests/workers/ has the processes themselves."""
 
 import asyncio
-import inspect
 import os
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from in_process import Args
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 from common.rollout.engine import empty_completion
-from common.rollout.environments import Calculator, Environments
+from common.rollout.environments import Environments
 
 # The model's turns are Python code; its value is the environment's answer.
 USER_FILE = """
@@ -92,32 +91,17 @@ def rewards(completion) -> list[float]:
 # ---- answers ----
 
 
-IMPORTS = """
-import re
-from common.rewards.arithmetic import arithmetic
-from common.rewards.functions import to_number
-Message = dict
-"""
-
-
-def test_environment_of_a_file_answers_like_a_built_in_one(tmp_path):
-    (tmp_path / "own.py").write_text(IMPORTS + inspect.getsource(Calculator))  # imports no torch
+def test_calculator_answers_and_rewards_each_turn():
     asked = [dict(role="user", content="2*3?")]
-    cases = [
+    calculators = make("calculator")
+    (first, said), (second, _), (third, _), (fourth, _) = played(
+        calculators,
         (dict(prompt="2*3?", answer=6, _prompt=asked), ["<calc>2*3</calc>", "<calc>", "so 6"]),
         (dict(prompt="2*3?", answer=5, _prompt=asked), ["6"]),
         (dict(prompt="2*3?", _prompt=asked), ["1", "2"]),
         (dict(prompt="other", answer=1, _prompt=asked), ["1"]),
-    ]
-    both = []
-    for name in ("calculator", f"{tmp_path}/own.py:Calculator"):
-        here_or_there = make(name)
-        both.append(played(here_or_there, *cases))
-        here_or_there.close()
-    for (here, said), (there, also_said) in zip(*both, strict=True):
-        assert said == also_said and rewards(here) == rewards(there)
-        assert here.error == there.error.partition(" (line")[0]  # of the user's file
-    (first, said), (second, _), (third, _), (fourth, _) = both[0]
+    )
+    calculators.close()
     assert rewards(first) == [0, 0, 1] and rewards(second) == [0]
     assert all(word in text for word, text in zip(("2*3=6", "error: "), said, strict=True))
     assert third.error == "reset: KeyError: 'answer'" and third.turn_rewards == []

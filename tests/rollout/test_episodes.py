@@ -20,8 +20,8 @@ from common.data.sample import Completion
 from common.data.tasks import TASKS
 from common.metrics.meter import Meter
 from common.rollout import episodes as module
+from common.rollout.calculator import Calculator
 from common.rollout.environments import (
-    Calculator,
     load_environment,
     prompt_maker_of_environment,
 )
