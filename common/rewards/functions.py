@@ -202,7 +202,7 @@ def value_of(text: str) -> Fraction | str:
         number = Fraction(f"{sign}1") * (int(whole or 0) + Fraction(int(top), int(bottom)))
     elif power := POWER_OF_TEN.fullmatch(text):
         number = Fraction(power[1].replace(",", "")) * Fraction(10) ** int(power[2])
-    elif text[-1:] not in "kKM":  # a variable
+    elif text[-1:] not in "kKM":  # there it is a variable
         number = to_number(text.replace(" ", "") if SPACED.fullmatch(text) else text)
     return re.sub(r"(?<!\d) | (?!\d)", "", text) if number is None else number
 

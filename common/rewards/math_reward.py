@@ -91,7 +91,7 @@ FORMS = [
         r"^(?=.*(?:\bcents?\b|¢))()|\bdollars?\b|\$",
     )
 ]
-TIME = re.compile(r"\d ?[ap]\.? ?m\.?$|\d:0\d", re.IGNORECASE)  # 3:10 may be a ratio
+TIME = re.compile(r"\d ?[ap]\.? ?m\.?$|\d:0\d", re.IGNORECASE)  # but 3:10 may be a ratio
 # names that math-verify reads
 NAMES = set("alpha beta gamma delta theta lambda sigma omega sqrt infinity sinh cosh".split())
 
@@ -155,7 +155,8 @@ WITH_WORDS = re.compile(
 PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth".split()
 PARTS = dict(zip(PARTS, (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | dict(halve=2)
 PARTS |= dict(hundredth=100, thousandth=1000)
-CHANGING = set("or to minus plus over squared cubed factorial below".split())  # the value
+# words that change the value of a number
+CHANGING = set("or to minus plus over squared cubed factorial below".split())
 SYMBOLS = {"∞": r"\infty ", "∅": r"\emptyset ", "∈": r"\in ", "√": r"\sqrt "}
 SYMBOLS |= {"·": r"\cdot ", "⋅": r"\cdot ", "°": ""}
 REWRITTEN = [

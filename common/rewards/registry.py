@@ -30,7 +30,7 @@ OTHERS = dict(
     ifeval="extras.graders.ifeval:ifeval",
     code="extras.code.scorer:passes",
     code_fraction="extras.code.scorer:fraction",
-)  # module and function, imported when they are named
+)  # a module is imported when its function is named
 BUILT_IN = (*REWARDS, *OTHERS)
 FORMS = ("by_row", "environment", "path/to/file.py:function", *(f"{k}PATH" for k in MODEL_KINDS))
 
@@ -80,7 +80,7 @@ def require_usable_row(name: str, function: Reward, row: dict) -> None:
     try:
         if hasattr(function, "check"):
             function.check(row)
-    except BaseException as error:  # perhaps a user's code, which may raise anything
+    except BaseException as error:  # it may be a user's, which may raise anything
         problem = distributed.first_line(error).removeprefix(f"{source}: ")
         raise ValueError(f"{source}: {problem} (--reward {name})") from error
 

@@ -53,7 +53,7 @@ class Rewards:
 
     def __init__(self, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device):
         """Load what `--reward` names: functions, and reward models, frozen and sharded over the
-        ranks. `rows`: of all prompts, checked by `row_check`.
+        ranks. `rows`: the data rows of all prompts, which `row_check` has checked.
 
         Raises `ValueError` for a name that is unknown or comes twice, a model that is no reward
         model or does not fit these prompts."""

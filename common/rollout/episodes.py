@@ -126,7 +126,7 @@ class Episodes:
     async def _go_on(self) -> None:
         """Let the coroutines run. While nothing is sampled, wait a moment for a request or an end
         of a completion."""
-        for _ in range(5):  # rounds of the loop from an agent's answer to its next request
+        for _ in range(5):  # an agent needs five rounds from an answer to its next request
             await asyncio.sleep(0)
         until = self.loop.time() + WAIT
         while self.prompts and not (self.engine.running or self.engine.new):

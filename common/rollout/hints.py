@@ -7,7 +7,7 @@ from common.data.filler import template_filler
 from common.data.messages import messages_field, text_field
 from common.data.packing import PackedBatch
 
-SAMPLED = ("sibling", "feedback")  # hints that are no column
+SAMPLED = ("sibling", "feedback")  # these hints are no columns
 
 
 def hint_filler(hint: str | None, template: str, rows: list[dict]) -> Callable[[dict], str]:

@@ -47,7 +47,7 @@ def load_prompts(args: OnlineArgs, tokenizer, max_length: int) -> tuple[Prompts,
     """Return the prompts of the training rows and of the held-out ones. A prompt and
     `--max_new_tokens` have at most `max_length` tokens. Raises `ValueError` naming the flag or the
     row."""
-    row_check(args)  # finds unknown names of rewards before anything slow
+    row_check(args)  # refuses unknown rewards before anything slow
     rows, held_out_rows = train_and_eval_rows(args)
     columns = prompt_columns(args, rows)
     encoder = Encoder(tokenizer, args)
@@ -75,7 +75,7 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
     `--prompt_template` or `--environment`, else one of `PROMPT_COLUMNS`; none with `--agent`, whose
     prompts are empty. Raises `ValueError` if the data has none."""
     if args.agent is not None:
-        partner_of(args).load(args.agent)  # before anything slow
+        partner_of(args).load(args.agent)  # refuses a bad file before anything slow
         return ()
     if args.environment is not None or args.prompt_template is not None:
         return ("_prompt",)
@@ -88,7 +88,7 @@ def encode_prompts(
     """Return the prompts of `rows`. Raises `ValueError` for a row that the template, the
     environment or a reward cannot use, and for a prompt of more than `room` tokens; `--on_bad_row
     skip` and `--overlong drop` leave such rows out, and at least one must be left."""
-    makers = {}  # by column: what makes its value from the others
+    makers = {}  # functions that make a column from the row, by its name
     if args.environment is not None:
         makers["_prompt"] = prompt_maker_of_environment(args)
     elif args.prompt_template is not None:
@@ -131,7 +131,7 @@ def encode_prompts(
 
 # ---- --prompt_template, with solved examples (few-shot) ----
 
-PLACE = ("_folder", "_source")  # of a row; files in several folders may have one name
+PLACE = ("_folder", "_source")  # identify a row: files in several folders may have one name
 
 
 def template_maker(args: SamplingArgs) -> Callable[[dict], str]:

@@ -79,7 +79,8 @@ class Sampler:
             self.step, self.before_step = step, self.state_dict()
         size = size or args.prompts_per_step
         steps_ahead = max(0, min(self.source.steps_ahead, total_steps - step - 1))
-        end = self.number + size + steps_ahead * args.prompts_per_step  # of the prompts in flight
+        # Prompts up to this number are in flight.
+        end = self.number + size + steps_ahead * args.prompts_per_step
         self.rows += self.order.draw(max(0, end - self.number - len(self.rows)))
         requests = []
         for number in range(self.next_to_begin, end):

@@ -35,7 +35,7 @@ class TransformersEngine(Engine):
     def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
         """Sample whole turns of the requests that come first."""
         first = sorted(self.running.items(), key=lambda item: item[1].priority)[:BATCH]
-        first.sort(key=lambda item: item[1].start)  # stable
+        first.sort(key=lambda item: item[1].start)  # a stable sort
         turns: list[tuple[str, SampledTurn]] = []
         for temperature in {request.temperature for _, request in first}:
             same = {name: x for name, x in first if x.temperature == temperature}
@@ -122,6 +122,6 @@ class _SeededSampler:
                 for generator in self.generators
             ]
             chosen = logprobs - torch.stack(noise).log()
-            chosen = chosen.masked_fill(logprobs == -torch.inf, -torch.inf)  # noise may be 0
+            chosen = chosen.masked_fill(logprobs == -torch.inf, -torch.inf)  # where the noise is 0
         self.logprobs.append(logprobs.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0])
         return chosen

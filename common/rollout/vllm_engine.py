@@ -122,7 +122,7 @@ class VLLMEngine(Engine):
         self.has_head = self.llm.collective_rpc(has_head)[0]
         engine = self.llm.llm_engine
         engine.set_weight_version(str(self.version))
-        engine.output_processor.tokenizer = self.tokenizer  # for stop strings
+        engine.output_processor.tokenizer = self.tokenizer  # finds stop strings
         if size > 1:
             self.group, _ = dist.new_subgroups(size, backend="gloo", timeout=distributed.DAY)
             self.group_rank = dist.get_rank() % size
@@ -138,7 +138,7 @@ class VLLMEngine(Engine):
         logging.getLogger("vllm").setLevel(logging.ERROR)
         if self.dtype == torch.float32:  # else vLLM's attention computes in tf32
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-        if self.device.type == "cpu":  # 1 GiB; the ranks share the cores
+        if self.device.type == "cpu":  # a cache of 1 GiB; the ranks share the cores
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
@@ -158,7 +158,7 @@ class VLLMEngine(Engine):
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
-        if self.dtype != torch.float32:  # as in the trainer: see token_logprobs
+        if self.dtype != torch.float32:  # the trainer does the same: see token_logprobs
             options["hf_overrides"] = dict(head_dtype="float32")
         if not on_cpu:
             options["enable_sleep_mode"] = True
@@ -263,7 +263,7 @@ class VLLMEngine(Engine):
     def sleep(self) -> None:
         if self.device.type != "cpu":  # vLLM's CPU worker cannot sleep
             while self.llm.llm_engine.engine_core.engine_core.batch_queue:
-                self.llm.llm_engine.step()  # computed ahead for turns that have ended
+                self.llm.llm_engine.step()  # drop what was computed ahead for ended turns
             self.llm.sleep(level=2)
 
     def close(self) -> None:

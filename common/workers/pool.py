@@ -204,7 +204,7 @@ class Pool:
         answer = asyncio.get_running_loop().create_future()
         self.waiting[answer] = arguments, seconds or self.seconds
         try:
-            await asyncio.sleep(0)  # the other calls of the group come
+            await asyncio.sleep(0)  # let the other calls of the group come
             async with self.free:
                 if futures := list(islice(self.waiting, self.together)):  # else another took it
                     calls, limits = zip(*map(self.waiting.pop, futures), strict=True)

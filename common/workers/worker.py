@@ -43,7 +43,7 @@ class Result(NamedTuple):
 def serve(control: int, parent: int, target: str, argument: str, shared: bool) -> None:
     """Fork a worker for each connection that the parent sends through `control`. When the parent
     closes it or dies, end with all workers and their children."""
-    end_with(parent, signal.SIGKILL)  # SIGKILL, because the target may hang while it loads
+    end_with(parent, signal.SIGKILL)  # the target may hang while it loads
     orders = socket.socket(fileno=control)
     orders.set_inheritable(False)
     if shared:
@@ -68,7 +68,7 @@ def serve(control: int, parent: int, target: str, argument: str, shared: bool) -
         while (workers := running(workers)) and time.monotonic() < until:
             time.sleep(0.01)
     finally:
-        for pid in workers:  # where `children` knows none
+        for pid in workers:  # not Linux: `children` finds none
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         while kill_children(set()):
@@ -109,7 +109,7 @@ def work(connection: socket.socket, target: str, argument: str) -> None:
     reply(connection, os.getpid())
     file = os.path.abspath(target.rpartition(":")[0])
     stream = connection.makefile("rb")
-    loop = asyncio.new_event_loop()  # a single one: clients in the user's file are bound to it
+    loop = asyncio.new_event_loop()  # only one, since clients in the user's file are bound to it
     asyncio.set_event_loop(loop)
     worker = os.getpid()
     instance = None
@@ -130,7 +130,7 @@ def work(connection: socket.socket, target: str, argument: str) -> None:
                 result = (loop.run_until_complete(together(function, arguments, seconds, file)),)
             else:
                 result = ([(function(*call),) for call in arguments],)
-        except BaseException as error:  # also SystemExit, and time-out exceptions of libraries
+        except BaseException as error:  # SystemExit and time-outs of libraries too
             result = None, one_line(error, file)
         if os.getpid() != worker:  # a child that the function forked: only its parent answers
             return
