@@ -122,6 +122,6 @@ class _SeededSampler:
                 for generator in self.generators
             ]
             chosen = logprobs - torch.stack(noise).log()
-            chosen = chosen.masked_fill(logprobs == -torch.inf, -torch.inf)  # also if the noise is 0
+            chosen = chosen.masked_fill(logprobs == -torch.inf, -torch.inf)  # even if noise is 0
         self.logprobs.append(logprobs.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0])
         return chosen
