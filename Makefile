@@ -19,11 +19,11 @@ course-base: .venv/installed  # the models of course/lessons, besides the built-
 	$(BIN)/python course/lessons/rows.py
 	printf '%s\n' splits chains | OMP_NUM_THREADS=1 xargs -P 2 -I {} $(BIN)/python sft.py --config configs/course_{}.yaml
 
-# Two files at a time, in the order of tests/in_process.py. OPTIONS are pytest's.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two files at a time, as tests/warm.py divides them. OPTIONS are pytest's.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 FIELD := tests/field $(wildcard extras/*/tests/test_field.py)
 COURSE := course/tests $(wildcard extras/*/tests/test_view.py extras/*/tests/test_lesson.py)
-LEFT_OUT := $(COURSE) $(FIELD)
+LEFT_OUT := $(COURSE) $(FIELD) tests/gpu
 
 # The promises of the README: tests/ in a copy of the project without extras/, then the tests of each extra.
 test: test-core test-extras

@@ -1,15 +1,16 @@
 """The process that ranks are forked from: it has imported what scripts import, see preload.py. The
-workers of pytest-xdist share that of their controller."""
+controller of pytest-xdist starts it for all workers."""
 
 import multiprocessing
 import os
+import re
 import sys
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from unittest import mock
 
-from bench.fault_cases.shim import shim
+import pytest
 
 SHARED = "ONEFILE_FORK_SERVER"  # variable with the address of the controller's
 
@@ -20,17 +21,10 @@ def start() -> None:
     # vLLM reads its variables at its import, and not again in a rank.
     variables = dict(
         OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=str(Path(__file__).parent),
-        LD_PRELOAD=shim(), VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
     )  # fmt: skip
     with mock.patch.dict(os.environ, variables):
         forkserver.ensure_running()
-
-
-def share() -> None:
-    """Start the process for all processes that this one starts."""
-    if sys.version_info < (3, 14):  # which asks for a key
-        start()
-        os.environ[SHARED] = forkserver._forkserver._forkserver_address
 
 
 def context() -> BaseContext:
@@ -43,3 +37,26 @@ def context() -> BaseContext:
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
         server.ensure_running = lambda: None
     return multiprocessing.get_context("forkserver")
+
+
+# ---- hooks of the controller ----
+
+
+def pytest_configure() -> None:
+    if sys.version_info < (3, 14):  # which asks for a key
+        start()
+        os.environ[SHARED] = forkserver._forkserver._forkserver_address
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give each file to one worker, and all tests of vLLM's engine, which takes seconds to start,
+    to the same."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            return "vllm" if re.search(r"[\[-]vllm\b", test) else file
+
+    config.option.loadscopereorder = False  # the order of in_process.py
+    return Scheduling(config, log)

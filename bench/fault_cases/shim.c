@@ -147,14 +147,8 @@ int clock_gettime(clockid_t clock, struct timespec *time) {
 }
 
 // A thread of gloo reports that a collective is done, and later frees its tensors: with FAULTS_LATE_GLOO=N 2 to N
-// milliseconds later, after faults_hold_gloo() when faults_free_gloo() is called, or after 10 seconds.
+// milliseconds later.
 static __thread int of_gloo;
-static volatile int held;
-
-void faults_hold_gloo(void) { held = 1; }
-
-// Called by Python through PyDLL, it keeps the interpreter while those threads ask for it.
-void faults_free_gloo(int milliseconds) { held = 0, usleep(1000 * milliseconds); }
 
 int pthread_setname_np(pthread_t thread, const char *name) {
   if (thread == pthread_self() && !strcmp(name, "pt_gloo_runloop")) of_gloo = 1;
@@ -169,6 +163,5 @@ int pthread_cond_broadcast(pthread_cond_t *condition) {
   if (!of_gloo) return code;
   const char *late = getenv("FAULTS_LATE_GLOO");
   if (late) usleep(2000 + rand() % (1000 * (atoi(late) - 2) + 1));
-  for (int i = 0; held && i < 10000; i++) usleep(1000);
   return code;
 }

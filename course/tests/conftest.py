@@ -4,9 +4,6 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        import warm
-
-        return warm.share()  # the controller of xdist runs no test
-    for plugin in ("in_process", "engines"):
+    is_worker = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    for plugin in ("in_process", "engines") if is_worker else ("warm",):
         config.pluginmanager.import_plugin(plugin)  # does nothing the second time

@@ -4,24 +4,21 @@ all its parts, and a process ends with its exit code and at most one line."""
 import errno
 import os
 import runpy
-import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import ROOT, ended, run, start
+from helpers import ROOT, run
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from bench.fault_cases.shim import shim
 from common.parallel import distributed, process
 
-RANK = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import os, signal
+RANK = """
+import os, signal, sys
 from pathlib import Path
 import torch
 from common.parallel import distributed, process
@@ -39,7 +36,7 @@ seen = dict(
     sum=distributed.all_sum(rank + 0.5).item(), whole=distributed.all_sum(rank + 1).item(),
     max=distributed.all_max(torch.tensor([rank, -rank])).tolist(),
     objects=distributed.gather_objects(dict(rank=rank)),
-    dict=distributed.gather_dict({{rank: "x" * rank}}),
+    dict=distributed.gather_dict({rank: "x" * rank}),
     # two draws of one prompt are two rows, also with equal numbers
     rows=distributed.gather_rows(torch.tensor([[0.0], [rank]]), [rank, 3 - rank]).tolist(),
     none=distributed.gather_rows(torch.ones(rank, 1), range(rank)).tolist(),
@@ -69,8 +66,7 @@ distributed.cleanup()
 
 @pytest.mark.slow
 def test_two_ranks_agree_on_reductions_stops_and_errors(tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    done = run(2, tmp_path / "rank.py", tmp_path / "machines")
+    done = run(2, RANK, tmp_path / "machines")
     seen = eval(done.stdout.strip().splitlines()[-1])
     assert seen["mine"] == 0.5  # a sum does not overwrite its argument
     assert (seen["sum"], seen["whole"], seen["max"], seen["world"]) == (2.0, 3, [1, 0], (2, 2))
@@ -101,18 +97,6 @@ def test_folded_seed_depends_on_every_part_and_their_order():
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**32 for seed in seeds)
     # It must stay constant: resumed runs depend on it.
     assert distributed.fold_seed(1, 2, 3) == 3922471037
-
-
-def test_second_signal_ends_the_process(monkeypatch):
-    monkeypatch.setattr(process, "stop_signalled", False)
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        process.note_signals()
-        signal.raise_signal(signal.SIGTERM)
-        assert process.stop_signalled and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 LOST = "[gloo/transport/tcp/pair.cc:537] Read error: No route to host"
@@ -188,34 +172,29 @@ def test_error_controls_no_terminal(capfd):
     assert code == 1 and "Traceback" in shown and "\x1b" not in shown and "\u202e" not in shown
 
 
-LEAVING = f"""
-import atexit, ctypes, os, sys, threading
-shim = ctypes.PyDLL(None)
-if hold := hasattr(shim, "faults_free_gloo"):
-    atexit.register(shim.faults_free_gloo, 100)  # the last hook: Python finalizes next
-sys.path.insert(0, {str(ROOT)!r})
-from common.parallel import distributed
+LEAVING = """
+import atexit, threading
+from common.parallel.process import end_process
 
-distributed.setup(0)
-group = distributed.dist.group.WORLD  # as models keep it
-if hold:
-    shim.faults_hold_gloo()
-distributed.cleanup()
+class Kept:
+    def __del__(self):
+        print("finalized")
+
+kept = Kept()
 atexit.register(print, "first hook")
 atexit.register(print, "second hook")
 threading.Timer(0.01, print, ["thread"]).start()
 print("end", end=" ")
-distributed.end_process()
+end_process()
 """
 
 
-def test_process_ends_well_while_a_thread_of_gloo_is_late(tmp_path):
-    """After its threads and exit hooks, in the order of Python. A late thread frees its tensor when
-    the last hook has begun: Python without `leave` kills it, and the process aborts."""
-    (tmp_path / "rank.py").write_text(LEAVING)
-    done = ended(start(1, tmp_path / "rank.py", LD_PRELOAD=shim()))
-    said = "end thread\nsecond hook\nfirst hook\n"
-    assert (done.returncode, done.stdout) == (0, said), done.stderr
+def test_process_ends_after_its_threads_and_hooks_without_finalization():
+    """Python would free what is left, which a thread of gloo may do too: the process aborts."""
+    line = [sys.executable, "-c", LEAVING]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "end thread\nsecond hook\nfirst hook\n"
 
 
 def test_program_that_runs_a_script_ends_the_process(tmp_path):
