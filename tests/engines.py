@@ -42,10 +42,8 @@ def engine(request, engines, device) -> Engine:
     if kind == "vllm":
         pytest.importorskip("vllm")
     if kind not in engines:
-        tokenizer, args = (
-            load_tokenizer(path),
-            Args(dtype="float32", engine=kind, max_new_tokens=NEW_TOKENS),
-        )
+        tokenizer = load_tokenizer(path)
+        args = Args(dtype="float32", engine=kind, max_new_tokens=NEW_TOKENS)
         with mock.patch.dict(os.environ, RANK_0_OF_1):
             engines[kind] = make_engine(path, args, tokenizer, device)
     return engines[kind]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from subprocess import PIPE
 from types import ModuleType
@@ -29,14 +29,10 @@ from common.data.sample import Completion, Sample
 from common.model.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = next((f / "shared" for f in ROOT.parents if (f / "shared").is_dir()), ROOT)
-GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl"
 SIGNAL_AT = ROOT / "tests" / "signal_at.py"
-EACH_STEP = ROOT / "tests" / "each_step.py"
 PATIENCE = 600  # seconds after which a process counts as hanging; no test depends on less
 BAD_ENDS = ("CUDA Error", "Traceback", "Aborted", "terminate called", "pure virtual")
 os.fsync = lambda _: None  # a disk takes a fifth of a short run; arm.py of the faults undoes it
-needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not here")
 
 
 def environment(**variables: object) -> dict[str, str]:
@@ -169,11 +165,14 @@ def run_and_kill(
 
 
 class Ranks:
-    """Ranks of a script without the start-up of torchrun. As a context manager, it terminates all
-    of them on exit."""
+    """Ranks of a script, or of the text of one, without the start-up of torchrun. As a context
+    manager, it terminates all of them on exit."""
 
     def __init__(self, ranks: int, script: str | Path, *flags: object):
-        self.folder, words = tempfile.TemporaryDirectory(), [str(script), *last(flags)]
+        self.folder = tempfile.TemporaryDirectory()
+        if "\n" in str(script):
+            script = write(Path(self.folder.name, "program.py"), str(script))
+        words = [str(script), *last(flags)]
         self.store = torch.distributed.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
@@ -256,9 +255,7 @@ def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
     except SystemExit:
         raise
-    except (
-        BaseException
-    ):  # multiprocessing would report the exception itself; a script has its own hook
+    except BaseException:  # multiprocessing would report it itself; a script has its own hook
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 
@@ -282,7 +279,21 @@ def samples_of(mb: PackedBatch) -> list[Sample]:
     return [mb.sent[index] for index in mb.index_N.tolist()]
 
 
-# ---- outputs of a run ----
+# ---- data, and outputs of a run ----
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> Path:
+    """Write a file of JSON lines and return its path."""
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -296,7 +307,7 @@ def metrics(folder: Path) -> list[dict]:
 
 def samples(folder: Path, step: int | None = None) -> list[dict]:
     """Return the samples that a run logged, or those of one step."""
-    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    lines = read_rows(folder / "samples.jsonl")
     return [line for line in lines if step in (None, line["step"])]
 
 

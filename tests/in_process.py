@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import last
+from helpers import last, write_rows
 from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -76,7 +76,9 @@ def main(device) -> Callable[..., None]:
             mock.patch.object(distributed, "cleanup", lambda: None),
             mock.patch.object(process, "note_signals", lambda: None),
             mock.patch.object(RunLogger, "draw_curves", lambda _: None),  # see preload.py
+            mock.patch("common.evaluate.checkpoint_curve.draw_curves"),
             mock.patch.object(run, "SAMPLES_EVERY", 1),
+            mock.patch.object(run, "CHECK_EVERY", 1),
         ):
             module.main(parse(module.Args, last(flags)))
 
@@ -88,8 +90,7 @@ def sums(tmp_path_factory) -> Path:
     """File with the first rows of the built-in task: encoding all of them takes a second on each
     rank."""
     path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:160]))
-    return path
+    return write_rows(path, arithmetic_rows("train")[:160])
 
 
 @pytest.fixture(scope="session")
@@ -116,8 +117,7 @@ def pairs(tmp_path_factory) -> Path:
              rejected=words(rng, rng.randint(1, 30) if i % 3 else 1), margin=i % 3)
         for i in range(40)
     ]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture(scope="session")

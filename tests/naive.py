@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 logprob = st.floats(-8, -1e-3)
 advantage = st.floats(-5, 5) | st.sampled_from([0.0, 1.0, -1.0])
-rows = st.lists(
-    st.tuples(logprob, logprob, advantage), min_size=1, max_size=8
-)  # new, old, advantage
+# new, old, advantage
+rows = st.lists(st.tuples(logprob, logprob, advantage), min_size=1, max_size=8)
 
 
 def columns(rows):

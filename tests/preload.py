@@ -35,7 +35,7 @@ scripts = {path.stem: importlib.import_module(path.stem) for path in ROOT.glob("
 parse(scripts["sft"].Args, ["--model", "m", "--dataset", "d"])
 # half the time of a short run; tests/metrics and tests/train draw
 RunLogger.draw_curves = lambda _: None
-run.SAMPLES_EVERY = 1  # tests compare the samples of each step
+run.SAMPLES_EVERY = run.CHECK_EVERY = 1  # samples of each step, and engine = trainer
 for name in [*LATER.split(), *([] if torch.cuda.is_available() else VLLM.split())]:
     importlib.import_module(name)
 if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of an engine's start
@@ -43,13 +43,9 @@ if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of 
         vllm.current_platform.register_triton_kernel_overrides()
     type(vllm.current_platform).register_triton_kernel_overrides = lambda _: None
     sys.modules["vllm.logger"].configure_logging(sys.modules["vllm.config.logging"].LoggingConfig())
-    vllm.CPUWorker.determine_available_memory = lambda _: (
-        1 << 27
-    )  # bytes of zeros, instead of a GiB
-if registry := sys.modules.get(
-    "vllm.model_executor.models.registry"
-):  # else a new interpreter inspects a class
-    registry._run_in_subprocess = lambda inspect: inspect()
+    vllm.CPUWorker.determine_available_memory = lambda _: 1 << 27  # zeros, instead of a GiB
+    # else a new interpreter inspects a class
+    sys.modules["vllm.model_executor.models.registry"]._run_in_subprocess = lambda f: f()
 conversions.get_checkpoint_conversion_mapping("qwen3")  # it makes the mappings of all models
 gc.freeze()  # collections in the ranks skip them
 unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # an engine's shutdown would undo it

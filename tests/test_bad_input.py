@@ -4,15 +4,13 @@ column; exit code 2.
 The tests of common/ cover its errors; this file covers the scripts and the output of whole runs."""
 
 import importlib
-import json
 import os
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE, run
-from in_process import Args
+from helpers import run, write_rows
 
 import distill
 import dpo
@@ -23,12 +21,9 @@ from common.config.parse import parse
 from common.data.encode import Encoder
 from common.data.load import encode_all
 from common.data.rows import SFT_COLUMNS, load_rows, require_columns
-from common.data.sample import Completion
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
-from common.rewards.registry import row_check
-from common.rewards.total import Rewards
 
 
 def the_error(stderr: str) -> str:
@@ -39,56 +34,41 @@ def the_error(stderr: str) -> str:
     return line.removeprefix("error: ")
 
 
-# ---- rules of one script; those of shared flags are in tests/config ----
+# ---- rules of one script; tests/config has those of shared flags, and flags without effect ----
 
 FLAG_ERRORS = """
 sft --max_length 9000 -> --max_length 9000: a sequence must fit in --pack_tokens 8192
 sft --batch_size 7 -> --batch_size 7 must be a multiple of the number of training ranks (2)
-sft --samples_per_prompt 2 -> unknown flag --samples_per_prompt
 sft --model x --streaming true --eval_every 0 -> the number of rows is unknown; set --max_steps
 sft --streaming true --max_steps 3 -> sets no rows aside; name an --eval_dataset, or set --eval_ev
 sft --streaming true --max_steps 3 --eval_every 0 --dataset a:1 b:2 -> omit the weights
 dpo --max_length 4098 -> --max_length 4098: 2 sequences must fit in --pack_tokens 8192
-dpo --loss simpo --reference_model x -> --reference_model x has no effect with --loss simpo
-online_dpo --loss simpo --f_divergence js -> --f_divergence js has no effect with --loss simpo
-kto --loss sigmoid -> --loss sigmoid must be 'kto' or 'apo_zero_unpaired'
 grpo --prompts_per_step 7 -> --prompts_per_step 7 must be a multiple of the number of training ra
-grpo --clip_high 1e308 -> --clip_high 1e308 must be finite in float32
 grpo --rubric a -> --rubric a has no effect with --reward exact_match
 grpo --reward judge:x --rubric ' ' -> --rubric: a criterion is empty
 reinforce --reward rank:x --samples_per_prompt 1 -> needs --samples_per_prompt 2 or more
-grpo --chat_template x --prompt_format plain -> --chat_template x has no effect with --prompt_for
 grpo --old_logprobs engine -> --correction must be none with --old_logprobs engine
 grpo --loss gspo -> --loss gspo --reduction token: a loss by completion needs sequence
 grpo --preset gspo --correction token -> --correction token: a completion has one weight; use seq
-grpo --loss cispo --clip_low 0.1 -> --clip_low 0.1 has no effect with --loss cispo
 grpo --preset gspo --clip_high 0.28 -> --clip_high 0.28 contradicts --preset gspo, which sets 0.0004
-grpo --preset dapoo -> --preset dapoo must be 'grpo', 'dr_grpo', 'maxrl'
 reinforce --samples_per_prompt 1 --advantage leave_one_out -> set --samples_per_prompt above 1
-reinforce --beta 0 --kl_in loss -> --kl_in loss has no effect with --beta 0
 rloo --correction token -> --correction token: a completion has one weight
 ppo --prompts_per_step 6 --minibatches 4 -> --prompts_per_step 6 must be a multiple of --minibatch
 ppo --value_warmup_steps 5 --max_steps 5 -> --value_warmup_steps 5 must be below --max_steps
-distill --loss cispo -> --loss cispo has no effect with --estimator full
-distill --estimator sampled --top_k 5 -> --top_k 5 has no effect with --estimator sampled
 distill --estimator sampled --on_policy_fraction 0.5 -> sampled is for the student's own samples
-distill --sft_weight 0.5 -> --sft_weight 0.5 has no effect with --on_policy_fraction 1
 distill --teacher a b -> --teacher a b: several need --teacher_column
 distill --teacher a --teacher_column x -> --teacher_column x has no effect without several --teac
 distill --teacher_logprobs stored --top_k 5 -> --teacher_logprobs stored needs --on_policy_fracti
 distill --reward --on_policy_fraction 0 --rollout_ranks 1 -> --rollout_ranks 1 has no effect with
 distill --on_policy_fraction 0.001 -> of --prompts_per_step 256 is 0; use
-distill --missing_eos_penalty 1 -> --missing_eos_penalty has no effect here
 self_distill --hint feedback --reward -> --hint feedback needs --reward
 self_distill --hint sibling --samples_per_prompt 1 -> --hint sibling needs --samples_per_prompt
 self_distill --hint_template {prompt} -> --hint_template '{prompt}': {hint} is missing
-self_distill --share_prefix 8 -> --share_prefix 8 has no effect here
 self_distill --context_ranks 2 -> --context_ranks 2 has no effect
 bok --samples_per_prompt 4 --keep 4 -> --keep 4 must be at most 3, below --samples_per_prompt
 bok --rollout_ranks 1 --tensor_parallel_size 2 -> --tensor_parallel_size 2 must divide the 1 gen
 eval --vision train -> --vision train: eval.py trains nothing; use frozen
 eval --reward_model rank:x -> --reward_model rank:x compares two models; set --against
-eval --lr 1 -> unknown flag --lr
 """.strip().splitlines()
 FLAG_ERRORS.append(
     "distill --teacher a b --teacher_column x --teacher_logprobs stored --on_policy_fraction 0"
@@ -144,7 +124,7 @@ USER, ANSWER = dict(role="user", content="1+1="), dict(role="assistant", content
 def test_bad_row_is_refused_by_name(bad, words, tokenizer, tmp_path):
     good = dict(messages=[USER, ANSWER]) if "messages" in bad else GOOD
     path = tmp_path / "deep.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*[good] * 298, bad, good]))
+    write_rows(path, [*[good] * 298, bad, good])
     args = sft.Args(max_length=2048)
     rows = load_rows("--dataset", str(path), "train", args)
     columns = require_columns("--dataset", rows, SFT_COLUMNS)
@@ -195,13 +175,6 @@ def encoded(script, rows: list[dict], columns: tuple[str, ...], tokenizer, **fla
     return args, *encode_all(script.encode_row, rows, columns, Encoder(tokenizer, args), args)
 
 
-@pytest.mark.parametrize("script", [dpo, kto, rm])
-def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
-    rows = [PAIR, dict(prompt="2+1=", chosen="2", rejected="2"), dict(PAIR, prompt="3+1=")]
-    _, found, counts = encoded(script, rows, tuple(PAIR), tokenizer)
-    assert len(found) == 2 and counts == {"with chosen = rejected, dropped": 1}
-
-
 KTO = ("prompt", "completion", "label")
 
 
@@ -234,75 +207,6 @@ def test_bad_margins_are_refused(margin, tokenizer):
             encoded(rm, [PAIR | row for row in rows], (*PAIR, "margin"), tokenizer)
 
 
-# ---- rewards ----
-
-REWARD_FILE = """
-import random
-
-def half(completion, row):
-    if row["number"] % 2:
-        raise KeyError("odd\\nsecond line")
-    return 1.0
-
-def leaves(completion, row): raise SystemExit(0)
-def wrong(completion, row): return [1]
-def forever(completion, row):
-    while True: pass
-def infinite(completion, row): return float("inf")
-"""
-
-
-def test_missing_reward_column_is_refused():
-    row = dict(answer=None, prompt="a", _source="a:2")
-    words = "a:2: --reward exact_match reads column answer; the row has prompt$"
-    with pytest.raises(ValueError, match=words):
-        row_check(Args())(row)
-
-
-@pytest.mark.parametrize(
-    ("function", "limit", "words"),
-    [
-        (
-            "half",
-            0.4,
-            "2 of 4 rewards could not be computed (--max_reward_errors 0.4); the first: "
-            "half on a:1: KeyError",
-        ),
-        ("leaves", 0.9, "4 of 4 rewards could not be computed"),
-        ("wrong", 0.9, "the first: wrong on a:0: TypeError"),
-        ("forever", 0.9, "4 of 4 rewards could not be computed"),
-        ("infinite", 0.9, "the first: infinite on a:0: returned inf"),
-        ("half", 0.5, None),
-    ],
-)
-def test_reward_errors_above_the_limit_raise(function, limit, words, tmp_path):
-    from common.metrics.meter import Meter
-
-    (tmp_path / "rewards.py").write_text(REWARD_FILE)
-    rows = [dict(number=i, _source=f"a:{i}") for i in range(4)]
-    groups = [[Completion(ids=[0], loss_mask=[True], row=row)] for row in rows]
-    timeout = 0.3 if function == "forever" else PATIENCE
-    args = Args(
-        reward=(f"{tmp_path}/rewards.py:{function}",),
-        max_reward_errors=limit,
-        reward_timeout=timeout,
-    )
-    rewards, meter = Rewards(args, rows, None, None), Meter()
-    if words is None:
-        total_PG, _, _ = rewards(groups, meter)
-        assert (
-            total_PG.isnan().flatten().tolist() == [False, True, False, True]
-            and total_PG.nansum() == 2
-        )
-        return
-    with pytest.raises(RunError) as error:
-        rewards(groups, meter)
-    metrics = meter.reduce()
-    assert metrics["reward/error_fraction"] == (0.5 if function == "half" else 1.0)
-    assert metrics["reward/timeout_fraction"] == float(function == "forever")
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
 # ---- whole runs ----
 
 FLAGS = ["--batch_size", 4, "--eval_every", 0]
@@ -316,7 +220,7 @@ def one_error(ranks: int, script: str, *flags) -> str:
 @pytest.mark.slow
 def test_two_ranks_name_a_bad_row_once(tmp_path):
     rows = [GOOD] * 299 + [dict(prompt="1+1=")]
-    (tmp_path / "deep.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "deep.jsonl", rows)
     flags = ["--dataset", tmp_path / "deep.jsonl", "--output_dir", tmp_path / "run"]
     assert one_error(2, "sft.py", *FLAGS, *flags) == "deep.jsonl:300: column completion is missing"
 
@@ -343,13 +247,11 @@ def test_two_ranks_refuse_truncated_weights(tmp_path):
 
 def few_rows(folder) -> Path:
     """Write twelve questions in a form that every script of supervised learning accepts."""
-    path = folder / "rows.jsonl"
     rows = [
         dict(prompt=f"{n}+1=", completion=f"{n + 1}", chosen=f"{n + 1}", rejected="0")
         for n in range(10, 22)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 def test_diverging_run_stops_before_the_optimizer_step(main, tmp_path):
@@ -369,10 +271,8 @@ def test_failing_rewards_stop_two_ranks(tmp_path):
         "--output_dir", tmp_path / "run",
     ]  # fmt: skip
     error = one_error(2, "grpo.py", *flags)
-    assert (
-        "4 of 4 rewards could not be computed (--max_reward_errors 0.1); the first: "
-        "fails on rows.jsonl" in error
-    )
+    problem = "4 of 4 rewards could not be computed (--max_reward_errors 0.1)"
+    assert f"{problem}; the first: fails on rows.jsonl" in error
 
 
 NONE_LEFT = "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)"

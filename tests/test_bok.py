@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, metrics, run, samples
+from helpers import ROOT, metrics, read_rows, run, samples, write_rows
 from in_process import REWARD, talkative
 
 from bok import Args, best, loss
-from common.data.sample import Completion
-from common.evaluate.completions_file import make_lines, read_completions, restored
-from common.model.hub import load_tokenizer
-from common.model.tiny import tiny_model
-from common.rewards.thoughts import Thoughts
-from common.rollout.prompts import Prompts
 
 NAN = math.nan
 
@@ -50,7 +44,7 @@ def test_loss_is_the_mean_over_the_tokens_of_the_global_minibatch():
 def test_one_round_with_eval_and_sft_is_that_of_the_page(small, main, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [dict(prompt=f"{100 + i}+7=", answer=str(107 + i)) for i in range(12)]
-    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path("prompts.jsonl"), rows)
     Path("reward.py").write_text(REWARD)
     model = (*small[:2], "--prompt_format", "plain")
     flags = (
@@ -60,7 +54,7 @@ def test_one_round_with_eval_and_sft_is_that_of_the_page(small, main, tmp_path, 
     main("eval", *model, *flags, "--output_dir", "runs/raft")
     page = (ROOT / "docs/bok.md").read_text()
     exec(re.search("```python\n(.*?)```", page, re.DOTALL)[1], {})
-    best = [json.loads(line) for line in Path("best.jsonl").read_text().splitlines()]
+    best = read_rows(Path("best.jsonl"))
     lines = map(json.loads, Path("runs/raft/completions.jsonl").read_text().splitlines())
     for row, chosen, line in zip(rows, best, lines, strict=True):
         sampled = [c for c in line["completions"] if not c["greedy"]]
@@ -71,50 +65,6 @@ def test_one_round_with_eval_and_sft_is_that_of_the_page(small, main, tmp_path, 
 
 
 # ---- environments ----
-
-
-def test_episodes_are_stored_as_sampled(device, tmp_path):
-    """A sample read from the file equals the one written, including a missing reward."""
-    tokenizer, ids = load_tokenizer(tiny_model()), [7, 8, 9]
-    prompts = Prompts([ids], [dict(_source="rows:1")])
-
-    def episode(completion: list[int], mask: list[int], **fields) -> Completion:
-        return Completion(
-            ids + completion, [False] * 3 + [bool(m) for m in mask], prompt_length=3,
-            row=prompts.rows[0], text="9", rollout_logprobs=[0.0] * 3 + [-0.1 * m for m in mask],
-            versions=[-1] * 3 + [m - 1 for m in mask], transcript=tokenizer.decode(completion),
-            **fields,
-        )  # fmt: skip
-
-    group = [
-        episode(
-            [4, 5, 6, 7],
-            [1, 0, 0, 1],
-            finish_reason="stop",
-            turns=2,
-            turn_rewards=[(3, 0.5), (6, 1.0)],
-        ),
-        episode([4, 5], [1, 1], finish_reason="length"),
-        episode([6], [1], finish_reason="stop", error="step 1: ValueError: no"),
-    ]
-
-    class Rewarded:
-        thoughts = Thoughts(tokenizer, cut=True)
-
-        def __call__(self, groups, meter):
-            rewards_PG = torch.tensor([[1.5, 0.0, NAN]], dtype=torch.float64)
-            return rewards_PG, dict(environment=rewards_PG), {}
-
-        def first(self, parts):
-            return parts["environment"]
-
-    (line,) = make_lines([group], Rewarded(), greedy=False)
-    (tmp_path / "c.jsonl").write_text(json.dumps(line) + "\n")
-    lines = read_completions("--output_dir", tmp_path / "c.jsonl", prompts, tokenizer, own=True)
-    assert lines[0]["completions"][2]["reward"] is None
-    names = ("ids", "loss_mask", "text", "finish_reason", "turns", "turn_rewards", "error")
-    for stored, sampled in zip(*restored(lines, prompts), group, strict=True):
-        assert all(getattr(stored, name) == getattr(sampled, name) for name in names)
 
 
 AGAIN = """
@@ -130,9 +80,8 @@ class Again:
 @pytest.mark.slow
 def test_episodes_are_trained(small, main, tmp_path):
     """They have several turns, and engine and trainer agree on them."""
-    rows = [dict(prompt="?") for _ in range(8)]
     (tmp_path / "again.py").write_text(AGAIN)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", [dict(prompt="?")] * 8)
     flags = (
         "--model", talkative(tmp_path / "model", small[1]), "--dataset", tmp_path / "rows.jsonl",
         "--environment", f"{tmp_path}/again.py:Again", "--reward", "environment",

@@ -23,7 +23,7 @@ LESS = {  # than in the recipes
 
 
 @pytest.mark.parametrize("learns", [False, pytest.param(True, marks=pytest.mark.curve)])
-def test_demo_trains_by_sft_and_then_by_grpo(learns, main, tmp_path, monkeypatch, capsys):
+def test_demo_trains_by_sft_and_then_by_grpo(learns, main, sums, tmp_path, monkeypatch, capsys):
     """demo.py runs unchanged except for its launches, from the tiny model with two of its four
     layers."""
     model, out = shutil.copytree(tiny_model(), tmp_path / "model"), tmp_path / "demo"
@@ -39,7 +39,7 @@ def test_demo_trains_by_sft_and_then_by_grpo(learns, main, tmp_path, monkeypatch
         if learns:
             run(1, script, *flags, *LESS[script].split(), *places)
         else:
-            main(name, *flags, *SHORT[script].split(), *places)
+            main(name, *flags, *SHORT[script].split(), "--dataset", sums, *places)
 
     monkeypatch.setattr(demo, "OUT", out)
     monkeypatch.setattr(demo, "train", train)

@@ -7,19 +7,16 @@ import shutil
 
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics
+from helpers import metrics, read_rows, write_rows
 from in_process import REWARD, write_teacher
 
 import distill
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
-from common.data.sample import Completion
-from common.metrics.meter import Meter
 from common.model.distill import Comparison, Teacher
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts
 
 SAME = (
@@ -105,25 +102,12 @@ SAMPLED = "--divergence reverse_kl --estimator sampled --on_policy_fraction 1".s
 @pytest.fixture(scope="module")
 def domains(sums, tmp_path_factory):
     """Rows of `sums` of two domains, some of which are rare."""
-    rows = [json.loads(line) for line in sums.read_text().splitlines()]
+    rows = read_rows(sums)
     for i, row in enumerate(rows):
         row["domain"] = "rare" if i % 5 == 0 else "usual"
     file = tmp_path_factory.mktemp("domains") / "sums.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     return ("--dataset", file, "--teacher_column", "domain")
-
-
-@pytest.mark.slow
-def test_top_k_of_the_whole_vocabulary_equals_the_full_divergence(main, flags, tmp_path):
-    flags = (*flags, "--max_steps", 1, "--epochs_per_rollout", 1, "--minibatches", 1)
-    for top_k in (0, 356, 1):
-        main("distill", *flags, "--top_k", top_k, "--output_dir", tmp_path / str(top_k))
-    names = [name for name in SAME if name != "epoch"]
-    assert_close_metrics(tmp_path / "0", tmp_path / "356", (*names, "teacher_mass"), rel=1e-5)
-    (whole,), (top,) = metrics(tmp_path / "0"), metrics(tmp_path / "1")
-    assert whole["teacher_mass"] == pytest.approx(1) and 0.1 < top["teacher_mass"] < 0.9999
-    assert top["loss"] < whole["loss"] and top["reverse_kl"] < whole["reverse_kl"]
-    assert top["teacher_entropy"] == pytest.approx(whole["teacher_entropy"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -154,9 +138,8 @@ def test_held_out_rows_without_completions_have_no_eval_loss(main, flags, tmp_pa
     data += ("--max_steps", 1)
     main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "run")
     assert "no eval_loss: the held-out rows have no completions" in capsys.readouterr().out
-    assert all(
-        "eval_loss" not in line and "eval/solved" in line for line in metrics(tmp_path / "run")
-    )
+    for line in metrics(tmp_path / "run"):
+        assert "eval_loss" not in line and "eval/solved" in line
 
 
 @pytest.mark.slow
@@ -173,13 +156,6 @@ def test_student_as_its_teacher_has_zero_divergence_without_a_reward(main, flags
     assert not {"reward", "eval/solved"} & line.keys() and line["completions/mean_length"] > 0
 
 
-def test_missing_reward_functions_give_nan(device):
-    rows = [dict(prompt="1+1=", _source="a:1")] * 2
-    groups = [[Completion(ids=[0], loss_mask=[True], row=row) for _ in range(3)] for row in rows]
-    rewards_PG, parts, _ = Rewards(distill.Args(), rows, None, device)(groups, Meter())
-    assert rewards_PG.shape == (2, 3) and rewards_PG.isnan().all() and parts == {}
-
-
 def test_given_completions_are_truncated_to_max_new_tokens():
     tokenizer = load_tokenizer(tiny_model())
     args = distill.Args(max_new_tokens=3)
@@ -187,10 +163,8 @@ def test_given_completions_are_truncated_to_max_new_tokens():
     prompts = Prompts([tokenizer("1+1=")["input_ids"]] * 2, rows)
     short, long = distill.read_samples(prompts.rows, Encoder(tokenizer, args), args)
     assert short.completion_ids == tokenizer("2")["input_ids"] + [tokenizer.eos_token_id]
-    assert (
-        tokenizer.decode(long.completion_ids) == "123"
-        and long.loss_mask == [False] * 4 + [True] * 3
-    )
+    assert tokenizer.decode(long.completion_ids) == "123"
+    assert long.loss_mask == [False] * 4 + [True] * 3
     assert short.ids[: short.prompt_length] == prompts.ids[0]
 
 

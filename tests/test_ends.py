@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import metrics, tiny_tokenizer
+from helpers import metrics, tiny_tokenizer, write_rows
 
 from common.model.export_files import generation_file, tokenizer_files
 from common.model.hub import load_tokenizer
@@ -44,24 +44,16 @@ def test_completions_end_after_training_on_chats(main, base, tmp_path):
         ("chats", [dict(messages=chat) for chat in chats]),
         ("prompts", [dict(prompt=chat[:1], answer=chat[1]["content"]) for chat in chats[:8]]),
     ):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     main(
         "sft", "--model", base, "--dataset", tmp_path / "chats.jsonl",
         "--output_dir", tmp_path / "sft", "--max_steps", 40, "--batch_size", 8, "--lr", 2e-3,
         "--eval_every", 0,
     )  # fmt: skip
-    sampling = (
-        "--dataset",
-        tmp_path / "prompts.jsonl",
-        "--engine",
-        "transformers",
-        "--max_new_tokens",
-        16,
-    )
-    trained = (
-        tmp_path / "trained"
-    )  # the configs of the base model, and weights trained to end a turn
-    shutil.copytree(base, trained)
+    sampling = ("--dataset", tmp_path / "prompts.jsonl", "--max_new_tokens", 16)
+    sampling += ("--engine", "transformers")
+    # the configs of the base model, and weights trained to end a turn
+    trained = shutil.copytree(base, tmp_path / "trained")
     shutil.copy(tmp_path / "sft" / "hf" / "model.safetensors", trained)
     main("grpo", "--model", trained, *sampling, "--output_dir", tmp_path / "grpo", "--max_steps", 1,
          "--prompts_per_step", 8, "--samples_per_prompt", 4, "--eval_every", 0)  # fmt: skip
@@ -71,10 +63,8 @@ def test_completions_end_after_training_on_chats(main, base, tmp_path):
     assert results["overall"]["truncated"]["mean"] <= 0.1
 
     for folder in (tmp_path / "sft" / "hf", tmp_path / "grpo" / "hf"):
-        model, tokenizer = (
-            AutoModelForCausalLM.from_pretrained(folder),
-            AutoTokenizer.from_pretrained(folder),
-        )
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer.eos_token == EOT
         ids = tokenizer.apply_chat_template(
             chats[0][:1], add_generation_prompt=True, return_tensors="pt"

@@ -1,7 +1,6 @@
 """All training scripts, with every part of their objective on: one gradient whatever the ranks and
 the packing, and a resumed run that equals the uninterrupted one bit for bit."""
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -15,11 +14,15 @@ from helpers import (
     assert_resumes_exactly,
     assert_same_weights,
     metrics,
+    read_rows,
     run,
     run_and_kill,
     samples,
+    write_rows,
 )
 from in_process import talkative, words, write_teacher
+
+from common.model.hub import resolve_model
 
 pytestmark = pytest.mark.slow
 
@@ -87,14 +90,14 @@ def files(small, sums, pairs, reward_file, tmp_path_factory) -> dict[str, str]:
     rng, folder = random.Random(0), tmp_path_factory.mktemp("files")
     lengths = sorted(rng.randint(1, 40) for _ in range(60))
     rows = [dict(question=words(rng, 3), answer=words(rng, n)) for n in lengths]
-    some_sums = [json.loads(line) for line in sums.read_text().splitlines()]
+    some_sums = read_rows(sums)
     data = dict(
         short=rows[:20], long=rows[20:], one=rows[:1],  # `one` has fewer rows than ranks
         domains=[row | dict(domain=("usual", "rare")[i % 5 == 0]) for i, row in
                  enumerate(some_sums)],
     )  # fmt: skip
     for name, lines in data.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        write_rows(folder / f"{name}.jsonl", lines)
     named = {name: f"{folder / name}.jsonl" for name in data}
     named |= {name: f"{reward_file}:{name}" for name in ("digits", "first", "longer")}
     models = dict(pairs=pairs, other=write_teacher(folder / "other"), same=small[1],
@@ -154,6 +157,8 @@ def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
         assert any(line.get(name) for line in metrics(one)), name
     if script in ("reinforce", "rloo", "bok"):
         assert abs(metrics(one)[0]["kl"]) < 1e-6, "the policy starts at the reference"
+    if script == "ppo":
+        assert "grad_norm" not in metrics(one)[0], "the value model warms up"
     assert_resumes_exactly(main, script, *own, folder=one, finished=metrics(one)[-1]["step"])
 
 
@@ -188,6 +193,12 @@ def test_killed_run_resumes_bitwise(script, two_ranks, killed, flags, tmp_path):
         assert samples(two_ranks(script)) == samples(tmp_path)
 
 
+def test_checkpoint_before_a_killed_save_is_the_model_of_its_step(two_ranks, killed):
+    steps = (folder_of("grpo") / "checkpoints/step_000001" for folder_of in (two_ranks, killed))
+    one, other = (Path(resolve_model(str(step)), "model.safetensors") for step in steps)
+    assert one.read_bytes() == other.read_bytes()
+
+
 @pytest.mark.parametrize("script", ["sft", "grpo"])
 def test_killed_run_resumes_on_another_number_of_ranks(
     script, two_ranks, killed, flags, main, tmp_path, capsys
@@ -217,14 +228,14 @@ def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, flags, tmp_path):
 
 
 def test_two_nodes_give_the_weights_of_one_node(two_ranks, flags, tmp_path):
-    """Each rank is the only one of its machine; tests/parallel/test_nodes.py has a torchrun for
-    each machine."""
-    (tmp_path / "node.py").write_text(
-        "import os, runpy, sys\nos.environ |= dict(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
+    """Each rank is the only one of its machine; tests/train/test_signals.py has a torchrun for each
+    machine."""
+    node = (
+        "import os, runpy\nos.environ |= dict(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
         "runpy.run_path('sft.py', run_name='__main__')\n"
     )
     one_copy = ("--shard_ranks", 2, "--output_dir", tmp_path)  # the same order of sums
-    run(2, tmp_path / "node.py", *flags("sft"), *one_copy)
+    run(2, node, *flags("sft"), *one_copy)
     assert_same_weights(two_ranks("sft"), tmp_path)
     assert of_each_step(two_ranks("sft")) == of_each_step(tmp_path)
 
@@ -237,11 +248,7 @@ def test_denominator_per_rank_is_detected(two_ranks, flags, tmp_path):
     source = (ROOT / "sft.py").read_text()
     count = "distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))"
     assert source.count(count) == 1
-    wrong = tmp_path / "sft.py"
-    wrong.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-        + source.replace(count, "sum(mb.loss_mask_T.sum() for mb in micro_batches) * world_size")
-    )
-    run(2, wrong, *flags("sft"), "--output_dir", tmp_path / "out")
+    of_rank = "sum(mb.loss_mask_T.sum() for mb in micro_batches) * world_size"
+    run(2, source.replace(count, of_rank), *flags("sft"), "--output_dir", tmp_path / "out")
     with pytest.raises(AssertionError, match="grad_norm"):
         assert_close_metrics(two_ranks("sft"), tmp_path / "out", ("grad_norm",), rel=1e-5)

@@ -1,10 +1,10 @@
 """kto.py: baseline and loss by hand; pairs and labelled rows are equivalent."""
 
-import json
 import math
 
 import pytest
 import torch
+from helpers import read_rows
 from test_dpo import disturbed, naive_logps
 
 import kto
@@ -60,7 +60,7 @@ def test_baseline_and_loss_equal_a_calculation_by_hand(name, pairs, device):
     """APO has a baseline of 0 and no mismatches."""
     from transformers import AutoModelForCausalLM
 
-    rows = [json.loads(line) for line in pairs.read_text().splitlines()][:6]
+    rows = read_rows(pairs)[:6]
     args, groups = encode(rows, loss=name, beta=0.5, desirable_weight=2.0)
     model = load_policy(tiny_model(), args, device)
     hf = AutoModelForCausalLM.from_pretrained(tiny_model())
@@ -76,17 +76,14 @@ def test_baseline_and_loss_equal_a_calculation_by_hand(name, pairs, device):
     expected = right = 0.0
     for sample, *_ in groups:
         sign = 1 if sample.row["label"] else -1
-        expected += (2.0 if sign > 0 else 1.0) * (
-            1 - 1 / (1 + math.exp(-sign * 0.5 * (ratio[id(sample)] - z0)))
-        )
+        is_right = 1 / (1 + math.exp(-sign * 0.5 * (ratio[id(sample)] - z0)))
+        expected += (2.0 if sign > 0 else 1.0) * (1 - is_right)
         right += (ratio[id(sample)] > z0) == sample.row["label"]
     loss, got = objective_of(model, groups, ref_logps_B2, args, device)
-    assert ("kl" in got) == (name == "kto") and got.get("kl", 0.0) == pytest.approx(
-        z0, rel=1e-4, abs=1e-5
-    )  # for float32 sums of about 10 nats
-    assert loss.item() == pytest.approx(expected, rel=1e-5) and got["loss"] == pytest.approx(
-        expected / 12, rel=1e-5
-    )
+    assert ("kl" in got) == (name == "kto")
+    # float32 sums of about 10 nats
+    assert got.get("kl", 0.0) == pytest.approx(z0, rel=1e-4, abs=1e-5)
+    assert (loss.item(), got["loss"]) == pytest.approx((expected, expected / 12), rel=1e-5)
     assert got["rewards/accuracies"] == pytest.approx(right / 12)
     chosen = sum(ratio[id(s)] for s, *_ in groups[:6]) / 6
     assert got["rewards/chosen"] == pytest.approx(0.5 * chosen, rel=1e-4, abs=1e-5)
@@ -102,9 +99,8 @@ def test_rank_without_completions_has_zero_loss_and_gradient(device):
     nothing = torch.zeros(0)
     loss = kto.forward(model, mb, nothing, nothing, torch.tensor(0.5), args, Meter())
     loss.backward()
-    assert loss.item() == 0 and all(
-        p.grad is None or not p.grad.full_tensor().any() for p in model.parameters()
-    )
+    gradients = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+    assert loss.item() == 0 and not any(gradient.any() for gradient in gradients)
 
 
 def test_pair_becomes_a_desirable_and_an_undesirable_row():
@@ -125,12 +121,8 @@ def test_mismatch_is_the_completion_of_the_next_row_with_another_prompt():
     _, groups = encode(rows, KTO_COLUMNS[0])
     tokenizer = load_tokenizer(tiny_model())
     told = [tokenizer.decode(mismatch.ids, skip_special_tokens=True) for _, mismatch in groups]
-    assert told == [
-        "1+1=<2>",
-        "1+1=<2>",
-        "2+1=<3>",
-        "3+1=<0>",
-    ]  # the mismatch of the last row is that of the first
+    # the mismatch of the last row is that of the first
+    assert told == ["1+1=<2>", "1+1=<2>", "2+1=<3>", "3+1=<0>"]
     for sample, mismatch in groups:
         assert mismatch.loss_mask == [i >= sample.prompt_length for i in range(len(mismatch.ids))]
     _, short = encode(rows, KTO_COLUMNS[0], max_length=6, overlong="truncate")

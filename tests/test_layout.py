@@ -4,10 +4,12 @@ sums bound the whole. Whoever adds must delete."""
 import ast
 import dataclasses
 import importlib
+import subprocess
+import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from helpers import ROOT
 
 LAYERS = [
@@ -25,6 +27,7 @@ FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")])
 PACKAGES = sorted(path for path in FILES if path.name == "__init__.py")
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -36,6 +39,7 @@ def dotted(path: Path) -> str:
 NAMES = {dotted(path) for path in FILES}
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Return the project's modules that a file imports, at its top or inside functions."""
     found: set[str] = set()
@@ -85,6 +89,7 @@ def test_imports_have_no_cycle_and_no_script_is_imported():
     assert {name: found & scripts for name, found in graph.items() if found & scripts} == {}
 
 
+@cache
 def seams(path: Path) -> list[str]:
     """Return the extras that a file imports, each within `with extra(...)`, and an empty name for
     every other import of common/ or extras/ in a function."""
@@ -119,6 +124,36 @@ def test_extras_enter_at_the_seams_alone():
     assert at_the_top == set()
 
 
+IMPORTS = """
+import sys
+
+def slow(*names):
+    return [name for name in names if name in sys.modules]
+
+import common.rewards.math_reward, common.workers.pool
+print(slow("torch", "sympy", "math_verify"), common.rewards.math_reward.math.columns)
+from common.rewards.registry import load_reward
+load_reward("gsm8k")
+print([name for name in sys.modules if name.startswith("extras.") or name == "sympy"])
+import {scripts}
+print(slow({slow}))
+"""
+SLOW = (
+    "vllm", "wandb", "datasets", "transformers", "matplotlib", "tensorboard", "sympy",
+    "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint",
+)  # fmt: skip
+
+
+def test_slow_libraries_are_imported_where_they_are_used():
+    """--help waits for the imports of a script; torch.distributed's submodules take as long as
+    torch itself. Processes of rewards need no torch, and only those of `math` its library."""
+    scripts = ", ".join({name for name in NAMES if "." not in name} - {"common", "demo"})
+    code = IMPORTS.format(scripts=scripts, slow=repr(SLOW)[1:-1])
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[] ('answer',)", "[]", "[]"]
+
+
 def lines(*patterns: str) -> int:
     """Return the number of lines of files of the project, without tests of extras."""
     files = {path for pattern in patterns for path in ROOT.glob(pattern)}
@@ -140,13 +175,6 @@ def test_sums():
         imports_in_functions=(sum(len(seams(path)) for path in FILES), 16),
     )
     assert {name: each for name, each in sums.items() if each[0] > each[1]} == {}
-
-
-@pytest.mark.parametrize("path", PACKAGES, ids=dotted)
-def test_package_docstring_is_one_sentence(path):
-    (docstring,) = tree(path).body
-    text = docstring.value.value
-    assert text.endswith(".") and ". " not in " ".join(text.split())
 
 
 def test_objectives_take_tensors_and_numbers():

@@ -38,24 +38,17 @@ def test_pair_has_the_maximum_and_minimum_reward(rewards):
 
 def test_ties_and_skipped_groups_are_counted():
     meter = Meter()
-    measure_pairs(
-        meter, torch.tensor([[0, 1, 1], [2, 2, 2], [0, 1, 5], [NAN, 3, 3], [0, 0, NAN]]).double()
-    )
+    rewards_PG = torch.tensor([[0, 1, 1], [2, 2, 2], [0, 1, 5], [NAN, 3, 3], [0, 0, NAN]])
+    measure_pairs(meter, rewards_PG.double())
     numbers = meter.reduce()
     assert numbers["pairs/win_margin"] == pytest.approx((1 + 5) / 2)
     assert numbers["pairs/skipped_fraction"] == pytest.approx(3 / 5)
-    assert numbers["pairs/tied_fraction"] == pytest.approx(1 / 5), (
-        "among the pairs that are trained on"
-    )
+    assert numbers["pairs/tied_fraction"] == pytest.approx(1 / 5)  # of the trained pairs
 
 
 # ---- the loss ----
 
-LENGTHS = [
-    (3, 5),
-    (1, 4),
-    (6, 2),
-]  # lengths of chosen and rejected completions; prompts have two tokens
+LENGTHS = [(3, 5), (1, 4), (6, 2)]  # of chosen and rejected completions, without prompts
 
 
 def sigmoid(x: float) -> float:

@@ -10,7 +10,7 @@ import rloo
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_kl_is_logged_without_a_penalty_and_changes_no_weight(main, script, online, tmp_path):
     flags = (*online, "--prompts_per_step", 4, "--lr", 3e-3)
     if script != "grpo":

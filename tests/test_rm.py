@@ -1,11 +1,10 @@
 """rm.py: an export that transformers scores equally, and relabelling."""
 
-import json
 import math
 
 import pytest
 import torch
-from helpers import run
+from helpers import read_rows, run
 
 import rm
 from common.config.groups import TrainArgs
@@ -34,9 +33,8 @@ def test_transformers_gives_the_export_equal_scores(trained, device):
 
     tokenizer = load_tokenizer(str(trained / "hf"))
     hf = AutoModelForSequenceClassification.from_pretrained(trained / "hf")
-    assert hf.config.num_labels == 1 and hf.config.architectures == [
-        "Qwen3ForSequenceClassification"
-    ]
+    assert hf.config.num_labels == 1
+    assert hf.config.architectures == ["Qwen3ForSequenceClassification"]
     texts = ["1+1=2", "a longer text, which is not of the same length", "x"]
     sequences = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     model = load_scalar_model(str(trained / "hf"), TrainArgs(), device, trainable=False)
@@ -57,9 +55,7 @@ def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(
     flags = ("--model", trained / "hf", "--output_dir")
     first = run(2, "tools/relabel.py", *flags, tmp_path, "--dataset", pairs).stdout
     out = tmp_path / "relabelled.jsonl"
-    before, after = (
-        [json.loads(line) for line in path.read_text().splitlines()] for path in (pairs, out)
-    )
+    before, after = read_rows(pairs), read_rows(out)
     wrong = 0
     for old, new in zip(before, after, strict=True):
         swapped = dict(old, chosen=old["rejected"], rejected=old["chosen"], margin=0)
@@ -105,14 +101,11 @@ def test_bradley_terry_loss_equals_a_calculation_by_hand():
 def test_score_depends_on_its_whole_sequence_only(device):
     model = load_scalar_model(tiny_model(), TrainArgs(), device)
     sequences = [[5, 6, 7], [8], [5, 6, 9, 10, 11]]
-    together, apart = (
-        score(model, [sequences], 100),
-        [score(model, [[s]], 100)[0] for s in sequences],
-    )
+    together = score(model, [sequences], 100)
+    apart = [score(model, [[s]], 100)[0] for s in sequences]
     assert together == pytest.approx(apart, abs=1e-5) and len(set(together)) == 3
-    assert score(model, [[[5, 6, 8]]], 100)[0] != pytest.approx(
-        together[0], abs=1e-4
-    )  # the last token has an effect
+    other_end = score(model, [[[5, 6, 8]]], 100)
+    assert other_end[0] != pytest.approx(together[0], abs=1e-4)
     (mb,) = pack([at_end([5, 6, 7])], 10, device)
     assert mb.input_ids_T.tolist() == [5, 6, 7] and mb.loss_mask_T.tolist() == [False, False, True]
 
@@ -122,10 +115,8 @@ def test_end_of_text_that_is_also_padding_is_scored(device, tmp_path):
     that also ends texts."""
     from transformers import AutoModelForSequenceClassification
 
-    model, tokenizer = (
-        load_scalar_model(tiny_model(), TrainArgs(), device),
-        load_tokenizer(tiny_model()),
-    )
+    model = load_scalar_model(tiny_model(), TrainArgs(), device)
+    tokenizer = load_tokenizer(tiny_model())
     ids = [5, 6, 7, tokenizer.eos_token_id]
     for pad in (tokenizer.eos_token, "<|pad|>"):
         tokenizer.pad_token = pad

@@ -143,20 +143,6 @@ def test_changed_default_keeps_what_the_flag_needs():
     assert len(needs_of(Script, "kl")) == 3
 
 
-@pytest.mark.parametrize(
-    ("need", "text"),
-    [
-        (CLIP, "only with --loss clip, gspo"),
-        (Needs(beta=True), "only with --beta"),
-        (Needs(agent=True, tools=True, environment=True), "only with --agent or --tools"),
-        (Needs(agent=None), "only without --agent"),
-        (Needs(environment=None), ""),
-    ],
-)
-def test_help_says_what_a_flag_needs_of_those_that_the_script_has(need, text):
-    assert need.text(Losses.__dataclass_fields__) == text
-
-
 # ---- imports from extras ----
 
 

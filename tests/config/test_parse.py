@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import re
-import subprocess
 import sys
 from typing import Annotated, ClassVar, Literal
 
@@ -279,20 +278,6 @@ def test_help_with_words_lists_the_flags_that_have_all_of_them(words, flags, cap
     assert problem in refused(capsys, "--help", "stalness")
 
 
-def test_scripts_import_no_slow_library_but_torch():
-    """--help waits for these imports. torch.distributed's submodules take as long as torch
-    itself."""
-    slow = [
-        "vllm", "wandb", "datasets", "transformers", "matplotlib", "tensorboard", "sympy",
-        "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint",
-    ]  # fmt: skip
-    code = f"import sys, {', '.join(ALGORITHMS)}; print([m for m in {slow} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert done.stdout == "[]\n"
-
-
 # ---- the built-in model and task, LoRA, small packs ----
 
 
@@ -322,16 +307,6 @@ def test_other_models_have_the_usual_defaults(capsys, tmp_path):
         assert parse(grpo.Args, argv).lr == grpo.Args().lr
         assert capsys.readouterr().out == ""
     assert parse(grpo.Args, [*recipe, "--model", "tiny"]).lr == 4e-4
-
-
-@pytest.mark.parametrize("script", ALGORITHMS)
-def test_defaults_of_the_built_in_model_agree_with_what_is_given(script, tmp_path):
-    args_class = importlib.import_module(script).Args
-    for flag, value in dict(eval_every=0, eval_generate=0, minibatches=2).items():
-        if flag in args_class.__dataclass_fields__:
-            args = parse(args_class, [f"--{flag}", str(value)])
-            assert getattr(args, flag) == value
-            round_trip(args, tmp_path)
 
 
 # ---- recipes ----

@@ -4,7 +4,7 @@ import json
 from unittest import mock
 
 import pytest
-from helpers import ROOT, run
+from helpers import run, write_rows
 
 import dpo
 import sft
@@ -17,11 +17,10 @@ from common.model.tiny import tiny_model
 
 RANK = """
 import json, sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 from data.test_load import loaded
 from common.parallel import distributed
 distributed.setup(0)
-with open(f"{{sys.argv[2]}}/{{distributed.rank()}}.json", "w") as file:
+with open(f"{sys.argv[2]}/{distributed.rank()}.json", "w") as file:
     json.dump(loaded(sys.argv[1]), file)
 distributed.cleanup()
 """
@@ -52,9 +51,8 @@ def test_every_rank_gets_the_samples_that_one_rank_makes(tmp_path):
         rows[number]["prompt"] = f"<|eos|>{number}"
     for number in (11, 17):
         rows[number]["completion"] = 5
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rank.py").write_text(RANK.format(root=str(ROOT)))
-    out = run(2, tmp_path / "rank.py", tmp_path / "rows.jsonl", tmp_path)
+    write_rows(tmp_path / "rows.jsonl", rows)
+    out = run(2, RANK, tmp_path / "rows.jsonl", tmp_path)
     assert "is read as this special token" in out.stdout
     alone = loaded(str(tmp_path / "rows.jsonl"))
     for rank in range(2):

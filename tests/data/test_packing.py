@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, run, samples_of
+from helpers import run, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,8 +90,7 @@ def test_stream_with_a_name_of_the_micro_batch_is_refused():
 
 
 RANKS = """
-import sys, torch
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+import torch
 from common.data import packing
 from common.parallel import distributed
 from data.test_packing import sample
@@ -123,10 +122,9 @@ packing.pack(samples[rank::ranks][:1], 20, device)
 
 
 @pytest.mark.slow
-def test_a_rank_receives_what_it_trains_on(tmp_path):
+def test_a_rank_receives_what_it_trains_on():
     """And a stream that only a sample of another rank has ends the run with one line."""
-    (tmp_path / "ranks.py").write_text(RANKS)
-    done = run(3, tmp_path / "ranks.py", ROOT, code=1)
+    done = run(3, RANKS, code=1)
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: stream x: 0 numbers for ") and line.endswith(ADVICE)
 

@@ -15,12 +15,8 @@ def test_arithmetic_rows_suit_imitation_and_rewards():
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
     assert set(Counter(row["prompt"] for row in train).values()) == {4}
     for row in train + test:
-        assert (
-            str(eval(row["prompt"].rstrip("=")))
-            == row["answer"]
-            == row["chosen"]
-            != row["rejected"]
-        )
+        answer = str(eval(row["prompt"].rstrip("=")))
+        assert answer == row["answer"] == row["chosen"] != row["rejected"]
     solved = sum(row["completion"] == row["answer"] for row in train) / len(train)
     assert 0.3 < solved < 0.7  # imitation can learn a part, and rewards the rest
 

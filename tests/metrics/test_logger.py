@@ -2,15 +2,12 @@
 
 import json
 import sys
-from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.config.groups import TrainArgs
 from common.data.sample import Completion, Sample
-from common.metrics import logger as module
 from common.metrics.curves import draw_curves, read_metrics
 from common.metrics.logger import RunLogger
 
@@ -111,27 +108,6 @@ def test_curves_are_drawn_and_other_ranks_write_nothing(tmp_path, monkeypatch):
     assert not list((tmp_path / "other").iterdir())
 
 
-def test_held_out_sets_share_the_panels_of_their_metrics(tmp_path, monkeypatch):
-    """The curves of a single run show its held-out sets; the parts of a loss are not held-out
-    sets."""
-    import matplotlib.pyplot as plt
-
-    names = ("loss", "eval_loss", "eval_rewards/accuracies")
-    sets = [f"{name}{end}" for name in names[1:] for end in ("", "/a", "/b")]
-    parts = ("loss", "loss/a", "loss/sft", "eval_loss/sft", "eval_loss/sft/a")
-    line = {name: i for i, name in enumerate([*sets, *parts])}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | dict(step=1)) + "\n")
-    monkeypatch.setattr(plt, "close", lambda _: None)
-    labels = {}
-    for runs in (1, 2):
-        files, names_of_runs = [tmp_path / "metrics.jsonl"] * runs, [*"xy"] if runs > 1 else ()
-        draw_curves(files, names, tmp_path / "curves.png", labels=names_of_runs)
-        labels[runs] = [axis.get_legend_handles_labels()[1] for axis in plt.gcf().axes]
-    monkeypatch.undo()
-    plt.close("all")
-    assert labels == {1: [[], ["a", "b"], ["a", "b"]], 2: [["x", "y"]] * 3}
-
-
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_gives_a_one_line_error(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
@@ -169,15 +145,6 @@ def test_wandb_project_is_onefile_unless_the_environment_names_another(
     assert given["id"].startswith("lr=1e-5-beta- -a- -1-")
 
 
-def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
-    import wandb
-
-    monkeypatch.setattr(wandb, "login", lambda **_: False)
-    monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(ValueError, match="^--log wandb: no key; run `wandb login`, or set WANDB_"):
-        logger(tmp_path, log=("wandb",))
-
-
 def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_resume(
     tmp_path, capsys
 ):
@@ -201,20 +168,3 @@ def test_console_shows_values_only_on_the_lines_where_they_were_measured(tmp_pat
     evaluations = [line[0] for line in lines if "eval_loss 0.5" in line]
     assert evaluations == [f"step {step}/100" for step in (33, 66, 99)]
     assert len(lines) == 23 and all(line[-1].startswith("loss 1") for line in lines)
-
-
-def test_curves_are_drawn_every_20_steps_but_cost_a_twentieth_of_the_time(tmp_path, monkeypatch):
-    now, drawn = [0.0], []
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def draw(*_):
-        drawn.append(now[0])
-        now[0] += 2  # seconds
-
-    monkeypatch.setattr(module, "draw_curves", draw)
-    log = logger(tmp_path)
-    for step in range(1, 201):
-        now[0] += 1
-        log.log(step, dict(loss=1.0))
-    assert drawn[0] == 20 and len(drawn) >= 4
-    assert all(b - a >= 42 for a, b in pairwise(drawn))

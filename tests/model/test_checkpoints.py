@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run, run_and_kill
+from helpers import run
 from model.test_policy import ARCHITECTURES, write_checkpoint
 from safetensors.torch import load_file
 
@@ -76,24 +76,6 @@ def test_checkpoint_has_the_export_of_its_step(name, dtype, load, tmp_path, devi
     assert files(found[1]) == files(tmp_path / "run" / "hf")
     assert load_file(found[1] / "model.safetensors").popitem()[1].dtype == dtype
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= files(found[1]).keys()
-
-
-@pytest.mark.slow
-def test_run_killed_within_a_save_leaves_the_model_of_the_step_before(small, tmp_path):
-    """`kill -9` of both ranks when `hf/` has its weights but the folder has not its name: the model
-    of the checkpoint before has the bits of a run that ended there."""
-    flags = (*small, "--lora_rank", 2, "--batch_size", 4, "--eval_every", 0, "--save_every", 2)
-    flags = (*flags, "--trace_every", 0, "--lr_schedule", "constant")
-    run_and_kill(
-        2, "sft.py", *flags, "--max_steps", 4, "--output_dir", tmp_path / "run",
-        folder=tmp_path / "run", after_step=3, at="common.parallel.durable.replace",
-    )  # fmt: skip
-    run(2, "sft.py", *flags, "--max_steps", 2, "--output_dir", tmp_path / "two")
-    unfinished = tmp_path / "run/checkpoints/step_000004.tmp"
-    assert (unfinished / "hf/model.safetensors").is_file()
-    found = Path(resolve_model(str(unfinished.with_name("step_000002"))))
-    both = [folder / "model.safetensors" for folder in (found, tmp_path / "two/hf")]
-    assert both[0].read_bytes() == both[1].read_bytes()
 
 
 # ---- bad input ----

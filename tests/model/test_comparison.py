@@ -120,10 +120,8 @@ def test_top_k_with_a_rest_bucket_equals_coarsened_distributions(models, name, t
 def test_rest_bucket_without_mass_has_finite_gradients():
     """The rest bucket of student or teacher may have no mass: in float32, 1 - sum p would be 0."""
     head_VD, none_T = torch.eye(4), torch.zeros(2, dtype=torch.int64)
-    peaked, other = (
-        torch.tensor([[300.0, 0, 1, 0], [0.0, 300, 2, 1]]),
-        torch.tensor([[300.0, 0, 0, 1], [300.0, 1, 2, 0]]),
-    )
+    peaked = torch.tensor([[300.0, 0, 1, 0], [0.0, 300, 2, 1]])
+    other = torch.tensor([[300.0, 0, 0, 1], [300.0, 1, 2, 0]])
     for divergence in CHOSEN.values():
         student = Logits(peaked.clone().requires_grad_(), head_VD)
         out = compare(student, Logits(other, head_VD), none_T, 1.0, divergence, top_k=1)

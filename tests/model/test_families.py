@@ -1,5 +1,4 @@
-"""Properties of single families: GPT-NeoX, GLM-4.5, Qwen3.5 and others. test_coverage.py compares
-their numbers with transformers'."""
+"""Properties of single families. test_coverage.py compares their numbers with transformers'."""
 
 import json
 from dataclasses import replace
@@ -7,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, run, stored
+from helpers import run, stored
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from bench.models import ARGS, checkpoint
 from common.model.hub import load_tokenizer
@@ -18,13 +16,9 @@ from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
 
-STEPS = ("--max_steps", 2, "--batch_size", 4, "--lr", 1e-2, "--eval_every", 0, "--save_every", 1,
-         "--lr_schedule", "constant", "--dtype", "float32")  # fmt: skip
-
 # Program of a rank: vLLM samples the same prompts again and again, with other weights each time.
 AGAIN = """
 import sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 from model.test_families import *
 from bench.completions import complete
 from bench.delta_vllm import prepare
@@ -57,9 +51,11 @@ assert max(worst) < 1e-4, worst
 
 
 @pytest.mark.slow
-def test_vllm_keeps_nothing_of_old_weights(tmp_path):
-    """Gemma 2 has both soft caps, alternating windows, and a tied head."""
-    require_vllm_keeps_nothing("gemma2", tmp_path)
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe"])
+def test_vllm_keeps_nothing_of_old_weights(model_type, tmp_path):
+    """Gemma 2 has both soft caps, alternating windows, and a tied head. vLLM packs experts for its
+    kernel."""
+    require_vllm_keeps_nothing(model_type, tmp_path)
 
 
 def require_vllm_keeps_nothing(model_type: str, folder: Path) -> None:
@@ -67,29 +63,7 @@ def require_vllm_keeps_nothing(model_type: str, folder: Path) -> None:
     a cached prefix, nor a state of a delta net is left from before."""
     pytest.importorskip("vllm")
     path = checkpoint(model_type, folder / "model")
-    (folder / "rank.py").write_text(AGAIN.format(root=str(ROOT)))
-    run(1, folder / "rank.py", path, model_type.startswith("qwen3_5"))
-
-
-# ---- GPT-NeoX ----
-
-
-def test_head_of_gpt_neox_has_its_name_in_files(tmp_path, device):
-    """And the file's form is that of the base, with changed weights too."""
-    neox = checkpoint("gpt_neox", tmp_path / "model")
-    before = stored(neox)
-    assert "embed_out.weight" in before and "lm_head.weight" not in before
-    policy = load_policy(neox, ARGS, device)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(0.5)
-    export_hf(policy, load_tokenizer(neox), tmp_path / "hf")
-    after = stored(tmp_path / "hf")
-    assert after.keys() == before.keys()
-    for name in before:
-        torch.testing.assert_close(after[name], before[name] + 0.5, msg=name)
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not any(info.values()), info
+    run(1, AGAIN, path, model_type.startswith("qwen3_5"))
 
 
 # ---- GLM-4.5 ----

@@ -208,10 +208,8 @@ def test_chat_models_get_their_template_and_others_do_not(tmp_path, capsys):
         found = load_tokenizer(str(folder), TrainArgs(prompt_format=given)).prompt_format
         out = capsys.readouterr().out
         assert found == expected and out.startswith(said) and bool(out) == bool(said)
-    row, encoder = (
-        dict(prompt="a", _source="x"),
-        Encoder(tokenizer, TrainArgs(prompt_format="chat")),
-    )
+    row = dict(prompt="a", _source="x")
+    encoder = Encoder(tokenizer, TrainArgs(prompt_format="chat"))
     ids = encoder.prompt(row, ("prompt",))
     assert tokenizer.decode(ids) == "<|turn|>user\na<|end_of_turn|>\n<|turn|>assistant\n"
 

@@ -19,9 +19,7 @@ def test_token_logprobs_and_gradient_equal_naive_code(tokens, temperature, throu
     hidden_TD = torch.randn(tokens, 8, dtype=torch.float64, generator=generator).requires_grad_()
     head_VD = torch.randn(37, 8, dtype=torch.float64, generator=generator).requires_grad_()
     targets_T = torch.randint(37, (tokens,), generator=generator)
-    weights = torch.randn(
-        2, tokens, dtype=torch.float64, generator=generator
-    )  # a different weight for every token
+    weights = torch.randn(2, tokens, dtype=torch.float64, generator=generator)  # of each token
     weights *= torch.tensor([[through != "entropy"], [through != "logprobs"]])
     results = []
     for values in (
@@ -110,9 +108,7 @@ def test_extreme_logits_do_not_overflow():
 def test_large_logits_lose_no_digits(size):
     """All logits are near `size`, and exact in float32. Values and gradients are those of float64
     whatever the size."""
-    spacing = max(
-        2**-6, torch.finfo(torch.float32).eps * size
-    )  # of float32 numbers of this size, or wider
+    spacing = max(2**-6, torch.finfo(torch.float32).eps * size)  # of float32 numbers, or wider
     steps_TV = torch.randn(6, 37, generator=torch.Generator().manual_seed(0)) * 2 / spacing
     logits_TV = (size + steps_TV.round() * spacing).requires_grad_()
     exact_TV = logits_TV.detach().double().requires_grad_()

@@ -12,13 +12,7 @@ from common.config.groups import TrainArgs
 from common.data.packing import pack
 from common.model import memory
 from common.model.hub import load_tokenizer
-from common.model.memory import (
-    USABLE,
-    keep_activations_that_fit,
-    num_weights,
-    total,
-    training_peak,
-)
+from common.model.memory import USABLE, keep_activations_that_fit, num_weights, total, training_peak
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
@@ -66,7 +60,8 @@ SFT = ("--batch_size", 8, "--lr", 3e-3, *SHORT)
 
 @pytest.mark.slow
 def test_offload_changes_no_number_and_may_change_at_a_resume(main, small, tmp_path):
-    """A run resumed with another `--offload` ends with the same weights, bit for bit."""
+    """A run resumed with another `--offload` ends with the same weights, bit for bit.
+    tests/parallel/test_placement.py has several ranks."""
     for offload in ("none", "optimizer", "all"):
         main("sft", *small, *SFT, "--offload", offload, "--output_dir", tmp_path / offload)
         assert_same_weights(tmp_path / "none", tmp_path / offload)
@@ -76,24 +71,6 @@ def test_offload_changes_no_number_and_may_change_at_a_resume(main, small, tmp_p
     shutil.copytree(tmp_path / "optimizer", again, ignore=lambda *_: ["hf", "step_000002"])
     main("sft", *small, *SFT, "--offload", "all", "--output_dir", again)
     assert_same_weights(tmp_path / "none", again)
-
-
-@pytest.mark.slow
-def test_offload_changes_no_number_on_two_ranks(small, tmp_path):
-    """The test above has one rank, on which FSDP does not communicate."""
-    for offload in ("none", "all"):
-        run(2, "sft.py", *small, *SFT, f"--offload={offload}", f"--output_dir={tmp_path / offload}")
-    assert_same_weights(tmp_path / "none", tmp_path / "all")
-
-
-def test_offload_all_keeps_weights_and_gradients_on_the_host(device):
-    args = TrainArgs(dtype="float32", offload="all")
-    model = load_policy(tiny_model(), args, device)
-    (mb,) = pack(samples(vocabulary=300), 1000, device)
-    model(mb)[0].sum().backward()
-    for parameter in model.parameters():
-        assert parameter.to_local().device.type == parameter.grad.to_local().device.type == "cpu"
-    assert {b.device.type for b in model.buffers()} == {device.type}
 
 
 # ---- the prediction ----
@@ -129,6 +106,5 @@ def test_activations_are_recomputed_only_where_they_do_not_fit(device, monkeypat
 def test_predicted_memory_is_close_to_that_of_fake_tensors():
     """The tolerance is a tenth, for forward and backward of a training step with FSDP2 on 8
     ranks."""
-    models = ("tied", "untied", "context", "distilled")
-    done = run(1, "bench/memory_plan.py", "--tokens", 2048, *models)
-    assert done.stdout.count("predicted") == 8
+    done = run(1, "bench/memory_plan.py", "--tokens", 2048, "untied", "context", "distilled")
+    assert done.stdout.count("predicted") == 6

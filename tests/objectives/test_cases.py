@@ -444,10 +444,8 @@ def test_importance_weight_has_an_upper_bound_only():
 
 # ---- divergences ----
 
-STUDENT, TEACHER = (
-    double([[0.0, 1.0, -1.0]]).log_softmax(-1),
-    double([[1.0, 0.5, -3.0]]).log_softmax(-1),
-)
+STUDENT = double([[0.0, 1.0, -1.0]]).log_softmax(-1)
+TEACHER = double([[1.0, 0.5, -3.0]]).log_softmax(-1)
 SURE = double([[0.0, -1e3, -1e3]]).log_softmax(-1)  # of one token
 
 

@@ -91,10 +91,8 @@ def test_sampled_estimator_is_unbiased():
     expected = torch.zeros_like(wanted)
     for v in range(7):
         advantage = logq_V[v] - logp_V[v].detach()
-        loss = (
-            -torch.exp(logp_V[v] - logp_V[v].detach()) * advantage
-        )  # PPO's loss on policy: the clip is inactive
-        expected += (
-            logp_V[v].exp().detach() * torch.autograd.grad(loss, logits_V, retain_graph=True)[0]
-        )
+        # PPO's loss on policy: the clip is inactive
+        loss = -torch.exp(logp_V[v] - logp_V[v].detach()) * advantage
+        (slope_V,) = torch.autograd.grad(loss, logits_V, retain_graph=True)
+        expected += logp_V[v].exp().detach() * slope_V
     torch.testing.assert_close(expected, wanted, rtol=1e-12, atol=1e-12)

@@ -10,10 +10,8 @@ from common.objectives.importance import Correction, importance_weights
 
 # Two completions with trainer / engine ratios 1, 4, 1/2 and 3, 3. Prompts have extreme ratios.
 RATIOS = torch.tensor([9.0, 1, 4, 0.5, 9, 3, 3])
-MASK, IDS = (
-    torch.tensor([False, True, True, True, False, True, True]),
-    torch.tensor([0, 0, 0, 0, 1, 1, 1]),
-)
+MASK = torch.tensor([False, True, True, True, False, True, True])
+IDS = torch.tensor([0, 0, 0, 0, 1, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -37,10 +35,8 @@ def test_weights_follow_level_and_bounds(flags, expected):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_without_trained_tokens_are_finite(level):
-    log_ratio_T, none_T, ids_T = (
-        torch.tensor([-3.0, 1e4, 1.0]),
-        torch.zeros(3).bool(),
-        torch.tensor([0, 0, 1]),
-    )
+    log_ratio_T = torch.tensor([-3.0, 1e4, 1.0])
+    none_T = torch.zeros(3).bool()
+    ids_T = torch.tensor([0, 0, 1])
     streams = log_ratio_T, torch.zeros(3), none_T, ids_T
     assert importance_weights(*streams, Correction(level)).isfinite().all()

@@ -32,15 +32,6 @@ SMOOTHED = {"sigmoid", "robust", "exo_pair"}
 DIVERGENT = {"sigmoid", "robust", "hinge", "exo_pair", "discopop"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Use one thread: waking threads for a handful of numbers can take most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ---- the oracle: plain loops over numbers, from the formulas ----
 
 
@@ -245,10 +236,8 @@ def test_certain_completions_have_finite_losses_and_gradients(name):
 @settings(max_examples=5)
 @given(rows=ROWS, beta=BETAS)
 def test_reference_free_objectives_do_not_depend_on_the_reference(name, rows, beta):
-    loss, without = (
-        bind(name, flags_of(beta=beta)),
-        [(pc, pr, 0, 0, nc, nr) for pc, pr, _, _, nc, nr in rows],
-    )
+    loss = bind(name, flags_of(beta=beta))
+    without = [(pc, pr, 0, 0, nc, nr) for pc, pr, _, _, nc, nr in rows]
     assert torch.equal(loss(pairs_of(rows)), loss(pairs_of(without)))
 
 

@@ -7,7 +7,7 @@ of another size."""
 import json
 
 import pytest
-from helpers import ROOT, run
+from helpers import run
 
 BLOCKS = 2
 
@@ -15,7 +15,6 @@ BLOCKS = 2
 # tensors, size of group.
 PROGRAM = f"""
 import json, os, sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,7 +45,7 @@ folder = sys.argv[3]
 sizes = SIZES | ARCHITECTURES[name] | dict(num_hidden_layers={BLOCKS})
 AutoConfig.for_model(name, **sizes).save_pretrained(folder)
 device, steps, world = torch.device("cpu"), [], 64
-for rank in (0, 1, world - 1):
+for rank in (0, world - 1):
     args = TrainArgs(dtype="bfloat16", **dict(shard_ranks=world) | flags)
     os.environ |= dict(WORLD_SIZE=str(world), RANK=str(rank))
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
@@ -81,8 +80,7 @@ print(json.dumps(steps))
     ],
 )
 def test_all_ranks_make_the_same_collectives(mode, flags, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = run(1, tmp_path / "program.py", mode, json.dumps(flags), tmp_path)
+    done = run(1, PROGRAM, mode, json.dumps(flags), tmp_path)
     first, *others = json.loads(done.stdout.splitlines()[-1])
     assert first and all(other == first for other in others)
     names = [name for name, *_ in first]

@@ -3,14 +3,11 @@ thread."""
 
 import gc
 import os
-import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
-from helpers import PATIENCE, ROOT, alive, descendants, until
+from helpers import alive, descendants, run, until
 from in_process import Args
 
 from common.metrics.meter import Meter
@@ -54,7 +51,7 @@ def test_begun_rewards_equal_synchronous_rewards(tmp_path):
     groups of another size."""
     file = user_file(tmp_path, CODE)
     args = Args(
-        reward=(f"{file}:each", "gsm8k", f"{file}:rank"), max_reward_errors=1, reward_timeout=1
+        reward=(f"{file}:each", "gsm8k", f"{file}:rank"), max_reward_errors=1, reward_timeout=0.5
     )
     rewards = Rewards(args, [ROW], None, torch.device("cpu"))
     expected = scored(rewards, groups(*TEXTS))
@@ -89,27 +86,6 @@ def test_collecting_waits_only_for_the_given_groups(tmp_path):
     assert rewards([second], Meter())[0].tolist() == [[2]]
 
 
-def test_interrupted_wait_loses_nothing(tmp_path):
-    """Ctrl-C at the trainer's wait; the next step has its own rewards."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    row = dict(here=str(tmp_path / "here"), open=str(tmp_path / "open"), _source="a:1")
-    rewards = make((f"{user_file(tmp_path, CODE)}:at_gate",), rows=[row])
-    first, second = groups(["1"], ["2"])
-    first[0].row = second[0].row = row
-    old = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        with pytest.raises(KeyboardInterrupt):
-            rewards([first], Meter())
-    finally:
-        signal.signal(signal.SIGALRM, old)
-    (tmp_path / "open").touch()
-    assert rewards([second], Meter())[0].tolist() == [[2]]
-
-
 def test_exception_reaches_the_caller_and_spares_other_groups():
     rewards, (broken, fine) = make(("gsm8k",)), groups(["#### 18"], ["#### 18"])
     broken[0].row = {}
@@ -123,27 +99,28 @@ def test_exception_reaches_the_caller_and_spares_other_groups():
 
 # ---- the thread ----
 
+RUN = """
+import os, sys
+from common.parallel import distributed
+from tests.rewards.test_begun_rewards import begin, descendants, groups, make, until
+function, began = sys.argv[1:]
+distributed.setup(0)
+rewards, batch = make((function,)), groups(*[["late"]] * 9)
+for number, group in enumerate(batch):
+    group[0].row = dict(here=began, open="nowhere")
+    begin(rewards, number, group)
+until(lambda: os.path.exists(began))
+print(*descendants(os.getpid()), flush=True)
+raise distributed.RunError("over")
+"""
+
 
 @pytest.mark.slow
 def test_run_ends_while_rewards_are_computed(tmp_path):
     """No process is left, and the run does not wait for pending rewards."""
-    began = tmp_path / "began"
-    code = f"""
-import os, sys
-sys.path.insert(0, "tests")
-from tests.rewards.test_begun_rewards import begin, descendants, groups, make, until
-functions = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r},))
-batch = groups(*[["late"]] * 9)
-for (sample,) in batch: sample.row = dict(here={str(began)!r}, open="nowhere")
-for number, group in enumerate(batch): begin(functions, number, group)
-until(lambda: os.path.exists({str(began)!r}))
-print(*descendants(os.getpid()), flush=True)
-raise SystemExit(3)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (3, "")
+    function = f"{user_file(tmp_path, CODE)}:at_gate"
+    done = run(1, RUN, function, tmp_path / "began", code=1)
+    assert done.stderr == "error: over\n"
     until(lambda: not any(alive(int(pid)) for pid in done.stdout.split()))
 
 

@@ -1,13 +1,11 @@
 """The built-in rewards, and their robustness on random text."""
 
-import json
 import math
 import random
 import time
 import warnings
 
 import pytest
-from helpers import GSM8K, needs_gsm8k
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,24 +147,6 @@ def test_answers_without_a_number_are_refused_where_numbers_are_compared(name, v
     with pytest.raises(ValueError, match="rows:1: column answer: expected a number, or text with"):
         REWARDS[name].check(dict(answer=value, _source="rows:1"))
     REWARDS[name].check(dict(answer="so\n#### 1,800", _source="rows:1"))
-
-
-@needs_gsm8k
-def test_gsm8k_accepts_every_gold_answer_of_the_dataset():
-    """Every gold answer is right for its row, and wrong for the next row with another answer."""
-    answers = [
-        json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line
-    ]
-    gold = [answer.rpartition("####")[2].strip().replace(",", "") for answer in answers]
-    assert len(answers) > 7000
-    different = 0
-    for i, answer in enumerate(answers):
-        assert gsm8k(answer, dict(answer=answer)) == 1, answer
-        assert gsm8k(f"#### {gold[i]}.00", dict(answer=answer)) == 1, answer
-        if gold[i] != gold[i - 1]:
-            assert gsm8k(answer, dict(answer=answers[i - 1])) == 0, (answer, answers[i - 1])
-            different += 1
-    assert different > 7000
 
 
 # ---- the form of a completion ----

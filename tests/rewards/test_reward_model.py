@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import run
+from helpers import run, write_rows
 from in_process import Args
 
 from common.data.sample import Completion
@@ -168,7 +168,7 @@ def test_scores_do_not_depend_on_ranks(asked, main, device, tmp_path):
         ("rows", [dict(prompt=row["prompt"], answer="") for row in rows]),
         ("texts", [dict(completions=[sample.text for sample in group]) for group in groups]),
     ):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(tmp_path / f"{name}.jsonl", lines)
     (tmp_path / "mine.py").write_text(GROUP)
     flags = (
         "--dataset", tmp_path / "rows.jsonl", "--completions", tmp_path / "texts.jsonl",

@@ -10,13 +10,9 @@ from in_process import Args
 
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer, resolve_model
-from common.model.policy import load_scalar_model
-from common.model.scoring import score
 from common.parallel.distributed import RunError
 from common.rewards.registry import BUILT_IN, load_reward, row_check
 from common.rewards.total import Rewards
-from common.train.checkpoint import export_hf
 
 # ---- several rewards at once ----
 
@@ -231,13 +227,15 @@ def test_row_selects_its_reward():
 
 @pytest.mark.slow
 def test_math_timeout_is_wrong_and_unparsable_gold_answer_is_an_error():
+    """math-verify's time-outs are signals, which two of the three hanging answers ignore."""
     rows = [dict(answer="2", _source="a:1"), dict(answer="?", _source="a:2")]
-    texts = (r"\boxed{2}", r"\boxed{9^{9^9}}")
+    hanging = ("9^{9^{9^9}}", "(10^8)!", r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}")
+    texts = [rf"\boxed{{{answer}}}" for answer in ("2", *hanging)]
     batch = [[Completion([0], [True], text=text, row=row) for text in texts] for row in rows]
-    rewards = make(("math",), max_errors=0.5, rows=rows, seconds=2)
+    rewards = make(("math",), max_errors=0.5, rows=rows, seconds=1)
     total, _, _ = rewards(batch, meter := Meter())
-    assert total[0].tolist() == [1, 0] and total[1].isnan().all()
-    assert meter.reduce() == {"reward/error_fraction": 0.5, "reward/timeout_fraction": 0.25}
+    assert total[0].tolist() == [1, 0, 0, 0] and total[1].isnan().all()
+    assert meter.reduce() == {"reward/error_fraction": 0.5, "reward/timeout_fraction": 3 / 8}
 
 
 def test_environment_rewards_and_errors_are_counted():
@@ -282,26 +280,3 @@ def test_bad_names_are_refused(tmp_path):
         row_check(Args(reward=("gsm8k",)))(dict(prompt="", _source="a:1"))
     with pytest.raises(ValueError, match="the names must differ"):
         make(("gsm8k", "gsm8k"))
-
-
-@pytest.mark.slow
-def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
-    tiny = resolve_model("tiny")
-    tokenizer, model = load_tokenizer(tiny), load_scalar_model(tiny, Args(), device)
-    export_hf(model, tokenizer, tmp_path / "rm")
-    args = Args(reward=("gsm8k", f"model:{tmp_path / 'rm'}"), reward_weights=(2.0, 0.5))
-    ids = [[5, 6, 7, 9], [5, 6, 8], [9, 9, 9, 9, 9], [4, 3]]
-    samples = [Completion(ids=i, loss_mask=[True] * len(i), text="#### 18", row=ROW) for i in ids]
-    rewards = Rewards(args, [ROW], tokenizer, device)
-    samples[2].number = 7
-    rewards.begin(samples[2:])
-    total_PG, parts, _ = rewards([samples[:2], samples[2:]], Meter())
-    alone = torch.tensor([score(model, [[i]], 100)[0] for i in ids]).reshape(2, 2)
-    torch.testing.assert_close(parts["model"].float(), alone)
-    torch.testing.assert_close(total_PG, 2 + 0.5 * parts["model"])
-    with pytest.raises(
-        ValueError, match="a sequence of 3000 tokens is longer than its context of 2048"
-    ):
-        score(model, [[[5] * 3000]], 4000)
-    with pytest.raises(ValueError, match="--reward .*a language model without a reward head"):
-        Rewards(Args(reward=(f"model:{tiny}",)), [ROW], tokenizer, device)

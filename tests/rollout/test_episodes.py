@@ -11,7 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines import stopping
-from helpers import PATIENCE, assert_close_metrics, metrics, run, short_turns, tiny_tokenizer
+from helpers import (
+    PATIENCE,
+    assert_close_metrics,
+    metrics,
+    run,
+    short_turns,
+    tiny_tokenizer,
+    write_rows,
+)
 from in_process import Args, talkative
 
 from common.data.encode import Encoder
@@ -289,8 +297,8 @@ def flags(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("environment")
     (folder / "counter.py").write_text(USER_FILE)
     rows = [dict(prompt=f"{i}?", turns=1 + i % 3) for i in range(12)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "eval.jsonl", rows[:5])
     return (
         "--model", talkative(folder / "model", small[1]), "--dataset", folder / "rows.jsonl",
         "--eval_dataset", folder / "eval.jsonl", "--eval_split", "train",
@@ -317,30 +325,3 @@ def test_episodes_and_their_gradient_do_not_depend_on_ranks(flags, main, tmp_pat
     for line, same in zip(map(json.loads, one), map(json.loads, other), strict=True):
         assert line.pop("advantage") == pytest.approx(same.pop("advantage"), abs=1e-5)
         assert line == same
-
-
-TWICE = """
-class Twice:
-    def reset(self, example):
-        self.turns = 0
-        return [{"role": "user", "content": example["prompt"]}]
-
-    def step(self, completion):
-        self.turns += 1
-        reward = sum(map(str.isalpha, completion)) / max(1, len(completion))
-        return [{"role": "user", "content": "and now?"}], reward, self.turns == 2
-"""
-
-
-@pytest.mark.curve
-def test_each_turn_learns_from_its_reward(flags, main, tmp_path):
-    """The reward of a turn is its fraction of letters, and each letter ends a turn."""
-    (tmp_path / "twice.py").write_text(TWICE)
-    environment = f"{tmp_path / 'twice.py'}:Twice"
-    extra = (
-        "--environment", environment, "--max_steps", 17, "--prompts_per_step", 4,
-        "--samples_per_prompt", 8, "--lr", 5e-3, "--max_new_tokens", 60, "--eval_every", 0,
-    )  # fmt: skip
-    main("grpo", *flags, *extra, "--output_dir", tmp_path / "out")
-    rewards = [line["reward"] for line in metrics(tmp_path / "out")]
-    assert rewards[0] < 1 and rewards[-1] > 1.5, rewards  # at most 2

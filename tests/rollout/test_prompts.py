@@ -1,10 +1,9 @@
 """Prompts of rows: prompts that fit, the row of each, and errors that name the row."""
 
 import dataclasses
-import json
 
 import pytest
-from helpers import tiny_tokenizer
+from helpers import tiny_tokenizer, write_rows
 from in_process import Args
 
 from common.data.encode import Encoder
@@ -101,7 +100,7 @@ def test_script_gets_training_and_held_out_prompts(tmp_path):
     """Prompts leave room for the completion in the model's context."""
     path = tmp_path / "rows.jsonl"
     rows = [dict(prompt=f"{n}+1=", answer=str(n + 1)) for n in range(10, 40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     args = Args(dataset=str(path), eval_size=4, max_new_tokens=8)
     prompts, held_out = load_prompts(args, TOKENIZER, 2048)
     assert (len(prompts), len(held_out)) == (26, 4)

@@ -3,7 +3,7 @@
 import pytest
 from in_process import Args
 
-from common.data.order import Order, epochs_of
+from common.data.order import Order
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.parallel import distributed
@@ -71,15 +71,6 @@ class Run:
         return self
 
 
-def test_every_row_is_drawn_once_per_epoch(monkeypatch):
-    run, rows = Run(monkeypatch), []
-    for number in range(5):
-        rows += run.step(number)
-        epoch = epochs_of(run.samplers[0].cursor)
-        assert epoch == dict(epoch=pytest.approx(4 * (number + 1) / ROWS))
-    assert {*rows[:ROWS]} == {*rows[ROWS:]} == {*range(ROWS)} and rows[:ROWS] != rows[ROWS:]
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_rows_and_seeds_do_not_depend_on_ranks_or_sizes(monkeypatch, ranks, ahead):
@@ -96,13 +87,6 @@ def test_rows_and_seeds_do_not_depend_on_ranks_or_sizes(monkeypatch, ranks, ahea
     begun = [sampler.source.begun for sampler in (*one.samplers, *several.samplers)]
     assert begun == [[*range(23 + 4 * ahead)]] * (ranks + 1)
     assert several.state_dict() == one.state_dict()
-
-
-def test_prompts_ahead_end_with_the_last_step(monkeypatch):
-    run = Run(monkeypatch, ahead=2)
-    begun = [(run.step(number, total=4), len(run.samplers[0].source.begun))[1]
-             for number in range(4)]  # fmt: skip
-    assert begun == [12, 16, 16, 16]
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

@@ -7,7 +7,6 @@ from engines import stopping
 from in_process import Args
 
 from bench.completions import complete
-from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.loading import load_config
@@ -54,15 +53,6 @@ def test_engine_cuts_at_a_stop_string(synced):
     ended = [c for c, without in zip(cut, whole, strict=True) if len(c.ids) < len(without.ids)]
     assert len(whole) > len(ended) > 5
     assert not synced.running
-
-
-def test_reply_to_a_turn_without_its_end_begins_with_the_end():
-    tokenizer = load_tokenizer(tiny_model())
-    encoder, said = Encoder(tokenizer, Args()), [dict(role="user", content="on")]
-    end = tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
-    reply = encoder.reply(said)
-    assert reply[0] != end and encoder.reply(said, end) == reply
-    assert encoder.reply(said, tokenizer.convert_tokens_to_ids("a")) == [end, *reply]
 
 
 def test_stop_tokens_are_ends():

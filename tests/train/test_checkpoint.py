@@ -106,20 +106,6 @@ def test_weights_are_rounded_to_the_dtype_of_the_base(base, tmp_path, device, ca
             assert after[name].dtype == base and torch.equal(after[name], expected), name
 
 
-def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, device):
-    policy = load_policy(tiny_model(), ARGS, device)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(1.5)
-    export_hf(policy, load_tokenizer(tiny_model()), tmp_path / "hf")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    for name, tensor in exported.state_dict().items():
-        assert torch.equal(tensor, whole(policy.hf.state_dict()[name])), name
-    files = (Path(folder, "generation_config.json") for folder in (tiny_model(), tmp_path / "hf"))
-    before, after = (json.loads(file.read_text()) for file in files)
-    assert before == after
-
-
 # ---- the folder ----
 
 

@@ -4,14 +4,13 @@ import shutil
 
 import pytest
 import torch
-from helpers import EACH_STEP, assert_resumes_exactly, metrics, run
+from helpers import assert_resumes_exactly, metrics, run
 from safetensors.torch import load_file, save_file
 
 from common.config.groups import TrainArgs
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.train import optim
-from common.train import run as training
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +62,14 @@ def test_scale_grows_again(monkeypatch):
             optim.change_scale(state, False)
 
 
+LARGE_SCALE = """
+import runpy
+from common.train import optim
+optim.FIRST_SCALE = 2.0**24
+runpy.run_path("sft.py", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_norm_does_not_depend_on_ranks(flags, main, tmp_path, monkeypatch):
     """Nor on the scale, which two ranks halve more often than one: each has the gradient of its own
@@ -70,12 +77,7 @@ def test_norm_does_not_depend_on_ranks(flags, main, tmp_path, monkeypatch):
     monkeypatch.setattr(optim, "FIRST_SCALE", 2.0**24)
     flags = (*flags, "--lr", 1e-9, "--max_steps", 10, "--output_dir")
     main("sft", *flags, tmp_path / "one")
-    start = tmp_path / "start.py"
-    start.write_text(
-        "import runpy, sys\nfrom common.train import optim\noptim.FIRST_SCALE = 2.0**24\n"
-        "runpy.run_path('sft.py', run_name='__main__')\n"
-    )
-    run(2, start, *flags, tmp_path / "two")
+    run(2, LARGE_SCALE, *flags, tmp_path / "two")
     one, two = (metrics(tmp_path / ranks) for ranks in ("one", "two"))
     norms = torch.tensor([[line["grad_norm"] for line in lines] for lines in (one, two)])
     finite = norms.isfinite().all(0)
@@ -85,15 +87,14 @@ def test_norm_does_not_depend_on_ranks(flags, main, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_engine_and_trainer_agree(engine, small, main, tmp_path, monkeypatch):
+def test_engine_and_trainer_agree(engine, small, main, tmp_path):
     flags = (*small, "--dtype", "float16", "--engine", engine, "--max_steps", 2,
              "--prompts_per_step", 4, "--samples_per_prompt", 4, "--max_new_tokens", 16,
              "--eval_every", 0, "--output_dir", tmp_path)  # fmt: skip
     if engine == "vllm":
         pytest.importorskip("vllm")
-        run(1, EACH_STEP, "grpo.py", *flags)
+        run(1, "grpo.py", *flags)
     else:
-        monkeypatch.setattr(training, "CHECK_EVERY", 1)
         main("grpo", *flags)
     for line in metrics(tmp_path):
         assert line["sampling/sampling_logp_difference/max"] < 0.03

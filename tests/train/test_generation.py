@@ -3,7 +3,7 @@ does not change."""
 
 import pytest
 import torch
-from helpers import assert_same_weights, metrics, run
+from helpers import assert_same_weights, metrics, run, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
@@ -26,31 +26,28 @@ def solved(folder: str, rows: list[dict]) -> float:
 
 
 def test_generation_scores_the_present_weights_and_changes_no_weight(sums, tmp_path):
-    flags, alone, with_it = (*FLAGS, "--dataset", sums), tmp_path / "alone", tmp_path / "with"
+    """Every held-out set is answered, also those that no training set is named like."""
+    lines = sums.read_text().splitlines(keepends=True)
+    parts = dict(a=lines[:40], b=lines[40:80], c=lines[80:83])
+    sets = [
+        f"{name}={write(tmp_path / f'{name}.jsonl', ''.join(some))}" for name, some in parts.items()
+    ]
+    flags, alone, with_it = [*FLAGS, "--dataset", sums], tmp_path / "alone", tmp_path / "with"
+    flags += ["--eval_dataset", *sets, "--max_new_tokens", 5]
     run(2, "sft.py", *flags, "--output_dir", alone, "--eval_generate", 0)
-    generate = ("--eval_generate", 50, "--max_new_tokens", 5)
-    done = run(2, "sft.py", *flags, "--output_dir", with_it, *generate)
+    done = run(2, "sft.py", *flags, "--output_dir", with_it, "--eval_generate", 50)
     assert_same_weights(alone, with_it)
-    rows = train_and_eval_rows(sft.Args(dataset=(str(sums),), eval_size=60))[1][:50]
+    args = sft.Args(dataset=(str(sums),), eval_dataset=tuple(sets), eval_size=60)
+    rows = first_of_each_set(train_and_eval_rows(args)[1], 50)
     first, _, last = metrics(with_it)
     assert (first["step"], last["step"]) == (0, 2) and "eval_loss" in last
     assert last["eval/solved"] == last["eval/reward"] == pytest.approx(solved(with_it / "hf", rows))
+    assert {f"eval/solved/{name}" for name in "abc"} <= last.keys()
     assert first["eval/solved"] > 0.2 and "eval/solved" not in metrics(alone)[-1]
     assert f"eval/solved {first['eval/solved']:.3g} -> " in done.stdout
 
 
-def test_every_held_out_set_is_answered(small, tmp_path):
-    """Also those that no training set is named like."""
-    rows = small[-1].read_text().splitlines(keepends=True)
-    for name, some in dict(a=rows[:40], b=rows[40:80], c=rows[80:83]).items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(some))
-    sets = [f"{name}={tmp_path}/{name}.jsonl" for name in "abc"]
-    run(
-        1, "sft.py", *small[:2], "--dataset", tmp_path / "a.jsonl:1", tmp_path / "b.jsonl:2",
-        "--eval_dataset", *sets, "--eval_generate", 40, "--max_new_tokens", 5,
-        "--batch_size", 8, "--max_steps", 1, "--output_dir", tmp_path / "run",
-    )  # fmt: skip
-    assert {f"eval/solved/{name}" for name in "abc"} <= metrics(tmp_path / "run")[-1].keys()
+def test_answered_rows_are_the_first_of_each_set():
     counts = dict(a=9, b=9, c=1)
     named = [dict(_dataset=name, n=n) for name, count in counts.items() for n in range(count)]
     chosen = first_of_each_set(named, 7)

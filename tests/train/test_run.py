@@ -14,6 +14,7 @@ from common.config.extra import has_extra
 from common.config.groups import TrainArgs
 from common.data.order import Order
 from common.data.sample import Sample
+from common.metrics.logger import RunLogger
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
@@ -37,6 +38,7 @@ def parts(small, device):
 def no_signals(monkeypatch):
     monkeypatch.setattr(process, "stop_signalled", False)
     monkeypatch.setattr(process, "note_signals", lambda: None)
+    monkeypatch.setattr(RunLogger, "draw_curves", lambda _: None)  # tests/metrics draws
 
 
 class Steps:
@@ -103,7 +105,7 @@ def test_run_saves_evaluates_and_exports(parts, tmp_path, capsys):
     assert steps.go() == [1, 2, 3, 4, 5] and steps.saves == [2, 4, 5]
     kept = sorted(p.name for p in (steps.folder / "checkpoints").iterdir())
     assert kept == ["step_000004", "step_000005"]  # --keep_last
-    assert exported(steps.folder / "hf") == TOTAL and (steps.folder / "curves.png").is_file()
+    assert exported(steps.folder / "hf") == TOTAL
     printed = capsys.readouterr().out
     assert f"done: {steps.folder}/hf" in printed
     assert ("python extras/trace/doctor.py" in printed) == has_extra("trace")

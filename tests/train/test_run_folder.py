@@ -1,13 +1,12 @@
 """Nothing of the user's is deleted or replaced: a run that starts over moves the earlier one aside,
 and a folder with files that the run would replace is refused before anything is written."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import metrics, run
+from helpers import metrics, run, write_rows
 from test_bad_input import one_error
 
 from common.train.run_folder import unlock
@@ -158,7 +157,7 @@ def test_default_lengths_are_those_of_the_run_that_is_resumed(
         else dict(prompt=f"{i}+1=", chosen=long, rejected=short)
         for i, (long, short) in enumerate(texts)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
 
     def train(folder: str, steps: int, pack_tokens: int) -> dict:
         main(

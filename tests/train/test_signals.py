@@ -1,30 +1,29 @@
-"""Signals and killed ranks: a run that a signal stops saves and can be resumed; a run that lost a
-rank ends."""
+"""Signals: a run that a signal stops saves and can be resumed. tests/rollout/test_remote_sampler.py
+kills ranks."""
 
-import os
 import signal
+import socket
+import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 from helpers import (
     ROOT,
     SIGNAL_AT,
-    Ranks,
-    alive,
     assert_same_weights,
+    descendants,
     ended,
+    environment,
     kill,
-    logged,
     metrics,
     run,
-    start,
     until,
 )
 
 pytestmark = pytest.mark.slow
 
 SFT = ["--batch_size", 4, "--eval_every", 0, "--save_every", 1000, "--lr", 1e-3]
-ENDLESS = [*SFT, "--max_steps", 100_000]
 GRPO = ["--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--eval_size", 4,
         "--save_every", 1000, "--engine", "transformers", "--max_steps", 4]  # fmt: skip
 
@@ -71,7 +70,6 @@ def test_second_signal_stops_at_once(small, tmp_path):
 
 # ---- with torchrun ----
 
-
 STOPS = """
 import sys, time
 from pathlib import Path
@@ -79,30 +77,37 @@ from common.parallel import distributed, process
 _, rank, _ = distributed.setup(0)
 process.note_signals()
 Path(sys.argv[1], f"rank_{rank}").touch()
-while not distributed.stop_requested():
+while distributed.all_max(int(not process.stop_signalled)):
     time.sleep(0.01)
-sys.stdout.write(f"stopped rank {rank}\\n")  # in one piece, as print does not
+print(f"stopped rank {rank}")
 distributed.cleanup()
 """
 
 
-def test_launcher_forwards_the_signal(tmp_path):
-    """The ranks have the handlers of a run and nothing to train, because imports take most of the
-    time of a launch."""
+def test_launchers_of_two_machines_stop_their_ranks(tmp_path):
+    """Here two torchruns on one machine: one is killed, the other gets Ctrl-C, and each rank gets a
+    signal of its own. The ranks have the handlers of a run and nothing to train, because imports
+    take most of the time of a launch."""
     (tmp_path / "stops.py").write_text(STOPS)
-    with start(2, tmp_path / "stops.py", tmp_path, PYTHONPATH=ROOT) as launcher:
-        ranks = []
-        try:
-            until(lambda: launcher.poll() is not None or len(list(tmp_path.glob("rank_*"))) == 2)
-            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-            ranks += map(int, children.read_text().split())
-            launcher.send_signal(signal.SIGINT)
-            done = ended(launcher, ranks)
-        except BaseException:
-            kill(launcher.pid, *ranks)
-            raise
-    assert sorted(done.stdout.splitlines()) == ["stopped rank 0", "stopped rank 1"], done.stderr
-    assert "forcefully exiting" not in done.stderr  # a rank that was killed
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"--master_addr=127.0.0.1 --master_port={free.getsockname()[1]}"
+    launch = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=1 {address}".split()
+    pipes = dict(stdout=PIPE, stderr=PIPE, text=True)
+    agents, ranks = [], []
+    for node in (f"--node_rank={n}" for n in range(2)):
+        line = [sys.executable, *launch, node, tmp_path / "stops.py", tmp_path]
+        agents.append(Popen(line, cwd=ROOT, env=environment(PYTHONPATH=ROOT), **pipes))
+    try:
+        until(lambda: len([*tmp_path.glob("rank_*")]) == 2 or any(a.poll() for a in agents))
+        ranks = [rank for agent in agents for rank in descendants(agent.pid)]
+        agents[1].kill()
+        agents[0].send_signal(signal.SIGINT)
+        done = [ended(agent, ranks) for agent in agents]
+    finally:
+        kill(*ranks, *(agent.pid for agent in agents))
+    assert [each.stdout for each in done] == ["stopped rank 0\n", "stopped rank 1\n"], done
+    assert "forcefully exiting" not in done[0].stderr  # a rank that was killed
 
 
 # ---- other ends ----
@@ -118,22 +123,13 @@ def test_signal_before_the_first_step_ends_the_process(signum, small, tmp_path):
     assert "Traceback" not in run(1, "grpo.py", *flags, code=-signum).stderr
 
 
-def test_killed_rank_ends_the_run(small, tmp_path):
-    with Ranks(2, "sft.py", *ENDLESS, *small, "--output_dir", tmp_path) as ranks:
-        until(lambda: logged(tmp_path, 2) or not alive(ranks.pids[0]))
-        os.kill(ranks.pids[1], signal.SIGKILL)
-        until(lambda: not alive(ranks.pids[0]))  # without the signal of a launcher
-        done = ranks.end()
-    assert done.returncode == 1 and "error: rank 0 lost another rank: " in done.stderr, done.stderr
-
-
 @pytest.mark.parametrize(
     "signals, code, said", [(1, 1, "error: heard\n"), (2, -signal.SIGTERM, "")]
 )
-def test_rank_reports_its_failure_although_the_launcher_ends_it(signals, code, said, tmp_path):
+def test_rank_reports_its_failure_although_the_launcher_ends_it(signals, code, said):
     """The first signal may arrive at any time after another rank was killed. The second ends a
     hanging rank."""
-    (tmp_path / "fails.py").write_text(f"""
+    fails = f"""
 import os, signal
 from common.parallel import distributed, process
 distributed.setup(0)
@@ -144,5 +140,5 @@ def signalled(error, rank):
     return explain(error, rank)
 process.explain = signalled
 raise distributed.RunError("heard")
-""")
-    assert run(1, tmp_path / "fails.py", code=code).stderr == said
+"""
+    assert run(1, fails, code=code).stderr == said

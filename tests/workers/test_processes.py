@@ -163,16 +163,6 @@ def test_two_hundred_processes_at_once(server):
     asyncio.run(main())
 
 
-def test_values_come_in_order_from_all_processes(tmp_path):
-    with opened(DO, 3) as pool:
-        results = pool.map([("value", i) for i in range(300)])
-        assert results == [Result(i) for i in range(300)] and pool.map([]) == []
-        meet(pool, tmp_path / "here", 3)
-        assert len({r.value for r in pool.map([("pid",)] * 100)}) <= 3
-    with opened("math:sqrt", 1) as pool:
-        assert [r.value for r in pool.map([(9,), (4,)])] == [3, 2]
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_file_is_loaded_and_prepared_once_in_each_process_or_for_all(shared, tmp_path):
     (tmp_path / "slow.py").write_text(
@@ -401,12 +391,6 @@ def test_async_calls_of_a_process_share_its_end(how):
         results = pool.map([(0.0,)] * 20 + [(0.0, how)] + [(0.0,)] * 100)
         end = "the process died" if how == "kill" else "no answer within 0.5 s"
         assert [r.error for r in results] == [end] * 64 + [None] * 57
-
-
-def test_async_calls_have_the_longest_of_their_limits():
-    with opened(WAIT, 1) as pool:
-        results = pool.map([(0.0,), (0.4,)], [0.2, PATIENCE])
-    assert errors(results) == [None, None]
 
 
 # ---- what a process sees ----

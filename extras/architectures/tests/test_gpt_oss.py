@@ -1,7 +1,7 @@
 """New weights of gpt-oss reach vLLM, whose own reload leaves its experts and sinks as they were."""
 
 import pytest
-from helpers import EACH_STEP, metrics, run
+from helpers import metrics, run
 
 from bench.models import checkpoint
 from extras.architectures.tests.test_mxfp4 import pack_experts
@@ -17,7 +17,7 @@ def test_vllm_samples_from_the_trained_weights(sums, tmp_path):
              "--engine", "vllm", "--dtype", "float32", "--max_steps", 3, "--prompts_per_step", 4,
              "--samples_per_prompt", 2, "--max_new_tokens", 20, "--lr", 1e-2,
              "--eval_every", 0)  # fmt: skip
-    run(1, EACH_STEP, "grpo.py", *flags)
+    run(1, "grpo.py", *flags)
     lines = metrics(tmp_path / "run")
     assert len(lines) == 3
     for line in lines:

@@ -4,9 +4,8 @@ import json
 import re
 
 import pytest
-from helpers import EACH_STEP, assert_close_metrics, metrics, run, samples, stored, weights
+from helpers import assert_close_metrics, metrics, run, samples, stored, weights
 
-from common.train import run as train_run
 from extras.images.reader import Reader
 from extras.images.tests.checkpoints import FAMILIES, dataset, picture
 
@@ -50,18 +49,15 @@ def require_agreement(folder, base):
 @pytest.mark.slow
 def test_vllm_and_trainer_agree_while_the_tower_is_trained(checkpoint, flags, tmp_path):
     path = checkpoint("idefics3")
-    run(1, EACH_STEP, "grpo.py", "--model", path, *flags, "--output_dir", tmp_path)
+    run(1, "grpo.py", "--model", path, *flags, "--output_dir", tmp_path)
     require_agreement(tmp_path, path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["smolvlm", "qwen3_5"])
-def test_whole_model_and_trainer_agree(
-    family, checkpoint, flags, tmp_path, main, monkeypatch, capsys
-):
+def test_whole_model_and_trainer_agree(family, checkpoint, flags, tmp_path, main, capsys):
     """Transformers samples with its own class of images and text. The prompt on the console shows
     an image in few characters, samples name their images."""
-    monkeypatch.setattr(train_run, "CHECK_EVERY", 1)
     path = checkpoint(family)
     main("grpo", "--model", path, *flags, "--engine", "transformers", "--output_dir", tmp_path)
     require_agreement(tmp_path, path)
@@ -95,7 +91,6 @@ def test_sampled_placeholder_ends_the_completion(checkpoint, flags, tmp_path, ma
 SLEEP = """
 from common.config.parse import parse
 from common.rollout.vllm_engine import VLLMEngine
-from common.train import run
 import grpo
 
 
@@ -104,7 +99,6 @@ def lose_buffers(worker):
         buffer.fill_(1.0)
 
 
-run.CHECK_EVERY = 1
 VLLMEngine.sleep = lambda self: self.llm.collective_rpc(lose_buffers)
 grpo.main(parse(grpo.Args))
 """
