@@ -23,7 +23,6 @@ from common.config.flags import (
     Real,
     Several,
     check_needs,
-    needs_of,
 )
 from common.config.parse import one_line
 
@@ -130,17 +129,6 @@ def test_flag_without_effect_is_refused(flags, words):
         return check_needs(Losses(**flags))
     with pytest.raises(ValueError, match=f"^{words}$"):
         check_needs(Losses(**flags))
-
-
-def test_changed_default_keeps_what_the_flag_needs():
-    @dataclass
-    class Script(Losses):
-        clip_low: float = 0.3
-        kl: Annotated[str, Needs(loss="clip")] = "k2"
-
-    with pytest.raises(ValueError, match="^--clip_low 0.2 has no effect with --loss plain$"):
-        check_needs(Script(loss="plain", clip_low=0.2))
-    assert len(needs_of(Script, "kl")) == 3
 
 
 # ---- imports from extras ----

@@ -306,13 +306,10 @@ def by_peft(folder: Path, drop=(), **changes) -> str:
     """Write an adapter as PEFT's defaults do, on two layers of each block: bfloat16, with
     additional config keys."""
     config = dict(
-        alora_invocation_tokens=None, alpha_pattern={}, auto_mapping=None,
-        base_model_name_or_path="some/base", bias="none", corda_config=None, eva_config=None,
-        exclude_modules=None, fan_in_fan_out=False, inference_mode=True, init_lora_weights=True,
-        layer_replication=None, layers_pattern=None, layers_to_transform=None, loftq_config={},
-        lora_alpha=8, lora_bias=False, lora_dropout=0.05, megatron_config=None,
-        megatron_core="megatron.core", modules_to_save=None, peft_type="LORA", r=4, rank_pattern={},
-        revision=None, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM", use_dora=False,
+        alpha_pattern={}, auto_mapping=None, base_model_name_or_path="some/base", bias="none",
+        fan_in_fan_out=False, inference_mode=True, init_lora_weights=True, lora_alpha=8,
+        lora_dropout=0.05, modules_to_save=None, peft_type="LORA", r=4, rank_pattern={},
+        target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM", use_dora=False,
     )  # fmt: skip
     generator, tensors = torch.Generator().manual_seed(2), {}
     for block in range(3):
