@@ -133,7 +133,7 @@ def main(args: Args) -> None:
             break
         positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
         with meter.time("reward"):
-            rewards_PG, named_rewards, _ = rewards(groups, meter)
+            rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         if args.truncation is None and run.checks_engine(step):
             require_rollout_agreement(policy, groups, step, args)

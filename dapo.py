@@ -157,7 +157,7 @@ def draw_groups(
         if new_groups is None:
             return None
         with meter.time("reward"):
-            scores_PG, named_PG, _ = rewards(new_groups, meter)
+            scores_PG, named_PG, _ = rewards.wait(new_groups, meter)
         measure_groups(meter, new_groups, scores_PG, named_PG, warn=step == num_drawn == 0)
         named_rewards.append(named_PG)
         penalties_PG = truncation_penalties(new_groups, args.missing_eos_penalty)

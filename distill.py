@@ -322,7 +322,7 @@ def main(args: Args) -> None:
                 break
             positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
             with meter.time("reward"):
-                rewards_PG, named_rewards, _ = rewards(groups, meter)
+                rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
             measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         drawn = order.draw(num_from_data * args.samples_per_prompt)
         from_data = [[samples[i]] for i in drawn[distributed.rank() :: world_size]]

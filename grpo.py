@@ -231,7 +231,7 @@ def main(args: Args) -> None:
 
         # ---- 2. rewards: wait for the last ones; advantages: from the rewards of all ranks ----
         with meter.time("reward"):
-            rewards_PG, named_rewards, _ = rewards(groups, meter)
+            rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
         rewards_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)

@@ -204,7 +204,7 @@ def main(args: Args) -> None:
 
         # ---- 2. rewards: wait for the last ones; the pair of each group ----
         with meter.time("reward"):
-            scores_PG, named_rewards, _ = rewards(groups, meter)
+            scores_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         rewards_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
         measure_pairs(meter, rewards_PG)

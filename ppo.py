@@ -282,7 +282,7 @@ def main(args: Args) -> None:
 
         # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):
-            rewards_PG, named_rewards, _ = rewards(groups, meter)
+            rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         scores_PG = rewards_PG + truncation_penalties(groups, args.missing_eos_penalty)
         scores_BG = distributed.gather_rows(scores_PG, positions)

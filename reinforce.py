@@ -254,7 +254,7 @@ def main(args: Args) -> None:
 
         # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):
-            scores_PG, named_rewards, _ = rewards(groups, meter)
+            scores_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         shaped_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
         minibatches = pack_minibatches(

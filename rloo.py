@@ -144,7 +144,7 @@ def main(args: Args) -> None:
 
         # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):
-            scores_PG, named_rewards, _ = rewards(groups, meter)
+            scores_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         minibatches = pack_minibatches(
             groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix

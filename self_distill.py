@@ -220,7 +220,7 @@ def main(args: Args) -> None:
             break
         positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
         with meter.time("reward"):
-            rewards_PG, named_rewards, _ = rewards(groups, meter)
+            rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
 
         # ---- 2. pack: each completion beside its copy after the hinted prompt, then apart ----

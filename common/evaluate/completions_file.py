@@ -115,7 +115,7 @@ def sample_completions(
 def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict]:
     """Return the lines of all prompts, with their rewards. `groups` is this rank's share;
     `greedy`: whether the first completion of each is greedy. Collective."""
-    rewards_PS, parts, numbers = rewards(groups, Meter())
+    rewards_PS, parts, numbers = rewards.wait(groups, Meter())
     firsts_PS = rewards.first(parts)
 
     def line(p: int, group: Group) -> dict:

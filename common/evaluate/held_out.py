@@ -36,7 +36,7 @@ def evaluate_prompts(
     if not held_out:
         return {}
     groups = rollouts.answer(step, held_out)
-    rewards_PS, named_rewards, numbers = rewards(groups, Meter())
+    rewards_PS, named_rewards, numbers = rewards.wait(groups, Meter())
     first_PS = rewards.first(named_rewards)
     means = {
         "eval/solved": first_PS.ge(1).double().masked_fill(first_PS.isnan(), math.nan),

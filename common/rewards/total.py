@@ -2,7 +2,7 @@
 may be.
 
     rewards.begin(group)                          from any thread, when a prompt is complete
-    rewards_PG, by_name, _ = rewards(groups, meter)                  waits for what has begun
+    rewards_PG, by_name, _ = rewards.wait(groups, meter)             waits for what has begun
 
 Functions begin as soon as the completions of a prompt are sampled, in the event loop of a thread,
 while others are sampled or trained on. Reward models and judges are collective: all ranks call them
@@ -49,7 +49,7 @@ class Scored(NamedTuple):
 
 
 class Rewards:
-    """The weighted sum of `--reward`. Call it with groups of samples; it is collective."""
+    """The weighted sum of `--reward`."""
 
     def __init__(self, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device):
         """Load what `--reward` names: functions, and reward models, frozen and sharded over the
@@ -87,8 +87,8 @@ class Rewards:
         weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
 
     def begin(self, group: Group) -> None:
-        """Start computing the rewards of a prompt that need no other rank, and return at once. A
-        call of `self` with this group waits for them. From any thread; not collective."""
+        """Start computing the rewards of a prompt that need no other rank, and return at once;
+        `wait` has them. From any thread; not collective."""
         self.begun[group[0].number] = self._start(group)
 
     def _start(self, group: Group) -> Future:
@@ -96,13 +96,13 @@ class Rewards:
         coroutine = _score(self.scorers, self.row_rewards, group)
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def __call__(self, groups: list[Group], meter: Meter) -> Scored:
-        """Return the rewards of the groups, and wait for those that have begun. In the sum, rewards
-        that do not apply count nothing; a sample with a reward that could not be computed, or with
-        none that applies, has no reward, and its group does without it.
+    def wait(self, groups: list[Group], meter: Meter) -> Scored:
+        """Wait for the rewards of the groups, whether they have begun or not, and return them. A
+        reward that does not apply adds 0. A sample gets NaN if one of its rewards failed or none
+        applies, and the statistics of its group skip it.
 
         The numbers beside the rewards are averaged in the meter too. Raises `RunError` when more
-        than `--max_reward_errors` of the rewards of all ranks could not be computed."""
+        than `--max_reward_errors` of the rewards of all ranks could not be computed. Collective."""
         begun = [self.begun.pop(group[0].number, None) or self._start(group) for group in groups]
         found = {name: model(groups) for name, model in self.models.items()}
         computed = [future.result() for future in begun]  # waits

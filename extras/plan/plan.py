@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import chain
 
@@ -19,6 +19,7 @@ from common.model.hub import resolve_model
 from common.model.memory import GIB
 from common.model.policy import PackedModel, Policy, compute_dtype, load_policy, load_scalar_model
 from common.parallel import distributed
+from common.rewards.total import Rewards
 from common.train.overview import num_steps, repetitions
 from extras.plan.launch import BAND, DECODING, GPUS, MACHINE, TRAINING, Gpu, Launch
 
@@ -29,7 +30,7 @@ ANSWERS = ("answer", "solution", "completion", "canonical_solution", "code", "ou
 
 def dry_run(
     args: TrainArgs, path: str | None, tokenizer, data, held_out: Sized,
-    rewards: Callable | None = None, frozen: Sequence[str] = (), *, value_path: str | None = None,
+    rewards: Rewards | None = None, frozen: Sequence[str] = (), *, value_path: str | None = None,
     kind: type[Policy] = Policy, moving: bool = False, own_forwards: int = 0,
     trained_share: float = 1.0, counts: Counter | None = None,
 ) -> None:  # fmt: skip
@@ -94,7 +95,7 @@ def first_groups(args: TrainArgs, data) -> list[list[Sample]]:
 
 
 def rewards_of_rows(
-    args: TrainArgs, tokenizer, prompts: list[Completion], rewards: Callable
+    args: TrainArgs, tokenizer, prompts: list[Completion], rewards: Rewards
 ) -> Iterator[str]:
     """Yield a line for each reward that is no model: its mean over the rows' own answers, and over
     empty completions. Collective."""
@@ -110,7 +111,7 @@ def rewards_of_rows(
         # without the prompt, which may open a thought
         answer = Completion(ids, [], row=prompt.row, text=text)
         groups.append([answer, Completion(prompt.ids, [], prompt.prompt_length, prompt.row)])
-    for name, values_P2 in rewards(groups, Meter()).by_name.items():
+    for name, values_P2 in rewards.wait(groups, Meter()).by_name.items():
         answer_mean, empty_mean = (f"{mean:.3g}" for mean in values_P2.nanmean(0).tolist())
         answered = f"{answer_mean} for column {column}, " if column else ""
         start = f"reward {name}, mean of {len(groups)} rows:"

@@ -30,7 +30,7 @@ class Scored:
             [dataclasses.replace(completion(3), row=row) for _ in range(count)] for row in held_out
         ]
 
-    def __call__(self, groups, meter: Meter):
+    def wait(self, groups, meter: Meter):
         meter.mean("reward/error_fraction", 0, 3)
         return sum(self.parts.values()), self.parts, self.numbers
 

@@ -41,7 +41,7 @@ def begin(rewards, number: int, group: list) -> None:
 
 
 def scored(rewards, batch) -> tuple:
-    scored = rewards(batch, meter := Meter())
+    scored = rewards.wait(batch, meter := Meter())
     tables = [{name: x_PG.tolist() for name, x_PG in of_name.items()} for of_name in scored[1:]]
     return repr(scored.rewards_PG.tolist()), repr(tables), meter.reduce()
 
@@ -63,7 +63,7 @@ def test_begun_rewards_equal_synchronous_rewards(tmp_path):
             thread.join()
     assert scored(rewards, batch) == expected
     assert expected[0] == "[[8.0, 4.0], [nan, 1.0], [nan, nan], [nan, 8.0], [1.0, nan]]"
-    total, _, _ = rewards(evaluation, meter := Meter())
+    total, _, _ = rewards.wait(evaluation, meter := Meter())
     assert total.tolist() == [[5], [8]] and meter.reduce()["reward/error_fraction"] == 0
     assert list(rewards.begun) == [5]
 
@@ -79,11 +79,11 @@ def test_collecting_waits_only_for_the_given_groups(tmp_path):
     begin(rewards, 0, first)
     begin(rewards, 1, second)
     (tmp_path / "open0").touch()
-    assert rewards([first], Meter())[0].tolist() == [[1]]
+    assert rewards.wait([first], Meter())[0].tolist() == [[1]]
     until((tmp_path / "here1").exists)
     assert not rewards.begun[1].done()
     (tmp_path / "open1").touch()
-    assert rewards([second], Meter())[0].tolist() == [[2]]
+    assert rewards.wait([second], Meter())[0].tolist() == [[2]]
 
 
 def test_exception_reaches_the_caller_and_spares_other_groups():
@@ -93,8 +93,8 @@ def test_exception_reaches_the_caller_and_spares_other_groups():
         if starts:
             begin(rewards, 0, broken)
         with pytest.raises(KeyError, match="answer"):
-            rewards([broken], Meter())
-    assert rewards([fine], Meter())[0].tolist() == [[1]]
+            rewards.wait([broken], Meter())
+    assert rewards.wait([fine], Meter())[0].tolist() == [[1]]
 
 
 # ---- the thread ----
@@ -127,7 +127,7 @@ def test_run_ends_while_rewards_are_computed(tmp_path):
 def test_threads_and_processes_end_with_their_owner(tmp_path):
     threads, processes = set(threading.enumerate()), set(descendants(os.getpid()))
     rewards = make((f"{user_file(tmp_path, CODE)}:each", "math"))
-    assert rewards(groups(["abc", "d"]), Meter())[1]["each"].tolist() == [[3, 1]]
+    assert rewards.wait(groups(["abc", "d"]), Meter())[1]["each"].tolist() == [[3, 1]]
     assert set(threading.enumerate()) - threads and set(descendants(os.getpid())) - processes
     del rewards
     gc.collect()

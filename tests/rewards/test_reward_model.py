@@ -113,7 +113,7 @@ def test_model_scores_the_conversation_in_its_chat_template(asked, device, tmp_p
     found = {}
     for pack_tokens in (4096, 150):
         args = Args(reward=names, pack_tokens=pack_tokens, max_new_tokens=64, dtype="float32")
-        found[pack_tokens] = Rewards(args, rows, tokenizer, device)(groups, Meter())[1]
+        found[pack_tokens] = Rewards(args, rows, tokenizer, device).wait(groups, Meter())[1]
     parts = found[150]
     assert list(parts) == ["model", "model2", "model3"]
     for name, part_PG in parts.items():
@@ -145,7 +145,7 @@ def test_completion_that_ends_at_a_stop_string_is_scored_without_it_and_with_an_
         del group[0].ids[-1]
         group[0].ids += tokenizer("##")["input_ids"]
     args = Args(reward=(f"model:{ours}",), max_new_tokens=64, dtype="float32", stop=("##",))
-    (part_PG,) = Rewards(args, rows, tokenizer, device)(groups, Meter())[1].values()
+    (part_PG,) = Rewards(args, rows, tokenizer, device).wait(groups, Meter())[1].values()
     for i, ids in enumerate(whole):
         ids[-1] = ids[-1] if i % 2 else end  # i % 2: ended with an EOS
         assert part_PG[i // 2, i % 2] == pytest.approx(by_transformers(ours, ids), abs=1e-4)
@@ -191,7 +191,7 @@ def test_plain_prompt_is_text_and_truncated_completion_has_no_eos(device, tmp_pa
     row = dict(question="What then?", _source="a:1")
     group = [sampled(tokenizer, row, "What then?\n", "nothing", how) for how in ("stop", "length")]
     args = Args(reward=(f"model:{other}",), prompt_format="plain", dtype="float32")
-    _, parts, _ = Rewards(args, [row], tokenizer, device)([group], Meter())
+    _, parts, _ = Rewards(args, [row], tokenizer, device).wait([group], Meter())
     theirs = load_tokenizer(str(other))
     ids = theirs("What then?\nnothing")["input_ids"]
     expected = [by_transformers(other, ids + [theirs.eos_token_id]), by_transformers(other, ids)]
@@ -206,20 +206,20 @@ def test_unreadable_sequence_has_no_reward(asked, device, tmp_path):
     other = save_classifier(tmp_path / "other", context=50)
     args = Args(reward=(f"model:{other}",), max_reward_errors=0.3, dtype="float32")
     rewards, meter = Rewards(args, rows, tokenizer, device), Meter()
-    total, _, _ = rewards(groups, meter)
+    total, _, _ = rewards.wait(groups, meter)
     assert total.isnan().tolist() == [[False, False], [False, True]]
     assert meter.reduce()["reward/error_fraction"] == 0.25
     too_long = r"model on a:2: .*other: a sequence of \d+ tokens is longer than its con"
     with pytest.raises(RunError, match=too_long):
-        rewards(groups[1:], Meter())
+        rewards.wait(groups[1:], Meter())
     rows[1]["prompt"][0]["role"] = "system"
     refused = r"model on a:2: .*other: its chat template refuses the messages: no system turns"
     with pytest.raises(RunError, match=refused):
-        rewards(groups[1:], Meter())
+        rewards.wait(groups[1:], Meter())
     limits = dict(pack_tokens=30, max_new_tokens=8, max_reward_errors=0.5, dtype="float32")
     args = Args(reward=(f"model:{other}",), **limits)
     with pytest.raises(RunError, match=r"a sequence of \d+ tokens is longer than --pack_tokens"):
-        Rewards(args, rows, tokenizer, device)(groups[:1], Meter())
+        Rewards(args, rows, tokenizer, device).wait(groups[:1], Meter())
 
 
 def test_model_that_cannot_read_the_prompts_is_refused_at_start(asked, device, tmp_path):

@@ -67,7 +67,7 @@ def require_no_answers_in_thoughts(name: str, right: str, found_anywhere: bool) 
     for thoughts in ("cut", "keep"):
         args = Args(reward=(name,), thoughts=thoughts, reward_timeout=PATIENCE, reward_workers=2)
         rewards = Rewards(args, [row], tiny_tokenizer(), torch.device("cpu"))
-        values = rewards([group], Meter()).rewards_PG[0].tolist()
+        values = rewards.wait([group], Meter()).rewards_PG[0].tolist()
         assert values[3] == 1 and values[4] < 1, thoughts
         if thoughts == "cut":
             assert values[:3] == [1, 0, 0]
@@ -92,7 +92,7 @@ def test_user_defined_reward_reads_all_of_the_text(tmp_path):
     args = Args(reward=(f"{file}:f",), reward_timeout=PATIENCE, reward_workers=1)
     rewards = Rewards(args, [dict(_source="rows:1")], tiny_tokenizer(), torch.device("cpu"))
     sample = Completion([1, 2], [False, True], text=text, row=dict(_source="rows:1"))
-    _, parts, numbers = rewards([[sample]], Meter())
+    _, parts, numbers = rewards.wait([[sample]], Meter())
     assert parts["f"].item() == len(text) and numbers["f/answer"].item() == 2
 
 
@@ -155,7 +155,7 @@ def test_tag_that_the_prompt_opens_counts_as_written():
         sample_of(tokenizer, prompt, text)
         for prompt in ("?\n<think>\n", "? Use <think>.\n", "?</think>")
     ]
-    parts = rewards([samples], Meter()).by_name
+    parts = rewards.wait([samples], Meter()).by_name
     assert parts["tag_format"].tolist() == [[1, 0, 0]]
 
 

@@ -39,7 +39,7 @@ def user_file(tmp_path, code: str):
 
 def test_total_reward_is_the_weighted_sum():
     rewards = make(("gsm8k", "format"), (2.0, 0.25))
-    total, parts, _ = rewards(groups(["#### 18", "#### 7"], ["18", "A: 18 apples"]), Meter())
+    total, parts, _ = rewards.wait(groups(["#### 18", "#### 7"], ["18", "A: 18 apples"]), Meter())
     assert list(parts) == ["gsm8k", "format"] and total.dtype == torch.float64
     assert parts["gsm8k"].tolist() == [[1, 0], [0, 1]]
     assert parts["format"].tolist() == [[1, 1], [0, 0]]
@@ -55,22 +55,24 @@ def odd(completion, row):
 """
     names, meter = (f"{user_file(tmp_path, code)}:odd", "format"), Meter()
     batch = groups(["raise", "nan", "inf", "text", "large", "fine", "#### 1"])
-    total, parts, _ = make(names, max_errors=0.5)(batch, meter)
+    total, parts, _ = make(names, max_errors=0.5).wait(batch, meter)
     assert total[0].isnan().tolist() == parts["odd"][0].isnan().tolist() == [True] * 5 + [False] * 2
     assert total[0, 5:].tolist() == [1, 2] and not parts["format"].isnan().any()
     assert meter.reduce() == {"reward/error_fraction": 5 / 14, "reward/timeout_fraction": 0}
     many = r"5 of 14 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"
     with pytest.raises(RunError, match=many):
-        make(names, max_errors=0.3)(batch, Meter())
+        make(names, max_errors=0.3).wait(batch, Meter())
 
 
 def test_none_is_excluded_from_the_sum_and_is_no_error(tmp_path):
     code = "def some(text, row): return None if text == 'skip' else len(text) + len(row['answer'])"
     names, meter = (f"{user_file(tmp_path, code)}:some", "format"), Meter()
-    total, parts, _ = make(names, weights=(1.0, -1.0))(groups(["skip", "abc", "#### 1"]), meter)
+    total, parts, _ = make(names, weights=(1.0, -1.0)).wait(
+        groups(["skip", "abc", "#### 1"]), meter
+    )
     assert total.tolist() == [[0, 5, 7]]
     assert parts["some"][0, 0].isnan() and parts["some"][0, 1:].tolist() == [5, 8]
-    total, _, _ = make(names[:1])(groups(["skip", "abc"]), meter)  # no reward applies
+    total, _, _ = make(names[:1]).wait(groups(["skip", "abc"]), meter)  # no reward applies
     assert total[0, 0].isnan() and total[0, 1] == 5 and meter.reduce()["reward/error_fraction"] == 0
 
 
@@ -86,7 +88,7 @@ def rank(completions, row, ids):
 """
     batch = groups(["aaa", "a"], ["b", "bb"])
     batch[1][0].ids, batch[1][0].prompt_length = [1, 2, 3], 1
-    total, parts, _ = make((f"{user_file(tmp_path, code)}:rank", "format"))(batch, Meter())
+    total, parts, _ = make((f"{user_file(tmp_path, code)}:rank", "format")).wait(batch, Meter())
     assert parts["rank"].tolist() == total.tolist() == [[21, 20], [20, 21]]
 
 
@@ -94,7 +96,7 @@ def test_reward_function_gets_the_completion_ids(tmp_path):
     code = "def f(text, row, ids):\n    return ids[-1] if ids == [3, 2] else 0\n"
     batch = groups(["x", "x"])
     batch[0][0].ids, batch[0][0].prompt_length = [1, 3, 2], 1
-    assert make((f"{user_file(tmp_path, code)}:f",))(batch, Meter())[0].tolist() == [[2, 0]]
+    assert make((f"{user_file(tmp_path, code)}:f",)).wait(batch, Meter())[0].tolist() == [[2, 0]]
 
 
 def test_group_with_a_wrong_number_of_values_has_no_rewards(tmp_path):
@@ -108,7 +110,7 @@ def f(completions, row):
     names = (f"{user_file(tmp_path, code)}:f",)
     texts = ("fine", "odd", "short", "number", "dict", "raise")
     meter = Meter()
-    total, _, _ = make(names, max_errors=0.9)(groups(*([text, ""] for text in texts)), meter)
+    total, _, _ = make(names, max_errors=0.9).wait(groups(*([text, ""] for text in texts)), meter)
     assert total.isnan().tolist() == [[False, True]] * 2 + [[True] * 2] * 4
     assert meter.reduce()["reward/error_fraction"] == 9 / 11  # None is no error
     for text, what in (
@@ -117,7 +119,7 @@ def f(completions, row):
         ("raise", "KeyError: 'oops'"),
     ):
         with pytest.raises(RunError, match=f"the first: f on rows.jsonl:1: {what}"):
-            make(names)(groups([text, ""]), Meter())
+            make(names).wait(groups([text, ""]), Meter())
 
 
 @pytest.mark.slow
@@ -133,11 +135,11 @@ import asyncio
 """
     rewards = make((f"{user_file(tmp_path, code)}:f",), max_errors=0.5, seconds=0.3)
     meter = Meter()
-    total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), meter)
+    total, _, _ = rewards.wait(groups(["a", "", ""], ["late", "", ""]), meter)
     assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all()
     assert meter.reduce()["reward/timeout_fraction"] == 1 / 2
     with pytest.raises(RunError, match="the first: f on rows.jsonl:1: no answer within 0.9 s"):
-        rewards(groups(["late", "", ""]), Meter())
+        rewards.wait(groups(["late", "", ""]), Meter())
 
 
 NUMBERS = """
@@ -152,7 +154,9 @@ def f(completion, row):
 
 def test_metrics_of_a_reward_are_means_over_the_completions_that_have_them(tmp_path):
     names, meter = (f"{user_file(tmp_path, NUMBERS)}:f",), Meter()
-    total, _, numbers = make(names, max_errors=0.5)(groups(["a b c", "none"], ["a", "bad"]), meter)
+    total, _, numbers = make(names, max_errors=0.5).wait(
+        groups(["a b c", "none"], ["a", "bad"]), meter
+    )
     assert total[0, 0] == 0.5 and total[0, 1].isnan() and total[1, 1].isnan()
     metrics = meter.reduce()
     assert metrics["rewards/f/words"] == pytest.approx(14 / 3) and metrics["rewards/f/rare"] == 1
@@ -163,9 +167,9 @@ def test_metrics_of_a_reward_are_means_over_the_completions_that_have_them(tmp_p
     }
     assert repr({name: number_PG.tolist() for name, number_PG in numbers.items()}) == repr(expected)
     with pytest.raises(RunError, match="its number 'words' is nan"):
-        make(names)(groups(["bad"]), meter)
+        make(names).wait(groups(["bad"]), meter)
     with pytest.raises(RunError, match="its number 'mean' is of a name that is taken"):
-        make(names)(groups(["mean"]), meter)
+        make(names).wait(groups(["mean"]), meter)
 
 
 def test_feedback_of_a_reward_is_a_text_of_the_completion(tmp_path):
@@ -174,7 +178,7 @@ def f(completion, row):
     return 0.5, dict(words=1, feedback="too short") if completion == "a" else {}
 """
     made = groups(["a", "b"])
-    total, _, numbers = make((f"{user_file(tmp_path, source)}:f",))(made, Meter())
+    total, _, numbers = make((f"{user_file(tmp_path, source)}:f",)).wait(made, Meter())
     assert total.tolist() == [[0.5, 0.5]] and list(numbers) == ["f/words"]
     assert [sample.feedback for sample in made[0]] == ["too short", ""]
 
@@ -199,7 +203,7 @@ async def meet(completion, row):
     return 1.0
 """
     rewards = make((f"{user_file(tmp_path, code)}:meet",), max_errors=0.5, seconds=1)
-    total, _, _ = rewards(groups(["a", "late", "b"]), meter := Meter())
+    total, _, _ = rewards.wait(groups(["a", "late", "b"]), meter := Meter())
     assert total[0, [0, 2]].tolist() == [1, 1] and total[0, 1].isnan()
     assert meter.reduce() == {"reward/error_fraction": 1 / 3, "reward/timeout_fraction": 1 / 3}
 
@@ -210,7 +214,7 @@ def test_row_selects_its_reward():
     texts = ("#### 18", r"so \boxed{0.5}", "three")
     batch = [[Completion([0], [True], text=text, row=row) for text in texts] for row in rows]
     rewards, meter = make(("by_row", "format"), weights=(2.0, 1.0), rows=rows), Meter()
-    total, parts, _ = rewards(batch, meter)
+    total, parts, _ = rewards.wait(batch, meter)
     assert list(parts) == ["exact_match", "gsm8k", "math", "format"]
     assert [*rewards.weights.values()] == [2, 2, 2, 1]
     assert parts["gsm8k"][0].tolist() == [1, 0, 0] and parts["gsm8k"][1:].isnan().all()
@@ -233,7 +237,7 @@ def test_math_timeout_is_wrong_and_unparsable_gold_answer_is_an_error():
     texts = [rf"\boxed{{{answer}}}" for answer in ("2", *hanging)]
     batch = [[Completion([0], [True], text=text, row=row) for text in texts] for row in rows]
     rewards = make(("math",), max_errors=0.5, rows=rows, seconds=1)
-    total, _, _ = rewards(batch, meter := Meter())
+    total, _, _ = rewards.wait(batch, meter := Meter())
     assert total[0].tolist() == [1, 0, 0, 0] and total[1].isnan().all()
     assert meter.reduce() == {"reward/error_fraction": 0.5, "reward/timeout_fraction": 3 / 8}
 
@@ -244,7 +248,7 @@ def test_environment_rewards_and_errors_are_counted():
     ((one, two, three),) = batch = groups(["#### 1", "", ""])
     one.turn_rewards, two.turn_rewards = [(3, 0.5), (9, 1.0)], [(3, math.inf)]
     three.error = "step 2: KeyError: 'x'"
-    total, parts, _ = rewards(batch, meter)
+    total, parts, _ = rewards.wait(batch, meter)
     assert parts["environment"][0, 0] == 1.5 and total[0, 0] == 2.5 and total[0, 1:].isnan().all()
     assert meter.reduce()["reward/error_fraction"] == 3 / 6
 
@@ -254,12 +258,12 @@ def test_failed_episode_counts_in_the_rewards_of_its_row_only():
     batch = [[Completion([0], [True], text=t, row=row) for t in "12"] for row in rows]
     batch[0][1].error = batch[1][1].error = "the agent died"
     rewards, meter = make(("by_row",), rows=rows, max_errors=0.5), Meter()
-    rewards(batch, meter)
+    rewards.wait(batch, meter)
     assert meter.reduce()["reward/error_fraction"] == 2 / 4
 
 
 def test_rank_without_groups_returns_empty_rewards():
-    total, parts, _ = make(("gsm8k",))([], Meter())
+    total, parts, _ = make(("gsm8k",)).wait([], Meter())
     assert total.numel() == 0 and parts["gsm8k"].numel() == 0
 
 

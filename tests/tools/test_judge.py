@@ -99,5 +99,5 @@ def test_run_gets_scores_after_errors_that_may_pass(endpoint, device):
     load_file.cache_clear()
     rewards = Rewards(Args(reward=(f"{JUDGE}:judge",)), [ROW], None, device)
     group = [Completion([1], [True], row=ROW, text=text) for text in ("Hello", "Bye")]
-    total, _, _ = rewards([group], Meter())
+    total, _, _ = rewards.wait([group], Meter())
     assert total.tolist() == [pytest.approx([0.5, 0.5])]

@@ -369,7 +369,7 @@ def test_bad_agents_cost_an_episode(play, synced, tmp_path, device):
     )  # fmt: skip
     rewards = Rewards(bad.args, bad.rows, synced.tokenizer, device)
     meter = Meter()
-    total, *_ = rewards(list(groups.values()), meter)
+    total, *_ = rewards.wait(list(groups.values()), meter)
     measure_groups(meter, list(groups.values()), total, {})
     values = dict(zip(TROUBLES, total[:, 0].tolist(), strict=True))
     found = {trouble: value for trouble, value in values.items() if not math.isnan(value)}

@@ -693,7 +693,7 @@ def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
         make([row])
     rewards = make([row], unsafe_code_execution=True)
     batch = [samples_of(row, "def f(): return 1", "def f(): return 2")]
-    assert rewards(batch, Meter())[0].tolist() == [[1, 0]]
+    assert rewards.wait(batch, Meter())[0].tolist() == [[1, 0]]
 
 
 def test_a_run_waits_for_no_program_and_leaves_no_thread(tmp_path, monkeypatch):
@@ -707,7 +707,7 @@ def test_a_run_waits_for_no_program_and_leaves_no_thread(tmp_path, monkeypatch):
     until(lambda: any(tmp_path.glob("*/began")))
     assert all(thread.daemon for thread in set(threading.enumerate()) - threads)
     kill(*set(descendants(os.getpid())) - children)
-    assert rewards([endless, samples_of(row, "print(1)")], Meter())[0].tolist() == [[0], [1]]
+    assert rewards.wait([endless, samples_of(row, "print(1)")], Meter())[0].tolist() == [[0], [1]]
     del rewards
     gc.collect()
     until(lambda: not set(threading.enumerate()) - threads)

@@ -93,7 +93,7 @@ def scored(reward, asked, device, **flags):
     tokenizer, row, group = asked
     flags = dict(prompt_format="plain", dtype="float32", max_new_tokens=64, **flags)
     args = Args(reward=(str(reward),), **flags)
-    return Rewards(args, [row], tokenizer, device)([group], Meter())
+    return Rewards(args, [row], tokenizer, device).wait([group], Meter())
 
 
 @pytest.mark.parametrize(("own", "share_prefix"), [(False, 0), (True, 16)])
