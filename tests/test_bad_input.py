@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import run, write_rows
 
+import distill
 import dpo
 import kto
 import rm
@@ -60,7 +61,6 @@ distill --teacher a --teacher_column x -> --teacher_column x has no effect witho
 distill --teacher_logprobs stored --top_k 5 -> --teacher_logprobs stored needs --on_policy_fracti
 distill --reward --on_policy_fraction 0 --rollout_ranks 1 -> --rollout_ranks 1 has no effect with
 distill --on_policy_fraction 0.001 -> of --prompts_per_step 256 is 0; use
-distill --teacher x --on_policy_fraction 0.42 --prompts_per_step 64 -> is 27; it must be a mult
 self_distill --hint feedback --reward -> --hint feedback needs --reward
 self_distill --hint sibling --samples_per_prompt 1 -> --hint sibling needs --samples_per_prompt
 self_distill --hint_template {prompt} -> --hint_template '{prompt}': {hint} is missing
@@ -84,6 +84,16 @@ def test_conflicting_flags_are_refused(case, capsys, monkeypatch):
     with pytest.raises(SystemExit) as done:
         parse(importlib.import_module(script).Args, flags)
     assert done.value.code == 2 and words in the_error(capsys.readouterr().err)
+
+
+def test_distill_prompts_must_divide_over_the_ranks():
+    args = distill.Args(on_policy_fraction=0.42, teacher="x")
+    args.check_launch(3)
+    with pytest.raises(
+        ValueError,
+        match="--on_policy_fraction 0.42 of --prompts_per_step 64 is 27; it must be a mult",
+    ):
+        args.check_launch(2)
 
 
 # ---- data ----
