@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SHORT = 0.3  # seconds for an endless program
+SHORT = 0.2  # seconds for an endless program
 LONG = 300.0  # for the others, which a busy machine must not cut short: none takes nearly as long
 SECRET = "S3CRET-8c1f"
 
@@ -98,7 +98,6 @@ attempt(read, f"/proc/self/fd/{fd}")
 attempt(os.open, "", os.O_RDONLY, dir_fd=fd)
 directory = os.open("BAIT", os.O_PATH)
 attempt(os.open, "file", os.O_RDONLY, dir_fd=directory)
-raw(303, directory, b"file", ctypes.create_string_buffer(200), ctypes.create_string_buffer(8), 0)
 """,
     "packages of the interpreter": """
 import sysconfig
@@ -142,10 +141,6 @@ for path in ("BAIT/file", "BAIT", b"BAIT/file"):
         attempt(f, fd, 0o777)
     attempt(os.utime, fd)
     attempt(os.truncate, fd, 0)
-for n, args in {90: (b"BAIT/file", 0o777), 268: (-100, b"BAIT/file", 0o777), 452: (-100, b"BAIT/file", 0o777, 0), 92: (b"BAIT/file", 0, 0),
-                260: (-100, b"BAIT/file", 0, 0, 0), 132: (b"BAIT/file", None), 235: (b"BAIT/file", None), 280: (-100, b"BAIT/file", None, 0),
-                76: (b"BAIT/file", 0), 188: (b"BAIT/file", b"user.x", b"1", 1, 0), 261: (-100, b"BAIT/file", None)}.items():
-    raw(n, *args)
 attempt(os.chmod, ".", 0o755)
 attempt(os.utime, ".")
 """,
@@ -169,19 +164,6 @@ attempt(os.mknod, "device", 0o600 | 0o020000, os.makedev(1, 3))
 attempt(os.rmdir, os.getcwd())
 attempt(os.remove, "mine")
 attempt(os.rename, "mine", "mine3")
-raw(316, -100, b"mine", -100, b"BAIT/file", 2)
-""",
-    "chroot, namespaces, mounts": """
-attempt(os.chroot, ".")
-for flags in (0x10000000, 0x20000, 0x20000000, 0x40000000, 0x8000000, 0x4000000, 0x2000000, 0x400, 0x200):
-    raw(272, flags)
-raw(165, b"none", b".", b"tmpfs", 0, 0)
-raw(166, b"/", 2)
-raw(155, b".", b".")
-raw(308, 0, 0)
-raw(428, -100, b"/", 1)
-raw(430, b"tmpfs", 0)
-raw(161, b".")
 """,
     "import from the directory": """
 for name in ("json", "re", "encodings", "child", "confine"):
@@ -199,10 +181,8 @@ attempt(os.posix_spawn, sys.executable, ["python"], {})
 attempt(os.system, "true") if os.system("true") == 0 else None
 attempt(os.execv, "/bin/sh", ["sh", "-c", "echo ESCAPED"])
 attempt(os.execv, sys.executable, ["python", "-c", "print('ESCAPED')"])
-raw(57); raw(58)
 for flags in (17, 0, 0x4100 | 17, 0x11200 | 17, 0x100 | 17, 0x3d0f00 | 0x2000, 0x3d0f00 | 0x10000000):
     raw(56, flags, 0, 0, 0, 0)
-raw(435, ctypes.create_string_buffer(88), 88)
 libc.vfork.restype = ctypes.c_int
 if x86 and libc.vfork() == 0: os._exit(0)
 """,
@@ -228,20 +208,8 @@ while True:
     try: threading.Thread(target=time.sleep, args=(100,)).start()
     except RuntimeError: pass
 """,
-    "thread bomb with small stacks": """
-import _thread, time
-_thread.stack_size(32768)
-while True:
-    try: _thread.start_new_thread(time.sleep, (100,))
-    except RuntimeError: pass
-""",
     "exec": """
-raw(59, b"/bin/true", None, None)
-raw(322, -100, b"/bin/true", None, None, 0)
-raw(322, 0, b"", None, None, 0x1000)
-fd = raw(319, b"x", 0)
 attempt(os.memfd_create, "x")
-raw(447, 0)
 write("program")
 attempt(os.execve, "./program", ["x"], {})
 """,
@@ -251,9 +219,6 @@ for pid in (PARENT, -1, 0, 1, -PARENT):
     attempt(os.kill, pid, 0)
     attempt(os.kill, pid, signal.SIGURG)  # harmless: a broken sandbox must fail the test, not the machine
 attempt(os.killpg, 0, signal.SIGURG)
-for n in (62, 200): raw(n, PARENT, 23)
-raw(234, PARENT, PARENT, 23); raw(129, PARENT, 23, 0); raw(297, PARENT, PARENT, 23, 0)
-raw(434, PARENT, 0); raw(424, 0, 23, 0, 0)
 """,
     "signals by fcntl": """
 import fcntl
@@ -266,14 +231,6 @@ for fd in range(10):
 attempt(fcntl.flock, os.open(os.__file__, os.O_RDONLY), fcntl.LOCK_EX)
 attempt(fcntl.fcntl, os.open(os.__file__, os.O_RDONLY), 1024, 1)
 """,
-    "the parent's memory": """
-buffer = ctypes.create_string_buffer(64)
-iov = (ctypes.c_long * 2)(ctypes.addressof(buffer), 64)
-raw(310, PARENT, iov, 1, iov, 1, 0); raw(311, PARENT, iov, 1, iov, 1, 0)
-for request in (0, 16, 0x4206): raw(101, request, PARENT, 0, 0)
-raw(438, 3, 0, 0); raw(312, PARENT, PARENT, 0, 0, 0)
-raw(440, 3, iov, 1, 4, 0)
-""",
     "the parent's limits": """
 import resource
 limits = (ctypes.c_ulong * 2)(1, 1)
@@ -283,28 +240,19 @@ attempt(os.setpriority, os.PRIO_PROCESS, PARENT, 19)
 attempt(os.nice, 5)
 attempt(os.sched_setaffinity, PARENT, {0})
 attempt(os.sched_setscheduler, PARENT, os.SCHED_IDLE, os.sched_param(0))
-raw(251, 1, PARENT, 7 << 13)
-attempt(os.setpgid, 0, PARENT); attempt(os.setsid)
+attempt(os.setpgid, 0, PARENT); attempt(os.setsid); attempt(os.chroot, ".")
 """,
     "own limits": """
 import resource
 for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_CORE):
     for value in ((-1, -1), (1 << 40, 1 << 40), (100, 100)):
         attempt(resource.setrlimit, limit, value)
-raw(160, 9, (ctypes.c_ulong * 2)(-1, -1))
 try: resource.setrlimit(resource.RLIMIT_STACK, (1 << 26, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 except Exception as e: print("harmless but refused", e)
 attempt(os.setuid, 0 if os.getuid() else 65534); attempt(os.setgroups, []); attempt(os.initgroups, "root", 0)
 """,
-    "filters and prctl": """
-for option in (1, 3, 4, 8, 15, 22, 23, 24, 35, 36, 38, 59):
-    if libc.prctl(option, 1, 0, 0, 0) >= 0: print("ESCAPED prctl", option)
-raw(157, 1, 0, 0, 0, 0); raw(157, 4, 1, 0, 0, 0)
-raw(317, 1, 0, 0); raw(317, 1, 8, 0); raw(444, 0, 0, 1); raw(446, 0, 0); raw(126, 0, 0); raw(158, 0x1002, 0)
-""",
-    "every other system call": """
-OTHERS
-""",
+    "prctl": "for option in (1, 3, 4, 8, 15, 22, 23, 24, 35, 36, 38, 59):\n    if libc.prctl(option, 1, 0, 0, 0) >= 0: print('ESCAPED', option)",
+    "every other system call": "OTHERS",
     "x32": "if x86: libc.syscall(ctypes.c_long(0x40000000 + 39)); print('ESCAPED x32')",
     "int 0x80": """
 import mmap
@@ -325,23 +273,17 @@ attempt(socket.socketpair)
 attempt(urllib.request.urlopen, "http://127.0.0.1/", None, 1)
 attempt(socket.getaddrinfo, "localhost", 80)
 attempt(socket.gethostbyname, "example.com")
-for n in (41, 42, 43, 44, 45, 46, 47, 49, 50, 53): raw(n, 1, 1, 0, 0)
-raw(425, 8, ctypes.create_string_buffer(200))
 attempt(socket.socket, fileno=0)
 """,
     "shared memory and queues": """
-raw(29, 0, 4096, 0o1600); raw(64, 0, 1, 0o1600); raw(68, 0, 0o1600); raw(240, b"q", 0o102, 0o600, None); raw(30, 0, 0, 0)
 from multiprocessing import shared_memory
 attempt(shared_memory.SharedMemory, "escaped", True, 100)
 import multiprocessing
 attempt(multiprocessing.Lock)
-for n in (248, 249, 250, 298, 321, 323, 300, 253, 294, 222, 172, 175, 169, 170, 103, 163, 165, 304, 425, 435, 437, 441, 462): raw(n, 0, 0, 0, 0, 0)
 """,
     # ---- bombs ----
-    "memory, list": "x = [0] * 10**9\nprint('ESCAPED', len(x))",
     "memory, slowly": "x = []\nwhile True: x.append('x' * 10**6)",
     "memory, swallowed": "x = []\nwhile True:\n    try: x.append(bytearray(10**7))\n    except MemoryError: pass",
-    "memory, bytes": "x = b'x' * (4 << 30)\nprint('ESCAPED', len(x))",
     "memory, integer": "x = 1 << (1 << 40)\nprint('ESCAPED')\n10 ** 10 ** 9",
     "memory, mmap": """
 import mmap
@@ -351,20 +293,11 @@ while True:
     for i in range(0, 64 << 20, 4096): maps[-1][i] = 1
     if len(maps) > 20: print("ESCAPED mmap")
 """,
-    "memory, malloc": """
-libc.malloc.restype = ctypes.c_void_p
-for i in range(100):
-    p = libc.malloc(ctypes.c_size_t(64 << 20))
-    if p: ctypes.memset(p, 1, 64 << 20)
-    if p and i > 20: print("ESCAPED malloc")
-""",
     "one big file": "with open('big', 'wb') as f:\n    for i in range(1000):\n        f.write(b'x' * (1 << 20))\nprint('ESCAPED')",
     "sparse file": "f = open('sparse', 'wb')\nattempt(f.truncate, 1 << 40)\nattempt(os.pwrite, f.fileno(), b'x', 1 << 40)",
     "many big files": "for i in range(10000):\n    with open(f'f{i}', 'wb') as f: f.write(b'x' * (8 << 20))\nprint('ESCAPED')",
-    "many small files": "for i in range(1000000): open(f'f{i}', 'w').close()\nprint('ESCAPED')",
     "many descriptors": "fds = []\nwhile True: fds.append(os.dup(0)); attempt(lambda: 1 / (len(fds) > 100))",
     "drips and makes files": DRIP + "for i in range(5000):\n    os.close(os.open(f'f{i}', os.O_CREAT | os.O_WRONLY))\n    i % 20 or drip()\ndrip(400)",
-    "drips and fills the disk": DRIP + "for i in range(300):\n    with open(f'f{i // 10}', 'ab') as f: f.write(b'x' * (1 << 20))\n    drip()\ndrip(400)",
     "drips and starts threads": DRIP + """
 attributes = ctypes.create_string_buffer(64)
 libc.pthread_attr_init(attributes)
@@ -375,7 +308,6 @@ for i in range(1500):
 drip(400)
 """,
     "floods stdout": "while True: print('x' * 10000)",
-    "floods stdout without a line end": "while True: os.write(1, b'x' * 65536)",
     "floods stderr": "while True: os.write(2, b'x' * 65536)",
     "floods every descriptor": """
 for fd in range(3, 64):
@@ -386,13 +318,6 @@ while True:
         try: os.write(fd, b'{"value": 1}' * 5000)
         except OSError: pass
 """,
-    "a line without end to every descriptor": """
-while True:
-    for fd in range(3, 12):
-        try: os.write(fd, b'[' * 65536)
-        except OSError: pass
-""",
-    "warnings": "import warnings\nwarnings.simplefilter('always')\nwhile True: warnings.warn('x' * 1000)",
 }  # fmt: skip
 TROUBLES = {  # equal for every user
     # ---- ends ----
@@ -408,77 +333,48 @@ signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
 signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
 while True: pass
 """,
-    "handlers": "import signal\nsignal.signal(signal.SIGALRM, lambda *a: any(iter(int, 1)))\nsignal.alarm(1)\nsignal.pause()\nwhile 1: pass",
-    "exits": "sys.exit(0)",
-    "exits hard": "os._exit(0)",
     "exits with the code of memory errors": "os._exit(101)",
     "aborts": "os.abort()",
     "crashes": "ctypes.string_at(0)",
     "crashes in recursion": "sys.setrecursionlimit(10**9)\nclass A:\n    def __getattr__(self, n): return getattr(self, n + 'x')\ndef f(): f()\nf()",
     "deep recursion": "def f(): f()\nf()",
-    "deep expression": "eval('(' * 100000)\n",
-    "deep data": "x = []\nfor i in range(10**5): x = [x]\nprint(repr(x)[:10])",
     "atexit loops": "import atexit\natexit.register(lambda: any(iter(int, 1)))",
     "finalizer loops": "class A:\n    def __del__(self):\n        while True: pass\na = A()",
-    "collector loops": "import gc\nclass A:\n    def __init__(self): self.a = self\n    def __del__(self):\n        while True: pass\nA()\ngc.collect()",
-    "daemon threads": "import threading\nfor _ in range(3): threading.Thread(target=lambda: any(iter(int, 1)), daemon=True).start()",
     "threads outlive main": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()",
     "closes everything": "os.closerange(0, 1000)\nimport time\ntime.sleep(1000)",
-    "closes everything and exits": "os.closerange(0, 1000)",
     "redirects everything": "fd = os.open('out', os.O_RDWR | os.O_CREAT)\nfor i in range(64):\n    if i != fd:\n        try: os.dup2(fd, i)\n        except OSError: pass",
-    "settrace": "sys.settrace(lambda *a: any(iter(int, 1)))\ndef f(): pass\nf()",
-    "clears modules": "import builtins\nsys.modules.clear()\nbuiltins.__dict__.clear()",
     "patches built-ins": "import builtins\nbuiltins.__import__ = builtins.open = builtins.exec = builtins.print = None\nos.write = os.read = None",
     "changes the directory": "os.chdir('/')\nattempt(write, 'x-escaped')\nattempt(read, 'etc/passwd')\nos.chdir('BAIT')\nattempt(write, 'x')\nattempt(read, 'file')",
-    "masks": "os.umask(0o777)\nopen('x', 'w').close()\nos.umask(0)\nopen('y', 'w').close()",
-    "raises at exit": "sys.excepthook = lambda *a: any(iter(int, 1))\n1 / 0",
     # ---- text ----
     "bytes that are no UTF-8": "os.write(1, b'\\xff\\xfe\\x00' * 100)",
     "surrogates": "sys.stdout.buffer.write('\\ud800'.encode('utf-8', 'surrogatepass'))\nprint('\\udc80', chr(0), '\\u202e')\nprint('\\ud800')",
     "NUL in the source": "x = 1\0\nprint('ESCAPED')",
     "a lone surrogate in the source": "x = '\ud800'\nprint('ESCAPED')",
-    "direction marks": "x = '\u202e'  # \u2066 print('ESCAPED')",
     "10 MB of source": "x = 1\n" * 1_500_000 + "while True: pass",
-    "10 MB of one line": "x = [" + "1," * 5_000_000 + "]",
     "nested source": "(" * 200_000,
-    "nested blocks": "".join(" " * i + "if 1:\n" for i in range(2000)),
-    "power in the source": "x = " + "-" * 200_000 + "1",
     "another coding": "# coding: utf-16\nprint('ESCAPED')",
-    "unknown coding": "# coding: escaped\nprint('ESCAPED')",
 }  # fmt: skip
 HOSTILE = ATTACKS | TROUBLES
 # Possible endings of `run_program`; all others must end "ok". Programs that may reach the time
 # limit have a short one. "*": any ending, for any limit.
 EXPECTED = {
-    "subprocess": {"ok"},
-    "fork bomb": {"time limit"}, "thread bomb": {"time limit", "thread limit", "memory limit"},
-    "thread bomb with small stacks": {"thread limit", "memory limit", "killed by signal 11"},
+    "subprocess": {"ok"}, "fork bomb": {"time limit"}, "thread bomb": {"time limit", "thread limit", "memory limit"},
     "x32": {"killed by signal 31"}, "int 0x80": {"killed by signal 31"},
-    "memory, list": {"memory limit"}, "memory, slowly": {"memory limit"}, "memory, bytes": {"memory limit"},
-    "memory, swallowed": {"time limit"}, "memory, integer": {"memory limit", "exit code 1"},
-    "memory, mmap": {"exit code 1", "memory limit"}, "one big file": {"exit code 1"},
-    "many big files": {"disk limit"}, "many small files": {"disk limit"}, "many descriptors": {"exit code 1"},
-    "drips and makes files": {"disk limit"}, "drips and fills the disk": {"disk limit"},
-    "drips and starts threads": {"thread limit"},
-    "floods stdout": {"output limit"}, "floods stdout without a line end": {"output limit"},
-    "floods stderr": {"time limit"}, "floods every descriptor": {"output limit"},
-    "a line without end to every descriptor": {"time limit"}, "warnings": {"time limit"},
+    "memory, slowly": {"memory limit"}, "memory, swallowed": {"time limit"},
+    "memory, integer": {"memory limit", "exit code 1"}, "memory, mmap": {"exit code 1", "memory limit"},
+    "one big file": {"exit code 1"}, "many big files": {"disk limit"}, "many descriptors": {"exit code 1"},
+    "drips and makes files": {"disk limit"}, "drips and starts threads": {"thread limit"},
+    "floods stdout": {"output limit"}, "floods stderr": {"time limit"}, "floods every descriptor": {"output limit"},
     "endless loop": {"time limit"}, "sleeps": {"time limit"}, "waits for input": {"time limit"},
-    "ignores signals": {"time limit"}, "handlers": {"time limit"},
-    "exits with the code of memory errors": {"memory limit"}, "aborts": {"killed by signal 11", "killed by signal 6"},
-    "crashes": {"killed by signal 11"}, "crashes in recursion": {"*"}, "deep recursion": {"exit code 1"},
-    "deep expression": {"exit code 1", "memory limit"}, "deep data": {"exit code 1"},
-    "atexit loops": {"time limit"}, "finalizer loops": {"time limit"}, "collector loops": {"time limit"},
-    "daemon threads": {"*"}, "threads outlive main": {"time limit"}, "closes everything": {"time limit"},
-    "closes everything and exits": {"*"}, "redirects everything": {"*"}, "settrace": {"time limit"},
-    "clears modules": {"*"}, "patches built-ins": {"*"}, "raises at exit": {"time limit"},
-    "surrogates": {"exit code 1"}, "NUL in the source": {"exit code 1"},
-    "a lone surrogate in the source": {"exit code 1"}, "10 MB of source": {"time limit", "memory limit"},
-    "10 MB of one line": {"*"}, "nested source": {"exit code 1", "memory limit"}, "nested blocks": {"exit code 1"},
-    "power in the source": {"exit code 1", "memory limit"}, "another coding": {"exit code 1"},
-    "unknown coding": {"exit code 1"},
+    "ignores signals": {"time limit"}, "exits with the code of memory errors": {"memory limit"},
+    "aborts": {"killed by signal 11", "killed by signal 6"}, "crashes": {"killed by signal 11"},
+    "crashes in recursion": {"*"}, "deep recursion": {"exit code 1"}, "atexit loops": {"time limit"},
+    "finalizer loops": {"time limit"}, "threads outlive main": {"time limit"}, "closes everything": {"time limit"},
+    "redirects everything": {"*"}, "patches built-ins": {"*"}, "surrogates": {"exit code 1"},
+    "NUL in the source": {"exit code 1"}, "a lone surrogate in the source": {"exit code 1"},
+    "10 MB of source": {"time limit", "memory limit"}, "nested source": {"exit code 1", "memory limit"},
+    "another coding": {"exit code 1"},
 }  # fmt: skip
-ENDLESS_AS_MODULES = {"floods stdout without a line end"}  # with calls, stdout is not read
 
 
 def every_other_call() -> str:
@@ -486,11 +382,9 @@ def every_other_call() -> str:
     from extras.code.sandbox.confine import ALLOWED, CLONE3, SOME, seccomp
 
     names = [*ALLOWED.split(), *SOME]
-    known = {seccomp.seccomp_syscall_resolve_name(name.encode()) for name in names} | {CLONE3}
-    known |= {
-        335,
-        336,
-    }  # uretprobe and uprobe: the kernel bypasses the filter and kills other callers
+    known = {seccomp.seccomp_syscall_resolve_name(name.encode()) for name in names}
+    # uretprobe and uprobe: the kernel bypasses the filter and kills other callers
+    known |= {CLONE3, 335, 336}
     return f"""
 if x86:
     for number in range(480):
@@ -560,10 +454,8 @@ def attack(name: str, bait: str) -> list[str]:
     texts = [outcome.stdout]
     if not expected & {outcome.status, "*"}:
         wrong.append(f"status {outcome.status}: {outcome.stdout[:300]}")
-    # one may take over its own call, and then it waits
-    limits = Limits(seconds=SHORT if name in ENDLESS_AS_MODULES else min(seconds, 10))
-    try:
-        program = Program(source.replace(PRELUDE, SAY + PRELUDE), limits)
+    try:  # one may take over its own call, and then it waits
+        program = Program(source.replace(PRELUDE, SAY + PRELUDE), Limits(seconds=min(seconds, 10)))
         with contextlib.closing(program):
             texts.append(repr(program.call("said.copy")))
             program.call("said")

@@ -8,12 +8,11 @@ import json
 import os
 import tempfile
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import PATIENCE, Clock, descendants, kill, until
+from helpers import PATIENCE, descendants, kill, until
 from in_process import Args
 
 from common.data.sample import Completion
@@ -21,10 +20,10 @@ from common.metrics.meter import Meter
 from common.rewards.registry import OTHERS
 from common.rewards.total import Rewards
 from extras.code import reward as code_reward
-from extras.code.cases import parse_tests
+from extras.code.cases import CallTest, StdinTest, parse_tests
 from extras.code.program_text import extract_program
 from extras.code.reward import fraction, same_output
-from extras.code.sandbox import process, program
+from extras.code.sandbox import program
 from extras.code.sandbox.program import Limits, Outcome
 from tests.rewards.test_thoughts import require_no_answers_in_thoughts
 
@@ -74,8 +73,7 @@ HUMANEVAL_PROMPT = '''import math
 
 
 def poly(xs: list, x: float):
-    """Evaluates the polynomial."""
-    return sum([coeff * math.pow(x, i) for i, coeff in enumerate(xs)])
+    return xs[0] + xs[1] * x
 
 
 def find_zero(xs: list):
@@ -85,18 +83,11 @@ HUMANEVAL = row(
     prompt=HUMANEVAL_PROMPT,
     entry_point="find_zero",
     test="""
-METADATA = {}
-
-
 def check(candidate):
-    import copy
     import random
 
-    rng = random.Random(42)
-    for _ in range(20):
-        coeffs = [rng.randint(-10, 10) or 1, rng.randint(1, 10)]
-        solution = candidate(copy.deepcopy(coeffs))
-        assert math.fabs(poly(coeffs, solution)) < 1e-4
+    for coeffs in ([random.randint(1, 9), random.randint(1, 9)] for _ in range(20)):
+        assert math.fabs(poly(coeffs, candidate(list(coeffs)))) < 1e-4
     try:
         candidate([])
         assert False, "expected an IndexError"
@@ -136,44 +127,6 @@ FORMS = {
             test="def check(c):\n    assert twice(c(1)) == 4\n"), "    return 2", "    return 3\ndef twice(x): return 4"),
     "humaneval prose behind": (HUMANEVAL, ROOT_OF_LINE + "\nIt's the root of a line.\nFor others not.", "It's -xs[0] / xs[1]"),
     "humaneval cut off": (HUMANEVAL, ROOT_OF_LINE + "\n\ndef other(x):\n    if x ==", "    return 1\n\n\ndef other(x):"),
-    "an exception is of its most special built-in class": (
-        asserts(*(f"try:\n    f({i})\nexcept BaseException as e:\n    kind = type(e).__name__\nassert kind == {name!r}"
-                  for i, name in enumerate(("KeyError", "UnicodeError", "Exception", "StopIteration", "SystemExit")))),
-        "class Own(KeyError): pass\nclass Wide(UnicodeDecodeError):\n    def __init__(self): super().__init__('utf-8', b'', 0, 1, 'x')\n"
-        "class Any(Exception): pass\ndef f(i): raise (Own('x'), Wide(), Any('x'), StopIteration('x'), SystemExit(0))[i]",
-        "def f(i): raise KeyError"),
-    "KeyError": (
-        asserts("try:\n    f('k')\nexcept KeyError as e:\n    args = e.args\nassert args == ('k',)"),
-        "def f(x): return {}[x]", "def f(x): return {}[x + 'k']"),
-    "helpers": (
-        asserts("def twice(x):\n    return f(f(x))\nassert all(twice(i) == i for i in range(5)) and {f(1): 2}[-1] == 2"),
-        "def f(x): return -x", "def f(x): return x + 1"),
-    "arguments are copies": (
-        asserts("x = [2, 1]\nassert f(x) == [1, 2] and x == [2, 1]"),
-        "def f(x):\n    x.sort()\n    return x", "def f(x):\n    x.clear()\n    return x"),
-    "classes": (
-        asserts("s = Stack(3)\ns.push(4)\ns.push(s.items[0])\nassert s.pop() == 3 and s.items == [3, 4] and total([s, s], more=s) == 21"),
-        "class Stack:\n    def __init__(self, x): self.items = [x]\n    def push(self, x): self.items.append(x)\n"
-        "    def pop(self): return self.items.pop()\ndef total(stacks, more): return sum(sum(s.items) for s in [*stacks, more])",
-        "class Stack:\n    def __init__(self, x): self.items = []\n    push = pop = print"),
-    "objects are equal to themselves": (
-        asserts("a = f(1)\nassert a == a and a != f(2) and f(3) == 4"), "def f(x): return 4 if x == 3 else object()", "def f(x): return 4"),
-    "method of a result": (
-        asserts("assert run(make().get) == 1"), "class make:\n    def get(self): return 1\ndef run(f): return f()",
-        "def make(): return {}\ndef run(f): return 1"),
-    "a range is no list": (asserts("assert f(3) == [0, 1, 2]"), "def f(n): return list(range(n))", "def f(n): return range(n)"),
-    "a generator is no JSON list": (
-        row(tests=[dict(function="f", args=[2], result=[0, 1])]), "def f(n): return [0, 1]", "def f(n): yield from [0, 1]"),
-    **{f"{name} passed on": (asserts("assert total(evens(4)) == 2"), f"def evens(n): return {code}\ndef total(xs): return sum(xs)",
-                             f"def evens(n): return {code}\ndef total(xs): return 0")
-       for name, code in dict(generator="(i for i in range(n) if i % 2 == 0)", range="range(0, n, 2)", map="map(int, ['0', '2'])",
-                              keys="{0: 1, 2: 1}.keys()", iterator="iter([0, 2])").items()},
-    "exception passed on": (
-        asserts("try:\n    f(1)\nexcept ValueError as error:\n    f(error)\nassert f(2) == 2"),
-        "def f(x): return x", "def f(x): raise ValueError"),
-    "long questions and answers": (
-        asserts("x = list(range(300_000))\nassert sum(f(x)) == 0", f"assert f([1]) == '{'x' * 1_500_000}'"),
-        "def f(x): return [0, 0] if len(x) > 1 else 'x' * 1_500_000", "def f(x): return x"),
     "type of LiveCodeBench": (row(tests=[dict(input="3\n", output="6", testtype="stdin")]), "print(2 * int(input()))", "print(3)"),
     "state, prints and main": (
         asserts("assert f() == (1, '')", "assert f() == (2, '')"),
@@ -183,18 +136,80 @@ FORMS = {
         row(tests=["assert f(1) == 2", dict(function="f", args=[2], result=3), dict(input="", output="")]),
         "def f(x): return x + 1", "def f(x): return 2"),
 }  # fmt: skip
-EACH = ["stdin", "calls", "apps call", "mbpp", "humaneval body", "classes", "mixed"]
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(f, marks=[pytest.mark.slow] * (f not in EACH)) for f in FORMS]
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_right_program_passes_and_wrong_program_fails(form):
     columns, right, wrong = FORMS[form]
     assert passes(right, columns, LIMITS) == 1, "the right program fails"
     assert passes(wrong, columns, LIMITS) == 0, "the wrong program passes"
-    if form in EACH:
+    if form in ("stdin", "calls", "humaneval body"):
         assert passes("", columns, LIMITS) == passes("no ( program", columns, LIMITS) == 0
+
+
+def test_nulls_of_a_table_are_ignored():
+    """It gives every row all columns, and every test the keys of all."""
+    empty = dict(function=None, args=None, kwargs=None, result=None, input=None, output=None)
+    tests = [empty | dict(input="1", output="2"), empty | dict(function="f", args=[1])]
+    columns = dict.fromkeys(["input_output", "test_list", "test"]) | dict(tests=tests)
+    assert parse_tests(row(**columns)) == [StdinTest("1", "2"), CallTest("f", [1], {}, [None])]
+
+
+# ---- what a test may do: (test, a program that passes, one that does not) ----
+
+TESTS = {
+    **{f"exception, as the special built-in {name}": (
+        f"try:\n    raises{i}()\nexcept BaseException as e:\n    kind = type(e).__name__\nassert kind == {name!r}",
+        f"def raises{i}(): raise {error}", f"def raises{i}(): raise IndexError")
+       for i, (name, error) in enumerate((
+           ("KeyError", "type('Own', (KeyError,), {})('x')"), ("UnicodeError", "type('Wide', (UnicodeDecodeError,), {})('utf-8', b'', 0, 1, 'x')"),
+           ("Exception", "type('Any', (Exception,), {})('x')"), ("StopIteration", "StopIteration('x')"), ("SystemExit", "SystemExit(0)")))},
+    "KeyError": (
+        "try:\n    look('k')\nexcept KeyError as e:\n    args = e.args\nassert args == ('k',)",
+        "def look(x): return {}[x]", "def look(x): return {}[x + 'k']"),
+    "helpers": (
+        "def twice(x):\n    return minus(minus(x))\nassert all(twice(i) == i for i in range(5)) and {minus(1): 2}[-1] == 2",
+        "def minus(x): return -x", "def minus(x): return x + 1"),
+    "arguments are copies": (
+        "x = [2, 1]\nassert ordered(x) == [1, 2] and x == [2, 1]",
+        "def ordered(x):\n    x.sort()\n    return x", "def ordered(x):\n    x.clear()\n    return x"),
+    "classes": (
+        "s = Stack(3)\ns.push(4)\ns.push(s.items[0])\nassert s.pop() == 3 and s.items == [3, 4] and both([s, s], more=s) == 21",
+        "class Stack:\n    def __init__(self, x): self.items = [x]\n    def push(self, x): self.items.append(x)\n"
+        "    def pop(self): return self.items.pop()\ndef both(stacks, more): return sum(sum(s.items) for s in [*stacks, more])",
+        "class Stack:\n    def __init__(self, x): self.items = []\n    push = pop = print"),
+    "objects are equal to themselves": (
+        "a = thing(1)\nassert a == a and a != thing(2) and thing(3) == 4", "def thing(x): return 4 if x == 3 else object()",
+        "def thing(x): return 4"),
+    "method of a result": (
+        "assert run(make().get) == 1", "class make:\n    def get(self): return 1\ndef run(f): return f()",
+        "def make(): return {}\ndef run(f): return 1"),
+    "a range is no list": ("assert up_to(3) == [0, 1, 2]", "def up_to(n): return list(range(n))", "def up_to(n): return range(n)"),
+    "a generator is no JSON list": (
+        dict(function="listed", args=[2], result=[0, 1]), "def listed(n): return [0, 1]", "def listed(n): yield from [0, 1]"),
+    **{f"{name} passed on": (f"assert total_{name}({name}s(4)) == 2", f"def {name}s(n): return {code}\ndef total_{name}(xs): return sum(xs)",
+                             f"def {name}s(n): return {code}\ndef total_{name}(xs): return 0")
+       for name, code in dict(generator="(i for i in range(n) if i % 2 == 0)", range="range(0, n, 2)", map="map(int, ['0', '2'])",
+                              key="{0: 1, 2: 1}.keys()", iterator="iter([0, 2])").items()},
+    "a subclass is its built-in type": (
+        "assert [type(x) for x in special()] == [dict, tuple, bytes, str]", "from collections import *\nText = type('Text', (str,), {})\n"
+        "def special(): return [Counter('a'), namedtuple('P', 'x')(1), bytearray(b'a'), Text('a')]", "def special(): return [{}, (), b'', 1]"),
+    "exception passed on": (
+        "try:\n    same(1)\nexcept ValueError as error:\n    same(error)\nassert same(2) == 2",
+        "def same(x): return x", "def same(x): raise ValueError"),
+    "long questions": ("x = list(range(300_000))\nassert sum(few(x)) == 0", "def few(x): return [0, 0]", "def few(x): return x"),
+    "long answers": (f"assert long() == '{'x' * 1_500_000}'", "def long(): return 'x' * 1_500_000", "def long(): return 'x'"),
+}  # fmt: skip
+
+
+def test_each_test_has_its_own_verdict():
+    """One program has the functions of all; the last test shows that it has not ended."""
+    tests, right, wrong = zip(*TESTS.values(), strict=True)
+    for programs, passed in ((right, True), (wrong, False)):
+        source = "\n".join([*programs, "def lives(): return True"])
+        found = code_reward.results(source, row(tests=[*tests, "assert lives()"]), LIMITS, False)
+        verdicts = dict(zip([*TESTS, "lives"], (verdict for _, verdict in found), strict=True))
+        assert verdicts == dict.fromkeys(TESTS, passed) | dict(lives=True)
 
 
 def test_first_failing_test_is_the_feedback():
@@ -237,26 +252,6 @@ def test_values_cross_exactly_in_both_directions():
     assert passes("def f(x): return x", asserts(same, sets), LIMITS) == 1
 
 
-def test_subclasses_arrive_as_their_built_in_type():
-    """What they override decides nothing."""
-    program = """
-from collections import *
-class Text(str):
-    def __eq__(self, other): return True
-    __hash__ = str.__hash__
-    def __len__(self): return 10**9
-class Whole(int):
-    def __index__(self): return 7
-    __int__ = __index__
-class Items(list):
-    def __iter__(self): return iter([1])
-def f(): return [Text("ab"), Whole(5), Items([1, 2]), namedtuple("P", "x")(1), OrderedDict(a=1), Counter("aab"), bytearray(b"a")]
-"""
-    test = "x = f()\nassert x == ['ab', 5, [1, 2], (1,), {'a': 1}, {'a': 2, 'b': 1}, b'a']\n"
-    types = "assert [type(y) for y in x] == [str, int, list, tuple, dict, dict, bytes]"
-    assert passes(program, asserts(test + types), LIMITS) == 1
-
-
 def test_results_of_calls_are_compared_as_json():
     """A tuple is a list, an int may equal a float, a bool is no number."""
     same = [(1, 1), (1, 1.0), (1.0, 1), (True, True), (None, None), ("a", "a"), ((1, (2,)), [1, [2]]),
@@ -264,10 +259,11 @@ def test_results_of_calls_are_compared_as_json():
     other = [(True, 1), (1, True), (0, False), (None, False), ("1", 1), (b"a", "a"), ([1], [1, 2]), ({1}, [1]),
              ([True], [1]), ({1: 2}, {"1": 2}), ({"a": 1}, {"a": 1, "b": 2}), ({}, []), (0.1 + 0.2, 0.3),
              (10**400, 1e300), (1j, 1), ("", None), ([], None), (frozenset(), []), (2**53 + 1, float(2**53))]  # fmt: skip
-    program = f"nan = float('nan')\nvalues = {[value for value, _ in same + other]!r}\ndef f(i): return values[i]"
-    for i, (value, expected) in enumerate(same + other):
-        tests = [dict(function="f", args=[i], result=expected)]
-        assert passes(program, row(tests=tests), LIMITS) == (i < len(same)), (value, expected)
+    pairs = [*same, *other]
+    program = f"nan = float('nan')\nvalues = {[value for value, _ in pairs]!r}\ndef f(i): return values[i]"
+    tests = [dict(function="f", args=[i], result=expected) for i, (_, expected) in enumerate(pairs)]
+    verdicts = [x for _, x in code_reward.results(program, row(tests=tests), LIMITS, False)]
+    assert [pair for pair, passed in zip(pairs, verdicts, strict=True) if passed] == same
 
 
 # ---- time ----
@@ -291,20 +287,6 @@ def test_tests_share_one_time_limit(monkeypatch):
     mixed = [*tests[:3], "assert f(1) == 1", dict(function="f", args=[1], result=1)]
     identity = "def f(x): return x"
     assert fraction(identity, row(tests=mixed), Limits(seconds=1.4)) == pytest.approx(2 / 5)
-
-
-def test_start_of_the_judge_does_not_count_as_program_time(monkeypatch):
-    clock, start = Clock(monkeypatch, process, program), process.Child._start
-
-    def slowly(child, mode, *arguments):
-        start(child, mode, *arguments)
-        if mode == "functions":  # the judge runs already
-            clock.ahead += 10 * PATIENCE
-            child.deadline += 10 * PATIENCE
-
-    monkeypatch.setattr(process.Child, "_start", slowly)
-    assert passes("def f(x): return x", asserts(*["assert f(1) == 1"] * 2), LIMITS) == 1
-    assert clock.ahead > 0
 
 
 def test_program_is_watched_while_the_judge_computes():
@@ -347,18 +329,14 @@ def program_in(completion: str, columns: dict) -> str:
 
 @pytest.mark.parametrize("completion, program", [
     ("x = 1", "x = 1"), (fenced("x = 1"), "x = 1\n"), ("```\nx = 1\n```", "x = 1\n"),
-    ("```py\nx = 1\n```", "x = 1\n"), ("```Python3 \nx = 1\n```", "x = 1\n"),
     ("first\n```python\nx = 1\n```\nbetter\n```python\nx = 2\n```\n", "x = 2\n"),
-    ("```python\nx = 1\n```\noutput:\n```text\n1\n```\n", "x = 1\n"),
     ("```json\n{}\n```\nso\n```python\nx = 1\n```", "x = 1\n"), ("so ```python\nx = 1", "x = 1"),
     ("```python\ns = '```'\nx = 1\n```", "s = '```'\nx = 1\n"),
     ("use `x` or ```x``` here", "use `x` or ```x``` here"), ("", ""),
     ("```python\nx = 1\n```\nExample output:\n```\n6\n```\n", "x = 1\n"),
     ("```\nx = 1\n```\nExample output:\n```\nno Python\n```\n", "x = 1\n"),
     ("```python\nx = 1\n```\nand\n```python\n...no Python\n```\n", "x = 1\n"),
-    ("```python\nno Python 1\n```\nand\n```python\nno Python 2\n```\n", "no Python 2\n"),
     ("```python3.11 title='a.py'\nx = 1\n```", "x = 1\n"),
-    ("1. so:\n   ```python\n   if x:\n       x = 1\n   ```\n2. that", "if x:\n    x = 1\n"),
     ("- ```python\n  x = 1\n  y = 2\n  ```", "x = 1\ny = 2\n"),
 ])  # fmt: skip
 def test_program_is_extracted_from_the_completion(completion, program):
@@ -384,21 +362,18 @@ def test_block_that_defines_a_tested_name_is_extracted(columns, name):
 READS = "a, b = map(int, input().split())\nprint(a + b)"
 SOLVES = "import sys\n\ndef solve(text):\n    return sum(map(int, text.split()))\n\nprint(solve(sys.stdin.read()))"
 NO_PROGRAMS = {  # a program, and a block behind it that is none
-    "assert": (SOLVES, 'assert solve("1 2") == 3'),
     "call": (SOLVES, 'print(solve("1 2"))'),
     "replaced stdin": (
         SOLVES,
         "import io, sys\nsys.stdin = io.StringIO('1 2')\nprint(solve(sys.stdin.read()))",
     ),
     "test function": (SOLVES, "def test():\n    assert solve('1 2') == 3\n\ntest()"),
-    "comments": (READS, "# 1 2\n# 3"),
     "other program": (READS, "print(1 + 2)"),
     "loop over cases": (
         READS,
         "for text, result in [('1 2', 3)]:\n    assert sum(map(int, text.split())) == result",
     ),
     "renamed input": ("import sys\ninput = sys.stdin.readline\n" + READS, "print(3)"),
-    "open(0)": ("print(sum(map(int, open(0).read().split())))", "print(3)"),
 }
 
 
@@ -424,10 +399,9 @@ def test_prompt_is_prepended_only_if_it_is_a_stub():
     "```\n" * 30_000, " ```x\n" * 20_000,
 ])  # fmt: skip
 def test_blocks_are_found_in_linear_time(text):
-    started = time.process_time()
+    """Quadratic time would be minutes."""
     program_in(text, STDIN)
     same_output(text, text + "x")
-    assert time.process_time() - started < 5  # quadratic: minutes
 
 
 @pytest.mark.parametrize("name", [n for n, place in OTHERS.items() if ".code." in place])
@@ -435,7 +409,33 @@ def test_thoughts_are_no_answers(name):
     require_no_answers_in_thoughts(name, "```python\nprint(18)\n```", found_anywhere=True)
 
 
-# ---- tests that cannot run ----
+# ---- tests that are malformed or cannot run ----
+
+
+@pytest.mark.parametrize("columns, message", [
+    ({}, "no tests: expected one of the columns input_output, tests, test_list, test"),
+    (dict(tests="[]"), "tests: empty"), (dict(tests="[{"), "tests: "),
+    (dict(tests="[" * 100_000), "tests: "), (dict(tests=3), "tests: 'int' object is not iterable"),
+    (dict(tests=["assert f(1) == 1", 3]), "source: Input should be a valid string"),
+    (dict(tests=["assert f(1) == "]), "tests: invalid syntax"), (dict(tests=["f(1)"]), "no assert"),
+    (dict(tests=["assert f('\0')"]), "null bytes"),
+    (dict(tests=[dict(input="1", output="1", testtype="functional")]), "testtype: Unexpected"),
+    (dict(tests=[dict(input="1")]), "output: Field required"),
+    (dict(tests=[dict(function="f", args=[1])]), "lacks result"),
+    (dict(tests=[dict(function="f(", args=[], result=1)]), "tests: '\\(' was never closed"),
+    (dict(input_output="x"), "input_output: "), (dict(input_output=[]), "input_output: "),
+    (dict(input_output=dict(inputs=["1"], outputs=[])), "input_output: zip"),
+    (dict(input_output=dict(inputs=[1], outputs=[1], fn_name="f")), "args: Input should be"),
+    (dict(input_output=dict(inputs=[[1]], outputs=[1], fn_name="f()")), "'f\\(\\)' is not a name"),
+    (dict(test_list=["assert f(1"]), "test_list: "),
+    (dict(test_list=["assert f(1)"], test_setup_code="x ="), "test_list: invalid syntax"),
+    (dict(test_list=["assert f(1)"], test_imports="import math"), "test_list: "),
+    (dict(test="def check(candidate): pass"), "None is not a name"),
+    (dict(test="assert f(1)", entry_point="f"), r"does not define check\(candidate\)"),
+])  # fmt: skip
+def test_malformed_rows_are_refused_by_name(columns, message):
+    with pytest.raises(ValueError, match=f"^train.jsonl:7: .*{message}"):
+        parse_tests(row(**columns))
 
 
 @pytest.mark.parametrize("columns, message", [
@@ -448,10 +448,9 @@ def test_thoughts_are_no_answers(name):
     (dict(tests=["try:\n    f(open)\nexcept TypeError:\n    pass\nassert 1"]), "cannot be passed to the program"),
     (dict(test_list=["assert f(1)"], test_setup_code="import nothing_like_this"), "ModuleNotFoundError"),
 ])  # fmt: skip
-def test_malformed_tests_are_errors_for_every_program(columns, message):
-    for body in ("return 1", "return x", "raise NameError('f')"):
-        with pytest.raises(ValueError, match=f"^train.jsonl:7: the test cannot run: .*{message}"):
-            passes(f"def f(x): {body}", row(**columns), LIMITS)
+def test_malformed_tests_are_errors(columns, message):
+    with pytest.raises(ValueError, match=f"^train.jsonl:7: the test cannot run: .*{message}"):
+        passes("def f(x): return x", row(**columns), LIMITS)
 
 
 # ---- hostile programs ----
@@ -460,10 +459,8 @@ FORGED = json.dumps({"value": True})
 HOSTILE = {
     "prints the right answer and fails": "print(7, flush=True)\n1 / 0",
     "prints the right answer and never ends": "print(7, flush=True)\nwhile True: pass",
-    "exits": "import sys\nsys.exit(0)",
     "exits hard": "import os\nos._exit(0)",
     "exits when called": "import os, sys\ndef f(x): sys.exit(0)",
-    "exits hard when called": "import os\ndef f(x): os._exit(0)",
     "prints": "print('all tests passed')\nprint('OK')\ndef f(x): print('passed')",
     "equals everything": """
 class All(int):
@@ -478,21 +475,6 @@ class All(int):
     __abs__ = __rsub__ = __sub__
 def f(x): return All()
 print(All())
-""",
-    "an object that equals everything": """
-class All:
-    def __eq__(self, other): return True
-    def __getattr__(self, name): return self
-    def __call__(self, *args): return self
-def f(x): return All()
-""",
-    "a list that equals everything": """
-class All(list):
-    def __eq__(self, other): return True
-    def __len__(self): return 1
-    def __iter__(self): return iter([7])
-    def __getitem__(self, i): return 7
-def f(x): return All()
 """,
     "a string that equals everything": """
 class All(str):
@@ -525,17 +507,6 @@ def f(x): return 0
 """,
     "own check": "def check(candidate): pass\ndef judge(*a): return True\nclass StandIn: pass\n"
     "def f(x): return 0",
-    "forged lines on all descriptors": f"""
-import os
-def flood():
-    for fd in range(3, 64):
-        try: os.write(fd, b'{FORGED}\\n' * 10)
-        except OSError: pass
-flood()
-def f(x):
-    flood()
-    return 0
-""",
     "a forged question": """
 import os
 def f(x): return __ask__({"call": "judge"})
@@ -574,14 +545,6 @@ def work():
 threading.Thread(target=work, daemon=True).start()
 def f(x): return 0
 """,
-    "answers before it is asked": """
-import json, os, sys
-def f(x):
-    for fd in range(3, 64):
-        try: os.write(fd, b'{"value": true}\\n{"value": 0}\\n')
-        except OSError: pass
-    return 0
-""",
     "a long answer of brackets": """
 import os
 def f(x):
@@ -590,12 +553,10 @@ def f(x):
         except OSError: pass
     return 0
 """,
-    "keys that collide": "def f(x): return dict.fromkeys(k * (2**61 - 1) for k in range(1, 9_000))",
+    "keys that collide": "def f(x): return dict.fromkeys(k * (2**61 - 1) for k in range(1, 3_000))",
     "a list in itself": "def f(x):\n    x = [7]\n    x.append(x)\n    return x",
     "names of the judge": "def f(x): raise type('Ended', (BaseException,), {})(7)",
-    "sleeps": "import time\ntime.sleep(9999)",
     "sleeps when called": "import time\ndef f(x): time.sleep(9999)",
-    "takes no call": "f = 7",
     "has f as an instance": "class F:\n    def __call__(self, x): return self\n"
     "    def __eq__(self, o): return True\nf = F()",
 }
@@ -607,10 +568,9 @@ KINDS = {  # several tests share the processes of a program and its judge
             dict(function="f", args=[5], result=[7]),
             "assert f(5) == 7",
             "assert abs(f(5) - 7) < 1e-6",
-            "assert not f(5) != 7 and f(5) in {7}",
+            "assert not f(5) != 7 and set([f(5)]) == {7}",
         ]
     ),
-    "mbpp": row(test_list=["assert set([f(5)]) == {7}"], test_imports=["import math"]),
     "humaneval": row(
         entry_point="f",
         prompt='def f(x):\n    """Gives 7."""\n',
@@ -619,7 +579,7 @@ KINDS = {  # several tests share the processes of a program and its judge
 }
 
 
-ENDLESS = {"prints the right answer and never ends", "sleeps", "sleeps when called"}
+ENDLESS = {"prints the right answer and never ends", "sleeps when called"}
 
 
 @pytest.fixture(scope="session")
@@ -628,8 +588,7 @@ def hostile_rewards() -> dict[tuple[str, str], float]:
 
     def reward_of(case: tuple[str, str]) -> float:
         name, kind = case
-        score = passes if name == "keys that collide" else fraction  # seconds for each test
-        return score(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS)
+        return fraction(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS)
 
     cases = list(itertools.product(HOSTILE, KINDS))
     with ThreadPoolExecutor(6) as pool:
@@ -645,7 +604,7 @@ def test_hostile_programs_pass_no_test(name, hostile_rewards):
 def test_honest_program_passes_the_tests_of_hostile_ones():
     program = "def f(x): return x + 2\nif __name__ == '__main__': print(f(int(input())))"
     passed = {kind: fraction(program, KINDS[kind], LIMITS) for kind in KINDS}
-    assert passed == dict(stdin=1, calls=4 / 5, mbpp=1, humaneval=1)  # one result is a list
+    assert passed == dict(stdin=1, calls=4 / 5, humaneval=1)  # one result is a list
     assert fraction("def f(x): return [x + 2]", KINDS["calls"], LIMITS) == 1 / 5
 
 
