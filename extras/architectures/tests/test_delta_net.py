@@ -1,50 +1,55 @@
-"""Gated delta nets in packs: their convolutions and states begin anew at every sequence.
-test_coverage.py compares their numbers with transformers' on padded rows."""
+"""Gated delta nets in packs: their numbers are those of transformers on padded rows, and their
+convolutions and states begin anew at every sequence."""
 
 import functools
 import inspect
+import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import stored
 from model.test_families import require_vllm_keeps_nothing
+from model.test_images_and_text import opens_whole
 from model.test_policy import write_checkpoint
+from test_coverage import WITH_DELTA_NETS, require_exact
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.models import ARCHITECTURES, ARGS, SIZES
+from bench.models import ARCHITECTURES, ARGS, SIZES, checkpoint
 from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.flops import forward_flops
-from common.model.loading import whole
+from common.model.hub import load_tokenizer
+from common.model.loading import open_model, whole
 from common.model.policy import load_policy
+from common.train.checkpoint import export_hf
 from extras.architectures.delta_net import CONVOLUTION, ONE_TOKEN, RECURRENCE
 
 QUICK = "qwen3_5_text"
-TYPES = (QUICK, "qwen3_next", "qwen3_5_moe_text")
 # Around the convolution's four taps and the recurrence's chunks of 64 tokens, in targets.
 LENGTHS = (2, 301, 3, 64, 65, 66, 2, 129, 4, 5)
 SHORT = replace(ARGS, share_prefix=0)
-STEPS = ("--max_steps", 2, "--batch_size", 4, "--lr", 1e-3, "--eval_every", 0, "--save_every", 1,
-         "--lr_schedule", "constant", "--dtype", "float32")  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module",
-    params=[t if t == QUICK else pytest.param(t, marks=pytest.mark.slow) for t in TYPES],
-)
-def model_type(request) -> str:
-    return request.param
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", WITH_DELTA_NETS)
+def test_architecture_is_exact(model_type, tmp_path, device):
+    require_exact(model_type, tmp_path, device)
+
+
+def write_model(folder, *layers: str) -> str:
+    sizes = dict(num_hidden_layers=len(layers), layer_types=[*layers], max_position_embeddings=512)
+    config = AutoConfig.for_model(QUICK, **SIZES | ARCHITECTURES[QUICK] | sizes)
+    return write_checkpoint(config, folder)
 
 
 @pytest.fixture(scope="module")
-def path(model_type, tmp_path_factory) -> str:
+def path(tmp_path_factory) -> str:
     """Two layers: a delta net and attention."""
-    layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    sizes = SIZES | ARCHITECTURES[model_type] | layers | dict(max_position_embeddings=512)
-    config = AutoConfig.for_model(model_type, **sizes)
-    return write_checkpoint(config, tmp_path_factory.mktemp(model_type))
+    return write_model(tmp_path_factory.mktemp(QUICK), "linear_attention", "full_attention")
 
 
 def samples(lengths=LENGTHS) -> list[Sample]:
@@ -78,17 +83,14 @@ def assert_equal(one: tuple, other: tuple) -> None:
         assert (one[1][name] - expected).abs().max() < 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_pack_has_the_numbers_of_its_sequences_alone(recompute, path, device):
-    """Values and gradients, in any order of sequences, of 1 to 300 targets. Activation
-    checkpointing changes nothing."""
-    alone = numbers(load_policy(path, SHORT, device), [[s] for s in samples()], device)
-    policy = load_policy(path, replace(SHORT, activation_checkpointing=recompute), device)
-    assert_equal(numbers(policy, [samples()], device), alone)
-    if not recompute:
-        assert_equal(numbers(policy, [samples()[::-1]], device), alone)
-        order = sorted(samples(), key=lambda sample: len(sample.ids))
-        assert_equal(numbers(policy, [order], device), alone)
+def test_pack_has_the_numbers_of_its_sequences_alone(path, device):
+    """Values and gradients, of sequences of 1 to 300 targets in any order. Activation checkpointing
+    changes nothing."""
+    policy = load_policy(path, SHORT, device)
+    alone = numbers(policy, [[s] for s in samples()], device)
+    assert_equal(numbers(policy, [samples()[::-1]], device), alone)
+    recomputing = load_policy(path, replace(SHORT, activation_checkpointing=True), device)
+    assert_equal(numbers(recomputing, [samples()], device), alone)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels may be called here")
@@ -118,8 +120,7 @@ def test_shared_prefixes_are_off(path, device, capsys):
     args = replace(ARGS, share_prefix=1)
     policy = load_policy(path, args, device)
     assert policy.share_prefix == 0
-    model_type = policy.hf.config.model_type
-    assert f"{model_type} needs --share_prefix 0, which is taken" in capsys.readouterr().out
+    assert f"{QUICK} needs --share_prefix 0, which is taken" in capsys.readouterr().out
     (mb,) = pack_groups([[Sample([5, 6, 7, 8], [True] * 4)] * 2], 100, device, share_prefix=1)
     with pytest.raises(ValueError, match="needs whole sequences; set --share_prefix 0"):
         policy(mb)
@@ -142,15 +143,15 @@ def test_other_recurrences_are_refused(tmp_path, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [QUICK], indirect=True)
-def test_compiled_blocks_have_the_same_numbers(path, device):
-    """Forward and backward, of a pack of other lengths too."""
+def test_compiled_block_has_the_same_numbers(tmp_path, device):
+    """Forward and backward. tests/model/test_policy.py has attention and packs of other lengths."""
+    path = write_model(tmp_path, "linear_attention")
     plain = load_policy(path, SHORT, device)
     with torch.compiler.set_stance("force_eager"):
         policy = load_policy(path, replace(SHORT, compile=True), device)
     with torch.compiler.set_stance("default", force_backend="eager"):
-        for group in (samples((9, 70, 2)), samples((30,))):
-            assert_equal(numbers(policy, [group], device), numbers(plain, [group], device))
+        group = samples((9, 70, 2))
+        assert_equal(numbers(policy, [group], device), numbers(plain, [group], device))
 
 
 # ---- operations and memory ----
@@ -170,16 +171,30 @@ def test_attention_is_counted_in_its_layers_alone(path, device):
     assert forward_flops(config, weights, one) == 100 * 2 * weights + attention
 
 
-# ---- runs ----
+# ---- exports and runs ----
 
 
-@pytest.mark.parametrize("model_type", [QUICK], indirect=True)
+def test_stacked_experts_stay_stacked(tmp_path, device):
+    path = checkpoint("qwen3_5_moe", tmp_path / "files")
+    stacked = Path(shutil.copytree(path, tmp_path / "stacked"))
+    for file in stacked.glob("*.safetensors*"):
+        file.unlink()
+    open_model(path, torch.float32).save_pretrained(stacked, save_original_format=False)
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in stored(stacked)
+    for rank in (0, 2):
+        policy = load_policy(str(stacked), replace(ARGS, lora_rank=rank), device)
+        export_hf(policy, load_tokenizer(path), tmp_path / f"hf{rank}")
+        assert stored(tmp_path / f"hf{rank}").keys() == stored(stacked).keys()
+        opens_whole(tmp_path / f"hf{rank}")
+
+
 @pytest.mark.slow
 def test_adapters_of_delta_nets(path, sums, tmp_path, main):
     """The five linear layers of a delta net have adapters, and the merged export opens."""
     targets = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"
-    flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2, "--output_dir", tmp_path)
-    main("sft", *flags, "--lora_targets", *targets)
+    flags = ("--model", path, "--dataset", sums, "--max_steps", 1, "--batch_size", 4,
+             "--eval_every", 0, "--lora_rank", 2, "--lora_targets", *targets)  # fmt: skip
+    main("sft", *flags, "--output_dir", tmp_path)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info.values()), info
     before = AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -190,5 +205,5 @@ def test_adapters_of_delta_nets(path, sums, tmp_path, main):
 
 @pytest.mark.slow
 def test_vllm_keeps_nothing_of_old_weights(tmp_path):
-    """Nor of a state of a delta net. test_gpt_oss.py has the other model with a special way."""
+    """Nor of a state of a delta net."""
     require_vllm_keeps_nothing(QUICK, tmp_path)

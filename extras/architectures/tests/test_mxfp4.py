@@ -1,4 +1,4 @@
-"""gpt-oss: experts in MXFP4, and attention sinks."""
+"""gpt-oss: experts in MXFP4, and attention sinks. test_in_vllm.py has its weights in vLLM."""
 
 import json
 import shutil
@@ -62,29 +62,23 @@ def dequantized(path: str) -> torch.nn.Module:
     )
 
 
-def test_weights_are_those_of_transformers(path, device):
+def test_weights_are_those_of_transformers_and_the_export_has_floats(path, tmp_path, device):
+    """The export names no quantization; transformers opens it with equal weights."""
     expected = dequantized(path).state_dict()
     policy = load_policy(path, ARGS, device)
     loaded = policy.hf.state_dict()
-    assert loaded.keys() == expected.keys()
-    packed = [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]
-    assert len(packed) == 8
-    for name, weight in expected.items():
-        assert torch.equal(whole(loaded[name]).cpu(), weight.float()), name
-
-
-def test_export_has_floats_and_says_so(path, tmp_path, device):
-    """The export names no quantization; transformers opens it with equal weights."""
-    policy = load_policy(path, ARGS, device)
+    assert sum(name.endswith(("gate_up_proj", "down_proj")) for name in expected) == 8
     export_hf(policy, load_tokenizer(path), tmp_path / "hf")
     assert "quantization_config" not in (tmp_path / "hf" / "config.json").read_text()
     model, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values()), info
-    expected = dequantized(path).state_dict()
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, expected[name].float()), name
+    exported = model.state_dict()
+    assert loaded.keys() == expected.keys() == exported.keys()
+    for name, weight in expected.items():
+        assert torch.equal(whole(loaded[name]).cpu(), weight.float()), name
+        assert torch.equal(exported[name], weight.float()), name
 
 
 def test_a_rank_reads_its_part_of_the_experts(path):
