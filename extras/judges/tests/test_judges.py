@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from helpers import run
+from helpers import metrics, run
 from in_process import Args
 
 from common.metrics.meter import Meter
@@ -96,30 +96,23 @@ def scored(reward, asked, device, **flags):
     return Rewards(args, [row], tokenizer, device).wait([group], Meter())
 
 
-@pytest.mark.parametrize(("own", "share_prefix"), [(False, 0), (True, 16)])
-def test_probability_of_yes_is_that_of_transformers(own, share_prefix, asked, judge, device):
-    """The judge is another model, or the policy's own checkpoint."""
-    path = resolve_model("tiny") if own else judge
+@pytest.mark.parametrize("own", [False, True])
+def test_probability_of_yes_is_that_of_transformers(own, asked, judge, device):
+    """The judge is the policy's own checkpoint, or another model with a question that has a column
+    of the row, whose special token is text."""
+    path, flags, question = resolve_model("tiny"), {}, YES_OR_NO
+    if not own:
+        asked[1]["ref"] = "<|im_end|>"
+        path, question = judge, "Hi X {}: {}, yes or no"
+        flags = dict(judge_prompt="{prompt} {ref} {completion}: {criterion}, yes or no")
     oracle = Oracle(path)
-    _, parts, numbers = scored(f"judge:{path}", asked, device, share_prefix=share_prefix)
+    _, parts, numbers = scored(f"judge:{path}", asked, device, share_prefix=16 * own, **flags)
     values = dict(yes=1, Yes=1, no=0, No=0)
     for i, sample in enumerate(asked[2]):
-        questions = [YES_OR_NO.format(sample.text, criterion) for criterion in ("polite", "short")]
+        questions = [question.format(sample.text, criterion) for criterion in ("polite", "short")]
         (polite, mass), (short, other) = (oracle.expected(q, values) for q in questions)
         assert parts["judge"][0, i] == pytest.approx((polite + 3 * short) / 4, abs=1e-4)
         assert numbers["judge/mass"][0, i] == pytest.approx((mass + 3 * other) / 4, rel=1e-3)
-
-
-def test_question_of_your_own_has_columns_of_the_row(asked, judge, device):
-    """A special token in it is text."""
-    asked[1]["ref"] = "<|im_end|>"
-    prompt = "{prompt} {ref} {completion}: {criterion}, yes or no"
-    _, parts, _ = scored(f"judge:{judge}", asked, device, judge_prompt=prompt)
-    oracle = Oracle(judge)
-    values = dict(yes=1, Yes=1, no=0, No=0)
-    questions = [f"Hi X Hello: {criterion}, yes or no" for criterion in ("polite", "short")]
-    polite, short = (oracle.expected(question, values)[0] for question in questions)
-    assert parts["judge"][0, 0] == pytest.approx((polite + 3 * short) / 4, abs=1e-4)
 
 
 def test_pairs_have_no_bias_and_permute_with_the_group(asked, judge, device):
@@ -219,20 +212,12 @@ def test_rubric_may_be_json_text():
     [
         ([], "column rubric: "),
         ("", "column rubric: criterion 1: criterion: String should have at least 1 character"),
-        (3, "column rubric: criterion 1: Input should be a valid dictionary"),
         (["a", dict(weight=1)], "column rubric: criterion 2: criterion: Field required"),
-        (
-            [dict(criterion="a", weight=-1)],
-            "column rubric: criterion 1: weight: .* than or equal to 0",
-        ),
-        (
-            [dict(criterion="a", weight="1")],
-            "column rubric: criterion 1: weight: .* a valid number",
-        ),
+        ([dict(criterion="a", weight=-1)], "column rubric: criterion 1: weight: .* or equal to 0"),
         ([dict(criterion="a", weight=0)], "column rubric: all weights are 0; give a"),
         ([dict(criterion="a", points=2)], "column rubric: criterion 1: points: Extra inputs"),
         (None, "no rubric; add a column rubric, or set --rubric"),
-    ],  # fmt: skip
+    ],
 )
 def test_bad_rubric_names_the_row(rubric, message, asked, judge, device):
     asked[1]["rubric"] = rubric
@@ -264,18 +249,14 @@ def test_model_or_question_that_cannot_judge_is_refused(asked, judge, device, tm
         assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_run_trains_on_judges_and_logs_their_numbers(small, main, tmp_path):
+def test_run_trains_on_judges_and_logs_their_numbers(online, main, tmp_path):
     """The judge is the policy's own checkpoint. Held-out prompts have one completion, and so no
     reward by pairs."""
-    flags = (
-        *small, "--reward", f"judge:{small[1]}", f"rank:{small[1]}", "--max_steps", 1,
-        "--judge_prompt", "{prompt}{completion}{first}{second}", "--engine", "transformers",
-        "--prompts_per_step", 2, "--samples_per_prompt", 2, "--max_new_tokens", 4,
-        "--eval_every", 1, "--eval_size", 2, "--output_dir", tmp_path,
-    )  # fmt: skip
-    main("grpo", *flags)
-    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    found = {name: value for line in logged for name, value in line.items()}
+    flags = ("--reward", f"judge:{online[1]}", f"rank:{online[1]}", "--max_steps", 1,
+             "--judge_prompt", "{prompt}{completion}{first}{second}", "--samples_per_prompt", 2,
+             "--max_new_tokens", 4, "--eval_every", 1, "--eval_size", 2)  # fmt: skip
+    main("grpo", *online, *flags, "--output_dir", tmp_path)
+    found = {name: value for line in metrics(tmp_path) for name, value in line.items()}
     assert found["rewards/rank/mean"] == pytest.approx(0.5) and 0 < found["rewards/judge/mean"] < 1
     assert -0.5 < found["rewards/rank/position_bias"] < 0.5 and 0 < found["rewards/judge/mass"] < 1
     assert 0 < found["eval/rewards/judge/mean"] < 1 and "eval/rewards/rank/mean" not in found

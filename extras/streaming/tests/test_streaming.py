@@ -109,32 +109,13 @@ def test_dropped_rows_are_reported_at_the_end_of_a_pass(data, capsys):
         samples_of(data, on_bad_row="skip", max_length=3)
 
 
-def test_hub_dataset_is_read_by_shards(data, monkeypatch):
-    """The streams are those of the library, over files instead of a repository."""
-    names = [str(data.parent / f"{name}.jsonl") for name in "xyz"]
-    for i, name in enumerate(names):
-        with open(name, "w") as file:
-            file.write("\n".join(map(json.dumps, ROWS[3 * i : 3 * i + 3])))
-    load_dataset = datasets.load_dataset
-    monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda *_, **options: load_dataset("json", data_files=names, **options),
-    )
-    wanted = {f"some/data/train/{shard}:{row}" for shard in range(3) for row in (1, 2, 3)}
-    assert {*drawn(samples_of("some/data"), 9)} == wanted
-
-
-@pytest.mark.parametrize(
-    ("dataset", "words"),
-    [
+def test_data_without_streaming_support_is_refused():
+    for dataset, words in (
         ("arithmetic", "--dataset arithmetic: a built-in task cannot be streamed"),
         ("nothing.jsonl", "--dataset nothing.jsonl: no such file"),
-    ],
-)
-def test_data_without_streaming_support_is_refused(dataset, words):
-    with pytest.raises(ValueError, match=words):
-        samples_of(dataset)
+    ):
+        with pytest.raises(ValueError, match=words):
+            samples_of(dataset)
 
 
 @pytest.mark.slow
