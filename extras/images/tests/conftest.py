@@ -11,7 +11,6 @@ import pytest
 import sft
 from common.data.encode import Encoder
 from common.model.hub import load_tokenizer
-from common.parallel import distributed
 from extras.images.tests.checkpoints import FAMILIES, dataset, picture
 
 
@@ -46,7 +45,7 @@ def encoder_of(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def trained(checkpoints, tmp_path_factory, device):
+def trained(checkpoints, tmp_path_factory, main):
     """A run with own pictures: `folder`, `pictures`, and what its console shows."""
     folder = tmp_path_factory.mktemp("trained")
     pictures = []
@@ -58,11 +57,9 @@ def trained(checkpoints, tmp_path_factory, device):
         dict(prompt="None?", completion="no"),
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    console = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(console):
-        patch.setattr(distributed, "setup", lambda *_, **__: (device, 0, 1))
-        patch.setattr(distributed, "cleanup", lambda: None)
-        flags = dict(prompt_format="chat", dataset=[str(folder / "rows.jsonl")], max_steps=1)
-        flags |= dict(model=str(checkpoints("idefics3")), output_dir=str(folder / "run"))
-        sft.main(sft.Args(**flags, batch_size=2, eval_every=0, vision="frozen"))
+    flags = ("--model", checkpoints("idefics3"), "--dataset", folder / "rows.jsonl",
+             "--vision", "frozen", "--prompt_format", "chat", "--max_steps", 1, "--batch_size", 2,
+             "--eval_every", 0)  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()) as console:
+        main("sft", *flags, "--output_dir", folder / "run")
     return SimpleNamespace(folder=folder / "run", pictures=pictures, console=console.getvalue())

@@ -2,8 +2,6 @@
 
 import copy
 import io
-import struct
-import zlib
 from argparse import Namespace
 
 import pytest
@@ -49,15 +47,20 @@ def test_ids_are_those_of_the_processor_of_idefics3(template, checkpoints, tmp_p
         assert encoder.prompt(row, ("prompt",)) == expected
 
 
+def turned() -> Image.Exif:
+    """Return the note of a camera that lay on its side."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    return exif
+
+
 @pytest.mark.parametrize("max_pixels", [None, 1024])
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 def test_pixels_agree_with_the_placeholders(family, max_pixels, encoder_of, tmp_path):
     """Sizes and kinds of files, with a limit of pixels too."""
-    exif = Image.Exif()
-    exif[ORIENTATION] = 6
     images = {f"{i}.png": (picture(*size, i), {}) for i, size in enumerate(SIZES)}
-    images |= {f"turned.{kind}": (picture(90, 30, 1), dict(exif=exif)) for kind in ("jpg", "webp")}
-    for mode in ("P", "L", "RGBA", "1", "LA"):
+    images["turned.jpg"] = (picture(90, 30, 1), dict(exif=turned()))
+    for mode in ("P", "RGBA", "1", "LA"):
         images[f"{mode}.png"] = (picture(40, 70, 2).convert(mode), {})
     images |= {"I16.png": (Image.new("I;16", (40, 70)), {})}
     images |= {"CMYK.jpg": (picture(40, 70, 2).convert("CMYK"), {})}
@@ -85,14 +88,12 @@ def test_a_picture_is_seen_as_a_server_sees_it(encoder_of, tmp_path):
     pytest.importorskip("vllm")
     from vllm.multimodal.media.image import ImageMediaIO
 
-    exif = Image.Exif()
-    exif[ORIENTATION] = 6
     grey = torch.tensor([[30, 300, 15300]]).to(torch.uint16)
     clear = picture(12, 9, 1).convert("RGBA")
     clear.putalpha(Image.linear_gradient("L").resize((12, 9)))
     palette = picture(12, 9, 1).quantize(8)
     made = dict(
-        turned=(picture(12, 9, 1), dict(exif=exif)),
+        turned=(picture(12, 9, 1), dict(exif=turned())),
         grey=(Image.fromarray(grey.numpy()), {}),
         rgba=(clear, {}),
         la=(clear.convert("LA"), {}),
@@ -181,33 +182,14 @@ def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):
         encoder.images.reader.pixels(span.file, span.digest)
 
 
-def chunk(kind: bytes, content: bytes) -> bytes:
-    """Return a chunk of a PNG."""
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(
-        ">I", zlib.crc32(kind + content)
-    )  # fmt: skip
-
-
 def spoiled() -> dict[str, bytes]:
     """Return pictures whose header is right, and that PIL cannot decode."""
-    file = io.BytesIO()
-    noise = Image.effect_noise((64, 64), 50)
-    noise.save(file, "PNG")
-    png, head = file.getvalue(), 8 + 25
-    end = chunk(b"IEND", b"")
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 64, 8, 0, 0, 0, 0))
-    exif = chunk(b"eXIf", b"MM\0*\0\0\0\x08\0\0")
-    raw = chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(b"\nexif\n 2\nno hex\n"))
-    jpeg = io.BytesIO()
-    noise.save(jpeg, "JPEG")
-    tiff = io.BytesIO()
-    noise.save(tiff, "TIFF", compression="tiff_lzw")
-    return dict(
-        pixels=png[:8] + header + chunk(b"IDAT", b"no zlib") + exif + end,
-        text=png[:head] + raw + png[head:],
-        tiff=tiff.getvalue()[:200] + bytes(len(tiff.getvalue()) - 200),
-        jpeg=jpeg.getvalue()[:400],
-    )
+    found = {}
+    for kind, options in dict(PNG={}, TIFF=dict(compression="tiff_lzw")).items():
+        file = io.BytesIO()
+        Image.effect_noise((64, 64), 50).save(file, kind, **options)
+        found[kind] = file.getvalue()[:400] + bytes(len(file.getvalue()) - 400)
+    return found
 
 
 @pytest.mark.parametrize("kind", spoiled())
@@ -226,8 +208,7 @@ def test_a_broken_picture_is_named(kind, encoder_of, recwarn, tmp_path, monkeypa
 
 def test_pictures_of_pil_stand_upright(encoder_of):
     """A TIFF, which PIL turns itself, and a picture of PIL with an orientation."""
-    exif = Image.Exif()
-    exif[ORIENTATION] = 6
+    exif = turned()
     content = io.BytesIO()
     picture(40, 20, 0).save(content, "TIFF", exif=exif)
     found = reader(encoder_of("idefics3").tokenizer.name_or_path, None)

@@ -1,4 +1,4 @@
-"""Runs of the scripts on pictures: ranks, resume, exports."""
+"""Runs of the scripts on pictures: ranks, resume, exports, the limit of pixels."""
 
 import json
 import math
@@ -29,22 +29,21 @@ def data(checkpoints, pictures):
 
 
 @pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):
-    """A run on two ranks that trains the tower too."""
-    folder = tmp_path_factory.mktemp("images") / "two_ranks"
-    run(2, "sft.py", *data, "--vision", "train", "--output_dir", folder)
+def trained(data, tmp_path_factory, main):
+    """A run that trains the tower too."""
+    folder = tmp_path_factory.mktemp("images") / "run"
+    main("sft", *data, "--vision", "train", "--keep_last", 2, "--output_dir", folder)
     return folder
 
 
-def test_ranks_without_pictures_change_nothing(trained, data, tmp_path, main):
-    main("sft", *data, "--vision", "train", "--output_dir", tmp_path)
+def test_ranks_without_pictures_change_nothing(trained, data, tmp_path):
+    run(2, "sft.py", *data, "--vision", "train", "--output_dir", tmp_path)
     assert_close_metrics(trained, tmp_path, ("loss", "grad_norm", "num_tokens"), rel=1e-5)
 
 
-def test_run_on_pictures_resumes_bitwise(data, tmp_path, main):
+def test_run_on_pictures_resumes_bitwise(trained, data, main):
     flags = (*data, "--vision", "train", "--keep_last", 2)
-    main("sft", *flags, "--output_dir", tmp_path / "run")
-    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
+    assert_resumes_exactly(main, "sft", *flags, folder=trained, finished=4)
 
 
 def test_export_has_the_trained_tower(trained, checkpoints):
@@ -63,41 +62,33 @@ def test_export_has_the_trained_tower(trained, checkpoints):
     assert any(not torch.equal(one, other) for one, other in pairs)
 
 
+def require_limit_of_pixels(folder, base) -> None:
+    """Check that a program that reads an export of `--max_pixels 1024` makes the same pixels."""
+    whole, limited = (reader(str(base), limit).layout(70, 70) for limit in (None, 1024))
+    assert reader(str(folder / "hf"), None).layout(70, 70) == limited != whole
+
+
 def test_adapters_and_a_frozen_tower_leave_its_weights_alone(data, checkpoints, tmp_path, main):
-    main("sft", *data, "--lora_rank", 2, "--vision", "frozen", "--output_dir", tmp_path)
-    base = stored(checkpoints("qwen3_vl"))
-    changed = {
-        name for name, weight in weights(tmp_path).items() if not torch.equal(weight, base[name])
-    }
+    flags = ("--max_steps", 1, "--lora_rank", 2, "--vision", "frozen", "--max_pixels", 1024)
+    main("sft", *data, *flags, "--output_dir", tmp_path)
+    base, exported = stored(checkpoints("qwen3_vl")), weights(tmp_path)
+    changed = {name for name, weight in exported.items() if not torch.equal(weight, base[name])}
     assert changed and all(name.startswith("model.language_model.layers.") for name in changed)
-
-
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
-def test_export_has_the_limit_of_pixels(family, data, checkpoints, tmp_path, main):
-    """A program that reads the export makes the same pixels without a flag."""
-    flags = (*data[2:], "--max_steps", 1, "--vision", "frozen", "--max_pixels", 1024)
-    main("sft", "--model", checkpoints(family), *flags, "--output_dir", tmp_path)
-    layouts = []
-    for path, limit in ((tmp_path / "hf", None), (checkpoints(family), 1024)):
-        layouts.append(reader(str(path), limit).layout(70, 70))
-    assert layouts[0] == layouts[1] != reader(str(checkpoints(family)), None).layout(70, 70)
+    require_limit_of_pixels(tmp_path, checkpoints("qwen3_vl"))
 
 
 def test_dpo_on_pictures(checkpoints, pictures, tmp_path, main):
     """The first loss is that of a policy that equals the reference."""
-    rows = [json.loads(line) for line in pictures.read_text().splitlines()]
-    pairs = [
-        dict(images=row["images"], prompt=row["prompt"], chosen=row["completion"],
-             rejected=[dict(role="assistant", content="It is 9.")])
-        for row in rows[:4]
-    ]  # fmt: skip
+    rows = [json.loads(line) for line in pictures.read_text().splitlines()[:4]]
+    rejected = [dict(role="assistant", content="It is 9.")]
+    pairs = [dict(images=row["images"], prompt=row["prompt"], chosen=row["completion"],
+                  rejected=rejected) for row in rows]  # fmt: skip
     file = pictures.with_name("pairs.jsonl")
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    flags = ("--model", checkpoints("idefics3"), "--dataset", file, "--vision", "frozen",
-             "--batch_size", 4, "--max_steps", 2, "--lr", 1e-2, "--eval_every", 0,
-             "--trace_every", 0)  # fmt: skip
-    main("dpo", *flags, "--output_dir", tmp_path)
+    flags = ("--dataset", file, "--vision", "frozen", "--max_steps", 1, "--max_pixels", 1024)
+    main("dpo", "--model", checkpoints("idefics3"), *FLAGS, *flags, "--output_dir", tmp_path)
     assert metrics(tmp_path)[0]["loss"] == pytest.approx(math.log(2), rel=1e-4)
+    require_limit_of_pixels(tmp_path, checkpoints("idefics3"))
 
 
 def test_stored_reference_is_that_of_these_pictures():

@@ -1,4 +1,4 @@
-"""Images in what a run shows, in the viewer, in a replay and in the chat."""
+"""Images in what a run shows, in traces, in the viewer and in the chat."""
 
 import io
 import runpy
@@ -12,6 +12,7 @@ from common.data.encode import Encoder
 from common.data.rows import encode_each
 from common.model.hub import load_tokenizer
 from common.parallel.process import visible
+from extras.images.image_files import digest
 from extras.images.reader import reader
 from extras.images.tests.checkpoints import picture, whole_logits
 
@@ -22,6 +23,42 @@ def test_console_folds_runs_of_placeholders(trained):
     shown = trained.console.replace("\n", "")
     assert "<row_1_col_1>[<image> x 4]<fake" in shown.replace("x4", "x 4")
     assert "<image><image>" not in shown
+
+
+def test_traces_and_the_viewer_have_the_images_in_their_places(trained):
+    trace_file = pytest.importorskip("extras.trace.file")
+    from extras.trace import view
+    from extras.trace.tests.test_view import CHROMIUM, dom
+
+    path = trained.folder / "trace" / "step_000001.jsonl.gz"
+    header, *groups = trace_file.read(path)
+    groups.sort(key=lambda group: group["prompt"] != "Two?")  # the page shows the first one
+    completion, other = (group["completions"][0] for group in groups)
+    assert "images" not in other
+    assert [image["file"] for image in completion["images"]] == [*map(str, trained.pictures)]
+    inside = [i for x in completion["images"] for i in range(x["start"], x["end"])]
+    placeholders = [i for i, token in enumerate(completion["tokens"]) if token == "<image>"]
+    assert {*placeholders} < {*inside} and completion["images"][1]["end"] == placeholders[-1] + 1
+
+    trace_file.write(path, [header, *groups])
+    html = trained.folder / "view.html"
+    html.write_text(view.page(view.collect([trained.folder])))
+    assert html.read_text().count("data:image/webp") == 2
+    assert not CHROMIUM or dom(html).count("<img src=") == 2
+
+
+def test_pictures_of_the_viewer_are_small_and_a_bad_one_is_a_problem(tmp_path):
+    pictures = pytest.importorskip("extras.trace.pictures")
+    for name in ("big.png", "bad.png", "changed.png"):
+        picture(900, 700, 0).save(tmp_path / name)
+    big = digest((tmp_path / "big.png").read_bytes())
+    (tmp_path / "bad.png").write_text("no image")
+    names = {big: "big.png", "1": "bad.png", "2": "changed.png", "3": "absent.png"}
+    found = pictures.pictures_of({key: str(tmp_path / name) for key, name in names.items()})
+    shown, *problems = found.values()
+    assert shown["url"].startswith("data:image/webp;base64,") and len(shown["url"]) < 70_000
+    words = ("no image", "it has changed since the run read it", "No such file or directory")
+    assert all(word in x["problem"] for word, x in zip(words, problems, strict=True))
 
 
 # ---- the chat ----
