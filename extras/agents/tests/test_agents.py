@@ -4,13 +4,12 @@ agent that plays an environment has the environment's episodes; bad agents cost 
 import asyncio
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
-from helpers import PATIENCE, short_turns
+from helpers import PATIENCE, ROOT, metrics, short_turns
 from in_process import Args
 
 from common.data.encode import Encoder
@@ -25,9 +24,7 @@ from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
 from extras.agents.agents import load_agent
-from extras.agents.endpoint import Refusal, ignored_parameters, messages_of
 
-ROOT = Path(__file__).resolve().parents[3]
 CLIENT = """
 import asyncio, random, httpx
 
@@ -260,11 +257,11 @@ def trained_turns(sequence) -> list[tuple[list[int], list[int]]]:
 def test_what_was_served_is_trained_in_the_context_in_which_it_was_served(
     play, synced, policy, device
 ):
-    rows = [dict(prompt=f"{i}?", seed=i, _source=f"rows:{i}") for i in range(6)]
+    rows = [dict(prompt=f"{i}?", seed=i, _source=f"rows:{i}") for i in range(4)]
     wander = play(WANDERER, rows, max_turns=20, max_new_tokens=60)
     groups = wander(2)
     assert not any(sample.error for sample in flat(groups))
-    assert sum(len(sample.branches) for sample in flat(groups)) > 20
+    assert sum(len(sample.branches) for sample in flat(groups)) > 10
     kinds = []
     for number, group in enumerate(groups):
         for sample in group:
@@ -288,33 +285,28 @@ def test_what_was_served_is_trained_in_the_context_in_which_it_was_served(
                 if continued and not kinds[-1]:  # others have continued it before
                     assert any(b.context + b.ids == t.context[: len(b.context + b.ids)]
                                for b in served[:i] for t in served[:i] if b is not t)  # fmt: skip
-    assert 20 < sum(kinds) < len(kinds) - 20
+    assert 10 < sum(kinds) < len(kinds) - 10
     # trainer and engine agree, and all sequences of an episode have its number
     counts_BG = [[sum(sum(x.loss_mask) for x in s.sequences) for s in group] for group in groups]
-    numbers_BG = torch.arange(12.0).reshape(6, 2)
+    numbers_BG = torch.arange(8.0).reshape(4, 2)
     for share_prefix in (0, 16):
-        (mbs,) = pack_minibatches(groups, range(6), 1, 1500, device, share_prefix)
+        (mbs,) = pack_minibatches(groups, range(4), 1, 1500, device, share_prefix)
         assert any(mb.compact for mb in mbs) == (share_prefix > 0)
         for mb in mbs:
             logprobs_T, *_ = policy(mb, temperature=1.0)
             assert ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-4
-        tokens_BG = per_sample(mbs, [mb.sequence_sums(mb.loss_mask_T) for mb in mbs], (6, 2))
+        tokens_BG = per_sample(mbs, [mb.sequence_sums(mb.loss_mask_T) for mb in mbs], (4, 2))
         assert tokens_BG.tolist() == counts_BG
         sums = sum(mb.sequence_sums(mb.on_tokens(numbers_BG)).sum() for mb in mbs)
         assert sums == (tokens_BG * numbers_BG).sum()
 
 
-def test_a_run_trains_on_an_agent_and_writes_no_trace(main, small, tmp_path):
+def test_a_run_trains_on_an_agent_and_writes_no_trace(main, online, tmp_path):
     (tmp_path / "agent.py").write_text(ONE_QUESTION)
-    main(
-        "grpo", *small, "--engine", "transformers", "--agent", f"{tmp_path}/agent.py:play",
-        "--prompt_format", "chat", "--prompts_per_step", 2, "--samples_per_prompt", 2,
-        "--max_new_tokens", 4, "--max_steps", 1, "--eval_every", 0,
-        "--output_dir", tmp_path / "run",
-    )  # fmt: skip
-    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    metrics = json.loads(line)
-    assert metrics["agent/requests"] == 1 and metrics["grad_norm"] >= 0
+    flags = ("--agent", f"{tmp_path}/agent.py:play", "--prompt_format", "chat", "--max_steps", 1)
+    main("grpo", *online, *flags, "--output_dir", tmp_path / "run")
+    (line,) = metrics(tmp_path / "run")
+    assert line["agent/requests"] == 1 and line["grad_norm"] >= 0
     assert not (tmp_path / "run" / "trace").exists()
 
 
@@ -335,8 +327,8 @@ def test_an_agent_that_plays_an_environment_has_its_episodes(play, synced, tmp_p
     for flags in (dict(max_turns=3), dict(max_new_tokens=60)):
         flags |= dict(environment_timeout=PATIENCE)
         expected = Play(synced, rows, environment=environment, **flags)
-        samples = flat(play(PLAYER, rows, **flags)(2))
-        for sample, other in zip(samples, flat(expected(2)), strict=True):
+        samples = flat(play(PLAYER, rows, **flags)(1))
+        for sample, other in zip(samples, flat(expected(1)), strict=True):
             assert sample.ids == other.ids and sample.loss_mask == other.loss_mask
             assert (sample.finish_reason, sample.turns) == (other.finish_reason, other.turns)
             assert sample.prompt_length == other.prompt_length and not sample.error
@@ -454,27 +446,15 @@ def test_the_endpoint_answers_whatever_is_sent(play, monkeypatch, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_zero_is_a_parameter_and_false_is_none():
-    body = dict(temperature=0, seed=0, n=1, logprobs=False, stop=None, top_p=1)
-    assert ignored_parameters(body) == ["temperature", "top_p", "seed"]
-    with pytest.raises(Refusal, match="logprobs True: not supported"):
-        ignored_parameters(dict(logprobs=True))
-    with pytest.raises(Refusal, match="the last one is the model's"):
-        messages_of(dict(messages=[dict(role="assistant", content="I")]))
-
-
 @pytest.mark.parametrize(("code", "words"), [
     ("", "has no function play"),
     ("def play(row, base_url, api_key): ...", "not an async function; write it as async def"),
     ("async def play(row, base_url): ...", "too many positional arguments; write it as"),
-    ("import absent", "fails to import: ModuleNotFoundError"),
 ])  # fmt: skip
 def test_a_function_that_is_no_agent_is_refused(code, words, tmp_path):
     (tmp_path / "file.py").write_text(code)
     with pytest.raises(ValueError, match=f"--agent .*file.py:play: .*{words}"):
         load_agent(f"{tmp_path / 'file.py'}:play")
-    with pytest.raises(ValueError, match="the form is path/to/file.py:name"):
-        load_agent("file.py")
 
 
 @with_one_engine

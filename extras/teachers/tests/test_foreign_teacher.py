@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 from helpers import tiny_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import distill
@@ -72,7 +72,6 @@ def write_foreign_teacher(folder):
 
 
 @pytest.mark.parametrize("tokenizer", [make() for make in TOKENIZERS.values()], ids=[*TOKENIZERS])
-@settings(max_examples=100, derandomize=True)
 @given(text=TEXT)
 def test_bytes_of_the_tokens_are_those_of_the_text(tokenizer, text):
     (ids,) = TextIds(tokenizer).pieces(text, [], follows=True)
@@ -94,7 +93,6 @@ def test_tokenizer_without_bytes_is_refused():
 LENGTHS = st.lists(st.integers(1, 4), min_size=1, max_size=8)
 
 
-@settings(max_examples=200, derandomize=True)
 @given(ours=LENGTHS, theirs=LENGTHS)
 def test_spans_are_the_shortest_parts_that_both_cut(ours, theirs):
     """Spans of both have the same bytes, no span can be divided, and sums over spans are those of

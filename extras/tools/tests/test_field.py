@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 from field.families import FAMILIES, TRL_FAMILIES, Family
-from field.matrix import turn
-from field.test_properties import encoder_of, few, with_packages
+from field.test_properties import encoder_of, few, turn, with_packages
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -15,39 +14,16 @@ from common.data.chat import ChatTemplate
 from extras.tools.parser import written_calls
 from extras.tools.tests.episodes import assert_episode_equals_sft, call, parser_of
 
-TOOLS = [
-    dict(
-        type="function",
-        function=dict(
-            name=name,
-            description="A tool.",
-            parameters=dict(
-                type="object",
-                properties=dict(
-                    number=dict(type="integer", description="a number"),
-                    text=dict(type="string", description="a text"),
-                    flag=dict(type="boolean", description="yes or no"),
-                    items=dict(
-                        type="array", items=dict(type="integer"), description="some numbers"
-                    ),
-                ),
-            ),
-        ),
-    )
-    for name in ("look_up", "add")
-]
-TEXTS = [
-    "7",
-    "true",
-    "a b",
-    'say "hi"',
-    "it's",
-    "l1\nl2",
-    "{x: [1]}",
-    "好 🙂",
-    "x = 1\nprint(x)",
-    "",
-]
+PROPERTIES = dict(
+    number=dict(type="integer", description="a number"),
+    text=dict(type="string", description="a text"),
+    flag=dict(type="boolean", description="yes or no"),
+    items=dict(type="array", items=dict(type="integer"), description="some numbers"),
+)
+PARAMETERS = dict(type="object", properties=PROPERTIES)
+FUNCTION = dict(description="A tool.", parameters=PARAMETERS)
+TOOLS = [dict(type="function", function=dict(name=n) | FUNCTION) for n in ("look_up", "add")]
+TEXTS = ["7", "true", "a b", 'say "hi"', "it's", "l1\nl2", "{x: [1]}", "好 🙂", "x = 1\nprint(x)"]
 # templates that show a turn with calls in another form than the sampled one: sft.py refuses it
 ONLY_CONTEXT = {
     "qwq", "diffusion_gemma", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra",
@@ -69,14 +45,9 @@ def prepared(family: Family) -> tuple:
     return encoder_of(family), parser_of(encoder_of(family).tokenizer)
 
 
-def several(draw_calls: list[dict]) -> list[dict]:
-    """Return calls with ids of their own."""
-    return [one | dict(id=f"call{number:05}") for number, one in enumerate(draw_calls)]
-
-
 CALLS = st.lists(
     st.builds(call, st.sampled_from(["look_up", "add"]), ARGUMENTS), min_size=1, max_size=2
-).map(several)
+).map(lambda drawn: [one | dict(id=f"call{number:05}") for number, one in enumerate(drawn)])
 
 
 def require_typed(family: Family, calls: list[dict]) -> None:

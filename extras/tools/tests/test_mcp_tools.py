@@ -99,15 +99,10 @@ def test_a_server_that_dies_or_is_late_is_started_anew(server):
     assert len({first, second, server.call("echo", {})}) == 3
 
 
-START = "the server does not start: "
-ENDS = f"{START}MCPError: Connection closed; try the command by hand"
-
-
 @pytest.mark.parametrize(("command", "words"), [
-    ("", "no command"),
-    ("'open", "No closing quotation; quote as in a shell"),
-    ("/no/such/program", f"{START}FileNotFoundError: .*; try the command by hand"),
-    ("sh -c 'echo no license >&2; exit 3'", ENDS),
+    ("", "no command"), ("'open", "No closing quotation; quote as in a shell"),
+    ("sh -c 'echo no license >&2; exit 3'",
+     "the server does not start: MCPError: Connection closed; try the command by hand"),
     (f"{sys.executable} {{}}/none.py", "the server has no tools"),
     (f"{sys.executable} {{}}/endless.py", "its list of tools has more than 100 pages"),
 ])  # fmt: skip
@@ -126,13 +121,13 @@ def test_server_of_the_page(tmp_path):
     (code,) = re.findall("```python\n(from mcp.*?)```", page, re.DOTALL)
     (tmp_path / "shop.py").write_text(code)
     source = mcp_source(f"mcp:{sys.executable} {tmp_path / 'shop.py'}", PATIENCE)
-    (schema,) = source.schemas()
-    assert schema["function"]["name"] == "price"
-    assert schema["function"]["description"] == "Return the price of an item."
-    parameters = schema["function"]["parameters"]
-    assert parameters["properties"]["item"]["type"] == "string"
-    assert parameters["required"] == ["item"]
     source.begin({})
+    source.tools = source.server.tools()
+    (function,) = (schema["function"] for schema in source.schemas())
+    assert function["name"] == "price"
+    assert function["description"] == "Return the price of an item."
+    assert function["parameters"]["properties"]["item"]["type"] == "string"
+    assert function["parameters"]["required"] == ["item"]
     assert source.call("price", dict(item="tea")) == "3"
     with pytest.raises(ToolError, match="item\n *Field required"):
         source.call("price", {})

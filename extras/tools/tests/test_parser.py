@@ -101,12 +101,16 @@ def test_a_call_means_the_same_in_data_and_from_the_model(given, read):
         assert turn.calls == [Call("f", read)], (name, turn)
 
 
-def test_a_turn_that_a_parser_of_vllm_does_not_end_is_malformed(monkeypatch):
+def test_a_turn_that_a_parser_of_vllm_does_not_read_is_malformed(monkeypatch):
     monkeypatch.setattr("extras.tools.parser.SECONDS", 0.2)
     parser = Parser(make_reader("qwen3_coder", chatml()), chatml())
     parser.marker = "<tool_call>"
     text = "<tool_call>\n<function=python>\n<parameter=code>" + ">" * 20_000
     turn = parser.parse(text, [PYTHON_TOOL])
+    assert turn.problem and not turn.calls
+    # vLLM swallows a broken call
+    parser = make_parser(chatml(), make_args(tool_parser="granite4"))  # also `<tool_call>` and JSON
+    turn = parser.parse('<tool_call>{"name": "f", </tool_call>', [PYTHON_TOOL])
     assert turn.problem and not turn.calls
 
 
@@ -133,20 +137,11 @@ def test_gpt_oss():
     assert not parser.parse(f"{thought}<|channel|>final<|message|>7", []).calls
 
 
-def test_vllm_swallows_a_broken_call_that_is_malformed_here():
-    parser = make_parser(chatml(), make_args(tool_parser="granite4"))  # also `<tool_call>` and JSON
-    turn = parser.parse('<tool_call>{"name": "f", </tool_call>', [PYTHON_TOOL])
-    assert turn.problem and not turn.calls
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "flags", "words"),
-    [
-        (tiny_tokenizer, {}, "--tools: the chat template does not read tools; set --chat_template"),
-        (chatml, dict(tool_parser="hermez"), "--tool_parser hermez: unknown; there are hermes"),
-        (chatml, dict(tool_parser="openai"), "--tool_parser openai: does not read the calls of "),
-    ],
-)
+@pytest.mark.parametrize(("tokenizer", "flags", "words"), [
+    (tiny_tokenizer, {}, "--tools: the chat template does not read tools; set --chat_template"),
+    (chatml, dict(tool_parser="hermez"), "--tool_parser hermez: unknown; there are hermes"),
+    (chatml, dict(tool_parser="openai"), "--tool_parser openai: does not read the calls of "),
+])  # fmt: skip
 def test_a_parser_that_does_not_fit_is_refused(tokenizer, flags, words):
     with pytest.raises(ValueError, match=words) as caught:
         make_parser(tokenizer(), make_args(**flags))

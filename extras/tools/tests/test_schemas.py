@@ -47,23 +47,18 @@ def test_a_row_selects_tools(tmp_path):
 DOCUMENTED = 'def f(a):\n    """F.\n\n    Args:\n        a: one\n    """\n'
 
 
-@pytest.mark.parametrize(
-    ("text", "tools", "words"),
-    [
-        (DOCUMENTED, ["{}"], "--tools .*my.py: f: Argument a is missing a type hint in function f"),
-        ("def f(a: int):\n    pass\n", ["{}:f"], "f: Cannot generate JSON schema for f because it"),
-        ('def f(a: int):\n    """F."""\n', ["{}"], "f: .*no description for the argument 'a'"),
-        ('async def f():\n    """F."""\n', ["{}"], "f: not a plain function"),
-        ("x = 1\n", ["{}"], "no public function with a docstring; write one"),
-        ("class A:\n    pass\n", ["{}:A"], "no public method; write one"),
-        ("1 / 0\n", ["{}"], "my.py fails to import: ZeroDivisionError"),
-        ("", ["{}.py"], "no file .*my.py.py"),
-        ("", ["{}:nix"], "my.py has no function nix"),
-        ('def python():\n    """P."""\n', ["{}", "python"], "name python is taken by"),
-        ("", ["calculator"], "unknown; there are python, mcp:COMMAND, path/to/file.py"),
-        ("", ["search:nix.jsonl"], "--tools search:nix.jsonl: no file search"),
-    ],
-)
+@pytest.mark.parametrize(("text", "tools", "words"), [
+    (DOCUMENTED, ["{}"], "--tools .*my.py: f: Argument a is missing a type hint in function f"),
+    ("def f(a: int):\n    pass\n", ["{}:f"], "f: Cannot generate JSON schema for f because it"),
+    ('def f(a: int):\n    """F."""\n', ["{}"], "f: .*no description for the argument 'a'"),
+    ('async def f():\n    """F."""\n', ["{}"], "f: not a plain function"),
+    ("x = 1\n", ["{}"], "no public function with a docstring; write one"),
+    ("class A:\n    pass\n", ["{}:A"], "no public method; write one"),
+    ("1 / 0\n", ["{}"], "my.py fails to import: ZeroDivisionError"),
+    ("", ["{}.py"], "no file .*my.py.py"), ("", ["{}:nix"], "my.py has no function nix"),
+    ('def python():\n    """P."""\n', ["{}", "python"], "name python is taken by"),
+    ("", ["calculator"], "unknown; there are python, mcp:COMMAND, path/to/file.py"),
+])  # fmt: skip
 def test_wrong_tools_are_refused(tmp_path, text, tools, words):
     (tmp_path / "my.py").write_text(text)
     args = make_args(tools=tuple(tool.format(tmp_path / "my.py") for tool in tools))

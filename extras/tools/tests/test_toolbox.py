@@ -5,10 +5,9 @@ import os
 import signal
 import tempfile
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -71,25 +70,18 @@ def some_letters():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (np.int64(3), "3"),
         (np.float32(0.5), "0.5"),
         (np.arange(4).reshape(2, 2), "[[0, 1], [2, 3]]"),
-        ({"mean": np.float64(0.5), "n": np.int64(3)}, '{"mean": 0.5, "n": 3}'),
         ({np.int64(1): np.True_, None: 2}, '{"1": true, "null": 2}'),
         (torch.tensor([1, 2]), "[1, 2]"),
         ({"b", "a"}, '["a", "b"]'),
-        (frozenset({2}), "[2]"),
-        (Decimal("1.50"), "1.50"),
         ([Decimal("1.50"), Fraction(1, 3)], '["1.50", "1/3"]'),
-        (datetime(2026, 1, 2, 3), "2026-01-02 03:00:00"),
         (Place("hall", date(2026, 1, 2)), '{"name": "hall", "at": "2026-01-02"}'),
         (b"a\xff", "a\\xff"),
         ({(1, 2): 3}, '{"[1, 2]": 3}'),
         (some_letters(), '["a", "b"]'),
         ({"b": 1, "a": 2}.keys(), '["b", "a"]'),
-        (Path("a/b"), "a/b"),
         ((1, None, "é", 0.5), '[1, null, "é", 0.5]'),
-        (float("nan"), "NaN"),
         ("as\nit is", "as\nit is"),
         (pandas.DataFrame(dict(a=[1, 2])), "   a\n0  1\n1  2"),
     ],
@@ -102,16 +94,11 @@ def test_the_model_can_read_what_a_function_returns(value, text):
 HINTS = {
     int: [1, -2],
     float: [0.5, 2],
-    bool: [True],
     str: ["", "a"],
-    int | None: [None, 1],
-    list[int]: [[], [1]],
     list[int | None]: [[None, 1]],
     dict[str, int | None]: [dict(a=None, b=1)],
     tuple[int, str]: [[1, "a"]],
-    int | str | None: [None, 1, "a"],
     list[int] | str | None: [None, [1], "a"],
-    Literal["a", "b"]: ["a"],
     Literal["a", None]: [None, "a"],
     Literal["a", "b"] | None: [None, "b"],
     Any: [None, 1, [dict(a=1)]],
@@ -131,9 +118,7 @@ def test_what_a_schema_allows_can_be_sent(hint):
 
     tool.__annotations__["x"] = hint
     schema = schema_of("--tools", "tool", tool, is_method=False)["function"]["parameters"]
-    assert [wrong_arguments(schema, dict(x=value)) for value in HINTS[hint]] == [""] * len(
-        HINTS[hint]
-    )
+    assert not any(wrong_arguments(schema, dict(x=value)) for value in HINTS[hint])
     if hint is not Any:
         assert wrong_arguments(schema, dict(x=dict(z=[]))).startswith("argument x")
     if None not in HINTS[hint]:

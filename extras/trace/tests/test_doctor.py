@@ -41,10 +41,7 @@ FALLS = dict(reward=steps(0.5, 0.47))
 GAP, CLIPPED = "sampling/sampling_logp_difference/mean", "completions/clipped_ratio"
 CASES = {  # beyond the threshold, just below it
     "not_finite": (dict(loss=[1.0, float("nan")]), dict(loss=[1.0, 2.0])),
-    "explodes": (
-        dict(loss=steps(0.1, 0.1), grad_norm=steps(1.0, 21.0)),
-        dict(loss=steps(0.1, 0.1), grad_norm=steps(1.0, 19.0)),
-    ),
+    "explodes": tuple(dict(loss=steps(0.1, 0.1), grad_norm=steps(1.0, x)) for x in (21.0, 19.0)),
     "truncated": ({CLIPPED: [0.51]}, {CLIPPED: [0.5]}),
     "equal_rewards": tuple(
         dict(reward=[0.1] * 6, reward_std=[0.1] * 6, frac_reward_zero_std=[x] * 6)
@@ -52,11 +49,8 @@ CASES = {  # beyond the threshold, just below it
     ),
     "reward_errors": ({"reward/error_fraction": [0.02]}, {"reward/error_fraction": [0.01]}),
     "engine_differs": ({GAP: [1e-6, 1.1e-4]}, {GAP: [1e-6, 0.9e-4]}),
-    "entropy_collapses": (
-        FALLS | dict(entropy=steps(1.0, 0.09)),
-        FALLS | dict(entropy=steps(1.0, 0.11)),
-    ),
-    "kl_grows": (FALLS | dict(kl=steps(0.0, 1.1)), FALLS | dict(kl=steps(0.0, 0.9))),
+    "entropy_collapses": tuple(FALLS | dict(entropy=steps(1.0, x)) for x in (0.09, 0.11)),
+    "kl_grows": tuple(FALLS | dict(kl=steps(0.0, x)) for x in (1.1, 0.9)),
     "clips_often": tuple({"clip_ratio/region_mean": [x] * 3} for x in (0.51, 0.49)),
     "length_drifts": tuple(FALLS | {"completions/mean_length": steps(10, x)} for x in (15.1, 14.9)),
 }
@@ -106,9 +100,9 @@ def test_rule_is_silent_where_it_cannot_be_right(flags, metrics, tmp_path):
     assert found(run(tmp_path, flags, **metrics)) == []
 
 
-@pytest.mark.parametrize("count", [30, 300, 2000])
+@pytest.mark.parametrize("count", [30, 300])
 def test_noise_is_no_explosion(count, tmp_path):
-    for seed in range(10):
+    for seed in range(5):
         rng = random.Random(seed)
         losses = [1.2 - 0.2 * t / count + rng.gauss(0, 0.15) for t in range(count)]
         assert found(run(tmp_path / str(seed), loss=losses, grad_norm=[1.0] * count)) == []

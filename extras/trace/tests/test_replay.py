@@ -36,15 +36,21 @@ def here(main, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["sft", "ppo"])
-def test_step_from_a_checkpoint_has_the_weights_of_the_run(
-    main, here, script, small, tmp_path, capsys
+def test_step_from_a_checkpoint_is_exact_and_a_changed_flag_holds_in_it_alone(
+    main, here, small, tmp_path, capsys
 ):
-    more = ("--max_steps", 3, "--save_every", 1, "--keep_last", 3)
-    main(script, *flags(small, script, tmp_path / "run", *more))
-    replay.replay(tmp_path / "run", 3, [])
+    run = tmp_path / "run"
+    main("ppo", *flags(small, "ppo", run, "--max_steps", 3, "--save_every", 1, "--keep_last", 3))
+    replay.replay(run, 3, ["--lr", "1e-3"])
     shown = capsys.readouterr().out
     assert "run/checkpoints/step_000002\n" in shown and f"step 3: {EQUAL}" in shown
+    exact, changed = (run / "replay" / name for name in ("step_000003", "step_000003_lr_1e-3"))
+    (one, *groups), (two, *others) = traces(exact)[3], traces(changed)[3]
+    assert one["weights"] == traces(run)[3][0]["weights"] != two["weights"]
+    ids, other_ids = (
+        [c["ids"] for group in each for c in group["completions"]] for each in (groups, others)
+    )
+    assert ids == other_ids and sorted(traces(changed)) == [3] and "  grad_norm " in shown
 
 
 @pytest.mark.slow
@@ -87,22 +93,6 @@ def test_launched_ranks_get_the_words_and_the_first_error_is_raised(tmp_path, mo
     with pytest.raises(ValueError, match=r"^no such step \(its output: .*/log.txt\)$"):
         replay.launch(1, log, "grpo.py", "bad")
     assert "rank 0 --work grpo.py bad\n" in log.read_text()
-
-
-@pytest.mark.slow
-def test_changed_flag_holds_in_the_replayed_step_alone(main, here, small, tmp_path, capsys):
-    main("grpo", *flags(small, "grpo", tmp_path, "--max_steps", 3, "--lr", 1e-3))
-    replay.replay(tmp_path, 3, ["--advantage", "group_mean"])
-    exact, changed = (
-        tmp_path / "replay" / name for name in ("step_000003", "step_000003_advantage_group_mean")
-    )
-    (one, *groups), (two, *others) = traces(exact)[3], traces(changed)[3]
-    assert one["weights"] == traces(tmp_path)[3][0]["weights"] != two["weights"]
-    ids, others = (
-        [c["ids"] for group in each for c in group["completions"]] for each in (groups, others)
-    )
-    assert ids == others and sorted(traces(changed)) == [3]
-    assert "  loss " in capsys.readouterr().out
 
 
 @pytest.mark.slow

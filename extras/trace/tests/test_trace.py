@@ -2,7 +2,6 @@
 
 import gzip
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ def flags(small, script: str, folder: Path, *more: object) -> tuple:
 def test_shares_of_all_tokens_add_up_to_the_loss(main, script, small, tmp_path, monkeypatch):
     """Each sample of the step is in the trace, sampled or from the data."""
     monkeypatch.setattr(trace, "GROUPS", 1000)
-    main(script, *flags(small, script, tmp_path))
+    main(script, *flags(small, script, tmp_path, "--max_steps", 1))
     logged = {row["step"]: row for row in metrics(tmp_path)}
     for step, (header, *groups) in traces(tmp_path).items():
         updates = len(header["loss"])
@@ -75,22 +74,18 @@ def test_shares_of_all_tokens_add_up_to_the_loss(main, script, small, tmp_path, 
             traced[update["update"]] += update.get("row", {}).get("share", 0.0)
         assert traced == pytest.approx(header["loss"], rel=1e-5, abs=1e-6) and any(traced)
         assert sorted(group["group"] for group in groups) == [*range(len(groups))]
-    assert sorted(traces(tmp_path)) == [1, 2]
+    assert sorted(traces(tmp_path)) == [1]
 
 
 @pytest.mark.slow
-def test_trace_changes_no_weight(main, small, tmp_path):
+def test_trace_changes_no_weight_and_counts_updates_of_the_value_model_alone(main, small, tmp_path):
+    more = ("--epochs_per_rollout", 1, "--value_warmup_steps", 1)
     for name, every in (("with", 1), ("without", 0)):
-        main("ppo", *flags(small, "ppo", tmp_path / name, "--trace_every", every))
+        main("ppo", *flags(small, "ppo", tmp_path / name, *more, "--trace_every", every))
     assert_same_weights(tmp_path / "with", tmp_path / "without")
     assert not (tmp_path / "without" / "trace").exists()
-
-
-@pytest.mark.slow
-def test_updates_of_the_value_model_are_counted_before_the_policy_learns(main, small, tmp_path):
-    more = ("--epochs_per_rollout", 1, "--value_warmup_steps", 1)
-    main("ppo", *flags(small, "ppo", tmp_path, *more))
-    assert [len(traces(tmp_path)[step][0]["loss"]) for step in (1, 2)] == [2, 2]  # --minibatches 2
+    losses = [lines[0]["loss"] for lines in traces(tmp_path / "with").values()]
+    assert [len(each) for each in losses] == [2, 2]  # --minibatches 2
 
 
 NAMES = ("logprobs", "ratio", "clip_ratio/region_mean", "share", "logprobs_gradient")
@@ -157,13 +152,3 @@ def test_trace_of_another_schema_and_a_damaged_one_are_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"^{path}: {words}"):
             read(path)
-
-
-def test_run_without_the_folder_does_not_trace_unless_asked_to(main, small, tmp_path, monkeypatch):
-    """The default is left out; a given number is refused in one line."""
-    monkeypatch.setattr("common.train.run.has_extra", lambda name: False)
-    monkeypatch.setitem(sys.modules, "extras.trace.trace", None)
-    main("sft", *small, "--max_steps", 1, "--eval_every", 0, "--output_dir", tmp_path / "run")
-    assert not (tmp_path / "run" / "trace").exists()
-    with pytest.raises(ValueError, match="^--trace_every needs extras/trace, which is not here$"):
-        main("sft", *flags(small, "sft", tmp_path / "asked"))
