@@ -1,7 +1,6 @@
-"""Any extra can be deleted: the others and all scripts do not need it, and its flags answer in one
-line."""
+"""Any extra can be deleted: the others do not need it, and its flags answer in one line."""
 
-import importlib
+import ast
 import sys
 from pathlib import Path
 
@@ -11,14 +10,25 @@ from helpers import ROOT
 import extras
 from bench.models import checkpoint
 
-EXTRAS = sorted(path.name for path in Path(__file__).parent.iterdir() if (path / "tests").is_dir())
+HERE = Path(__file__).parent
+EXTRAS = sorted(path.name for path in HERE.iterdir() if (path / "tests").is_dir())
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
-# Extras that need another one, as course/reading_order.md says: modules that import it.
-USES = dict(
-    code={"extras.tools.python_tool"},
-    tools={"extras.agents.agents"},
-    images={"extras.trace.pictures", "extras.trace.replay", "extras.trace.view"},
-)
+# Extras that need another one, as course/reading_order.md says.
+USES = {
+    ("tools/python_tool.py", "code"), ("agents/agents.py", "tools"), ("trace/pictures.py", "images")
+}  # fmt: skip
+
+
+def test_no_other_extra_is_imported_at_the_top_of_a_file():
+    """tests/test_layout.py has the same for common/ and the scripts."""
+    found = set()
+    for path in HERE.glob("*/**/*.py"):
+        file = path.relative_to(HERE)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            match (getattr(node, "module", None) or "").split("."):
+                case ["extras", name, *_] if name != file.parts[0] and "tests" not in file.parts:
+                    found.add((file.as_posix(), name))
+    assert found == USES
 
 
 @pytest.fixture
@@ -34,25 +44,6 @@ def without(monkeypatch):
         monkeypatch.setitem(sys.modules, f"extras.{name}", None)
 
     return delete
-
-
-def modules(name: str) -> list[str]:
-    files = Path(__file__).parent.joinpath(name).rglob("*.py")
-    parts = [path.relative_to(ROOT).with_suffix("").parts for path in files]
-    return [".".join(each).removesuffix(".__init__") for each in parts if "tests" not in each]
-
-
-@pytest.mark.parametrize("name", EXTRAS)
-def test_the_others_and_the_scripts_do_not_need_an_extra(name, without):
-    """`make test` runs the scripts without any of them."""
-    without(name)
-    needs = USES.get(name, set())
-    for other in EXTRAS:
-        for module in modules(other) if other != name else ():
-            if module not in needs and not module.startswith("extras.code.sandbox"):
-                importlib.import_module(module)
-    for script in SCRIPTS:
-        importlib.import_module(script)
 
 
 AGENT = "async def run(row, base_url, api_key):\n    pass\n"
