@@ -124,18 +124,9 @@ FAMILIES = [
     ours("r1", "builtin", SENTENCE, DEEPSEEK, SENTENCE[0]),
     ours("parts", "builtin", UTTERANCE_END, UTTERANCE, UTTERANCE_END[0]),
     # with the packages of `make field`
-    ours("qwen2_5", "qwen", IM_END),
-    ours("qwen3", "qwen", IM_END),
-    ours("qwen3_2507", "qwen", IM_END),
-    ours("qwen3_5", "qwen", IM_END),
     ours("qwq", "qwen", IM_END),
-    ours("llama3", "llama3", EOT),
     ours("llama4", "llama4", ("<|eot|>",), LLAMA4 + HARMONY),
-    ours("gpt_oss", "llama4", HARMONY_ENDS, LLAMA4 + HARMONY, "<|return|>"),
-    ours("parts", "smollm2", UTTERANCE_END, UTTERANCE, UTTERANCE_END[0]),
-    ours("r1", "smollm2", SENTENCE, DEEPSEEK, SENTENCE[0]),
     ours("glm4", "smollm2", GLM_ENDS, GLM, GLM[-1]),
-    ours("cohere2", "smollm2", COHERE_END, COHERE, COHERE_END[0]),
 ]
 QWENS = "2_5 2_5_vl 3 3_instruct_2507 3_vl 3_5_think 3_5_nothink 3_6 3_8"
 TRL_FAMILIES = [

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 from field.families import FAMILIES, TRL_FAMILIES, Family
-from field.matrix import CALL, TOOL, turn
 from field.oracle import check_sft, is_turn, renderings, squeezed
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -40,6 +39,11 @@ each_family = pytest.mark.parametrize("family", with_packages(FAMILIES + TRL_FAM
 
 # ---- conversations ----
 
+NUMBER = dict(a=dict(type="integer", description="first"))
+PARAMETERS = dict(type="object", properties=NUMBER, required=["a"])
+ADD = dict(name="add", description="Add numbers.", parameters=PARAMETERS)
+TOOL = dict(type="function", function=ADD)
+CALL = dict(type="function", id="abcdefghi", function=dict(name="add", arguments=dict(a=7)))
 QUESTIONS = ["Is 3 in 43?", "hi", "k, t?", "  What is it? \n", "Ça va, 世界 🙂?", "1\n\n2\n",
              "a [b] <c> {d}"]  # fmt: skip
 ANSWERS = [
@@ -68,9 +72,13 @@ def conversations(draw) -> tuple[list[dict], dict]:
         if calls and draw(st.booleans()):
             said = draw(st.sampled_from(["", "Let me add."]))
             messages.append(turn("assistant", said, tool_calls=[CALL]))
-            messages.append(turn("tool", "is 7", name="add"))
+            messages.append(turn("tool", "is 7", name="add", tool_call_id=CALL["id"]))
         messages.append(answer(draw(st.sampled_from(ANSWERS) | text), draw))
     return messages, row
+
+
+def turn(role: str, content: str, **more: object) -> dict:
+    return dict(role=role, content=content, **more)
 
 
 def plain(text: str) -> str:
