@@ -80,8 +80,7 @@ def test_packed_attention_and_its_gradient_equal_separate_attention(
 ):
     """CUDA uses another kernel than the ordinary suite, with its own conventions for grouped heads
     (four queries per key here), windows and head widths. Recomputation in the backward, as with
-    --activation_checkpointing, is included. CPU twins: the first case of each, and
-    test_policy.test_packed_forward_equals_separate_forwards."""
+    --activation_checkpointing, is included."""
     found = errors(device, dtype, (8, 2), head_dim, window, LENGTHS, recompute)
     assert max(found) < BOUNDS[dtype], found
 
@@ -93,8 +92,7 @@ def test_attention_behind_a_shared_prefix_equals_that_of_whole_sequences(
     device, dtype, heads, window
 ):
     """CUDA has to align masks and windows at the last query and the last key, and adds up the
-    gradients of a prefix's keys: in bfloat16, their error is that of one sequence. CPU twin: the
-    first case."""
+    gradients of a prefix's keys: in bfloat16, their error is that of one sequence."""
     groups = [(70, (61, 1, 37, 37)), (40, (5, 90)), (1, (64, 2))]
     samples = [
         [Sample([9] * p + [i] + [8] * n, []) for i, n in enumerate(rests)] for p, rests in groups

@@ -31,7 +31,7 @@ def test_commands_for_eight_gpus_parse(script, flags, monkeypatch):
 def test_demo_learns_and_exits_cleanly(tmp_path):
     """`make demo` in a copy of the project runs SFT and GRPO with engine, evaluations, saves and
     exports. At the end of each process, closing a sleeping engine would print 'CUDA Error'. The
-    final accuracy is like that on a CPU, 0.94. CPU twin: test_demo.py."""
+    final accuracy is like that on a CPU, 0.94."""
     for path in [*ROOT.glob("*.py"), ROOT / "common", ROOT / "configs"]:
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
     done = subprocess.run(

@@ -15,8 +15,7 @@ pytestmark = [gpu(1), pytest.mark.parametrize("engine", ENGINES)]
 def test_engine_after_three_sleeps_equals_a_new_engine(engine, dtype):
     """Sleep returns the memory of weights and KV cache to the driver, and wake maps empty memory.
     After three cycles of sleep, wake and load_weights, greedy completions equal those of the new
-    engine, other weights give other completions, and no cycle keeps memory. CPU twin:
-    test_engine.test_unsynced_weights_are_detected (a CPU engine does not sleep)."""
+    engine, other weights give other completions, and no cycle keeps memory."""
     found = measured(PROGRAM, "cycles", engine, dtype, "tiny")
     assert found["same"] == [True] * 3 and found["changed"]
     assert max(found["free"]) - min(found["free"]) <= 200e6, found["free"]
@@ -27,8 +26,7 @@ def test_engine_and_trainer_agree_on_sampled_logprobs(engine, dtype):
     """The kernels of engine and trainer differ: attention, norms, the precision of the head,
     possibly TF32 in float32. At temperatures 1 and 0.7 the log-probs of sampled tokens agree, by
     0.02 nats in the mean in bfloat16 and by 1e-3 at every token in float32. Log-probs at another
-    temperature differ, and equal seeds give equal samples. CPU twin:
-    test_engine.test_engine_and_trainer_agree_on_the_synced_weights."""
+    temperature differ, and equal seeds give equal samples."""
     for at in measured(PROGRAM, "agreement", engine, dtype, "tiny").values():
         assert at["mean"] < 0.02 if dtype == "bfloat16" else at["max"] < 1e-3, at
         assert at["wrong"]["mean"] > 0.02 and at["tokens"] > 1000 and at["again"], at
@@ -37,8 +35,7 @@ def test_engine_and_trainer_agree_on_sampled_logprobs(engine, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_engine_sleeps_right_after_completions_that_ended_early(engine, dtype, tmp_path):
     """An engine that schedules ahead may still process ended requests at the call of sleep, or hold
-    their blocks when new weights need an empty prefix cache. CPU twin:
-    test_engine.test_fields_of_a_completion_are_consistent, without sleep."""
+    their blocks when new weights need an empty prefix cache."""
     found = measured(PROGRAM, "early_ends", engine, dtype, talkative(tmp_path / "talkative"))
     assert found["same"] == [True] * 4
     assert len(found["lengths"]) > 3 and found["lengths"][0] == 1 and "stop" in found["reasons"]
@@ -47,8 +44,7 @@ def test_engine_sleeps_right_after_completions_that_ended_early(engine, dtype, t
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_optimizer_step_fits_between_sleep_and_wake(engine, dtype):
     """Gradients, optimizer states and cached blocks use the memory that the engine has released,
-    and must free it. The engine wakes with the new weights. CPU twin:
-    test_grpo.test_engine_and_trainer_agree_on_every_step."""
+    and must free it. The engine wakes with the new weights."""
     found = measured(PROGRAM, "step", engine, dtype, "tiny")
     bound = 0.02 if dtype == "bfloat16" else 1e-3
     assert found["grad_norm"] > 0, found

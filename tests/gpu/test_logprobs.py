@@ -39,8 +39,7 @@ def exact(hidden_TD, head_VD, targets_T, weights_2T, temperature):
 @pytest.mark.parametrize(("device", "dtype"), HERE_AND_THERE)
 def test_token_logprobs_equal_float64(device, dtype, temperature):
     """Sampling and scoring differ most in the head. Its products of bfloat16 matrices must be
-    summed in float32, and TF32 must be off in float32; a CPU cannot show this. CPU twins: the first
-    case, and test_logprobs.test_token_logprobs_and_gradient_equal_naive_code."""
+    summed in float32, and TF32 must be off in float32; a CPU cannot show this."""
     large = device == "cuda"
     T = 1024 if large else 2 * CPU_CHUNK + 3
     sizes = (2048, 151_936) if large else (64, 1000)

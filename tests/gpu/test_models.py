@@ -68,8 +68,7 @@ def test_logprobs_and_gradient_equal_those_of_transformers(dtype, recompute, dev
 def test_experts_without_tokens_have_zero_gradients(model_type, dtype, lengths, device, tmp_path):
     """A pack of one token leaves most experts without any, where grouped matrix products have hung,
     and have had gradients of old memory. The gradient equals that on the CPU, and an expert without
-    tokens has none. Three packs, because the first one may find fresh memory. CPU twin:
-    test_coverage.test_architecture_is_exact."""
+    tokens has none. Three packs, because the first one may find fresh memory."""
     path, gradients = checkpoint(model_type, tmp_path), []
     for where in (device, torch.device("cpu")):
         policy = load_policy(path, TrainArgs(dtype=dtype), where)
@@ -94,8 +93,7 @@ def test_compiled_blocks_give_equal_logprobs_and_compile_few_times(recompute, de
     """With --compile, log-probs are unchanged. After a few packs there are no further compilations,
     although packs differ in tokens, sequences and longest sequence, and one is a single padding
     token. The dtype is bfloat16, the default on CUDA. On a CPU the test compares only the numbers,
-    without inductor: attention is a loop over lengths in Python. No CPU twin: the ordinary suite
-    cannot rely on a compiler."""
+    without inductor: attention is a loop over lengths in Python."""
     from torch._dynamo.utils import counters  # takes a while
 
     if ON_CPU:

@@ -40,8 +40,7 @@ def trained(device, offload: str) -> tuple[dict[str, torch.Tensor], list[float]]
 
 
 def test_offload_changes_no_number(device, monkeypatch):
-    """--offload optimizer gives the same bits as none; all, whose step runs on the host, is close.
-    CPU twin: test_memory.test_offload_changes_no_number_and_may_change_at_a_resume."""
+    """--offload optimizer gives the same bits as none; all, which steps on the host, is close."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # set by torchrun
     (plain, norms), *others = (trained(device, offload) for offload in ("none", "optimizer", "all"))
     for (weights, those), atol in zip(others, (0.0, 1e-5), strict=True):
@@ -53,8 +52,7 @@ def test_offload_changes_no_number(device, monkeypatch):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.skipif(ON_CPU, reason="a CPU counts no peak")
 def test_predicted_memory_is_close_to_the_allocated_memory(tmp_path, device, recompute):
-    """The tolerance is a fifth, at the second micro-batch of a model with 60M weights. CPU twin:
-    fake tensors, in test_memory.test_predicted_memory_is_close_to_that_of_fake_tensors."""
+    """The tolerance is a fifth, at the second micro-batch of a model with 60M weights."""
     sys.path.insert(0, str(ROOT))
     from bench.memory_plan import SMALL
 

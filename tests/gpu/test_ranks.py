@@ -46,8 +46,7 @@ MODES = [
 )
 def test_gradient_is_equal_on_one_and_two_ranks(script, dtype, flags, tmp_path):
     """NCCL replaces gloo, and the device of a rank is not always the first. Loss and gradient norm
-    equal those of one rank, up to rounding. CPU twins: test_every_script to 1e-5, test_lora,
-    test_memory, and test_runs of extras/images."""
+    equal those of one rank, up to rounding."""
     flags = flags.split()
     if script == "distill":
         flags += ["--teacher", write_teacher(tmp_path / "teacher")]
@@ -80,7 +79,7 @@ def compare(script: str, dtype: str, folder: Path, *flags: object) -> None:
 @pytest.mark.parametrize("script", ["sft", "ppo"])
 def test_replica_on_each_gpu_trains_like_one_model(script, tmp_path):
     """NCCL averages the gradients of two replicas once per step in separate groups; ppo.py trains
-    two models. CPU twin: test_lora.test_ppo_with_adapters_does_not_depend_on_ranks."""
+    two models."""
     for shard_ranks in (2, 1):
         sampling = () if script == "sft" else ("--engine", "transformers")
         place = ("--shard_ranks", shard_ranks, "--output_dir", tmp_path / str(shard_ranks))
@@ -92,8 +91,7 @@ def test_replica_on_each_gpu_trains_like_one_model(script, tmp_path):
 def test_context_ranks_train_like_one_gpu(script, tmp_path):
     """All-to-all around attention on one communicator, while FSDP gathers the next block on
     another, must not deadlock: more steps than in other tests, and recomputed blocks. Loss and
-    gradient norm of the first steps are those of one GPU. CPU twin:
-    test_placement.test_scripts_with_context_ranks_are_like_one_rank."""
+    gradient norm of the first steps are those of one GPU."""
     sampling = ("--engine", "transformers") if script == "grpo" else ()
     flags = ("--max_steps", STEPS if ON_CPU else 20, "--eval_size", 16, "--save_every", 100)
     for ranks in (1, 2):
@@ -116,8 +114,7 @@ def test_context_ranks_train_like_one_gpu(script, tmp_path):
 def test_dedicated_rollout_ranks_respect_staleness(engine, staleness, tmp_path):
     """NCCL sends weights from one GPU to the other while both compute, and the engine never sleeps;
     both roles exit without a message. Samples are at most --max_staleness old, and agree with the
-    trainer if it is 0. CPU twin:
-    test_remote_sampler.test_dedicated_vllm_rank_equals_the_colocated_run."""
+    trainer if it is 0."""
     where = ("--rollout_ranks", 1, "--max_staleness", staleness, "--output_dir", tmp_path)
     launch(2, "grpo.py", *SHORT, "--engine", engine, *where)
     lines = [line for line in metrics(tmp_path) if line["step"] > 0]
@@ -130,8 +127,7 @@ def test_dedicated_rollout_ranks_respect_staleness(engine, staleness, tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["trains", "generates"])
 def test_killed_rank_ends_the_run(victim, tmp_path):
-    """NCCL waits for dead ranks; ranks of the other role and torchrun must not. CPU twin:
-    test_remote_sampler.test_dead_rank_of_either_role_ends_the_job."""
+    """NCCL waits for dead ranks; ranks of the other role and torchrun must not."""
     flags = "--engine transformers --rollout_ranks 1 --max_steps 5000 --eval_every 0".split()
     with started(2, "grpo.py", *flags, "--output_dir", tmp_path) as process:
         try:
@@ -162,8 +158,7 @@ def rank_of(pid: int) -> int | None:
 @gpu(2)
 def test_tensor_parallel_engine_agrees_with_the_trainer(tmp_path):
     """With --tensor_parallel_size 2, each rank loads its half of every weight, and both submit all
-    prompts of the two. CPU twin:
-    test_grpo.test_tensor_parallel_engine_gives_the_same_completions."""
+    prompts of the two."""
     flags = ("--engine", "vllm", "--tensor_parallel_size", 2, "--output_dir", tmp_path)
     launch(2, "grpo.py", *SHORT, *flags)
     lines = [line for line in metrics(tmp_path) if line["step"] > 0]
@@ -173,8 +168,7 @@ def test_tensor_parallel_engine_agrees_with_the_trainer(tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_gpu_resumes_a_run_of_two_and_samples_from_its_export(engine, tmp_path):
-    """One GPU reads the shards of two and continues the run as two would. CPU twin:
-    test_every_script.test_killed_run_resumes_on_another_number_of_ranks."""
+    """One GPU reads the shards of two and continues the run as two would."""
     flags = ("--dtype", "float32", "--save_every", STEPS, "--eval_size", 16)
     whole, resumed = (("--output_dir", tmp_path / name) for name in ("whole", "resumed"))
     launch(2, "sft.py", *flags, "--max_steps", 2 * STEPS, *whole)
