@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str, flag: str) -> Iterator[None]:
-    """Around an import from extras/<name>, which `flag` switches on.
+    """Around an import from extras/<name>, or of the package <name>, which `flag` switches on.
 
-    Raises `ValueError`, one line, if the folder has been deleted or needs a package that is not
-    installed."""
+    Raises `ValueError`, one line, if the folder has been deleted, or if it needs a package that is
+    not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,1 +1,1 @@
-"""Metrics: means over micro-batches and ranks; JSONL, wandb, tensorboard, curves."""
+"""Metrics: means over micro-batches and ranks; JSONL, curves, trackers."""

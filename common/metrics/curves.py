@@ -13,7 +13,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def distinct(values: dict[str, list]) -> list[str]:
-    """Return the names whose values do not equal those of an earlier name. NaN equals NaN."""
+    """Return the names, without a name whose values an earlier name has too. NaN equals NaN."""
     first: dict[str, str] = {}
     for name, column in values.items():
         first.setdefault(str(column), name)
@@ -43,13 +43,12 @@ def draw_curves(
         {key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")}
         for name in held_out
     ]
-    # held-out sets that all metrics have: a loss alone has parts
+    # All metrics have the held-out sets. Other ends are parts of a loss.
     sets = sorted(set.intersection(*ends)) if len(records) == 1 and ends else []
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False, layout="constrained"
-    )
+    options = dict(squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), **options)
     for axis in axes.flat[len(names) :]:
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
@@ -57,10 +56,8 @@ def draw_curves(
         drawn += [(records[0], f"{name}/{label}", label) for label in sets if name in held_out]
         for lines, key, label in drawn:
             points = [(line["step"], line[key]) for line in lines if key in line]
-            marker = "." if len(points) < 30 else ""
-            axis.plot(
-                *zip(*points, strict=True) if points else ([], []), label=label, marker=marker
-            )
+            steps, values = zip(*points, strict=True) if points else ((), ())
+            axis.plot(steps, values, label=label, marker="." if len(points) < 30 else "")
         if len(drawn) > len(records):
             axis.legend(fontsize=8)
         axis.set_title(name, fontsize=10)

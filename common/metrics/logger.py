@@ -1,35 +1,32 @@
-"""Logging of a run by rank 0: metrics and samples of each step, on disk and on the console.
-
-Metrics go to `metrics.jsonl`, and to wandb and tensorboard on request."""
+"""Metrics and samples of each step, which rank 0 writes to the run's folder, the console and the
+trackers of `--log`."""
 
 import json
 import math
-import os
-import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain, groupby
 from pathlib import Path
 
 from torch import Tensor
 
-from common.config.groups import TrainArgs, flags_of
+from common.config.extra import extra
+from common.config.groups import TrainArgs
 from common.data.messages import PLACEHOLDER
 from common.data.sample import Completion, Group, Sample
 from common.metrics.curves import draw_curves, read_metrics
 from common.parallel import distributed, durable
 from common.parallel.process import visible
 
-LINES = ("metrics.jsonl", "samples.jsonl")  # appended to at each step
+LINES = ("metrics.jsonl", "samples.jsonl")  # each step appends to them
 TABLE = 4  # completions in the table of a step
-# Beginnings of metrics whose change says nothing about the model.
-SPEEDS = ("time/", "tokens_per_second")
+SPEEDS = ("time/", "tokens_per_second")  # their change says nothing about the model
+DRAW_EVERY = 60  # seconds between drawings of curves.png, each of which takes about one
 
 
 class RunLogger:
-    """Logger of rank 0; a no-op elsewhere. `show`: metrics on the console; `curves`: metrics to
-    draw."""
+    """Logger of rank 0, which does nothing on other ranks. The console shows the metrics `show`,
+    curves.png the metrics `curves`."""
 
     def __init__(
         self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str],
@@ -41,13 +38,9 @@ class RunLogger:
         self.total_steps = total_steps
         self.show = show
         self.curves = curves
-        # first and latest value of each metric in `show`, on rank 0
-        self.first: dict[str, float] = {}
-        self.latest: dict[str, float] = {}
-        self.wandb = None
-        self.tensorboard = None
-        self.drawn = time.monotonic()  # when curves.png was last drawn
-        self.drawing_seconds = 0.0
+        self.shown: dict[str, tuple[float, float]] = {}  # first and latest value of these metrics
+        self.trackers = []
+        self.drawn = time.monotonic()
         if not self.active:
             return
         from rich.console import Console
@@ -57,12 +50,11 @@ class RunLogger:
             _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
         for line in read_metrics(self.folder / "metrics.jsonl"):
             self._remember(line)
-        if "wandb" in args.log:
-            self.wandb = _start_wandb(args, self.folder)
-        if "tensorboard" in args.log:
-            with package("tensorboard"):
-                from torch.utils.tensorboard import SummaryWriter
-            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
+        if args.log:
+            with extra("trackers", f"--log {' '.join(args.log)}"):
+                from extras.trackers.trackers import TRACKERS
+            starts = [start for name, start in TRACKERS.items() if name in args.log]
+            self.trackers = [start(args, self.folder, first_step) for start in starts]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step. `step` is the number of finished steps."""
@@ -70,48 +62,39 @@ class RunLogger:
             return
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(dict(step=step) | metrics) + "\n")
-        if self.wandb is not None:
-            self.wandb.log(metrics, step=step)
-        if self.tensorboard is not None:
-            for name, value in metrics.items():
-                self.tensorboard.add_scalar(name, value, step)
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
         self._remember(metrics)
-        if self._is_printed(step, metrics):
-            shown = visible("  ".join(self._value(name) for name in self.latest if name in metrics))
-            print(f"step {step}/{self.total_steps}  {shown}", flush=True)
-        since = time.monotonic() - self.drawn
-        is_due = step % 20 == 0 or since > 60
-        if is_due and since > 20 * self.drawing_seconds:  # at most a twentieth of the time
-            self.draw_curves()
-
-    def _is_printed(self, step: int, metrics: dict[str, float]) -> bool:
-        """Return whether the console shows the step: a terminal every one, a file of output about
-        20 steps, evaluations and the last."""
+        # A terminal shows every step; a file gets about 20 steps, evaluations and the last step.
         every = 1 if self.console.is_terminal else max(1, self.total_steps // 20)
         is_evaluation = any(name.startswith("eval") for name in metrics)
-        return step % every == 0 or is_evaluation or step == self.total_steps
+        if step % every == 0 or is_evaluation or step == self.total_steps:
+            shown = visible("  ".join(self._value(name) for name in self.show if name in metrics))
+            print(f"step {step}/{self.total_steps}  {shown}", flush=True)
+        if time.monotonic() - self.drawn > DRAW_EVERY:
+            self.draw_curves()
 
     def _remember(self, metrics: dict[str, float]) -> None:
-        latest = self.latest | metrics
-        self.latest = {name: latest[name] for name in self.show if name in latest}
-        self.first = self.latest | self.first
+        for name in metrics.keys() & set(self.show):
+            first, _ = self.shown.get(name, (metrics[name], None))
+            self.shown[name] = first, metrics[name]
 
     def _value(self, name: str) -> str:
         """Return the first and the latest value of a metric, `reward 0.4 -> 0.8`; one value of
         speeds or if they are equal."""
-        first = f"{self.first[name]:.3g}"
-        latest = f"{self.latest[name]:.3g}"
+        first, latest = (f"{value:.3g}" for value in self.shown[name])
         is_single = name.startswith(SPEEDS) or first == latest
         return f"{name} {latest}" if is_single else f"{name} {first} -> {latest}"
 
     def summary(self) -> str:
         """Return the first and the latest value of each metric but speeds. Rank 0 only."""
-        return ", ".join(self._value(name) for name in self.latest if not name.startswith(SPEEDS))
+        names = [name for name in self.show if name in self.shown and not name.startswith(SPEEDS)]
+        return ", ".join(map(self._value, names))
 
-    def message(self, text: str) -> None:
-        """Print a line on the console."""
-        if self.active:
-            self.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
+    def message(self, *lines: str) -> None:
+        """Print lines on the console."""
+        for line in lines if self.active else ():
+            self.console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
     def preview(self, sample: Sample, tokenizer) -> None:
         """Print one decoded sample."""
@@ -125,7 +108,7 @@ class RunLogger:
         """Write the groups of all ranks to samples.jsonl, in the order of their positions in the
         step, and print a few as a table. Collective."""
         columns = (groups, rewards_PG.tolist(), advantages_PG.tolist())
-        lines_at = {}  # by position
+        lines_at = {}  # keys are positions
         for position, group, rewards_G, advantages_G in zip(positions, *columns, strict=True):
             samples = zip(group, rewards_G, advantages_G, strict=True)
             lines_at[position] = [_line(step, *sample) for sample in samples]
@@ -135,12 +118,8 @@ class RunLogger:
         lines = [*chain(*(lines_at[position] for position in sorted(lines_at)))]
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        if self.wandb is not None:
-            import wandb
-
-            columns = list(dict.fromkeys(chain(*lines)))  # only some have images
-            rows_of_step = [[line.get(name) for name in columns] for line in lines]
-            self.wandb.log(dict(samples=wandb.Table(columns=columns, data=rows_of_step)), step=step)
+        for tracker in self.trackers:
+            tracker.log_samples(step, lines)
         from rich.table import Table
 
         table = Table("prompt", "completion", "reward", title=f"step {step}", title_justify="left")
@@ -160,16 +139,12 @@ class RunLogger:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl, which includes the steps before a resumption."""
         if self.active:
-            began = time.monotonic()
             draw_curves([self.folder / "metrics.jsonl"], self.curves, self.folder / "curves.png")
             self.drawn = time.monotonic()
-            self.drawing_seconds = self.drawn - began
 
     def close(self) -> None:
-        if self.wandb is not None:
-            self.wandb.finish()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        for tracker in self.trackers:
+            tracker.close()
 
 
 def _line(step: int, sample: Completion, reward: float, advantage: float) -> dict:
@@ -225,46 +200,10 @@ def _brief(text: str, limit: int = 160):
 
 def _keep_until(path: Path, last_step: int) -> None:
     if path.is_file():
-        # A kill may cut the last line; texts may contain U+2028.
+        # A kill may cut the last line. `splitlines` would also split at U+2028 in a text.
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
             kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is damaged; repair or delete it: {error}") from error
         durable.write_text(path, "".join(kept))
-
-
-@contextmanager
-def package(name: str) -> Iterator[None]:
-    """Around the import of a package that `--log` names. Raises `ValueError` if it is missing."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(f"--log {name}: {name} is not installed; pip install {name}") from error
-
-
-def _start_wandb(args: TrainArgs, folder: Path):
-    """Return the wandb run of this folder. Raises `ValueError` without a key, for which wandb would
-    ask, or if wandb refuses the run."""
-    with package("wandb"):
-        import wandb
-
-    file = folder / "wandb_id"  # a resumed run continues the same wandb run
-    try:
-        is_online = os.environ.get("WANDB_MODE", "online") == "online"
-        if is_online and not wandb.login(prompt=False, verify=False):
-            raise ValueError(
-                "--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
-            )
-        if not file.is_file():
-            name = re.sub("[:;,#?/']", "-", folder.name)  # wandb refuses these
-            file.write_text(f"{name}-{time.time_ns():x}")
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "onefile"),
-            dir=folder,
-            config=flags_of(args),
-            resume="allow",
-            id=file.read_text(),
-        )
-    except wandb.Error as error:
-        raise ValueError(f"--log wandb: {distributed.first_line(error)}") from error

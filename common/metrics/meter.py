@@ -13,8 +13,6 @@ from torch import Tensor
 from common.data.packing import PackedBatch
 from common.parallel import distributed
 
-Keep = Callable[[PackedBatch, dict[str, Tensor], dict[str, Tensor]], None]
-
 
 class Meter:
     """Accumulator of metrics over the micro-batches and ranks of one step. The split of the batch
@@ -23,7 +21,8 @@ class Meter:
     def __init__(self) -> None:
         self.entries: dict[tuple[str, str], list[tuple]] = defaultdict(list)  # by name and kind
         self.started: dict[str, float] = {}
-        self.keep: Keep | None = None  # gets values of tokens, samples or pairs for a trace
+        # The trace takes every micro-batch, with values of its tokens and of its samples or pairs.
+        self.keep: Callable[[PackedBatch, dict, dict], None] | None = None
 
     def mean(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add to a mean: sum of `total` / sum of `weight`."""
@@ -36,8 +35,8 @@ class Meter:
     def tokens(
         self, mb: PackedBatch, values_T: dict[str, Tensor], share_T: Tensor | None = None
     ) -> None:
-        """Add to the mean of each stream over the trained tokens of a micro-batch. `share_T`: the
-        part of the loss that each token adds, for the trace."""
+        """Add to the mean of each stream over the trained tokens of a micro-batch. The trace also
+        gets `share_T`, each token's summand of the loss."""
         for name, x_T in values_T.items():
             self.masked_mean(name, x_T, mb.loss_mask_T)
         if self.keep is not None:
@@ -47,8 +46,8 @@ class Meter:
         self, mb: PackedBatch, values_N: dict[str, Tensor], share_N: Tensor | None = None, prefix=""
     ) -> None:
         """Add to the mean of each value over the samples of a micro-batch, or over its pairs: [N]
-        or [N / 2]. The name of the metric has the `prefix`. `share_N`: the part of the loss that
-        each adds, for the trace."""
+        or [N / 2]. The name of the metric has the `prefix`. The trace also gets `share_N`, the
+        summand of the loss of each."""
         for name, x_N in values_N.items():
             self.mean(prefix + name, x_N.detach().sum(), len(x_N))
         if self.keep is not None:
@@ -66,8 +65,8 @@ class Meter:
         self.entries[name, "stderr"].append((value, 1.0, value.square()))
 
     def effective_fraction(self, name: str, weights: Tensor, mask: Tensor) -> None:
-        """Add to the effective sample size of importance weights, as a fraction: (mean w)^2 / mean
-        w^2."""
+        """Add weights to the effective sample size of importance sampling, as a fraction: (mean
+        w)^2 / mean w^2."""
         weights = torch.where(mask, weights, 0.0)
         self.entries[name, "ess"].append((weights.sum(), mask.sum(), weights.square().sum()))
 
@@ -99,21 +98,19 @@ class Meter:
             self.entries[name + end, kind] += rows
 
     def reduce(self) -> dict[str, float]:
-        """Return the global values of everything added since the last call, by name. Collective.
-
-        Means with a total weight of 0 are omitted.
-        """
+        """Return the global values of everything added since the last call, by name. Means with a
+        total weight of 0 are omitted. Collective."""
         numbers = iter(_on_the_host([*chain(*chain(*self.entries.values()))]))
-        totals = {}  # of this rank
-        for key, rows in self.entries.items():
-            totals[key] = _total([[next(numbers) for _ in row] for row in rows], key[1])
+        totals = {
+            (name, kind): _total([[next(numbers) for _ in row] for row in rows], kind)
+            for (name, kind), rows in self.entries.items()
+        }
         self.entries.clear()
-        totals_of_ranks = defaultdict(list)
-        for rank_totals in distributed.gather_objects(totals):
-            for key, total in rank_totals.items():
-                totals_of_ranks[key].append(total)
+        of_ranks = defaultdict(list)
+        for key, total in chain(*(each.items() for each in distributed.gather_objects(totals))):
+            of_ranks[key].append(total)
         values = {}
-        for (name, kind), rows in totals_of_ranks.items():
+        for (name, kind), rows in of_ranks.items():
             assert name not in values, f"{name} is {kind} and another kind"
             value = _value(kind, *_total(rows, "max" if kind == "time" else kind))
             if value is not None:
@@ -122,9 +119,9 @@ class Meter:
 
 
 def evaluate_sets(samples: Sequence, evaluate: Callable[[list[int]], Meter]) -> dict[str, float]:
-    """Return the metrics of held-out samples, or groups of them, of all ranks. `evaluate` measures
-    this rank's share of the samples with the given indices. If rows name their data set,
-    `metric/name` is the metric of that set alone. Collective."""
+    """Return the metrics of all held-out samples, or groups of them. `evaluate` measures this
+    rank's share of the samples with the given indices. If rows name their data set, `metric/name`
+    is the metric of this data set alone. Collective."""
     meter = Meter()
     sets = defaultdict(list)
     for i, row in enumerate(samples.rows):
@@ -163,14 +160,8 @@ def _now() -> float:
 
 
 def _on_the_host(values: list[Tensor | float]) -> list[float]:
-    """Convert tensors to numbers, with one synchronisation per device."""
-    numbers = list(values)
-    indices_by_device = defaultdict(list)
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor):
-            indices_by_device[value.device].append(i)
-    for indices in indices_by_device.values():
-        stacked = torch.stack([values[i].detach().double() for i in indices])
-        for i, number in zip(indices, stacked.tolist(), strict=True):
-            numbers[i] = number
-    return [float(number) for number in numbers]
+    """Convert tensors to numbers. The GPU is waited for once."""
+    values = [x.detach() if isinstance(x, Tensor) else x for x in values]
+    on_gpu = [x.double() for x in values if isinstance(x, Tensor) and x.is_cuda]
+    arrived = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    return [next(arrived) if isinstance(x, Tensor) and x.is_cuda else float(x) for x in values]

@@ -1,9 +1,7 @@
 """metrics.jsonl has every step once, also after a resume; console output, curves and trackers."""
 
 import json
-import sys
 
-import pytest
 import torch
 
 from common.config.groups import TrainArgs
@@ -106,43 +104,6 @@ def test_curves_are_drawn_and_other_ranks_write_nothing(tmp_path, monkeypatch):
     log_steps(tmp_path / "other", 0, 2, run=1)
     logger(tmp_path / "other").draw_curves()
     assert not list((tmp_path / "other").iterdir())
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_gives_a_one_line_error(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(ValueError, match=f"^--log {name}: {name} is not installed; pip install"):
-        logger(tmp_path, log=(name,))
-
-
-def test_tensorboard_receives_the_metrics(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = logger(tmp_path, log=("tensorboard",))
-    log.log(1, dict(loss=0.5))
-    log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
-    assert [(e.step, e.value) for e in events] == [(1, 0.5)]
-
-
-@pytest.mark.parametrize("project", [None, "mine"])
-def test_wandb_project_is_onefile_unless_the_environment_names_another(
-    project, tmp_path, monkeypatch
-):
-    import wandb
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    if project:
-        monkeypatch.setenv("WANDB_PROJECT", project)
-    given = {}
-    monkeypatch.setattr(wandb, "init", lambda **flags: given.update(flags))
-    folder = tmp_path / "lr=1e-5,beta: 'a' #1"  # wandb's ids have none of these marks
-    folder.mkdir()
-    logger(folder, log=("wandb",))
-    assert given["project"] == (project or "onefile") and given["dir"] == folder
-    assert given["id"].startswith("lr=1e-5-beta- -a- -1-")
 
 
 def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_resume(

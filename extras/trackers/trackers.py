@@ -1,0 +1,73 @@
+"""Trackers of a run beside its own files. Rank 0 only."""
+
+import os
+import re
+import time
+from itertools import chain
+from pathlib import Path
+
+from common.config.extra import extra
+from common.config.groups import TrainArgs, flags_of
+from common.parallel.process import first_line
+
+
+class Wandb:
+    """The wandb run of a folder, which a resumed run continues."""
+
+    def __init__(self, args: TrainArgs, folder: Path, first_step: int):
+        """Raises `ValueError` without a key, for which wandb would ask, or if wandb refuses the
+        run."""
+        with extra("wandb", "--log wandb"):
+            import wandb
+        file = folder / "wandb_id"
+        try:
+            is_online = os.environ.get("WANDB_MODE", "online") == "online"
+            if is_online and not wandb.login(prompt=False, verify=False):
+                advice = "run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+                raise ValueError(f"--log wandb: no key; {advice}")
+            if not file.is_file():
+                name = re.sub("[:;,#?/']", "-", folder.name)  # wandb refuses these
+                file.write_text(f"{name}-{time.time_ns():x}")
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "onefile"),
+                dir=folder,
+                config=flags_of(args),
+                resume="allow",
+                id=file.read_text(),
+            )
+        except wandb.Error as error:
+            raise ValueError(f"--log wandb: {first_line(error)}") from error
+        self.table = wandb.Table
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log(metrics, step=step)
+
+    def log_samples(self, step: int, lines: list[dict]) -> None:
+        columns = list(dict.fromkeys(chain(*lines)))  # only some have images
+        rows = [[line.get(name) for name in columns] for line in lines]
+        self.run.log(dict(samples=self.table(columns=columns, data=rows)), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Tensorboard:
+    """Metrics in `tensorboard/` of a run's folder."""
+
+    def __init__(self, args: TrainArgs, folder: Path, first_step: int):
+        with extra("tensorboard", "--log tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def log_samples(self, step: int, lines: list[dict]) -> None:
+        """Tensorboard gets metrics alone."""
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+TRACKERS = dict(wandb=Wandb, tensorboard=Tensorboard)
