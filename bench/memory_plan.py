@@ -1,4 +1,4 @@
-"""Compare `common/model/memory.py` to a training step on fake tensors (docs/memory.md).
+"""Compare `extras/plan/memory.py` to a training step on fake tensors (docs/memory.md).
 
     python bench/memory_plan.py 1.7B 8B 32B
 
@@ -22,9 +22,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
 from common.model import distill, logprobs
-from common.model.memory import GIB, num_weights, training_peak
 from common.model.policy import Policy, shard
 from common.objectives.divergence import reverse_kl
+from extras.plan.memory import GIB, num_weights, training_peak
 
 
 def qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool = False, **changes):

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.memory_plan import CONFIGS
 from common.config.online import OnlineArgs
 from common.config.parse import read_file
-from common.model.memory import GIB, total
 from common.model.policy import Policy
 from extras.plan.launch import GPUS, Launch
+from extras.plan.memory import GIB, total
 from extras.plan.plan import build, span
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -218,7 +218,7 @@ def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, flags, tmp_path):
     """Whichever rank finds the damaged file, both resume from the checkpoint before."""
     folder = shutil.copytree(two_ranks("sft"), tmp_path / "run")
     shutil.rmtree(folder / "hf")
-    for shard in (folder / "checkpoints" / "step_000002").glob("*.distcp"):
+    for shard in (folder / "checkpoints" / "step_000002").glob("*.safetensors"):
         shard.write_bytes(shard.read_bytes()[:-1])
     done = run(2, "sft.py", *flags("sft"), "--output_dir", folder)
     assert done.stdout.count("step_000002 is damaged (") == 1

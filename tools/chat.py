@@ -32,7 +32,13 @@ from common.config.parse import one_line
 from common.config.training import ImageArgs, LoRAArgs
 from common.data.encode import Encoder
 from common.model import lora
-from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
+from common.model.hub import (
+    GENERATION_CONFIG,
+    eos_token_ids,
+    fields_of,
+    load_tokenizer,
+    resolve_model,
+)
 from common.model.loading import named_errors, open_model
 from common.parallel.process import fail, first_line, print_any_text, visible
 from tools.options import Options
@@ -72,16 +78,18 @@ def merge_adapter(model: nn.Module, folder: str) -> None:
     linear = dict(model.named_modules())
     lora.add_adapters(model, args)
     stored = lora.read_adapter(model, args)
-    for name, layer in lora.layers_of(model).items():
-        a_RI, b_OR = (stored[f"{name}.lora_{which}"] for which in "AB")
-        linear[name].weight.data = lora.merge(layer.weight, a_RI, b_OR, layer.scale)
-        model.set_submodule(name, linear[name])
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, lora.LoRALinear):
+            a_RI, b_OR = (stored[f"{name}.lora_{which}"] for which in "AB")
+            linear[name].weight.data = lora.merge(layer.weight, a_RI, b_OR, layer.scale)
+            model.set_submodule(name, linear[name])
 
 
 def load(options: argparse.Namespace) -> tuple[nn.Module, Encoder, PromptArgs]:
     """Return the model, and the encoder of its prompts with its flags."""
     path = resolve_model(options.model)
-    if options.prompt_format == "auto" and recorded_format(path) == "plain":
+    trained_on = fields_of(path, GENERATION_CONFIG).get("prompt_format")
+    if options.prompt_format == "auto" and trained_on == "plain":
         note("trained on plain text, it continues each line; for turns: --prompt_format chat")
         options.prompt_format = "plain"
     args = PromptArgs(

@@ -216,12 +216,13 @@ class Program:
 
 
 def in_metadata(place: Path, mark: Path) -> None:
-    for file in place.rglob(".metadata"):
-        file.write_bytes(pickle.dumps(Program(mark)))
+    """PyTorch's other format of checkpoints has this file."""
+    for file in place.rglob("state.json"):
+        file.with_name(".metadata").write_bytes(pickle.dumps(Program(mark)))
 
 
 def in_shards(place: Path, mark: Path) -> None:
-    for file in place.rglob("*.distcp"):
+    for file in place.rglob("shard-*.safetensors"):
         file.write_bytes(pickle.dumps(Program(mark)))
 
 

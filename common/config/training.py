@@ -189,7 +189,7 @@ class OptimArgs:
     """maximum global norm of the gradient; a longer gradient is scaled down to it; 1e9: off"""
     activation_checkpointing: MayChange[bool | None] = None
     """recomputation of activations in the backward pass: far less memory, a third more compute;
-    default: on CUDA, true if the run is predicted not to fit without it"""
+    default: on CUDA, true unless extras/plan predicts that the run fits without it"""
     offload: MayChange[Literal["none", "optimizer", "all"]] = "none"
     """state kept in host memory. optimizer: Adam moments, copied to the GPU one parameter at a time
     during the step; all: weights and gradients too, with the step on the host. Never changes the

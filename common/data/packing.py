@@ -28,7 +28,7 @@ from common.data.sample import Sample
 from common.data.tokens import ModelTokens, TokenSequence, joined, padding, sequence_of
 from common.parallel import context, distributed
 from common.parallel.context import context_group_size
-from common.parallel.placement import GroupShape, place
+from common.parallel.placement import GroupShape, place_groups
 
 
 class PackedBatch(ModelTokens):
@@ -225,7 +225,8 @@ def _pack(
     names = {name for sequence in chain(*sequences) for name in sequence.streams}
     of_ranks = distributed.gather_objects((shapes, names))
     streams = sorted(set().union(*(names for _, names in of_ranks)))
-    parts, rows = place([shapes for shapes, _ in of_ranks], ranks // R, pack_tokens * R, together)
+    shapes = [shapes for shapes, _ in of_ranks]
+    parts, rows = place_groups(shapes, ranks // R, pack_tokens * R, together)
     _require_streams([*chain(*sequences)], streams)
 
     # Travel. The ranks of a context group get the same sequences.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.evaluate.estimators import shown_ks
 from common.metrics.curves import draw_curves
-from common.model.checkpoint_files import checkpoints_in
+from common.model.hub import checkpoints_in
 from common.parallel import distributed
 
 # optional parts of results.json

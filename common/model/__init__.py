@@ -1,2 +1,1 @@
-"""Hugging Face checkpoint -> FSDP2 policy, reward or value model; LoRA; chunked log-probs;
-memory."""
+"""Hugging Face checkpoint -> FSDP2 policy, reward or value model; LoRA; chunked log-probs."""

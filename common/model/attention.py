@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.data.tokens import ModelTokens
-from common.parallel.context import exchange
+from common.parallel.context import divide_heads, exchange
 
-VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # whether varlen_attn accepts fewer key heads
+VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # varlen_attn accepts fewer key heads
 
 
 def packed_inputs(tokens: ModelTokens) -> dict:
@@ -29,12 +29,11 @@ def packed_inputs(tokens: ModelTokens) -> dict:
         key_rows_K=None if tokens.keys is None else tokens.keys.rows_K,
         cu_seq_lens_k=keys.cu_seqlens_N1,
         max_length_k=keys.max_seqlen,
-        # not its list of offsets: torch.compile would compile the block again for each list
+        # A list of offsets would make torch.compile compile the block again for each list.
         pack=tokens,
     )
 
 
-@exchange
 def packed_attention(
     module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, **kwargs
 ):
@@ -50,16 +49,20 @@ def packed_attention(
         raise NotImplementedError(f"{type(module).__name__} needs position_bias in attention")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} attends to later tokens")
-    rows_K = kwargs["key_rows_K"]  # a KeyError is caught at load
+    rows_K = kwargs["key_rows_K"]  # its KeyError refuses a model that drops these arguments
+    group, sinks_H = kwargs["pack"].context_group, kwargs.get("s_aux")
+    if group is not None:
+        query, key, value, sinks_H = divide_heads(query, key, value, sinks_H, group)
     if rows_K is not None:
         key, value = (gather_keys(x, rows_K) for x in (key, value))
-    sinks_H = kwargs.get("s_aux")
     is_plain = softcap is None and sinks_H is None
     if query.is_cuda and query.dtype != torch.float32 and is_plain:
         out = varlen_attention(query, key, value, scaling, sliding_window, kwargs)
     else:
         variant = (scaling, sliding_window, softcap, sinks_H)
         out = attention_by_length(query, key, value, kwargs["pack"], variant)
+    if group is not None:  # [1, all tokens, H / R, d] -> [1, t, H, d]
+        out = exchange(out[0], group)[None]
     return out, None
 
 
@@ -70,7 +73,7 @@ def varlen_attention(
     """Compute `packed_attention` with FlashAttention's varlen kernel: [1, T, heads, head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    before = -1 if sliding_window is None else sliding_window - 1  # -1: all earlier keys
+    before = -1 if sliding_window is None else sliding_window - 1  # -1 means all earlier keys
     options = dict(scale=scaling, window_size=(before, 0))
     if VARLEN_HAS_GQA:
         options["enable_gqa"] = True
@@ -90,17 +93,17 @@ def gather_keys(x: Tensor, rows_K: Tensor) -> Tensor:
     return x.to(wide).index_select(2, rows_K).to(x.dtype)
 
 
-# torch.compile would compile it again for every list of offsets.
+# torch.compile would compile this function again for every list of offsets.
 @torch._disable_dynamo
 def attention_by_length(
     query: Tensor, key: Tensor, value: Tensor, pack: ModelTokens, variant: tuple
 ) -> Tensor:
-    """Compute `packed_attention`, neighbours of one length together: [1, T, heads, head_dim].
-    `variant`: the other arguments of `causal_attention`."""
+    """Compute `packed_attention` with one call for neighbours of one length: [1, T, heads,
+    head_dim]. `variant` has the other arguments of `causal_attention`."""
     lengths = zip(pack.lengths, (pack.keys or pack).lengths, strict=True)
     runs = [(*pair, len(list(run))) for pair, run in groupby(lengths)]
     key_rows = [num_keys * count for _, num_keys, count in runs]
-    # One split: the gradient of a slice would be as large as the pack.
+    # All parts come from one split: the gradient of a slice would be as large as the pack.
     queries = query.squeeze(0).split([length * count for length, _, count in runs], dim=1)
     keys = key.squeeze(0).split(key_rows, dim=1)
     values = value.squeeze(0).split(key_rows, dim=1)

@@ -35,10 +35,10 @@ class TopK(SimpleNamespace):
     """Distributions of a teacher over the shared tokens, coarsened to its most likely tokens. No
     tuple or dataclass: FSDP would round their tensors to the compute dtype."""
 
-    logprobs_TS: Tensor  # of the K most likely tokens, then of all other tokens together
-    tokens_TK: Tensor  # the most likely one first
+    logprobs_TS: Tensor  # the K most likely tokens, then all other tokens together
+    tokens_TK: Tensor  # the most likely token is the first
     target_logprobs_T: Tensor
-    entropy_T: Tensor  # before coarsening
+    entropy_T: Tensor  # entropy before coarsening
     vocabulary: int  # number of shared tokens
 
 
@@ -80,7 +80,7 @@ def compare(
     if top_k and isinstance(teacher, Logits):
         vocabulary = min(len(student.head_VD), len(teacher.head_VD))
         teacher = most_likely(teacher, targets_T, temperature, vocabulary, top_k)
-    # The backward pass frees these tensors, such as a large head, but not those of the functions.
+    # The backward pass frees `tensors`, such as a large head, but not what a function holds.
     if isinstance(teacher, Logits):
         tensors, known, beside = teacher[:3], teacher[3:], len(teacher.head_VD)
     else:
@@ -154,7 +154,7 @@ class Student(Policy):
         top_k: int = 0, temperature: float = 1.0,
     ) -> Comparison:  # fmt: skip
         """Return statistics of this student and its `teacher`, the result of a `teach`."""
-        if not isinstance(teacher, Logits | TopK):  # spans of a teacher with another tokenizer
+        if not isinstance(teacher, Logits | TopK):  # the teacher has another tokenizer
             return teacher.compare(Policy.forward(self, mb, temperature), mb.old_logprobs_T)
         targets_T = mb.model_tokens.targets_T
         comparison = compare(self._logits(mb), teacher, targets_T, temperature, divergence, top_k)
@@ -165,7 +165,7 @@ class Teacher(Policy):
     """Frozen policy that a student learns from."""
 
     forward_methods = ("teach",)
-    reads_text = False  # whether its tokenizer is another one than the student's
+    reads_text = False  # true if its tokenizer is not the student's
 
     def read(self, groups: list[Group], meter) -> list[Group]:
         """Return the student's completions in the form that `teach` reads. Raises `RunError` for a
@@ -223,13 +223,11 @@ def load_teachers(
     folders: dict[str, str], policy: Policy, tokenizer, samples: list[Sample], rows: list[dict],
     args: TrainArgs, device: torch.device,
 ) -> dict[str, Teacher]:  # fmt: skip
-    """Return the frozen models by name. `policy` and `tokenizer` are the student's, `rows` those of
-    all prompts. With `--teacher_logprobs stored`, the only teacher is a file of its log-probs for
-    `samples`; the model is loaded to write it, and dropped. Collective."""
-
-    def load(path: str, kind: type[Teacher] = Teacher) -> Teacher:
-        return load_policy(path, args, device, trainable=False, flag="--teacher", kind=kind)
-
+    """Return the frozen models by name. `policy` and `tokenizer` are the student's, and each prompt
+    has one of the `rows`. With `--teacher_logprobs stored`, the only teacher is a file of its
+    log-probs for `samples`; the model is loaded to write it, and dropped. Collective."""
+    options = dict(args=args, device=device, trainable=False, flag="--teacher")
+    load = partial(load_policy, **options, kind=Teacher)
     for row in rows:
         teacher_of(row, folders, args.teacher_column)
     teachers = {}
@@ -246,6 +244,6 @@ def load_teachers(
         else:
             with extra("teachers", "--teacher with another tokenizer"):
                 from extras.teachers.foreign import ForeignTeacher
-            teachers[name] = load(path, ForeignTeacher)
+            teachers[name] = load(path, kind=ForeignTeacher)
             teachers[name].set_tokenizers(own_tokenizer, policy.path, tokenizer, rows, args)
     return teachers

@@ -1,5 +1,5 @@
-"""Files of an export besides its weights: those of its base, with what the run changed. A base in
-the form that only transformers 5 reads also gets the fields of transformers 4 (4.57), on which most
+"""Files of an export besides its weights: the base's files with the changes of the run. If only
+transformers 5 can read the base, they also get the fields of transformers 4 (4.57), on which most
 other programs are built."""
 
 import json
@@ -15,9 +15,9 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
-# The classes of transformers that ignore a tokenizer.json cut this in other tokens.
+# transformers' classes that ignore a tokenizer.json cut this text into other tokens.
 PROBE = "It's 12,345.6 é\n\n  {x: 字}\tEND"
-TOKENIZER_FILES = (  # a processor of images stays with the tokenizer
+TOKENIZER_FILES = (  # with the processor of images
     "tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken"
     f" tekken.json *processor_config.json {TEMPLATE} {MORE_TEMPLATES}/*.jinja"
 ).split()
@@ -27,17 +27,17 @@ def config_file(path: str, dtype: torch.dtype, changes: dict[str, object]) -> by
     """Return config.json of the base with `dtype` and the `changes`, for transformers 4 and 5."""
     fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     config = load_config(path)
-    fields.pop("auto_map", None)  # names Python files, which are not exported
+    fields.pop("auto_map", None)  # it names Python files, which are not exported
     fields.pop("quantization_config", None)  # weights are exported as floats
     text = fields.get("text_config")
-    if isinstance(text, dict):  # of the language model in a model of images and text
+    if isinstance(text, dict):  # the folder has a model of images and text
         fields["text_config"] = _in_both_forms(text, config.get_text_config(), dtype)
     return _json(_in_both_forms(fields, config, dtype) | changes)
 
 
 def _in_both_forms(fields: dict, config, dtype: torch.dtype) -> dict[str, object]:
     """Return the fields of a config as transformers 4 and 5 read them."""
-    if "rope_parameters" in fields:  # written by transformers 5
+    if "rope_parameters" in fields:  # transformers 5 wrote the file
         fields = fields | fields_of_transformers_4(config)
     name = str(dtype).removeprefix("torch.")
     return fields | dict(dtype=name, torch_dtype=name)
@@ -48,8 +48,8 @@ def fields_of_transformers_4(config) -> dict[str, object]:
     saved = config.to_dict()
     fields = {old: saved[new] for old, new in config.attribute_map.items() if new in saved}
     layers = saved.get("rope_parameters") or {}
-    rope = layers.get("full_attention") or layers  # of each type of layer, or of all
-    # No such position embeddings, or in a form that transformers 4 does not have.
+    rope = layers.get("full_attention") or layers  # types of layers may have fields of their own
+    # The model has no rotary embeddings, or a form that transformers 4 does not know.
     if "rope_theta" not in rope or rope["rope_type"] == "proportional":
         return fields
     moved = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
@@ -75,10 +75,9 @@ def generation_file(
 
 
 def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes]:
-    """Return the base's tokenizer files by name. They are changed only for another chat template;
-    for an end-of-turn token that only the template has, which becomes the EOS; for names that only
-    transformers 5 knows or that are of Python files; and for a class with other ids than those of
-    tokenizer.json."""
+    """Return the base's tokenizer files by name. Changed are another chat template, an EOS if only
+    the template ends a turn with it, names that transformers 4 does not know, names of Python
+    files, and a class that ignores the ids of tokenizer.json."""
     from transformers import AutoTokenizer
 
     folder = Path(path)
@@ -89,16 +88,16 @@ def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes
                 files[str(file.relative_to(folder))] = file.read_bytes()
     stored = json.loads(files[TOKENIZER_CONFIG])
     changes: dict[str, object] = {}
-    if stored.get("tokenizer_class") == "TokenizersBackend":  # not known to transformers 4
+    if stored.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 does not know it
         changes["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(special := stored.get("extra_special_tokens"), list):  # a dict there
+    if isinstance(special := stored.get("extra_special_tokens"), list):  # there it is a dict
         changes |= dict(extra_special_tokens=None, additional_special_tokens=special)
     named = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if named.encode(PROBE) != tokenizer.encode(PROBE):
         changes["tokenizer_class"] = "PreTrainedTokenizerFast"
         changes["model_input_names"] = list(named.model_input_names)
     for name in [name for name in files if name.endswith("_config.json")]:
-        change(files, name, dict(auto_map=None))  # names Python files, which are not exported
+        change(files, name, dict(auto_map=None))  # it names Python files, which are not exported
     template = tokenizer.chat_template
     if template != named.chat_template:
         files = {name: files[name] for name in files if not name.startswith(MORE_TEMPLATES)}

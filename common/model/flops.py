@@ -8,7 +8,7 @@ from torch import nn
 
 from common.data.tokens import ModelTokens
 
-# Manufacturer's dense bfloat16 rate of one device, in FLOP/s, by a part of its name in CUDA.
+# FLOP/s of one device in dense bfloat16, by its manufacturer. The key is in the device's name.
 BFLOAT16_PEAK = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -53,7 +53,7 @@ def forward_flops(config, weights: int, tokens: ModelTokens) -> float:
     pairs = 0
     for queries, keys in zip(tokens.lengths, (tokens.keys or tokens).lengths, strict=True):
         pairs += queries * (keys - queries) + queries * (queries + 1) / 2
-    # This rank's share of the heads of its context group.
+    # The ranks of a context group share the heads.
     pairs *= len(tokens.targets_T) / tokens.offsets[-1]
     heads, width = attention_shape(config)
     layers = config.num_hidden_layers - num_delta_nets(config)

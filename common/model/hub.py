@@ -3,6 +3,7 @@ its maximum length."""
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.data.chat import end_of_turn, use_template
-from common.model.checkpoint_files import STATE
 from common.model.loading import (
     files_of,
     load_config,
@@ -23,20 +23,20 @@ from common.parallel import distributed, durable
 
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 GENERATION_CONFIG = "generation_config.json"
+STATE = "state.json"  # checkpoints of a run have it
 
 
 def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
-    """Return the local folder of a built-in model, a folder or a Hugging Face id, also as
-    `id@revision`: config.json, tokenizer and, unless `weights` is false, safetensors.
-
-    The model of a resumable checkpoint is `hf/` in it. `flag` stands in errors. Collective."""
+    """Return the local folder of a built-in model, a folder, or a Hugging Face id, also as
+    `id@revision`. It has config.json, a tokenizer and, unless `weights` is false, safetensors. In a
+    checkpoint of a run it is `hf/`. Errors name the `flag`. Collective."""
     if model in BUILT_IN_MODELS:
         return tiny_model(model)
     with named_errors(f"{flag} {model}"):
         folder = Path(model).expanduser()
         if not folder.is_dir():
             folder = _from_hub(model, weights)
-        if (folder / STATE).is_file() and (folder / durable.CHECKSUMS).is_file():  # of a run, whole
+        if (folder / STATE).is_file() and (folder / durable.CHECKSUMS).is_file():  # a checkpoint
             folder = folder / "hf"
         files = [folder / "config.json", folder / "tokenizer_config.json"]
         for file in files + (files_of(folder) if weights else []):
@@ -44,7 +44,7 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
                 raise ValueError(f"the folder has no {file.name}")
         with named_errors("config.json"):
             config = load_config(folder)
-        # The weights would be read without their scales.
+        # Quantized weights would be read without their scales.
         methods = {method_of_quantization(part) for part in (config, config.get_text_config())}
         if methods - {None, "mxfp4"}:
             raise ValueError("config.json: its weights are quantized; name the base")
@@ -67,7 +67,7 @@ def _from_hub(model: str, weights: bool) -> Path:
         with named_errors("no such folder, and not on the hub"):
             options = dict(revision=revision or None, allow_patterns=BESIDE_WEIGHTS)
             folder = Path(snapshot_download(repo_id, **options))
-            if weights:  # of the same commit, which is the folder's name
+            if weights:  # from the same commit, which is the folder's name
                 names = [file.name for file in files_of(folder)]
                 snapshot_download(repo_id, revision=folder.name, allow_patterns=names)
             return folder
@@ -78,6 +78,13 @@ def _from_hub(model: str, weights: bool) -> Path:
     return download()
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a run's `checkpoints/`, newest first."""
+    paths = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{1,15}", path.name)]
+    folders = [path for path in paths if path.is_dir()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+
+
 def fields_of(path: str, name: str) -> dict:
     """Return the fields of a JSON file in a folder, none without the file."""
     file = Path(path) / name
@@ -85,11 +92,6 @@ def fields_of(path: str, name: str) -> dict:
         return {}
     with named_errors(f"{file}: no JSON object"):
         return {**json.loads(file.read_text(encoding="utf-8"))}
-
-
-def recorded_format(path: str) -> str | None:
-    """Return the `--prompt_format` of the run that exported a model; None for other models."""
-    return fields_of(path, GENERATION_CONFIG).get("prompt_format")
 
 
 # ---- the tokenizer ----
@@ -102,8 +104,8 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
 
     with named_errors(f"{flag} {path}"):
         with named_errors("the tokenizer cannot be loaded"):
-            # Not AutoTokenizer: for some model types, such as qwen2, transformers 5 chooses a class
-            # with other ids than those of tokenizer.json.
+            # For some model types, such as qwen2, AutoTokenizer of transformers 5 chooses a class
+            # that ignores the ids of tokenizer.json.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token")
@@ -132,7 +134,8 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
 def chat_end(path: str, tokenizer) -> str | None:
     """Return the token that ends the turns of a chat model: its template writes it, and it is an
     EOS of the model. None for a base model, and for an export of a run in another format."""
-    if tokenizer.chat_template is None or recorded_format(path) not in (None, "chat"):
+    trained_on = fields_of(path, GENERATION_CONFIG).get("prompt_format")
+    if tokenizer.chat_template is None or trained_on not in (None, "chat"):
         return None
     end = end_of_turn(tokenizer)
     is_eos = end in eos_token_ids(path, tokenizer, "plain")
@@ -151,9 +154,9 @@ def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
 def eos_token_ids(
     path: str, tokenizer, prompt_format: str = "auto", stop_token_ids: Sequence[int] = ()
 ) -> list[int]:
-    """Return all tokens that end a completion: the EOS of generation config (chat models often have
-    two), config and tokenizer, `--stop_token_ids` and, unless `--prompt_format plain`, the tokens
-    that end a turn in the chat template, without and with tool calls."""
+    """Return all tokens that end a completion: the EOS of tokenizer, config and generation config
+    (chat models often have two), `--stop_token_ids` and, unless `--prompt_format plain`, the tokens
+    by which the chat template ends a turn without and with tool calls."""
     ids = {tokenizer.eos_token_id, *stop_token_ids}
     if prompt_format != "plain" and tokenizer.chat_template is not None:
         ids |= {end_of_turn(tokenizer), end_of_turn(tokenizer, calls=True)}
@@ -176,9 +179,8 @@ def context_length(path: str, args: BaseArgs, sequences: int = 1) -> int:
 def fit_max_length(
     args: TrainArgs, path: str, earlier: dict[str, Any], sequences: int = 1
 ) -> TrainArgs:
-    """Return the flags with `--max_length`. If it is not given, a resumed run has that of its
-    `earlier` flags; others have 2048, or less if the model's context or a pack with so many
-    `sequences` is smaller."""
+    """Return the flags with `--max_length`. Without it a resumed run keeps its `earlier` one. A new
+    run takes 2048, or less if the model's context or a pack of so many `sequences` is smaller."""
     max_length = args.max_length or earlier.get("max_length")
     context = context_length(path, args)
     if max_length is None:

@@ -1,4 +1,4 @@
-"""Model folders: the class of a folder, this rank's slices of its files, and the names of weights.
+"""Model folders: their model on meta, this rank's slices of their files, and the names of weights.
 
 transformers' own rules rename, stack and split weights: hub files have, for example, three matrices
 for each expert, and models two tensors for all of them. This file alone calls these functions,
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from common.config.extra import extra
+from common.model.attention import packed_attention
+from common.model.flops import num_delta_nets
 from common.parallel import distributed, durable
 from common.parallel.process import is_lost_rank
 
@@ -57,8 +59,8 @@ def open_model(path: str | Path, dtype: torch.dtype, **options) -> nn.Module:
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """Return the files with a folder's weights: those of its index, as in transformers. A folder
-    may have other files beside them, such as `consolidated.safetensors`."""
+    """Return the files with a folder's weights. As in transformers, its index names them: there may
+    be others, such as `consolidated.safetensors`."""
     index = Path(path) / "model.safetensors.index.json"
     if not index.is_file():
         return [Path(path) / "model.safetensors"]
@@ -79,6 +81,58 @@ def require_unchanged(folder: Path) -> None:
         if name := durable.changed_file(folder):
             advice = f"use another copy, or delete {durable.CHECKSUMS} if you changed it yourself"
             raise ValueError(f"{name} is not as it was written; {advice}")
+
+
+# ---- folder -> model on meta ----
+
+
+def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Module, list]:
+    """Return the whole model of a folder, or with a `scalar` head its sequence classifier with one
+    label. It has no dropout, and lies in no memory: weights of `dtype`, float32 buffers. Also
+    return transformers' rules, by which names in files become names of the model."""
+    from transformers import AttentionInterface, AutoModelForSequenceClassification
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    AttentionInterface.register("packed", packed_attention)
+    config = load_config(path)
+    text = config.get_text_config()
+    # Types of layers may have fields of their own.
+    rope = getattr(text, "rope_parameters", None) or {}
+    for fields in (rope, *rope.values()):
+        kind = fields.get("rope_type") if isinstance(fields, dict) else None
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(f"{kind} rotary embeddings mix packed sequences")
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in vars(part) if part is not None else ():
+            if name.endswith(("dropout", "pdrop", "jitter_noise")):
+                setattr(part, name, 0.0)
+    text.output_router_logits = False  # nobody reads them
+    if method_of_quantization(config) is not None:
+        del config.quantization_config  # weights in MXFP4 are read as floats
+    auto_class, kind = model_class(config), "language model"
+    if scalar:
+        auto_class, kind = AutoModelForSequenceClassification, "sequence classifier"
+        config.num_labels = 1
+    attention: str | dict[str, str] = "packed"
+    if has_images(config):
+        attention = dict.fromkeys(config.sub_configs, "sdpa") | dict(text_config="packed")
+    options = dict(attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
+    # GPT-J, for example, has its own table of attention functions.
+    with named_errors(f"transformers has no {kind} of {config.model_type} with packed attention"):
+        with torch.device("meta"):
+            hf = auto_class.from_config(config, **options)
+        assert not scalar or isinstance(hf.score, nn.Linear), "the head is not linear"
+        if num_delta_nets(text):
+            with extra("architectures", config.model_type):
+                from extras.architectures.delta_net import keep_sequences_apart
+            keep_sequences_apart(hf)
+    if not isinstance(getattr(hf.get_decoder(), "layers", None), nn.ModuleList):
+        raise ValueError(f"{config.model_type} does not keep its blocks in `layers`")
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return hf, get_model_conversion_mapping(hf)  # before shards change the names of classes
 
 
 # ---- files -> shards ----
@@ -103,7 +157,7 @@ def read_weights(
     set_buffers(hf, lambda x: torch.full_like(x, unfilled(x), device=home))
     with named_errors("cannot read the checkpoint"), contextlib.ExitStack() as opened:
         slices = slices_of(path, opened)
-        # A head in the files that is tied in the model would become a second parameter.
+        # If the model ties its head, a head in the files would become a second parameter.
         tied = tuple(hf.all_tied_weights_keys)
         slices = {name: x for name, x in slices.items() if not name.endswith(tied)}
         # Parameters stay on meta until they are read: FSDP would keep what `to_empty` makes.
@@ -146,11 +200,10 @@ def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
 
 
 def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
-    """Raise `ValueError` unless the weights that transformers `found` in the files are those of the
-    model."""
+    """Raise `ValueError` unless transformers `found` all weights of the model in the files."""
     if "score.weight" in found.unexpected_keys:
         raise ValueError("a reward model (it has score.weight), not a language model")
-    # transformers slices before it converts: only what keeps the first dimension is exact.
+    # transformers slices before it converts, which is exact if the first dimension stays.
     first = next(hf.parameters())
     is_sliced = first.to_local().shape != first.shape
     for rule in hf._weight_conversions if is_sliced else ():
@@ -162,12 +215,12 @@ def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
     for name, has, wants in sorted(found.mismatched_keys):
         needs = f"the model needs {list(wants)}"
         raise ValueError(f"{name}: the files have {list(has)} on this rank, {needs}")
-    # A rank with none of a layer's experts has nothing to stack.
+    # A rank may hold none of a layer's experts, and then stacks none.
     has_part = {name for name in unread if hf.get_parameter(name).to_local().numel()}
     missing = {n for n in has_part if ".lora_" not in n} - {*hf.all_tied_weights_keys}
     for name in sorted(missing - {"score.weight"}):
         failure = found.conversion_errors.get(name, "no such weight in the files")
-        # a traceback ends with two messages
+        # The error is a traceback, which ends with two messages.
         raise ValueError(f"{name}: {failure.splitlines()[-2:][0]}")
 
 
@@ -181,12 +234,6 @@ def set_buffers(hf: nn.Module, change) -> None:
     for module in hf.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = change(buffer)
-
-
-def persistent_buffers(hf: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that checkpoints have, by name."""
-    left_out = {name for name, _ in hf.named_non_persistent_buffers()}
-    return {name: x for name, x in hf.named_buffers() if name not in left_out}
 
 
 @torch.no_grad()
@@ -203,12 +250,12 @@ def fill(parameter: Tensor, value: Tensor) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor with all its shards. Collective if it is sharded."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a DTensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def hub_weights(hf: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole weights of a model under their names in the files that it was loaded from, or
-    for a model on meta in those of the hub."""
+    """Return whole weights of a model under their names in the files that it was loaded from. If it
+    is on meta, these are the hub's names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(hf, weights)
@@ -221,10 +268,10 @@ def named_errors(label: str, kind: type[BaseException] = BaseException) -> Itera
     try:
         yield
     except (torch.OutOfMemoryError, torch.distributed.DistError, KeyboardInterrupt, SystemExit):
-        raise  # no fault of the input
-    except kind as error:  # a CheckpointException of PyTorch is no Exception
+        raise  # the input is not at fault
+    except kind as error:  # PyTorch's CheckpointException is no Exception
         if is_lost_rank(error) or kind is ValueError and str(error).startswith("--"):
             raise
-        failures = getattr(error, "failures", None)  # of each rank
+        failures = getattr(error, "failures", None)  # a CheckpointException has one for each rank
         cause, *_ = next(iter(failures.values())) if failures else (error,)
         raise ValueError(f"{label}: {distributed.first_line(cause)}") from error

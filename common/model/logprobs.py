@@ -1,17 +1,16 @@
 """Log-probs and entropies of tokens, and their gradients, for one chunk of tokens at a time.
 
-Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary.
-"""
+Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary."""
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 CPU_CHUNK = 256  # tokens of a chunk: 256 * 151,936 logits * 4 bytes = 156 MB
-CUDA_CHUNK = 1024  # at least as many on CUDA, and as many as fit in CUDA_BYTES
+CUDA_CHUNK = 1024  # on CUDA, chunks have as many tokens as fit in CUDA_BYTES, and at least these
 CUDA_BYTES = 2**30
 
 
@@ -20,8 +19,8 @@ def chunk_size(vocabulary: int, on_cuda: bool) -> int:
 
 
 class Logits(NamedTuple):
-    """Factors of the logits of T tokens: z = (hidden head^T + bias) * scale, or softcap * tanh(z /
-    softcap)."""
+    """Factors of the logits of T tokens: z = (hidden head^T + bias) * scale, or with a softcap
+    softcap * tanh(z / softcap)."""
 
     hidden_TD: Tensor
     head_VD: Tensor
@@ -30,7 +29,7 @@ class Logits(NamedTuple):
     softcap: float | None = None
 
     def chunks(self, extra: int = 0) -> list[slice]:
-        """Return the chunks of the T tokens. `extra`: numbers stored beside the logits of each."""
+        """Return the chunks of the T tokens. Each token needs `extra` numbers beside its logits."""
         size = chunk_size(len(self.head_VD) + extra, self.hidden_TD.is_cuda)
         return [slice(start, start + size) for start in range(0, len(self.hidden_TD), size)]
 
@@ -47,18 +46,6 @@ class Logits(NamedTuple):
         return tanh_CV * (self.softcap / temperature), (1 - tanh_CV.square()) * derivative
 
 
-def logits_of(hf: nn.Module, hidden_TD: Tensor) -> Logits:
-    """Return the logits that a Hugging Face model computes from its last hidden states."""
-    head = hf.get_output_embeddings()
-    config = hf.config.get_text_config()
-    # Names of Cohere, Granite and Gemma 2. `check_packing` refuses models with other operations on
-    # logits.
-    multiplier = getattr(config, "logit_scale", None) or 1.0
-    divisor = getattr(config, "logits_scaling", None) or 1.0
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return Logits(hidden_TD, head.weight, head.bias, multiplier / divisor, softcap)
-
-
 def by_chunk(
     logits: Logits, temperature: float, forward: Callable, backward: Callable, trained: int,
     tensors: Sequence[Tensor | None], extra: int = 0,
@@ -68,8 +55,8 @@ def by_chunk(
     `forward(logits_CV, c, *tensors)` maps the logits of the chunk `c` to statistics, [C] each, of
     which the first `trained` have a gradient. Logits are not kept: the backward pass computes each
     chunk again, and `backward(logits_CV, c, by_T, tensors, out_T)` returns d loss / d logits. It
-    gets d loss / d statistic (None: not used), the `tensors`, and all statistics. Both may
-    overwrite the logits. `extra`: numbers that they need for each token beside its logits."""
+    gets d loss / d statistic (None for an unused one), the `tensors`, and all statistics. Both may
+    overwrite the logits, and need `extra` numbers for each token beside its logits."""
     how = logits[3:], temperature, forward, backward, trained, logits.chunks(extra)
     return _ByChunk.apply(*logits[:3], how, *tensors)
 
@@ -111,7 +98,7 @@ class _ByChunk(torch.autograd.Function):
             if by_head_VD is not None:
                 add_product_(by_head_VD, by_logits_CV.T, hidden_TD[c])
             by_hidden_TD[c] = product(by_logits_CV, head_VD)
-            del logits_CV, by_logits_CV  # before the next chunk
+            del logits_CV, by_logits_CV  # the next chunk takes their memory
         factors = (x if x is None else x.to(hidden_TD.dtype) for x in (by_head_VD, by_bias_V))
         return by_hidden_TD, *factors, *[None] * (1 + len(tensors))
 
@@ -148,13 +135,18 @@ class TokenStats(NamedTuple):
     correct_T: Tensor  # whether the target is the most likely token, bool
 
 
+def logprobs_or_scalars(output: TokenStats | Tensor) -> Tensor:
+    """Return the log-probs of a policy's forward, or the scalars of another model's, [T]."""
+    return output if isinstance(output, Tensor) else output.logprobs_T
+
+
 def token_logprobs(
     logits: Logits, targets_T: Tensor, temperature: float = 1.0, compiled: bool = False
 ) -> TokenStats:
     """Return statistics of softmax(logits / temperature). `compiled`: with fused kernels.
 
-    The logits are float32 also for hidden states and a head in bfloat16, like those of the engine:
-    in bfloat16, sampling and scoring would differ most here. Their gradient is rounded to bfloat16
+    The logits are float32 even if hidden states and head are bfloat16, as in the engine: in
+    bfloat16, sampling and scoring would differ most here. Their gradient is rounded to bfloat16
     before the matrix products."""
     of_chunk, its_gradient = statistics, gradient
     if compiled:
@@ -190,8 +182,8 @@ def gradient(
     logits_CV: Tensor, targets_C: Tensor, largest_C: Tensor, sum_C: Tensor, entropy_C: Tensor,
     by_logprob_C: Tensor, by_entropy_C: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the logits of a chunk, in their place, from those of log-probs and
-    entropies:
+    """Turn the gradients of a chunk's log-probs and entropies into the gradient of its logits. It
+    overwrites the logits:
 
     d log pi_target / d logit_j = [j is target] - pi_j,    dH / d logit_j = -pi_j (log pi_j + H)"""
     logits_CV.sub_(largest_C[:, None])

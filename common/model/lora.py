@@ -4,8 +4,7 @@ layers learn a product of two narrow matrices that is added to their weight.
 A layer multiplies by weight + scale b a, rounded to the compute dtype. Engine and exports get the
 same numbers. The two matrices are float32, so that small steps add up in them.
 
-Shapes: R rank, I inputs and O outputs of a layer.
-"""
+Shapes: R rank, I inputs and O outputs of a layer."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -68,19 +67,12 @@ class LoRALinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return _MergedLinear.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
-    def merged(self) -> Tensor:
-        """Return the matrix that the layer multiplies by. The parameters must be whole."""
-        return merge(self.weight, self.lora_A, self.lora_B, self.scale)
-
-
-def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a whole weight as its layer multiplies by it: with its adapter, if there is one, in
-    the compute dtype. Collective."""
-    layer = hf.get_submodule(name.rpartition(".")[0])
-    if not isinstance(layer, LoRALinear) or weight.ndim < 2:
-        return weight
-    a_RI, b_OR = (whole(x.detach()).to(dtype) for x in (layer.lora_A, layer.lora_B))
-    return merge(weight.to(dtype), a_RI, b_OR, layer.scale)
+    def merged(self, dtype: torch.dtype) -> Tensor:
+        """Return the whole matrix by which the layer multiplies in the compute dtype. Collective
+        if the parameters are sharded."""
+        parts = (self.weight, self.lora_A, self.lora_B)
+        weight_OI, a_RI, b_OR = (whole(x.detach()).to(dtype) for x in parts)
+        return merge(weight_OI, a_RI, b_OR, self.scale)
 
 
 # ---- the adapters of a model ----
@@ -109,10 +101,6 @@ def add_adapters(hf: nn.Module, args: LoRAArgs) -> None:
         hf.score.float().requires_grad_(True)
 
 
-def layers_of(hf: nn.Module) -> dict[str, LoRALinear]:
-    return {name: module for name, module in hf.named_modules() if isinstance(module, LoRALinear)}
-
-
 def trained_parameters(hf: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in hf.named_parameters() if parameter.requires_grad}
 
@@ -136,12 +124,12 @@ def fill_adapters(hf: nn.Module, stored: dict[str, Tensor], seed: int) -> None:
 
 
 class StartingModel(nn.Module):
-    """Frozen model that a policy with adapters started from: the policy itself, with its adapters
-    of that time, which are the parameters of this model, under the names of the policy's."""
+    """Frozen model that a policy with adapters started from. It is the policy itself, but its
+    parameters are a copy of the first adapters, under their names."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
-        self.policy = (policy,)  # not a submodule
+        self.policy = (policy,)  # in a tuple it is no submodule
         self.reshard = policy.reshard
         self.start = {name: x.detach().clone() for name, x in trained_parameters(policy).items()}
 
@@ -174,7 +162,7 @@ class StartingModel(nn.Module):
 
 # ---- files of adapters: `adapter/` of a run, and `--adapter` ----
 
-# Names of the PEFT library: the file, and the prefix of the model's names.
+# The PEFT library's name of the file, and its prefix of the model's names.
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
@@ -200,9 +188,9 @@ def save_adapter(hf: nn.Module, path: str, args: TrainArgs, folder: Path) -> Non
 def _peft_config(hf: nn.Module, path: str, args: TrainArgs) -> dict[str, object]:
     """Return the fields of adapter_config.json. Layers have the endings of their names if these
     mean no other layers, else whole names."""
-    adapted = {*layers_of(hf)}
+    linear = {name: module for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
+    adapted = {name for name, module in linear.items() if isinstance(module, LoRALinear)}
     endings = {name.rpartition(".")[2] for name in adapted}
-    linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     is_all = adapted == {name for name in linear if name.rpartition(".")[2] in endings}
     base, _, revision = args.model.partition("@")
     if args.model in BUILT_IN_MODELS or Path(args.model).expanduser().exists():
@@ -239,7 +227,7 @@ def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
             {name: list(x.shape) for name, x in each.items()}
             for each in (stored, trained_parameters(hf))
         )
-        if "score.weight" not in has:  # the adapter of a language model
+        if "score.weight" not in has:  # the adapter was trained on a language model
             needs.pop("score.weight", None)
         for name in sorted(n for n in has.keys() | needs.keys() if has.get(n) != needs.get(n)):
             needed = f"--model with these --lora_targets needs {needs.get(name, 'none')}"

@@ -1,8 +1,7 @@
 """Policies, reward models and value models: transformers that take packs, and how they are loaded
 as FSDP2 shards.
 
-Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden size, N sequences.
-"""
+Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden size."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -16,10 +15,17 @@ from common.config.groups import BaseArgs
 from common.data.packing import PackedBatch
 from common.model.attention import packed_inputs
 from common.model.flops import forward_flops, matrix_weights, num_delta_nets
-from common.model.loading import base_dtype, fill, named_errors, read_weights, towers_of
-from common.model.logprobs import Logits, TokenStats, logits_of, token_logprobs
+from common.model.loading import (
+    base_dtype,
+    fill,
+    model_on_meta,
+    named_errors,
+    read_weights,
+    towers_of,
+)
+from common.model.logprobs import Logits, TokenStats, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters, read_adapter
-from common.model.packable import check_packing, model_on_meta, require_context_ranks
+from common.model.packing_check import check_packing, require_context_ranks
 from common.parallel import distributed
 from common.parallel.context import setup_context_groups
 
@@ -30,28 +36,28 @@ class PackedModel(nn.Module):
     """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
     its language model reads the packs. `flops` counts operations of forwards and backwards."""
 
-    share_prefix = 0  # `--share_prefix`, for packs of this model
+    share_prefix = 0  # `--share_prefix` for packs of this model
     needs_whole_sequences = False
-    watch: Callable[[PackedBatch, Output], None] | None = None  # of the trace: outputs with a graph
-    forward_methods: tuple[str, ...] = ()  # besides forward: they need FSDP's root unsharded
+    watch: Callable[[PackedBatch, Output], None] | None = None  # the trace sees trained outputs
+    forward_methods: tuple[str, ...] = ()  # FSDP gathers the root for them as for `forward`
     distils = False  # whether the loss compares every token with a teacher's distribution
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
         self.hf = hf
-        self.images = None  # extras/images/tower.py, with `--vision`
+        self.images = None  # `--vision` sets it (extras/images/tower.py)
         self.path = path
         self.matrix_weights = matrix_weights(hf)
-        self.register_buffer("loss_scale", None)  # with float16: optim.py
+        self.register_buffer("loss_scale", None)  # float16 sets it (optim.py)
         self.flops = 0.0
 
     def hidden_states(self, mb: PackedBatch) -> Tensor:
         """Return the last hidden states [t, D]."""
-        if self.needs_whole_sequences and mb.compact is not None:  # packed for another model
+        if self.needs_whole_sequences and mb.compact is not None:  # the pack is another model's
             raise ValueError(f"{self.path} needs whole sequences; set --share_prefix 0")
         tokens = mb.model_tokens
         flops = forward_flops(self.hf.config, self.matrix_weights, tokens)
-        if torch.is_grad_enabled():  # a backward takes two; under adapters one for frozen matrices
+        if torch.is_grad_enabled():  # a backward costs two forwards, or one for frozen matrices
             is_frozen = not self.hf.get_input_embeddings().weight.requires_grad
             flops = 3 * flops - is_frozen * 2 * self.matrix_weights * len(tokens.targets_T)
         self.flops += flops
@@ -81,7 +87,15 @@ class Policy(PackedModel):
         return self._output(mb, TokenStats(*mb.expand(stats)))
 
     def _logits(self, mb: PackedBatch) -> Logits:
-        return logits_of(self.hf, self.hidden_states(mb))
+        head = self.hf.get_output_embeddings()
+        config = self.hf.config.get_text_config()
+        # Names of Cohere, Granite and Gemma 2. `check_packing` refuses models that do something
+        # else with their logits.
+        multiplier = getattr(config, "logit_scale", None) or 1.0
+        divisor = getattr(config, "logits_scaling", None) or 1.0
+        softcap = getattr(config, "final_logit_softcapping", None)
+        hidden_tD = self.hidden_states(mb)
+        return Logits(hidden_tD, head.weight, head.bias, multiplier / divisor, softcap)
 
 
 class ScalarModel(PackedModel):
@@ -133,15 +147,15 @@ def load_policy(
         towers = towers_of(hf)
         for tower in towers:
             tower.requires_grad_(trainable and args.vision == "train")
-            if model.images is None:  # it is only exported
+            if model.images is None:  # the tower is only exported
                 tower.to(base_dtype(path))
         recomputed = args.activation_checkpointing if trainable else False
-        # By default on CUDA, until `keep_activations_that_fit` (memory.py) turns it off.
+        # By default on CUDA, until `keep_activations_that_fit` (extras/plan) turns it off.
         if device.type == "cuda" if recomputed is None else recomputed:
             hf.get_decoder().gradient_checkpointing_enable(dict(use_reentrant=False))
-        model.train()  # for activation checkpointing; without dropout it changes nothing else
+        model.train()  # activation checkpointing needs it, and there is no dropout
         if args.context_ranks > 1:
-            require_context_ranks(hf, args.context_ranks)
+            require_context_ranks(hf.config.get_text_config(), args.context_ranks)
         adapter = {}
         if has_adapters:
             add_adapters(hf, args)
@@ -159,7 +173,7 @@ def load_policy(
         shard(model, units, args, device, reshard_root=not trainable)
         # Only parameters may stay on the host: FSDP gathers them on the device.
         home = torch.device("cpu") if args.offload == "all" else device
-        if read_weights(hf, path, rules, home, device):  # without a scalar head
+        if read_weights(hf, path, rules, home, device):  # the folder has no scalar head
             if not trainable:
                 raise ValueError("a language model without a reward head")
             head, generator = hf.score.weight, torch.Generator().manual_seed(args.seed)
@@ -244,7 +258,7 @@ def shard(
         for name, module in block.named_modules():
             if name.endswith("experts"):
                 module.forward = torch.compiler.disable(module.forward)
-        # With a graph or not, with shared prefixes or not, of fixed or any sizes.
+        # Blocks run with and without a graph, with and without shared prefixes, in many sizes.
         torch._dynamo.config.recompile_limit = 32
         block.compile()
     for unit in units:

@@ -20,7 +20,7 @@ from common.data.packing import (
 from common.data.sample import Sample, at_end
 from common.model.hub import require_same_tokenizer, resolve_model
 from common.model.loading import named_errors
-from common.model.packable import numbers_of
+from common.model.logprobs import logprobs_or_scalars
 from common.model.policy import PackedModel, Policy, ScalarModel, load_reference
 from common.parallel import distributed, durable
 
@@ -29,7 +29,7 @@ from common.parallel import distributed, durable
 def forwards(model: nn.Module, micro_batches: Iterable[PackedBatch], **options) -> list[Tensor]:
     """Return the log-probs of a policy, or the scalars of another model: [T] for each micro-batch.
     Collective."""
-    streams = [numbers_of(model(mb, **options)) for mb in micro_batches]
+    streams = [logprobs_or_scalars(model(mb, **options)) for mb in micro_batches]
     model.reshard()  # after a forward without backward the root is still whole
     return streams
 
@@ -39,18 +39,18 @@ def sequence_sums(
 ) -> tuple[list[PackedBatch], list[Tensor]]:
     """Pack this rank's groups, which may share prefixes. Return the micro-batches, and the sums of
     `forwards` over the trained tokens of their samples, [N] each. Collective."""
-    require_context(model, max((sample.num_targets for sample in chain(*groups)), default=0))
+    require_length(model, max((sample.num_targets for sample in chain(*groups)), default=0))
     positions = positions_of_share(len(groups))
     (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, model.device, model.share_prefix)
     streams = forwards(model, packs)
     return packs, [mb.sequence_sums(x_T) for mb, x_T in zip(packs, streams, strict=True)]
 
 
-def require_context(model: PackedModel, longest: int) -> None:
+def require_length(model: PackedModel, longest: int) -> None:
     """Raise `ValueError` if the longest input is longer than the model's context."""
-    context = getattr(model.hf.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > context:
-        problem = f"a sequence of {longest} tokens is longer than its context of {context}"
+    limit = getattr(model.hf.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > limit:
+        problem = f"a sequence of {longest} tokens is longer than its context of {limit}"
         raise ValueError(f"{model.path}: {problem}")
 
 
@@ -97,12 +97,12 @@ def reference_logps(
     policy: Policy, datasets: Sequence[Sequence[list[Sample]]], tokenizer, args,
     device: torch.device, needed: bool = True,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the log-probs of all completions by the reference, float64 [groups, samples of a
-    group] for each data set: the training rows and the held-out rows. Zeros if none is `needed`.
+    """Return the reference's log-probs of all completions, float64 [groups, samples of a group] for
+    each data set: the training rows and the held-out rows. Zeros if none is `needed`.
 
-    One pass computes them and stores them in the run's folder, in `reference_logps.json`, for the
-    same samples and reference. Call this before a checkpoint is loaded: the reference often is the
-    starting model. Collective."""
+    They are computed once, and kept in the run's `reference_logps.json` for the same samples and
+    reference. Call this before a checkpoint is loaded: the reference often is the starting model.
+    Collective."""
     shapes = [(len(groups), len(groups[0]) if groups else 0) for groups in datasets]
     if not needed:
         return [torch.zeros(shape) for shape in shapes]
@@ -115,7 +115,7 @@ def reference_logps(
         digest = digest_of(chain.from_iterable(chain(*datasets)), path, folders, args.dtype)
         with named_errors(f"{file} is damaged; delete it"):
             stored = durable.read_json(file) if file.is_file() else {}
-    digest, stored = distributed.from_main((digest, stored))  # machines may have copies of the file
+    digest, stored = distributed.from_main((digest, stored))
     if stored.get("digest") != digest:
         distributed.say(f"the reference scores {sum(map(len, datasets))} rows once")
         model = load_reference(policy, args, device, path) if args.reference_model else policy

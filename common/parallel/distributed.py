@@ -28,7 +28,7 @@ from common.parallel.process import RunError, end_process, fail, first_line  # n
 DAY = timedelta(days=1)
 NCCL_TIMEOUT = timedelta(minutes=30)
 
-# Set by setup(). These are ranks of the launch; RANK and WORLD_SIZE become those within the role.
+# `setup` sets these. They are ranks of the launch; RANK and WORLD_SIZE become ranks of the role.
 _store: dist.Store | None = None
 _launch_rank = 0
 training_ranks = range(1)
@@ -70,10 +70,10 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
     completion. Every rank gets the same seed: initial weights must not depend on the rank."""
     global _store, _launch_rank, training_ranks, rollout_ranks
     process.print_any_text()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt, but an end like SIGTERM's
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process as SIGTERM does
     if "RANK" not in os.environ:  # without torchrun; the engine reads these variables too
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0 stands for any free port
     _launch_rank, ranks = rank(), world_size()
     training_ranks = range(ranks - num_rollout_ranks)
     rollout_ranks = range(ranks - num_rollout_ranks, ranks)
@@ -86,7 +86,7 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         local_rank = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        # several communicators, one order (NCCL 2.26)
+        # Several communicators need one order (NCCL 2.26).
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
@@ -105,10 +105,10 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         fail(f"rank {_launch_rank} cannot reach the other ranks: {first_line(error)}")
     if device.type == "cuda":
         set_timeout(dist.group.WORLD, device, NCCL_TIMEOUT)
-    # After init_process_group, which wraps the hook that it finds.
+    # init_process_group has wrapped the hook that it found.
     sys.excepthook = functools.partial(process.report_and_exit, _store, _launch_rank)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: ranks end with a torchrun that is killed
+        # 1 is PR_SET_PDEATHSIG: if torchrun is killed, its ranks end too.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     torch.manual_seed(seed)
     return device, rank_in_role, size
@@ -117,14 +117,14 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
 def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
     """Set the timeout of a group's collectives on `device`."""
     backend = group._get_backend(device)
-    # It is wrapped with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
     getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
-@functools.cache  # one set of communicators for all models
+@functools.cache  # all models share communicators
 def shard_mesh(device: torch.device, shard_ranks: int | None) -> DeviceMesh:
     """Return the mesh (shards,) of all ranks, or (copies, shards) if `shard_ranks` neighbours share
-    a copy of each model; by default they are those of a machine. The first call is collective.
+    a copy of each model: by default, the ranks of a machine. The first call is collective.
 
     On the second mesh FSDP gathers weights within a copy and averages gradients over both (hybrid
     sharding, arXiv:2304.11277, 3.2.2)."""
@@ -136,7 +136,7 @@ def shard_mesh(device: torch.device, shard_ranks: int | None) -> DeviceMesh:
     say(f"hybrid sharding: {copies} copies of each model, each on {per_copy} of the {ranks} ranks")
     mesh = init_device_mesh(device.type, (copies, per_copy), mesh_dim_names=("copies", "shards"))
     timeout = NCCL_TIMEOUT if device.type == "cuda" else DAY
-    for group in mesh.get_all_groups():  # they do not inherit the timeout of the default group
+    for group in mesh.get_all_groups():  # they do not inherit the default group's timeout
         set_timeout(group, device, timeout)
     return mesh
 

@@ -16,16 +16,16 @@ from common.parallel.context import context_group_size
 
 Key = tuple[int, int]
 Rows = list[list[list[Key]]]
-# Attention costs ATTENTION n^2 for a sequence of n tokens: heads x head width x layers / weights.
-# 2e-5 in an 8B model, 1e-4 in one of 0.6B.
+# Attention costs ATTENTION n^2 for a sequence of n tokens. It is heads x head width x layers /
+# weights: 2e-5 in a model of 8B, 1e-4 in one of 0.6B.
 ATTENTION = 4e-5
 # A sequence has a copy of the keys of a shared prefix, which take less than an eighth of a token.
 KEY_COPY = 1 / 8
 
 
 class GroupShape(NamedTuple):
-    """Sequences of a group or of a part of it, by their numbers of targets. The first `shared[n]`
-    targets of sequence n are those of the sequence before it, and are computed once."""
+    """Sequences of a group or of a part of it, by their numbers of targets. Sequence n begins with
+    the same `shared[n]` targets as the sequence before it; they are computed once."""
 
     lengths: list[int]
     shared: list[int]  # 0 for the first sequence; less than its length for every other one
@@ -59,11 +59,11 @@ class GroupShape(NamedTuple):
         return parts
 
 
-def place(
+def place_groups(
     ranks: list[list[GroupShape]], num_bins: int, max_tokens: int, together: bool
 ) -> tuple[dict[Key, GroupShape], Rows]:
-    """Assign the groups of all ranks to rows of `num_bins` bins: one micro-batch of each context
-    group. Return the groups with the rows.
+    """Assign the groups of all ranks to rows of `num_bins` bins. A row is one micro-batch, and each
+    context group has a bin in it. Return the groups with the rows.
 
     Groups are split into parts, unless their sequences have to stay `together`. A part has at most
     a rank's share of all tokens: large parts compute few prefixes. The sizes in a bin add up to at
@@ -89,7 +89,7 @@ def place(
 def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
     """Put the groups, largest first, each into the bin that it fills best."""
     bins: list[list[Key]] = []
-    room: list[tuple[int, int]] = []  # sorted: (space left, bin)
+    room: list[tuple[int, int]] = []  # sorted pairs (space left, bin)
     for negative_size, key in sorted((-group.size, key) for key, group in groups.items()):
         size = -negative_size
         if size > max_tokens:
@@ -99,7 +99,7 @@ def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
             advice = "raise --pack_tokens or --context_ranks"
             raise ValueError(f"{flags}: {what} {size} tokens; {advice}")
         at = bisect.bisect_left(room, (size, -1))
-        if at == len(room):  # a new bin
+        if at == len(room):  # it needs a new bin
             room.append((max_tokens, len(bins)))
             bins.append([])
         space, i = room.pop(at)

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NoReturn
 
 PROJECT = Path(__file__).resolve().parents[2]
-# Full, failing or read-only. PyTorch's writer of files, inline_container, does not say why.
+# The disk is full, fails, or is read-only. PyTorch's inline_container does not say why it fails.
 DISK_ERROR = re.compile(
     "^.*(?:No space left|quota exceeded|File too large|Input/output error|Read-only file system"
     "|Stale file handle|inline_container).*$",
     re.MULTILINE,
 )
-# Control characters but line feed and tab, marks of direction, and characters without width.
+# Control characters (line feed and tab excepted), marks of direction, characters without width.
 UNSEEN = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]"
 )
@@ -43,7 +43,7 @@ def print_any_text() -> None:
 
 # ---- signals ----
 
-stop_signalled = False  # whether this process has received SIGTERM or SIGINT
+stop_signalled = False  # true after SIGTERM or SIGINT
 
 
 def note_signals() -> None:
@@ -95,17 +95,17 @@ def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: o
     code = 1
     try:
         if threading.current_thread() is threading.main_thread():
-            note_signals()  # the launcher signals this rank when another one ends: print before
+            note_signals()  # print first if the launcher ends this rank because another one ended
         try:
             is_first = store.add("failed", 1) == 1
-        except RuntimeError:  # the machine of the store is gone: each of the others prints a line
+        except RuntimeError:  # the store's machine is gone: every other machine prints a line
             is_first = os.environ["LOCAL_RANK"] == "0"
         if is_first:
             code, text = explain(error, rank)
             print(visible(text), file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    finally:  # whatever happens here: other ranks may wait for the end of this one
+    finally:  # other ranks may wait for the end of this one
         exit_now(code)
 
 
@@ -119,11 +119,11 @@ def explain(error: BaseException, rank: int) -> tuple[int, str]:
             return 2, f"error: {line}"
     if isinstance(error, RunError):
         return 1, f"error: {line}"
-    if type(error).__name__ == "OutOfMemoryError":  # of CUDA, by torch
+    if type(error).__name__ == "OutOfMemoryError":  # torch raises it on CUDA
         advice = "lower --pack_tokens, or see --dry_run for what fits"
         return 1, f"error: rank {rank}: {line.partition('. GPU')[0]}; {advice}"
     stacks = "".join(traceback.format_exception(error)).rstrip()
-    # Anywhere in the text: libraries raise other errors while they handle the disk's.
+    # A library may raise another error while it handles the disk's.
     if problem := DISK_ERROR.search(stacks):
         return 1, f"error: writing to the disk failed: {problem[0].strip()}"
     if isinstance(error, OSError) and error.filename:

@@ -17,7 +17,7 @@ from common.data.turns import conversation_of
 from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.model.loading import load_config
 from common.model.policy import load_scalar_model
-from common.model.scoring import require_context, score
+from common.model.scoring import require_length, score
 from common.parallel.distributed import first_line
 from common.rewards.registry import load_judges
 from common.workers.worker import Result
@@ -108,7 +108,7 @@ class RewardModel:
             is_cut = sample.finish_reason == "stop" and sample.ids[-1] not in self.ends
             reads_ids = self.reads_policy_ids and not (is_cut and self.reads_stopped_text)
             ids = sample.ids if reads_ids else self._ids(sample)
-            require_context(self.model, len(ids))
+            require_length(self.model, len(ids))
             if len(ids) > self.args.pack_capacity:
                 problem = f"a sequence of {len(ids)} tokens is longer than {self.args.pack_flags}"
                 raise ValueError(f"{self.flag}: {problem}")

@@ -6,8 +6,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from common.model.loading import persistent_buffers
-
 
 def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the policy, whole, by name, in the same order on every rank.
@@ -35,9 +33,11 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
                 continue
             layer = unit.get_submodule(name.rpartition(".")[0])
             if hasattr(layer, "merged") and weight is layer.weight:  # a LoRALinear
-                weight = layer.merged()
+                weight = layer.merged(model.compute_dtype)
             whole_name = prefixes.get(unit, "") + name.removeprefix("hf.")
             yield whole_name, weight.detach().to(dtype, copy=True)
         unit.reshard()
-    for name, buffer in persistent_buffers(model.hf).items():  # Gemma 4 has a factor per layer
-        yield name, buffer.clone()
+    computed = {name for name, _ in model.hf.named_non_persistent_buffers()}
+    for name, buffer in model.hf.named_buffers():  # Gemma 4 has a factor per layer
+        if name not in computed:
+            yield name, buffer.clone()

@@ -24,7 +24,7 @@ GROW_AFTER = 2000  # steps
 def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
     """Return AdamW (arXiv:1711.05101) over the sharded float32 master weights, with weight decay on
     matrices only. The moments are on the device that `--offload` determines."""
-    if model.compute_dtype == torch.float16:  # part of checkpoints, like all buffers of the model
+    if model.compute_dtype == torch.float16:  # a buffer of the model is saved in checkpoints
         state = [FIRST_SCALE, 0.0, 0.0]  # the scale, steps since it changed, and skipped steps
         model.loss_scale = torch.tensor(state, device=model.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -35,13 +35,11 @@ def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
     on_host = args.offload == "optimizer"
     kind = HostAdamW if on_host else torch.optim.AdamW
     optimizer = kind(groups, lr=args.lr, betas=(BETA1, args.adam_beta2), fused=True)
-    # Allocate its states at start: a colocated engine then sizes its memory by what remains free.
+    # Its states are allocated now: an engine beside the trainer takes what remains free.
     for parameter in parameters:
-        home = (
-            dict(device="cpu", pin_memory=parameter.is_cuda)
-            if on_host
-            else dict(device=parameter.device)
-        )
+        home = dict(device=parameter.device)
+        if on_host:
+            home = dict(device="cpu", pin_memory=parameter.is_cuda)
         moments = {name: torch.zeros_like(parameter, **home) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = dict(step=torch.zeros((), **home)) | moments
     return optimizer
@@ -55,25 +53,19 @@ class HostAdamW(torch.optim.AdamW):
     def step(self) -> None:
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
-                state = {name: local(value) for name, value in self.state[parameter].items()}
-                device_state = {
-                    name: value.to(parameter.device, non_blocking=True)
-                    for name, value in state.items()
-                }
+                state = self.state[parameter]
+                moments = [state[name].to_local() for name in ("exp_avg", "exp_avg_sq")]
+                on_host = [*moments, state["step"]]
+                copies = [x.to(parameter.device, non_blocking=True) for x in on_host]
+                first, second, steps = ([copy] for copy in copies)
                 adamw_update(
-                    [local(parameter)], [local(parameter.grad)], [device_state["exp_avg"]],
-                    [device_state["exp_avg_sq"]], [], [device_state["step"]],
+                    [parameter.to_local()], [parameter.grad.to_local()], first, second, [], steps,
                     fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
                     lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
                     maximize=False,
                 )  # fmt: skip
-                for name, value in state.items():
-                    value.copy_(device_state[name])
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, and any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                for x, copy in zip(on_host, copies, strict=True):
+                    x.copy_(copy)
 
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
@@ -109,14 +101,11 @@ def optimizer_step(
             optimizer.zero_grad(set_to_none=True)
             return grad_norm
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        problem = (
-            f"the loss is {float(loss)}"
-            if not math.isfinite(loss)
-            else f"the gradient norm is {grad_norm}"
-        )
-        raise distributed.RunError(
-            f"{problem}: stopped before the optimizer step; earlier checkpoints are intact"
-        )
+        problem = f"the gradient norm is {grad_norm}"
+        if not math.isfinite(loss):
+            problem = f"the loss is {float(loss)}"
+        advice = "stopped before the optimizer step; earlier checkpoints are intact"
+        raise distributed.RunError(f"{problem}: {advice}")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

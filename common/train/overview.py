@@ -9,7 +9,7 @@ from common.config.extra import extra
 from common.config.groups import TrainArgs
 from common.parallel import distributed
 
-# Of scripts that sample from the policy they train. SHOW: on the console.
+# Scripts that sample from the policy show these metrics on the console, and draw those.
 SHOW = ("reward", "kl", "eval/solved", "completions/mean_length", "time/step")
 CURVES = (
     "reward", "rewards/*/mean", "eval/solved", "kl", "entropy", "completions/mean_length",
@@ -20,7 +20,7 @@ CURVES = (
 def num_steps(args: TrainArgs, data: Sized) -> int:
     """Return the number of steps of the run: `--max_steps`, or as many as `--epochs` passes over
     the data take."""
-    epochs = Fraction(str(args.epochs))  # 1.1 is 11/10: as a float, 100 rows would be above 110
+    epochs = Fraction(str(args.epochs))  # 1.1 times 100 is 110; with floats it is more
     return args.max_steps or math.ceil(epochs * len(data) / args.rows_per_step)
 
 
@@ -34,8 +34,7 @@ def repetitions(args: TrainArgs, data: Sized) -> list[str]:
     return [f"warning: {flag} exceeds the {len(data)} training rows: {times}; lower it"]
 
 
-def length(args: TrainArgs, data: Sized) -> str:
-    """Return the number of steps and of ranks as text."""
+def length_of_run(args: TrainArgs, data: Sized) -> str:
     ranks = distributed.world_size()
     return f"{num_steps(args, data)} steps on {ranks} rank{'s' * (ranks > 1)}"
 
@@ -45,14 +44,10 @@ def describe_data(
 ) -> list[str]:
     """Return lines about the rows that were dropped or changed, the data and the length of a
     run."""
-    named_counts = (("training", counts), ("held-out", eval_counts))
-    lines = [
-        f"{count} {name} rows {reason}"
-        for name, reasons in named_counts
-        for reason, count in reasons.items()
-    ]
+    lines = [f"{count} training rows {reason}" for reason, count in counts.items()]
+    lines += [f"{count} held-out rows {reason}" for reason, count in eval_counts.items()]
     num_rows = len(data) if isinstance(data, Sized) else "a stream of"
-    lines.append(f"{num_rows} training rows, {len(held_out)} held out, {length(args, data)}")
+    lines.append(f"{num_rows} training rows, {len(held_out)} held out, {length_of_run(args, data)}")
     return lines + repetitions(args, data)
 
 
@@ -65,7 +60,7 @@ def describe_rollouts(args: TrainArgs, prompts: Sized, held_out: Sized, rollouts
         mode.append(f"weights up to {args.max_staleness} steps old")
     mode = f"off-policy: {', '.join(mode)}" if mode else "on-policy"
     engine = rollouts or "no engine"
-    lines = [f"{prompts}, {held_out} held out, {length(args, prompts)}, {engine}, {mode}"]
+    lines = [f"{prompts}, {held_out} held out, {length_of_run(args, prompts)}, {engine}, {mode}"]
     lines += repetitions(args, prompts)
     if args.PRESETS and args.preset:
         flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[args.preset].items())

@@ -6,8 +6,7 @@
         run.log(step + 1, run.reduce(samples, lr=lr))
     run.end()                         writes hf/, and a checkpoint after a signal
 
-Nothing here depends on the algorithm.
-"""
+Nothing here depends on the algorithm."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.config.extra import extra, has_extra
-from common.config.groups import BUILT_IN_MODELS, TrainArgs
+from common.config.groups import TrainArgs
 from common.data.order import epochs_of
 from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
 from common.model.flops import peak_flops, peak_memory
-from common.model.memory import keep_activations_that_fit
 from common.model.policy import PackedModel, Policy
 from common.parallel import distributed, process
 from common.train.checkpoint import Checkpointer
@@ -42,34 +40,30 @@ class Run:
         self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer,
         total_steps: int, *, show: Sequence[str], curves: Sequence[str],
         value: tuple[PackedModel, Optimizer] | None = None, moving: nn.Module | None = None,
-        order=None, rollouts=None, **stateful,
+        **stateful,
     ):  # fmt: skip
-        """Load the newest intact checkpoint into the model, the optimizer, `order` or `rollouts`,
-        which have the data cursor, and all of `stateful`: objects with a `state_dict`. `value` is a
-        second model with its optimizer, `moving` a frozen one that moves. `show`: metrics on the
-        console; `curves`: metrics to draw. Collective.
-
-        Raises `ValueError` if all checkpoints are damaged."""
+        """Load the newest intact checkpoint into the model, the optimizer and all of `stateful`:
+        objects with a `state_dict`, of which `rollouts` or else `order` has the data cursor.
+        `value` is a second model with its optimizer, `moving` a frozen one that moves. The console
+        shows the metrics `show`, curves.png the metrics `curves`. Collective."""
         self.args = args
         self.total_steps = total_steps
         self.meter = Meter()
         self.models = [model] if value is None else [model, value[0]]
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
-        self.data = order if rollouts is None else rollouts
+        stateful = {name: each for name, each in stateful.items() if each is not None}
+        self.data = stateful["rollouts" if "rollouts" in stateful else "order"]
         self.num_tokens = 0
         self.latest: dict[str, float] = {}  # metrics of the last step
         self.best: float | None = None  # best value of --keep_best
-        stateful |= dict(order=order) if order is not None else {}
-        stateful |= dict(rollouts=rollouts) if rollouts is not None else {}
         self.checkpointer = Checkpointer(
             args, model, optimizer, tokenizer, value, moving, totals=self, **stateful
         )
-        self.first_step = self.checkpointer.load_latest()
-        self.finished = self.first_step
-        self.saved = self.first_step
+        self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
         self.logger = RunLogger(args, self.first_step, total_steps, show, curves)
+        self.message = self.logger.message
         self.trace = None
-        # Neither without the folder nor with an agent, whose branches share an index.
+        # The default needs the folder, and no agent: the branches of an episode share an index.
         by_default = args.agent is None and has_extra("trace")
         if args.trace_every and (by_default or args.trace_every != TrainArgs.trace_every):
             with extra("trace", "--trace_every"):
@@ -79,7 +73,9 @@ class Run:
             self.trace = Trace(args, [*self.models], stepping, tokenizer)
             self.meter.keep = self.trace.keep
         self.stop_requested = False
-        if model.device.type == "cuda":
+        if model.device.type == "cuda" and has_extra("plan"):
+            with extra("plan", "--activation_checkpointing"):
+                from extras.plan.memory import keep_activations_that_fit
             self.message(keep_activations_that_fit(self.models, args))
 
     def state_dict(self) -> dict:
@@ -88,9 +84,8 @@ class Run:
 
     def load_state_dict(self, state: dict) -> None:
         self.num_tokens = state["num_tokens"]
-        best = state.get("best") or {}
-        if best.get("metric") == self.args.keep_best:  # another metric starts from none
-            self.best = best["value"]
+        if state["best"]["metric"] == self.args.keep_best:  # another metric has no best value yet
+            self.best = state["best"]["value"]
 
     # ---- around steps ----
 
@@ -98,9 +93,9 @@ class Run:
         """Yield the remaining steps, counted from 0. A step that the loop leaves with `break` does
         not count."""
         process.note_signals()
-        while not self.done:
+        while self.finished < self.total_steps:
             for model in self.models:
-                model.flops = 0.0  # without those of evaluations
+                model.flops = 0.0  # an evaluation counted its own
             if self.trace is not None:
                 self.trace.begin(self.finished + 1, last=self.finished + 1 == self.total_steps)
             self.meter.start("step")
@@ -112,12 +107,8 @@ class Run:
             self.stop_requested = distributed.stop_requested()
             if self.stop_requested:
                 return
-            if self.finished % self.args.save_every == 0 or self.done:
+            if self.finished % self.args.save_every == 0 or self.finished == self.total_steps:
                 self._save()
-
-    @property
-    def done(self) -> bool:
-        return self.finished >= self.total_steps
 
     def _save(self) -> None:
         with self.meter.time("save"):  # logged with the next step
@@ -139,12 +130,12 @@ class Run:
         every `CHECK_EVERY`-th."""
         return step == self.first_step or step % CHECK_EVERY == 0
 
-    # ---- metrics and messages ----
+    # ---- metrics ----
 
     def reduce(self, samples: Iterable[Sample], **known: float) -> dict[str, float]:
-        """End the step and return its metrics: meters of all ranks, targets of this rank's
-        `samples` (prompts included), the `known` values, and rates, memory and FLOP/s of the
-        machine. Collective."""
+        """End the step and return its metrics: the meter's values over all ranks, the tokens of
+        this rank's `samples` (prompts included), the `known` values, and rates, memory and FLOP/s
+        of the machine. Collective."""
         self.meter.stop("step")
         sequences = chain(*(sample.sequences for sample in samples))
         self.meter.sum("targets", sum(sequence.num_targets for sequence in sequences))
@@ -171,16 +162,9 @@ class Run:
             metrics["loss_scale"], _, metrics["skipped_steps"] = state.tolist()
         return metrics
 
-    def message(self, *lines: str) -> None:
-        """Print lines on the console."""
-        for line in lines:
-            self.logger.message(line)
-
     def log(self, finished: int, metrics: dict[str, float]) -> None:
         """Log the metrics after `finished` steps, and export `best/` if `--keep_best` has improved.
-        Collective.
-
-        Raises `ValueError` if the first evaluation lacks the metric of `--keep_best`."""
+        Raises `ValueError` if the first evaluation lacks its metric. Collective."""
         if not metrics:
             return
         self.latest = metrics
@@ -192,17 +176,16 @@ class Run:
     def _keep_best(self, name: str, finished: int, metrics: dict[str, float]) -> None:
         if name not in metrics and self.best is None:
             known = ", ".join(key for key in metrics if key.startswith("eval")) or "none"
-            raise ValueError(
-                f"--keep_best {name}: no such metric; choose one of the evaluation: {known}"
-            )
+            advice = f"choose one of the evaluation: {known}"
+            raise ValueError(f"--keep_best {name}: no such metric; {advice}")
         value = metrics.get(name, math.nan)
-        # The kind of the metric is its name without that of a held-out set.
+        # The kind of a metric is its name without the name of a held-out set.
         kind = next((key for key in metrics if name.startswith(f"{key}/")), name)
         sign = -1 if kind.endswith(("loss", "perplexity")) else 1
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
         self.best = value
-        self.checkpointer.export_hf(finished, "best")
+        self.checkpointer.export_hf("best")
         folder = f"{self.args.output_dir}/best"
         self.message(f"best {name} so far: {value:.4g} after step {finished}, in {folder}")
 
@@ -221,29 +204,26 @@ class Run:
     def end(self, summary: str = "") -> None:
         """End the run after the loop: export `hf/`, after a checkpoint if the run was stopped, and
         print the `summary` of a finished run. Collective."""
-        stopped = self.stop_requested or not self.done
+        stopped = self.stop_requested or self.finished < self.total_steps
         if self.finished > self.saved:
             self._save()
-        if self.finished or not stopped:  # else nothing was trained
-            self.checkpointer.export_hf(self.finished)
+        if self.finished or not stopped:  # something was trained
+            self.checkpointer.export_hf()
+        if summary and not stopped:
+            self.message(summary)
         if stopped:
             self.message(f"stopped after step {self.finished}; the same command resumes from there")
+        elif self.finished == self.first_step:
+            problem = f"nothing to do: the run in {self.args.output_dir} has finished"
+            self.message(f"{problem}; raise --max_steps, or start over with --resume never")
         else:
-            if summary:
-                self.message(summary)
-            if self.finished == self.first_step:
-                problem = f"nothing to do: the run in {self.args.output_dir} has finished"
-                self.message(f"{problem}; raise --max_steps, or start over with --resume never")
-            else:
-                self.message(*self._results())
+            self.message(*self._results())
         self.logger.close()
         unlock()
 
     def _results(self) -> list[str]:
         """Return the last lines of a run: what has changed, where its files are, and what to do
-        next. Rank 0 only."""
-        if not distributed.is_main():
-            return []
+        next."""
         folder = self.args.output_dir
         changed = self.logger.summary()
         lines = [f"after {self.finished} steps: {changed}"] if changed else []
@@ -254,9 +234,6 @@ class Run:
         if has_extra("trace"):
             lines.append(f"doctor: python extras/trace/doctor.py {folder}")
         if isinstance(self.models[0], Policy):
-            chat = f"python tools/chat.py --model {folder}/hf"
-            if self.args.model in BUILT_IN_MODELS:
-                chat += ", or your own --model and --dataset"
-            lines.append(f"next: {chat}")
+            lines.append(f"next: python tools/chat.py --model {folder}/hf")
         lines.append(f"upload: hf upload USER/NAME {folder}/hf --private")
         return [*lines, f"done: {folder}/hf"]

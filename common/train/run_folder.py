@@ -1,5 +1,5 @@
-"""The output folder of a run: one run at a time, with one set of flags. Nothing is deleted here: a
-run that starts over moves the earlier one aside."""
+"""The output folder of a run: one run at a time, with one set of flags. Nothing is deleted: a run
+that starts over moves the earlier one aside."""
 
 import fcntl
 import glob
@@ -17,12 +17,12 @@ from typing import Any, TextIO
 import yaml
 
 from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change, script_of
-from common.model.checkpoint_files import checkpoints_in
+from common.model.hub import checkpoints_in
 from common.parallel import distributed, durable
 
-EXPORTS = ("hf", "best", "adapter", "best_adapter")  # folders that a new export replaces
+EXPORTS = ("hf", "best", "adapter", "best_adapter")  # a new export replaces these folders
 SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these
-COMPUTED = ("max_length",)  # defaults that are computed once: a resumed run keeps them
+COMPUTED = ("max_length",)  # a resumed run keeps these defaults, which were computed
 
 
 def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
         return _earlier_flags(folder, args)
     if problem:
         raise ValueError(problem)
-    # A new name: network file systems cache the absence of files.
+    # The name is new, because network file systems remember that a file was absent.
     mark = folder / distributed.from_main(f"{secrets.token_hex(8)}.tmp")
     if distributed.is_main():
         _lock(folder)
@@ -59,37 +59,34 @@ def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
 def begin_run(args: BaseArgs) -> None:
     """Write args.yaml, once flags and data are known to be good. With `--resume never` move an
     earlier run aside first. Collective."""
+    folder = Path(args.output_dir)
     if distributed.is_main():
-        _begin(Path(args.output_dir), args)
+        if _has_begun(folder) and args.resume == "never":
+            folder = folder.resolve()  # a link stays, and what it names is moved
+            names = (folder.with_name(f"{folder.name}.old-{n}") for n in count(1))
+            aside = next(name for name in names if not name.exists())
+            folder.rename(aside)
+            distributed.say(f"--resume never: the earlier run is now in {aside}")
+            _lock(folder)
+        elif _has_begun(folder):
+            for name in EXPORTS:
+                durable.recover(folder / name)
+            for unfinished in folder.glob("checkpoints/step_*.tmp"):
+                shutil.rmtree(unfinished)
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        script = script_of(type(args))
+        code = f"# code {hashlib.sha256(script.read_bytes()).hexdigest()[:16]}"
+        file = folder / "args.yaml"
+        if _has_begun(folder) and code not in (file.read_text() if file.is_file() else code):
+            distributed.say(f"{script} is not as it was in this run; --resume never starts over")
+        flags = yaml.safe_dump(flags_of(args), sort_keys=False)
+        durable.write_text(file, f"# {script}\n{code}\n{flags}")
     distributed.barrier()
-
-
-def _begin(folder: Path, args: BaseArgs) -> None:
-    if _has_begun(folder) and args.resume == "never":
-        folder = folder.resolve()  # of a link, what it names
-        names = (folder.with_name(f"{folder.name}.old-{n}") for n in count(1))
-        aside = next(name for name in names if not name.exists())
-        folder.rename(aside)
-        distributed.say(f"--resume never: the earlier run is now in {aside}")
-        _lock(folder)
-    elif _has_begun(folder):
-        for name in EXPORTS:
-            durable.recover(folder / name)
-        for unfinished in folder.glob("checkpoints/step_*.tmp"):
-            shutil.rmtree(unfinished)
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    script = script_of(type(args))
-    code = f"# code {hashlib.sha256(script.read_bytes()).hexdigest()[:16]}"
-    file = folder / "args.yaml"
-    if _has_begun(folder) and code not in (file.read_text() if file.is_file() else code):
-        distributed.say(f"{script} is not as it was in this run; --resume never starts over")
-    flags = yaml.safe_dump(flags_of(args), sort_keys=False)
-    durable.write_text(file, f"# {script}\n{code}\n{flags}")
 
 
 # ---- one run at a time ----
 
-_locked: TextIO | None = None  # the lock of this process
+_locked: TextIO | None = None  # this process holds its lock
 
 
 def _lock(folder: Path) -> None:
@@ -103,10 +100,8 @@ def _lock(folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        advice = "wait for it or name another --output_dir"
-        raise ValueError(
-            f"--output_dir {folder}: {file.read().strip()} uses it; {advice}"
-        ) from None
+        problem = f"{file.read().strip()} uses it; wait for it or name another --output_dir"
+        raise ValueError(f"--output_dir {folder}: {problem}") from None
     except OSError as error:  # some network disks have no locks
         distributed.say(f"--output_dir {folder}: no lock against a second run: {error.strerror}")
     file.truncate(0)
@@ -140,7 +135,7 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     if args.resume == "must" and not _can_resume(folder):
         return f"--resume must: {folder} has no checkpoint; use --resume auto"
     label = f"--output_dir {folder}"
-    for run in folder.resolve().parents:  # a new export of that run would replace the folder
+    for run in folder.resolve().parents:  # a new export of such a run would replace the folder
         inner = folder.resolve().relative_to(run).parts[0]
         if inner in (*EXPORTS, "checkpoints") and _has_begun(run):
             return f"{label}: the run in {run} writes there; name another --output_dir"
@@ -156,14 +151,14 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
         return str(error)
     flags = flags_of(args)
     free = may_change(args, earlier) | {name for name in COMPUTED if flags.get(name) is None}
-    changed = [
-        name for name, value in earlier.items() if value != flags.get(name) and name not in free
-    ]
-    if not changed:
-        return None
-    changes = ", ".join(f"{name} was {earlier[name]}, is {flags.get(name)}" for name in changed)
+    changes = ", ".join(
+        f"{name} was {value}, is {flags.get(name)}"
+        for name, value in earlier.items()
+        if value != flags.get(name) and name not in free
+    )
     advice = "name another --output_dir, or use --resume never to move that run aside"
-    return f"{label}: the folder has a run with other flags ({changes}); {advice}"
+    problem = f"{label}: the folder has a run with other flags ({changes}); {advice}"
+    return problem if changes else None
 
 
 def _inputs(args: BaseArgs) -> Iterator[tuple[str, Path]]:
@@ -188,4 +183,4 @@ def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         problem = "is damaged; delete it to resume with the flags given now"
         raise ValueError(f"{file} {problem}") from error
-    return flags_of(type(args)()) | earlier  # newer flags had their defaults
+    return flags_of(type(args)()) | earlier  # flags that are newer than the run had their defaults

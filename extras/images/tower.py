@@ -77,10 +77,9 @@ class Images:
         return sum(p.flatten()[0] for p in weights if p.requires_grad)
 
     @torch.no_grad()
-    def check(self, model: nn.Module, first: Sample, second: Sample) -> None:
+    def check(self, model: nn.Module, first: list[int], second: list[int]) -> None:
         """Refuse a model in which an image in one sequence of a pack changes another, or does
-        not change its own. `first` and `second` are samples without images. Collective. Raises
-        `ValueError`."""
+        not change its own. `first` and `second` are token ids. Collective. Raises `ValueError`."""
         usual = self.reader
         self.reader = small = reader(self.path, 1)  # few patches
         packs = []
@@ -89,15 +88,15 @@ class Images:
             file = stored(content)
             span = ImageSpan(file, digest(content), 1, 1, 0)
             count = small.layout_of(content).placeholders
-            ids = [first.ids[0], *[small.image_id] * count, *first.ids[1:]]
+            ids = [first[0], *[small.image_id] * count, *first[1:]]
             row = dict(_images=[span._replace(end=1 + count)])
-            sample = Sample(ids, [True] * len(ids), row=row)
-            packs += pack_groups([[sample, second]], 1 << 20, model.device)
+            group = [Sample(ids, [True] * len(ids), row=row), Sample(second, [True] * len(second))]
+            packs += pack_groups([group], 1 << 20, model.device)
         x_T, y_T = (model(mb).logprobs_T for mb in packs)
         model.reshard()
         self.reader = usual
         differs_T = (x_T - y_T).abs()
-        n = second.num_targets
+        n = len(second) - 1
         if not differs_T[-n:].max() < 1e-4:
             raise ValueError("an image of one packed sequence changes another sequence")
         if not differs_T[:-n].max() > 0:

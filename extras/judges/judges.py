@@ -27,7 +27,7 @@ from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group, Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
-from common.model.scoring import log_likelihoods, require_context
+from common.model.scoring import log_likelihoods, require_length
 from common.parallel import distributed
 from common.rewards.functions import from_json
 from common.rewards.thoughts import Thoughts
@@ -209,7 +209,7 @@ class Judge:
                 row = dict(prompt=asked(text), _source=self.label)
                 prompts.append(tuple(self.encoder.prompt(row, ("prompt",))))
                 length = len(prompts[-1]) + self.room
-                require_context(self.model, length)
+                require_length(self.model, length)
                 if length > self.args.pack_capacity:
                     problem = f"a question of {length} tokens is longer than"
                     raise ValueError(f"{self.label}: {problem} {self.args.pack_flags}")

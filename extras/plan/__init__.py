@@ -1,1 +1,1 @@
-"""`--dry_run`: checks of a launch, and its memory and time."""
+"""`--dry_run`: checks of a launch, and its memory and time; on CUDA, whether activations fit."""

@@ -13,7 +13,8 @@ from common.config.online import OnlineArgs
 from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
 from common.model.flops import attention_shape, num_delta_nets
 from common.model.hub import context_length
-from common.model.memory import (
+from common.model.policy import PackedModel
+from extras.plan.memory import (
     GIB,
     USABLE,
     Bytes,
@@ -23,7 +24,6 @@ from common.model.memory import (
     total,
     training_peak,
 )
-from common.model.policy import PackedModel
 
 # Shares of the published rates that are reached, and the band around the time that they give.
 TRAINING = 0.27  # of FLOP/s

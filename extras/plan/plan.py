@@ -16,12 +16,12 @@ from common.data.sample import Completion, Sample
 from common.metrics.logger import preview
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
-from common.model.memory import GIB
 from common.model.policy import PackedModel, Policy, compute_dtype, load_policy, load_scalar_model
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.train.overview import num_steps, repetitions
 from extras.plan.launch import BAND, DECODING, GPUS, MACHINE, TRAINING, Gpu, Launch
+from extras.plan.memory import GIB
 
 META = torch.device("meta")
 # Columns with an answer; the first one that a row has is used.

@@ -25,7 +25,7 @@ import yaml
 
 from common.config.parse import parse
 from common.metrics.curves import read_metrics
-from common.model.checkpoint_files import checkpoints_in
+from common.model.hub import checkpoints_in
 from common.parallel import distributed
 from common.parallel.process import print_any_text, visible
 from common.train.run import Run

@@ -29,7 +29,6 @@ from common.model.distill import Comparison
 from common.model.logprobs import TokenStats
 from common.model.policy import PackedModel
 from common.parallel import distributed
-from common.train.optim import local
 from extras.trace.file import SCHEMA, write
 
 GROUPS = 4  # traced in a step
@@ -342,7 +341,8 @@ def rounded(x: float | bool) -> float | int | None:
 def fingerprint(model: nn.Module) -> str:
     """Return a hash of the trained weights on this rank, as 16 hexadecimal digits."""
     combined = 0
-    for i, shard in enumerate(local(p) for p in model.parameters() if p.requires_grad):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for i, shard in enumerate(p.to_local() if hasattr(p, "to_local") else p for p in trained):
         number = torch.hash_tensor(shard).view(torch.int64).item() if shard.numel() else 0
         combined ^= ((number + i) * 0x9E3779B97F4A7C15) % 2**64
     return f"{combined:016x}"

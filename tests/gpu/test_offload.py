@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from common.config.groups import TrainArgs
 from common.data.packing import pack
 from common.data.sample import Sample
-from common.model.memory import num_weights, total, training_peak
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.rollout.weights import whole_weights
@@ -55,6 +54,7 @@ def test_predicted_memory_is_close_to_the_allocated_memory(tmp_path, device, rec
     """The tolerance is a fifth, at the second micro-batch of a model with 60M weights."""
     sys.path.insert(0, str(ROOT))
     from bench.memory_plan import SMALL
+    from extras.plan.memory import num_weights, total, training_peak
 
     AutoModelForCausalLM.from_config(SMALL["untied"]).save_pretrained(tmp_path)
     args = TrainArgs(activation_checkpointing=recompute, pack_tokens=4096)

@@ -22,7 +22,7 @@ from model.test_policy import (
     write_checkpoint,
 )
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import common.model.lora
 from common.config.groups import TrainArgs as Args
@@ -130,7 +130,7 @@ def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, d
 
     compute, stored = getattr(torch, dtype), load_file(Path(path) / "model.safetensors")
     run = Checkpointer(args, policy, adamw(policy, args), load_tokenizer(tiny_model()))
-    run.export_hf(1)
+    run.export_hf()
     run.save(1)
     as_model = Path(resolve_model(str(tmp_path / "checkpoints" / "step_000001")))
     exported, named = (
@@ -257,7 +257,7 @@ def test_checkpoint_has_only_adapters_and_their_moments(path, device, tmp_path):
         state["exp_avg_sq"].to_local().fill_(2.5)
     kept = adapters(move(policy))
     run.save(1)
-    reader = FileSystemReader(tmp_path / "checkpoints" / "step_000001")
+    reader = HuggingFaceStorageReader(tmp_path / "checkpoints" / "step_000001")
     stored = reader.read_metadata().state_dict_metadata
     in_file = {name for name in stored if name.startswith("model.")}
     assert in_file == {f"model.hf.{name}" for name in kept}

@@ -17,7 +17,7 @@ from common.data.sample import Sample
 from common.model import attention
 from common.model.flops import forward_flops
 from common.model.policy import PackedModel, Policy, ScalarModel
-from common.parallel.placement import GroupShape, place
+from common.parallel.placement import GroupShape, place_groups
 
 CPU, VOCABULARY = torch.device("cpu"), 97
 SOFTCAPS = dict(
@@ -246,7 +246,7 @@ def shape_of(prefix: int, suffixes: list[int]) -> GroupShape:
 def test_parts_are_the_groups_and_fit(sizes, room, num_bins):
     groups = [shape_of(*size) for size in sizes]
     ranks = [groups[rank::num_bins] for rank in range(num_bins)]
-    keyed, rows = place(ranks, num_bins, room, together=False)
+    keyed, rows = place_groups(ranks, num_bins, room, together=False)
     for rank, before in enumerate(ranks):
         after = [part for (owner, _), part in keyed.items() if owner == rank]
         lengths = [[n for part in parts for n in part.lengths] for parts in (before, after)]
@@ -265,6 +265,6 @@ def test_few_groups_are_divided_among_many_ranks():
     """One prompt for each of four ranks, one with long completions: whole groups would make three
     ranks wait."""
     ranks = [[GroupShape([120 + n] * 8, [0, *[100] * 7])] for n in (900, 30, 30, 30)]
-    parts, (row,) = place(ranks, 4, 10_000, together=False)
+    parts, (row,) = place_groups(ranks, 4, 10_000, together=False)
     costs = [sum(parts[key].cost for key in keys) for keys in row]
     assert (0, 1) in parts and max(costs) < 0.6 * ranks[0][0].cost

@@ -8,7 +8,7 @@ from helpers import ROOT, assert_close_metrics, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.parallel.placement import GroupShape, place
+from common.parallel.placement import GroupShape, place_groups
 
 LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_size=40)
 
@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_siz
 def placed(groups: list[list[int]], num_bins: int, max_tokens: int):
     """Place groups of three ranks whose sequences have these lengths and stay together."""
     shapes = [GroupShape(lengths, [0] * len(lengths)) for lengths in groups]
-    return place([shapes[rank::3] for rank in range(3)], num_bins, max_tokens, together=True)
+    return place_groups([shapes[rank::3] for rank in range(3)], num_bins, max_tokens, together=True)
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(60, 200))

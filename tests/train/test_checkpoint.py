@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import sft
 from common.config.groups import TrainArgs, flags_of
 from common.config.parse import parse
-from common.model.checkpoint_files import checkpoints_in
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import checkpoints_in, load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.parallel import durable
@@ -96,7 +95,7 @@ def test_weights_are_rounded_to_the_dtype_of_the_base(base, tmp_path, device, ca
     run = Checkpointer(args, policy, adamw(policy, args), AutoTokenizer.from_pretrained(path))
     warned = "warning: hf/ has bfloat16, training float32: small" in capsys.readouterr().out
     assert warned == (base == torch.bfloat16)
-    run.export_hf(1)
+    run.export_hf()
     run.save(1)
     before = load_file(tmp_path / "source" / "model.safetensors")
     for folder in ("run/hf", "run/checkpoints/step_000001"):
@@ -247,7 +246,7 @@ def test_newest_checkpoint_is_loaded(checkpointer, tmp_path, capsys):
 
 def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_path, capsys):
     folder = tmp_path / "checkpoints"
-    shard = next((folder / "step_000003").glob("*.distcp"))
+    shard = next((folder / "step_000003").glob("*.safetensors"))
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     shard.write_bytes(damaged)
@@ -259,7 +258,7 @@ def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_
         problem = f"{file} is missing or not as it was written"
         assert f"{name} is damaged ({problem}): loading the previous one" in said
     assert [name for name in steps_in(tmp_path) if "." not in name] == ["step_000001"]
-    next((folder / "step_000001").glob("*.distcp")).unlink()
+    next((folder / "step_000001").glob("*.safetensors")).unlink()
     for _ in range(2):  # the second time too, when it has been set aside
         with pytest.raises(ValueError, match=f"{folder}: all checkpoints are damaged; start over"):
             checkpointer.load_latest()

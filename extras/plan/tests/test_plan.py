@@ -20,11 +20,11 @@ from bench.recipes import rows
 from common.config.groups import TrainArgs, check_ranks
 from common.model.attention import packed_attention
 from common.model.flops import forward_flops
-from common.model.memory import GIB, USABLE, num_weights, total
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
 from extras.plan.launch import GPUS, Gpu, Launch, bytes_in_cache, flops_per_token
+from extras.plan.memory import GIB, USABLE, num_weights, total
 from extras.plan.plan import build, describe_memory, gpus_of
 
 SETTINGS = dict(dtype="bfloat16", prompts_per_step=64, samples_per_prompt=8, pack_tokens=20_000)

@@ -1,7 +1,7 @@
 """Whether the activations of a run fit on its GPUs. Bytes, on each rank.
 
 docs/memory.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of
-a training step on fake tensors. `--dry_run` (extras/plan) adds what lies on a GPU already."""
+a training step on fake tensors. launch.py adds what lies on a GPU already."""
 
 import gc
 from collections.abc import Sequence
