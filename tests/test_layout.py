@@ -172,7 +172,7 @@ def test_sums():
         bench=(lines("bench/**/*.py", "bench/**/*.c"), 3_650),
         tools=(lines("tools/*.py"), 850),
         flags=(len(flags), 134),
-        imports_in_functions=(sum(len(seams(path)) for path in FILES), 16),
+        imports_in_functions=(sum(len(seams(path)) for path in FILES), 18),
     )
     assert {name: each for name, each in sums.items() if each[0] > each[1]} == {}
 
