@@ -14,11 +14,9 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.optim import Optimizer
 
 from common.config.groups import TrainArgs, flags_of, script_of
@@ -65,6 +63,8 @@ class Checkpointer:
         """Load the newest intact checkpoint and return its number of finished steps; 0 without
         checkpoints. A damaged one is reported, and renamed to `step_N.corrupt`. Raises `ValueError`
         if all are damaged. Collective."""
+        import torch.distributed.checkpoint as dcp
+
         names = distributed.from_main([path.name for path in checkpoints_in(self.checkpoints)])
         for name in names:
             path = self.checkpoints / name
@@ -83,7 +83,7 @@ class Checkpointer:
                 raise ValueError(f"{self.checkpoints}: all checkpoints are damaged; {advice}")
             return 0
         with named_errors(f"{path}: cannot read the checkpoint"):
-            dcp.load(self._tensors(), storage_reader=HuggingFaceStorageReader(path))
+            dcp.load(self._tensors(), storage_reader=dcp.HuggingFaceStorageReader(path))
             state = json.loads((path / STATE).read_text())
         for name, item in self.stateful.items():
             item.load_state_dict(state[name])
@@ -111,6 +111,8 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Write the checkpoint after `step` steps, also in place of an earlier one, then delete all
         but the newest `--keep_last`. Collective."""
+        import torch.distributed.checkpoint as dcp
+
         final = self.checkpoints / f"step_{step:06d}"
         work = final.with_suffix(".tmp")
         if distributed.is_main():
@@ -119,7 +121,7 @@ class Checkpointer:
         tensors = self._tensors()
         # A rank holds a file in memory until it is written.
         file_of = {name: 1 + i // TENSORS_PER_FILE for i, name in enumerate(tensors)}
-        writer = HuggingFaceStorageWriter(str(work), file_of, save_distributed=True)
+        writer = dcp.HuggingFaceStorageWriter(str(work), file_of, save_distributed=True)
         dcp.save(tensors, storage_writer=writer)
         if distributed.is_main():
             state = {name: item.state_dict() for name, item in self.stateful.items()}
