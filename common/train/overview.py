@@ -42,8 +42,7 @@ def length_of_run(args: TrainArgs, data: Sized) -> str:
 def describe_data(
     args: TrainArgs, data, held_out: Sized, counts: Counter, eval_counts: Counter
 ) -> list[str]:
-    """Return lines about the rows that were dropped or changed, the data and the length of a
-    run."""
+    """Return lines about dropped or changed rows, the data and the length of a run."""
     lines = [f"{count} training rows {reason}" for reason, count in counts.items()]
     lines += [f"{count} held-out rows {reason}" for reason, count in eval_counts.items()]
     num_rows = len(data) if isinstance(data, Sized) else "a stream of"
