@@ -2,10 +2,10 @@
 
 A rank reads or samples its share of a step. The sequences then travel to the ranks that train on
 them, so that all ranks have the same work (placement.py). A number that a sample got before, such
-as its advantage, is found by the sample's index among those of all ranks:
+as its advantage, is found by its index, which counts the samples of all ranks:
 `mb.select(advantages_BG)`.
 
-This module shifts tokens, and compact.py those of shared prefixes. In a `Sample`, streams are
+Tokens are shifted here, and in tokens.py if prefixes are shared. In a `Sample`, streams are
 aligned with `ids`: `x[i]` describes the token `ids[i]`. The packer makes inputs `ids[:-1]` and
 targets `ids[1:]`, and aligns every stream with the targets: in a `PackedBatch`, `x_T[t]` describes
 the prediction of `targets_T[t]`.
@@ -17,15 +17,21 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, islice, pairwise, product
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.compact import compact_tokens
 from common.data.sample import Sample
-from common.data.tokens import ModelTokens, TokenSequence, joined, padding, sequence_of
+from common.data.tokens import (
+    CompactTokens,
+    ModelTokens,
+    TokenSequence,
+    compact_tokens,
+    joined,
+    padding,
+    sequence_of,
+)
 from common.parallel import context, distributed
 from common.parallel.context import context_group_size
 from common.parallel.placement import GroupShape, place_groups
@@ -36,11 +42,11 @@ class PackedBatch(ModelTokens):
 
     A rank without samples gets a padding token that is masked."""
 
-    compact: Any = None  # CompactTokens: what the model runs on, if it is not these tokens
+    compact: CompactTokens | None = None  # what the model runs on, if it is not these tokens
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     versions_T: Tensor | None = None
     weights_T: Tensor | None = None
-    turn_rewards_T: Tensor | None = None  # of ppo.py
+    turn_rewards_T: Tensor | None = None  # set by ppo.py
     # Streams that scripts add:
     old_logprobs_T: Tensor | None = None  # log-probs by the trainer at rollout time
     ref_logprobs_T: Tensor | None = None
@@ -54,11 +60,11 @@ class PackedBatch(ModelTokens):
     ):
         super().__init__(*tokens)
         self.loss_mask_T = loss_mask_T  # bool
-        self.index_N = index_N  # int64, on the host: index of each sample among those of all ranks
+        self.index_N = index_N  # int64, on the host: index of each sample, over all ranks
         self.num_samples = len(index_N)  # N, or 0 with one sequence of padding
         self.datasets = datasets  # name of the data set of each sample
-        of_sequences = [torch.full((length,), n) for n, length in enumerate(self.lengths)]
-        self.sequence_ids_T = torch.cat(of_sequences).to(loss_mask_T.device)  # int64, 0..N-1
+        numbers = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        self.sequence_ids_T = torch.from_numpy(numbers).to(loss_mask_T.device)  # int64, 0..N-1
         # Samples that this rank gave to the packer, by index. Other ranks may train on them.
         self.sent: dict[int, Sample] = {}
 
@@ -102,9 +108,9 @@ class PackedBatch(ModelTokens):
         """Masks of the trained tokens of each named dataset, by `/name`: [T] each, bool."""
         masks_T = {}
         for name in sorted({name for name in self.datasets if name is not None}):
-            is_of_dataset_N = torch.tensor([dataset == name for dataset in self.datasets])
-            is_of_dataset_T = is_of_dataset_N.to(self.loss_mask_T.device)[self.sequence_ids_T]
-            masks_T[f"/{name}"] = self.loss_mask_T & is_of_dataset_T
+            is_named_N = torch.tensor([dataset == name for dataset in self.datasets])
+            is_named_T = is_named_N.to(self.loss_mask_T.device)[self.sequence_ids_T]
+            masks_T[f"/{name}"] = self.loss_mask_T & is_named_T
         return masks_T
 
     @property
@@ -117,9 +123,9 @@ Minibatches = list[list[PackedBatch]]  # micro-batches of each
 
 
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
-    """Pack the samples of all ranks into micro-batches of at most `pack_tokens` targets per rank
-    (times the ranks of a context group for the whole group). Return this rank's micro-batches.
-    `samples` are this rank's share `[rank::ranks]` of a batch.
+    """Pack the samples of all ranks into micro-batches and return this rank's. A micro-batch has at
+    most `pack_tokens` targets, those of a context group as many for each of its ranks. `samples`
+    are this rank's share `[rank::ranks]` of a batch.
 
     Collective: every rank gets the same number of micro-batches, because forward and backward run
     FSDP collectives. A rank without samples in a micro-batch gets padding, whose loss is exactly
@@ -146,9 +152,9 @@ def pack_minibatches(
 ) -> Minibatches:  # fmt: skip
     """Divide the groups of all ranks into `count` minibatches of micro-batches, like `pack`.
 
-    `positions` has the position of each of this rank's groups among those of all ranks. Minibatch m
-    has the m-th of `count` equal parts of the groups, in the order of their positions, on any
-    number of ranks. Indices of samples have the same order. A group may be empty.
+    `positions` orders the groups of all ranks: it has a number for each of this rank's. In this
+    order the groups are cut into `count` equal parts, one for each minibatch, and samples get their
+    indices. So minibatches do not depend on the number of ranks. A group may be empty.
 
     Prefixes of at least `share_prefix` tokens that samples of a group have in common are computed
     once (docs/memory.md; 0: never). With `together` the samples of a group are neighbours in one
@@ -180,7 +186,7 @@ def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
 
 
 def positions_of_share(count: int) -> range:
-    """Return the positions of this rank's share `[rank::ranks]` of a batch, of `count` items."""
+    """Return the positions in a batch of this rank's share `[rank::ranks]`, of `count` items."""
     rank, ranks = distributed.rank(), distributed.world_size()
     return range(rank, rank + count * ranks, ranks)
 
@@ -213,24 +219,29 @@ def _pack(
     groups: list[dict[int, Sample]], pack_tokens: int, device: torch.device, share_prefix: int,
     together: bool,
 ) -> list[PackedBatch]:  # fmt: skip
-    """Pack one minibatch. `groups` are this rank's, with the index of each sample. In three stages:
-    all ranks place the groups of all of them by their shapes, the sequences travel to the ranks
-    that train on them, and each rank joins its own. Collective."""
+    """Pack one minibatch from this rank's groups of samples by index. In three stages: every rank
+    decides from the shapes of all groups where they go, the sequences travel to the ranks that
+    train on them, and each rank joins its own. Collective."""
     rank, ranks, R = distributed.rank(), distributed.world_size(), context_group_size()
 
-    # Place. A key (rank, i) stands for part i of that rank's groups; a row of keys has those of
-    # one micro-batch, by context group.
-    sequences = [_sequences(group, together) for group in groups]
-    shapes = [_shape(group, share_prefix) for group in sequences]
-    names = {name for sequence in chain(*sequences) for name in sequence.streams}
+    # Place. A key (rank, i) stands for part i of that rank's groups. Each of `rows` is a
+    # micro-batch: it has the keys of every context group.
+    sequences_of_groups = [_sequences(group, together) for group in groups]
+    shapes = [_shape(group, share_prefix) for group in sequences_of_groups]
+    sequences = [*chain(*sequences_of_groups)]
+    names = {name for sequence in sequences for name in sequence.streams}
     of_ranks = distributed.gather_objects((shapes, names))
     streams = sorted(set().union(*(names for _, names in of_ranks)))
     shapes = [shapes for shapes, _ in of_ranks]
     parts, rows = place_groups(shapes, ranks // R, pack_tokens * R, together)
-    _require_streams([*chain(*sequences)], streams)
+    for name, sequence in product(streams, sequences):
+        count, length = len(sequence.streams.get(name, ())), len(sequence.ids)
+        if count != length:
+            advice = "give every sample of a batch one number for each of its ids"
+            raise ValueError(f"stream {name}: {count} numbers for {length} ids; {advice}")
 
     # Travel. The ranks of a context group get the same sequences.
-    rest = chain(*sequences)
+    rest = iter(sequences)
     own = {}
     for key, part in parts.items():
         if key[0] == rank:
@@ -263,7 +274,7 @@ def _pack(
 
 def _sequences(group: dict[int, Sample], together: bool) -> list[TokenSequence]:
     sequences = [(i, each) for i, sample in group.items() for each in sample.sequences]
-    if not together:  # in lexical order, neighbours have the longest common prefixes
+    if not together:  # in lexical order, neighbours share the longest prefixes
         sequences.sort(key=lambda pair: pair[1].ids)
     return [sequence_of(index, each) for index, each in sequences]
 
@@ -280,14 +291,6 @@ def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
         if prefix + 1 >= share_prefix and before.images == sequence.images:
             shared[n] = prefix
     return GroupShape([sequence.num_targets for sequence in group], shared)
-
-
-def _require_streams(sequences: list[TokenSequence], streams: list[str]) -> None:
-    for name, sequence in product(streams, sequences):
-        count, length = len(sequence.streams.get(name, ())), len(sequence.ids)
-        if count != length:
-            advice = "give every sample of a batch one number for each of its ids"
-            raise ValueError(f"stream {name}: {count} numbers for {length} ids; {advice}")
 
 
 def _micro_batch(
