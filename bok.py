@@ -29,9 +29,8 @@ from torch import Tensor
 
 from common.config.flags import AtLeast2, NotNegative, Positive
 from common.config.objectives import LogKLArgs
-from common.config.online import OnlineArgs
+from common.config.online import OnlineArgs, TruncationArgs
 from common.config.parse import parse
-from common.config.sampling import TruncationArgs
 from common.data.packing import pack_minibatches, per_sample
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model

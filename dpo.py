@@ -32,10 +32,17 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import Needs, Positive
-from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
+from common.config.groups import (
+    TINY_GENERATE,
+    TINY_TRAINING,
+    EvalSampleArgs,
+    GenerateArgs,
+    ImageArgs,
+    PrefixArgs,
+    TrainArgs,
+)
 from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
-from common.config.training import EvalSampleArgs, GenerateArgs, ImageArgs, PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups

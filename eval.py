@@ -26,10 +26,9 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import MayChange, Needs, NotNegative, Positive
-from common.config.online import SamplingArgs
+from common.config.groups import ImageArgs
+from common.config.online import SamplingArgs, TruncationArgs
 from common.config.parse import parse
-from common.config.sampling import TruncationArgs
-from common.config.training import ImageArgs
 from common.data.encode import Encoder
 from common.data.rows import rows_of_split
 from common.evaluate import checkpoint_curve, completions_file

@@ -27,10 +27,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, Needs, NotNegative, Positive
+from common.config.groups import ImageArgs
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.config.training import ImageArgs
 from common.data.packing import count_trained, pack_minibatches
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model

@@ -29,9 +29,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
+from common.config.groups import (
+    TINY_GENERATE,
+    TINY_TRAINING,
+    EvalSampleArgs,
+    GenerateArgs,
+    TrainArgs,
+)
 from common.config.parse import parse
-from common.config.training import EvalSampleArgs, GenerateArgs
 from common.data.encode import Encoder, truncate
 from common.data.load import Samples, load_samples
 from common.data.messages import messages_field

@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import NotNegative, Positive
-from common.config.groups import TrainArgs
+from common.config.groups import PrefixArgs, TrainArgs
 from common.config.parse import parse
-from common.config.training import PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups, positions_of_share

@@ -21,9 +21,16 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
+from common.config.groups import (
+    TINY_GENERATE,
+    TINY_TRAINING,
+    EvalSampleArgs,
+    GenerateArgs,
+    ImageArgs,
+    StreamArgs,
+    TrainArgs,
+)
 from common.config.parse import parse
-from common.config.training import EvalSampleArgs, GenerateArgs, ImageArgs, StreamArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import pack

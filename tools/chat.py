@@ -27,9 +27,8 @@ from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
 from common.config.flags import STRICT
-from common.config.groups import BaseArgs
+from common.config.groups import BaseArgs, ImageArgs, LoRAArgs
 from common.config.parse import one_line
-from common.config.training import ImageArgs, LoRAArgs
 from common.data.encode import Encoder
 from common.model import lora
 from common.model.hub import (

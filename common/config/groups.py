@@ -1,30 +1,360 @@
-"""Flags of each kind of script, as unions of groups: `BaseArgs`, `TrainArgs`; in online.py
-`SamplingArgs` and `OnlineArgs`.
+"""Groups of flags for models, data and training, and the unions of groups that scripts share:
+`BaseArgs` for every script, `TrainArgs` for every script that trains. online.py has the groups and
+unions of scripts that sample.
 
-A group (training.py, sampling.py, objectives.py) is a pydantic dataclass without a base and a
-section of --help. The types of its flags carry their bounds (flags.py). A script's `Args` inherits
-what it needs in any order, overrides defaults and adds its own flags.
-Rules between flags are validators of their group or union, because pydantic runs those of all
-bases; rules of one script are in its `__post_init__`."""
+A group is a pydantic dataclass without a base and a section of --help. The types of its flags carry
+their bounds (flags.py). A script's `Args` inherits the groups that it needs, in any order,
+overrides defaults and adds its own flags. Rules between flags are validators of their group or
+union: pydantic runs the validators of all bases. Rules of one script are in its `__post_init__`."""
 
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
-from common.config.flags import MAY_CHANGE, STRICT, check_needs, marks_of
-from common.config.training import (
-    CheckpointArgs,
-    DataArgs,
-    HeldOutArgs,
-    LoRAArgs,
-    ModelArgs,
-    OptimArgs,
-    RunArgs,
+from common.config.flags import (
+    MAY_CHANGE,
+    STRICT,
+    BelowOne,
+    Gpus,
+    MayChange,
+    Needs,
+    NotNegative,
+    Positive,
+    Several,
+    check_needs,
+    eval_sets_of,
+    flags_of_adapter,
+    marks_of,
+    pairs_of,
+    weights_of,
 )
+
+CHAT = Needs(prompt_format=("auto", "chat"))
+LORA = Needs(lora_rank=True, adapter=True)
+
+
+@dataclass(config=STRICT)
+class ModelArgs:
+    """Model and compute"""
+
+    model: str = "tiny"
+    """Hugging Face id, id@revision, or folder of the starting model; tiny: a built-in Qwen3 with 1M
+    random parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic;
+    tiny-images: a built-in Idefics3 of images and text with 1M random parameters"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """data type of forward and backward passes; master weights, gradient reduction and the loss are
+    always float32. auto: bfloat16 on CUDA, float32 elsewhere. float16 has more digits but a smaller
+    range than bfloat16: gradients are scaled, and a step whose gradients overflow is skipped"""
+    compile: MayChange[bool] = False
+    """torch.compile for every transformer block and for the log-probs"""
+    pack_tokens: MayChange[Positive[int]] = 8192
+    """maximum tokens per forward pass on one rank; bounds memory. The same rows give the same
+    gradient; a small value lowers the default of max_length"""
+    context_ranks: MayChange[Positive[int]] = 1
+    """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x
+    context_ranks tokens"""
+
+    @property
+    def pack_capacity(self) -> int:
+        """Maximum tokens of sequences that have to share a pack."""
+        return self.pack_tokens * self.context_ranks
+
+    def require_fit(self, max_length: int | None, sequences: int = 1) -> None:
+        """Raise `ValueError` unless as many `sequences` of `max_length` tokens fit in a pack."""
+        if max_length and sequences * max_length > self.pack_capacity:
+            count = "a sequence" if sequences == 1 else f"{sequences} sequences"
+            raise ValueError(f"--max_length {max_length}: {count} must fit in {self.pack_flags}")
+
+    @property
+    def pack_flags(self) -> str:
+        """Flags that set `pack_capacity`, for messages."""
+        times = f" x --context_ranks {self.context_ranks}" if self.context_ranks > 1 else ""
+        return f"--pack_tokens {self.pack_tokens}{times}"
+
+
+@dataclass(config=STRICT)
+class PrefixArgs:
+    """Shared prefixes"""
+
+    share_prefix: MayChange[NotNegative[int]] = 16
+    """compute a prefix that samples of a group have in common, such as their prompt, once if it has
+    at least this many tokens; never changes the gradient; 0: never (docs/memory.md)"""
+
+
+@dataclass(config=STRICT)
+class DataArgs:
+    """Data and prompt format"""
+
+    dataset: Several[str] = ("arithmetic",)
+    """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .csv, .tsv), glob
+    ('data/*.jsonl'), folder of files, or built-in task (arithmetic, calculator, products, squares).
+    Several are joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
+    dataset_split: str = "train"
+    """split to train on; a file without splits is the split train"""
+    dataset_config: str | None = None
+    """configuration of a Hugging Face data set; default: main, if there are several; *: all"""
+    columns: Several[str] = ()
+    """renamed columns of training and held-out rows, as new=old: prompt=problem answer=solution"""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """treatment of rows that are malformed, empty, too long (where this is an error), or unusable
+    by a prompt template, environment or reward. error: end the run; skip: leave them out, and
+    report their number and the reasons"""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """format of prompts. chat: user turn of the chat template; plain: the text as it is; auto: chat
+    for chat models, lists of messages and `question` columns, if there is a template; else plain"""
+    system_prompt: Annotated[str | None, Needs(agent=None)] = None
+    """system turn, added to conversations without one; needs chat format"""
+    chat_template: Annotated[str | None, CHAT] = None
+    """Jinja file with a chat template in place of the tokenizer's; exported with the tokenizer"""
+    template_kwargs: Annotated[Several[str], CHAT] = ()
+    """additional variables for the chat template, as name=value: enable_thinking=false"""
+    special_text: Literal["token", "text"] = "token"
+    """reading of the text of a special token, such as <|im_end|>, within a message or a prompt.
+    token: as this token, with one line about the first; text: as its characters"""
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        weights_of(self.dataset)
+        pairs_of("columns", self.columns)
+        pairs_of("template_kwargs", self.template_kwargs)
+        return self
+
+    @property
+    def dataset_flag(self) -> str:
+        """The flag with its values, for messages."""
+        return f"--dataset {' '.join(self.dataset)}"
+
+
+@dataclass(config=STRICT)
+class RunArgs:
+    """Ranks, output and resume"""
+
+    shard_ranks: MayChange[Positive[int] | None] = None
+    """number of neighbouring ranks that share one copy of each model (FSDP); gradients are averaged
+    over the copies. Default: the ranks of a machine, or all ranks if machines differ"""
+    output_dir: MayChange[str] = ""
+    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png,
+    checkpoints/, hf/; default: runs/ and the name of the script"""
+    seed: int = 0
+    """seed of data order and sampling"""
+    resume: MayChange[Literal["auto", "never", "must"]] = "auto"
+    """treatment of an earlier run in output_dir. auto: resume from its newest checkpoint, if there
+    is one; must: fail if there is none; never: move it to `<output_dir>.old-1` and start over"""
+
+    @model_validator(mode="after")
+    def _check_output_dir(self) -> Self:
+        script = getattr(sys.modules.get(type(self).__module__), "__file__", None) or "run"
+        object.__setattr__(self, "output_dir", self.output_dir or f"runs/{Path(script).stem}")
+        return self
+
+
+@dataclass(config=STRICT)
+class HeldOutArgs:
+    """Held-out data"""
+
+    eval_dataset: Several[str] | None = None
+    """held-out data, in the forms of `dataset`; several are also evaluated one by one: a.jsonl
+    hard=b.jsonl gives eval_loss (all rows), eval_loss/a and eval_loss/hard; default: the split
+    `eval_split` of `dataset`, or training rows set aside if there is no such split"""
+    eval_split: str = "test"
+    """held-out split of `eval_dataset`, or of `dataset`"""
+    eval_size: Positive[int] | None = None
+    """maximum rows of each held-out data set, and the number of training rows that are set aside
+    without one; default: 256, and of training rows at most a tenth"""
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Self:
+        if self.eval_dataset is not None:
+            eval_sets_of(self.eval_dataset)
+        return self
+
+
+@dataclass(config=STRICT)
+class OptimArgs:
+    """Optimization"""
+
+    max_steps: MayChange[Positive[int] | None] = None
+    """number of training steps, each of one batch or rollout; default: computed from `epochs`"""
+    epochs: MayChange[Positive[float]] = 1.0
+    """passes over the training data, if max_steps is not given"""
+    lr: Positive[float] = 1e-5
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """learning rate after warmup: constant, or a linear or cosine decay to 0"""
+    warmup_steps: NotNegative[int] = 0
+    """steps of linear warmup from 0"""
+    adam_beta2: BelowOne = 0.95
+    """beta2 of AdamW: decay rate of the second moment"""
+    weight_decay: NotNegative[float] = 0.0
+    """weight decay of AdamW, on matrices only (not on norms and biases)"""
+    max_grad_norm: Positive[float] = 1.0
+    """maximum global norm of the gradient; a longer gradient is scaled down to it; 1e9: off"""
+    activation_checkpointing: MayChange[bool | None] = None
+    """recomputation of activations in the backward pass: far less memory, a third more compute;
+    default: on CUDA, true unless extras/plan predicts that the run fits without it"""
+    offload: MayChange[Literal["none", "optimizer", "all"]] = "none"
+    """state in host memory. optimizer: Adam moments, copied to the GPU one parameter at a time;
+    all: weights and gradients too, with the step on the host. Never changes the gradient"""
+
+
+@dataclass(config=STRICT)
+class CheckpointArgs:
+    """Evaluations, checkpoints and logs"""
+
+    save_every: MayChange[Positive[int]] = 100
+    """steps between checkpoints; there is always one after the last step"""
+    eval_every: MayChange[NotNegative[int]] = 100
+    """steps between evaluations; there is always one after the last step; 0: off"""
+    keep_last: MayChange[Positive[int]] = 2
+    """number of newest checkpoints to keep"""
+    keep_best: Annotated[MayChange[str | None], Needs(eval_every=True)] = None
+    """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or
+    eval_loss/hard; lower is better if the name ends with loss or perplexity"""
+    trace_every: Annotated[MayChange[NotNegative[int]], Needs(agent=None)] = 10
+    """steps between traces, which show the update token by token (extras/trace); the first and the
+    last step have one too; 0: off"""
+    dry_run: MayChange[Gpus | bool] = False
+    """check flags, all data and the rewards of ten rows, print the first row and the predicted
+    memory and time, and end without loading weights or writing files; 8xH100: for 8 of these GPUs,
+    on any machine (extras/plan/README.md)"""
+    log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
+    """destinations of metrics in addition to metrics.jsonl: wandb, which reads WANDB_PROJECT,
+    WANDB_NAME, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE=offline; tensorboard"""
+
+    @property
+    def planned_ranks(self) -> int | None:
+        """Number of GPUs of `--dry_run 8xH100`; without it, None."""
+        return int(self.dry_run.partition("x")[0]) if isinstance(self.dry_run, str) else None
+
+
+@dataclass(config=STRICT)
+class LoRAArgs:
+    """LoRA adapters"""
+
+    lora_rank: NotNegative[int] = 0
+    """rank of the adapters on linear layers; only adapters are trained, and the head of a reward or
+    value model; 0: no adapters, all weights are trained"""
+    lora_alpha: Annotated[Positive[float], LORA] = 32.0
+    """scale of the adapters: their output is multiplied by lora_alpha / lora_rank"""
+    lora_targets: Annotated[Several[str], LORA] = ("all-linear",)
+    """layers with an adapter: all-linear, attention, or endings of layer names such as q_proj
+    v_proj"""
+    adapter: str | None = None
+    """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT
+    library; it sets lora_rank, lora_alpha and lora_targets"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_adapter(cls, given: ArgsKwargs) -> ArgsKwargs:
+        flags = given.kwargs or {}
+        if isinstance(flags.get("adapter"), str):
+            flags = flags_of_adapter(flags["adapter"]) | flags
+        return ArgsKwargs(given.args, flags)
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if not self.lora_targets:
+            raise ValueError("--lora_targets needs at least one value")
+        wanted = {} if self.adapter is None else flags_of_adapter(self.adapter)
+        for flag in ("lora_rank", "lora_alpha") if wanted else ():  # layers: `read_adapter`
+            if (value := getattr(self, flag)) != wanted[flag]:
+                source = f"--adapter {self.adapter}, which sets {wanted[flag]}"
+                raise ValueError(f"--{flag} {value} contradicts {source}")
+        return self
+
+
+@dataclass(config=STRICT)
+class StreamArgs:
+    """Streaming"""
+
+    streaming: bool = False
+    """read training rows, from files or the hub, when they are drawn, not all at the start"""
+
+    @model_validator(mode="after")
+    def _check_stream(self: Any) -> Any:  # reads flags of `TrainArgs`
+        if not self.streaming:
+            return self
+        if self.max_steps is None:
+            raise ValueError("--streaming: the number of rows is unknown; set --max_steps")
+        if any(weights_of(self.dataset).values()):
+            problem = "data sets are read one after another; omit the weights"
+            raise ValueError(f"--streaming {self.dataset_flag}: {problem}")
+        if self.eval_every and self.eval_dataset is None:
+            advice = "name an --eval_dataset, or set --eval_every 0"
+            raise ValueError(f"--streaming sets no rows aside; {advice}")
+        return self
+
+
+@dataclass(config=STRICT)
+class EvalSampleArgs:
+    """Sampled validation"""
+
+    eval_samples: Annotated[
+        MayChange[Positive[int]], Needs(eval_every=True), Needs(eval_generate=True)
+    ] = 1
+    """completions of each held-out prompt in an evaluation; above 1: also eval/pass_at_k"""
+    eval_temperature: Annotated[
+        MayChange[NotNegative[float]], Needs(eval_every=True), Needs(eval_generate=True)
+    ] = 0.0
+    """sampling temperature of these completions; 0: greedy"""
+
+    @model_validator(mode="after")
+    def _check_eval_samples(self) -> Self:
+        if self.eval_samples > 1 and not self.eval_temperature:
+            problem = "greedy completions are equal; set --eval_temperature above 0"
+            raise ValueError(f"--eval_samples {self.eval_samples}: {problem}")
+        return self
+
+
+GENERATE = Needs(eval_generate=True)
+
+
+@dataclass(config=STRICT)
+class GenerateArgs:
+    """Evaluation by generation"""
+
+    eval_generate: Annotated[MayChange[NotNegative[int]], Needs(eval_every=True)] = 0
+    """number of held-out prompts that are completed before training and at each evaluation, for
+    eval/solved and eval/reward; 0: off"""
+    reward: Annotated[MayChange[Several[str]], GENERATE] = ("exact_match",)
+    """rewards of these completions (docs/rewards.md lists all)"""
+    max_new_tokens: Annotated[MayChange[Positive[int]], GENERATE] = 256
+    """maximum length of these completions, in tokens"""
+
+    @model_validator(mode="after")
+    def _check_generation(self: Any) -> Any:  # reads flags of `TrainArgs`
+        if self.eval_generate and self.max_new_tokens >= self.pack_capacity:
+            flag = f"--max_new_tokens {self.max_new_tokens}"
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}")
+        return self
+
+
+@dataclass(config=STRICT)
+class ImageArgs:
+    """Images (extras/images/README.md)"""
+
+    vision: Literal["frozen", "train"] | None = None
+    """vision tower of a model of images and text, for rows with images. frozen: keep its weights;
+    train: train it too; default: the language model is trained alone"""
+    max_pixels: Positive[int] | None = None
+    """maximum number of pixels of an image, which is scaled down to it and thus has fewer tokens;
+    default: that of the model's image processor"""
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        if self.vision == "train" and getattr(self, "lora_rank", 0):
+            raise ValueError("--vision train: adapters are for the language model; use frozen")
+        if self.vision is not None and getattr(self, "context_ranks", 1) > 1:
+            raise ValueError(f"--vision {self.vision} needs --context_ranks 1")
+        return self
+
+
+# ---- unions ----
 
 # Defaults for the built-in models and task, which need other values than real ones (parse.py).
 BUILT_IN_MODELS = ("tiny", "tiny-sft", "tiny-images")
@@ -103,9 +433,8 @@ def flags_of(args: BaseArgs) -> dict[str, Any]:
 
 
 def may_change(args: BaseArgs, then: dict[str, Any]) -> set[str]:
-    """Return the flags that may differ from `then`, those of the run that is resumed: flags marked
-    `MayChange` by the class of `args` or a base, and `max_staleness` if it had no effect then or
-    has none now."""
+    """Return the flags that may differ from `then`, the flags of the run that is resumed: all that
+    are marked `MayChange`, and `max_staleness` if it had no effect then or has none now."""
     free = {flag for flag, marks in marks_of(type(args)).items() if MAY_CHANGE in marks}
     has_effect = getattr(args, "rollout_ranks", 0) and then.get("rollout_ranks")
     return free if has_effect else free | {"max_staleness"}

@@ -98,8 +98,7 @@ class PreferenceArgs:
     """divergence that keeps the policy close to the reference (js: Jensen-Shannon; alpha: of order
     1/2, between reverse_kl and forward_kl)"""
     sft_weight: NotNegative[float] = 0.0
-    """weight of the chosen completion's negative log-likelihood per token, added to the loss
-    (RPO)"""
+    """weight of the chosen completion's negative log-likelihood per token in the loss (RPO)"""
 
     @property
     def loss_settings(self) -> dict[str, Any]:
@@ -133,8 +132,7 @@ class TeacherArgs:
     """column with the name of each row's teacher; _dataset: the source of --dataset with weights"""
     teacher_logprobs: Literal["live", "stored"] = "live"
     """live: computed in every step; stored (with --on_policy_fraction 0): the teacher's top_k
-    log-probs of the data are written once, before training, which then needs no teacher in
-    memory"""
+    log-probs of the data are computed once, and the training needs no teacher in memory"""
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:

@@ -1,15 +1,246 @@
-"""Flags of scripts that sample: `SamplingArgs`, and `OnlineArgs` of those that train on their
-samples (groups.py)."""
+"""Groups of flags (groups.py) for completions, rewards, engines and rollouts, and their unions:
+`SamplingArgs` for every script that samples, `OnlineArgs` for every script that trains on its
+samples."""
 
-from typing import ClassVar, Self
+from os.path import isfile
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT
-from common.config.groups import BaseArgs, TrainArgs
-from common.config.sampling import MODEL_KINDS, CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
-from common.config.training import EvalSampleArgs, PrefixArgs
+from common.config.flags import (
+    STRICT,
+    Fraction,
+    MayChange,
+    Needs,
+    NotNegative,
+    Positive,
+    PositiveFraction,
+    Real,
+    Several,
+    values_of,
+)
+from common.config.groups import CHAT, BaseArgs, EvalSampleArgs, PrefixArgs, TrainArgs
+
+# Requests that an engine runs at the same time. Their float32 logits (156 MB for 151,936 tokens)
+# exist several times.
+SLOTS = 256
+# Default share of a GPU's memory for an engine: on ranks that also train, and on other ranks.
+BESIDE_TRAINER = 0.4
+ALONE = 0.9
+# Default of --max_logprob_difference by compute dtype.
+LOGPROB_DIFFERENCE = dict(float32=1e-3, bfloat16=0.5, float16=0.1)
+
+
+def stop_string(text: str) -> str:
+    """Return the text of one value of `--stop`."""
+    if not text:
+        raise ValueError("is empty")
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def text_of(value: str | None) -> str | None:
+    """Return the text of the file with this name, or else the value itself."""
+    is_file = value is not None and isfile(value)
+    return Path(value).read_text(encoding="utf-8") if is_file else value
+
+
+EPISODE = Needs(environment=True, tools=True, agent=True)
+
+
+@dataclass(config=STRICT)
+class CompletionArgs:
+    """Prompts, completions and environments"""
+
+    prompt_template: Annotated[str | None, Needs(environment=None), Needs(agent=None)] = None
+    """text of the prompt with columns of the data in braces, e.g. `{problem} Put the answer in
+    \\boxed{{}}.`; default: the column prompt, or question"""
+    shots: NotNegative[int] = 0
+    """number of solved examples, the first rows of shots_split, for {shots} in prompt_template"""
+    shots_split: str = "dev"
+    """split of the data with the examples"""
+    shots_by: str | None = None
+    """column whose value examples share with the prompt, such as subject"""
+    shot_template: str | None = None
+    """text of an example, with columns in braces"""
+    overlong: Annotated[Literal["error", "drop"], Needs(agent=None)] = "error"
+    """treatment of prompts that leave no room for max_new_tokens in the model's context or in a
+    pack. error: end the run; drop: leave them out"""
+    samples_per_prompt: Positive[int] = 8
+    """completions sampled for each prompt (G)"""
+    max_new_tokens: Positive[int] = 256
+    """maximum length of a completion, in tokens"""
+    thinking_budget: Annotated[Positive[int] | None, Needs(agent=None), Needs(stop=None)] = None
+    """maximum tokens of a thought, in a turn: then the mark that ends thoughts is appended, without
+    loss, and the model goes on with its answer; default: no limit"""
+    temperature: Positive[float] = 1.0
+    """sampling temperature; the trainer divides its logits by it too"""
+    stop_token_ids: Several[NotNegative[int]] = ()
+    """ids of tokens that end a completion, in addition to the EOS tokens"""
+    stop: Several[Annotated[str, AfterValidator(stop_string)]] = ()
+    """texts that end a completion, at the token that completes one; \\n: newline, \\t: tab"""
+    environment: str | None = None
+    """environment that answers the model between its turns: calculator, or a user-defined one as
+    path/to/file.py:Class; needs `--reward environment`"""
+    agent: Annotated[str | None, CHAT] = None
+    """async function that plays an episode through an endpoint for chat completions, as
+    path/to/file.py:function (extras/agents/README.md)"""
+    tools: Annotated[Several[str], CHAT] = ()
+    """tools that the model may call between its turns: path/to/file.py (its functions with a
+    docstring), path/to/file.py:name (a function, or a class whose methods are tools), python, or
+    mcp:COMMAND, a server of the Model Context Protocol (extras/tools/README.md)"""
+    tool_parser: Annotated[str | None, Needs(tools=True, agent=True)] = None
+    """reader of the calls in a completion: hermes, openai, or the name of a tool parser of vLLM;
+    default: the one that fits the chat template"""
+    max_turns: Annotated[Positive[int], EPISODE] = 8
+    """maximum turns of the model per completion, whose tokens max_new_tokens bounds together;
+    maximum requests of an agent's episode"""
+    environment_timeout: Annotated[MayChange[Positive[float] | None], EPISODE] = None
+    """time limit in seconds for one answer of a user-defined environment, one call of a tool, or an
+    agent's episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it
+    has no reward; a call that exceeds it returns an error"""
+
+    @property
+    def answer_seconds(self) -> float:
+        """Seconds that an environment, a tool or an agent's episode may take."""
+        return self.environment_timeout or (10.0 if self.agent is None else 300.0)
+
+    @model_validator(mode="after")
+    def _check_episodes(self) -> Self:
+        if self.shots and "{shots}" not in (self.prompt_template or ""):
+            raise ValueError(f"--shots {self.shots} needs {{shots}} in --prompt_template")
+        if self.shots and self.shot_template is None:
+            raise ValueError(f"--shots {self.shots} needs --shot_template")
+        if self.tools and self.environment is not None:
+            raise ValueError("--tools and --environment exclude each other; give one of them")
+        return self
+
+
+JUDGE_KINDS = ("judge:", "rank:")  # rewards that ask a chat model
+MODEL_KINDS = ("model:", *JUDGE_KINDS)  # rewards by a model
+JUDGES = Needs(reward=JUDGE_KINDS, reward_model=JUDGE_KINDS)
+
+
+@dataclass(config=STRICT)
+class ScoringArgs:
+    """Rewards"""
+
+    reward: Several[str] = ("exact_match",)
+    """rewards, added up: exact_match, gsm8k, math, ... (docs/rewards.md lists all); your own as
+    path/to/file.py:function; reward models as model:PATH; chat models that judge a completion as
+    judge:PATH, or pairs as rank:PATH; by_row: the function in the row's column `reward`"""
+    reward_weights: Several[Real] = ()
+    """weight of each reward; default: all 1"""
+    rubric: Annotated[Several[str], JUDGES] = ()
+    """criteria of judges, for rows without a column `rubric`; rank:PATH default: overall quality"""
+    judge_prompt: Annotated[str | None, AfterValidator(text_of), JUDGES] = None
+    """question of judges, a text or a file, with {criterion}, {prompt}, {completion} or
+    {transcript} (rank:PATH: {first} and {second}) or columns in braces; default:
+    extras/judges/README.md"""
+    thoughts: Literal["cut", "keep"] = "cut"
+    """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: an
+    answer is the text behind the last finished thought; keep: thoughts are part of the answer"""
+    max_reward_errors: MayChange[Fraction] = 0.1
+    """maximum fraction of a step's rewards that could not be computed; above it the run stops"""
+    reward_timeout: MayChange[Positive[float]] = 10.0
+    """time limit in seconds per completion for math, code and user-defined rewards; a function of a
+    group gets as much for each completion of the group"""
+    reward_workers: MayChange[Positive[int]] = 4
+    """number of processes per rank that compute math, code and user-defined rewards"""
+    unsafe_code_execution: bool = False
+    """execution of programs (code rewards) even on machines that cannot confine them, without
+    Landlock or seccomp"""
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        if not self.reward and type(self).__dataclass_fields__["reward"].default:
+            raise ValueError("--reward needs at least one value")
+        if self.reward_weights and len(self.reward_weights) != len(self.reward):
+            count = len(self.reward_weights)
+            raise ValueError(f"--reward_weights has {count} values for {len(self.reward)} rewards")
+        return self
+
+
+VLLM = Needs(engine=("auto", "vllm"))
+
+
+@dataclass(config=STRICT)
+class EngineArgs:
+    """Inference engine"""
+
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """inference engine. auto: vllm if it is installed, else transformers, which is slower"""
+    tensor_parallel_size: Annotated[Positive[int], VLLM] = 1
+    """number of ranks that share one vLLM engine; must divide the number of generating ranks"""
+    engine_args: Annotated[Several[str], VLLM] = ()
+    """options of vLLM as name=value, by vLLM's names: max_num_seqs=64 gpu_memory_utilization=0.5
+    (default: 0.4 on ranks that also train, 0.9 on others); see docs/grpo.md"""
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """The options of `--engine_args` by name."""
+        return values_of("engine_args", self.engine_args)
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        memory = self.engine_options.get("gpu_memory_utilization", BESIDE_TRAINER)
+        if not (isinstance(memory, float) and 0 < memory < 1):
+            problem = "must be greater than 0 and less than 1"
+            raise ValueError(f"--engine_args gpu_memory_utilization={memory}: {problem}")
+        return self
+
+
+@dataclass(config=STRICT)
+class RolloutArgs:
+    """Rollouts"""
+
+    prompts_per_step: Positive[int] = 64
+    """prompts per rollout, over all ranks"""
+    minibatches: Positive[int] = 1
+    """minibatches per rollout: optimizer steps per epoch over it"""
+    epochs_per_rollout: Positive[int] = 1
+    """epochs over each rollout"""
+    missing_eos_penalty: NotNegative[float] = 0.0
+    """penalty subtracted from the reward of a truncated completion"""
+    rollout_ranks: MayChange[NotNegative[int]] = 0
+    """number of ranks dedicated to generation, the last ones; 0: every rank alternates between
+    generation and training"""
+    max_staleness: Annotated[NotNegative[int], Needs(rollout_ranks=True)] = 1
+    """maximum age, in steps, of the weights that sampled any trained token; above 1: more prompts
+    in flight; 0: rollout ranks and training ranks take turns"""
+    max_logprob_difference: Positive[float] | None = None
+    """maximum difference between the log-probs of engine and trainer, in nats, at the 99.9th
+    percentile of sampled tokens; their mean difference may be a tenth of it; the run stops if
+    either is exceeded; default: 1e-3 in float32, 0.5 in bfloat16, 0.1 in float16; 1e9: off"""
+
+    @model_validator(mode="after")
+    def _check_rollouts(self) -> Self:
+        if self.prompts_per_step % self.minibatches:
+            what = f"--prompts_per_step {self.prompts_per_step}"
+            raise ValueError(f"{what} must be a multiple of --minibatches ({self.minibatches})")
+        return self
+
+
+@dataclass(config=STRICT)
+class TruncationArgs:
+    """Truncated sampling"""
+
+    top_p: PositiveFraction = 1.0
+    """sample from the fewest tokens whose probabilities add up to this; 1: all tokens"""
+    top_k: NotNegative[int] = 0
+    """sample from this many most likely tokens; 0: all tokens"""
+    min_p: Fraction = 0.0
+    """sample from tokens with at least this fraction of the highest probability; 0: all tokens"""
+
+    @property
+    def truncation(self) -> dict[str, float] | None:
+        """The flags by name, None if they keep the whole distribution."""
+        flags = dict(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+        return None if flags == dict(top_p=1, top_k=0, min_p=0) else flags
+
+
+# ---- unions ----
 
 # Defaults for the built-in models and task, as in groups.py.
 TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, prompts_per_step=16,

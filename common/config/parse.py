@@ -182,7 +182,7 @@ def similar(name: str, known: list[str], mark: str = "") -> str:
 
 
 def one_line(error: ValueError) -> str:
-    """Return the message of an error; of pydantic's several, the first: `--lr -1 must be greater
+    """Return the message of an error, or the first of pydantic's messages: `--lr -1 must be greater
     than 0`."""
     if not isinstance(error, ValidationError):
         return str(error)
@@ -240,7 +240,7 @@ def sections(args_class: type[BaseArgs], words: Sequence[str] = ()) -> type:
 
 
 def texts(args_class: type[BaseArgs]) -> dict[str, tuple[type, str]]:
-    """Return the group that each flag belongs to and its text: the script's own, if it has one."""
+    """Return the group of each flag, and its text. A script may give a flag another text."""
     types = types_of(args_class)
     found: dict[str, tuple[type, str]] = {}
     for cls in (FileArgs, *args_class.__mro__[-2::-1]):

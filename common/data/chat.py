@@ -14,11 +14,11 @@ from typing import NamedTuple
 from jinja2 import Environment, nodes
 from jinja2.meta import find_undeclared_variables
 
-from common.config.specs import pairs_of, values_of
+from common.config.flags import pairs_of, values_of
 from common.data.messages import IMAGE, THOUGHT_KEYS, in_parts, opened_thought, with_thought
 from common.parallel import distributed
 
-# a probe conversation: templates may trim a turn or depend on earlier ones
+# Messages of the conversations that probe a template.
 MARK = "(here the model spoke)"
 ASKED = dict(role="user", content="?")
 SAID = dict(role="assistant", content=MARK)
@@ -30,23 +30,23 @@ _X = dict(x=dict(type="integer", description="x"), s=dict(type="string", descrip
 _PROBED = dict(name="probe", description="Probe.", parameters=dict(type="object", properties=_X))
 PROBE = dict(_source="--tools", tools=[dict(type="function", function=_PROBED)])
 RENDER_SECONDS = 10.0
-_OURS = ("messages", "tools", "add_generation_prompt")  # variables that `ChatTemplate.render` sets
+_OURS = ("messages", "tools", "add_generation_prompt")  # `ChatTemplate.render` sets these
 
 
 class TurnEnd(NamedTuple):
     """How a template ends a turn of the model."""
 
-    token: str  # the last one that the model samples
-    last: str  # text from the end of the answer up to and with `token`, in the last turn
-    tail: str  # all text after the answer of the last turn; begins with `last`
-    appended: bool = False  # the template leaves the token of a last turn out; it is added here
+    token: str  # the last token of the turn that the model samples
+    last: str  # what the model samples behind its answer: other tokens, if any, and `token`
+    tail: str  # all text behind the answer of the last turn; begins with `last`
+    appended: bool = False  # the template writes no token behind a last turn, so we add it
 
 
 class ChatTemplate:
     """Chat template of the tokenizer, with the variables of `--template_kwargs`.
 
-    Probes show how it writes what templates write differently: content as text or as a list of
-    parts, thoughts, turns of a developer, and the end of a turn."""
+    Templates differ in the form of the content they read (text or parts), in where they put
+    thoughts, in whether they know developers, and in how they end a turn. Probes find out."""
 
     def __init__(self, tokenizer, template_kwargs: tuple[str, ...] = (), label: str | None = None):
         """Parse `--template_kwargs`. Raises `ValueError` if the template does not render or ignores
@@ -56,21 +56,23 @@ class ChatTemplate:
         self.in_parts = self._reads_parts(label or f"--model {tokenizer.name_or_path}")
         self.reads, self.words = _names_read(tokenizer)
         self.kwargs = self._checked("--template_kwargs", _variables(template_kwargs))
-        self._shows_thoughts = {  # by whether the turn has calls
+        # Whether a thought beside the content is shown, in turns with calls and in others.
+        self._shows_thoughts = {
             "tool_calls" in turn: MARK in self._probe(ASKED, turn | dict(reasoning_content=MARK))
-            for turn in (SAID | dict(content="!"), CALLED)  # gpt-oss: a thought or content
+            for turn in (SAID | dict(content="!"), CALLED)
         }
         self.shows_developer = MARK in self._probe(SAID | dict(role="developer"), ASKED)
         prompt = self._probe(ASKED, add_generation_prompt=True)
         shared = os.path.commonprefix([prompt, self._probe(ASKED)])
-        self.header = prompt[len(shared) :] if shared else ""  # from a question to the reply
+        # text between a question and the reply, such as <|im_start|>assistant\n
+        self.header = prompt[len(shared) :] if shared else ""
+        # None if the template does not show the text of an assistant's turn
         self.end = self._find_end(SAID, ASKED, MARK)
-        """None if the template does not show the text of an assistant's turn"""
         marked = CALL | dict(function=dict(name=MARKED_CALL, arguments=dict(x=1)))
         self.end_of_calls = self._find_end(CALLED | dict(tool_calls=[marked]), RESULT, MARKED_CALL)
-        # found in turns.py, by the structure of a conversation
-        self.shown: set[tuple] = set()  # all its messages are in the rendering
-        self.usual: dict[tuple, bool] = {}  # its last turn has no text of other messages
+        # What turns.py finds out about each structure of a conversation:
+        self.shown: set[tuple] = set()  # structures whose messages are all in the rendering
+        self.usual: dict[tuple, bool] = {}  # whether the last turn has no text of other messages
 
     # ---- text ----
 
@@ -116,10 +118,10 @@ class ChatTemplate:
         return variables
 
     def normal(self, messages: list[dict]) -> list[dict]:
-        """Return the messages without what the template adds itself or has no place for: an
-        assistant's text ends before the tokens that end its turn; a thought stands where the
-        template reads thoughts, beside the content or in it; a developer is the system where the
-        template has only that."""
+        """Return the messages in the form that the template expects. An assistant's text ends
+        before the tokens that end its turn, because the template adds them. A thought stands beside
+        the content if the template reads it there, else in the content. A developer becomes the
+        system if the template knows no developers."""
         end = any_of([self.end.token if self.end else "", self.tokenizer.eos_token or ""]).pattern
         normal = []
         for message in messages:
@@ -168,23 +170,23 @@ class ChatTemplate:
             return ""
 
     def _find_end(self, turn: dict, after: dict, mark: str) -> TurnEnd | None:
-        """Return how the template ends `turn`, whose text has `mark`: the last token that stands
-        behind it whether or not the conversation goes on, up to other text."""
+        """Return how the template ends `turn`, whose text has `mark`: by the last token that stands
+        behind it both at the end of a conversation and where the conversation goes on."""
         _, found, tail = self._probe(ASKED, turn).partition(mark)
         _, _, earlier = self._probe(ASKED, turn, after).partition(mark)
         if not found:
             return None
         shared = os.path.commonprefix([tail, earlier or tail])
         tokens = self.added_tokens(tail)
-        # <|im_end|>; Cohere ends turns with two tokens
+        # <|im_end|> of most templates; Cohere ends turns with two tokens.
         common = [(token, end) for token, end in tokens if end <= len(shared)]
-        # gpt-oss: <|return|> ends the last turn, <|end|> earlier ones
+        # gpt-oss ends the last turn with <|return|>, earlier ones with <|end|>.
         chosen = common[-1:] or tokens[:1]
         appends = mark != MARK and self.end is not None and self.end.appended
         if chosen and not appends:
             ((token, end),) = chosen
             return TurnEnd(token, tail[:end], tail)
-        # GLM: the token of the next role ends a turn
+        # GLM writes no end: the model stops with the token of the next role.
         behind = earlier[len(shared) :]
         token, end = next(iter(self.added_tokens(behind)), ("", 0))
         if not token or behind[:end].strip() != token or token == self.tokenizer.bos_token:
@@ -200,7 +202,7 @@ def _names_read(tokenizer) -> tuple[set[str], set[str]]:
     names: set[str] = set()
     words: set[str] = set()
     for template in templates.values() if isinstance(templates, dict) else [templates]:
-        # tags of transformers around an assistant's text, which plain jinja does not parse
+        # Plain jinja cannot parse these tags, which transformers knows.
         plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
         parsed = environment.parse(plain)
         words |= {node.attr for node in parsed.find_all(nodes.Getattr)}
@@ -218,7 +220,7 @@ def _variables(template_kwargs: tuple[str, ...]) -> dict[str, object]:
 
 
 def any_of(words: Iterable[str]) -> re.Pattern:
-    """Return a pattern of the longest of `words` that stands at a place; never of blanks."""
+    """Return a pattern that finds `words`, the longest one first, and ignores blank words."""
     words = sorted(filter(str.strip, words), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 

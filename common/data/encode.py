@@ -1,6 +1,7 @@
-"""Rows -> token ids with loss masks. The columns of a row determine its use, as in TRL."""
+"""Rows -> token ids with loss masks. As in TRL, the columns of a row determine its use."""
 
 from dataclasses import replace
+from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import BaseArgs
@@ -13,8 +14,8 @@ from common.parallel import distributed
 
 
 class Encoder:
-    """Encoder of rows for training and sampling. The ids are those of the whole text; a prompt has
-    the same ids in training as in sampling."""
+    """Encoder of rows for training and sampling. A text is rendered whole before it is tokenised,
+    and a prompt has the same ids in training as in sampling."""
 
     def __init__(self, tokenizer, args: BaseArgs):
         self.tokenizer = tokenizer
@@ -25,12 +26,16 @@ class Encoder:
         if tokenizer.chat_template is not None and args.prompt_format != "plain":
             self.chat = ChatTemplate(tokenizer, args.template_kwargs)
         else:
-            _require_no_chat_flags(args)
+            names = ["system_prompt", "template_kwargs"]
+            given = [name for name in names if getattr(args, name)]
+            for flag in ["prompt_format chat"] if args.prompt_format == "chat" else given:
+                problem = "the tokenizer has no chat template, or --prompt_format plain"
+                raise ValueError(f"--{flag}: {problem} does not use it; set --chat_template")
         self.ends = {tokenizer.eos_token} - {None, ""}  # texts that end a completion
         if self.chat and self.chat.end and self.chat.end.token:
             self.ends.add(self.chat.end.token)
         self.text_ids = TextIds(tokenizer, self.ends, reads_hidden=args.special_text == "text")
-        self.said: dict[str, str] = {}  # notes by kind, each of which is printed once
+        self.said: dict[str, str] = {}  # the note of each kind that has been printed
         self.images = None
         if args.vision is not None:
             with extra("images", f"--vision {args.vision}"):
@@ -76,8 +81,8 @@ class Encoder:
         calls: list[dict] | None = None,
         tools: list[dict] | None = None,
     ) -> list[int]:
-        """Return the ids between two turns of the model, with `messages` in them: from the first
-        turn's end token to the start of the second. They include that end token if the first turn
+        """Return the ids of `messages` between two turns of the model: from behind the end token of
+        the first turn to the start of the second. They begin with that end token if the first turn
         stopped at another `last_token`. `calls`: tool calls of the first turn."""
         row = dict(_source="the messages between two turns", tools=tools)
         turn = SAID | dict(content="", tool_calls=calls) if calls else SAID
@@ -93,7 +98,7 @@ class Encoder:
     def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
         """Encode a supervised row. The completion or every assistant turn is trained, with its EOS;
         with `train_on_all` everything but images."""
-        if columns in (("messages",), ("conversations",)):  # the latter in ShareGPT
+        if columns in (("messages",), ("conversations",)):  # ShareGPT has conversations
             messages = self._messages(row, columns[0])
             if self.chat is None:
                 raise bad_row(row, f"column {columns[0]} needs a chat template, not plain")
@@ -118,8 +123,8 @@ class Encoder:
 
     def completion(self, row: dict, prompt: str, completion: str) -> Sample:
         """Encode a prompt and a completion up to the last trained token, for objectives that score
-        completions. Raises `ValueError` for a completion without text, or one with a turn that is
-        not trained."""
+        completions. Raises `ValueError` for a completion without text, or with a turn that cannot
+        be trained."""
         messages = messages_field(row, completion)
         last = messages[-1] if messages else dict(content=str(row.get(completion, "?")))
         if not (last.get("tool_calls") or last["content"].strip()):
@@ -158,15 +163,11 @@ class Encoder:
         return Sample(prompt_ids + ids, mask, prompt_length=len(prompt_ids), row=row)
 
     def _chat_sample(self, row: dict, rendering: Rendering) -> Sample:
-        cuts: list[int] = []
-        trained: list[bool] = []  # of the piece that each cut ends
-        for turn in rendering.turns:
-            cuts += (turn.start, turn.end)
-            trained += (False, turn.trained)
-        pieces = self._pieces(row, rendering.text, cuts)
+        cuts = [*chain(*((turn.start, turn.end) for turn in rendering.turns))]
+        trained = [*chain(*((False, turn.trained) for turn in rendering.turns)), False]
         ids: list[int] = []
         mask: list[bool] = []
-        for piece, is_trained in zip(pieces, [*trained, False], strict=True):
+        for piece, is_trained in zip(self._pieces(row, rendering.text, cuts), trained, strict=True):
             ids += piece
             mask += [is_trained] * len(piece)
         prompt_length = mask.index(True) if True in mask else len(ids)
@@ -175,7 +176,7 @@ class Encoder:
     # ---- messages and text ----
 
     def _messages(self, row: dict, column: str) -> list[dict] | None:
-        """Return a column as messages, None if it is none. Report keys that nothing reads."""
+        """Return a column as messages, None if it has none. Report keys that nothing reads."""
         messages = messages_field(row, column)
         if messages and self.chat:
             for key in sorted(unread_keys(given_messages(row, column), self.chat.words)):
@@ -206,8 +207,8 @@ class Encoder:
         self, row: dict, value: object, has_end: bool = False, has_bos: bool = False
     ) -> object:
         """Return a text of the data, or a value with texts, as `--special_text` reads it: report
-        the first special token in it, or keep it as text. With `has_end`, the token that ends
-        turns, or EOS, may end a text; with `has_bos`, BOS may begin one."""
+        the first special token, or hide all so that they stay text. With `has_end`, a token that
+        ends turns may end the text; with `has_bos`, BOS may begin it."""
         if isinstance(value, dict):
             return {key: self._read(row, item) for key, item in value.items()}
         if isinstance(value, list):
@@ -257,8 +258,8 @@ class Encoder:
     # ---- images ----
 
     def _with_images(self, row: dict, messages: list[dict]) -> list[dict]:
-        """Return messages with a mark for each image of the row, which becomes a file. Raises
-        `ValueError` for a run without support for images, and for videos and sounds."""
+        """Return messages with a mark for each image; images become files. Raises `ValueError` for
+        videos and sounds, and for images in a run without `--vision`."""
         for name in ("video", "videos", "audio", "audios"):
             if row.get(name):
                 advice = f"only text and images are supported; --columns _{name}={name} ignores it"
@@ -272,7 +273,7 @@ class Encoder:
         return messages
 
     def _plain(self, row: dict, text: str, has_end: bool = False) -> str:
-        """Return the text of a prompt without a chat template as the tokenizer gets it."""
+        """Return the text that the tokenizer gets for a prompt without a chat template."""
         (message,) = self._with_images(row, [dict(role="user", content=text)])
         text = self._read(row, message["content"], has_end, has_bos=True)
         return text if self.images is None else self.images.in_plain_text(text)
@@ -281,14 +282,6 @@ class Encoder:
 def format_of(tokenizer, args: BaseArgs) -> str:
     """Return `--prompt_format`, as `load_tokenizer` has chosen it for the policy's tokenizer."""
     return getattr(tokenizer, "prompt_format", args.prompt_format)
-
-
-def _require_no_chat_flags(args: BaseArgs) -> None:
-    """Raise `ValueError` for a flag that has no effect without a chat template."""
-    given = [name for name in ("system_prompt", "template_kwargs") if getattr(args, name)]
-    for flag in ["prompt_format chat"] if args.prompt_format == "chat" else given:
-        problem = "the tokenizer has no chat template, or --prompt_format plain does not use it"
-        raise ValueError(f"--{flag}: {problem}; set --chat_template")
 
 
 def truncate(sample: Sample, length: int) -> Sample:

@@ -10,11 +10,9 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import chain
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.data.tasks import TASKS
 from common.parallel import distributed
@@ -23,20 +21,20 @@ from common.parallel.distributed import first_line
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .csv or .tsv"
-OURS = ("_dataset", "_folder", "_images")  # columns that only we add
+OURS = ("_dataset", "_folder", "_images")  # we add these columns; the data's are ignored
 
 
 class BadRows:
     """Errors of unusable rows. With `--on_bad_row error` the first one ends the run; with `skip`
-    they are reported, one line for each kind: those that differ in locations and numbers only."""
+    there is one line for all errors that differ in places and numbers only."""
 
     def __init__(self, on_bad_row: str):
         self.skip = on_bad_row == "skip"
         self.errors: list[str] = []
 
     def add(self, error: ValueError, where: str) -> None:
-        """Record the error of a row. Raises it if rows are not skipped, or if it does not start
-        with `where`, the location of the row, and thus does not concern the row."""
+        """Record the error of a row. Raises it if rows are not skipped, and if it does not start
+        with `where`, the place of the row: then it is not about the row."""
         if not self.skip or not str(error).startswith(where):
             raise error
         self.errors.append(str(error))
@@ -50,34 +48,37 @@ class BadRows:
 
 
 class Shard(NamedTuple):
-    """A file or a table."""
+    """A file or a table: a part of the rows of a split."""
 
-    label: str  # of errors
-    name: str  # of its rows' places
-    read: Callable[[], Iterable[tuple[int, object]]]  # its rows, or their errors, with numbers
-    columns: dict = {}  # further ones of each row
+    label: str  # how its errors begin
+    name: str  # how the places of its rows begin
+    content: Path | Iterable[object]
+    columns: dict = {}  # further columns of each row
 
     def rows(self, bad: BadRows) -> Iterator[dict]:
         """Yield the rows. Raises `ValueError` if it cannot be read or, unless skipped, for a bad
         row."""
         try:
-            for number, row in self.read():
+            if not isinstance(self.content, Path):
+                numbered = enumerate(self.content, 1)
+            elif kind_of(self.content) in JSON:
+                numbered = _json_rows(self.label, self.content, bad)
+            elif kind_of(self.content) in SEPARATORS:
+                numbered = _csv_rows(self.label, self.content, bad)
+            else:
+                numbered = enumerate(_parquet_rows(self.content), 1)
+            for number, row in numbered:
                 place = f"{self.name}:{number}"
                 if isinstance(row, dict):
                     own = {column: row[column] for column in row if column not in OURS}
                     yield own | self.columns | dict(_source=place)
                 else:
-                    other = ValueError(f"{self.label}: {place} is not an object")
-                    bad.add(row if isinstance(row, ValueError) else other, self.label)
-        except Exception as error:  # of the disk, the network, csv, pyarrow or datasets
+                    bad.add(ValueError(f"{self.label}: {place} is not an object"), self.label)
+        except Exception as error:  # the disk, the network, csv, pyarrow and datasets raise others
             if str(error).startswith(self.label):
                 raise
             problem = first_line(error.__cause__ or error)
             raise ValueError(f"{self.label}: cannot be read: {problem}") from error
-
-
-def _numbered(rows: Callable[[], Iterable]) -> Callable[[], Iterable]:
-    return lambda: enumerate(rows(), 1)
 
 
 def open_split(
@@ -85,15 +86,15 @@ def open_split(
     is_alone: bool = True,
 ) -> list[Shard] | None:  # fmt: skip
     """Open a split of a dataset, or return None if the dataset has no such split. With `streaming`
-    data of the hub is not downloaded first. Unless the dataset `is_alone`, places of rows have the
-    paths of files: names may be those of another one. Raises `ValueError` if there is no such
-    dataset, or if it cannot be read."""
+    data of the hub is not downloaded first. Unless the dataset `is_alone`, the place of a row has
+    the whole path: another dataset may have a file with this name. Raises `ValueError` if there is
+    no such dataset, or if it cannot be read."""
     label = f"{flag} {dataset}"
     path = Path(dataset).expanduser()
     if dataset in TASKS:
         if split not in ("train", "test"):
             return None
-        return [Shard(label, f"{dataset}/{split}", _numbered(partial(TASKS[dataset], split)))]
+        return [Shard(label, f"{dataset}/{split}", TASKS[dataset](split))]
     if os.path.isdir(path):
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved_shards(label, path, split)
@@ -104,12 +105,20 @@ def open_split(
         raise ValueError(f"{label}: no such file")
     else:
         return _hub_shards(label, dataset, split, config, streaming)
-    is_name_enough = is_alone and len({file.name for file in files}) == len(files)
-    return [_file_shard(f"{flag} {file}", file, is_name_enough) for file in files] or None
+    for file in files:
+        if not kind_of(file):
+            raise ValueError(f"{flag} {file}: expected a {KINDS} file")
+    has_names = is_alone and len({file.name for file in files}) == len(files)
+    return [
+        # paths in the rows are relative to the folder of the file
+        Shard(f"{flag} {file}", file.name if has_names else str(file), file,
+              dict(_folder=str(file.parent)))
+        for file in files
+    ] or None  # fmt: skip
 
 
 def files_named(dataset: str) -> list[Path]:
-    """Return the file, or what matches a pattern except folders, sorted; none for a folder."""
+    """Return the file, or the files that match a pattern, sorted; none for a folder."""
     path = Path(dataset).expanduser()
     names = [path] if os.path.lexists(path) else sorted(glob.glob(str(path), recursive=True))
     return [Path(name) for name in names if not os.path.isdir(name)]
@@ -166,47 +175,33 @@ def _files_of_folder(label: str, folder: Path, split: str) -> list[Path]:
 # ---- files ----
 
 
-def _file_shard(label: str, path: Path, is_name_enough: bool) -> Shard:
-    """Open a file, whose rows have the folder of the paths in them."""
-    kind = kind_of(path)
-    if not kind:
-        raise ValueError(f"{label}: expected a {KINDS} file")
-    read = _json_rows if kind in JSON else _csv_rows if kind in SEPARATORS else _parquet_rows
-    name = path.name if is_name_enough else str(path)
-    return Shard(label, name, partial(read, label, path), dict(_folder=str(path.parent)))
-
-
 def _lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file. Only a line feed ends one: JSON may contain U+2028, at which
     `str.splitlines` would split. pyarrow notices a truncated .gz or .zst file."""
     import pyarrow
 
     with pyarrow.input_stream(str(path), compression="detect") as stream:
-        # utf-8-sig: without the byte order mark of some editors
+        # utf-8-sig skips the byte order mark that some editors write.
         yield from io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="\n")
 
 
-def _json_rows(label: str, path: Path) -> Iterator[tuple[int, object]]:
-    """Yield the value of each line or, of a file that begins with `[`, the members of this list."""
+def _json_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, object]]:
+    """Yield the value of each line or, if the file begins with `[`, the members of this list."""
+    texts = ((line, text) for line, text in enumerate(_lines(path), 1) if text.strip())
     first = next((text for text in _lines(path) if text.strip()), "")
-    if not first.lstrip().startswith("["):
-        lines = enumerate(_lines(path), 1)
-        yield from ((line, _parsed(label, line, text)) for line, text in lines if text.strip())
-        return
-    rows = _parsed(label, 1, "".join(_lines(path)))
-    if isinstance(rows, ValueError):
-        raise rows
-    yield from enumerate(rows, 1)
-
-
-def _parsed(label: str, line: int, text: str) -> Any:
-    """Return the value of a text that begins in `line` of its file, or its error."""
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:  # also of a key twice, or a long number
-        line += getattr(error, "lineno", 1) - 1
-        problem = getattr(error, "msg", None) or first_line(error)
-        return ValueError(f"{label}: line {line} is not valid JSON: {problem}")
+    is_list = first.lstrip().startswith("[")
+    for line, text in [(1, "".join(_lines(path)))] if is_list else texts:
+        try:
+            value = json.loads(text, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:  # JSON may also be too deep
+            line += getattr(error, "lineno", 1) - 1
+            problem = getattr(error, "msg", None) or first_line(error)
+            refusal = ValueError(f"{label}: line {line} is not valid JSON: {problem}")
+            if is_list:
+                raise refusal from error
+            bad.add(refusal, label)
+        else:
+            yield from enumerate(value, 1) if is_list else [(line, value)]
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
@@ -217,7 +212,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict:
     return value
 
 
-def _csv_rows(label: str, path: Path) -> Iterator[tuple[int, object]]:
+def _csv_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]]:
     """Yield the rows of a table of text. Every value is the text in the file, such as 07, NA or
     None; an empty one is None. Columns without a name, such as an index, are left out."""
     csv.field_size_limit(sys.maxsize)
@@ -233,15 +228,15 @@ def _csv_rows(label: str, path: Path) -> Iterator[tuple[int, object]]:
             yield number, {column: value or None for column, value in values if column}
         else:
             problem = f"row {number} has {len(row)} values for {len(columns)} columns"
-            yield number, ValueError(f"{label}: {problem}")
+            bad.add(ValueError(f"{label}: {problem}"), label)
 
 
-def _parquet_rows(label: str, path: Path) -> Iterator[tuple[int, object]]:
+def _parquet_rows(path: Path) -> Iterator[dict]:
     """Yield the rows of a table with types."""
     from pyarrow import parquet
 
-    batches = parquet.ParquetFile(path).iter_batches()
-    return enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1)
+    for batch in parquet.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
 
 
 # ---- the library `datasets` ----
@@ -251,57 +246,59 @@ def _saved_shards(label: str, folder: Path, split: str) -> list[Shard] | None:
     """Open a split that `save_to_disk` of a `Dataset` or `DatasetDict` wrote; None without it."""
     import datasets
 
-    saved = _loaded(label, datasets.load_from_disk, str(folder))
-    splits = saved if isinstance(saved, datasets.DatasetDict) else dict(train=saved)
-    if split not in splits:
-        return None
-    return [Shard(label, f"{folder}/{split}", _numbered(splits[split].to_list))]
+    try:
+        saved = datasets.load_from_disk(str(folder))
+        splits = saved if isinstance(saved, datasets.DatasetDict) else dict(train=saved)
+        if split not in splits:
+            return None
+        return [Shard(label, f"{folder}/{split}", splits[split].to_list())]
+    except Exception as error:  # the disk, pyarrow and datasets raise others
+        raise ValueError(f"{label}: {first_line(error)}") from error
 
 
 def _hub_shards(
     label: str, dataset: str, split: str, config: str | None, streaming: bool
 ) -> list[Shard] | None:
     """Open a split of a hub dataset, None without the split; images are bytes. The configuration
-    `*` is all of them, by name in the column `config`; the default one is `main` where several
-    exist, as in openai/gsm8k."""
-    import datasets
-
-    is_all = config == "*"
-    shards = []
-    for name in _loaded(label, datasets.get_dataset_config_names, dataset) if is_all else [config]:
-        load = partial(_loaded, label, datasets.load_dataset, split=split, streaming=streaming)
-        try:
-            table = load(dataset, name)
-        except ValueError as error:
-            if name is not None or "'main'" not in str(error.__cause__):
-                raise
-            table = load(dataset, "main")
-        if table is None:
-            continue
-        place = "/".join(filter(None, (dataset, name, split)))
-        columns = dict(config=name) if is_all else {}
-        count = table.num_shards if streaming else 1
-        for i in range(count):
-            part, whole = (table.shard(count, i), f"{place}/{i}") if count > 1 else (table, place)
-            rows = partial(part.decode, False) if streaming else part.to_list
-            shards.append(Shard(label, whole, _numbered(rows), columns))
-    return shards or None
-
-
-def _loaded(label: str, load: Callable, *names: str | None, **options):
-    """Return the result of a function of `datasets`, without progress bars and warnings; None
-    without the split."""
+    `*` means all of them; a column `config` has their names."""
     import datasets
     import huggingface_hub
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     huggingface_hub.logging.set_verbosity_error()
+    shards = []
     try:
-        return load(*names, **options)
-    except Exception as error:  # of the disk, the network, the hub, pyarrow or datasets
+        is_all = config == "*"
+        for name in datasets.get_dataset_config_names(dataset) if is_all else [config]:
+            table = _hub_table(dataset, name, split, streaming)
+            if table is None:
+                continue
+            place = "/".join(filter(None, (dataset, name, split)))
+            columns = dict(config=name) if is_all else {}
+            if streaming:
+                for i in range(count := table.num_shards):
+                    part = table.shard(count, i).decode(False)
+                    shards.append(Shard(label, f"{place}/{i}", part, columns))
+            else:
+                shards.append(Shard(label, place, table.to_list(), columns))
+    except Exception as error:  # the disk, the network, the hub, pyarrow and datasets raise others
+        missing = "no such file or folder, and not found on the hub: "
+        missing = missing if isinstance(error, OSError) else ""
+        raise ValueError(f"{label}: {missing}{first_line(error)}") from error
+    return shards or None
+
+
+def _hub_table(dataset: str, config: str | None, split: str, streaming: bool):
+    """Return a split of a hub dataset, None without the split. The default configuration is `main`
+    where several exist, as in openai/gsm8k."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(dataset, config, split=split, streaming=streaming)
+    except ValueError as error:
         if "Unknown split" in str(error) or "Bad split" in str(error):
             return None
-        is_missing = isinstance(error, OSError) and load is not datasets.load_from_disk
-        missing = "no such file or folder, and not found on the hub: " if is_missing else ""
-        raise ValueError(f"{label}: {missing}{first_line(error)}") from error
+        if config is None and "'main'" in str(error):
+            return _hub_table(dataset, "main", split, streaming)
+        raise

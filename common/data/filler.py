@@ -27,7 +27,7 @@ def template_filler(flag: str, template: str) -> Callable[[dict], str]:
         values = {column: value for column, value in columns.items() if value is not None}
         try:
             return template.format_map(values)
-        except Exception as error:  # of a column that is missing, or of another type
+        except Exception as error:  # a column is missing, or has another type
             problem = distributed.first_line(error)
             if isinstance(error, KeyError):
                 problem = f"no column {error.args[0]}"

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
@@ -23,14 +22,14 @@ from common.data.rows import (
 from common.data.sample import Sample
 from common.parallel import distributed
 
-ROWS_AT_ONCE = 1000  # that a rank encodes before the ranks exchange their samples
+ROWS_AT_ONCE = 1000  # rows that a rank encodes before the ranks exchange their samples
 
-SampleGroup = list[Sample]  # the samples of a row
+SampleGroup = list[Sample]  # the samples of one row
 EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], SampleGroup]
 
 
 class Samples(Sequence):
-    """Groups of samples, which `make` makes when they are read; `rows` has the data row of each."""
+    """Groups of samples, one for each of `rows`. `make(i)` makes group i whenever it is read."""
 
     def __init__(self, rows: list[dict], make: Callable[[int], SampleGroup]):
         self.rows = rows
@@ -51,12 +50,12 @@ def load_samples(
     encode_row: EncodeRow, choices: Sequence[Columns], tokenizer, args: TrainArgs,
     optional: Sequence[str] = (), streams: bool = False,
 ) -> list[tuple[Samples, Counter]]:  # fmt: skip
-    """Return the samples of the training rows and of the held-out rows, each with the number of
-    rows that were dropped or changed, by reason. With `streams` training rows are read when they
-    are drawn.
+    """Return samples of training rows and of held-out rows. With each comes a counter: how many
+    rows were dropped or changed, by reason. With `streams` training rows are read when they are
+    drawn.
 
-    `encode_row(row, columns, encoder, args)` makes the group of samples of a row. The columns are
-    the first of `choices` that the data has, and those of `optional` that any row has. Collective.
+    `encode_row(row, columns, encoder, args)` makes the group of samples of a row. `columns` are the
+    first of `choices` that the data has, and each of `optional` that any row has. Collective.
     Raises `ValueError` for a bad row, and if no row is left."""
     if streams:
         with extra("streaming", "--streaming"):
@@ -83,34 +82,32 @@ def say_unread(rows: list[dict], columns: Columns) -> None:
         distributed.say(f"not used in training: {', '.join(unread)}")
 
 
-class Encoded(NamedTuple):
-    """What has become of a row."""
-
-    group: SampleGroup | None = None  # None: it was dropped
-    counts: tuple[str, ...] = ()  # why it was dropped, or how it was changed
-    error: ValueError | None = None
-
-
 def encode_all(
     encode_row: EncodeRow, rows: list[dict], columns: Columns, encoder: Encoder, args: TrainArgs
 ) -> tuple[Samples, Counter]:
-    """Return the samples of all rows on every rank, and the number of rows that were dropped or
-    changed, by reason; each rank has encoded a part. Collective. Raises the error of the first bad
-    row on every rank."""
+    """Return the samples of all rows, and how many rows were dropped or changed, by reason. Every
+    rank encodes a part of the rows and gets all samples. Collective. Raises the error of the first
+    bad row on every rank."""
     groups: list[SampleGroup] = []
     counts: Counter = Counter()
     bad = BadRows(args.on_bad_row)
     for start in range(0, len(rows), ROWS_AT_ONCE * distributed.world_size()):
         first = start + ROWS_AT_ONCE * distributed.rank()
-        own_rows = rows[first : first + ROWS_AT_ONCE]
-        own = [encode(encode_row, row, columns, encoder, args) for row in own_rows]
+        own = []
+        for row in rows[first : first + ROWS_AT_ONCE]:
+            try:
+                own.append(encode(encode_row, row, columns, encoder, args))
+            except ValueError as error:
+                own.append(error)
         parts = distributed.gather_objects(own)
         for encoded, row in zip(chain(*parts), rows[start:], strict=False):
-            if encoded.error:
-                bad.add(encoded.error, row["_source"])
-            counts.update(encoded.counts)
-            if encoded.group:
-                groups.append([replace(s, row=s.row or row) for s in encoded.group])
+            if isinstance(encoded, ValueError):
+                bad.add(encoded, row["_source"])
+                continue
+            group, notes = encoded
+            counts.update(notes)
+            if group:
+                groups.append([replace(s, row=s.row or row) for s in group])
     for kind, note in distributed.gather_dict(encoder.said).items():
         encoder.say_once(note, kind)
     bad.report()
@@ -119,39 +116,39 @@ def encode_all(
 
 def encode(
     encode_row: EncodeRow, row: dict, columns: Columns, encoder: Encoder, args: TrainArgs
-) -> Encoded:
-    """Encode a row to samples of at most `--max_length` tokens, and say why it was dropped or
-    changed. To save memory, ids are arrays (a seventh of a list), and a sample whose row is `row`
-    travels without it."""
-    counts = []
-    try:
-        group = encode_row(dict(row), columns, encoder, args)
-        length = max(len(sample.ids) for sample in group)
-        if length > args.max_length:
-            if args.overlong == args.on_bad_row == "error":
-                problem = f"{length} tokens exceed --max_length {args.max_length}"
-                raise bad_row(row, f"{problem}; set --overlong drop or truncate")
-            if args.overlong != "truncate":
-                return Encoded(counts=("dropped as too long (--max_length)",))
-            counts.append("truncated (--max_length)")
-            group = [truncate(sample, args.max_length) for sample in group]
-    except ValueError as error:
-        return Encoded(error=error)
+) -> tuple[SampleGroup, list[str]]:
+    """Return the samples of a row, with at most `--max_length` tokens each, and notes: why the row
+    was dropped, so that there are no samples, or how it was changed. Raises `ValueError` for a bad
+    row.
+
+    To save memory, ids and masks are arrays, a seventh of a list, until `unpacked` makes lists of
+    them, and a sample with the row `row` comes without it."""
+    group = encode_row(dict(row), columns, encoder, args)
+    notes = []
+    length = max(len(sample.ids) for sample in group)
+    if length > args.max_length:
+        if args.overlong == args.on_bad_row == "error":
+            problem = f"{length} tokens exceed --max_length {args.max_length}"
+            raise bad_row(row, f"{problem}; set --overlong drop or truncate")
+        if args.overlong != "truncate":
+            return [], ["dropped as too long (--max_length)"]
+        notes.append("truncated (--max_length)")
+        group = [truncate(sample, args.max_length) for sample in group]
     if not all(any(sample.loss_mask[1:]) for sample in group):  # the first is never predicted
-        return Encoded(counts=("dropped because no token is trained",))
+        return [], ["dropped because no token is trained"]
     if len(group) == 2 and group[0].ids == group[1].ids:
-        return Encoded(counts=("with chosen = rejected, dropped",))
+        return [], ["with chosen = rejected, dropped"]
     if any(sample.context_turns for sample in group):
-        counts.append("with turns not trained: the chat template rewrites them")
+        notes.append("with turns not trained: the chat template rewrites them")
     unknown = encoder.tokenizer.unk_token_id  # GPT-2 has its EOS here
     if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
-        counts.append("with characters that the tokenizer lacks")
+        notes.append("with characters that the tokenizer lacks")
     packed = []
     for sample in group:
         own = {} if sample.row == row else sample.row
         arrays = dict(ids=array("i", sample.ids), loss_mask=bytes(sample.loss_mask))
         packed.append(replace(sample, **arrays, row=own))
-    return Encoded(packed, tuple(counts))
+    return packed, notes
 
 
 def unpacked(group: SampleGroup) -> SampleGroup:

@@ -3,30 +3,22 @@
 import contextlib
 import json
 import re
-from collections.abc import Callable
 from itertools import takewhile
 from typing import Annotated, Literal, Required
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    WrapValidator,
-    with_config,
-)
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
 IMAGE = "\ufffc"  # object replacement character: where an image stands in a text
-PLACEHOLDER = "<image>"  # the same in the texts of many data sets, and for people
-IMAGE_TYPES = ("image", "image_url")  # of parts of messages
-IMAGE_KEYS = ("image", "url", "path", "image_url")  # that have the image in such a part
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # a thought beside the content
+PLACEHOLDER = "<image>"  # marks an image in the texts of many data sets, and in our logs
+IMAGE_TYPES = ("image", "image_url")  # a message part of this type is an image
+IMAGE_KEYS = ("image", "url", "path", "image_url")  # one of these keys of the part has the image
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # thoughts beside the content
 SHAREGPT_ROLES = dict(human="user", gpt="assistant", observation="tool")
 
 
 def bad_row(row: dict, problem: str) -> ValueError:
-    """Return the error of a row, which begins with the row's place."""
+    """Return an error that begins with the place of the row."""
     return ValueError(f"{row.get('_source')}: {problem}")
 
 
@@ -65,55 +57,6 @@ def arguments_of(value: object) -> object:
     return {} if value is None or isinstance(value, str) else value
 
 
-def _text_of(content: object) -> object:
-    """Return the text of content that is a list of parts, with a mark for each image."""
-    if not isinstance(content, list):
-        return content
-    parts = _PARTS.validate_python(content)
-    return "".join(part["text"] if part["type"] == "text" else IMAGE for part in parts)
-
-
-def _image_of(part: dict) -> object:
-    """Return the image of a part, in the forms of Qwen and of OpenAI; None if the row's columns
-    have it."""
-    image = next((part[key] for key in IMAGE_KEYS if part.get(key)), None)
-    return image["url"] if isinstance(image, dict) and "url" in image else image
-
-
-def _in_one_form(message: object) -> object:
-    """Return a message without empty fields, with its thought under one name, and the images of its
-    parts under `images`. ShareGPT's `from` and `value` are role and content."""
-    if not isinstance(message, dict):
-        return message
-    message = {key: value for key, value in message.items() if value is not None}
-    if message.keys() >= {"from", "value"}:
-        role = message.pop("from")
-        message["role"] = SHAREGPT_ROLES.get(role, role)
-        message["content"] = message.pop("value")
-    thoughts = [message.pop(key) for key in THOUGHT_KEYS if key in message]
-    if thought := next(filter(None, thoughts), None):
-        message["reasoning_content"] = thought
-        if str(message.get("content")).lstrip().startswith("<think>"):
-            raise ValueError("it has its thought twice, in the content and beside it")
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    images = [_image_of(p) for p in parts if isinstance(p, dict) and p.get("type") in IMAGE_TYPES]
-    message |= dict(images=images) if images else {}
-    if message.get("tool_calls") == []:
-        del message["tool_calls"]
-    if "tool_calls" in message:
-        if message.get("role") != "assistant":
-            raise ValueError("tool_calls stand in an assistant's message only")
-        message.setdefault("content", "")
-    return message
-
-
-def _in_given_order(value: object, check: Callable[[object], dict]) -> dict:
-    """Return a checked value with its keys in their order: templates may write it as JSON."""
-    checked = check(value)
-    return {key: checked[key] for key in value}
-
-
 class TextPart(TypedDict):
     type: Literal["text"]
     text: str
@@ -123,23 +66,24 @@ class ImagePart(TypedDict):
     type: Literal["image", "image_url"]
 
 
-@with_config(extra="allow")  # which templates may read
+class Parts(TypedDict):
+    content: list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+
+
 class Function(TypedDict):
     name: str
     arguments: Annotated[dict, BeforeValidator(arguments_of)]
 
 
-@with_config(extra="allow")  # which templates may read
 class Call(TypedDict):
-    function: Annotated[Function, WrapValidator(_in_given_order)]
+    function: Function
 
 
-@with_config(extra="allow")  # which templates may read
 class Message(TypedDict, total=False):
     role: Required[str]
-    content: Required[Annotated[str, BeforeValidator(_text_of)]]
+    content: Required[str]
     reasoning_content: str
-    tool_calls: list[Annotated[Call, WrapValidator(_in_given_order)]]
+    tool_calls: list[Call]
     weight: bool
     """whether the model's turn is trained, as OpenAI's fine-tuning has it"""
     train: bool
@@ -154,8 +98,8 @@ class Tool(TypedDict):
     function: Schema
 
 
-_PARTS = TypeAdapter(list[Annotated[TextPart | ImagePart, Field(discriminator="type")]])
-_MESSAGES = TypeAdapter(list[Annotated[Message, BeforeValidator(_in_one_form)]])
+_PARTS = TypeAdapter(Parts)
+_MESSAGE = TypeAdapter(Message)
 _TOOLS = TypeAdapter(list[Tool | Schema])
 
 
@@ -169,19 +113,68 @@ def messages_field(row: dict, column: str) -> list[dict] | None:
     value = given_messages(row, column)
     if value is None:
         return None
-    try:
-        messages = _MESSAGES.validate_python(value)
-    except ValidationError as error:
-        number, *path = error.errors()[0]["loc"]
-        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-        problem = f"{'.'.join(map(str, path))}: {problem}" if path else problem
-        raise bad_row(row, f"column {column}: turn {number + 1}: {problem}") from None
+    messages = []
+    for number, message in enumerate(value, 1):
+        try:
+            messages.append(_in_one_form(message))
+        except ValueError as error:
+            problem = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                problem = first["msg"].removeprefix("Value error, ")
+                problem = ": ".join(filter(None, [".".join(map(str, first["loc"])), problem]))
+            raise bad_row(row, f"column {column}: turn {number}: {problem}") from None
     require_characters(row, column, messages)
     return messages
 
 
+def _in_one_form(message: object) -> dict:
+    """Return a message without empty fields, its thought under one name, the images of its parts
+    under `images`. ShareGPT's `from` and `value` are role and content. All keys of calls stay, in
+    their order: templates may write a call as JSON."""
+    if not isinstance(message, dict):
+        raise ValueError("Input should be a valid dictionary")
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.keys() >= {"from", "value"}:
+        role = message.pop("from")
+        message["role"] = SHAREGPT_ROLES.get(role, role)
+        message["content"] = message.pop("value")
+    thoughts = [message.pop(key) for key in THOUGHT_KEYS if key in message]
+    if thought := next(filter(None, thoughts), None):
+        message["reasoning_content"] = thought
+        if str(message.get("content")).lstrip().startswith("<think>"):
+            raise ValueError("it has its thought twice, in the content and beside it")
+    calls = message.pop("tool_calls", [])
+    if calls != []:
+        if message.get("role") != "assistant":
+            raise ValueError("tool_calls stand in an assistant's message only")
+        message = dict(content="") | message | dict(tool_calls=calls)
+    if isinstance(content := message.get("content"), list):
+        parts = _PARTS.validate_python(dict(content=content))["content"]
+        texts = [part["text"] if part["type"] == "text" else IMAGE for part in parts]
+        message["content"] = "".join(texts)
+        if images := [_image_of(part) for part in content if part["type"] in IMAGE_TYPES]:
+            message["images"] = images
+    checked = _MESSAGE.validate_python(message)
+    flags = {key: checked[key] for key in ("weight", "train") if key in checked}
+    message = checked | message | flags  # in the order of `Message`, other keys behind them
+    if calls != []:
+        message["tool_calls"] = []
+        for call in calls:
+            function = call["function"]
+            function = function | dict(arguments=arguments_of(function["arguments"]))
+            message["tool_calls"].append(call | dict(function=function))
+    return message
+
+
+def _image_of(part: dict) -> object:
+    """Return the image of a part as Qwen or OpenAI write it; None if a column of the row has it."""
+    image = next((part[key] for key in IMAGE_KEYS if part.get(key)), None)
+    return image["url"] if isinstance(image, dict) and "url" in image else image
+
+
 def given_messages(row: dict, column: str) -> list | None:
-    """Return a column that is a list, or in a table of texts the JSON of a list of messages."""
+    """Return a column that is a list, or the JSON text of a list of messages (in a text table)."""
     value = row.get(column)
     if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
         with contextlib.suppress(ValueError):
@@ -252,8 +245,8 @@ def with_results_in_order(row: dict, messages: list[dict]) -> list[dict]:
 
 
 def in_parts(message: dict, has_images: bool = False) -> dict:
-    """Return a message in the form of templates for images and text: parts, with an image for each
-    mark in its text."""
+    """Return a message whose content is a list of parts, as templates for images read it: text, and
+    an image for each mark in the text."""
     texts = message["content"].split(IMAGE) if has_images else [message["content"]]
     parts = [dict(type="text", text=texts[0])]
     for text in texts[1:]:

@@ -1,10 +1,9 @@
-"""Which rows each step draws. It does not depend on the number of ranks: each rank takes its share
-of a batch."""
+"""Which rows each step draws. The order is the same on any number of ranks: each rank takes its
+share of a batch."""
 
 import math
 import random
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 
 from common.config.groups import TrainArgs
 from common.data.rows import sources_of
@@ -31,29 +30,29 @@ class Order:
         self.shares = {name: weights[name] / total for name in rows}
         self.rows = rows
         self.seed = seed
-        self._begin(dict.fromkeys(rows, 0))
-
-    def _begin(self, drawn: dict[str, int]) -> None:
-        self.drawn = drawn
-        self.next_rows = {
-            name: passes(self.rows[name], self.seed, name, drawn[name]) for name in self.rows
-        }
+        self.drawn = dict.fromkeys(rows, 0)
+        self.passes: dict[str, list[int]] = {}  # rows of each source in the order of this pass
 
     def draw(self, count: int) -> list[int]:
         """Return the next `count` rows, across the end of a pass."""
-        drawn = []
+        rows = []
         first = sum(self.drawn.values()) + 1
         for number in range(first, first + count):
             name = max(self.rows, key=lambda x, n=number: self.shares[x] * n - self.drawn[x])
+            epoch, place = divmod(self.drawn[name], len(self.rows[name]))
             self.drawn[name] += 1
-            drawn.append(next(self.next_rows[name]))
-        return drawn
+            if place == 0 or name not in self.passes:
+                seed = distributed.fold_seed(self.seed, epoch, *name.encode())
+                self.passes[name] = list(self.rows[name])
+                random.Random(seed).shuffle(self.passes[name])
+            rows.append(self.passes[name][place])
+        return rows
 
     def state_dict(self) -> dict:
-        """Return the position: of each source the number of rows drawn, and of rows in all."""
+        """Return how many rows of each source were drawn, and how many it has."""
         return dict(sources={name: [self.drawn[name], len(self.rows[name])] for name in self.rows})
 
-    cursor = property(state_dict)  # for metrics
+    cursor = property(state_dict)  # `epochs_of` reads it
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the position. Raises `ValueError` if the data has changed."""
@@ -63,17 +62,8 @@ class Order:
             then, now = ("+".join(map(str, sizes.values())) for sizes in (then, now))
             problem = f"{now} training rows, but {then} in the checkpoint"
             raise ValueError(f"--dataset: {problem}; use the data and flags of that run")
-        self._begin({name: drawn for name, (drawn, _) in state["sources"].items()})
-
-
-def passes(rows: Sequence[int], seed: int, name: str, drawn: int) -> Iterator[int]:
-    """Yield the rows of a source behind the first `drawn` ones, pass after pass."""
-    first, start = divmod(drawn, len(rows))
-    for number in count(first):
-        order = list(rows)
-        random.Random(distributed.fold_seed(seed, number, *name.encode())).shuffle(order)
-        yield from order[start:]
-        start = 0
+        self.drawn = {name: drawn for name, (drawn, _) in state["sources"].items()}
+        self.passes = {}
 
 
 def make_order(rows: Sequence[dict], args: TrainArgs) -> Order:

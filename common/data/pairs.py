@@ -23,7 +23,7 @@ def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[S
 
 
 def _has_prompt(row: dict) -> bool:
-    """Return whether each side is messages that begin with those of a prompt."""
+    """Return whether both sides are messages and begin with a prompt."""
     sides = [messages_field(row, side) for side in ("chosen", "rejected")]
     return all(messages and messages[0]["role"] != "assistant" for messages in sides)
 

@@ -9,12 +9,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
+from common.config.flags import eval_sets_of, pairs_of, weights_of
 from common.config.groups import BaseArgs, TrainArgs
-from common.config.specs import eval_sets_of, pairs_of, weights_of
 from common.data.files import OURS, BadRows, files_named, kind_of, open_split
 
 T = TypeVar("T")
-Columns = tuple[str, ...]  # names of those that a script reads together
+Columns = tuple[str, ...]  # names of columns that a script reads together
 
 # Columns of each kind of script. A script uses the first of its choices that the dataset has.
 SFT_COLUMNS = (
@@ -33,9 +33,9 @@ KTO_COLUMNS = (
 )
 PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # online scripts sample from these
 # The encoder reads these beside the others.
-READ = ("tools", "system", "system_prompt", "chat_template_kwargs", "image", "images")
+READ_TOO = ("tools", "system", "system_prompt", "chat_template_kwargs", "image", "images")
 OUR_COLUMNS = ("_source", *OURS)
-EVAL_SIZE = 256  # default of --eval_size; of training rows at most a tenth is set aside
+EVAL_SIZE = 256  # default of --eval_size; at most a tenth of the training rows is set aside
 
 
 def encode_each(
@@ -146,9 +146,9 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
     held-out rows are from each `--eval_dataset`, from the dataset's own `--eval_split`, or removed
     from the training rows.
 
-    Datasets with weights have equal parts of the held-out rows. Rows of datasets with weights, of
-    several `--eval_dataset` or of one with a name have the column `_dataset`. With `--eval_every 0`
-    there are no held-out rows."""
+    Datasets with weights have equal parts of the held-out rows. The column `_dataset` names the
+    dataset of a row if training datasets have weights, and the held-out set if there are several or
+    it has a name. With `--eval_every 0` there are no held-out rows."""
     sources = sources_of(args.dataset)
     size = args.eval_size or EVAL_SIZE
     if args.eval_every and size < len(sources):
@@ -172,7 +172,7 @@ def _set_aside(
 ) -> tuple[list[dict], list[dict]]:
     """Return training rows, and `size` rows of the datasets' own held-out split, or else of the
     training rows."""
-    draw = random.Random(0)  # not --seed: runs that differ in seed are compared on the same rows
+    draw = random.Random(0)  # not --seed: runs with other seeds are evaluated on the same rows
     held_out: list[dict] = []
     for dataset in datasets if args.eval_split != args.dataset_split else ():
         held_out += load_rows("--dataset", dataset, args.eval_split, args) or []
@@ -259,6 +259,6 @@ def unread_columns(rows: list[dict], columns: Columns) -> dict[str, str]:
             is_blank = isinstance(value, str) and not value.strip()
             if is_blank or value in (None, [], {}) or name.startswith("_"):
                 continue
-            if name not in (*columns, *READ):
+            if name not in (*columns, *READ_TOO):
                 found.setdefault(name, row["_source"])
     return found

@@ -9,9 +9,9 @@ class ImageSpan(NamedTuple):
     """An image of a sample. extras/images reads the file."""
 
     file: str
-    digest: str  # of the content of `file`
-    start: int  # place among the sample's ids of its first placeholder
-    end: int  # place behind its last one; between two placeholders may be other tokens
+    digest: str  # digest of the content of `file`
+    start: int  # place of its first placeholder in the ids of the sample
+    end: int  # place behind its last placeholder; other tokens may stand between placeholders
     patches: int  # number of patches that the vision tower reads
 
 
@@ -21,15 +21,15 @@ class Sample:
     `x[i]` describes the token `ids[i]`."""
 
     ids: list[int]  # prompt, then completion
-    loss_mask: list[bool]  # whether each is trained; the first is ignored: nothing predicts it
+    loss_mask: list[bool]  # whether a token is trained; nothing predicts the first one
     prompt_length: int = 0  # tokens of the prompt; `ids[prompt_length:]` is the completion
     row: dict = field(default_factory=dict)  # data row of the prompt
     weights: list[float] | None = None  # weight of each token in a sum over the sequence
-    # Place of its first trained token in the stored log-probs (extras/teachers/stored.py).
+    # Where its first trained token is in the stored log-probs (extras/teachers/stored.py).
     stored_at: int | None = None
-    # Turns of the model that are not trained: the chat template shows them in another form.
+    # How many turns are not trained because the chat template shows them in another form.
     context_turns: int = 0
-    # Further per-token lists from a script of your own: `streams["x"]` is `x_T` of a micro-batch.
+    # Per-token lists that your own script adds: `streams["x"]` is `x_T` of a micro-batch.
     streams: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -66,8 +66,7 @@ class Sample:
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens of this sample in a pack: one for each id except the first, which is
-        never predicted."""
+        """Number of its tokens in a pack: one for each id that is predicted, all but the first."""
         return len(self.ids) - 1
 
 
@@ -75,22 +74,21 @@ class Sample:
 class Completion(Sample):
     """A sample whose completion an engine or another program sampled."""
 
-    # Of each of `ids`: log-prob by the engine that sampled it, and number of finished steps of the
-    # weights that did; 0 and -1 on tokens that were not sampled.
+    # For each of `ids`, the engine's log-prob, and the number of training steps that its weights
+    # had behind them. Tokens that were not sampled have 0 and -1.
     rollout_logprobs: list[float] | None = None
     versions: list[int] | None = None
-    # `stop` (an EOS or a stop string was sampled) or `length` (truncated by max_new_tokens or
-    # max_turns)
+    # `stop`: it ends with an EOS or a stop string. `length`: max_new_tokens or max_turns cut it.
     finish_reason: str = ""
-    text: str = ""  # decoded completion, or its last turn of several: for rewards and logs
+    text: str = ""  # decoded completion, or its last turn, for rewards and logs
     number: int | None = None  # number of its prompt in the run
-    turns: int = 1  # of the model; tokens of an environment between them are not trained on
-    turn_start: int = 0  # place in `ids` of the last of several turns, if they were sampled here
-    # Rewards of the environment, each with the index in `ids` of the turn's last token.
+    turns: int = 1  # turns of the model; what an environment says between them is not trained
+    turn_start: int = 0  # where the last of several turns begins in `ids`, if sampled here
+    # Rewards of the environment, each with the place of the turn's last token in `ids`.
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     transcript: str = ""  # all turns decoded, for logs; empty without an environment
-    error: str = ""  # that the environment raised, if any
-    # With `--tools`: number of calls, and of those with each problem (extras/tools/toolbox.py).
+    error: str = ""  # what the environment raised, if anything
+    # With `--tools`: number of calls, and how many had each problem (extras/tools/toolbox.py).
     tool_counts: dict[str, int] | None = None
     feedback: str = ""  # text about the completion that a reward returned
     # Further conversations of an agent's episode (extras/agents/README.md), with its reward.
@@ -126,7 +124,7 @@ class Completion(Sample):
 
     @property
     def version(self) -> int:
-        """The oldest of `versions`."""
+        """Number of training steps behind the oldest weights that sampled a token of it."""
         return min(version for version in self.versions if version >= 0)
 
 
@@ -134,6 +132,7 @@ Group = list[Completion]  # the completions of a prompt
 
 
 def at_end(ids: list[int], row: dict | None = None) -> Sample:
-    """Return a sample whose scalar is read once, after all of `ids`. Streams follow the targets and
-    the last token has none, so a token is appended; any will do, because it is never an input."""
+    """Return a sample whose scalar is read once, after all of `ids`. Streams are aligned with
+    targets, and the last token has no target. So a token is appended; any will do, because the
+    model does not read it."""
     return Sample(ids + ids[-1:], [False] * len(ids) + [True], row=row or {})

@@ -41,7 +41,7 @@ def arithmetic_rows(split: str) -> list[dict]:
 
 
 def _one_digit_off(number: str, rng: random.Random) -> str:
-    i = rng.randrange(1, len(number))  # not the first: 0 there would be a different kind of mistake
+    i = rng.randrange(1, len(number))  # not the first digit, which must not become 0
     return number[:i] + rng.choice([d for d in string.digits if d != number[i]]) + number[i + 1 :]
 
 

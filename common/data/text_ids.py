@@ -1,5 +1,14 @@
-"""Text -> token ids, with places that must lie between two tokens: the ends of prompts and
-completions."""
+r"""Text -> token ids, with places that must lie between two tokens: the ends of prompts and
+completions.
+
+For example, a chat of three turns, of which the second one is trained, has two cuts:
+
+    <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n | 5<|im_end|> | \n<|im_start|>user...
+
+`pieces` returns the ids of each part. The first has the ids of the prompt from which the engine
+samples, even if one token of the whole text covers the cut: in a vocabulary with `\n5`, the prompt
+still ends with `\n`, and the trained part begins with `5`, which is what the model can sample.
+"""
 
 import re
 from bisect import bisect_left
@@ -10,7 +19,8 @@ from itertools import chain, pairwise, takewhile
 from common.data.chat import any_of
 from common.data.messages import bad_row
 
-FIRST = 0x100000  # of a private range of Unicode: characters that stand for special tokens as text
+# With --special_text text, characters of this private range stand for special tokens of the data.
+FIRST = 0x100000
 STAND_IN = re.compile("[\U00100000-\U0010ffff]")
 
 
@@ -25,7 +35,7 @@ class TextIds:
         tokens = tokenizer.added_tokens_decoder.values()
         self.special_tokens = [str(token) for token in tokens if token.special]
         self.special = any_of(self.special_tokens)
-        # not all added tokens: Gemma 3 has 6,400, and each `<` in a text would be compared to them
+        # Not all added tokens: Gemma 3 has 6,400, and each `<` in a text would be compared to them.
         self._splits = any_of([*self.special_tokens, *ends])
         self._ids = lru_cache(maxsize=64)(self._ids_of)
         self._bos = [*takewhile(lambda i: i != self._ids("a")[0], tokenizer("a")["input_ids"])]
@@ -44,28 +54,26 @@ class TextIds:
         the tokenizer adds BOS, once; it never adds EOS. `follows`: other text comes before this
         one, so SentencePiece must not add its blank in front. Raises `ValueError` if no token ends
         at a cut."""
-        literals = {match.start() for match in self._stand_in.finditer(text)}
-        behind_literals = {place + 1 for place in literals}
-        # nothing before such a token changes the ids behind it
+        # Nothing before one of these tokens changes the ids behind it.
         starts = [0, *(match.start() for match in self._splits.finditer(text))]
-        places = sorted({0, *literals, *behind_literals, *cuts, len(text)})
-        ids: dict[int, list[int]] = {}  # of the text from each place up to the next one
-        for place, end in pairwise(places):
-            if place in literals:
-                token = self.special_tokens[ord(text[place]) - FIRST]
-                ids[place] = self._behind("", token, as_text=True)
-            elif place == 0 and not follows:
-                ids[place] = self._ids(text[:end], False)
-            else:
-                head = text[starts[bisect_left(starts, place) - 1] : place]
-                ids[place] = self._behind("" if place in behind_literals else head, text[place:end])
-        first, *others = [
-            [*chain(*(ids[place] for place in places if start <= place < end))]
-            for start, end in pairwise([0, *cuts, len(text)])
-        ]
-        if adds_bos and first[: len(self._bos)] != self._bos:
-            first = self._bos + first
-        return [first, *others]
+        pieces: list[list[int]] = []
+        for begin, end in pairwise([0, *cuts, len(text)]):
+            pieces.append([])
+            literals = chain(*(match.span() for match in self._stand_in.finditer(text, begin, end)))
+            for start, stop in pairwise([begin, *literals, end]):
+                if self._stand_in.fullmatch(text, start, stop):
+                    token = self.special_tokens[ord(text[start]) - FIRST]
+                    pieces[-1] += self._behind("", token, as_text=True)
+                elif start == 0 and not follows:
+                    pieces[-1] += self._ids(text[:stop], False) if stop else []
+                else:
+                    is_behind_literal = self._stand_in.fullmatch(text, start - 1, start)
+                    head = text[starts[bisect_left(starts, start) - 1] : start]
+                    head = "" if is_behind_literal else head
+                    pieces[-1] += self._behind(head, text[start:stop])
+        if adds_bos and pieces[0][: len(self._bos)] != self._bos:
+            pieces[0] = self._bos + pieces[0]
+        return pieces
 
     def _behind(self, head: str, text: str, as_text: bool = False) -> list[int]:
         """Return the ids of `text` behind `head`. Without `head`, or if one token would cover the

@@ -1,8 +1,19 @@
-"""Conversations -> text with the places of the model's turns, for training and for sampling.
+r"""Conversations -> text with the places of the model's turns, for training and for sampling.
 
 A turn of the model is trained as it is sampled: what the chat template writes behind its prompt
 when the turn is the last one, up to the token that ends it. A turn that the whole text shows in
-another form, such as an earlier turn without its thought, is context."""
+another form, such as an earlier turn without its thought, is context.
+
+For example, Qwen3's template drops earlier thoughts. Two rounds, the first with a thought:
+
+    user: 2+3?    assistant: (a sum) 5    user: Twice?    assistant: 10
+
+    whole text    <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n
+                  <|im_start|>user\nTwice?<|im_end|>\n<|im_start|>assistant\n
+                  <think>\n\n</think>\n\n10<|im_end|>\n
+    sampled       <think>\na sum\n</think>\n\n5<|im_end|>     the text has no such turn: context
+                  <think>\n\n</think>\n\n10<|im_end|>        trained, but not the \n behind it
+"""
 
 import contextlib
 import re
@@ -35,15 +46,15 @@ class Rendering(NamedTuple):
 
     text: str
     turns: list[Turn]
-    context_turns: int = 0  # that were to be trained
+    context_turns: int = 0  # turns that were to be trained, but are shown in another form
 
 
 class Sampled(NamedTuple):
     """A conversation when the model has sampled its last message."""
 
-    prompt: str | None  # None, like `text`, if the template refuses it
-    text: str | None
-    token: str  # that ends the turn; empty without one
+    prompt: str | None  # text before its last message; None if the template refuses it
+    text: str | None  # text with its last message; None if the template refuses it
+    token: str  # the token that ends the turn; empty if there is none
 
 
 def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> Rendering:
@@ -53,11 +64,9 @@ def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> Rendering:
     begun = messages.pop() if is_answer(messages) else None
     text = chat.render(row, messages, add_generation_prompt=True)
     require_shown(chat, row, messages, text)
-    turns = []
-    for i, sampled in _sampled_turns(chat, row, messages).items():
-        with contextlib.suppress(ValueError):  # context
-            turns.append(_turn(chat, row, text, messages[: i + 1], sampled))
-    return Rendering(_with_begun(chat, row, messages, text, begun) if begun else text, turns)
+    turns, _ = _turns(chat, row, text, messages, _sampled_turns(chat, row, messages))
+    text = _with_begun(chat, row, messages, text, begun) if begun else text
+    return Rendering(text, [*turns.values()])
 
 
 def conversation_of(
@@ -79,19 +88,17 @@ def conversation_of(
         return Rendering(text, [])
     if not any(i >= first_trained for i in sampled):
         raise bad_row(row, "no message with the role assistant to train on")
-    turns: list[Turn] = []
-    untrained: list[str] = []
-    for i in sampled:
-        is_off = any(not messages[i].get(key, True) for key in ("weight", "train"))
-        is_trained = i >= first_trained and not is_off
-        try:
-            turn = _turn(chat, row, text, messages[: i + 1], sampled[i])
-        except ValueError as reason:
-            untrained += [f"turn {i + 1} (assistant): {reason}"] * is_trained
-        else:
-            turns.append(turn._replace(trained=is_trained))
-    if untrained and not any(turn.trained for turn in turns):
-        raise bad_row(row, untrained[-1])
+    wanted = [
+        i
+        for i in sampled
+        if i >= first_trained and all(messages[i].get(key, True) for key in ("weight", "train"))
+    ]
+    turns, problems = _turns(chat, row, text, messages, sampled)
+    untrained = [i for i in wanted if i in problems]
+    if untrained and untrained == wanted:
+        i = untrained[-1]
+        raise bad_row(row, f"turn {i + 1} (assistant): {problems[i]}")
+    turns = [turn._replace(trained=i in wanted) for i, turn in turns.items()]
     return Rendering(text, turns, len(untrained))
 
 
@@ -154,6 +161,21 @@ def as_sampled(chat: ChatTemplate, row: dict, messages: list[dict]) -> Sampled:
     if prompt and is_answer(messages) and opened_thought(prompt) and not text.startswith(prompt):
         return Sampled(prompt, prompt + after_prompt(prompt, messages[-1]) + end.tail, end.token)
     return Sampled(prompt, text + end.token if end.appended else text, end.token)
+
+
+def _turns(
+    chat: ChatTemplate, row: dict, text: str, messages: list[dict], sampled: dict[int, Sampled]
+) -> tuple[dict[int, Turn], dict[int, ValueError]]:
+    """Return the turns of the model that the text shows as they are sampled, by the number of the
+    message, and why it does not show the others so."""
+    turns: dict[int, Turn] = {}
+    problems: dict[int, ValueError] = {}
+    for i in sampled:
+        try:
+            turns[i] = _turn(chat, row, text, messages[: i + 1], sampled[i])
+        except ValueError as problem:
+            problems[i] = problem
+    return turns, problems
 
 
 def _turn(chat: ChatTemplate, row: dict, text: str, messages: list[dict], sampled: Sampled) -> Turn:
@@ -252,13 +274,13 @@ def _structure(row: dict, messages: list[dict]) -> tuple:
 
 def _marked(message: dict, number: int) -> dict:
     """Return a message with marks in place of its content and of the names of its calls."""
-    message = message | dict(content=f"(turn {number})" if message["content"].strip() else "")
-    if not message.get("tool_calls"):
-        return message
-    names = [f"turn_{number}_call_{i}" for i in range(len(message["tool_calls"]))]
-    calls = zip(message["tool_calls"], names, strict=True)
-    marked = [call | dict(function=call["function"] | dict(name=name)) for call, name in calls]
-    return message | dict(tool_calls=marked)
+    marked = message | dict(content=f"(turn {number})" if message["content"].strip() else "")
+    if calls := message.get("tool_calls"):
+        marked["tool_calls"] = [
+            call | dict(function=call["function"] | dict(name=f"turn_{number}_call_{i}"))
+            for i, call in enumerate(calls)
+        ]
+    return marked
 
 
 # ---- a turn of the model that a prompt begins and a completion continues ----

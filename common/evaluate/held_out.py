@@ -8,9 +8,8 @@ from collections.abc import Sized
 
 from pydantic.dataclasses import dataclass
 
-from common.config.groups import TrainArgs
+from common.config.groups import ImageArgs, TrainArgs
 from common.config.online import OnlineArgs
-from common.config.training import ImageArgs
 from common.data.encode import Encoder
 from common.data.order import Order
 from common.data.rows import held_out_rows, train_and_eval_rows

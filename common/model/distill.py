@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from common.config.extra import extra
+from common.config.flags import eval_sets_of
 from common.config.groups import TrainArgs
-from common.config.specs import eval_sets_of
 from common.data.packing import PackedBatch
 from common.data.rows import datasets_by_name
 from common.data.sample import Group, Sample

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.config.groups import BUILT_IN_MODELS, TrainArgs
-from common.config.specs import ADAPTER_CONFIG
-from common.config.training import LoRAArgs
+from common.config.flags import ADAPTER_CONFIG
+from common.config.groups import BUILT_IN_MODELS, LoRAArgs, TrainArgs
 from common.data.packing import PackedBatch
 from common.model.loading import fill, named_errors, require_unchanged, whole
 from common.parallel import distributed, durable

@@ -11,8 +11,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable
 
 from common.config.extra import extra
-from common.config.online import SamplingArgs
-from common.config.sampling import JUDGE_KINDS, MODEL_KINDS
+from common.config.online import JUDGE_KINDS, MODEL_KINDS, SamplingArgs
 from common.data.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward

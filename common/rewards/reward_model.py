@@ -7,8 +7,7 @@ from itertools import chain
 
 import torch
 
-from common.config.online import SamplingArgs
-from common.config.sampling import MODEL_KINDS
+from common.config.online import MODEL_KINDS, SamplingArgs
 from common.data.chat import ChatTemplate, rendered
 from common.data.encode import Encoder
 from common.data.rows import PROMPT_COLUMNS, require_columns

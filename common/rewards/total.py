@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.config.online import SamplingArgs
-from common.config.sampling import MODEL_KINDS
+from common.config.online import MODEL_KINDS, SamplingArgs
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed

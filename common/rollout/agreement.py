@@ -9,8 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from common.config.online import OnlineArgs
-from common.config.sampling import LOGPROB_DIFFERENCE
+from common.config.online import LOGPROB_DIFFERENCE, OnlineArgs
 from common.data.packing import Minibatches, PackedBatch, pack_minibatches, positions_of_share
 from common.data.sample import Group
 from common.metrics.meter import Meter

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.config.flags import weights_of
 from common.config.online import OnlineArgs, SamplingArgs
-from common.config.specs import weights_of
 from common.data.encode import Encoder
 from common.data.filler import template_filler
 from common.data.rows import (

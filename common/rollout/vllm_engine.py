@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from common.config.extra import extra
-from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
+from common.config.online import ALONE, BESIDE_TRAINER, SLOTS
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
 from common.model.hub import context_length

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.config.online import SamplingArgs
-from common.config.sampling import SLOTS
+from common.config.online import SLOTS, SamplingArgs
 from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import context_length

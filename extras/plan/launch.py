@@ -9,8 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from common.config.groups import TrainArgs
-from common.config.online import OnlineArgs
-from common.config.sampling import ALONE, BESIDE_TRAINER, SLOTS
+from common.config.online import ALONE, BESIDE_TRAINER, SLOTS, OnlineArgs
 from common.model.flops import attention_shape, num_delta_nets
 from common.model.hub import context_length
 from common.model.policy import PackedModel

@@ -110,17 +110,19 @@ class StreamedSamples:
             for place, (row, columns) in enumerate(self._rows(number, bad), 1):
                 if place <= drawn:
                     continue
-                encoded = encode(self.encode_row, row, columns, self.encoder, self.args)
-                if encoded.error:
-                    bad.add(encoded.error, row["_source"])
-                counts.update(encoded.counts)
-                if encoded.group:
+                try:
+                    group, notes = encode(self.encode_row, row, columns, self.encoder, self.args)
+                except ValueError as error:
+                    bad.add(error, row["_source"])
+                    continue
+                counts.update(notes)
+                if group:
                     kept += 1
-                    for sample in encoded.group:  # the other columns would go to all ranks
+                    for sample in group:  # the other columns would go to all ranks
                         whole = sample.row or row
                         names = {"_source", "_images"} & whole.keys()
                         sample.row = {name: whole[name] for name in names}
-                    yield encoded.group, (number, place)
+                    yield group, (number, place)
             for reason, rows in counts.items():
                 print(f"{rows} training rows of pass {number + 1} {reason}", flush=True)
             bad.report()

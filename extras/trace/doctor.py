@@ -14,7 +14,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.config.sampling import LOGPROB_DIFFERENCE
+from common.config.online import LOGPROB_DIFFERENCE
 from common.parallel.process import print_any_text, visible
 from tools.compare import Run, read_run
 from tools.options import Options

@@ -12,11 +12,10 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from common.config.flags import as_tuple, needs_of
-from common.config.groups import BaseArgs, check_ranks, may_change
+from common.config.groups import BaseArgs, GenerateArgs, check_ranks, may_change
 from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import one_line, texts
-from common.config.training import GenerateArgs
 
 ALGORITHMS = [p.stem for p in sorted(ROOT.glob("*.py")) if "\nclass Args(" in p.read_text()]
 

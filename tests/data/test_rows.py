@@ -7,8 +7,8 @@ import json
 import pyarrow as pa
 import pytest
 
+from common.config.flags import eval_sets_of
 from common.config.groups import TrainArgs
-from common.config.specs import eval_sets_of
 from common.data.files import open_split
 from common.data.rows import (
     KTO_COLUMNS,

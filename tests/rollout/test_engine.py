@@ -16,7 +16,7 @@ from in_process import NEW_TOKENS, Args
 from transformers import AutoModelForCausalLM
 
 from bench.completions import complete
-from common.config.sampling import SLOTS
+from common.config.online import SLOTS
 from common.data.packing import pack
 from common.data.sample import Completion, Sample
 from common.model.hub import load_tokenizer
