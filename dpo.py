@@ -32,15 +32,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import Needs, Positive
-from common.config.groups import (
-    TINY_GENERATE,
-    TINY_TRAINING,
-    EvalSampleArgs,
-    GenerateArgs,
-    ImageArgs,
-    PrefixArgs,
-    TrainArgs,
-)
+from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs
 from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
 from common.data.encode import Encoder
@@ -96,8 +88,8 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @dataclass
-class Args(ImageArgs, PreferenceArgs, GenerateArgs, EvalSampleArgs, PrefixArgs, TrainArgs):
-    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, sft_weight=1.0)
+class Args(ImageArgs, PreferenceArgs, PrefixArgs, OfflineArgs):
+    TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(lr=5e-4, sft_weight=1.0)
     model: str = "tiny-sft"
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""

@@ -29,13 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import (
-    TINY_GENERATE,
-    TINY_TRAINING,
-    EvalSampleArgs,
-    GenerateArgs,
-    TrainArgs,
-)
+from common.config.groups import TINY_OFFLINE, OfflineArgs
 from common.config.parse import parse
 from common.data.encode import Encoder, truncate
 from common.data.load import Samples, load_samples
@@ -81,8 +75,8 @@ def loss(
 
 
 @dataclass
-class Args(GenerateArgs, EvalSampleArgs, TrainArgs):
-    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, beta=1.0)
+class Args(OfflineArgs):
+    TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(lr=5e-4, beta=1.0)
     model: str = "tiny-sft"
     batch_size: Positive[int] = 64
     """completions per optimizer step, over all ranks"""

@@ -21,15 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import (
-    TINY_GENERATE,
-    TINY_TRAINING,
-    EvalSampleArgs,
-    GenerateArgs,
-    ImageArgs,
-    StreamArgs,
-    TrainArgs,
-)
+from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, StreamArgs
 from common.config.parse import parse
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
@@ -65,10 +57,8 @@ def loss(name: str, logprobs_T: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(ImageArgs, GenerateArgs, EvalSampleArgs, StreamArgs, TrainArgs):
-    TINY_DEFAULTS: ClassVar[dict] = (
-        TINY_TRAINING | TINY_GENERATE | dict(max_steps=300, eval_every=50)
-    )
+class Args(ImageArgs, StreamArgs, OfflineArgs):
+    TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(max_steps=300, eval_every=50)
     batch_size: Positive[int] = 64
     """sequences per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None

@@ -1,6 +1,6 @@
 """Groups of flags for models, data and training, and the unions of groups that scripts share:
-`BaseArgs` for every script, `TrainArgs` for every script that trains. online.py has the groups and
-unions of scripts that sample.
+`BaseArgs` for every script, `TrainArgs` for every script that trains, `OfflineArgs` for policies
+that train on data alone. online.py has the groups and unions of scripts that sample.
 
 A group is a pydantic dataclass without a base and a section of --help. The types of its flags carry
 their bounds (flags.py). A script's `Args` inherits the groups that it needs, in any order,
@@ -359,7 +359,7 @@ class ImageArgs:
 # Defaults for the built-in models and task, which need other values than real ones (parse.py).
 BUILT_IN_MODELS = ("tiny", "tiny-sft", "tiny-images")
 TINY_TRAINING = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20, prompt_format="plain")
-TINY_GENERATE = dict(eval_generate=256, max_new_tokens=5)
+TINY_OFFLINE = TINY_TRAINING | dict(eval_generate=256, max_new_tokens=5)
 
 
 @dataclass(config=STRICT)
@@ -398,6 +398,13 @@ class TrainArgs(  # pyrefly: ignore[inconsistent-inheritance]
     def rows_per_step(self) -> int:
         """Number of rows of a step, over all ranks."""
         return getattr(self, self.ROWS_FLAG)
+
+
+@dataclass(config=STRICT)
+class OfflineArgs(GenerateArgs, EvalSampleArgs, TrainArgs):
+    """Flags of every policy that trains on data alone."""
+
+    TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE
 
 
 def check_ranks(args: BaseArgs, ranks: int) -> None:
