@@ -23,7 +23,7 @@ course-base: .venv/installed  # the models of course/lessons, besides the built-
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 FIELD := tests/field $(wildcard extras/*/tests/test_field.py)
 COURSE := course/tests $(wildcard extras/*/tests/test_view.py extras/*/tests/test_lesson.py)
-LEFT_OUT := $(COURSE) $(FIELD) tests/gpu
+LEFT_OUT := $(COURSE) $(FIELD)
 
 # The promises of the README: tests/ in a copy of the project without extras/, then the tests of each extra.
 test: test-core test-extras

@@ -22,7 +22,10 @@ from helpers import (
 )
 from in_process import talkative, words, write_teacher
 
-from common.model.hub import resolve_model
+import ppo
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.policy import load_scalar_model
+from common.train.checkpoint import export_hf
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +57,8 @@ SCRIPTS = dict(
                "--correction", "sequence"),
     rloo=(*SAMPLED, *GROUPED, *PENALTY, "--beta", 0.05),
     ppo=(*SAMPLED, *GROUPED, *PENALTY, "--samples_per_prompt", 2, "--value_lr", 3e-4,
-         "--value_warmup_steps", 1, "--beta", 0.05, "--max_steps", 3),
+         "--value_warmup_steps", 1, "--beta", 0.05, "--max_steps", 3,
+         "--reward", "digits", "scorer", "--value_model", "rm"),
     online_dpo=(*SAMPLED, *GROUPED, *PENALTY, "--epochs_per_rollout", 2, "--loss", "sigmoid", "ipo",
                 "--loss_weights", 1, 0.01, "--sft_weight", 0.1),
     bok=(*SAMPLED, *GROUPED, *PENALTY, "--keep", 2, "--beta", 0.3),
@@ -69,7 +73,7 @@ SCRIPTS = dict(
 # Metrics that show that a part has an effect.
 ACTIVE = dict(
     kto="kl", grpo="kl clip_ratio/region_mean", dapo="kl dynamic_sampling/unequal_fraction",
-    reinforce="kl", rloo="kl", ppo="objective/kl value_loss", online_dpo="kl",
+    reinforce="kl", rloo="kl", ppo="objective/kl value_loss rewards/model/mean", online_dpo="kl",
     bok="kl kept/fraction", distill="data/reverse_kl data/cross_entropy reverse_kl",
     self_distill="hints/used",
 )  # fmt: skip
@@ -84,7 +88,7 @@ PACKS = dict(
 
 
 @pytest.fixture(scope="module")
-def files(small, sums, pairs, reward_file, tmp_path_factory) -> dict[str, str]:
+def files(small, sums, pairs, reward_file, device, tmp_path_factory) -> dict[str, str]:
     """Data of very different lengths, so that a wrong denominator is detected, rewards that vary
     among the completions of an untrained model, and teachers."""
     rng, folder = random.Random(0), tmp_path_factory.mktemp("files")
@@ -102,6 +106,9 @@ def files(small, sums, pairs, reward_file, tmp_path_factory) -> dict[str, str]:
     named |= {name: f"{reward_file}:{name}" for name in ("digits", "first", "longer")}
     models = dict(pairs=pairs, other=write_teacher(folder / "other"), same=small[1],
                   talkative=talkative(folder / "talkative", small[1]))  # fmt: skip
+    scorer = load_scalar_model(str(small[1]), ppo.Args(), device)
+    export_hf(scorer, load_tokenizer(str(small[1])), folder / "rm")
+    models["rm"], named["scorer"] = folder / "rm", f"model:{folder / 'rm'}"
     return named | {name: str(path) for name, path in models.items()}
 
 
@@ -151,7 +158,8 @@ def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
     assert_close_metrics(two, one, names, rel=1e-4, floor=0.1)
     if (one / "samples.jsonl").exists():
         for a, b in zip(samples(two), samples(one), strict=True):
-            assert a | dict(advantage=0) == b | dict(advantage=0)
+            assert a | dict(reward=0, advantage=0) == b | dict(reward=0, advantage=0)
+            assert a["reward"] == pytest.approx(b["reward"], abs=1e-6)
             assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4)
     for name in ACTIVE.get(script, "").split():
         assert any(line.get(name) for line in metrics(one)), name

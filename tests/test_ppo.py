@@ -14,6 +14,7 @@ import ppo
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Completion
 from common.metrics.moments import explained_variance, moments
+from common.objectives.advantages import gae
 
 CPU, NAN = torch.device("cpu"), math.nan
 LENGTHS = (5, 30, 1, 12, 20, 7)  # lengths of the completions; prompts have 3 tokens
@@ -86,6 +87,14 @@ def test_kl_to_the_reference_is_subtracted_from_each_token():
 
 
 # ---- advantages and returns ----
+
+
+def test_advantages_and_returns_are_those_of_gae():
+    mb, rewards_T = make_batch()
+    expected_T = gae(rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, 0.7).float()
+    advantages_T, returns_T = advantages(mb, rewards_T, gae_lambda=0.7)
+    torch.testing.assert_close(advantages_T, expected_T)
+    torch.testing.assert_close(returns_T, expected_T + mb.values_T)
 
 
 def test_completion_without_a_score_has_no_advantage_and_changes_no_other():

@@ -6,7 +6,7 @@ import random
 import shutil
 
 import pytest
-from helpers import metrics, write_rows
+from helpers import assert_close_metrics, metrics, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import words
@@ -27,6 +27,14 @@ def rows(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(small, rows):
     return *small[:2], "--dataset", rows
+
+
+@pytest.mark.slow
+def test_bfloat16_loss_is_close_to_float32(data, tmp_path, main):
+    flags = ("--max_steps", 2, "--batch_size", 8, "--eval_every", 0, *data, "--lr", 1e-3)
+    main("sft", *flags, "--output_dir", tmp_path / "float32")
+    main("sft", *flags, "--output_dir", tmp_path / "bfloat16", "--dtype", "bfloat16")
+    assert_close_metrics(tmp_path / "float32", tmp_path / "bfloat16", ("loss",), rel=2e-2)
 
 
 @pytest.mark.slow

@@ -97,8 +97,8 @@ class CompletionArgs:
     """maximum turns of the model per completion, whose tokens max_new_tokens bounds together;
     maximum requests of an agent's episode"""
     environment_timeout: Annotated[MayChange[Positive[float] | None], EPISODE] = None
-    """time limit in seconds for one answer of a user-defined environment, one call of a tool, or an
-    agent's episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it
+    """time limit in seconds for one answer of an environment, one call of a tool, or an agent's
+    episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it
     has no reward; a call that exceeds it returns an error"""
 
     @property

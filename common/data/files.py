@@ -60,7 +60,8 @@ class Shard(NamedTuple):
         row."""
         try:
             if not isinstance(self.content, Path):
-                numbered = enumerate(self.content, 1)
+                is_table = hasattr(self.content, "to_list")  # not if it is streamed
+                numbered = enumerate(self.content.to_list() if is_table else self.content, 1)
             elif kind_of(self.content) in JSON:
                 numbered = _json_rows(self.label, self.content, bad)
             elif kind_of(self.content) in SEPARATORS:
@@ -251,7 +252,7 @@ def _saved_shards(label: str, folder: Path, split: str) -> list[Shard] | None:
         splits = saved if isinstance(saved, datasets.DatasetDict) else dict(train=saved)
         if split not in splits:
             return None
-        return [Shard(label, f"{folder}/{split}", splits[split].to_list())]
+        return [Shard(label, f"{folder}/{split}", splits[split])]
     except Exception as error:  # the disk, pyarrow and datasets raise others
         raise ValueError(f"{label}: {first_line(error)}") from error
 
@@ -279,9 +280,10 @@ def _hub_shards(
             if streaming:
                 for i in range(count := table.num_shards):
                     part = table.shard(count, i).decode(False)
-                    shards.append(Shard(label, f"{place}/{i}", part, columns))
+                    name = f"{place}/{i}" if count > 1 else place
+                    shards.append(Shard(label, name, part, columns))
             else:
-                shards.append(Shard(label, place, table.to_list(), columns))
+                shards.append(Shard(label, place, table, columns))
     except Exception as error:  # the disk, the network, the hub, pyarrow and datasets raise others
         missing = "no such file or folder, and not found on the hub: "
         missing = missing if isinstance(error, OSError) else ""

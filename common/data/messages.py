@@ -133,7 +133,7 @@ def _in_one_form(message: object) -> dict:
     under `images`. ShareGPT's `from` and `value` are role and content. All keys of calls stay, in
     their order: templates may write a call as JSON."""
     if not isinstance(message, dict):
-        raise ValueError("Input should be a valid dictionary")
+        raise ValueError("is not an object")
     message = {key: value for key, value in message.items() if value is not None}
     if message.keys() >= {"from", "value"}:
         role = message.pop("from")
@@ -156,8 +156,8 @@ def _in_one_form(message: object) -> dict:
         if images := [_image_of(part) for part in content if part["type"] in IMAGE_TYPES]:
             message["images"] = images
     checked = _MESSAGE.validate_python(message)
-    flags = {key: checked[key] for key in ("weight", "train") if key in checked}
-    message = checked | message | flags  # in the order of `Message`, other keys behind them
+    # In the order of `Message`, other keys behind them.
+    message = checked | {key: message[key] for key in message if key not in checked}
     if calls != []:
         message["tool_calls"] = []
         for call in calls:

@@ -70,9 +70,11 @@ def mean_and_interval(
     if not counts.sum():
         return {}
     rng = np.random.default_rng(distributed.fold_seed(seed))
-    chosen_BP = rng.integers(0, len(totals), (draws, len(totals)))
-    totals_B, counts_B = totals[chosen_BP].sum(1), counts[chosen_BP].sum(1)
-    means = totals_B[counts_B > 0] / counts_B[counts_B > 0]
+    means = []
+    while len(means) < draws:
+        chosen = rng.integers(0, len(totals), len(totals))
+        if counts[chosen].sum():
+            means.append(totals[chosen].sum() / counts[chosen].sum())
     low, high = np.quantile(means, [0.025, 0.975])
     return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 

@@ -21,7 +21,7 @@ from common.parallel.process import visible
 LINES = ("metrics.jsonl", "samples.jsonl")  # each step appends to them
 TABLE = 4  # completions in the table of a step
 SPEEDS = ("time/", "tokens_per_second")  # their change says nothing about the model
-DRAW_EVERY = 60  # seconds between drawings of curves.png, each of which takes about one
+DRAW_EVERY = 60  # seconds between drawings of curves.png, or 20 times as long as the last one took
 
 
 class RunLogger:
@@ -40,7 +40,7 @@ class RunLogger:
         self.curves = curves
         self.shown: dict[str, tuple[float, float]] = {}  # first and latest value of these metrics
         self.trackers = []
-        self.drawn = time.monotonic()
+        self.draw_at = time.monotonic() + DRAW_EVERY
         if not self.active:
             return
         from rich.console import Console
@@ -71,7 +71,7 @@ class RunLogger:
         if step % every == 0 or is_evaluation or step == self.total_steps:
             shown = visible("  ".join(self._value(name) for name in self.show if name in metrics))
             print(f"step {step}/{self.total_steps}  {shown}", flush=True)
-        if time.monotonic() - self.drawn > DRAW_EVERY:
+        if time.monotonic() > self.draw_at:
             self.draw_curves()
 
     def _remember(self, metrics: dict[str, float]) -> None:
@@ -139,8 +139,10 @@ class RunLogger:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl, which includes the steps before a resumption."""
         if self.active:
+            began = time.monotonic()
             draw_curves([self.folder / "metrics.jsonl"], self.curves, self.folder / "curves.png")
-            self.drawn = time.monotonic()
+            ended = time.monotonic()
+            self.draw_at = ended + max(DRAW_EVERY, 20 * (ended - began))
 
     def close(self) -> None:
         for tracker in self.trackers:

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from common.data.packing import PackedBatch
+from common.data.packing import PackedBatch, pack_groups
+from common.data.sample import Sample
 from common.model.attention import packed_inputs
 from common.model.flops import num_delta_nets
 from common.model.loading import named_errors
 from common.model.logprobs import logprobs_or_scalars
+from common.parallel.context import context_group_size
 
 
 def require_context_ranks(config, context_ranks: int) -> None:
@@ -34,6 +36,9 @@ def check_packing(model: nn.Module) -> None:
     first, other, second = torch.randint(0, size, (38,), generator=generator).split([13, 13, 12])
     logits_TV = None
     with named_errors(f"{model_type} has no packed forward"):
+        if context_group_size() > 1:  # the ranks of a group exchange heads
+            samples = [Sample(ids.tolist(), [True] * len(ids)) for ids in (first, second)]
+            model(pack_groups([samples], 100, model.device)[0])
         x_T, y_T = (
             logprobs_or_scalars(model(pack_of([ids, second], model.device)))[-len(second) + 1 :]
             for ids in (first, other)

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed, durable
 
 CARD = "README.md"
-TENSORS_PER_FILE = 100
+BYTES_PER_FILE = 2**30  # of a rank, which holds its file in memory while it writes it
 PATHS = re.compile(r"(?<![^\s=:'\"])[~/]\S*/(?=[^/\s])")  # absolute paths up to their last name
 
 
@@ -82,6 +82,9 @@ class Checkpointer:
                 advice = "start over with --resume never"
                 raise ValueError(f"{self.checkpoints}: all checkpoints are damaged; {advice}")
             return 0
+        if not any(path.glob("*.safetensors")):
+            advice = "start over with --resume never"
+            raise ValueError(f"{path}: an earlier version of onefile wrote it; {advice}")
         with named_errors(f"{path}: cannot read the checkpoint"):
             dcp.load(self._tensors(), storage_reader=dcp.HuggingFaceStorageReader(path))
             state = json.loads((path / STATE).read_text())
@@ -119,8 +122,9 @@ class Checkpointer:
             work.mkdir(parents=True)
         distributed.barrier()
         tensors = self._tensors()
-        # A rank holds a file in memory until it is written.
-        file_of = {name: 1 + i // TENSORS_PER_FILE for i, name in enumerate(tensors)}
+        sizes = (x.numel() * x.element_size() for x in tensors.values())
+        limit = BYTES_PER_FILE * distributed.world_size()
+        file_of = {n: 1 + end // limit for n, end in zip(tensors, accumulate(sizes), strict=True)}
         writer = dcp.HuggingFaceStorageWriter(str(work), file_of, save_distributed=True)
         dcp.save(tensors, storage_writer=writer)
         if distributed.is_main():
@@ -139,15 +143,18 @@ class Checkpointer:
                 shutil.rmtree(dropped)
         distributed.barrier()
 
-    def export_hf(self, name: str = "hf") -> None:
+    def export_hf(self, name: str = "hf", saved: int | None = None) -> None:
         """Write the present model to `hf/` or `best/`: safetensors in the base's dtype, config,
-        tokenizer and model card. The card of an earlier export stays, as the user may have edited
-        it. Adapters are merged, and also written alone to `adapter/` or `best_adapter/`.
-        Collective."""
+        tokenizer and model card. The checkpoint of step `saved` has it already, if given. The card
+        of an earlier export stays, as the user may have edited it. Adapters are merged, and also
+        written alone to `adapter/` or `best_adapter/`. Collective."""
         folder = self.folder / name
         work = folder.with_suffix(".tmp")
-        write_model(self.model, self.files, work)
+        if saved is None:
+            write_model(self.model, self.files, work)
         if distributed.is_main():
+            if saved is not None:
+                shutil.copytree(self.checkpoints / f"step_{saved:06d}" / "hf", work)
             if (folder / CARD).is_file():
                 shutil.copy(folder / CARD, work)
             durable.replace(work, folder)

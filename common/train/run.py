@@ -45,7 +45,9 @@ class Run:
         """Load the newest intact checkpoint into the model, the optimizer and all of `stateful`:
         objects with a `state_dict`, of which `rollouts` or else `order` has the data cursor.
         `value` is a second model with its optimizer, `moving` a frozen one that moves. The console
-        shows the metrics `show`, curves.png the metrics `curves`. Collective."""
+        shows the metrics `show`, curves.png the metrics `curves`. Collective.
+
+        Raises `ValueError` if all checkpoints are damaged."""
         self.args = args
         self.total_steps = total_steps
         self.meter = Meter()
@@ -208,7 +210,7 @@ class Run:
         if self.finished > self.saved:
             self._save()
         if self.finished or not stopped:  # something was trained
-            self.checkpointer.export_hf()
+            self.checkpointer.export_hf(saved=self.finished)
         if summary and not stopped:
             self.message(summary)
         if stopped:

@@ -73,8 +73,9 @@ class Endpoint:
     def _connect(self) -> asyncio.BaseProtocol:
         connection = self.server()
         self.strangers[connection] = None
-        if len(self.strangers) > STRANGERS:
-            oldest = next(iter(self.strangers))
+        # One that has no transport yet cannot be closed; the next connection finds it.
+        open_ones = [each for each in self.strangers if each.transport is not None]
+        for oldest in open_ones[: max(0, len(self.strangers) - STRANGERS)]:
             del self.strangers[oldest]
             oldest.force_close()
         return connection

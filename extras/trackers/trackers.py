@@ -55,8 +55,11 @@ class Tensorboard:
     """Metrics in `tensorboard/` of a run's folder."""
 
     def __init__(self, args: TrainArgs, folder: Path, first_step: int):
-        with extra("tensorboard", "--log tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
+        try:
+            with extra("tensorboard", "--log tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:  # the package is too old; torch says so
+            raise ValueError(f"--log tensorboard: {first_line(error)}") from error
         self.writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -84,6 +84,7 @@ def test_only_the_weights_of_the_index_are_downloaded(tmp_path, monkeypatch):
 
 BROKEN = "the tokenizer cannot be loaded"
 FP8 = '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}'
+TEXT_FP8 = f'{{"model_type": "mistral3", "text_config": {FP8}}}'  # Ministral 3
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,7 @@ FP8 = '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}'
         ("config.json", "[]", "config.json: "),
         ("config.json", '{"model_type": "nonesuch"}', "config.json: "),
         ("config.json", FP8, "quantized"),
+        ("config.json", TEXT_FP8, "quantized"),
         ("tokenizer.json", "[" * 100_000, BROKEN),
         ("tokenizer.json", "{}", BROKEN),
         ("tokenizer.json", None, BROKEN),

@@ -51,7 +51,7 @@ def test_begun_rewards_equal_synchronous_rewards(tmp_path):
     groups of another size."""
     file = user_file(tmp_path, CODE)
     args = Args(
-        reward=(f"{file}:each", "gsm8k", f"{file}:rank"), max_reward_errors=1, reward_timeout=0.5
+        reward=(f"{file}:each", "gsm8k", f"{file}:rank"), max_reward_errors=1, reward_timeout=1
     )
     rewards = Rewards(args, [ROW], None, torch.device("cpu"))
     expected = scored(rewards, groups(*TEXTS))

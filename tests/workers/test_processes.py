@@ -393,6 +393,12 @@ def test_async_calls_of_a_process_share_its_end(how):
         assert [r.error for r in results] == [end] * 64 + [None] * 57
 
 
+def test_async_calls_have_the_longest_of_their_limits():
+    with opened(WAIT, 1) as pool:
+        results = pool.map([(0.0,), (0.4,)], [0.2, PATIENCE])
+    assert errors(results) == [None, None]
+
+
 # ---- what a process sees ----
 
 

@@ -183,6 +183,7 @@ attempt(os.execv, "/bin/sh", ["sh", "-c", "echo ESCAPED"])
 attempt(os.execv, sys.executable, ["python", "-c", "print('ESCAPED')"])
 for flags in (17, 0, 0x4100 | 17, 0x11200 | 17, 0x100 | 17, 0x3d0f00 | 0x2000, 0x3d0f00 | 0x10000000):
     raw(56, flags, 0, 0, 0, 0)
+raw(435, ctypes.create_string_buffer(88), 88)
 libc.vfork.restype = ctypes.c_int
 if x86 and libc.vfork() == 0: os._exit(0)
 """,
