@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 
+from common import durable
 from common.config.flags import MayChange, Needs, NotNegative, Positive
 from common.config.groups import ImageArgs
 from common.config.online import SamplingArgs, TruncationArgs
@@ -43,7 +44,7 @@ from common.evaluate.estimators import (
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods
-from common.parallel import distributed, durable
+from common.parallel import distributed
 from common.parallel.process import visible
 from common.rewards.reward_model import load_model, path_of
 from common.rewards.total import Rewards

@@ -259,7 +259,8 @@ def main(args: Args) -> None:
                     old_logprobs_T = mb.old_logprobs_T
                     if old_logprobs_T is None:  # on policy: the log-probs of this update
                         old_logprobs_T = logprobs_T.detach()
-                    measure_mismatch(meter, old_logprobs_T, mb)
+                    if mb.old_logprobs_T is not None or args.updates_per_rollout == 1:
+                        measure_mismatch(meter, old_logprobs_T, mb)  # before any update
                     if args.old_logprobs == "engine":
                         old_logprobs_T = mb.rollout_logprobs_T
                     share_T, logged = loss(

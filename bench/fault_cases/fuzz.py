@@ -18,7 +18,7 @@ from helpers import Ranks
 
 from bench.fault_cases.case import Case, Setting, illegible, inputs, outcome, reference, work
 from bench.fault_cases.disk import interrupted
-from common.parallel import durable
+from common import durable
 
 SFT, DPO = Setting("sft"), Setting("dpo")
 LORA = Setting("sft", flags=(("lora_rank", 2),))

@@ -371,7 +371,8 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     PRESETS: ClassVar[dict[str, dict]] = {}
     """flags that each value of `--preset` sets"""
 
-    # Flags of some scripts that models, encoders, exports and runs of all read; no flags here.
+    # Some scripts have these flags. Shared code reads them in every script, so here they are
+    # constants.
     agent = None
     share_prefix = 0
     stop_token_ids = ()

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.data.placement import GroupShape, place_groups
 from common.data.sample import Sample
 from common.data.tokens import (
     CompactTokens,
@@ -34,7 +35,6 @@ from common.data.tokens import (
 )
 from common.parallel import context, distributed
 from common.parallel.context import context_group_size
-from common.parallel.placement import GroupShape, place_groups
 
 
 class PackedBatch(ModelTokens):
@@ -204,7 +204,7 @@ def per_sample(
 
 
 def sent_values(micro_batches: list[PackedBatch], values: Iterable[Tensor]) -> list[float]:
-    """Return the numbers of the samples that this rank gave to the packer, in their order. `values`
+    """Return one number for each sample that this rank packed, in order. `values`
     has [N] for each micro-batch. Collective."""
     sent = micro_batches[0].sent
     num_samples = int(distributed.all_sum(len(sent)))
@@ -224,8 +224,8 @@ def _pack(
     train on them, and each rank joins its own. Collective."""
     rank, ranks, R = distributed.rank(), distributed.world_size(), context_group_size()
 
-    # Place. A key (rank, i) stands for part i of that rank's groups. Each of `rows` is a
-    # micro-batch: it has the keys of every context group.
+    # Place. A key (rank, i) stands for part i of that rank's groups. Each of `micro_batches`
+    # has the keys of every context group.
     sequences_of_groups = [_sequences(group, together) for group in groups]
     shapes = [_shape(group, share_prefix) for group in sequences_of_groups]
     sequences = [*chain(*sequences_of_groups)]
@@ -233,7 +233,7 @@ def _pack(
     of_ranks = distributed.gather_objects((shapes, names))
     streams = sorted(set().union(*(names for _, names in of_ranks)))
     shapes = [shapes for shapes, _ in of_ranks]
-    parts, rows = place_groups(shapes, ranks // R, pack_tokens * R, together)
+    parts, micro_batches = place_groups(shapes, ranks // R, pack_tokens * R, together)
     for name, sequence in product(streams, sequences):
         count, length = len(sequence.streams.get(name, ())), len(sequence.ids)
         if count != length:
@@ -248,7 +248,7 @@ def _pack(
             own[key] = [next(rest)._replace(shared=shared) for shared in part.shared]
     outgoing = []
     for to in range(ranks):
-        keys = chain(*(row[to // R] for row in rows))
+        keys = chain(*(bins[to // R] for bins in micro_batches))
         outgoing.append({key: own[key] for key in keys if key in own})
     arrived = {}
     for of_rank in distributed.exchange_objects(outgoing):
@@ -257,8 +257,8 @@ def _pack(
     # Join. The ranks of a context group compute the same sequences, and divide them for the loss.
     sent = {index: sample for group in groups for index, sample in group.items()}
     packs: list[PackedBatch] = []
-    for row in rows:
-        here = [arrived[key] for key in row[rank // R]]
+    for bins in micro_batches:
+        here = [arrived[key] for key in bins[rank // R]]
         mb = _micro_batch([*chain(*here[rank % R :: R])], streams, device)
         mb.sent = sent
         computed = [*chain(*here)]

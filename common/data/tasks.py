@@ -115,7 +115,7 @@ PYTHON_TOOL = dict(  # the schema of `--tools python`
 )
 
 
-# ---- pictures (pictures.py) ----
+# ---- pictures (extras/images/pictures.py) ----
 
 
 def squares_rows(split: str) -> list[dict]:

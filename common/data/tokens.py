@@ -9,7 +9,7 @@ p-th token on, where p is the prefix that it shares with the sequence before it.
 form a tree if the sequences are in lexical order.
 
 With `--context_ranks` R, the R ranks of a context group join their micro-batches to one stream, and
-each rank computes a part of it (context.py).
+each rank computes a part of it (common/parallel/context.py).
 
 Shapes: N sequences, T tokens of the micro-batch, t computed tokens of this rank, K keys.
 """

@@ -27,10 +27,11 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from common import durable
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
-from common.parallel import distributed, durable, process
+from common.parallel import distributed, process
 from common.rewards.total import Rewards
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import Prompts

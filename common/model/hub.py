@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common import durable
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.data.chat import end_of_turn, use_template
 from common.model.loading import (
@@ -19,7 +20,7 @@ from common.model.loading import (
     require_unchanged,
 )
 from common.model.tiny import tiny_model
-from common.parallel import distributed, durable
+from common.parallel import distributed
 
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 GENERATION_CONFIG = "generation_config.json"

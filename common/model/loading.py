@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from common import durable
 from common.config.extra import extra
 from common.model.attention import packed_attention
 from common.model.flops import num_delta_nets
-from common.parallel import distributed, durable
+from common.parallel import distributed
 from common.parallel.process import is_lost_rank
 
 

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common import durable
 from common.config.flags import ADAPTER_CONFIG
 from common.config.groups import BUILT_IN_MODELS, LoRAArgs, TrainArgs
 from common.data.packing import PackedBatch
 from common.model.loading import fill, named_errors, require_unchanged, whole
-from common.parallel import distributed, durable
+from common.parallel import distributed
 
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:

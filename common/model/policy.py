@@ -48,7 +48,7 @@ class PackedModel(nn.Module):
         self.images = None  # `--vision` sets it (extras/images/tower.py)
         self.path = path
         self.matrix_weights = matrix_weights(hf)
-        self.register_buffer("loss_scale", None)  # float16 sets it (optim.py)
+        self.register_buffer("loss_scale", None)  # float16 sets it (common/train/optim.py)
         self.flops = 0.0
 
     def hidden_states(self, mb: PackedBatch) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from common import durable
 from common.data.packing import (
     Minibatches,
     PackedBatch,
@@ -22,7 +23,7 @@ from common.model.hub import require_same_tokenizer, resolve_model
 from common.model.loading import named_errors
 from common.model.logprobs import logprobs_or_scalars
 from common.model.policy import PackedModel, Policy, ScalarModel, load_reference
-from common.parallel import distributed, durable
+from common.parallel import distributed
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 A is the advantage, rho = pi / pi_old the importance ratio of a token, and rho_i the ratio of its
 whole completion, a product over the trained tokens. A completion's numbers are repeated on its
 tokens.
-A number that a paper fixes is a constant of its function.
+Constants that a paper fixes are literals in its function.
 
 Shapes: T packed tokens."""
 

@@ -1,1 +1,1 @@
-"""Process group, collectives and failures; FSDP mesh; placement of sequences on ranks."""
+"""Process group, collectives and failures; FSDP mesh; context groups."""

@@ -46,7 +46,7 @@ class SamplingOrder:
 
 @dataclass
 class SampledGroup:
-    """From a rollout rank to the training rank that will train on the group."""
+    """A complete group, from a rollout rank to the rank that will train on it."""
 
     group: Group
     meter: Meter

@@ -19,6 +19,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from common import durable
 from common.config.groups import TrainArgs, flags_of, script_of
 from common.data.encode import format_of
 from common.model.export_files import config_file, generation_file, tokenizer_files
@@ -26,7 +27,7 @@ from common.model.hub import STATE, checkpoints_in, eos_token_ids
 from common.model.loading import base_dtype, hub_weights, load_config, named_errors, whole
 from common.model.lora import LoRALinear, save_adapter
 from common.model.policy import PackedModel, ScalarModel
-from common.parallel import distributed, durable
+from common.parallel import distributed
 
 CARD = "README.md"
 BYTES_PER_FILE = 2**30  # of a rank, which holds its file in memory while it writes it

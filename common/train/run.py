@@ -65,7 +65,8 @@ class Run:
         self.logger = RunLogger(args, self.first_step, total_steps, show, curves)
         self.message = self.logger.message
         self.trace = None
-        # The default needs the folder, and no agent: the branches of an episode share an index.
+        # By default a run has traces if extras/trace is here, but not with an agent, because the
+        # branches of an episode share an index.
         by_default = args.agent is None and has_extra("trace")
         if args.trace_every and (by_default or args.trace_every != TrainArgs.trace_every):
             with extra("trace", "--trace_every"):

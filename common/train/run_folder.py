@@ -16,9 +16,10 @@ from typing import Any, TextIO
 
 import yaml
 
+from common import durable
 from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change, script_of
 from common.model.hub import checkpoints_in
-from common.parallel import distributed, durable
+from common.parallel import distributed
 
 EXPORTS = ("hf", "best", "adapter", "best_adapter")  # a new export replaces these folders
 SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these

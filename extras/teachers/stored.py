@@ -17,12 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common import durable
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Group, Sample
 from common.model.distill import Teacher, TopK, most_likely
 from common.model.scoring import digest_of
-from common.parallel import distributed, durable
+from common.parallel import distributed
 
 CHUNK = 512  # samples whose tokens share a file
 

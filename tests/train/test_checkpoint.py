@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
+from common import durable
 from common.config.groups import TrainArgs, flags_of
 from common.config.parse import parse
 from common.model.hub import checkpoints_in, load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.parallel import durable
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
 from common.train.run_folder import begin_run, prepare_output_dir, unlock

@@ -1,10 +1,10 @@
 """Placement: which rank trains on which samples.
 
 FSDP makes every micro-batch wait for its slowest rank. Therefore all samples of a step are divided
-among the ranks by their cost. A context group (context.py) counts as one rank.
+among the ranks by their cost. A context group (common/parallel/context.py) counts as one rank.
 
-A key (owner, i) names group i of the rank `owner`, or a part of a group. A row is a micro-batch of
-all ranks: a bin of keys for each."""
+A key (owner, i) names group i of the rank `owner`, or a part of a group. A micro-batch of all
+ranks has a bin of keys for each of them."""
 
 import bisect
 import heapq
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from common.parallel.context import context_group_size
 
 Key = tuple[int, int]
-Rows = list[list[list[Key]]]
-# Attention costs ATTENTION n^2 for a sequence of n tokens. It is heads x head width x layers /
+MicroBatches = list[list[list[Key]]]  # the keys of each bin of each micro-batch
+# A sequence of n tokens costs n + ATTENTION n^2. ATTENTION is heads x head width x layers /
 # weights: 2e-5 in a model of 8B, 1e-4 in one of 0.6B.
 ATTENTION = 4e-5
-# A sequence has a copy of the keys of a shared prefix, which take less than an eighth of a token.
+# Each sequence copies the keys of its shared prefix: less than 1/8 of a token's memory for each.
 KEY_COPY = 1 / 8
 
 
@@ -61,29 +61,29 @@ class GroupShape(NamedTuple):
 
 def place_groups(
     ranks: list[list[GroupShape]], num_bins: int, max_tokens: int, together: bool
-) -> tuple[dict[Key, GroupShape], Rows]:
-    """Assign the groups of all ranks to rows of `num_bins` bins. A row is one micro-batch, and each
-    context group has a bin in it. Return the groups with the rows.
+) -> tuple[dict[Key, GroupShape], MicroBatches]:
+    """Assign the groups of all ranks to micro-batches of `num_bins` bins, one for each context
+    group. Return the groups with the micro-batches.
 
     Groups are split into parts, unless their sequences have to stay `together`. A part has at most
     a rank's share of all tokens: large parts compute few prefixes. The sizes in a bin add up to at
-    most `max_tokens`, and the bins of a row cost about the same. There are as few rows as best-fit
-    decreasing needs."""
+    most `max_tokens`, and the bins of a micro-batch cost about the same. There are as few
+    micro-batches as best-fit decreasing needs."""
     if not together:
         share = sum(group.size for group in chain(*ranks)) // num_bins + 1
         limit = min(max_tokens, share)
         ranks = [[*chain(*(group.parts(limit) for group in rank))] for rank in ranks]
     groups = {(r, i): group for r, rank in enumerate(ranks) for i, group in enumerate(rank)}
     bins = best_fit(groups, max_tokens)
-    num_rows = max(1, math.ceil(len(bins) / num_bins))
+    count = max(1, math.ceil(len(bins) / num_bins))
     if num_bins > 1:
-        even = longest_first(groups, num_rows * num_bins)
+        even = longest_first(groups, count * num_bins)
         if all(sum(groups[key].size for key in keys) <= max_tokens for keys in even):
             bins = even
-    bins += [[] for _ in range(num_rows * num_bins - len(bins))]
+    bins += [[] for _ in range(count * num_bins - len(bins))]
     bins.sort(key=lambda keys: -sum(groups[key].cost for key in keys))
-    rows = [bins[first : first + num_bins] for first in range(0, len(bins), num_bins)]
-    return groups, rows
+    micro_batches = [bins[first : first + num_bins] for first in range(0, len(bins), num_bins)]
+    return groups, micro_batches
 
 
 def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:

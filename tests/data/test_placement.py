@@ -8,7 +8,7 @@ from helpers import ROOT, assert_close_metrics, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.parallel.placement import GroupShape, place_groups
+from common.data.placement import GroupShape, place_groups
 
 LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_size=40)
 
