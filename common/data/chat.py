@@ -237,12 +237,16 @@ def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
         raise ValueError(f"{label} chat template refuses the messages: {problem}") from error
 
 
+class Late(BaseException):
+    """Passes each `except Exception` of a library."""
+
+
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise `TimeoutError` after some seconds. Does nothing in a thread."""
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"no end within {seconds:g} s")
+        raise Late
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -251,6 +255,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except Late:
+        raise TimeoutError(f"no end within {seconds:g} s") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

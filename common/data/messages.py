@@ -133,7 +133,7 @@ def _in_one_form(message: object) -> dict:
     under `images`. ShareGPT's `from` and `value` are role and content. All keys of calls stay, in
     their order: templates may write a call as JSON."""
     if not isinstance(message, dict):
-        raise ValueError("is not an object")
+        raise ValueError("Input should be a valid dictionary")
     message = {key: value for key, value in message.items() if value is not None}
     if message.keys() >= {"from", "value"}:
         role = message.pop("from")
