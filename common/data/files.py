@@ -280,8 +280,8 @@ def _hub_shards(
             if streaming:
                 for i in range(count := table.num_shards):
                     part = table.shard(count, i).decode(False)
-                    name = f"{place}/{i}" if count > 1 else place
-                    shards.append(Shard(label, name, part, columns))
+                    whole = f"{place}/{i}" if count > 1 else place
+                    shards.append(Shard(label, whole, part, columns))
             else:
                 shards.append(Shard(label, place, table, columns))
     except Exception as error:  # the disk, the network, the hub, pyarrow and datasets raise others

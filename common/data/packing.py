@@ -204,8 +204,8 @@ def per_sample(
 
 
 def sent_values(micro_batches: list[PackedBatch], values: Iterable[Tensor]) -> list[float]:
-    """Return one number for each sample that this rank packed, in order. `values`
-    has [N] for each micro-batch. Collective."""
+    """Return one number for each sample that this rank packed, in order. `values` has [N] for each
+    micro-batch. Collective."""
     sent = micro_batches[0].sent
     num_samples = int(distributed.all_sum(len(sent)))
     numbers = per_sample(micro_batches, values, (num_samples,)).tolist()

@@ -60,7 +60,7 @@ class Sampled(NamedTuple):
 def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> Rendering:
     """Return the text from which the model's next turn is sampled. A turn of the model at the end
     of `messages` is continued. Raises `ValueError` if the template leaves a message out."""
-    row, messages = _in_one_form(chat, row, messages)
+    row, messages = _as_template_reads(chat, row, messages)
     begun = messages.pop() if is_answer(messages) else None
     text = chat.render(row, messages, add_generation_prompt=True)
     require_shown(chat, row, messages, text)
@@ -79,7 +79,7 @@ def conversation_of(
     Raises `ValueError` if the template leaves a message out, or shows no turn as it is sampled."""
     if is_answer(messages[:first_trained]) and messages[first_trained]["role"] == "assistant":
         return _continuation_of(chat, row, messages, first_trained)
-    row, messages = _in_one_form(chat, row, messages)
+    row, messages = _as_template_reads(chat, row, messages)
     sampled = _sampled_turns(chat, row, messages)
     last = sampled.get(len(messages) - 1)
     text = last.text if last and last.text else chat.render(row, messages)
@@ -106,7 +106,7 @@ def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) ->
     """Return the token that ends a turn of the model like `turn`, and the text behind it:
     `messages`, up to the start of the model's next turn. Raises `ValueError` if the template writes
     no such token or leaves a message out."""
-    row, messages = _in_one_form(chat, row, [ASKED, turn, *messages])
+    row, messages = _as_template_reads(chat, row, [ASKED, turn, *messages])
     text = chat.render(row, messages, add_generation_prompt=True)
     require_shown(chat, row, messages, text)
     sampled = as_sampled(chat, row, messages[:2])
@@ -130,7 +130,9 @@ def is_answer(messages: list[dict]) -> bool:
     return not messages[-1].get("tool_calls")
 
 
-def _in_one_form(chat: ChatTemplate, row: dict, messages: list[dict]) -> tuple[dict, list[dict]]:
+def _as_template_reads(
+    chat: ChatTemplate, row: dict, messages: list[dict]
+) -> tuple[dict, list[dict]]:
     """Return the row with its tools as schemas, and the messages as the template has them."""
     if row.get("tools"):
         row = row | dict(tools=tools_field(row))

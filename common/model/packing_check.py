@@ -1,15 +1,14 @@
 """Models without an exact packed forward are refused."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from common.data.packing import PackedBatch, pack_groups
+from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_inputs
 from common.model.flops import num_delta_nets
 from common.model.loading import named_errors
 from common.model.logprobs import logprobs_or_scalars
-from common.parallel.context import context_group_size
 
 
 def require_context_ranks(config, context_ranks: int) -> None:
@@ -33,17 +32,15 @@ def check_packing(model: nn.Module) -> None:
     model_type = model.hf.config.model_type
     generator = torch.Generator().manual_seed(0)
     size = model.hf.config.get_text_config().vocab_size
-    first, other, second = torch.randint(0, size, (38,), generator=generator).split([13, 13, 12])
+    drawn = torch.randint(0, size, (38,), generator=generator).tolist()
+    first, other, second = (
+        Sample(ids, [True] * len(ids)) for ids in (drawn[:13], drawn[13:26], drawn[26:])
+    )
+    groups = [first, second], [other, second], [second]
+    *packs, alone = (pack_groups([samples], 100, model.device)[0] for samples in groups)
     logits_TV = None
     with named_errors(f"{model_type} has no packed forward"):
-        if context_group_size() > 1:  # the ranks of a group exchange heads
-            samples = [Sample(ids.tolist(), [True] * len(ids)) for ids in (first, second)]
-            model(pack_groups([samples], 100, model.device)[0])
-        x_T, y_T = (
-            logprobs_or_scalars(model(pack_of([ids, second], model.device)))[-len(second) + 1 :]
-            for ids in (first, other)
-        )
-        alone = pack_of([second], model.device)
+        x_T, y_T = (logprobs_or_scalars(model(mb))[-second.num_targets :] for mb in packs)
         if model.hf.get_output_embeddings() is not None:
             model.unshard()  # the head belongs to the root, and this is not the root's forward
             # Some models of images and text demand images while they train.
@@ -56,7 +53,7 @@ def check_packing(model: nn.Module) -> None:
     if not (x_T - y_T).abs().max() < 1e-4:
         raise ValueError(f"{model_type} does not keep packed sequences apart")
     if model.images is not None:
-        model.images.check(model, first.tolist(), second.tolist())
+        model.images.check(model, first.ids, second.ids)
     if logits_TV is None:
         return
     expected_T = logits_TV.log_softmax(-1).gather(-1, alone.targets_T[:, None])[:, 0]
@@ -65,16 +62,3 @@ def check_packing(model: nn.Module) -> None:
     tolerance *= max(1.0, logits_TV.abs().max().item() / 64)
     if not (expected_T - x_T).abs().max() < tolerance:
         raise ValueError(f"{model_type} has a head that is not supported")
-
-
-def pack_of(sequences: list[Tensor], device: torch.device) -> PackedBatch:
-    """Return a micro-batch of token ids, all of which are trained."""
-    inputs_T = torch.cat([ids[:-1] for ids in sequences]).to(device)
-    targets_T = torch.cat([ids[1:] for ids in sequences]).to(device)
-    lengths = [len(ids) - 1 for ids in sequences]
-    positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    return PackedBatch(
-        inputs_T, targets_T, positions_T, lengths,
-        loss_mask_T=torch.ones_like(targets_T, dtype=torch.bool),
-        index_N=torch.arange(len(sequences)),
-    )  # fmt: skip

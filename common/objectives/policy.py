@@ -2,8 +2,7 @@
 
 A is the advantage, rho = pi / pi_old the importance ratio of a token, and rho_i the ratio of its
 whole completion, a product over the trained tokens. A completion's numbers are repeated on its
-tokens.
-Constants that a paper fixes are literals in its function.
+tokens. Constants that a paper fixes are literals in its function.
 
 Shapes: T packed tokens."""
 

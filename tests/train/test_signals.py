@@ -2,22 +2,18 @@
 kills ranks."""
 
 import signal
-import socket
-import sys
 from pathlib import Path
-from subprocess import PIPE, Popen
 
 import pytest
 from helpers import (
     ROOT,
     SIGNAL_AT,
     assert_same_weights,
-    descendants,
     ended,
-    environment,
     kill,
     metrics,
     run,
+    start,
     until,
 )
 
@@ -77,37 +73,30 @@ from common.parallel import distributed, process
 _, rank, _ = distributed.setup(0)
 process.note_signals()
 Path(sys.argv[1], f"rank_{rank}").touch()
-while distributed.all_max(int(not process.stop_signalled)):
+while not distributed.stop_requested():
     time.sleep(0.01)
-print(f"stopped rank {rank}")
+sys.stdout.write(f"stopped rank {rank}\\n")  # in one piece, as print does not
 distributed.cleanup()
 """
 
 
-def test_launchers_of_two_machines_stop_their_ranks(tmp_path):
-    """Here two torchruns on one machine: one is killed, the other gets Ctrl-C, and each rank gets a
-    signal of its own. The ranks have the handlers of a run and nothing to train, because imports
-    take most of the time of a launch."""
+def test_launcher_forwards_the_signal(tmp_path):
+    """The ranks have the handlers of a run and nothing to train, because imports take most of the
+    time of a launch."""
     (tmp_path / "stops.py").write_text(STOPS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"--master_addr=127.0.0.1 --master_port={free.getsockname()[1]}"
-    launch = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=1 {address}".split()
-    pipes = dict(stdout=PIPE, stderr=PIPE, text=True)
-    agents, ranks = [], []
-    for node in (f"--node_rank={n}" for n in range(2)):
-        line = [sys.executable, *launch, node, tmp_path / "stops.py", tmp_path]
-        agents.append(Popen(line, cwd=ROOT, env=environment(PYTHONPATH=ROOT), **pipes))
-    try:
-        until(lambda: len([*tmp_path.glob("rank_*")]) == 2 or any(a.poll() for a in agents))
-        ranks = [rank for agent in agents for rank in descendants(agent.pid)]
-        agents[1].kill()
-        agents[0].send_signal(signal.SIGINT)
-        done = [ended(agent, ranks) for agent in agents]
-    finally:
-        kill(*ranks, *(agent.pid for agent in agents))
-    assert [each.stdout for each in done] == ["stopped rank 0\n", "stopped rank 1\n"], done
-    assert "forcefully exiting" not in done[0].stderr  # a rank that was killed
+    with start(2, tmp_path / "stops.py", tmp_path, PYTHONPATH=ROOT) as launcher:
+        ranks = []
+        try:
+            until(lambda: launcher.poll() is not None or len(list(tmp_path.glob("rank_*"))) == 2)
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+            ranks += map(int, children.read_text().split())
+            launcher.send_signal(signal.SIGINT)
+            done = ended(launcher, ranks)
+        except BaseException:
+            kill(launcher.pid, *ranks)
+            raise
+    assert sorted(done.stdout.splitlines()) == ["stopped rank 0", "stopped rank 1"], done.stderr
+    assert "forcefully exiting" not in done.stderr  # a rank that was killed
 
 
 # ---- other ends ----
