@@ -25,7 +25,7 @@ def sync(path: Path) -> None:
 def replace(work: Path, final: Path) -> None:
     """Give a complete file or folder its name, and delete the old one when the new one is on the
     disk."""
-    for path in (*work.rglob("*"), work):
+    for path in (*sorted(work.rglob("*"), reverse=True), work):  # contents before their names
         sync(path)
     old = final.with_name(f"{final.name}{OLD}")
     if final.is_dir():

@@ -123,7 +123,7 @@ def moments(trace: list[list[str]], copies: Path) -> Iterator[Moment]:
             entries.setdefault(name, Node())
         elif operation == "unlink":
             entries.pop(name, None)
-        elif operation == "fsync":
+        elif operation == "fsync":  # safetensors renames by a system call that the shim cannot see
             entries.setdefault(name, Node()).content = copies / str(i)
         elif operation == "fsync_folder":
             entries[name].synced_entries = dict(entries[name].entries)

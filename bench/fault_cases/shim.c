@@ -13,7 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -129,16 +128,6 @@ int rmdir(const char *path) { CHECK("unlink", AT_FDCWD, path, 0, NULL, -1); retu
 int unlinkat(int dir, const char *path, int flags) { CHECK("unlink", dir, path, 0, NULL, -1); return REAL(unlinkat)(dir, path, flags); }
 int rename(const char *a, const char *b) { CHECK("rename", AT_FDCWD, a, AT_FDCWD, b, -1); return REAL(rename)(a, b); }
 int renameat(int d, const char *a, int e, const char *b) { CHECK("rename", d, a, e, b, -1); return REAL(renameat)(d, a, e, b); }
-
-long syscall(long number, ...) {  // renameat2 of Rust's tempfile
-  long v[6];
-  va_list a;
-  va_start(a, number);
-  for (int i = 0; i < 6; i++) v[i] = va_arg(a, long);
-  va_end(a);
-  if (number == SYS_renameat2) CHECK("rename", v[0], (char *)v[1], v[2], (char *)v[3], -1);
-  return REAL(syscall)(number, v[0], v[1], v[2], v[3], v[4], v[5]);
-}
 
 int clock_gettime(clockid_t clock, struct timespec *time) {
   int code = REAL(clock_gettime)(clock, time);
