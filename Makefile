@@ -1,5 +1,6 @@
 # Each target creates .venv, installs once and runs:
-# make install | demo | test | course-test | curves | faults | field | course-base | exercises | site | gpu-test | gpu-report
+# make install | demo | test | test-core | test-extras | test-fast | course-test | curves | faults | field
+#      lint | lock | site | course-base | exercises | gpu-test | gpu-report
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0

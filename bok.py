@@ -16,7 +16,7 @@ rounds of sampling and training; --prompts_per_step, --minibatches and --epochs_
 such rounds. See docs/bok.md, also for one round with eval.py and sft.py. The loss reads no log-prob
 of the engine, so the sampled distribution may be truncated (--top_p, --top_k, --min_p).
 
-Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a
+Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
 targets_T[t]."""
 
@@ -173,7 +173,7 @@ def main(args: Args) -> None:
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"loss": -logprobs_T, "entropy": entropy_T}, share_T)
-                    if i < args.minibatches and args.truncation is None:  # the first epoch
+                    if i == 0 and args.truncation is None:  # before any update
                         measure_mismatch(meter, logprobs_T.detach(), mb)
                 if tokens:
                     grad_norm = optimizer_step(

@@ -19,9 +19,9 @@ docs/dpo.md a table. kto.py learns from single completions.
 Differences from the papers: the log-probs of the reference are computed once, before training, so
 that training holds one model in memory; chosen and rejected share one packed stream.
 
-Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch; sequences 2i and 2i + 1 are
-chosen and rejected of pair i. Per-token tensors are aligned with the *targets*: x_T[t] describes
-the prediction of targets_T[t]."""
+Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch, B pairs of a batch on all
+ranks, R rows of the data; sequences 2i and 2i + 1 are chosen and rejected of pair i. Per-token
+tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t]."""
 
 from itertools import chain
 from typing import Annotated, ClassVar, Literal

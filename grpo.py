@@ -174,7 +174,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
         )
 
     @property
-    def weights_completions(self) -> bool:
+    def one_weight_per_completion(self) -> bool:
         """Whether the loss has one ratio, and so one importance weight, per completion."""
         return self.loss in BY_COMPLETION
 
@@ -257,7 +257,7 @@ def main(args: Args) -> None:
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     old_logprobs_T = mb.old_logprobs_T
-                    if old_logprobs_T is None:  # on policy: the log-probs of this update
+                    if old_logprobs_T is None:  # no pass before the update computed them
                         old_logprobs_T = logprobs_T.detach()
                     if mb.old_logprobs_T is not None or args.updates_per_rollout == 1:
                         measure_mismatch(meter, old_logprobs_T, mb)  # before any update
@@ -277,7 +277,7 @@ def main(args: Args) -> None:
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
 
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
-        metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta)
+        metrics = run.reduce(chain(*groups), lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)

@@ -239,7 +239,7 @@ def main(args: Args) -> None:
                     total_loss += share_N.detach().sum()
                     meter.rows(mb, measured(mb_pairs, loss_N, args), share_N)
                     meter.tokens(mb, {"entropy": entropy_T})
-                    if n < len(minibatches):  # in the first epoch
+                    if n == 0:  # before any update
                         measure_mismatch(meter, logprobs_T.detach(), mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)

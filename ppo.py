@@ -19,9 +19,9 @@ Differences from the papers (docs/ppo.md): value and policy are separate models 
 each, advantages are whitened over the rollout and not over a minibatch, and truncated importance
 weights c_t = pi_old(y_t) / pi_engine(y_t).
 
-Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a
-micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
-targets_T[t]; values_T[t] is the value of the prefix before it."""
+Shapes: P prompts on this rank, B on all ranks, G completions per prompt, N completions and T packed
+tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the
+prediction of targets_T[t]; values_T[t] is the value of the prefix before it."""
 
 from itertools import chain
 

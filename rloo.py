@@ -6,7 +6,7 @@ r"""REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 The policy samples G completions of every prompt. A whole completion y is one action, and its reward
 R is compared with the rewards of the prompt's other completions:
 
-    R_i   = score_i - beta log(pi_old(y_i) / pi_ref(y_i))                       rewards_PG in main()
+    R_i   = score_i - beta log(pi_old(y_i) / pi_ref(y_i))                       rewards_BG in main()
     A_i   = R_i - mean of the other R_j of the prompt                                   advantages()
     L     = mean_i [ -c_i min(rho_i A_i, clip(rho_i, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
     rho_i = pi(y_i) / pi_old(y_i)                    pi_old: the policy at the time of the rollout
@@ -15,9 +15,9 @@ There is no value model. Differences from the paper (docs/rloo.md): the clip of 
 updates per rollout, and truncated importance weights c_i = pi_old(y_i) / pi_engine(y_i) correct for
 the difference between engine and trainer.
 
-Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a
-micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
-targets_T[t]."""
+Shapes: P prompts on this rank, B on all ranks, G completions per prompt, N completions and T packed
+tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the
+prediction of targets_T[t]."""
 
 from itertools import chain
 from typing import ClassVar
@@ -52,13 +52,13 @@ from common.train.run_folder import begin_run, prepare_output_dir
 # ---- the objective ----
 
 
-def advantages(rewards_PG: Tensor) -> Tensor:
-    """Return the advantage of every completion, [P, G] float64: its reward minus the mean reward of
+def advantages(rewards_BG: Tensor) -> Tensor:
+    """Return the advantage of every completion, [B, G] float64: its reward minus the mean reward of
     the others of its group. A missing reward (NaN) counts in no mean and gets 0; a group of equal
     rewards gets exactly 0."""
-    size_P1 = (~rewards_PG.isnan()).sum(-1, keepdim=True)
+    size_B1 = (~rewards_BG.isnan()).sum(-1, keepdim=True)
     # n / (n - 1) (R - mean of all n)
-    return centre_groups(rewards_PG) * size_P1 / (size_P1 - 1).clamp(min=1)
+    return centre_groups(rewards_BG) * size_B1 / (size_B1 - 1).clamp(min=1)
 
 
 def loss(
@@ -96,7 +96,7 @@ class Args(LogKLArgs, CorrectionArgs, OnlineArgs):
     beta: NotNegative[float] = 0.05
     """weight of the KL penalty to the starting model in the rewards; 0: no penalty, and no
     reference model in memory"""
-    weights_completions = True
+    one_weight_per_completion = True
 
 
 def main(args: Args) -> None:

@@ -14,8 +14,8 @@ tools/relabel.py measures how often the trained model agrees with pairs, and swa
 Differences from the paper: pairs instead of rankings of several answers; a penalty centres the
 rewards, not a shift. See docs/rm.md.
 
-Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch; sequences 2i and 2i + 1 are
-chosen and rejected of pair i."""
+Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch, P pairs of a batch on this
+rank, B on all ranks; sequences 2i and 2i + 1 are chosen and rejected of pair i."""
 
 import math
 from itertools import chain

@@ -259,7 +259,7 @@ def main(args: Args) -> None:
                     meter.tokens(mb, {"entropy": comparison.entropy_T}, share_T)
                     for name, stream in COMPARED.items():
                         meter.masked_mean(name, getattr(comparison, stream), hinted_T)
-                    if n < args.minibatches:  # in the first epoch
+                    if n == 0:  # before any update
                         measure_mismatch(meter, comparison.logprobs_T.detach(), mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 if is_moving:

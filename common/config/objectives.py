@@ -17,7 +17,7 @@ from common.objectives.preference import READS, FDivergence
 class CorrectionArgs:
     """Importance weights for samples of the engine"""
 
-    weights_completions = False  # no flag: whether a completion always has one weight
+    one_weight_per_completion = False  # no flag: whether a completion always has one weight
     correction: Literal["none", "token", "sequence"] | None = None
     """importance weights: trainer probability / engine probability of the sampled tokens. token:
     one weight per token; sequence: one per completion; none: off; default: token, or sequence if
@@ -27,14 +27,14 @@ class CorrectionArgs:
 
     @model_validator(mode="after")
     def _check_correction(self) -> Self:
-        if self.correction == "token" and self.weights_completions:
+        if self.correction == "token" and self.one_weight_per_completion:
             raise ValueError("--correction token: a completion has one weight; use sequence")
         return self
 
     @property
     def correction_form(self) -> Correction:
         """Form of the importance weights."""
-        default = "sequence" if self.weights_completions else "token"
+        default = "sequence" if self.one_weight_per_completion else "token"
         return Correction(self.correction or default, self.correction_high)
 
 

@@ -140,7 +140,7 @@ class ScoringArgs:
     extras/judges/README.md"""
     thoughts: Literal["cut", "keep"] = "cut"
     """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: an
-    answer is the text behind the last finished thought; keep: thoughts are part of the answer"""
+    answer is the text after the last finished thought; keep: thoughts are part of the answer"""
     max_reward_errors: MayChange[Fraction] = 0.1
     """maximum fraction of a step's rewards that could not be computed; above it the run stops"""
     reward_timeout: MayChange[Positive[float]] = 10.0

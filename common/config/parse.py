@@ -130,7 +130,7 @@ def read_command_line(args_class: type[BaseArgs], argv: list[str]) -> dict[str, 
 
 
 def value_of(words: list[str], kind: Any) -> Any:
-    """Return the words behind a flag as pydantic takes them: `None` and no word have a meaning."""
+    """Return the words after a flag as pydantic takes them: `None` and no word have a meaning."""
     members = union_members(kind)
     if words == ["None"] and type(None) in members:
         return None

@@ -30,16 +30,16 @@ _X = dict(x=dict(type="integer", description="x"), s=dict(type="string", descrip
 _PROBED = dict(name="probe", description="Probe.", parameters=dict(type="object", properties=_X))
 PROBE = dict(_source="--tools", tools=[dict(type="function", function=_PROBED)])
 RENDER_SECONDS = 10.0
-_OURS = ("messages", "tools", "add_generation_prompt")  # `ChatTemplate.render` sets these
+SET_HERE = ("messages", "tools", "add_generation_prompt")  # `ChatTemplate.render` sets these
 
 
 class TurnEnd(NamedTuple):
     """How a template ends a turn of the model."""
 
     token: str  # the last token of the turn that the model samples
-    last: str  # what the model samples behind its answer: other tokens, if any, and `token`
-    tail: str  # all text behind the answer of the last turn; begins with `last`
-    appended: bool = False  # the template writes no token behind a last turn, so we add it
+    last: str  # what the model samples after its answer: other tokens, if any, and `token`
+    tail: str  # all text after the answer of the last turn; begins with `last`
+    appended: bool = False  # the template writes no token after a last turn, so we add it
 
 
 class ChatTemplate:
@@ -112,7 +112,7 @@ class ChatTemplate:
         if not isinstance(variables, dict):
             raise ValueError(f"{label} is no object")
         for name in [name for name, value in variables.items() if value is not None]:
-            if name in _OURS or name not in self.reads:
+            if name in SET_HERE or name not in self.reads:
                 problem = "the chat template does not read it, or the data determines it"
                 raise ValueError(f"{label} {name}: {problem}")
         return variables
@@ -171,7 +171,7 @@ class ChatTemplate:
 
     def _find_end(self, turn: dict, after: dict, mark: str) -> TurnEnd | None:
         """Return how the template ends `turn`, whose text has `mark`: by the last token that stands
-        behind it both at the end of a conversation and where the conversation goes on."""
+        after it both at the end of a conversation and where the conversation goes on."""
         _, found, tail = self._probe(ASKED, turn).partition(mark)
         _, _, earlier = self._probe(ASKED, turn, after).partition(mark)
         if not found:

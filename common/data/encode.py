@@ -81,7 +81,7 @@ class Encoder:
         calls: list[dict] | None = None,
         tools: list[dict] | None = None,
     ) -> list[int]:
-        """Return the ids of `messages` between two turns of the model: from behind the end token of
+        """Return the ids of `messages` between two turns of the model: from after the end token of
         the first turn to the start of the second. They begin with that end token if the first turn
         stopped at another `last_token`. `calls`: tool calls of the first turn."""
         row = dict(_source="the messages between two turns", tools=tools)

@@ -21,7 +21,7 @@ from common.parallel.distributed import first_line
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .csv or .tsv"
-OURS = ("_dataset", "_folder", "_images")  # we add these columns; the data's are ignored
+ADDED_COLUMNS = ("_dataset", "_folder", "_images")  # we add these columns; the data's are ignored
 
 
 class BadRows:
@@ -71,7 +71,7 @@ class Shard(NamedTuple):
             for number, row in numbered:
                 place = f"{self.name}:{number}"
                 if isinstance(row, dict):
-                    own = {column: row[column] for column in row if column not in OURS}
+                    own = {column: row[column] for column in row if column not in ADDED_COLUMNS}
                     yield own | self.columns | dict(_source=place)
                 else:
                     bad.add(ValueError(f"{self.label}: {place} is not an object"), self.label)

@@ -91,7 +91,8 @@ def encode_all(
     groups: list[SampleGroup] = []
     counts: Counter = Counter()
     bad = BadRows(args.on_bad_row)
-    for start in range(0, len(rows), ROWS_AT_ONCE * distributed.world_size()):
+    rows_of_ranks = ROWS_AT_ONCE * distributed.world_size()
+    for start in range(0, len(rows), rows_of_ranks):
         first = start + ROWS_AT_ONCE * distributed.rank()
         own = []
         for row in rows[first : first + ROWS_AT_ONCE]:
@@ -100,7 +101,7 @@ def encode_all(
             except ValueError as error:
                 own.append(error)
         parts = distributed.gather_objects(own)
-        for encoded, row in zip(chain(*parts), rows[start:], strict=False):
+        for encoded, row in zip(chain(*parts), rows[start : start + rows_of_ranks], strict=True):
             if isinstance(encoded, ValueError):
                 bad.add(encoded, row["_source"])
                 continue
@@ -111,7 +112,7 @@ def encode_all(
     for kind, note in distributed.gather_dict(encoder.said).items():
         encoder.say_once(note, kind)
     bad.report()
-    return Samples([group[0].row for group in groups], lambda i: unpacked(groups[i])), counts
+    return Samples([group[0].row for group in groups], lambda i: as_lists(groups[i])), counts
 
 
 def encode(
@@ -121,7 +122,7 @@ def encode(
     was dropped, so that there are no samples, or how it was changed. Raises `ValueError` for a bad
     row.
 
-    To save memory, ids and masks are arrays, a seventh of a list, until `unpacked` makes lists of
+    To save memory, ids and masks are arrays, a seventh of a list, until `as_lists` makes lists of
     them, and a sample with the row `row` comes without it."""
     group = encode_row(dict(row), columns, encoder, args)
     notes = []
@@ -143,15 +144,15 @@ def encode(
     unknown = encoder.tokenizer.unk_token_id  # GPT-2 has its EOS here
     if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
         notes.append("with characters that the tokenizer lacks")
-    packed = []
+    stored = []
     for sample in group:
         own = {} if sample.row == row else sample.row
         arrays = dict(ids=array("i", sample.ids), loss_mask=bytes(sample.loss_mask))
-        packed.append(replace(sample, **arrays, row=own))
-    return packed, notes
+        stored.append(replace(sample, **arrays, row=own))
+    return stored, notes
 
 
-def unpacked(group: SampleGroup) -> SampleGroup:
+def as_lists(group: SampleGroup) -> SampleGroup:
     return [replace(s, ids=[*s.ids], loss_mask=[*map(bool, s.loss_mask)]) for s in group]
 
 

@@ -156,7 +156,7 @@ def _in_one_form(message: object) -> dict:
         if images := [_image_of(part) for part in content if part["type"] in IMAGE_TYPES]:
             message["images"] = images
     checked = _MESSAGE.validate_python(message)
-    # In the order of `Message`, other keys behind them.
+    # In the order of `Message`, other keys after them.
     message = checked | {key: message[key] for key in message if key not in checked}
     if calls != []:
         message["tool_calls"] = []
@@ -220,7 +220,7 @@ def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
 
 def with_results_in_order(row: dict, messages: list[dict]) -> list[dict]:
     """Return the messages with the results of calls in the order of the calls: templates without
-    ids pair them by their places. Raises `ValueError` if the results behind a turn with calls are
+    ids pair them by their places. Raises `ValueError` if the results after a turn with calls are
     not one for each call."""
     ordered = list(messages)
     for i, message in enumerate(messages):

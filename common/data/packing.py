@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.placement import GroupShape, place_groups
+from common.data.placement import GroupShape, Key, MicroBatches, place_groups
 from common.data.sample import Sample
 from common.data.tokens import (
     CompactTokens,
@@ -219,57 +219,72 @@ def _pack(
     groups: list[dict[int, Sample]], pack_tokens: int, device: torch.device, share_prefix: int,
     together: bool,
 ) -> list[PackedBatch]:  # fmt: skip
-    """Pack one minibatch from this rank's groups of samples by index. In three stages: every rank
-    decides from the shapes of all groups where they go, the sequences travel to the ranks that
-    train on them, and each rank joins its own. Collective."""
+    """Pack one minibatch from this rank's groups of samples by index. Every rank decides from the
+    shapes of all groups where they go, the sequences travel to the ranks that train on them, and
+    each rank joins those that arrive. Collective."""
     rank, ranks, R = distributed.rank(), distributed.world_size(), context_group_size()
+    sequences = [_sequences(group, together) for group in groups]
+    shapes = [_shape(group, share_prefix) for group in sequences]
+    names = {name for sequence in chain(*sequences) for name in sequence.streams}
+    shapes_of_ranks, names_of_ranks = zip(*distributed.gather_objects((shapes, names)), strict=True)
+    streams = sorted(set().union(*names_of_ranks))
+    parts, micro_batches = place_groups(shapes_of_ranks, ranks // R, pack_tokens * R, together)
+    _require_streams(chain(*sequences), streams)
+    rest = chain(*sequences)  # the parts of a rank have its sequences in their order
+    own = {
+        key: [next(rest)._replace(shared=shared) for shared in part.shared]
+        for key, part in parts.items()
+        if key[0] == rank
+    }
+    arrived = _exchange(own, micro_batches)
+    packs = [
+        _join([arrived[key] for key in bins[rank // R]], streams, device) for bins in micro_batches
+    ]
+    sent = {index: sample for group in groups for index, sample in group.items()}
+    for mb in packs:
+        mb.sent = sent
+    for mb, following in pairwise(packs):
+        if following.model_tokens.with_images:
+            mb.model_tokens.next = following.model_tokens
+    return packs
 
-    # Place. A key (rank, i) stands for part i of that rank's groups. Each of `micro_batches`
-    # has the keys of every context group.
-    sequences_of_groups = [_sequences(group, together) for group in groups]
-    shapes = [_shape(group, share_prefix) for group in sequences_of_groups]
-    sequences = [*chain(*sequences_of_groups)]
-    names = {name for sequence in sequences for name in sequence.streams}
-    of_ranks = distributed.gather_objects((shapes, names))
-    streams = sorted(set().union(*(names for _, names in of_ranks)))
-    shapes = [shapes for shapes, _ in of_ranks]
-    parts, micro_batches = place_groups(shapes, ranks // R, pack_tokens * R, together)
+
+def _require_streams(sequences: Iterable[TokenSequence], streams: list[str]) -> None:
+    """Raise `ValueError` for a sequence without one number for each id in a stream."""
     for name, sequence in product(streams, sequences):
         count, length = len(sequence.streams.get(name, ())), len(sequence.ids)
         if count != length:
             advice = "give every sample of a batch one number for each of its ids"
             raise ValueError(f"stream {name}: {count} numbers for {length} ids; {advice}")
 
-    # Travel. The ranks of a context group get the same sequences.
-    rest = iter(sequences)
-    own = {}
-    for key, part in parts.items():
-        if key[0] == rank:
-            own[key] = [next(rest)._replace(shared=shared) for shared in part.shared]
+
+def _exchange(
+    own: dict[Key, list[TokenSequence]], micro_batches: MicroBatches
+) -> dict[Key, list[TokenSequence]]:
+    """Send this rank's parts to the ranks that compute them, and return those that arrive. The
+    ranks of a context group get the same ones. Collective."""
     outgoing = []
-    for to in range(ranks):
-        keys = chain(*(bins[to // R] for bins in micro_batches))
+    for to in range(distributed.world_size()):
+        keys = chain(*(bins[to // context_group_size()] for bins in micro_batches))
         outgoing.append({key: own[key] for key in keys if key in own})
     arrived = {}
     for of_rank in distributed.exchange_objects(outgoing):
         arrived |= of_rank
+    return arrived
 
-    # Join. The ranks of a context group compute the same sequences, and divide them for the loss.
-    sent = {index: sample for group in groups for index, sample in group.items()}
-    packs: list[PackedBatch] = []
-    for bins in micro_batches:
-        here = [arrived[key] for key in bins[rank // R]]
-        mb = _micro_batch([*chain(*here[rank % R :: R])], streams, device)
-        mb.sent = sent
-        computed = [*chain(*here)]
-        if R > 1 or any(sequence.shared for sequence in computed):
-            mb.compact = compact_tokens(here, streams, device, context.group)
-        if any(sequence.images for sequence in computed):
-            mb.model_tokens.with_images = computed
-            if packs:
-                packs[-1].model_tokens.next = mb.model_tokens
-        packs.append(mb)
-    return packs
+
+def _join(
+    parts: list[list[TokenSequence]], streams: list[str], device: torch.device
+) -> PackedBatch:
+    """Return a micro-batch of this rank. The ranks of a context group compute the same `parts`, and
+    divide them for the loss."""
+    R = context_group_size()
+    mb = _micro_batch([*chain(*parts[distributed.rank() % R :: R])], streams, device)
+    if R > 1 or any(sequence.shared for sequence in chain(*parts)):
+        mb.compact = compact_tokens(parts, streams, device, context.group)
+    if any(sequence.images for sequence in chain(*parts)):
+        mb.model_tokens.with_images = [*chain(*parts)]
+    return mb
 
 
 def _sequences(group: dict[int, Sample], together: bool) -> list[TokenSequence]:

@@ -9,6 +9,7 @@ ranks has a bin of keys for each of them."""
 import bisect
 import heapq
 import math
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ class GroupShape(NamedTuple):
 
 
 def place_groups(
-    ranks: list[list[GroupShape]], num_bins: int, max_tokens: int, together: bool
+    ranks: Sequence[list[GroupShape]], num_bins: int, max_tokens: int, together: bool
 ) -> tuple[dict[Key, GroupShape], MicroBatches]:
     """Assign the groups of all ranks to micro-batches of `num_bins` bins, one for each context
     group. Return the groups with the micro-batches.

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from common.config.flags import eval_sets_of, pairs_of, weights_of
 from common.config.groups import BaseArgs, TrainArgs
-from common.data.files import OURS, BadRows, files_named, kind_of, open_split
+from common.data.files import ADDED_COLUMNS, BadRows, files_named, kind_of, open_split
 
 T = TypeVar("T")
 Columns = tuple[str, ...]  # names of columns that a script reads together
@@ -34,7 +34,7 @@ KTO_COLUMNS = (
 PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # online scripts sample from these
 # The encoder reads these beside the others.
 READ_TOO = ("tools", "system", "system_prompt", "chat_template_kwargs", "image", "images")
-OUR_COLUMNS = ("_source", *OURS)
+OUR_COLUMNS = ("_source", *ADDED_COLUMNS)
 EVAL_SIZE = 256  # default of --eval_size; at most a tenth of the training rows is set aside
 
 

@@ -11,7 +11,7 @@ class ImageSpan(NamedTuple):
     file: str
     digest: str  # digest of the content of `file`
     start: int  # place of its first placeholder in the ids of the sample
-    end: int  # place behind its last placeholder; other tokens may stand between placeholders
+    end: int  # place after its last placeholder; other tokens may stand between placeholders
     patches: int  # number of patches that the vision tower reads
 
 
@@ -75,7 +75,7 @@ class Completion(Sample):
     """A sample whose completion an engine or another program sampled."""
 
     # For each of `ids`, the engine's log-prob, and the number of training steps that its weights
-    # had behind them. Tokens that were not sampled have 0 and -1.
+    # had after them. Tokens that were not sampled have 0 and -1.
     rollout_logprobs: list[float] | None = None
     versions: list[int] | None = None
     # `stop`: it ends with an EOS or a stop string. `length`: max_new_tokens or max_turns cut it.
@@ -124,7 +124,7 @@ class Completion(Sample):
 
     @property
     def version(self) -> int:
-        """Number of training steps behind the oldest weights that sampled a token of it."""
+        """Number of training steps that made the oldest weights that sampled a token of it."""
         return min(version for version in self.versions if version >= 0)
 
 

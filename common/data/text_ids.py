@@ -54,7 +54,7 @@ class TextIds:
         the tokenizer adds BOS, once; it never adds EOS. `follows`: other text comes before this
         one, so SentencePiece must not add its blank in front. Raises `ValueError` if no token ends
         at a cut."""
-        # Nothing before one of these tokens changes the ids behind it.
+        # Nothing before one of these tokens changes the ids after it.
         starts = [0, *(match.start() for match in self._splits.finditer(text))]
         pieces: list[list[int]] = []
         for begin, end in pairwise([0, *cuts, len(text)]):
@@ -76,8 +76,8 @@ class TextIds:
         return pieces
 
     def _behind(self, head: str, text: str, as_text: bool = False) -> list[int]:
-        """Return the ids of `text` behind `head`. Without `head`, or if one token would cover the
-        place between them, return those behind other text. With `as_text` special tokens are text.
+        """Return the ids of `text` after `head`. Without `head`, or if one token would cover the
+        place between them, return those after other text. With `as_text` special tokens are text.
         Raises `ValueError` if no token ends between them."""
         if not text:
             return []

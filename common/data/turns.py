@@ -1,6 +1,6 @@
 r"""Conversations -> text with the places of the model's turns, for training and for sampling.
 
-A turn of the model is trained as it is sampled: what the chat template writes behind its prompt
+A turn of the model is trained as it is sampled: what the chat template writes after its prompt
 when the turn is the last one, up to the token that ends it. A turn that the whole text shows in
 another form, such as an earlier turn without its thought, is context.
 
@@ -12,7 +12,7 @@ For example, Qwen3's template drops earlier thoughts. Two rounds, the first with
                   <|im_start|>user\nTwice?<|im_end|>\n<|im_start|>assistant\n
                   <think>\n\n</think>\n\n10<|im_end|>\n
     sampled       <think>\na sum\n</think>\n\n5<|im_end|>     the text has no such turn: context
-                  <think>\n\n</think>\n\n10<|im_end|>        trained, but not the \n behind it
+                  <think>\n\n</think>\n\n10<|im_end|>        trained, but not the \n after it
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def conversation_of(
 
 
 def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) -> tuple[str, str]:
-    """Return the token that ends a turn of the model like `turn`, and the text behind it:
+    """Return the token that ends a turn of the model like `turn`, and the text after it:
     `messages`, up to the start of the model's next turn. Raises `ValueError` if the template writes
     no such token or leaves a message out."""
     row, messages = _as_template_reads(chat, row, [ASKED, turn, *messages])
@@ -291,7 +291,7 @@ def _marked(message: dict, number: int) -> dict:
 def _with_begun(
     chat: ChatTemplate, row: dict, messages: list[dict], prompt: str, begun: dict
 ) -> str:
-    """Return a prompt with the beginning of the model's turn, behind what the template writes
+    """Return a prompt with the beginning of the model's turn, after what the template writes
     before the answer. `continue_final_message` would drop blanks at its end."""
     if not begun["content"].lstrip().startswith("<think>"):
         text = chat.render(row, [*messages, begun | dict(content=MARK)])

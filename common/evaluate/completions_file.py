@@ -43,7 +43,7 @@ class StoredCompletion:
     """A completion in the file. Without `ids`, its text is tokenised and an EOS added."""
 
     text: str
-    answer_at: NonNegativeInt = 0  # start of the answer in the text, behind the thoughts
+    answer_at: NonNegativeInt = 0  # start of the answer in the text, after the thoughts
     greedy: bool = False
     score: float | None = None  # the first of --reward, if it could be computed
     reward: float | None = None  # the weighted sum
@@ -85,7 +85,7 @@ def sample_completions(
     file: Path, lines: list[dict], prompts: Prompts, episodes: Episodes, rewards: Rewards,
     args: SamplingArgs, batch_size: int,
 ) -> list[dict]:  # fmt: skip
-    """Sample the prompts behind the given lines of `file`, append theirs in batches, and return
+    """Sample the prompts after the given lines of `file`, append theirs in batches, and return
     all lines: fewer than prompts if the run must stop. Each prompt has a greedy completion, then
     the sampled ones. Collective.
 

@@ -30,7 +30,7 @@ def shown_ks(n: int) -> list[int]:
 
 def final_answer(text: str) -> str | None:
     """Return the vote of a completion: its last boxed answer, else its last `####` number, else the
-    rest of the line behind the last "answer is" or "answer:", else all of it; None if that is
+    rest of the line after the last "answer is" or "answer:", else all of it; None if that is
     empty. Numbers are in canonical form, other answers without whitespace and cut to 200
     characters."""
     found = final_answers(text) or STATED.findall(plain(text)) or [text]

@@ -34,7 +34,7 @@ def evaluate_prompts(
     their data set, `metric/name` is the metric of that set alone. Collective."""
     if not held_out:
         return {}
-    groups = rollouts.answer(step, held_out)
+    groups = rollouts.complete_held_out(step, held_out)
     rewards_PS, named_rewards, numbers = rewards.wait(groups, Meter())
     first_PS = rewards.first(named_rewards)
     means = {

@@ -40,7 +40,7 @@ def packed_attention(
     """Compute causal attention within each sequence of the pack.
 
     `query` is [1, heads, T, head_dim], `key` and `value` may have fewer heads (grouped-query
-    attention); the offsets come through the model's keyword arguments. Queries behind a shared
+    attention); the offsets come through the model's keyword arguments. Queries after a shared
     prefix attend to the keys of the prefix and their own. They are consecutive tokens: masks and
     windows are exact if the last query is aligned with the last key. CUDA has FlashAttention's
     varlen kernel, which aligns them so; other devices have one SDPA call for neighbours of one

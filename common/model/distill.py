@@ -119,10 +119,10 @@ def _statistics(
 
 
 @torch.enable_grad()
-def _gradient(forward: Callable, logits_CV: Tensor, c: slice, by_T, tensors, _) -> Tensor:
+def _gradient(forward: Callable, logits_CV: Tensor, c: slice, grads_T, tensors, _) -> Tensor:
     """Autograd differentiates a chunk up to its logits."""
     values = forward(logits_CV.requires_grad_(), c, *tensors)
-    used = [(x_C, x_T[c]) for x_C, x_T in zip(values, by_T, strict=False) if x_T is not None]
+    used = [(x_C, x_T[c]) for x_C, x_T in zip(values, grads_T, strict=False) if x_T is not None]
     outputs, weights = zip(*used, strict=True)
     return torch.autograd.grad(outputs, logits_CV, weights)[0]
 

@@ -54,7 +54,7 @@ def by_chunk(
 
     `forward(logits_CV, c, *tensors)` maps the logits of the chunk `c` to statistics, [C] each, of
     which the first `trained` have a gradient. Logits are not kept: the backward pass computes each
-    chunk again, and `backward(logits_CV, c, by_T, tensors, out_T)` returns d loss / d logits. It
+    chunk again, and `backward(logits_CV, c, grads_T, tensors, out_T)` returns d loss / d logits. It
     gets d loss / d statistic (None for an unused one), the `tensors`, and all statistics. Both may
     overwrite the logits, and need `extra` numbers for each token beside its logits."""
     how = logits[3:], temperature, forward, backward, trained, logits.chunks(extra)
@@ -78,29 +78,29 @@ class _ByChunk(torch.autograd.Function):
         return out_T
 
     @staticmethod
-    def backward(ctx, *by_T: Tensor | None):
+    def backward(ctx, *grads_T: Tensor | None):
         """Gradients of head and bias are summed over the chunks in at least float32."""
         hidden_TD, head_VD, bias_V, *rest = ctx.saved_tensors
         form, temperature, _, backward, trained, chunks = ctx.how
         logits = Logits(hidden_TD, head_VD, bias_V, *form)
-        tensors, out_T = rest[: -len(by_T)], rest[-len(by_T) :]
+        tensors, out_T = rest[: -len(grads_T)], rest[-len(grads_T) :]
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-        by_hidden_TD = torch.empty_like(hidden_TD)
-        by_head_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
-        by_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        grad_hidden_TD = torch.empty_like(hidden_TD)
+        grad_head_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         for c in chunks:
             logits_CV, derivative = logits.chunk(c, temperature)
-            by_logits_CV = backward(logits_CV, c, by_T[:trained], tensors, out_T)
-            by_logits_CV = multiply_(by_logits_CV, derivative)
-            if by_bias_V is not None:
-                by_bias_V += by_logits_CV.sum(0)
-            by_logits_CV = by_logits_CV.to(head_VD.dtype)
-            if by_head_VD is not None:
-                add_product_(by_head_VD, by_logits_CV.T, hidden_TD[c])
-            by_hidden_TD[c] = product(by_logits_CV, head_VD)
-            del logits_CV, by_logits_CV  # the next chunk takes their memory
-        factors = (x if x is None else x.to(hidden_TD.dtype) for x in (by_head_VD, by_bias_V))
-        return by_hidden_TD, *factors, *[None] * (1 + len(tensors))
+            grad_logits_CV = backward(logits_CV, c, grads_T[:trained], tensors, out_T)
+            grad_logits_CV = multiply_(grad_logits_CV, derivative)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_logits_CV.sum(0)
+            grad_logits_CV = grad_logits_CV.to(head_VD.dtype)
+            if grad_head_VD is not None:
+                add_product_(grad_head_VD, grad_logits_CV.T, hidden_TD[c])
+            grad_hidden_TD[c] = product(grad_logits_CV, head_VD)
+            del logits_CV, grad_logits_CV  # the next chunk takes their memory
+        factors = (x if x is None else x.to(hidden_TD.dtype) for x in (grad_head_VD, grad_bias_V))
+        return grad_hidden_TD, *factors, *[None] * (1 + len(tensors))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -155,10 +155,10 @@ def token_logprobs(
     def forward(logits_CV: Tensor, c: slice, targets_T: Tensor) -> tuple[Tensor, ...]:
         return of_chunk(logits_CV, targets_T[c])
 
-    def backward(logits_CV: Tensor, c: slice, by_T, tensors, out_T) -> Tensor:
+    def backward(logits_CV: Tensor, c: slice, grads_T, tensors, out_T) -> Tensor:
         _, entropy_T, _, largest_T, sum_T = out_T
-        by_logprob_T = torch.zeros_like(sum_T) if by_T[0] is None else by_T[0]
-        numbers_T = *tensors, largest_T, sum_T, entropy_T, by_logprob_T, by_T[1]
+        grad_logprob_T = torch.zeros_like(sum_T) if grads_T[0] is None else grads_T[0]
+        numbers_T = *tensors, largest_T, sum_T, entropy_T, grad_logprob_T, grads_T[1]
         return its_gradient(logits_CV, *(None if x_T is None else x_T[c] for x_T in numbers_T))
 
     return TokenStats(*by_chunk(logits, temperature, forward, backward, 2, (targets_T,))[:3])
@@ -180,23 +180,23 @@ def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
 
 def gradient(
     logits_CV: Tensor, targets_C: Tensor, largest_C: Tensor, sum_C: Tensor, entropy_C: Tensor,
-    by_logprob_C: Tensor, by_entropy_C: Tensor | None,
+    grad_logprob_C: Tensor, grad_entropy_C: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Turn the gradients of a chunk's log-probs and entropies into the gradient of its logits. It
     overwrites the logits:
 
     d log pi_target / d logit_j = [j is target] - pi_j,    dH / d logit_j = -pi_j (log pi_j + H)"""
     logits_CV.sub_(largest_C[:, None])
-    by_exp_C = -by_logprob_C / sum_C
-    if by_entropy_C is None:
-        grad_CV = logits_CV.exp_().mul_(by_exp_C[:, None])
+    grad_exp_C = -grad_logprob_C / sum_C
+    if grad_entropy_C is None:
+        grad_CV = logits_CV.exp_().mul_(grad_exp_C[:, None])
     else:
         exp_CV = logits_CV.exp()
         offset_C = entropy_C - sum_C.log()  # log pi_j + H = logit_j - largest + offset
-        slope_C = -by_entropy_C / sum_C
-        grad_CV = logits_CV.add_(offset_C[:, None]).mul_(slope_C[:, None]).add_(by_exp_C[:, None])
+        slope_C = -grad_entropy_C / sum_C
+        grad_CV = logits_CV.add_(offset_C[:, None]).mul_(slope_C[:, None]).add_(grad_exp_C[:, None])
         grad_CV.mul_(exp_CV)
-    return grad_CV.scatter_add_(1, targets_C[:, None], by_logprob_C[:, None])
+    return grad_CV.scatter_add_(1, targets_C[:, None], grad_logprob_C[:, None])
 
 
 def statistics_of_copy(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:

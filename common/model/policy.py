@@ -127,7 +127,7 @@ def load_policy(
     with `--vision` the model reads images.
 
     `trainable=False` gives a frozen reference in the compute dtype, or in float32 if it `moves`
-    (`move_towards`). On device meta the model is neither sharded nor filled. `flag` stands in
+    (`move_towards`). On device meta the model is neither sharded nor filled. `flag` is named in
     errors; `kind` is the class of the result. Collective. Raises `ValueError` for a model whose
     packs are not exact."""
     with named_errors(f"{flag} {path}", ValueError):

@@ -82,7 +82,7 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def fail_in_thread(error: Exception) -> None:
+def fail_in_thread(error: BaseException) -> None:
     """End this process for an error in a thread: the main one may wait in a collective for ever."""
     sys.excepthook(type(error), error, error.__traceback__)
 

@@ -138,7 +138,7 @@ SCALE_WORDS = (
 )
 SCALE = rf"(?:{SCALE_WORDS}|(?:[ \t]?[kK]|M)(?!{LETTER}))"
 CURRENCY = r"(?:\\?[$£€¥₹]){0,2}"  # $\$18$
-# The first number behind a mark, and all up to another number in its line, with which it is none.
+# The first number after a mark, and all up to another number in its line, with which it is none.
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes
 # cubic time.
 FINAL_ANSWER = re.compile(
@@ -235,13 +235,13 @@ def gsm8k(completion: str, row: dict) -> float:
 
 
 def final_answers(text: str) -> list[str]:
-    """Return every number behind `####` or `A:`, as its sign and digits, with what makes it more
+    """Return every number after `####` or `A:`, as its sign and digits, with what makes it more
     than a number."""
     return [sign + number for sign, number in FINAL_ANSWER.findall(without_latex(plain(text)))]
 
 
 def gold_numbers(row: dict) -> list[Fraction | None]:
-    """Return the number of each right answer: the last behind `####` or `A:`, else the answer; None
+    """Return the number of each right answer: the last after `####` or `A:`, else the answer; None
     if it is none."""
     return [to_number((final_answers(answer) or [answer])[-1]) for answer in gold_answers(row)]
 
@@ -257,7 +257,7 @@ def check_number(row: dict) -> None:
 
 def gsm8k_flexible(completion: str, row: dict) -> float:
     """Return `gsm8k` of a completion in any form. Its answer is the first number in the last
-    \\boxed{...}, else the number behind the last `####` or `A:`, else the last number."""
+    \\boxed{...}, else the number after the last `####` or `A:`, else the last number."""
     text = plain(completion)
     box = last_boxed(text)
     if box is None and final_answers(text):

@@ -27,7 +27,7 @@ from common.rewards.functions import (
     without_latex,
 )
 
-# The rest of a line behind ####, or behind A: if it begins like mathematics and not like prose.
+# The rest of a line after ####, or after A: if it begins like mathematics and not like prose.
 ANNOUNCED = re.compile(
     rf"(?:####|(?<!{LETTER})A:(?=[\s*]*[-+.\d$£€\\(\[]))[\s*]*+([^\n]*)", re.ASCII
 )
@@ -38,7 +38,7 @@ def math(completion: str, row: dict) -> float:
     """Return 1 if the completion's final answer equals the one in the `answer` column, or one of a
     list there.
 
-    The final answer is the content of the last box, else the text behind the last `####` or `A:`,
+    The final answer is the content of the last box, else the text after the last `####` or `A:`,
     else the answer that math-verify finds near the end. In the column likewise, but without a mark
     all of it is the answer. 1/2 = 0.5 = 50% and 50% = 50, but 0.333 is not 1/3 (six decimals must
     agree); units, degrees and `x =` do not matter; (1, 2) is ordered, {1, 2} and `1, 2` are not;
@@ -60,7 +60,7 @@ def math(completion: str, row: dict) -> float:
 
 
 def announced_answer(text: str, otherwise: str | None = None) -> str | None:
-    """Return the content of the last box (empty if it is not closed), else the text behind the last
+    """Return the content of the last box (empty if it is not closed), else the text after the last
     `####` or `A:`."""
     if BOX.search(text):
         return last_boxed(text) or ""
@@ -69,7 +69,7 @@ def announced_answer(text: str, otherwise: str | None = None) -> str | None:
 
 
 def with_numbers(text: str) -> str:
-    """Return a text with plain numbers for `18 million`, and spaces before numbers behind `Answer:`
+    """Return a text with plain numbers for `18 million`, and spaces before numbers after `Answer:`
     and the letters of scripts that have none: math-verify looks for these."""
     scaled = rf"(?<!{LETTER}){NUMBER}{SCALE_WORDS}"
     text = re.sub(scaled, lambda x: str(to_number(x[0]) or x[0]), text)

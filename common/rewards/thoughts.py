@@ -2,7 +2,7 @@
 reward reads.
 
 A thought may contain another number, a box or a program. None of it is the answer, which begins
-behind the last thought. An unfinished thought has no answer."""
+after the last thought. An unfinished thought has no answer."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +31,7 @@ TAIL = 32  # last tokens of a prompt in which an opened thought is searched
 def answer_of(
     text: str, inside: bool = False, start: str = "<think>", end: str = "</think>"
 ) -> str:
-    """Return `text` behind its last thought and the line breaks after it; "" if this thought is
+    """Return `text` after its last thought and the line breaks after it; "" if this thought is
     unfinished.
 
     `inside`: whether the text begins inside a thought, because the prompt ends with its start.

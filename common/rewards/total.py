@@ -104,7 +104,7 @@ class Rewards:
         than `--max_reward_errors` of the rewards of all ranks could not be computed. Collective."""
         begun = [self.begun.pop(group[0].number, None) or self._start(group) for group in groups]
         found = {name: model(groups) for name, model in self.models.items()}
-        computed = [future.result() for future in begun]  # waits
+        computed = [future.result() for future in begun]
         for name in self.scorers:
             found[name] = list(chain(*(of_group[name] for of_group in computed)))
 

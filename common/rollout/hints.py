@@ -7,7 +7,7 @@ from common.data.filler import template_filler
 from common.data.messages import messages_field, text_field
 from common.data.packing import PackedBatch
 
-SAMPLED = ("sibling", "feedback")  # these hints are no columns
+SAMPLED_HINTS = ("sibling", "feedback")  # these hints are no columns
 
 
 def hint_filler(hint: str | None, template: str, rows: list[dict]) -> Callable[[dict], str]:
@@ -16,7 +16,7 @@ def hint_filler(hint: str | None, template: str, rows: list[dict]) -> Callable[[
     the template cannot use."""
     if hint is None:
         raise ValueError("--hint: there is none; name a column, sibling or feedback")
-    if hint not in SAMPLED and not any(hint_of_row(row, hint) for row in rows):
+    if hint not in SAMPLED_HINTS and not any(hint_of_row(row, hint) for row in rows):
         columns = ", ".join(column for column in rows[0] if not column.startswith("_"))
         problem = f"no row has a value in this column; the dataset has {columns}"
         raise ValueError(f"--hint {hint}: {problem}")

@@ -145,15 +145,15 @@ def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
         return lambda row: fill(dict(shots="") | row)
     fill_shot = template_filler("--shot_template", args.shot_template)
     column = args.shots_by
-    kind_of = template_filler(f"--shots_by {column}", f"{{{column}}}" if column else "")
+    group_of = template_filler(f"--shots_by {column}", f"{{{column}}}" if column else "")
     datasets = list(weights_of(args.dataset))  # the names alone
     advice = "--shots_split, or set --shots 0"
     examples = defaultdict(list)
     for example in rows_of_split("--dataset", datasets, advice, args.shots_split, args):
-        examples[kind_of(example)].append(example)
+        examples[group_of(example)].append(example)
 
     def make(row: dict) -> str:
-        kind = kind_of(row)
+        kind = group_of(row)
         others = [x for x in examples[kind] if any(x.get(key) != row.get(key) for key in PLACE)]
         if len(others) < args.shots:
             of_kind = f" with {column} {kind!r:.80}" if column else ""

@@ -146,10 +146,10 @@ class RolloutRanks:
         close_link(self.link)
 
     def complete(
-        self, requests: list[PromptRequest], own: list[int], step: int, meter: Meter
+        self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter
     ) -> list[Group]:
         """Send the prompts of all ranks and the weights after `step` steps, unless they are there.
-        Return the groups of this rank's `own` numbers, some of which may have been requested
+        Return the groups of this rank's `own_numbers`, some of which may have been requested
         before. Measure the ages of their weights, and how long both roles waited since the last
         call. Collective."""
         self.rows |= {each.number: each.row for each in requests if is_own(each.number)}
@@ -157,7 +157,7 @@ class RolloutRanks:
         self._send(requests, step, meter)
         began = time.perf_counter()
         with meter.time("rollout"):
-            while not self.groups.keys() >= set(own):
+            while not self.groups.keys() >= set(own_numbers):
                 message = self.inbox.get()
                 self.groups[message.group[0].number] = message.group
                 meter.add(message.meter)
@@ -165,7 +165,7 @@ class RolloutRanks:
         now = time.perf_counter()
         meter.mean("idle/training_ranks", now - began, now - self.last_wait)
         self.last_wait = now
-        groups = [self.groups.pop(number) for number in own]
+        groups = [self.groups.pop(number) for number in own_numbers]
         measure_staleness(meter, groups, step)
         return groups
 

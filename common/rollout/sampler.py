@@ -51,8 +51,8 @@ class Sampler:
         self.args = args
         self.order = order
         self.source = source
-        self.number = 0  # number of the oldest prompt that no step has taken
-        self.rows: deque[int] = deque()  # data rows that are drawn, from this prompt on
+        self.next_number = 0  # number of the first prompt that no step has taken
+        self.drawn: deque[int] = deque()  # data rows of the prompts from this one on
         self.next_to_begin = 0  # number of the first prompt that is not in flight
         self.step = -1
         self.before_step: dict = {}  # state before the present step
@@ -80,42 +80,42 @@ class Sampler:
         size = size or args.prompts_per_step
         steps_ahead = max(0, min(self.source.steps_ahead, total_steps - step - 1))
         # Prompts up to this number are in flight.
-        end = self.number + size + steps_ahead * args.prompts_per_step
-        self.rows += self.order.draw(max(0, end - self.number - len(self.rows)))
+        end = self.next_number + size + steps_ahead * args.prompts_per_step
+        self.drawn += self.order.draw(max(0, end - self.next_number - len(self.drawn)))
         requests = []
         for number in range(self.next_to_begin, end):
-            ids, row = self.prompts[self.rows[number - self.number]]
+            ids, row = self.prompts[self.drawn[number - self.next_number]]
             seed = distributed.fold_seed(args.seed, *divmod(number, args.prompts_per_step))
             requests.append(
                 PromptRequest(number, ids, row, seed, args.samples_per_prompt, args.temperature)
             )
         self.next_to_begin = max(self.next_to_begin, end)
-        taken = range(self.number, self.number + size)
-        self.number += size
-        self.data_rows = [self.rows.popleft() for _ in taken]
-        own = [number for number in taken if is_own(number)]
-        self.positions = [taken.index(number) for number in own]
-        groups = self.source.complete(requests, own, step, meter)
+        taken = range(self.next_number, self.next_number + size)
+        self.next_number += size
+        self.data_rows = [self.drawn.popleft() for _ in taken]
+        own_numbers = [number for number in taken if is_own(number)]
+        self.positions = [taken.index(number) for number in own_numbers]
+        groups = self.source.complete(requests, own_numbers, step, meter)
         meter.sum("sampled", int(trained_counts(groups).sum()))
         if distributed.stop_requested():
             self.load_state_dict(self.before_step)
             return None
         return groups
 
-    def answer(self, step: int, prompts: Prompts) -> list[Group]:
+    def complete_held_out(self, step: int, prompts: Prompts) -> list[Group]:
         """Return `--eval_samples` completions of every `ranks`-th prompt, from number `rank` on,
         sampled at `--eval_temperature` from the weights after `step` steps. Collective."""
         args = self.args
         ranks = distributed.world_size()
-        # Negative numbers come before the run's. The first one belongs to rank 0.
+        # Numbers below 0 are never those of the run. The first one belongs to rank 0.
         first = -(len(prompts) + -len(prompts) % ranks)
         requests = [
             PromptRequest(first + i, *prompts[i], distributed.fold_seed(args.seed, i),
                           args.eval_samples, args.eval_temperature)
             for i in range(len(prompts))
         ]  # fmt: skip
-        own = [request.number for request in requests if is_own(request.number)]
-        return self.source.complete(requests, own, step, Meter())
+        own_numbers = [request.number for request in requests if is_own(request.number)]
+        return self.source.complete(requests, own_numbers, step, Meter())
 
     # ---- resume ----
 
@@ -127,11 +127,11 @@ class Sampler:
     def state_dict(self) -> dict:
         """Return the position in the data. After a resume, prompts that were drawn but not taken
         are sampled again."""
-        return dict(number=self.number, rows=[*self.rows], order=self.order.state_dict())
+        return dict(number=self.next_number, rows=[*self.drawn], order=self.order.state_dict())
 
     def load_state_dict(self, state: dict) -> None:
-        self.number = self.next_to_begin = state["number"]
-        self.rows = deque(state["rows"])
+        self.next_number = self.next_to_begin = state["number"]
+        self.drawn = deque(state["rows"])
         self.order.load_state_dict(state["order"])
 
 
@@ -156,14 +156,14 @@ class ColocatedEngine:
         self.engine.close()
 
     def complete(
-        self, requests: list[PromptRequest], own: list[int], step: int, meter: Meter
+        self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter
     ) -> list[Group]:
-        """Return the groups of this rank's `own` numbers among the `requests` of all ranks, sampled
+        """Return the groups of this rank's `own_numbers` among the `requests` of all ranks, sampled
         from the weights after `step` steps. Release the engine's memory at the end. Collective."""
         with meter.time("sync"):
             self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
         with meter.time("rollout"):
-            prompts = [request for request in requests if request.number in own]
+            prompts = [request for request in requests if request.number in own_numbers]
             groups = self.episodes.generate(prompts, meter, self.on_complete)
             self.engine.sleep()
         return groups

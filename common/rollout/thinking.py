@@ -24,7 +24,7 @@ class ThinkingBudget:
 
     async def sample(self, request: Request) -> None:
         """Sample a turn, like `Engine.sample`. When a thought has `tokens` tokens, the mark that
-        ends it is appended, without loss, and the turn goes on behind it.
+        ends it is appended, without loss, and the turn goes on after it.
 
         The turn is sampled in pieces, each with a seed of its own, that end where a thought may
         have reached the limit."""

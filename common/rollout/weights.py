@@ -6,6 +6,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from common.model.lora import LoRALinear
+
 
 def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the policy, whole, by name, in the same order on every rank.
@@ -32,7 +34,7 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
             if isinstance(weight, DTensor) or ".lora_" in name:
                 continue
             layer = unit.get_submodule(name.rpartition(".")[0])
-            if hasattr(layer, "merged") and weight is layer.weight:  # a LoRALinear
+            if isinstance(layer, LoRALinear) and weight is layer.weight:
                 weight = layer.merged(model.compute_dtype)
             whole_name = prefixes.get(unit, "") + name.removeprefix("hf.")
             yield whole_name, weight.detach().to(dtype, copy=True)

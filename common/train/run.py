@@ -154,7 +154,7 @@ class Run:
         metrics["num_tokens"] = self.num_tokens
         metrics["tokens_per_second"] = tokens / metrics["time/step"]
         if sampled:  # dedicated rollout ranks sample during the whole step
-            duration = "time/step" if "idle/training_ranks" in metrics else "time/rollout"
+            duration = "time/step" if distributed.rollout_ranks else "time/rollout"
             metrics["speed/sampled_tokens_per_second"] = sampled / metrics[duration]
         seconds = metrics.get("time/train", metrics["time/step"]) + metrics.get("time/logprobs", 0)
         rate = flops / seconds / distributed.world_size()

@@ -22,7 +22,7 @@ from common.model.hub import checkpoints_in
 from common.parallel import distributed
 
 EXPORTS = ("hf", "best", "adapter", "best_adapter")  # a new export replaces these folders
-SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these
+RESUMABLE = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py resumes from these
 COMPUTED = ("max_length",)  # a resumed run keeps these defaults, which were computed
 
 
@@ -126,7 +126,7 @@ def _has_begun(folder: Path) -> bool:
 
 
 def _can_resume(folder: Path) -> bool:
-    sampled = any(any(folder.glob(name)) for name in SAMPLED)
+    sampled = any(any(folder.glob(name)) for name in RESUMABLE)
     return sampled or bool(checkpoints_in(folder / "checkpoints"))
 
 

@@ -206,7 +206,9 @@ class Pool:
         try:
             await asyncio.sleep(0)  # let the other calls of the group come
             async with self.free:
-                if futures := list(islice(self.waiting, self.together)):  # else another took it
+                if futures := list(
+                    islice(self.waiting, self.together)
+                ):  # else another call has taken this one
                     calls, limits = zip(*map(self.waiting.pop, futures), strict=True)
                     results = await self._results(calls, max(limits))
                     for future, result in zip(futures, results, strict=True):

@@ -60,8 +60,8 @@ def code_blocks(completion: str) -> list[str]:
 
 
 def assemble(code: str, row: dict, tests: list[Test], cut: bool = False) -> str:
-    """Return `code` behind the source that it continues or needs. `cut`: drop the prose, or the
-    unfinished function, behind HumanEval's function."""
+    """Return `code` after the source that it continues or needs. `cut`: drop the prose, or the
+    unfinished function, after HumanEval's function."""
     start = stub_of(tests)
     if start and row["entry_point"] not in names_in(code)["defined"]:
         program = f"{row['prompt']}\n{code}"

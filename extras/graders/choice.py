@@ -124,7 +124,7 @@ def choice(completion: str, row: dict) -> float:
 
 
 def stated_letters(completion: str, options: list[str]) -> set[str]:
-    """Return the letters of the last statement: behind "answer is" and the like, in a box, on lines
+    """Return the letters of the last statement: after "answer is" and the like, in a box, on lines
     of their own, or as "B is correct". Without a statement: the letters in brackets in the last
     line."""
     text = unmarked(completion)
@@ -160,7 +160,7 @@ def joined(text: str) -> str:
 
 
 def stated(completion: str, row: dict) -> float:
-    """Return 1 if the rest of the line behind the last "answer is" or box, or else the last line,
+    """Return 1 if the rest of the line after the last "answer is" or box, or else the last line,
     is the `answer`. Case, emphasis, white space and a full stop do not matter. An answer in the
     form `(A)` is also right if its letter is stated, as in `choice`."""
     text = unformatted(plain(completion))

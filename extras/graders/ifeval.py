@@ -95,7 +95,7 @@ def arguments_for(instruction: object, kwargs: object) -> dict:
 
 @cache
 def arguments_of(instruction: str) -> list[str]:
-    """Return the names of an instruction's arguments: the parameters of its check behind the
+    """Return the names of an instruction's arguments: the parameters of its check after the
     text."""
     return list(inspect.signature(INSTRUCTIONS[instruction]).parameters)[1:]
 

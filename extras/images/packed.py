@@ -22,7 +22,7 @@ class PackedImages:
     def __init__(self, tokens: ModelTokens):
         sequences = tokens.with_images
         self.next = tokens.next
-        # `truncate` cuts no image in two: one that it left out ends behind the sequence.
+        # `truncate` cuts no image in two: one that it left out ends after the sequence.
         self.images = [[i for i in s.images if i.end <= s.num_targets] for s in sequences]
         self.shared = [sequence.shared for sequence in sequences]  # first tokens, not computed
         computed = (sequence.num_targets - sequence.shared for sequence in sequences)

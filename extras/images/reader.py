@@ -86,7 +86,7 @@ class Reader:
 
     def layout_of(self, content: bytes) -> Layout:
         """Return the layout of the image in a file with this content, by its size alone. PIL
-        decodes a PNG to look for EXIF behind its pixels."""
+        decodes a PNG to look for EXIF after its pixels."""
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             width, height = image.size
             # PIL turns a TIFF itself.
@@ -215,7 +215,7 @@ class QwenReader(Reader):
 
     def positions(self, positions_T: Tensor, images: list[tuple[ImageSpan, Pixels]]) -> Tensor:
         """An image begins at the next position p. Its placeholders have time p and row and column
-        behind p; the text behind it goes on after the longer side."""
+        after p; the text after it goes on after the longer side."""
         found = positions_T.expand(3, -1).clone()
         for span, pixels in images:
             rows, columns = self.grid(pixels)

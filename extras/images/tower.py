@@ -100,7 +100,7 @@ class Images:
         if not differs_T[-n:].max() < 1e-4:
             raise ValueError("an image of one packed sequence changes another sequence")
         if not differs_T[:-n].max() > 0:
-            raise ValueError("another image does not change the log-probs behind it")
+            raise ValueError("another image does not change the log-probs after it")
 
     def limit_exported(self, files: dict[str, bytes]) -> None:
         """Set `--max_pixels` in the exported `files` of the image processor, which has a file or a

@@ -17,11 +17,11 @@ from common.data.load import (
     EncodeRow,
     SampleGroup,
     Samples,
+    as_lists,
     encode,
     encode_all,
     reasons,
     say_unread,
-    unpacked,
 )
 from common.data.rows import (
     Columns,
@@ -97,10 +97,10 @@ class StreamedSamples:
         return range(count)
 
     def __getitem__(self, i: int) -> SampleGroup:
-        return unpacked(self.batch[i])
+        return as_lists(self.batch[i])
 
     def _groups(self, epoch: int, drawn: int) -> Iterator[tuple[SampleGroup, tuple[int, int]]]:
-        """Yield the groups behind a position, pass after pass, each with the position behind it.
+        """Yield the groups after a position, pass after pass, each with the position after it.
         Report at the end of a pass what was dropped or changed. Raises `ValueError` if a whole pass
         has no sample."""
         for number in count(epoch):

@@ -204,7 +204,7 @@ def masked(sample: Completion) -> Completion:
 
 
 def bytes_of_tokens(tokenizer) -> dict[int, bytes]:
-    """Return the bytes of each token behind other text; special tokens have none. Raises
+    """Return the bytes of each token after other text; special tokens have none. Raises
     `ValueError` for a tokenizer whose tokens are no bytes, such as WordPiece."""
     decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder or dict(type="none")])}

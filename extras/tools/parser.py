@@ -85,7 +85,7 @@ class Parser:
         """text with which a call begins; empty if it is no mark, but could begin any text"""
 
     def parse(self, text: str, tools: list[dict], prompt: str = "") -> Turn:
-        """Return the calls in a turn of the model, behind its thoughts. `text`: the turn without
+        """Return the calls in a turn of the model, after its thoughts. `text`: the turn without
         the token that ends it; `tools`: schemas, for the types of arguments; `prompt`: the text
         before the turn, or its end, which may open a thought."""
         answer = text

@@ -58,7 +58,7 @@ SFT = ("--batch_size", 8, "--lr", 3e-3, *SHORT)
 @pytest.mark.slow
 def test_offload_changes_no_number_and_may_change_at_a_resume(main, small, tmp_path):
     """A run resumed with another `--offload` ends with the same weights, bit for bit.
-    tests/parallel/test_placement.py has several ranks."""
+    tests/data/test_placement.py has several ranks."""
     for offload in ("none", "optimizer", "all"):
         main("sft", *small, *SFT, "--offload", offload, "--output_dir", tmp_path / offload)
         assert_same_weights(tmp_path / "none", tmp_path / offload)

@@ -134,7 +134,7 @@ def test_order_of_your_own_chooses_the_prompts(monkeypatch):
 def test_held_out_prompts_are_divided_among_ranks(monkeypatch):
     """The seed of a prompt is the same on any number of ranks, and in every evaluation."""
     for rank, sampler in enumerate(Run(monkeypatch, 3).each_rank()):
-        groups = sampler.answer(rank, sampler.prompts)
+        groups = sampler.complete_held_out(rank, sampler.prompts)
         assert [sample.row["row"] for (sample,) in groups] == [*range(rank, ROWS, 3)]
         requests = [*sampler.source.requests.values()]
         assert [each.seed for each in requests] == [
