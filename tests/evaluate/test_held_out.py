@@ -38,7 +38,9 @@ class Scored:
         return next(iter(parts.values()))
 
     def evaluated(self) -> dict:
-        return evaluate_prompts(SimpleNamespace(answer=self.answer), 7, self.rows, self)
+        return evaluate_prompts(
+            SimpleNamespace(complete_held_out=self.complete_held_out), 7, self.rows, self
+        )
 
 
 def test_solved_uses_the_first_reward_and_ignores_a_missing_one():
