@@ -200,7 +200,8 @@ def main(args: Args) -> None:
         policy, (pairs, eval_pairs), tokenizer, args, device, needs_reference
     )  # all R rows
     optimizer = adamw(policy, args)
-    generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
+    # --eval_generate: answers held-out prompts
+    generation = Generation(policy, args, tokenizer, eval_pairs.rows)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, pairs)

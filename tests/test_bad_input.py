@@ -147,6 +147,7 @@ APART = "chosen and rejected do not begin with the same prompt"
         (dict(prompt=Q, chosen="2", rejected=3), "column rejected is int, expected a string"),
         (dict(prompt=Q, chosen="2", rejected=" \n"), "column rejected is empty"),
         (dict(prompt="", chosen="2", rejected="3"), "column prompt is empty"),
+        (dict(chosen="2", rejected="3"), "column prompt is missing"),
         (dict(chosen="1+1=2", rejected="2+1=3"), APART),
         (dict(chosen=A, rejected=B), APART),
         (dict(chosen=[USER, *A], rejected=[dict(USER, content="3"), *B]), APART),
@@ -160,8 +161,9 @@ APART = "chosen and rejected do not begin with the same prompt"
 @pytest.mark.parametrize("script", [dpo, kto, rm])
 def test_bad_pair_is_refused_by_name(bad, words, script, tokenizer):
     args = script.Args(max_length=2048)
-    columns = ("prompt", "chosen", "rejected") if "prompt" in bad else ("chosen", "rejected")
-    good = PAIR if "prompt" in bad else dict(chosen="1+1= 2", rejected="1+1= 3")
+    has_prompt = "column prompt" in words or "prompt" in bad
+    columns = ("prompt", "chosen", "rejected") if has_prompt else ("chosen", "rejected")
+    good = PAIR if has_prompt else dict(chosen="1+1= 2", rejected="1+1= 3")
     rows = [row | dict(_source=f"pairs.jsonl:{i}") for i, row in enumerate([good, bad], 1)]
     with pytest.raises(ValueError) as error:
         encode_all(script.encode_row, rows, columns, Encoder(tokenizer, args), args)

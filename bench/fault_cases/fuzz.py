@@ -78,7 +78,6 @@ def half_evaluated(place: Path) -> None:
 
 SCENARIOS = dict(
     resume=resuming(SFT, "run/args.yaml", "run/checkpoints/*/*", "run/best/*"),
-    reference=resuming(DPO, "run/reference_logps.json"),
     teacher=resuming(TEACHER, "run/teacher_logprobs/*"),
     model=starting(SFT, "model", lambda: reference(SFT) / "hf"),
     checkpoint=starting(SFT, "model", lambda: reference(SFT) / "checkpoints" / "step_000006"),

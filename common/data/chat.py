@@ -122,7 +122,8 @@ class ChatTemplate:
         before the tokens that end its turn, because the template adds them. A thought stands beside
         the content if the template reads it there, else in the content. A developer becomes the
         system if the template knows no developers."""
-        end = any_of([self.end.token if self.end else "", self.tokenizer.eos_token or ""]).pattern
+        written = (self.end.token if self.end else "", self.tokenizer.eos_token or "")
+        ends = tuple(filter(None, map(str.strip, written)))
         normal = []
         for message in messages:
             message = {**message}
@@ -131,7 +132,10 @@ class ChatTemplate:
                 message["role"] = "system"
             if message["role"] != "assistant":
                 continue
-            text = re.sub(rf"(?:\s*(?:{end}))+\s*\Z", "", message["content"])
+            text = message["content"]
+            while (shorter := text.rstrip()).endswith(ends):
+                longest = max(filter(shorter.endswith, ends), key=len)
+                text = shorter.removesuffix(longest).rstrip()
             message["content"] = text
             thought = message.get("reasoning_content")
             inline = re.fullmatch(r"\s*<think>(.*?)</think>\s*(.*)", text, re.DOTALL)

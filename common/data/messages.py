@@ -179,7 +179,7 @@ def given_messages(row: dict, column: str) -> list | None:
     if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
         with contextlib.suppress(ValueError):
             parsed = json.loads(value)
-            forms = ({"role", "content"}, {"from", "value"})
+            forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
             if all(isinstance(m, dict) and any(m.keys() >= form for form in forms) for m in parsed):
                 value = parsed
     return value if isinstance(value, list) else None

@@ -52,7 +52,12 @@ class Order:
         """Return how many rows of each source were drawn, and how many it has."""
         return dict(sources={name: [self.drawn[name], len(self.rows[name])] for name in self.rows})
 
-    cursor = property(state_dict)  # `epochs_of` reads it
+    def epochs(self) -> dict[str, float]:
+        """Return the passes over the data so far: the metrics `epoch` and, with several sources,
+        `epoch/<name>`."""
+        total = sum(self.drawn.values()) / sum(map(len, self.rows.values()))
+        named = {f"epoch/{x}": self.drawn[x] / len(self.rows[x]) for x in self.rows if x}
+        return dict(epoch=total) | named
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the position. Raises `ValueError` if the data has changed."""
@@ -75,12 +80,3 @@ def make_order(rows: Sequence[dict], args: TrainArgs) -> Order:
     for number, row in enumerate(rows):
         numbers[row["_dataset"]].append(number)
     return Order(numbers, args.seed, {name: weight for name, (_, weight) in sources.items()})
-
-
-def epochs_of(state: dict) -> dict[str, float]:
-    """Return the passes over the data, from an order's state: the metrics `epoch` and, with several
-    sources, `epoch/<name>`."""
-    sources = state["sources"]
-    epochs = {f"epoch/{name}": drawn / size for name, (drawn, size) in sources.items() if name}
-    drawn, sizes = map(sum, zip(*sources.values(), strict=True))
-    return dict(epoch=drawn / sizes) | epochs

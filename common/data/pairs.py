@@ -13,7 +13,7 @@ def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[S
     of both. Messages of a side may repeat the prompt."""
     if "prompt" not in columns:
         row = _split_prompt(row)
-    elif isinstance(row["prompt"], str) and _has_prompt(row):
+    elif isinstance(row.get("prompt"), str) and _has_prompt(row):
         text = row["prompt"].strip()
         row = _split_prompt(row)
         contents = [message["content"].replace(IMAGE, "").strip() for message in row["prompt"]]

@@ -1,15 +1,12 @@
 """Forwards without gradient: log-probs and values that stay fixed while a rollout is trained on,
-scores of a reward model, log-probs of completions, and the stored log-probs of a reference."""
+scores of a reward model, log-probs of completions, and the log-probs of a reference."""
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from common import durable
 from common.data.packing import (
     Minibatches,
     PackedBatch,
@@ -20,7 +17,6 @@ from common.data.packing import (
 )
 from common.data.sample import Sample, at_end
 from common.model.hub import require_same_tokenizer, resolve_model
-from common.model.loading import named_errors
 from common.model.logprobs import logprobs_or_scalars
 from common.model.policy import PackedModel, Policy, ScalarModel, load_reference
 from common.parallel import distributed
@@ -101,48 +97,18 @@ def reference_logps(
     """Return the reference's log-probs of all completions, float64 [groups, samples of a group] for
     each data set: the training rows and the held-out rows. Zeros if none is `needed`.
 
-    They are computed once, and kept in the run's `reference_logps.json` for the same samples and
-    reference. Call this before a checkpoint is loaded: the reference often is the starting model.
-    Collective."""
+    Call this before a checkpoint is loaded: the reference often is the starting model. Collective.
+    """
     shapes = [(len(groups), len(groups[0]) if groups else 0) for groups in datasets]
     if not needed:
         return [torch.zeros(shape) for shape in shapes]
     path = resolve_model(args.reference_model or args.model, "--reference_model")
     require_same_tokenizer("--reference_model", path, tokenizer)
-    file = Path(args.output_dir) / "reference_logps.json"
-    digest, stored = "", {}
-    if distributed.is_main():
-        folders = [each for each in (path, args.adapter) if each]
-        digest = digest_of(chain.from_iterable(chain(*datasets)), path, folders, args.dtype)
-        with named_errors(f"{file} is damaged; delete it"):
-            stored = durable.read_json(file) if file.is_file() else {}
-    digest, stored = distributed.from_main((digest, stored))
-    if stored.get("digest") != digest:
-        distributed.say(f"the reference scores {sum(map(len, datasets))} rows once")
-        model = load_reference(policy, args, device, path) if args.reference_model else policy
-        groups, logps = chain(*datasets), []
-        while batch := list(islice(groups, 512 * distributed.world_size())):
-            scored = sequence_sums(model, distributed.share_of(batch), args.pack_tokens)
-            logps += per_sample(*scored, (sum(map(len, batch)),)).tolist()
-        stored = dict(digest=digest, logps=logps)
-        if distributed.is_main():
-            durable.write_json(file, stored)
-    columns = torch.tensor(stored["logps"], dtype=torch.float64).split([g * s for g, s in shapes])
+    distributed.say(f"the reference scores {sum(map(len, datasets))} rows once")
+    model = load_reference(policy, args, device, path) if args.reference_model else policy
+    groups, logps = chain(*datasets), []
+    while batch := list(islice(groups, 512 * distributed.world_size())):
+        scored = sequence_sums(model, distributed.share_of(batch), args.pack_tokens)
+        logps += per_sample(*scored, (sum(map(len, batch)),)).tolist()
+    columns = torch.tensor(logps, dtype=torch.float64).split([g * s for g, s in shapes])
     return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
-
-
-def digest_of(
-    samples: Iterable[Sample], model_path: str, weights: list[str], *settings: object
-) -> str:
-    """Return a digest of all that decides the log-probs of samples: tokens, images, the model
-    (its path, and names, sizes and times of the files in the folders `weights`) and `settings`."""
-    stats = []
-    for folder in weights:
-        for file in sorted(Path(folder).expanduser().glob("*.safetensors")):
-            status = file.stat()
-            stats.append((file.name, status.st_size, status.st_mtime_ns))
-    hashed = hashlib.blake2b(repr((model_path, stats, *settings)).encode())
-    for sample in samples:
-        images = [image.digest for image in sample.images]
-        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights, images)).encode())
-    return hashed.hexdigest()

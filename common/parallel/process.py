@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NoReturn
 
 PROJECT = Path(__file__).resolve().parents[2]
-# The disk is full, fails, or is read-only. PyTorch's inline_container does not say why it fails.
+# The disk is full, fails, or is read-only.
 DISK_ERROR = re.compile(
     "^.*(?:No space left|quota exceeded|File too large|Input/output error|Read-only file system"
-    "|Stale file handle|inline_container).*$",
+    "|Stale file handle).*$",
     re.MULTILINE,
 )
 # Control characters (line feed and tab excepted), marks of direction, characters without width.

@@ -56,8 +56,7 @@ class Sampler:
         self.next_to_begin = 0  # number of the first prompt that is not in flight
         self.step = -1
         self.before_step: dict = {}  # state before the present step
-        self.data_rows: list[int] = []  # data rows of the last rollout, on all ranks
-        self.positions: list[int] = []  # which of them are this rank's prompts
+        self.positions: list[int] = []  # of this rank's prompts among those of the last rollout
 
     def __str__(self) -> str:
         return str(self.source)
@@ -92,7 +91,8 @@ class Sampler:
         self.next_to_begin = max(self.next_to_begin, end)
         taken = range(self.next_number, self.next_number + size)
         self.next_number += size
-        self.data_rows = [self.drawn.popleft() for _ in taken]
+        for _ in taken:
+            self.drawn.popleft()
         own_numbers = [number for number in taken if is_own(number)]
         self.positions = [taken.index(number) for number in own_numbers]
         groups = self.source.complete(requests, own_numbers, step, meter)
@@ -118,11 +118,6 @@ class Sampler:
         return self.source.complete(requests, own_numbers, step, Meter())
 
     # ---- resume ----
-
-    @property
-    def cursor(self) -> dict:
-        """State of the row order, for metrics."""
-        return self.order.cursor
 
     def state_dict(self) -> dict:
         """Return the position in the data. After a resume, prompts that were drawn but not taken

@@ -87,7 +87,9 @@ class Checkpointer:
             advice = "start over with --resume never"
             raise ValueError(f"{path}: an earlier version of onefile wrote it; {advice}")
         with named_errors(f"{path}: cannot read the checkpoint"):
-            dcp.load(self._tensors(), storage_reader=dcp.HuggingFaceStorageReader(path))
+            reader = dcp.HuggingFaceStorageReader(path)
+            reader.read_metadata()  # within `load` torch would log a traceback
+            dcp.load(self._tensors(), storage_reader=reader)
             state = json.loads((path / STATE).read_text())
         for name, item in self.stateful.items():
             item.load_state_dict(state[name])

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from common.config.extra import extra, has_extra
 from common.config.groups import TrainArgs
-from common.data.order import epochs_of
 from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
@@ -43,7 +42,7 @@ class Run:
         **stateful,
     ):  # fmt: skip
         """Load the newest intact checkpoint into the model, the optimizer and all of `stateful`:
-        objects with a `state_dict`, of which `rollouts` or else `order` has the data cursor.
+        objects with a `state_dict`, of which `rollouts` or `order` knows the place in the data.
         `value` is a second model with its optimizer, `moving` a frozen one that moves. The console
         shows the metrics `show`, curves.png the metrics `curves`. Collective.
 
@@ -54,7 +53,8 @@ class Run:
         self.models = [model] if value is None else [model, value[0]]
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
         stateful = {name: each for name, each in stateful.items() if each is not None}
-        self.data = stateful["rollouts" if "rollouts" in stateful else "order"]
+        rollouts = stateful.get("rollouts")
+        self.order = stateful["order"] if rollouts is None else rollouts.order
         self.num_tokens = 0
         self.latest: dict[str, float] = {}  # metrics of the last step
         self.best: float | None = None  # best value of --keep_best
@@ -150,7 +150,7 @@ class Run:
         sampled = metrics.pop("sampled", 0)
         flops = metrics.pop("flops")
         self.num_tokens += int(tokens)
-        metrics |= epochs_of(self.data.cursor)
+        metrics |= self.order.epochs()
         metrics["num_tokens"] = self.num_tokens
         metrics["tokens_per_second"] = tokens / metrics["time/step"]
         if sampled:  # dedicated rollout ranks sample during the whole step

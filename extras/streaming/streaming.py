@@ -146,10 +146,9 @@ class StreamedSamples:
             draw.shuffle(rows)
             yield from ((row, columns) for row in rows)
 
-    @property
-    def cursor(self) -> dict:
-        """Return the number of whole passes, for metrics."""
-        return dict(sources={"": [self.position[0], 1]})
+    def epochs(self) -> dict[str, float]:
+        """Return the number of whole passes."""
+        return dict(epoch=self.position[0])
 
     def state_dict(self) -> dict:
         return dict(position=self.position, num_shards=len(self.shards))

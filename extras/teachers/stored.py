@@ -7,7 +7,8 @@ Shapes: T tokens, t computed ones, K most likely tokens, S = K and the rest, M s
 numbers of a row.
 """
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Group, Sample
 from common.model.distill import Teacher, TopK, most_likely
-from common.model.scoring import digest_of
 from common.parallel import distributed
 
 CHUNK = 512  # samples whose tokens share a file
@@ -54,7 +54,7 @@ class StoredTeacher:
         self.starts = [0, *accumulate(counts)]
         files = [folder / f"{number:06d}.safetensors" for number in range(len(chunks))]
         settings = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK, "rows")
-        _claim(folder, digest_of(samples, path, [path], *settings))
+        _claim(folder, digest_of(samples, path, *settings))
         missing = [i for i, file in enumerate(files) if not file.is_file()]
         missing = distributed.from_main(missing)
         if missing:
@@ -132,6 +132,20 @@ def _save(file: Path, rows_MX: Tensor) -> None:
     save_file(dict(rows=rows_MX.contiguous()), work)
     durable.write_json(file.with_suffix(".json"), dict(fingerprint=durable.fingerprint(work)))
     durable.replace(work, file)
+
+
+def digest_of(samples: Sequence[Sample], path: str, *settings: object) -> str:
+    """Return a digest of all that decides the log-probs of samples: tokens, images, the model (its
+    path, and names, sizes and times of its files) and `settings`."""
+    stats = []
+    for file in sorted(Path(path).expanduser().glob("*.safetensors")):
+        status = file.stat()
+        stats.append((file.name, status.st_size, status.st_mtime_ns))
+    hashed = hashlib.blake2b(repr((path, stats, *settings)).encode())
+    for sample in samples:
+        images = [image.digest for image in sample.images]
+        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights, images)).encode())
+    return hashed.hexdigest()
 
 
 def _claim(folder: Path, digest: str) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config.groups import TrainArgs
-from common.data.order import Order, epochs_of, make_order
+from common.data.order import Order, make_order
 
 # the rows of one to four sources, with weights
 SOURCES = st.lists(st.tuples(st.integers(1, 9), st.floats(0.05, 20)), min_size=1, max_size=4)
@@ -37,7 +37,7 @@ def test_every_window_follows_the_weights(sources, before, count):
 def test_every_pass_is_a_permutation_that_no_other_source_changes(sources, seed):
     order = order_of(sources, seed)
     drawn = order.draw(100)
-    epochs = epochs_of(order.cursor)
+    epochs = order.epochs()
     assert epochs["epoch"] == pytest.approx(100 / sum(size for size, _ in sources))
     for name, rows in order.rows.items():
         own = [row for row in drawn if row in rows]
@@ -55,7 +55,7 @@ def test_order_resumes_exactly(sources, counts, last):
     resumed = order_of(sources)
     resumed.load_state_dict(json.loads(json.dumps(order.state_dict())))
     assert resumed.draw(last) == order.draw(last) == whole[sum(counts) :]
-    assert resumed.cursor == order.cursor
+    assert resumed.state_dict() == order.state_dict() and resumed.epochs() == order.epochs()
 
 
 def test_passes_seeds_and_sources_have_permutations_of_their_own():
@@ -71,7 +71,7 @@ def test_flags_determine_the_order():
     for dataset in (("a",), ("a:0.3",), ("a", "b")):  # one, or several as one
         order = make_order(rows, TrainArgs(dataset=dataset, seed=4))
         assert order.draw(30) == Order({"": range(5)}, 4).draw(30)
-        assert epochs_of(order.cursor) == dict(epoch=6)
+        assert order.epochs() == dict(epoch=6)
     order = make_order(rows, TrainArgs(dataset=("x/a.jsonl:3", "b:1")))
     assert sum(row >= 3 for row in order.draw(16)) == 4
     with pytest.raises(ValueError, match="--dataset: no rows of c are left"):

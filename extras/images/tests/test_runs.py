@@ -7,9 +7,7 @@ import pytest
 import torch
 from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run, stored, weights
 
-from common.data.sample import Sample
 from common.model.hub import resolve_model
-from common.model.scoring import digest_of
 from extras.images.reader import reader
 
 FLAGS = (
@@ -89,9 +87,3 @@ def test_dpo_on_pictures(checkpoints, pictures, tmp_path, main):
     main("dpo", "--model", checkpoints("idefics3"), *FLAGS, *flags, "--output_dir", tmp_path)
     assert metrics(tmp_path)[0]["loss"] == pytest.approx(math.log(2), rel=1e-4)
     require_limit_of_pixels(tmp_path, checkpoints("idefics3"))
-
-
-def test_stored_reference_is_that_of_these_pictures():
-    rows = [dict(_images=[["a.png", digest, 1, 3, 4]]) for digest in ("aa", "bb")]
-    one, other = (digest_of([Sample([1, 2], [True] * 2, row=row)], "model", []) for row in rows)
-    assert one != other

@@ -56,7 +56,7 @@ def test_each_pass_yields_every_row_once_in_a_new_order(data, monkeypatch):
     sizes = {"a.jsonl": 7, "b.jsonl.gz": 11, "c.parquet": 12}
     assert sorted(first) == sorted(f"{name}:{i + 1}" for name in sizes for i in range(sizes[name]))
     assert sorted(first) == sorted(second) and first != second
-    assert stream.cursor == dict(sources={"": [1, 1]})
+    assert stream.epochs() == dict(epoch=1)
     assert drawn(samples_of(data, seed=1), 30) != first == drawn(samples_of(data), 30)
     shards = [place.split(":")[0] for place in first]
     assert shards != sorted(shards)
