@@ -23,7 +23,7 @@ from helpers import (
 from in_process import talkative, words, write_teacher
 
 import ppo
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
 from common.train.checkpoint import export_hf
 
@@ -201,12 +201,6 @@ def test_killed_run_resumes_bitwise(script, two_ranks, killed, flags, tmp_path):
         assert samples(two_ranks(script)) == samples(tmp_path)
 
 
-def test_checkpoint_before_a_killed_save_is_the_model_of_its_step(two_ranks, killed):
-    steps = (folder_of("grpo") / "checkpoints/step_000001" for folder_of in (two_ranks, killed))
-    one, other = (Path(resolve_model(str(step)), "model.safetensors") for step in steps)
-    assert one.read_bytes() == other.read_bytes()
-
-
 @pytest.mark.parametrize("script", ["sft", "grpo"])
 def test_killed_run_resumes_on_another_number_of_ranks(
     script, two_ranks, killed, flags, main, tmp_path, capsys
@@ -236,8 +230,7 @@ def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, flags, tmp_path):
 
 
 def test_two_nodes_give_the_weights_of_one_node(two_ranks, flags, tmp_path):
-    """Each rank is the only one of its machine; tests/train/test_signals.py has a torchrun for each
-    machine."""
+    """Each rank is the only one of its machine. tests/parallel/test_nodes.py has two torchruns."""
     node = (
         "import os, runpy\nos.environ |= dict(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
         "runpy.run_path('sft.py', run_name='__main__')\n"

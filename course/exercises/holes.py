@@ -556,7 +556,6 @@ EXERCISES = [
             "test_gae_decays_later_errors_by_gamma_lambda": (
                 "an error k tokens later counts (gamma lambda)^k"
             ),
-            f"{GROUPS}::test_gae_equals_a_calculation_by_hand": VALUE,
             f"{GROUPS}::test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens": VALUE,
         },
         (

@@ -156,7 +156,6 @@ def test_flags_are_read(flags, values):
         ("--max_steps many", "--max_steps many must be a valid integer"),
         ("--max_steps", "--max_steps: a value is missing"),
         ("--lr nan", "--lr nan must be greater than 0"),
-        ("--reward math format --reward_weights 1", "--reward_weights has 1 values for 2"),
         ("--lr 1 2", "--lr 1 2 must be a valid number"),
         ("--log wandb stdout", "--log stdout must be 'wandb' or 'tensorboard'"),
         ("--compile maybe", "--compile maybe must be a valid boolean"),

@@ -36,7 +36,7 @@ def gradients(values: Sequence[torch.Tensor], weights_2T, student: Logits) -> tu
 
 
 @pytest.fixture(
-    params=[(37, 37), (37, 41), (41, 37)], ids=lambda sizes: f"{sizes[0]}_beside_{sizes[1]}"
+    params=[(11, 11), (11, 13), (13, 11)], ids=lambda sizes: f"{sizes[0]}_beside_{sizes[1]}"
 )
 def models(request, monkeypatch):
     """Return student and teacher of different widths and vocabularies, and 13 tokens in chunks of
@@ -46,7 +46,7 @@ def models(request, monkeypatch):
     draw = partial(torch.randn, dtype=torch.float64, generator=generator)
     student = Logits(*(draw(*n).requires_grad_() for n in ((13, 8), (ours, 8), (ours,))), 0.8)
     teacher = Logits(draw(13, 6), draw(theirs, 6), None, 1.3, 3.0)
-    return student, teacher, torch.randint(37, (13,), generator=generator), draw(2, 13)
+    return student, teacher, torch.randint(11, (13,), generator=generator), draw(2, 13)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -87,7 +87,7 @@ def naive_top(q_TV, top_k, *distributions):
     return [torch.cat([x_TV[:, :top_k], rest_T1[:, :has_rest]], -1) for x_TV, rest_T1 in both]
 
 
-@pytest.mark.parametrize("top_k", [1, 5, 37])
+@pytest.mark.parametrize("top_k", [1, 5, 11])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_top_k_with_a_rest_bucket_equals_coarsened_distributions(models, name, top_k):
     """Values and gradients are those of the coarsened distributions. The value is at most the full

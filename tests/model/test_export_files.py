@@ -11,11 +11,7 @@ from helpers import tiny_tokenizer
 from transformers import AutoConfig, AutoTokenizer, Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
 
 from common.data.chat import use_template
-from common.model.export_files import (
-    config_file,
-    fields_of_transformers_4,
-    tokenizer_files,
-)
+from common.model.export_files import config_file, fields_of_transformers_4, tokenizer_files
 from common.model.hub import load_tokenizer
 from common.model.loading import base_dtype
 from common.model.tiny import tiny_model

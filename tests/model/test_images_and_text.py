@@ -118,12 +118,6 @@ def require_changed_text_alone(path, hf: Path, device) -> None:
     require_numbers_of(opens_whole(hf), str(hf), device)
 
 
-def test_weights_for_an_engine_are_those_of_the_policy(path, device):
-    policy = load_policy(path, ARGS, device)
-    expected = {name: whole(weight).cpu() for name, weight in policy.hf.state_dict().items()}
-    assert same(expected, open_model(path, torch.float32).state_dict())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3"], indirect=True)
 def test_run_changes_the_text_alone_resumes_and_does_not_depend_on_ranks(

@@ -52,7 +52,7 @@ def test_buffers_of_a_frozen_model_stay_float32(tmp_path, device):
 # ---- --offload ----
 
 SHORT = "--max_steps 2 --save_every 1 --eval_every 0 --dtype float32".split()
-SFT = ("--batch_size", 8, "--lr", 3e-3, *SHORT)
+SFT = ("--batch_size", 8, "--lr", 3e-3, "--weight_decay", 0.1, *SHORT)
 
 
 @pytest.mark.slow

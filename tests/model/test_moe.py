@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import run
-from model.test_checkpoints import saved
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +15,7 @@ from bench.completions import complete
 from bench.models import ARGS, checkpoint, rows
 from common.data.packing import pack
 from common.data.sample import Sample
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import load_tokenizer
 from common.model.loading import whole
 from common.model.policy import load_policy, load_scalar_model
 from common.rollout.transformers_engine import TransformersEngine
@@ -61,22 +60,6 @@ def same(one: dict, other: dict) -> bool:
 
 
 # ---- files ----
-
-
-def test_hub_names_are_read_and_written(model_type, path, tmp_path, device):
-    """A file with a name for each expert gives transformers' own weights. Exports and checkpoints
-    have the same names."""
-    stored = load_file(Path(path) / "model.safetensors")
-    assert DOWN[model_type] in stored
-    policy = load_policy(path, ARGS, device)
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    assert same(policy.hf.state_dict(), plain.state_dict())
-    export_hf(policy, load_tokenizer(path), tmp_path / "hf")
-    assert same(stored, load_file(tmp_path / "hf" / "model.safetensors"))
-    saved(tmp_path / "run", device, path)  # after other weights
-    named = Path(resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000001")))
-    of_step = load_file(named / "model.safetensors")
-    assert of_step.keys() == stored.keys() and not same(stored, of_step)
 
 
 def test_transformers_names_are_read(path, tmp_path, device):

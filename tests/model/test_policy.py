@@ -147,47 +147,13 @@ def test_gradient_does_not_depend_on_packing(device, pack_tokens, recompute):
         torch.testing.assert_close(ours, expected[name], atol=2e-5, rtol=1e-4, msg=name)
 
 
-def test_empty_pack_has_zero_gradient(device):
-    policy = load_policy(tiny_model(), ARGS, device)
-    (mb,) = pack([], 100, device)
-    logprobs_T, *_ = policy(mb)
-    (-logprobs_T * mb.loss_mask_T).sum().backward()
-    assert all((whole(parameter.grad) == 0).all() for parameter in policy.parameters())
-
-
 # ---- loading ----
-
-
-def test_loaded_weights_and_buffers_are_exact(checkpoint, device):
-    """Checkpoints do not contain rotary buffers."""
-    policy, plain = load_policy(checkpoint, ARGS, device), hf_model(checkpoint)
-    for ours, theirs in (
-        (policy.hf.state_dict(), plain.state_dict()),
-        (dict(policy.hf.named_buffers()), dict(plain.named_buffers(remove_duplicate=False))),
-    ):
-        for name, tensor in ours.items():
-            assert torch.equal(whole(tensor), theirs[name]), name
-    assert policy.hf.state_dict().keys() == plain.state_dict().keys()
-    tied = plain.lm_head.weight is plain.model.embed_tokens.weight
-    assert (policy.hf.lm_head.weight is policy.hf.model.embed_tokens.weight) == tied
-    assert any("inv_freq" in name for name, _ in policy.hf.named_buffers())
-    assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
 
 
 def test_buffers_that_nothing_fills_are_refused(device, monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "initialize_weights", lambda model: None)
     with pytest.raises(ValueError, match="keeps buffers that cannot be rebuilt$"):
         load_policy(tiny_model(), ARGS, device)
-
-
-def test_bfloat16_checkpoint_is_exact_in_float32_masters(tmp_path, device):
-    path = write_checkpoint(ARCHITECTURES["llama"](), tmp_path, torch.bfloat16)
-    stored = load_file(tmp_path / "model.safetensors")
-    weights = load_policy(path, ARGS, device).hf.state_dict()
-    assert weights.keys() == stored.keys()
-    for name, tensor in stored.items():
-        assert tensor.dtype == torch.bfloat16 and whole(weights[name]).dtype == torch.float32
-        assert torch.equal(whole(weights[name]), tensor.float()), name
 
 
 def edited(folder: Path, edit) -> str:
@@ -295,7 +261,7 @@ def test_blocks_are_compiled_once_and_without_their_experts(tmp_path, device):
     of uncompiled blocks. The test counts the graphs from Dynamo, which run uncompiled."""
     config = transformers.Qwen3MoeConfig(**small(**EXPERTS, num_hidden_layers=1))
     path, draw = write_checkpoint(config, tmp_path), random.Random(0)
-    flags = dict(dtype="float32", activation_checkpointing=True, lora_rank=4)
+    flags = dict(dtype="float32", lora_rank=4)
     with torch.compiler.set_stance("force_eager"):  # without the compilations of the packing check
         models = [load_policy(path, TrainArgs(compile=c, **flags), device) for c in (False, True)]
     trained = [[p for p in model.parameters() if p.requires_grad] for model in models]
@@ -306,7 +272,7 @@ def test_blocks_are_compiled_once_and_without_their_experts(tmp_path, device):
         return graph
 
     with torch.compiler.set_stance("default", force_backend=backend):
-        for i in range(8):
+        for i in range(6):
             start = [draw.randrange(3, 90) for _ in range(draw.randrange(2, 30))]
             lengths = [draw.randrange(2, 40) for _ in range(2 + i // 2)]
             ids = [start + [draw.randrange(3, 90) for _ in range(n)] for n in lengths]

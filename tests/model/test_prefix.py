@@ -252,6 +252,7 @@ def test_parts_are_the_groups_and_fit(sizes, room, num_bins):
         lengths = [[n for part in parts for n in part.lengths] for parts in (before, after)]
         assert lengths[0] == lengths[1]
     assert sorted(key for row in rows for keys in row for key in keys) == sorted(keyed)
+    assert {len(row) for row in rows} == {num_bins}
     assert all(sum(keyed[key].size for key in keys) <= room for row in rows for keys in row)
 
 

@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):
             seen.append([function._schema.name, tensors, *sizes])
         return function(*args, **(kwargs or {{}}))
 
-name = "mixtral" if sys.argv[1] == "experts" else "qwen3"
+name = "mixtral" if sys.argv[1] == "hybrid" else "qwen3"
 flags = json.loads(sys.argv[2])
 folder = sys.argv[3]
 sizes = SIZES | ARCHITECTURES[name] | dict(num_hidden_layers={BLOCKS})
@@ -72,11 +72,9 @@ print(json.dumps(steps))
 @pytest.mark.parametrize(
     ("mode", "flags"),
     [
-        ("plain", {}),
-        ("hybrid", dict(shard_ranks=4)),
+        ("hybrid", dict(shard_ranks=4)),  # and experts
         ("context", dict(context_ranks=2)),
         ("lora", dict(lora_rank=4)),
-        ("experts", {}),
     ],
 )
 def test_all_ranks_make_the_same_collectives(mode, flags, tmp_path):

@@ -89,6 +89,7 @@ def test_weights_are_rounded_to_the_dtype_of_the_base(base, tmp_path, device, ca
     path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "source", base)
     args = dataclasses.replace(ARGS, output_dir=str(tmp_path / "run"))
     policy = load_policy(path, args, device)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.0001)

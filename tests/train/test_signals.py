@@ -5,17 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import (
-    ROOT,
-    SIGNAL_AT,
-    assert_same_weights,
-    ended,
-    kill,
-    metrics,
-    run,
-    start,
-    until,
-)
+from helpers import SIGNAL_AT, assert_same_weights, metrics, run
 
 pytestmark = pytest.mark.slow
 
@@ -62,41 +52,6 @@ def test_second_signal_stops_at_once(small, tmp_path):
     moment = (0, "torch.optim.AdamW.step", tmp_path, 2, twice)
     run(1, SIGNAL_AT, *moment, "sft.py", *flags, code=-signal.SIGTERM)
     assert metrics(tmp_path)[-1]["step"] == 2 and not list((tmp_path / "checkpoints").iterdir())
-
-
-# ---- with torchrun ----
-
-STOPS = """
-import sys, time
-from pathlib import Path
-from common.parallel import distributed, process
-_, rank, _ = distributed.setup(0)
-process.note_signals()
-Path(sys.argv[1], f"rank_{rank}").touch()
-while not distributed.stop_requested():
-    time.sleep(0.01)
-sys.stdout.write(f"stopped rank {rank}\\n")  # in one piece, as print does not
-distributed.cleanup()
-"""
-
-
-def test_launcher_forwards_the_signal(tmp_path):
-    """The ranks have the handlers of a run and nothing to train, because imports take most of the
-    time of a launch."""
-    (tmp_path / "stops.py").write_text(STOPS)
-    with start(2, tmp_path / "stops.py", tmp_path, PYTHONPATH=ROOT) as launcher:
-        ranks = []
-        try:
-            until(lambda: launcher.poll() is not None or len(list(tmp_path.glob("rank_*"))) == 2)
-            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-            ranks += map(int, children.read_text().split())
-            launcher.send_signal(signal.SIGINT)
-            done = ended(launcher, ranks)
-        except BaseException:
-            kill(launcher.pid, *ranks)
-            raise
-    assert sorted(done.stdout.splitlines()) == ["stopped rank 0", "stopped rank 1"], done.stderr
-    assert "forcefully exiting" not in done.stderr  # a rank that was killed
 
 
 # ---- other ends ----
