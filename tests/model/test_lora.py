@@ -387,11 +387,11 @@ STEPS = (
 
 
 @pytest.mark.slow
-def test_run_is_equal_on_one_and_two_ranks_and_resumes(model, sums, tmp_path, main):
+def test_run_is_equal_on_one_and_two_ranks_and_resumes(small, tmp_path, main):
     """A later run takes rank, scale and targets from the adapter, keeps them in args.yaml, and
     resumes bit for bit."""
     one, two, later = (tmp_path / name for name in ("one", "two", "later"))
-    base = (*STEPS, "--model", model, "--dataset", sums, "--pack_tokens", 400, "--max_length", 100)
+    base = (*STEPS, *small, "--pack_tokens", 400, "--max_length", 100)
     flags = (*base, "--lora_rank", 4)
     run(2, "sft.py", *flags, "--output_dir", two)
     main("sft", *flags, "--output_dir", one)
@@ -404,10 +404,3 @@ def test_run_is_equal_on_one_and_two_ranks_and_resumes(model, sums, tmp_path, ma
     main("sft", *flags, "--output_dir", later)
     assert yaml.safe_load((later / "args.yaml").read_text())["lora_rank"] == 4
     assert_resumes_exactly(main, "sft", *flags, folder=later, finished=4)
-
-
-@pytest.fixture(scope="module")
-def model(request):
-    """Return the tiny model with one layer. `small` of tests/conftest.py has the name of a function
-    here."""
-    return request.getfixturevalue("small")[1]
