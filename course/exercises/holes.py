@@ -434,10 +434,10 @@ EXERCISES = [
     Exercise(
         "leave_one_out",
         "rloo:advantages",
-        ("size_P1 = ... return",),
+        ("size_B1 = ... return",),
         "Advantages by groups",
-        """RLOO: A_i = r_i - mean of the *other* rewards of its group, [P, G]. NaN is a missing
-        reward: it counts in no mean and gets 0. centre_groups(rewards_PG) returns r - mean over all
+        """RLOO: A_i = r_i - mean of the *other* rewards of its group, [B, G]. NaN is a missing
+        reward: it counts in no mean and gets 0. centre_groups(rewards_BG) returns r - mean over all
         rewards of the group, 0 for a missing one. How do the two differ? A group with a single
         reward gets 0.""",
         {
@@ -449,10 +449,10 @@ EXERCISES = [
             "tests/test_rloo.py::test_baseline_is_the_mean_of_the_others": VALUE,
         },
         (
-            {" * size_P1 / (size_P1 - 1).clamp(min=1)": ""},
+            {" * size_B1 / (size_B1 - 1).clamp(min=1)": ""},
             {
-                "(~rewards_PG.isnan()).sum(-1, keepdim=True)": (
-                    "torch.full((len(rewards_PG), 1), rewards_PG.shape[1])"
+                "(~rewards_BG.isnan()).sum(-1, keepdim=True)": (
+                    "torch.full((len(rewards_BG), 1), rewards_BG.shape[1])"
                 ),
             },
             {".clamp(min=1)": ""},
