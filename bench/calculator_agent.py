@@ -8,7 +8,7 @@ import anyio._backends._asyncio  # noqa: F401 else each episode imports it
 import httpx
 import openai
 
-from common.rollout.calculator import Calculator
+from extras.tools.calculator import Calculator
 
 # Loading certificates takes longer than an episode, and the endpoint needs none.
 http_client = httpx.AsyncClient(verify=False)

@@ -316,19 +316,27 @@ def test_additional_inputs_are_checked_before_sampling(extra, words, flags, main
         assert not (tmp_path / "out/completions.jsonl").exists()
 
 
+SILENT = """
+class Silent:
+    def reset(self, example): return [dict(role="user", content=example["prompt"])]
+    def step(self, completion): return [], 0.0, True
+"""
+
+
 @pytest.mark.slow
 def test_stored_episodes_give_the_same_results(small, main, tmp_path):
     """The environment's rewards come from the file. Compared to itself, every pair is a tie."""
     model = talkative(tmp_path / "model", small[1])
+    (tmp_path / "silent.py").write_text(SILENT)
     flags = (
-        "--model", model, "--dataset", "calculator", "--environment", "calculator",
+        "--model", model, "--environment", f"{tmp_path}/silent.py:Silent",
         "--eval_size", 5, "--reward", "environment", "format", "--max_turns", 3,
         "--max_new_tokens", 60, "--engine", "transformers",
     )  # fmt: skip
     main("eval", *flags, "--output_dir", tmp_path / "one")
     file = tmp_path / "one/completions.jsonl"
     lines = completions(tmp_path / "one")
-    for i, line in enumerate(lines):  # the untrained model solves nothing
+    for i, line in enumerate(lines):  # the environment rewards nothing
         for c in line["completions"]:
             c["turn_rewards"] = [[c["turn_rewards"][0][0] if c["turn_rewards"] else 0, i % 2 + 0.5]]
     write_rows(file, lines)

@@ -1,7 +1,7 @@
 """Seams between common/ and extras/: features that a flag switches on and that may be deleted."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -21,6 +21,14 @@ def extra(name: str, flag: str) -> Iterator[None]:
         if package == "extras":  # it may be an extra that this one imports
             missing = f"extras/{rest.partition('.')[0] or name}, which is not here"
         raise ValueError(f"{flag} needs {missing}") from None
+
+
+def load_named(target: str, flag: str) -> Callable:
+    """Return the function or class `module:name`, which `flag` switches on. Raises `ValueError` as
+    `extra` does if it is of an extra."""
+    module, name = target.split(":")
+    with extra(module.split(".")[1], flag):
+        return getattr(importlib.import_module(module), name)
 
 
 def has_extra(name: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from common.config.extra import load_named
 from common.data.tasks import TASKS
 from common.parallel import distributed
 from common.parallel.distributed import first_line
@@ -95,7 +96,7 @@ def open_split(
     if dataset in TASKS:
         if split not in ("train", "test"):
             return None
-        return [Shard(label, f"{dataset}/{split}", TASKS[dataset](split))]
+        return [Shard(label, f"{dataset}/{split}", load_named(TASKS[dataset], label)(split))]
     if os.path.isdir(path):
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved_shards(label, path, split)

@@ -197,15 +197,10 @@ def scores_of_outputs(
     if not getattr(model, "ranks", False):
         return [score_stored(lines, lambda x: scores(x, model(x)), prompts) for lines in outputs]
 
-    def duels(groups: list[Group]) -> list[float]:
-        halves = [len(group) // 2 for group in groups]
-        orders = [[(k, n + k) for k in range(n)] + [(n + k, k) for k in range(n)] for n in halves]
-        return scores(groups, model.duels(groups, orders))
-
     pairs = zip(*outputs, strict=True)
     both = [dict(completions=one["completions"] + other["completions"]) for one, other in pairs]
     count = len(outputs[0][0]["completions"])
-    found = score_stored(both, duels, prompts)
+    found = score_stored(both, lambda x: scores(x, model.duels(x)), prompts)
     return [[group[:count] for group in found], [group[count:] for group in found]]
 
 

@@ -6,11 +6,10 @@ built-in functions there, `math` and a user's functions in processes. A built-in
 `make_scorer` of its own."""
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
 
-from common.config.extra import extra
+from common.config.extra import extra, load_named
 from common.config.online import JUDGE_KINDS, MODEL_KINDS, SamplingArgs
 from common.data.sample import Group
 from common.parallel import distributed
@@ -42,9 +41,7 @@ def load_reward(name: str) -> Reward:
     if name in REWARDS:
         return REWARDS[name]
     if name in OTHERS:
-        module, function = OTHERS[name].split(":")
-        with extra(module.split(".")[1], f"--reward {name}"):
-            return getattr(importlib.import_module(module), function)
+        return load_named(OTHERS[name], f"--reward {name}")
     if ":" not in name:
         raise ValueError(f"--reward {name}: unknown; there are {', '.join(BUILT_IN + FORMS)}")
     function = load_callable("--reward", name)

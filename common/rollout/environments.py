@@ -14,6 +14,7 @@ import copy
 import sys
 from collections.abc import Callable
 
+from common.config.extra import load_named
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.data.messages import messages_field
@@ -21,17 +22,17 @@ from common.data.sample import Completion
 from common.rollout.engine import Engine
 from common.workers.pool import ForkServer, Process
 from common.workers.user_code import load_callable
-from common.workers.worker import load, one_line
+from common.workers.worker import one_line
 
 Message = dict[str, str]
-BUILT_IN = dict(calculator="common.rollout.calculator:Calculator")
+BUILT_IN = dict(calculator="extras.tools.calculator:Calculator")
 
 
 def load_environment(name: str) -> type:
     """Return the class of a built-in environment, or of `path/to/file.py:Class`. Raises
     `ValueError` for anything else."""
     if name in BUILT_IN:
-        return load(BUILT_IN[name])
+        return load_named(BUILT_IN[name], f"--environment {name}")
     if ":" not in name:
         names = ", ".join(BUILT_IN)
         raise ValueError(f"--environment {name}: unknown; there are {names}, path/to/file.py:Class")

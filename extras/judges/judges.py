@@ -159,9 +159,18 @@ class Judge:
         Beside it is the probability `mass` that the model gives to the answers."""
         if not self.ranks:
             return self._ask([[(sample,) for sample in group] for group in groups])
-        return self.duels(groups, [[*permutations(range(len(group)), 2)] for group in groups])
+        return self._compare(groups, [[*permutations(range(len(group)), 2)] for group in groups])
 
-    def duels(self, groups: list[Group], orders: list[list[tuple[int, int]]]) -> list[Result]:
+    def duels(self, groups: list[Group]) -> list[Result]:
+        """Return the results of samples against the one at the same place of the other half of
+        their group. Collective."""
+        orders = []
+        for group in groups:
+            pairs = [(k, k + len(group) // 2) for k in range(len(group) // 2)]
+            orders.append(pairs + [(other, one) for one, other in pairs])
+        return self._compare(groups, orders)
+
+    def _compare(self, groups: list[Group], orders: list[list[tuple[int, int]]]) -> list[Result]:
         """Return the results of samples from questions about pairs, by their indices in the group.
         `orders` has each pair in both orders, whose mean has no bias to the first place.
         Collective."""

@@ -1,11 +1,9 @@
-"""Built-in tasks have the same rows at every start; imitation and rewards can both improve on
-them."""
+"""The built-in task has the same rows at every start; imitation and rewards can both improve on
+it."""
 
 from collections import Counter
 
-import pytest
-
-from common.data.tasks import TASKS, arithmetic_rows
+from common.data.tasks import arithmetic_rows
 
 
 def test_arithmetic_rows_suit_imitation_and_rewards():
@@ -19,9 +17,3 @@ def test_arithmetic_rows_suit_imitation_and_rewards():
         assert answer == row["answer"] == row["chosen"] != row["rejected"]
     solved = sum(row["completion"] == row["answer"] for row in train) / len(train)
     assert 0.3 < solved < 0.7  # imitation can learn a part, and rewards the rest
-
-
-@pytest.mark.parametrize("name", [name for name in TASKS if name != "squares"])  # of extras/
-def test_tasks_are_deterministic(name):
-    test = TASKS[name]("test")
-    assert TASKS[name]("test") == test and len(test) >= 200

@@ -39,18 +39,15 @@ class Doer:
 FINE = "[dict(role='tool', content=str(self.said))], self.said, False"
 
 
-def make(name: str) -> Environments:
-    args = Args(environment=name, reward=("environment",), environment_timeout=PATIENCE)
-    return Environments(args, SimpleNamespace(tokenizer=load_tokenizer(tiny_model())))
-
-
 @pytest.fixture
 def doers(tmp_path):
     """Yield environments that evaluate the model's turns. Check that no process and no file is left
     open at the end."""
     (tmp_path / "doer.py").write_text(USER_FILE)
     before, files = set(descendants(os.getpid())), open_files()
-    environments = make(f"{tmp_path / 'doer.py'}:Doer")
+    name = f"{tmp_path / 'doer.py'}:Doer"
+    args = Args(environment=name, reward=("environment",), environment_timeout=PATIENCE)
+    environments = Environments(args, SimpleNamespace(tokenizer=load_tokenizer(tiny_model())))
     yield environments
     environments.close()
     assert not set(descendants(os.getpid())) - before and open_files() <= files
@@ -91,23 +88,6 @@ def rewards(completion) -> list[float]:
 # ---- answers ----
 
 
-def test_calculator_answers_and_rewards_each_turn():
-    asked = [dict(role="user", content="2*3?")]
-    calculators = make("calculator")
-    (first, said), (second, _), (third, _), (fourth, _) = played(
-        calculators,
-        (dict(prompt="2*3?", answer=6, _prompt=asked), ["<calc>2*3</calc>", "<calc>", "so 6"]),
-        (dict(prompt="2*3?", answer=5, _prompt=asked), ["6"]),
-        (dict(prompt="2*3?", _prompt=asked), ["1", "2"]),
-        (dict(prompt="other", answer=1, _prompt=asked), ["1"]),
-    )
-    calculators.close()
-    assert rewards(first) == [0, 0, 1] and rewards(second) == [0]
-    assert all(word in text for word, text in zip(("2*3=6", "error: "), said, strict=True))
-    assert third.error == "reset: KeyError: 'answer'" and third.turn_rewards == []
-    assert fourth.error == "reset: ValueError: not the same messages as at the start of the run"
-
-
 ERRORS = {
     "1 / 0": "ZeroDivisionError: division by zero",
     "sys.exit(5)": "SystemExit: 5",
@@ -124,14 +104,16 @@ ERRORS = {
 def test_error_ends_only_its_episode(doers, capfd):
     cases = [(row(), [FINE, do, FINE]) for do in ERRORS]
     cases += [(row(do=do), [FINE]) for do in list(ERRORS)[:3]]
-    cases += [(row(), [FINE, FINE, FINE])]
-    *failed, (fine, said) = played(doers, *cases)
+    cases += [(row(_prompt=[]), [FINE]), (row(), [FINE, FINE, FINE])]
+    *failed, (changed, _), (fine, said) = played(doers, *cases)
     for error, (completion, answers) in zip(ERRORS.values(), failed, strict=False):
         assert completion.error.startswith(f"step 2: {error}") and len(answers) == 1
         assert rewards(completion)[:1] == [1]
     for error, (completion, answers) in zip(ERRORS.values(), failed[len(ERRORS) :], strict=False):
         assert completion.error.startswith(f"reset: {error}") and not answers
-    assert rewards(fine) == [1, 2, 3] and len(said) == 3 and not fine.error
+    assert changed.error == "reset: ValueError: not the same messages as at the start of the run"
+    assert rewards(fine) == [1, 2, 3] and not fine.error
+    assert len(said) == 3 and all(str(n) in text for n, text in enumerate(said, 1))
     doers.close()
     assert capfd.readouterr().err == ""
 

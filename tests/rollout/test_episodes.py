@@ -1,5 +1,5 @@
 """Episodes: sampled tokens are unchanged, replies of environments have no loss, seeds determine
-completions, limits hold; the built-in environment; training on episodes."""
+completions, limits hold; training on episodes."""
 
 import asyncio
 import json
@@ -25,10 +25,8 @@ from in_process import Args, talkative
 from common.data.encode import Encoder
 from common.data.packing import pack
 from common.data.sample import Completion
-from common.data.tasks import TASKS
 from common.metrics.meter import Meter
 from common.rollout import episodes as module
-from common.rollout.calculator import Calculator
 from common.rollout.environments import (
     load_environment,
     prompt_maker_of_environment,
@@ -204,54 +202,6 @@ def test_limits_on_turns_and_tokens_hold(synced, user_file):
         assert any(s.turns > 1 for s in chain(*groups))
         if "max_turns" in limits:  # the environment has answered the last turn, too
             assert all(len(s.turn_rewards) == s.turns for s in groups[3] if s.turns == 2)
-
-
-# ---- the built-in environment ----
-
-
-def play_demonstration(row: dict) -> float:
-    """Play the demonstration of a row; the environment must answer as in the row. Return the sum of
-    rewards."""
-    environment, total = Calculator(), 0.0
-    assert environment.reset(row) == row["prompt"] == row["messages"][:1]
-    assert row["messages"][-1]["role"] == "assistant"
-    at = 1
-    while at < len(row["messages"]):
-        said, reward, done = environment.step(row["messages"][at]["content"])
-        total, at = total + reward, at + 1
-        assert done == (at == len(row["messages"]))
-        assert done or said == [row["messages"][at]]
-        at += 1
-    return total
-
-
-def test_task_fits_its_environment():
-    for split in ("train", "test"):
-        rows = TASKS["calculator"](split)
-        scores = [play_demonstration(row) for row in rows[:300]]
-        assert 0.1 <= sum(scores) / len(scores) <= 0.2
-    assert not TASKS["calculator"]("train")[:200] == TASKS["calculator"]("test")[:200]
-
-
-@pytest.mark.parametrize(("text", "told", "reward"), [
-    ("<calc>3*4</calc>", "3*4=12", 0),
-    ("so <calc> (3+5)/16</calc>", "(3+5)/16=1/2", 0),
-    ("it is 12", None, 1),
-    ("13 - no, 12.0", None, 1),
-    ("12 or 13", None, 0),
-    ("", None, 0),
-    ("-12", None, 0),
-    ("9" * 10_000, None, 0),
-    *((bad, "error", 0) for bad in (
-        "<calc>3**4</calc>", "<calc>", "<calc>1/0</calc>", "<calc>__import__('os')</calc>",
-    )),
-])  # fmt: skip
-def test_calculator_evaluates_expressions(text, told, reward):
-    environment = Calculator()
-    environment.reset(dict(prompt="?", answer="12"))
-    said, found, done = environment.step(text)
-    assert found == reward and done == (told is None)
-    assert done or said[0]["content"].partition(":")[0] == told
 
 
 # ---- names and rows ----

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from common.data.tasks import squares_rows
 from common.model.tiny import TINY_IMAGES
-from extras.images.pictures import COLORS
+from extras.images.pictures import COLORS, squares_rows
 from extras.images.reader import reader
 from tools import make_tiny
 

@@ -10,8 +10,8 @@ from helpers import ROOT, tiny_tokenizer
 from common.config.groups import BaseArgs
 from common.data.encode import Encoder
 from common.data.messages import messages_field
-from common.data.tasks import PYTHON_TOOL
 from extras.tools.parser import Call, Parser, make_parser, make_reader
+from extras.tools.tasks import PYTHON_TOOL
 from extras.tools.tests.episodes import assert_episode_equals_sft, call, make_args, parser_of
 
 CODES = ["12*34", 'print("é")\nx = {1: "</s>"}', "7"]

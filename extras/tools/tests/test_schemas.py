@@ -3,9 +3,9 @@
 import pytest
 from field.families import CHATML, IM_END, ours
 
-from common.data.tasks import PYTHON_TOOL
 from extras.tools.schemas import tool_schemas, tool_selector
 from extras.tools.sources import name_of
+from extras.tools.tasks import PYTHON_TOOL
 from extras.tools.tests.episodes import make_args, written
 
 
