@@ -4,7 +4,9 @@ column; exit code 2.
 The tests of common/ cover its errors; this file covers the scripts and the output of whole runs."""
 
 import importlib
+import os
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from common.data.encode import Encoder
 from common.data.load import encode_all
 from common.data.rows import SFT_COLUMNS, load_rows, require_columns
 from common.model.hub import load_tokenizer, resolve_model
+from common.model.tiny import tiny_model
 
 
 def the_error(stderr: str) -> str:
@@ -229,6 +232,15 @@ def test_two_ranks_refuse_a_flag_once():
 def test_bad_input_gives_exit_code_2(tmp_path):
     error = one_error(1, "sft.py", "--max_length", 4096, "--output_dir", tmp_path)
     assert error == "--max_length 4096: the model's context has 2048 tokens"
+
+
+@pytest.mark.slow
+def test_two_ranks_refuse_truncated_weights(tmp_path):
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    os.truncate(model / "model.safetensors", 100_000)
+    flags = ("--model", model, "--dataset", few_rows(tmp_path), "--output_dir", tmp_path / "run")
+    error = one_error(2, "sft.py", *FLAGS, *flags)
+    assert error.startswith(f"--model {model}: cannot read the checkpoint")
 
 
 def few_rows(folder) -> Path:

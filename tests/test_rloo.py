@@ -1,5 +1,6 @@
-"""rloo.py: the objective by hand and by naive formulas."""
+"""rloo.py: the objective by hand and by naive formulas, and an unbiased gradient."""
 
+import itertools
 import math
 import statistics
 
@@ -73,3 +74,21 @@ def test_extreme_ratios_do_not_overflow(advantage, log_ratio):
         logprobs_N, torch.zeros(1), torch.ones(1), double([advantage]), torch.tensor(1), rloo.Args()
     )
     assert share_N.isfinite() and torch.autograd.grad(share_N, logprobs_N)[0].isfinite().all()
+
+
+def test_expected_gradient_is_that_of_the_expected_reward():
+    """The test enumerates all draws of k samples, with their probabilities, of a bandit with two
+    actions and different rewards."""
+    pays = double([0.3, 1.0])
+    logits = double([0.4, -0.2]).requires_grad_()
+    (analytic,) = torch.autograd.grad((logits.softmax(0) * pays).sum(), logits)
+    for k in (2, 3):
+        expected = torch.zeros(2, dtype=torch.float64)
+        for actions in map(list, itertools.product((0, 1), repeat=k)):
+            logps_N = logits.log_softmax(0)[actions]
+            advantages_N = rloo.advantages(pays[actions][None])[0]
+            share_N, _ = rloo.loss(
+                logps_N, logps_N.detach(), torch.ones(k), advantages_N, torch.tensor(k), rloo.Args()
+            )
+            expected -= torch.autograd.grad(share_N.sum(), logits)[0] * logps_N.detach().sum().exp()
+        torch.testing.assert_close(expected, analytic, rtol=1e-12, atol=1e-12)

@@ -4,6 +4,7 @@ PEFT's format."""
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from common.rollout.weights import whole_weights
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw, optimizer_step
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 ARGS = Args(dtype="float32", lora_rank=4, lora_alpha=8.0, lr=5e-3)
 MODELS = ARCHITECTURES | dict(
     untied=lambda: transformers.Qwen3Config(**small(head_dim=16, tie_word_embeddings=False))
@@ -387,11 +389,11 @@ STEPS = (
 
 
 @pytest.mark.slow
-def test_run_is_equal_on_one_and_two_ranks_and_resumes(small, tmp_path, main):
+def test_run_is_equal_on_one_and_two_ranks_and_resumes(model, sums, tmp_path, main):
     """A later run takes rank, scale and targets from the adapter, keeps them in args.yaml, and
     resumes bit for bit."""
     one, two, later = (tmp_path / name for name in ("one", "two", "later"))
-    base = (*STEPS, *small, "--pack_tokens", 400, "--max_length", 100)
+    base = (*STEPS, "--model", model, "--dataset", sums, "--pack_tokens", 400, "--max_length", 100)
     flags = (*base, "--lora_rank", 4)
     run(2, "sft.py", *flags, "--output_dir", two)
     main("sft", *flags, "--output_dir", one)
@@ -404,3 +406,33 @@ def test_run_is_equal_on_one_and_two_ranks_and_resumes(small, tmp_path, main):
     main("sft", *flags, "--output_dir", later)
     assert yaml.safe_load((later / "args.yaml").read_text())["lora_rank"] == 4
     assert_resumes_exactly(main, "sft", *flags, folder=later, finished=4)
+
+
+@pytest.fixture(scope="module")
+def model(request):
+    """Return the tiny model with one layer. `small` of tests/conftest.py has the name of a function
+    here."""
+    return request.getfixturevalue("small")[1]
+
+
+ONLINE = (
+    "--max_steps", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, "--max_new_tokens", 5,
+    "--lr", 1e-2, "--eval_every", 0, "--save_every", 1, "--keep_last", 2, "--lora_rank", 4,
+    "--beta", 0.1, "--engine", "transformers",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_online_run_resumes_exactly_and_agrees_with_its_engine(
+    model, sums, reward_file, tmp_path, main
+):
+    """The checkpoints contain the adapters of the value model and its head; a reference is used
+    too."""
+    flags = (*ONLINE, "--model", model, "--dataset", sums, "--value_lr", 1e-2, "--minibatches", 1)
+    flags += ("--reward", f"{reward_file}:digits", "--max_logprob_difference", 1e-4)
+    main("ppo", *flags, "--output_dir", tmp_path / "run")
+    assert_resumes_exactly(main, "ppo", *flags, folder=tmp_path / "run", finished=2)
+    adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert len(adapter) == 2 * 7 and all(tensor.any() for tensor in adapter.values())
+    kl = [line["objective/kl"] for line in metrics(tmp_path / "run")]
+    assert kl[0] == 0 != kl[1]

@@ -18,6 +18,7 @@ from common.train.checkpoint import Checkpointer
 from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
 from common.model.hub import load_tokenizer
+from common.rollout.weights import whole_weights
 from common.model.policy import load_policy
 from common.train.optim import adamw, optimizer_step
 from common.data.packing import pack
@@ -109,6 +110,10 @@ for shard_ranks in layouts:
     assert reader.load_latest() == 2
     assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), weights))
     assert all(map(torch.equal, moments(model, optimizer), adam))
+    to_engine = dict(whole_weights(model, torch.float32))
+    state = model.hf.state_dict()
+    assert to_engine.keys() == state.keys()
+    assert all(torch.equal(to_engine[n], whole(w)) for n, w in state.items())
     reader.save(2)  # for the next layout to read
 if rank == 0:
     print("layouts", layouts)
@@ -119,7 +124,7 @@ distributed.cleanup()
 @pytest.mark.slow
 def test_replicas_train_like_one_model(small, tmp_path):
     """Gradients, norms and clipping agree. Every layout resumes the checkpoints of every other, and
-    those of more ranks."""
+    those of more ranks. The engine gets the model's weights."""
     for ranks, layouts in ((4, "[4, 2, 1]"), (2, "[2, 1]")):
         done = run(ranks, RANK, tmp_path / "run", small[1])
         copies = f"{ranks} copies of each model, each on 1 of the {ranks} ranks"
