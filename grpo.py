@@ -53,7 +53,7 @@ from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
 
-PPO = dict(loss="clip", clip_low=0.2, clip_high=0.2)  # bounds of most presets
+PPO_CLIP = dict(loss="clip", clip_low=0.2, clip_high=0.2)  # bounds of most presets
 # defaults of --clip_low and --clip_high, from the papers
 CLIP_BOUNDS = dict(clip=(0.2, 0.28), gspo=(3e-4, 4e-4), gmpo=(0.4, 0.4))
 
@@ -90,10 +90,10 @@ def loss(
     The shares of all micro-batches and ranks add up to a mean over the *global* minibatch, which
     has `tokens` trained tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded,
     without gradient. `mask_T`: trained tokens; `sequence_ids_T`: number of the completion."""
-    completions = mask_T, sequence_ids_T
-    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *completions, *args.clip_bounds)
+    trained = mask_T, sequence_ids_T
+    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *trained, *args.clip_bounds)
     policy_T, ratio_T, stopped_T = LOSSES[args.loss](x)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *completions, args.correction_form)
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *trained, args.correction_form)
     loss_T = policy_T * c_T
     logged = {
         "ratio": ratio_T.detach(),
@@ -106,21 +106,21 @@ def loss(
         logged["kl"] = kl_T
     if args.entropy_coef:  # skipped at 0: the entropy's backward pass reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
-    w_T = token_weights(args.reduction, *completions, tokens, sequences, args.max_new_tokens)
+    w_T = token_weights(args.reduction, *trained, tokens, sequences, args.max_new_tokens)
     return loss_T * w_T, logged
 
 
 @dataclass
 class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
-        "grpo": PPO | dict(reduction="sequence", advantage="group", beta=0.04),
-        "dr_grpo": PPO | dict(reduction="constant", advantage="group_mean"),
-        "maxrl": PPO | dict(reduction="token", advantage="group_ratio"),
+        "grpo": PPO_CLIP | dict(reduction="sequence", advantage="group", beta=0.04),
+        "dr_grpo": PPO_CLIP | dict(reduction="constant", advantage="group_mean"),
+        "maxrl": PPO_CLIP | dict(reduction="token", advantage="group_ratio"),
         "dppo": dict(loss="dppo", reduction="constant", advantage="group_mean",
                      old_logprobs="engine", correction="none"),
         "cispo": dict(loss="cispo", reduction="token", advantage="group"),
         "sapo": dict(loss="sapo", reduction="sequence", advantage="group"),
-        "liteppo": PPO | dict(reduction="token", advantage="group_mean_batch_std"),
+        "liteppo": PPO_CLIP | dict(reduction="token", advantage="group_mean_batch_std"),
         "gspo": dict(loss="gspo", reduction="sequence", advantage="group",
                      clip_low=3e-4, clip_high=4e-4),
         "luspo": dict(loss="gspo", reduction="sequence_sum", advantage="group",
@@ -259,8 +259,9 @@ def main(args: Args) -> None:
                     old_logprobs_T = mb.old_logprobs_T
                     if old_logprobs_T is None:  # no pass before the update computed them
                         old_logprobs_T = logprobs_T.detach()
-                    if mb.old_logprobs_T is not None or args.updates_per_rollout == 1:
-                        measure_mismatch(meter, old_logprobs_T, mb)  # before any update
+                    is_of_sampler = mb.old_logprobs_T is not None or args.updates_per_rollout == 1
+                    if is_of_sampler:  # not of a policy that this rollout has updated
+                        measure_mismatch(meter, old_logprobs_T, mb)
                     if args.old_logprobs == "engine":
                         old_logprobs_T = mb.rollout_logprobs_T
                     share_T, logged = loss(

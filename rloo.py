@@ -66,12 +66,12 @@ def loss(
     old_logprobs_N: Tensor,
     weights_N: Tensor,
     advantages_N: Tensor,
-    completions: Tensor,
+    num_completions: Tensor,
     args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each completion's share of the objective L, to be minimised, and further numbers of
-    each to log. Log-probs are sums over a completion. `weights_N`: c_i; `completions`: how many the
-    *global* minibatch has."""
+    each to log. Log-probs are sums over a completion. `weights_N`: c_i; `num_completions`: of the
+    *global* minibatch."""
     log_rho_N = logprobs_N - old_logprobs_N
     A_N = advantages_N
     rho_N = bounded_exp(log_rho_N)
@@ -79,7 +79,7 @@ def loss(
     loss_N = -torch.min(rho_N * A_N, clipped_N * A_N) * weights_N
     is_clipped_N = is_clipped(log_rho_N.detach(), A_N, args.clip_low, args.clip_high)
     logged = {"loss": loss_N, "ratio": rho_N, "clip_ratio/region_mean": is_clipped_N}
-    return loss_N / completions, logged
+    return loss_N / num_completions, logged
 
 
 @dataclass
@@ -173,7 +173,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                completions = distributed.all_sum(sum(mb.num_samples for mb in minibatch))
+                num_completions = distributed.all_sum(sum(mb.num_samples for mb in minibatch))
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -186,7 +186,7 @@ def main(args: Args) -> None:
                     )  # fmt: skip
                     share_N, logged = loss(
                         mb.sequence_sums(logprobs_T), mb.sequence_sums(old_logprobs_T),
-                        weights_T[mb.ends_N], mb.select(advantages_BG), completions, args,
+                        weights_T[mb.ends_N], mb.select(advantages_BG), num_completions, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_N.sum() * world_size).backward()

@@ -72,7 +72,7 @@ class LogKLArgs:
     forward pass a step"""
 
 
-def read_by(flag: str) -> Needs:
+def needed_by_loss(flag: str) -> Needs:
     """Return the condition that one of the losses reads a flag."""
     return Needs(loss=tuple(name for name, flags in READS.items() if flag in flags))
 
@@ -92,9 +92,9 @@ class PreferenceArgs:
     """weight of each loss; default: all 1"""
     beta: Positive[float] = 0.1
     """scale of the implicit rewards: larger values keep the policy closer to the reference"""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), read_by("label_smoothing")] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), needed_by_loss("label_smoothing")] = 0.0
     """assumed probability that chosen and rejected are swapped"""
-    f_divergence: Annotated[FDivergence, read_by("f_divergence")] = "reverse_kl"
+    f_divergence: Annotated[FDivergence, needed_by_loss("f_divergence")] = "reverse_kl"
     """divergence that keeps the policy close to the reference (js: Jensen-Shannon; alpha: of order
     1/2, between reverse_kl and forward_kl)"""
     sft_weight: NotNegative[float] = 0.0

@@ -77,7 +77,7 @@ def load_samples(
 
 
 def say_unread(rows: list[dict], columns: Columns) -> None:
-    """Print the columns that are neither among `columns` nor read beside them."""
+    """Print the columns of the data that the script does not read."""
     if unread := unread_columns(rows, columns):
         distributed.say(f"not used in training: {', '.join(unread)}")
 

@@ -44,8 +44,8 @@ class PackedBatch(ModelTokens):
 
     compact: CompactTokens | None = None  # what the model runs on, if it is not these tokens
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
-    versions_T: Tensor | None = None
-    weights_T: Tensor | None = None
+    versions_T: Tensor | None = None  # training steps of the weights that sampled a token
+    weights_T: Tensor | None = None  # set by self_distill.py: the tokens that have a teacher
     turn_rewards_T: Tensor | None = None  # set by ppo.py
     # Streams that scripts add:
     old_logprobs_T: Tensor | None = None  # log-probs by the trainer at rollout time
@@ -230,7 +230,7 @@ def _pack(
     streams = sorted(set().union(*names_of_ranks))
     parts, micro_batches = place_groups(shapes_of_ranks, ranks // R, pack_tokens * R, together)
     _require_streams(chain(*sequences), streams)
-    rest = chain(*sequences)  # the parts of a rank have its sequences in their order
+    rest = chain(*sequences)  # a group is split in order, so each part has the next ones
     own = {
         key: [next(rest)._replace(shared=shared) for shared in part.shared]
         for key, part in parts.items()

@@ -235,7 +235,7 @@ def require_columns(flag: str, rows: list[dict], choices: Sequence[Columns]) -> 
     parts = {"context", "history", "documents"}
     if columns[0] in ("prompt", "question", "input"):
         parts.add("instruction" if columns[0] == "input" else "input")
-    if columns[0] == "chosen" and isinstance(rows[0].get("chosen"), str):  # the prompt?
+    if columns[0] == "chosen" and isinstance(rows[0].get("chosen"), str):  # may be the prompt
         parts |= {"instruction", "question", "problem", "query", "input"}
     if columns not in PROMPT_COLUMNS:
         parts |= {"reasoning", "thinking"}

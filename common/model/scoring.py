@@ -95,7 +95,7 @@ def reference_logps(
     device: torch.device, needed: bool = True,
 ) -> list[Tensor]:  # fmt: skip
     """Return the reference's log-probs of all completions, float64 [groups, samples of a group] for
-    each data set: the training rows and the held-out rows. Zeros if none is `needed`.
+    each data set: the training rows and the held-out rows. Zeros if the loss reads none.
 
     Call this before a checkpoint is loaded: the reference often is the starting model. Collective.
     """

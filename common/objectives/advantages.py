@@ -69,7 +69,7 @@ def leave_one_out(rewards_BG: Tensor) -> Tensor:
     return centre_groups(rewards_BG) * size_B1 / (size_B1 - 1).clamp(min=1)
 
 
-VARIANTS: dict[str, Callable[[Tensor], Tensor]] = dict(  # in place of grpo.py's own
+VARIANTS: dict[str, Callable[[Tensor], Tensor]] = dict(  # further values of --advantage
     group_mean=group_mean, group_ratio=group_ratio, group_mean_batch_std=group_mean_batch_std
 )
 

@@ -51,7 +51,7 @@ def pairs_of_marks(template: str) -> list[tuple[str, str]]:
     return pairs + [pair for pair in OTHERS if any(re.search(mark, template) for mark in pair)]
 
 
-def marks_of(template: str) -> tuple[str, str]:
+def thought_marks(template: str) -> tuple[str, str]:
     """Return the start and the end of any kind of thought as regular expressions."""
     starts, ends = zip(*pairs_of_marks(template), strict=True)
     return "|".join(starts), "|".join(ends)
@@ -70,7 +70,7 @@ class Thoughts:
         """`cut`: whether thoughts are cut at all (`--thoughts`)."""
         self.tokenizer = tokenizer
         self.cut = cut
-        self.start, self.end = marks_of(template_text(tokenizer))
+        self.start, self.end = thought_marks(template_text(tokenizer))
 
     def opened(self, sample: Completion) -> str:
         """Return the mark at the end of the sample's prompt that starts a thought, or ""."""

@@ -219,7 +219,7 @@ def end_with(parent: int, number: signal.Signals) -> None:
         libc = ctypes.CDLL(None)
         libc.prctl(1, number)  # PR_SET_PDEATHSIG
         libc.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    if os.getppid() != parent:  # the parent died before the call above
+    if os.getppid() != parent:  # the parent had died before
         os._exit(0)
 
 

@@ -18,7 +18,7 @@ from common.data.chat import ASKED, CALL, PROBE, SAID, ChatTemplate, time_limit
 from common.data.messages import arguments_of
 from common.data.turns import as_sampled, require_shown
 from common.parallel import distributed
-from common.rewards.thoughts import answer_of, marks_of, template_text
+from common.rewards.thoughts import answer_of, template_text, thought_marks
 
 # How chat templates begin a call -> name of the parser; the first that matches is the default.
 FORMATS = (
@@ -80,7 +80,7 @@ class Parser:
     def __init__(self, read: Reader, tokenizer, cuts_thoughts: bool = True):
         self.read = read
         self.cuts_thoughts = cuts_thoughts
-        self.start, self.end = marks_of(template_text(tokenizer))  # of thoughts
+        self.start, self.end = thought_marks(template_text(tokenizer))  # of thoughts
         self.marker = ""
         """text with which a call begins; empty if it is no mark, but could begin any text"""
 
