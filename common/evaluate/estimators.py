@@ -70,12 +70,9 @@ def mean_and_interval(
     if not counts.sum():
         return {}
     rng = np.random.default_rng(distributed.fold_seed(seed))
-    means = []
-    while len(means) < draws:
-        chosen = rng.integers(0, len(totals), len(totals))
-        if counts[chosen].sum():
-            means.append(totals[chosen].sum() / counts[chosen].sum())
-    low, high = np.quantile(means, [0.025, 0.975])
+    chosen = rng.integers(0, len(totals), (draws, len(totals)))
+    sums, sizes = totals[chosen].sum(1), counts[chosen].sum(1)
+    low, high = np.quantile(sums[sizes > 0] / sizes[sizes > 0], [0.025, 0.975])
     return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 
 
