@@ -90,10 +90,10 @@ def loss(
     The shares of all micro-batches and ranks add up to a mean over the *global* minibatch, which
     has `tokens` trained tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded,
     without gradient. `mask_T`: trained tokens; `sequence_ids_T`: number of the completion."""
-    trained = mask_T, sequence_ids_T
-    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *trained, *args.clip_bounds)
+    where = mask_T, sequence_ids_T
+    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *where, *args.clip_bounds)
     policy_T, ratio_T, stopped_T = LOSSES[args.loss](x)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *trained, args.correction_form)
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form)
     loss_T = policy_T * c_T
     logged = {
         "ratio": ratio_T.detach(),
@@ -106,7 +106,7 @@ def loss(
         logged["kl"] = kl_T
     if args.entropy_coef:  # skipped at 0: the entropy's backward pass reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
-    w_T = token_weights(args.reduction, *trained, tokens, sequences, args.max_new_tokens)
+    w_T = token_weights(args.reduction, *where, tokens, sequences, args.max_new_tokens)
     return loss_T * w_T, logged
 
 
@@ -259,9 +259,8 @@ def main(args: Args) -> None:
                     old_logprobs_T = mb.old_logprobs_T
                     if old_logprobs_T is None:  # no pass before the update computed them
                         old_logprobs_T = logprobs_T.detach()
-                    is_of_sampler = mb.old_logprobs_T is not None or args.updates_per_rollout == 1
-                    if is_of_sampler:  # not of a policy that this rollout has updated
-                        measure_mismatch(meter, old_logprobs_T, mb)
+                    if mb.old_logprobs_T is not None or args.updates_per_rollout == 1:
+                        measure_mismatch(meter, old_logprobs_T, mb)  # of no updated policy
                     if args.old_logprobs == "engine":
                         old_logprobs_T = mb.rollout_logprobs_T
                     share_T, logged = loss(

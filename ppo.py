@@ -8,16 +8,16 @@ Each token y_t of a sampled completion is an action. A second model predicts its
 of future rewards:
 
     r_t   = -beta log(pi_old(y_t) / pi_ref(y_t)), plus the score at the last token   token_rewards()
-    A_t   = sum_j gae_lambda^j (r_{t+j} + V_{t+j+1} - V_{t+j}), then whitened           advantages()
-    R_t   = A_t + V_t                                                                   advantages()
+    A_t   = sum_j gae_lambda^j (r_{t+j} + V_{t+j+1} - V_{t+j})                          advantages()
+    R_t   = A_t + V_t; then A_t is whitened                                             advantages()
     L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]      loss()
     L_V   = mean_t [ max((v_t - R_t)^2, (v'_t - R_t)^2) / 2 ]                           value_loss()
             v'_t = clip(v_t, V_t - 0.2, V_t + 0.2)
     rho_t = pi(y_t) / pi_old(y_t)                   pi_old, V: the models at the time of the rollout
 
 Differences from the papers (docs/ppo.md): value and policy are separate models with an optimizer
-each, advantages are whitened over the rollout and not over a minibatch, and truncated importance
-weights c_t = pi_old(y_t) / pi_engine(y_t).
+each, advantages are whitened over the rollout and not over a minibatch, and importance weights
+c_t = min(pi_old(y_t) / pi_engine(y_t), 2) correct for the engine, which samples.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, N completions and T packed
 tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the

@@ -40,7 +40,7 @@ def stop_string(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def text_of(value: str | None) -> str | None:
+def read_if_file(value: str | None) -> str | None:
     """Return the text of the file with this name, or else the value itself."""
     is_file = value is not None and isfile(value)
     return Path(value).read_text(encoding="utf-8") if is_file else value
@@ -134,7 +134,7 @@ class ScoringArgs:
     """weight of each reward; default: all 1"""
     rubric: Annotated[Several[str], JUDGES] = ()
     """criteria of judges, for rows without a column `rubric`; rank:PATH default: overall quality"""
-    judge_prompt: Annotated[str | None, AfterValidator(text_of), JUDGES] = None
+    judge_prompt: Annotated[str | None, AfterValidator(read_if_file), JUDGES] = None
     """question of judges, a text or a file, with {criterion}, {prompt}, {completion} or
     {transcript} (rank:PATH: {first} and {second}) or columns in braces; default:
     extras/judges/README.md"""

@@ -46,7 +46,7 @@ class PackedBatch(ModelTokens):
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     versions_T: Tensor | None = None  # training steps of the weights that sampled a token
     weights_T: Tensor | None = None  # set by self_distill.py: the tokens that have a teacher
-    turn_rewards_T: Tensor | None = None  # set by ppo.py
+    turn_rewards_T: Tensor | None = None  # of the environment, for earlier turns: set by ppo.py
     # Streams that scripts add:
     old_logprobs_T: Tensor | None = None  # log-probs by the trainer at rollout time
     ref_logprobs_T: Tensor | None = None
@@ -244,7 +244,7 @@ def _pack(
     for mb in packs:
         mb.sent = sent
     for mb, following in pairwise(packs):
-        if following.model_tokens.with_images:
+        if following.model_tokens.image_sequences:
             mb.model_tokens.next = following.model_tokens
     return packs
 
@@ -283,7 +283,7 @@ def _join(
     if R > 1 or any(sequence.shared for sequence in chain(*parts)):
         mb.compact = compact_tokens(parts, streams, device, context.group)
     if any(sequence.images for sequence in chain(*parts)):
-        mb.model_tokens.with_images = [*chain(*parts)]
+        mb.model_tokens.image_sequences = [*chain(*parts)]
     return mb
 
 

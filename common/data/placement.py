@@ -50,13 +50,13 @@ class GroupShape(NamedTuple):
     def parts(self, limit: int) -> list["GroupShape"]:
         """Return the sequences, in their order, in groups of at most this size, or of one."""
         parts: list[GroupShape] = []
-        for n, prefix in zip(*self, strict=True):
+        for length, prefix in zip(*self, strict=True):
             if prefix:
-                longer = GroupShape([*parts[-1].lengths, n], [*parts[-1].shared, prefix])
+                longer = GroupShape([*parts[-1].lengths, length], [*parts[-1].shared, prefix])
                 if longer.size <= limit:
                     parts[-1] = longer
                     continue
-            parts.append(GroupShape([n], [0]))
+            parts.append(GroupShape([length], [0]))
         return parts
 
 

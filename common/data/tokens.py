@@ -82,7 +82,7 @@ class ModelTokens:
 
     context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
     keys: "Keys | None" = None  # set if prefixes are shared; else each sequence has all its keys
-    with_images: list[TokenSequence] | None = None  # the sequences, if any of them has images
+    image_sequences: list[TokenSequence] | None = None  # the sequences, if any of them has images
     images: Any = None  # PackedImages (extras/images/packed.py), made from them when needed
     next: "ModelTokens | None" = None  # with images, the tokens that the model runs on next
     stored_at_T: Tensor | None = None  # int64: places of targets in the teacher's stored log-probs

@@ -47,41 +47,41 @@ class Logits(NamedTuple):
 
 
 def by_chunk(
-    logits: Logits, temperature: float, forward: Callable, backward: Callable, trained: int,
+    logits: Logits, temperature: float, forward: Callable, backward: Callable, differentiable: int,
     tensors: Sequence[Tensor | None], extra: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return statistics of each token's distribution, [T] each, without holding [T, V].
 
     `forward(logits_CV, c, *tensors)` maps the logits of the chunk `c` to statistics, [C] each, of
-    which the first `trained` have a gradient. Logits are not kept: the backward pass computes each
-    chunk again, and `backward(logits_CV, c, grads_T, tensors, out_T)` returns d loss / d logits. It
-    gets d loss / d statistic (None for an unused one), the `tensors`, and all statistics. Both may
-    overwrite the logits, and need `extra` numbers for each token beside its logits."""
-    how = logits[3:], temperature, forward, backward, trained, logits.chunks(extra)
-    return _ByChunk.apply(*logits[:3], how, *tensors)
+    which the first `differentiable` have a gradient. Logits are not kept: the backward pass
+    computes each chunk again, and `backward(logits_CV, c, grads_T, tensors, out_T)` returns d loss
+    / d logits. It gets d loss / d statistic (None for an unused one), the `tensors`, and all
+    statistics. Both may overwrite the logits, and need `extra` numbers for each token beside its logits."""
+    settings = logits[3:], temperature, forward, backward, differentiable, logits.chunks(extra)
+    return _ByChunk.apply(*logits[:3], settings, *tensors)
 
 
 class _ByChunk(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, how: tuple,
+        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, settings: tuple,
         *tensors: Tensor | None,
     ):  # fmt: skip
-        form, temperature, forward, _, trained, chunks = how
+        form, temperature, forward, _, differentiable, chunks = settings
         logits = Logits(hidden_TD, head_VD, bias_V, *form)
         parts = [forward(logits.chunk(c, temperature)[0], c, *tensors) for c in chunks]
         out_T = tuple(map(torch.cat, zip(*parts, strict=True)))
         ctx.save_for_backward(hidden_TD, head_VD, bias_V, *tensors, *out_T)
-        ctx.how = how
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out_T[trained:])
+        ctx.mark_non_differentiable(*out_T[differentiable:])
         return out_T
 
     @staticmethod
     def backward(ctx, *grads_T: Tensor | None):
         """Gradients of head and bias are summed over the chunks in at least float32."""
         hidden_TD, head_VD, bias_V, *rest = ctx.saved_tensors
-        form, temperature, _, backward, trained, chunks = ctx.how
+        form, temperature, _, backward, differentiable, chunks = ctx.settings
         logits = Logits(hidden_TD, head_VD, bias_V, *form)
         tensors, out_T = rest[: -len(grads_T)], rest[-len(grads_T) :]
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
@@ -90,7 +90,7 @@ class _ByChunk(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         for c in chunks:
             logits_CV, derivative = logits.chunk(c, temperature)
-            grad_logits_CV = backward(logits_CV, c, grads_T[:trained], tensors, out_T)
+            grad_logits_CV = backward(logits_CV, c, grads_T[:differentiable], tensors, out_T)
             grad_logits_CV = multiply_(grad_logits_CV, derivative)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(0)

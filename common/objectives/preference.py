@@ -1,9 +1,9 @@
 """Objectives of preference learning, as cases of one pure function: one value per pair, float64.
 
-Log-probs are sums over the tokens of a completion, in nats. Notation: pc, pr are the policy's
-log-probs of chosen and rejected, lc, lr their log-ratios to the reference, nc, nr their lengths in
-tokens, sigma the logistic function, and z = beta (f(lc) - f(lr)), where f depends on `f_divergence`
-and is the identity by default.
+Log-probs are sums over the tokens of a completion, in nats. Notation: lc, lr are the log-ratios of
+chosen and rejected to the reference, pc, pr the policy's log-probs, nc, nr the lengths in tokens,
+sigma the logistic function, and z = beta (f(lc) - f(lr)), where f depends on `f_divergence` and is
+the identity by default.
 
 `READS` names the flags of each objective.
 

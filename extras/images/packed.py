@@ -20,7 +20,7 @@ class PackedImages:
     """Images of the sequences of a pack. A plain class, like `ModelTokens`."""
 
     def __init__(self, tokens: ModelTokens):
-        sequences = tokens.with_images
+        sequences = tokens.image_sequences
         self.next = tokens.next
         # `truncate` cuts no image in two: one that it left out ends after the sequence.
         self.images = [[i for i in s.images if i.end <= s.num_targets] for s in sequences]
@@ -79,6 +79,6 @@ class PackedImages:
 
 def images_of(tokens: ModelTokens) -> PackedImages | None:
     """Return the images of a pack, None if it has none."""
-    if tokens.images is None and tokens.with_images is not None:
+    if tokens.images is None and tokens.image_sequences is not None:
         tokens.images = PackedImages(tokens)
     return tokens.images if tokens.images and tokens.images.spans else None

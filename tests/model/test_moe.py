@@ -62,6 +62,18 @@ def same(one: dict, other: dict) -> bool:
 # ---- files ----
 
 
+def test_hub_names_are_read_and_written(model_type, path, tmp_path, device):
+    """A file with a name for each expert gives transformers' own weights. Exports have the same
+    names; tests/model/test_checkpoints.py has checkpoints."""
+    stored = load_file(Path(path) / "model.safetensors")
+    assert DOWN[model_type] in stored
+    policy = load_policy(path, ARGS, device)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert same(policy.hf.state_dict(), plain.state_dict())
+    export_hf(policy, load_tokenizer(path), tmp_path / "hf")
+    assert same(stored, load_file(tmp_path / "hf" / "model.safetensors"))
+
+
 def test_transformers_names_are_read(path, tmp_path, device):
     """Transformers has one parameter for all experts of a layer."""
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
