@@ -56,7 +56,8 @@ def by_chunk(
     which the first `differentiable` have a gradient. Logits are not kept: the backward pass
     computes each chunk again, and `backward(logits_CV, c, grads_T, tensors, out_T)` returns d loss
     / d logits. It gets d loss / d statistic (None for an unused one), the `tensors`, and all
-    statistics. Both may overwrite the logits, and need `extra` numbers for each token beside its logits."""
+    statistics. Both may overwrite the logits, and need `extra` numbers for each token beside its
+    logits."""
     settings = logits[3:], temperature, forward, backward, differentiable, logits.chunks(extra)
     return _ByChunk.apply(*logits[:3], settings, *tensors)
 

@@ -56,7 +56,10 @@ class Sampler:
         self.next_to_begin = 0  # number of the first prompt that is not in flight
         self.step = -1
         self.before_step: dict = {}  # state before the present step
-        self.positions: list[int] = []  # of this rank's prompts among those of the last rollout
+        # Of the last rollout: the data rows of all ranks, for a curriculum, and the places of this
+        # rank's prompts among them.
+        self.data_rows: list[int] = []
+        self.positions: list[int] = []
 
     def __str__(self) -> str:
         return str(self.source)
@@ -91,8 +94,7 @@ class Sampler:
         self.next_to_begin = max(self.next_to_begin, end)
         taken = range(self.next_number, self.next_number + size)
         self.next_number += size
-        for _ in taken:
-            self.drawn.popleft()
+        self.data_rows = [self.drawn.popleft() for _ in taken]
         own_numbers = [number for number in taken if is_own(number)]
         self.positions = [taken.index(number) for number in own_numbers]
         groups = self.source.complete(requests, own_numbers, step, meter)

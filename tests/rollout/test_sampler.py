@@ -56,6 +56,7 @@ class Run:
             groups = sampler.rollout(number, total, Meter(), size)
             if groups is not None:
                 own = [completion.row["row"] for (completion,) in groups]
+                assert [sampler.data_rows[i] for i in sampler.positions] == own
                 rows |= zip(sampler.positions, own, strict=True)
         return [rows[i] for i in range(len(rows))]
 
