@@ -163,7 +163,8 @@ def main(args: Args) -> None:
         # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
-            for i, minibatch in enumerate(minibatches * args.epochs_per_rollout):
+            updated = False
+            for minibatch in minibatches * args.epochs_per_rollout:
                 tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
@@ -173,13 +174,14 @@ def main(args: Args) -> None:
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"loss": -logprobs_T, "entropy": entropy_T}, share_T)
-                    if i == 0 and args.truncation is None:  # before any update
+                    if not updated and args.truncation is None:
                         measure_mismatch(meter, logprobs_T.detach(), mb)
                 if tokens:
                     grad_norm = optimizer_step(
                         policy, optimizer, lr, args.max_grad_norm, total_loss
                     )
                     meter.mean("grad_norm", grad_norm)
+                    updated = True
                 else:  # no completion was kept: no step by momentum alone
                     optimizer.zero_grad()
 

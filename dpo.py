@@ -200,8 +200,7 @@ def main(args: Args) -> None:
         policy, (pairs, eval_pairs), tokenizer, args, device, needs_reference
     )  # all R rows
     optimizer = adamw(policy, args)
-    # --eval_generate: answers held-out prompts
-    generation = Generation(policy, args, tokenizer, eval_pairs.rows)
+    generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, pairs)

@@ -260,7 +260,7 @@ def main(args: Args) -> None:
                     if old_logprobs_T is None:  # no pass before the update computed them
                         old_logprobs_T = logprobs_T.detach()
                     if mb.old_logprobs_T is not None or args.updates_per_rollout == 1:
-                        measure_mismatch(meter, old_logprobs_T, mb)  # of no updated policy
+                        measure_mismatch(meter, old_logprobs_T, mb)  # before any update
                     if args.old_logprobs == "engine":
                         old_logprobs_T = mb.rollout_logprobs_T
                     share_T, logged = loss(

@@ -272,8 +272,7 @@ def main(args: Args) -> None:
         policy, (groups, eval_groups), tokenizer, args, device
     )  # all R rows
     optimizer = adamw(policy, args)
-    # --eval_generate: answers held-out prompts
-    generation = Generation(policy, args, tokenizer, eval_groups.rows)
+    generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, groups)

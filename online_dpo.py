@@ -224,7 +224,8 @@ def main(args: Args) -> None:
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
-            for n, minibatch in enumerate(minibatches * args.epochs_per_rollout):
+            updated = False
+            for minibatch in minibatches * args.epochs_per_rollout:
                 num_pairs = int(distributed.all_sum(sum(mb.num_samples for mb in minibatch))) // 2
                 if not num_pairs:  # all rewards of each group are equal: no step by momentum alone
                     continue
@@ -239,10 +240,11 @@ def main(args: Args) -> None:
                     total_loss += share_N.detach().sum()
                     meter.rows(mb, measured(mb_pairs, loss_N, args), share_N)
                     meter.tokens(mb, {"entropy": entropy_T})
-                    if n == 0:  # before any update
+                    if not updated:
                         measure_mismatch(meter, logprobs_T.detach(), mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
+                updated = True
 
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)

@@ -320,10 +320,10 @@ def main(args: Args) -> None:
                     meter.mean("grad_norm", grad_norm)
                     meter.mean("loss", total_loss, 1 / world_size)  # a sum over ranks
                 value_lr = lr * args.value_lr / args.lr
-                grad_norm = optimizer_step(
+                value_grad_norm = optimizer_step(
                     value_model, value_optimizer, value_lr, norm, values_loss
                 )
-                meter.mean("value_grad_norm", grad_norm)
+                meter.mean("value_grad_norm", value_grad_norm)
                 meter.mean("value_loss", values_loss, 1 / world_size)
 
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----

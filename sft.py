@@ -119,8 +119,7 @@ def main(args: Args) -> None:
     # ---- model: FSDP2 shards of float32 masters ----
     policy = load_policy(path, args, device)
     optimizer = adamw(policy, args)
-    # --eval_generate: answers held-out prompts
-    generation = Generation(policy, args, tokenizer, eval_samples.rows)
+    generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, samples)

@@ -23,6 +23,7 @@ from common.data.load import encode_all
 from common.data.rows import SFT_COLUMNS, load_rows, require_columns
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.tiny import tiny_model
+from common.parallel.distributed import RunError
 
 
 def the_error(stderr: str) -> str:
@@ -250,6 +251,13 @@ def few_rows(folder) -> Path:
         for n in range(10, 22)
     ]
     return write_rows(folder / "rows.jsonl", rows)
+
+
+def test_diverging_run_stops_before_the_optimizer_step(main, tmp_path):
+    flags = ["--lr", 1e30, "--lr_schedule", "constant", "--max_steps", 5, "--output_dir", tmp_path]
+    with pytest.raises(RunError, match="is nan: stopped before the optimizer step"):
+        main("sft", *FLAGS, *flags, "--dataset", few_rows(tmp_path))
+    assert not list((tmp_path / "checkpoints").iterdir()) and not (tmp_path / "hf").exists()
 
 
 @pytest.mark.slow

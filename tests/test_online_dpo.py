@@ -102,9 +102,15 @@ def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
 
 
 @pytest.mark.slow
-def test_equal_rewards_change_nothing(online, main, tmp_path):
+def test_first_loss_is_ln_2_and_equal_rewards_change_nothing(online, main, tmp_path):
+    """Before the first update the loss is -log sigmoid(0). If all rewards are equal, there is no
+    update."""
+    flags = (*online, "--minibatches", 1)
+    main("online_dpo", *flags, "--max_steps", 1, "--output_dir", tmp_path / "a")
+    assert metrics(tmp_path / "a")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert metrics(tmp_path / "a")[0]["kl"] == pytest.approx(0, abs=1e-5)
     (tmp_path / "reward.py").write_text("def same(completion, row):\n    return 1.0\n")
-    reward = ("--reward", f"{tmp_path / 'reward.py'}:same", "--output_dir", tmp_path / "run")
-    main("online_dpo", *online, *reward)
-    for line in metrics(tmp_path / "run"):
+    reward = ("--reward", f"{tmp_path / 'reward.py'}:same", "--output_dir", tmp_path / "b")
+    main("online_dpo", *flags, *reward)
+    for line in metrics(tmp_path / "b"):
         assert line["pairs/skipped_fraction"] == 1 and "grad_norm" not in line

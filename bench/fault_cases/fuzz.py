@@ -20,7 +20,7 @@ from bench.fault_cases.case import Case, Setting, illegible, inputs, outcome, re
 from bench.fault_cases.disk import interrupted
 from common import durable
 
-SFT, DPO = Setting("sft"), Setting("dpo")
+SFT = Setting("sft")
 LORA = Setting("sft", flags=(("lora_rank", 2),))
 TEACHER = Setting("distill")
 

@@ -119,7 +119,7 @@ class PackedBatch(ModelTokens):
         return self.cu_seqlens_N1[1 : self.num_samples + 1].long() - 1
 
 
-Minibatches = list[list[PackedBatch]]  # micro-batches of each
+Minibatches = list[list[PackedBatch]]  # each is a list of micro-batches
 
 
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:

@@ -70,9 +70,14 @@ def mean_and_interval(
     if not counts.sum():
         return {}
     rng = np.random.default_rng(distributed.fold_seed(seed))
-    chosen = rng.integers(0, len(totals), (draws, len(totals)))
-    sums, sizes = totals[chosen].sum(1), counts[chosen].sum(1)
-    low, high = np.quantile(sums[sizes > 0] / sizes[sizes > 0], [0.025, 0.975])
+    means = []
+    at_once = max(1, 1_000_000 // len(totals))  # draws whose prompts are in memory
+    for begun in range(0, draws, at_once):
+        shape = min(at_once, draws - begun), len(totals)
+        chosen = rng.integers(0, len(totals), shape)
+        sums, sizes = totals[chosen].sum(1), counts[chosen].sum(1)
+        means += [*(sums[sizes > 0] / sizes[sizes > 0])]
+    low, high = np.quantile(means, [0.025, 0.975])
     return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 
 

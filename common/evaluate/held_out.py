@@ -12,6 +12,7 @@ from common.config.groups import ImageArgs, TrainArgs
 from common.config.online import OnlineArgs
 from common.data.encode import Encoder
 from common.data.order import Order
+from common.data.rows import held_out_rows, train_and_eval_rows
 from common.evaluate.estimators import pass_at_k, shown_ks
 from common.metrics.meter import Meter
 from common.model.hub import context_length
@@ -66,9 +67,8 @@ class Generation:
     """`--eval_generate` of a script that trains on data alone: an engine, prompts and rewards.
     Without the flag, nothing."""
 
-    def __init__(self, policy: Policy, args: TrainArgs, tokenizer, rows: list[dict]):
-        """Start the engine and load the prompts of the held-out `rows`. Call after the optimizer is
-        made. Collective.
+    def __init__(self, policy: Policy, args: TrainArgs, tokenizer):
+        """Start the engine and load the prompts. Call after the optimizer is made. Collective.
 
         Raises `ValueError` for rows without a prompt or without the columns that the reward needs.
         """
@@ -76,6 +76,11 @@ class Generation:
         if not (args.eval_generate and args.eval_every):
             return
         online = sampling_args(args)
+        if args.eval_dataset is None:
+            rows = train_and_eval_rows(args)[1]
+        else:
+            rows = held_out_rows(args)
+        # As in the data: those of samples may be without some, or changed.
         rows = first_of_each_set(rows, args.eval_generate)
         columns = prompt_columns(online, rows)
         room = context_length(policy.path, args) - online.max_new_tokens

@@ -18,7 +18,7 @@ from common.parallel import distributed
 
 def lengths(groups: list[Group]) -> Tensor:
     """Return the number of tokens of each completion, with an environment's answers, [P, G] int64;
-    of several branches the longest counts."""
+    the longest branch counts if there are several."""
     return _table(groups, lambda sample: sample.longest, torch.int64)
 
 

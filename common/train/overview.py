@@ -61,7 +61,8 @@ def describe_rollouts(args: TrainArgs, prompts: Sized, held_out: Sized, rollouts
     engine = rollouts or "no engine"
     lines = [f"{prompts}, {held_out} held out, {length_of_run(args, prompts)}, {engine}, {mode}"]
     lines += repetitions(args, prompts)
-    if all(name.startswith("rank:") for name in args.reward) and args.eval_samples == 1:
+    kinds = {name.partition(":")[0] for name in args.reward}
+    if kinds == {"rank"} and args.eval_every and args.eval_samples == 1:
         lines.append("evaluations have no reward: rank:PATH compares; see --eval_samples")
     if args.PRESETS and args.preset:
         flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[args.preset].items())

@@ -261,7 +261,8 @@ def test_blocks_are_compiled_once_and_without_their_experts(tmp_path, device):
     of uncompiled blocks. The test counts the graphs from Dynamo, which run uncompiled."""
     config = transformers.Qwen3MoeConfig(**small(**EXPERTS, num_hidden_layers=1))
     path, draw = write_checkpoint(config, tmp_path), random.Random(0)
-    flags = dict(dtype="float32", lora_rank=4, lora_targets=("v_proj",))
+    flags = dict(dtype="float32", activation_checkpointing=True, lora_rank=4)
+    flags |= dict(lora_targets=("v_proj",))
     with torch.compiler.set_stance("force_eager"):  # without the compilations of the packing check
         models = [load_policy(path, TrainArgs(compile=c, **flags), device) for c in (False, True)]
     trained = [[p for p in model.parameters() if p.requires_grad] for model in models]

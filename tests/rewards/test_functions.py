@@ -18,6 +18,7 @@ from common.rewards.functions import (
     gsm8k,
     gsm8k_flexible,
     tag_format,
+    to_number,
 )
 from common.rewards.math_reward import normal, with_numbers
 from common.rewards.registry import load_reward
@@ -66,6 +67,13 @@ def test_gsm8k_scores_the_final_answer(completion, answer, reward):
 ])  # fmt: skip
 def test_gsm8k_flexible_scores_the_extracted_answer(completion, answer, reward):
     assert gsm8k_flexible(completion, dict(answer=answer)) == reward
+
+
+def test_to_number_is_exact():
+    assert to_number("0.1") + to_number("0.2") == to_number("0.3")
+    assert to_number("-1,234.50") == to_number("-1234.5")
+    for text in ("", "x", "1 2", "1.2.3", "--1", "1e3", "nan", "inf"):
+        assert to_number(text) is None
 
 
 @pytest.mark.parametrize("completion, answer, reward", [
