@@ -191,9 +191,9 @@ class ChatTemplate:
             ((token, end),) = chosen
             return TurnEnd(token, tail[:end], tail)
         # GLM writes no end: the model stops with the token of the next role.
-        behind = earlier[len(shared) :]
-        token, end = next(iter(self.added_tokens(behind)), ("", 0))
-        if not token or behind[:end].strip() != token or token == self.tokenizer.bos_token:
+        following = earlier[len(shared) :]
+        token, end = next(iter(self.added_tokens(following)), ("", 0))
+        if not token or following[:end].strip() != token or token == self.tokenizer.bos_token:
             token = self.tokenizer.eos_token or ""
         return TurnEnd(token, tail + token, tail + token, appended=True)
 

@@ -63,19 +63,19 @@ class TextIds:
             for start, stop in pairwise([begin, *literals, end]):
                 if self._stand_in.fullmatch(text, start, stop):
                     token = self.special_tokens[ord(text[start]) - FIRST]
-                    pieces[-1] += self._behind("", token, as_text=True)
+                    pieces[-1] += self._after("", token, as_text=True)
                 elif start == 0 and not follows:
                     pieces[-1] += self._ids(text[:stop], False) if stop else []
                 else:
                     is_behind_literal = self._stand_in.fullmatch(text, start - 1, start)
                     head = text[starts[bisect_left(starts, start) - 1] : start]
                     head = "" if is_behind_literal else head
-                    pieces[-1] += self._behind(head, text[start:stop])
+                    pieces[-1] += self._after(head, text[start:stop])
         if adds_bos and pieces[0][: len(self._bos)] != self._bos:
             pieces[0] = self._bos + pieces[0]
         return pieces
 
-    def _behind(self, head: str, text: str, as_text: bool = False) -> list[int]:
+    def _after(self, head: str, text: str, as_text: bool = False) -> list[int]:
         """Return the ids of `text` after `head`. Without `head`, or if one token would cover the
         place between them, return those after other text. With `as_text` special tokens are text.
         Raises `ValueError` if no token ends between them."""

@@ -71,12 +71,10 @@ def mean_and_interval(
         return {}
     rng = np.random.default_rng(distributed.fold_seed(seed))
     means = []
-    at_once = max(1, 1_000_000 // len(totals))  # draws whose prompts are in memory
-    for begun in range(0, draws, at_once):
-        shape = min(at_once, draws - begun), len(totals)
-        chosen = rng.integers(0, len(totals), shape)
-        sums, sizes = totals[chosen].sum(1), counts[chosen].sum(1)
-        means += [*(sums[sizes > 0] / sizes[sizes > 0])]
+    for _ in range(draws):
+        chosen = rng.integers(0, len(totals), len(totals))
+        if counts[chosen].sum():
+            means.append(totals[chosen].sum() / counts[chosen].sum())
     low, high = np.quantile(means, [0.025, 0.975])
     return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 

@@ -160,7 +160,8 @@ class ColocatedEngine:
         with meter.time("sync"):
             self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
         with meter.time("rollout"):
-            prompts = [request for request in requests if request.number in own_numbers]
+            own = set(own_numbers)
+            prompts = [request for request in requests if request.number in own]
             groups = self.episodes.generate(prompts, meter, self.on_complete)
             self.engine.sleep()
         return groups

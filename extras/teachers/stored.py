@@ -54,7 +54,7 @@ class StoredTeacher:
         self.starts = [0, *accumulate(counts)]
         files = [folder / f"{number:06d}.safetensors" for number in range(len(chunks))]
         settings = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK, "rows")
-        _claim(folder, digest_of(samples, path, *settings))
+        _claim(folder, _digest_of(samples, path, *settings))
         missing = [i for i, file in enumerate(files) if not file.is_file()]
         missing = distributed.from_main(missing)
         if missing:
@@ -134,7 +134,7 @@ def _save(file: Path, rows_MX: Tensor) -> None:
     durable.replace(work, file)
 
 
-def digest_of(samples: Sequence[Sample], path: str, *settings: object) -> str:
+def _digest_of(samples: Sequence[Sample], path: str, *settings: object) -> str:
     """Return a digest of all that decides the log-probs of samples: tokens, images, the model (its
     path, and names, sizes and times of its files) and `settings`."""
     stats = []
