@@ -116,5 +116,6 @@ def test_rollout_ranks_end_if_trainers_fail_at_start(flags, tmp_path):
     with Ranks(2, "rloo.py", *flags, *FAST, *bad) as ranks:
         stderr = ranks.end().stderr
         assert all(process.exitcode is not None for process in ranks.processes)  # by a signal
-    (error,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: --reward nonsense")
+    said = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    codes = [process.exitcode for process in ranks.processes]
+    assert len(said) == 1 and said[0].startswith("error: --reward nonsense"), (codes, stderr)
