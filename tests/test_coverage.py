@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT
-from transformers import GPTJConfig
+from transformers import FalconConfig
 
 import common.model.policy
 from bench.models import ARCHITECTURES, ARGS, checkpoint, measure
@@ -61,8 +61,9 @@ def test_incomplete_head_is_refused(left_out, tmp_path, device, monkeypatch):
 
 
 def test_irreplaceable_attention_is_refused(tmp_path, device):
-    GPTJConfig(n_embd=64, n_layer=1, n_head=2, rotary_dim=16).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="gptj with packed attention: 'packed'"):
+    config = FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="falcon with packed attention: 'packed'"):
         load_policy(str(tmp_path), ARGS, device)
 
 

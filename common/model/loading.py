@@ -120,7 +120,7 @@ def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Modul
     if has_images(config):
         attention = dict.fromkeys(config.sub_configs, "sdpa") | dict(text_config="packed")
     options = dict(attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
-    # GPT-J, for example, has its own table of attention functions.
+    # Falcon, for example, has its own table of attention functions.
     with named_errors(f"transformers has no {kind} of {config.model_type} with packed attention"):
         with torch.device("meta"):
             hf = auto_class.from_config(config, **options)

@@ -165,7 +165,8 @@ class Idefics3Reader(Reader):
 
     def features(self, tower, pixels: list[Pixels]) -> Features:
         found = tower.get_image_features(**self.arguments(pixels), return_dict=True)
-        return Features(found.pooler_output.flatten(0, 1), [])
+        # [images, tokens, D]; from transformers 5.20 on a list with the tokens of each sample
+        return Features(torch.cat([*found.pooler_output]), [])
 
 
 class QwenReader(Reader):
