@@ -173,7 +173,8 @@ def draw_groups(
         drawn = MAX_DRAWS * args.prompts_per_step
         raise distributed.RunError(f"step {step + 1}: none of {drawn} groups has unequal rewards")
     named_rewards = {
-        name: torch.cat([named_PG[name] for named_PG in named_rewards]) for name in named_rewards[0]
+        name: distributed.join_rows([of_draw[name] for of_draw in named_rewards])
+        for name in named_rewards[0]
     }
     return Drawn(groups, named_rewards, scores_BG, rewards_BG, is_unequal_B, kept)
 

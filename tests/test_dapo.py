@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 import torch
-from helpers import completion, metrics, samples
+from helpers import assert_close_metrics, completion, metrics, run, samples
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import talkative
@@ -73,6 +73,19 @@ def test_samples_include_all_draws_and_only_kept_groups_have_advantages(flags, m
         trained = [i for i, group in enumerate(groups) if any(s["advantage"] for s in group)]
         assert trained == unequal[:12] and len(trained) == 12, "the first twelve of them"
     assert any(count % 12 for count in drawn), "not in whole steps"
+
+
+@pytest.mark.slow
+def test_four_ranks_draw_as_one_does(flags, main, tmp_path):
+    """Some ranks have no prompt in a further draw."""
+    flags = (*flags, "--prompts_per_step", 4, "--minibatches", 1, "--max_new_tokens", 5)
+    main("dapo", *flags, "--output_dir", tmp_path / "one")
+    run(4, "dapo.py", *flags, "--output_dir", tmp_path / "four")
+    draws = [line["dynamic_sampling/draws"] for line in metrics(tmp_path / "one")]
+    assert any(draw % 1 for draw in draws)
+    assert draws == [line["dynamic_sampling/draws"] for line in metrics(tmp_path / "four")]
+    assert_close_metrics(tmp_path / "one", tmp_path / "four", ("loss", "grad_norm"), 1e-5, 0.1)
+    assert samples(tmp_path / "one") == samples(tmp_path / "four")
 
 
 @pytest.mark.slow

@@ -235,7 +235,13 @@ def gather_rows(x_P: Tensor, positions: Sequence[int]) -> Tensor:
     """Return the rows [P, ...] of all ranks, sorted by their positions: [B, ...]. Collective."""
     ranks = gather_objects((list(positions), x_P))
     order = torch.tensor([position for of_rank, _ in ranks for position in of_rank]).argsort()
-    return torch.cat([x for _, x in ranks if len(x)])[order]
+    return join_rows([x for _, x in ranks])[order]
+
+
+def join_rows(tables: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all tables, [B, ...]. A rank without prompts does not know how many
+    completions they have, so a table without rows may have any number of columns."""
+    return torch.cat([table for table in tables if len(table)] or [tables[0]])
 
 
 def share_of(items: Sequence) -> Sequence:

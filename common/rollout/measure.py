@@ -33,7 +33,7 @@ def truncation_penalties(groups: list[Group], penalty: float) -> Tensor:
 
 
 def _table(groups: list[Group], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
-    """Return the values as [P, G]; [0, 1] without groups, which can be concatenated with any G."""
+    """Return the values as [P, G]; [0, 1] without groups, for `distributed.join_rows`."""
     table = torch.tensor([[value(sample) for sample in group] for group in groups], dtype=dtype)
     return table.reshape(len(groups), -1 if groups else 1)
 
