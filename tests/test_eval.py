@@ -124,6 +124,22 @@ def test_results_do_not_depend_on_ranks_or_resume(one_rank, flags, main, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_greedy_completions_alone(ranks, one_rank, flags, main, tmp_path):
+    """Three prompts; on four ranks one has none."""
+    flags = (*flags, "--samples_per_prompt", 0, "--eval_size", 3, "--output_dir", tmp_path)
+    if ranks == 1:
+        main("eval", *flags)
+    else:
+        run(ranks, "eval.py", *flags)
+    expected = [line | dict(completions=line["completions"][:1]) for line in completions(one_rank)]
+    assert completions(tmp_path) == expected[:3]
+    found = results(tmp_path)["overall"]
+    solved = sum(line["completions"][0]["score"] for line in expected[:3]) / 3
+    assert found["solved"]["mean"] == pytest.approx(solved) and not found["pass_at_k"]
+
+
+@pytest.mark.slow
 def test_vllm_gives_equal_greedy_completions_and_judges(
     one_rank, flags, models, device, main, tmp_path
 ):

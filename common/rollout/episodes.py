@@ -93,13 +93,14 @@ class Episodes:
         """Begin the completions of a prompt."""
         self.prompts[prompt.number] = self.loop.create_task(self._complete(prompt))
 
-    def advance(self, meter: Meter) -> list[Group]:
+    def advance(self, meter: Meter) -> dict[int, Group]:
         """Run a round of the engine, then let all completions go on that wait for nothing else.
-        Return the groups that are complete now. Collective with tensor parallelism."""
+        Return the groups that are complete now, by the number of their prompt. Collective with
+        tensor parallelism."""
         self.engine.step(meter)
         self.loop.run_until_complete(self._go_on())
         done = [number for number, task in self.prompts.items() if task.done()]
-        return [self.prompts.pop(number).result() for number in done]
+        return {number: self.prompts.pop(number).result() for number in done}
 
     def generate(
         self, prompts: list[PromptRequest], meter: Meter, on_complete: OnComplete | None = None
@@ -111,9 +112,10 @@ class Episodes:
             self.add(prompt)
         groups = {}
         while any(self.engine.gather_in_engine(bool(self.prompts))):
-            for group in self.advance(meter):
-                groups[group[0].number] = group
-                if on_complete is not None:
+            complete = self.advance(meter)
+            groups |= complete
+            if on_complete is not None:
+                for group in complete.values():
                     on_complete(group)
         return [groups[prompt.number] for prompt in prompts]
 

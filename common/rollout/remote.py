@@ -261,8 +261,8 @@ def _sample_until_end(
             for request in order.requests:
                 if request.number % len(distributed.rollout_ranks) == distributed.rank():
                     episodes.add(request)
-        for group in episodes.advance(meter):
-            trainer = group[0].number % len(distributed.training_ranks)  # as in `is_own`
+        for number, group in episodes.advance(meter).items():
+            trainer = number % len(distributed.training_ranks)  # as in `is_own`
             channel.send(SampledGroup(group, meter, process.stop_signalled), trainer)
             meter = Meter()
 

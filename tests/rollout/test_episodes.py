@@ -188,7 +188,7 @@ def test_no_rank_waits_while_another_of_its_engine_samples(synced, monkeypatch):
     running = SimpleNamespace(running={"0": None}, new=[], step=lambda meter: None, sample=None)
     episodes = Episodes(running, Args())
     episodes.prompts[0] = episodes.loop.create_task(asyncio.sleep(math.inf))
-    assert episodes.advance(Meter()) == []
+    assert episodes.advance(Meter()) == {}
     episodes.close()
 
 
