@@ -22,7 +22,6 @@ packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*
 the prediction of targets_T[t]."""
 
 import math
-from dataclasses import replace
 from itertools import chain
 from typing import Annotated, NamedTuple
 
@@ -46,7 +45,7 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.objectives.kl import kl_estimate
 from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
 from common.parallel import distributed
-from common.rewards.total import Rewards
+from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import lengths, measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
@@ -194,12 +193,7 @@ class Args(PolicyLossArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
 
 def without_truncated(group: Group) -> Group:
     """Return the group without trained tokens in truncated completions."""
-    return [
-        replace(sample, loss_mask=[False] * len(sample.loss_mask), branches=[])
-        if sample.finish_reason == "length"
-        else sample
-        for sample in group
-    ]
+    return [sample.untrained() if sample.finish_reason == "length" else sample for sample in group]
 
 
 def main(args: Args) -> None:
@@ -249,7 +243,8 @@ def main(args: Args) -> None:
         # ---- 2. advantages; pack: kept completions move to the ranks that train on them ----
         advantages_BG = advantages(drawn.rewards_BG)[kept]
         positions = [position for position, i in enumerate(kept) if i in groups]  # this rank's
-        kept_groups = [groups[i] for i in kept if i in groups]
+        own = [i for i in kept if i in groups]
+        kept_groups = without_unscored([groups[i] for i in own], drawn.scores_BG[own])
         if args.mask_truncated:
             kept_groups = [without_truncated(group) for group in kept_groups]
         count = min(args.minibatches, len(kept))

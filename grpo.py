@@ -42,7 +42,7 @@ from common.objectives.kl import KLEstimator, kl_estimate
 from common.objectives.policy import BY_COMPLETION, POLICY_LOSSES, PolicyInputs, PolicyLoss
 from common.objectives.reduction import token_weights
 from common.parallel import distributed
-from common.rewards.total import Rewards
+from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
@@ -238,8 +238,9 @@ def main(args: Args) -> None:
         advantages_BG = ADVANTAGES[args.advantage](rewards_BG)
 
         # ---- 3. pack: completions move to the ranks that train on them; fixed log-probs ----
+        trained = without_unscored(groups, rewards_PG)
         minibatches = pack_minibatches(
-            groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
+            trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
         old = policy if checks_engine or needs_old else None  # None: the update computes them

@@ -45,7 +45,7 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.objectives.kl import kl_estimate
 from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
 from common.parallel import distributed
-from common.rewards.total import Rewards
+from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
@@ -163,10 +163,10 @@ def estimate(
     """Return the micro-batch with advantages, returns and importance weights; measure its rewards
     and KL."""
     rewards_T = token_rewards(mb, scores_BG, turn_weight, args)
-    meter.mean("objective/rlhf_reward", mb.sequence_sums(rewards_T).sum(), mb.num_samples)
+    meter.mean("objective/rlhf_reward", mb.sequence_sums(rewards_T).sum(), mb.is_trained_N.sum())
     if mb.ref_logprobs_T is not None:
         log_ratio_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
-        meter.mean("objective/kl", log_ratio_N.sum(), len(log_ratio_N))
+        meter.mean("objective/kl", log_ratio_N.sum(), mb.is_trained_N.sum())
     advantages_T, returns_T = advantages(
         rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, args.gae_lambda
     )
@@ -178,11 +178,6 @@ def estimate(
     return mb.with_streams(
         advantages_T=advantages_T, returns_T=returns_T, importance_T=importance_T
     )
-
-
-def without_unscored(mb: PackedBatch, scores_BG: Tensor) -> PackedBatch:
-    """Return the micro-batch without trained tokens in completions that have no score (NaN)."""
-    return mb.with_streams(loss_mask_T=mb.loss_mask_T & ~mb.on_tokens(scores_BG).isnan())
 
 
 def whiten(rollout: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
@@ -289,10 +284,10 @@ def main(args: Args) -> None:
         if args.has_turns:
             for sample in chain(*(sample.sequences for sample in chain(*groups))):
                 sample.streams["turn_rewards"] = sample.rewards_before_last_turn()
+        trained = without_unscored(groups, scores_PG)
         minibatches = pack_minibatches(
-            groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
+            trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
-        minibatches = [[without_unscored(mb, scores_BG) for mb in mbs] for mbs in minibatches]
         with meter.time("logprobs"):  # they stay fixed, like the values
             minibatches = with_logprobs(minibatches, args.temperature, old=policy, ref=reference)
             minibatches = with_values(minibatches, value_model)

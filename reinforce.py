@@ -43,7 +43,7 @@ from common.objectives.importance import bounded_exp, importance_weights
 from common.objectives.kl import kl_estimate
 from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
 from common.parallel import distributed
-from common.rewards.total import Rewards
+from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
 from common.rollout.prompts import load_prompts
@@ -257,8 +257,9 @@ def main(args: Args) -> None:
             scores_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         shaped_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
+        trained = without_unscored(groups, scores_PG)
         minibatches = pack_minibatches(
-            groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
+            trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
         old = policy if checks_engine or needs_old else None  # None: the update computes them

@@ -30,7 +30,7 @@ from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
 from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.data.packing import pack_minibatches, per_sample
+from common.data.packing import count_trained, pack_minibatches, per_sample
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
@@ -38,7 +38,7 @@ from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.parallel import distributed
-from common.rewards.total import Rewards
+from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
@@ -146,8 +146,9 @@ def main(args: Args) -> None:
         with meter.time("reward"):
             scores_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
+        trained = without_unscored(groups, scores_PG)
         minibatches = pack_minibatches(
-            groups, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
+            trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
         old = policy if checks_engine or needs_old else None  # None: the update computes them
@@ -163,7 +164,7 @@ def main(args: Args) -> None:
             kl = []  # one [N] for each micro-batch
             for mb in chain(*minibatches):
                 kl_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
-                meter.mean("kl", kl_N.sum(), len(kl_N))
+                meter.mean("kl", kl_N.sum(), mb.is_trained_N.sum())
                 kl.append(kl_N)
             kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
             rewards_BG = rewards_BG - args.beta * kl_BG
@@ -173,7 +174,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                num_completions = distributed.all_sum(sum(mb.num_samples for mb in minibatch))
+                _, num_completions = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)

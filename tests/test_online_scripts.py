@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_same_weights, metrics
+from helpers import assert_close_metrics, assert_same_weights, metrics, write
 
 import reinforce
 import rloo
@@ -53,3 +53,41 @@ def test_rewards_are_scores_minus_penalty_and_kl(
         penalty = 0.1 * line["completions/clipped_ratio"]
         assert mean == pytest.approx(line["reward"] - penalty - beta * kl, abs=1e-6)
     assert beta * abs(kl) > 1e-4
+
+
+UNSCORED = """
+def first_three(completions, row):
+    return [sum(map(ord, text)) % 7 for text in completions[:3]] + [None] * len(completions[3:])
+"""
+TRAINED = (
+    "loss", "grad_norm", "entropy", "kl", "objective/", "value_", "policy/", "clip_ratio/",
+    "ratio", "sampling/", "reward", "kept/reward", "pairs/", "explained_variance",
+)  # fmt: skip
+REGULARISED = ("--entropy_coef", 0.1)
+IN_LOSS = ("--beta", 0.5)
+
+
+@pytest.mark.parametrize(
+    "script, extra",
+    [
+        ("grpo", (*REGULARISED, *IN_LOSS)),
+        ("grpo", (*REGULARISED, *IN_LOSS, "--reduction", "sequence")),
+        ("dapo", ("--log_kl", "--missing_eos_penalty", 0.5)),
+        ("reinforce", (*REGULARISED, *IN_LOSS)),
+        ("reinforce", (*REGULARISED, "--kl_in", "loss", *IN_LOSS)),
+        ("rloo", IN_LOSS),
+        ("ppo", (*REGULARISED, *IN_LOSS)),
+        ("online_dpo", ()),
+        ("bok", ()),
+    ],
+)
+def test_a_completion_without_a_reward_is_not_trained_on(script, extra, online, main, tmp_path):
+    """A run in which one of four completions has no reward is the run with the other three."""
+    reward = write(tmp_path / "reward.py", UNSCORED)
+    flags = (*online, *extra, "--reward", f"{reward}:first_three", "--prompts_per_step", 4)
+    for samples in (3, 4):
+        own = ("--samples_per_prompt", samples, "--output_dir", tmp_path / str(samples))
+        main(script, *flags, *own)
+    assert_close_metrics(tmp_path / "3", tmp_path / "4", ["loss", "grad_norm"], 1e-5)
+    names = [name for name in metrics(tmp_path / "3")[0] if name.startswith(TRAINED)]
+    assert_close_metrics(tmp_path / "3", tmp_path / "4", names, 1e-4, floor=0.1)

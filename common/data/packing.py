@@ -85,6 +85,11 @@ class PackedBatch(ModelTokens):
         sums = torch.zeros(len(self.lengths), dtype=torch.float64, device=x_T.device)
         return sums.index_add(0, self.sequence_ids_T, trained_T)[: self.num_samples]
 
+    @property
+    def is_trained_N(self) -> Tensor:
+        """Whether a sample has trained tokens: [N], bool."""
+        return self.sequence_sums(self.loss_mask_T) > 0
+
     def select(self, values: Tensor) -> Tensor:
         """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number
         for each packed sample of all ranks, in any shape: [B, G] for groups of completions."""
@@ -179,9 +184,7 @@ def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
     """Count the trained tokens of a *global* minibatch and the sequences with any: int64, at least
     1. Collective."""
     tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
-    sequences = distributed.all_sum(
-        sum((mb.sequence_sums(mb.loss_mask_T) > 0).sum() for mb in minibatch)
-    )
+    sequences = distributed.all_sum(sum(mb.is_trained_N.sum() for mb in minibatch))
     return tokens.clamp(min=1), sequences.clamp(min=1)
 
 

@@ -1,7 +1,7 @@
 """Samples: a prompt and its completion as token ids, read from data or sampled by an engine."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -98,6 +98,10 @@ class Completion(Sample):
     @property
     def sequences(self) -> "list[Completion]":
         return [self, *self.branches]
+
+    def untrained(self) -> "Completion":
+        """Return a copy without trained tokens, and without branches."""
+        return replace(self, loss_mask=[False] * len(self.loss_mask), branches=[])
 
     def append_forced(self, ids: list[int]) -> None:
         """Append tokens that were not sampled."""

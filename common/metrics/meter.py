@@ -45,11 +45,13 @@ class Meter:
     def rows(
         self, mb: PackedBatch, values_N: dict[str, Tensor], share_N: Tensor | None = None, prefix=""
     ) -> None:
-        """Add to the mean of each value over the samples of a micro-batch, or over its pairs: [N]
-        or [N / 2]. The name of the metric has the `prefix`. The trace also gets `share_N`, the
-        summand of the loss of each."""
+        """Add to the mean of each value over the trained samples of a micro-batch, or over its
+        pairs: [N] or [N / 2]. The name of the metric has the `prefix`. The trace also gets
+        `share_N`, the summand of the loss of each."""
+        trained_N = mb.is_trained_N
         for name, x_N in values_N.items():
-            self.mean(prefix + name, x_N.detach().sum(), len(x_N))
+            of_pairs = len(x_N) < len(trained_N)
+            self.masked_mean(prefix + name, x_N, trained_N[::2] if of_pairs else trained_N)
         if self.keep is not None:
             self.keep(mb, {}, values_N | ({} if share_N is None else dict(share=share_N)))
 

@@ -47,6 +47,14 @@ class Scored(NamedTuple):
     """[P, G] of each number that a function returned beside its reward, as `reward/number`"""
 
 
+def without_unscored(groups: list[Group], rewards_PG: Tensor) -> list[Group]:
+    """Return the groups to train on: completions without a reward (NaN) have no trained tokens."""
+    return [
+        [c.untrained() if missing else c for c, missing in zip(group, missing_G, strict=True)]
+        for group, missing_G in zip(groups, rewards_PG.isnan().tolist(), strict=True)
+    ]
+
+
 class Rewards:
     """The weighted sum of `--reward`."""
 
