@@ -16,6 +16,8 @@ import child  # it runs this module
 
 TYPE_CHECKING = False  # an import of typing would cost every run milliseconds
 if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable
     from typing import BinaryIO
 
 broken: list[str] = []  # why the test cannot run
@@ -34,6 +36,7 @@ class Program:
         self.limit = limit  # of the bytes of an answer
         self.has_ended = False  # then every test fails, whatever it catches
         self.has_answered = False  # this test
+        self.unhandled: set[BaseException] = set()  # exceptions that this test has not caught
 
     def ask(self, question: dict) -> object:
         self.has_answered = True
@@ -56,6 +59,7 @@ class Program:
         except Exception:
             self.has_ended = True
             raise Ended from None
+        self.unhandled.add(error)
         raise error
 
 
@@ -77,7 +81,11 @@ class StandIn:
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return program.ask({"call": f"{self._expression}.{name}"})
+        try:
+            return program.ask({"call": f"{self._expression}.{name}"})
+        except AttributeError as error:
+            handled(error)  # for hasattr: what an object has, the program may say
+            raise
 
     def __setattr__(self, name: str, value: object) -> None:
         StandIn("setattr")(self, name, value)
@@ -126,6 +134,7 @@ def main(tests: bytes, output: int, questions: int, answers: int) -> None:
 def verdict(kind: str, *test: object) -> bool | str:
     broken.clear()
     program.has_answered = False
+    program.unhandled.clear()
     try:
         passed = dict(call=call, run=run)[kind](*test)
     except BaseException as error:
@@ -134,7 +143,7 @@ def verdict(kind: str, *test: object) -> bool | str:
         if isinstance(error, ImportError) and last_file(error) == "<test>":
             broken.append(f"{type(error).__name__}: {error}")
         passed = False
-    if program.has_ended:
+    if program.has_ended or program.unhandled:
         return False
     return broken[0] if broken else passed
 
@@ -177,11 +186,98 @@ def run(source: str, setup: str, candidate: str | None) -> bool:
     names = stand_ins(setup, source, candidate)
     if broken:
         return False
-    exec(compile(setup, "<test>", "exec"), names)
+    exec(compiled(setup), names)
     if candidate is not None:  # the setup defines its stub
         names[candidate] = StandIn(candidate)
-    exec(compile(source, "<test>", "exec"), names)
+    exec(compiled(source), names)
     return True
+
+
+# An exception of the program must not steer a test: `all(map(f, xs))` takes a StopIteration of `f`
+# for the end of `xs`. So a test fails if its own code does not catch each of them.
+
+
+def compiled(source: str) -> types.CodeType:
+    """Compile a test so that it says which exceptions it catches."""
+    tree = ast.fix_missing_locations(Catches().visit(ast.parse(source)))
+    return compile(tree, "<test>", "exec")
+
+
+class Catches(ast.NodeTransformer):
+    """`except`, `with` (contextlib.suppress) and `assertRaises` catch exceptions."""
+
+    def visit_ExceptHandler(self, handler: ast.ExceptHandler) -> ast.AST:
+        self.generic_visit(handler)
+        handler.body = [ast.With([ast.withitem(called("__handler__"))], handler.body)]
+        return handler
+
+    def visit_With(self, statement: ast.With) -> ast.AST:
+        self.generic_visit(statement)
+        for item in statement.items:
+            item.context_expr = called("__manager__", item.context_expr)
+        return statement
+
+    def visit_Call(self, call: ast.Call) -> ast.AST:
+        self.generic_visit(call)
+        if getattr(call.func, "attr", "") in ("assertRaises", "assertRaisesRegex"):
+            call.func = called("__asserted__", call.func)
+        return call
+
+
+def called(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), [*args], [])
+
+
+def handled(error: BaseException | None) -> None:
+    """Take an exception, and those that led to it, for caught."""
+    found = [error]
+    for each in found:  # which grows
+        if each is not None:
+            program.unhandled.discard(each)
+            more = (each.__cause__, each.__context__, *getattr(each, "exceptions", ()))
+            found += [other for other in more if other not in found]
+
+
+class Handler:
+    """The body of an `except` clause, which has caught its exception unless it raises it again."""
+
+    def __enter__(self) -> None:
+        self.caught = sys.exception()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not self.caught:
+            handled(self.caught)
+
+
+class Manager:
+    """A context manager of a test."""
+
+    def __init__(self, manager: object):
+        self.manager = manager
+
+    def __enter__(self) -> object:
+        return type(self.manager).__enter__(self.manager)
+
+    def __exit__(self, kind: type, error: BaseException | None, trace: object) -> bool:
+        is_caught = bool(type(self.manager).__exit__(self.manager, kind, error, trace))
+        if is_caught:
+            handled(error)
+        return is_caught
+
+
+def asserted(assert_raises: Callable) -> Callable:
+    """Return unittest's assertRaises, which also calls functions itself."""
+
+    def call_it(*args: object, **kwargs: object) -> object:
+        before = program.unhandled.copy()
+        value = assert_raises(*args, **kwargs)
+        program.unhandled &= before
+        return value
+
+    return call_it
+
+
+HELPERS = dict(__handler__=Handler, __manager__=Manager, __asserted__=asserted)
 
 
 def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
@@ -206,7 +302,7 @@ def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
         if isinstance(node, ast.Name) and node.id in free and id(node) not in replaced:
             broken.append(f"it needs the value of {node.id}, which it does not define")
     names = {name: importlib.import_module(name) for name in modules}
-    return {"__name__": "test"} | names | {name: StandIn(name) for name in free}
+    return {"__name__": "test"} | HELPERS | names | {name: StandIn(name) for name in free}
 
 
 def tested_builtin(tree: ast.AST) -> set[str]:

@@ -212,6 +212,99 @@ def test_each_test_has_its_own_verdict():
         assert verdicts == dict.fromkeys(TESTS, passed) | dict(lives=True)
 
 
+# ---- exceptions of the program ----
+
+RAISES = """
+def stop(*args): raise StopIteration
+def stop_first(x):
+    if x == 1: raise StopIteration
+    return x
+class Own(StopIteration): pass
+def own(*args): raise Own(1)
+def stop_async(*args): raise StopAsyncIteration
+def close(*args): raise GeneratorExit
+def exits(*args): raise SystemExit(0)
+def index(*args): raise IndexError
+def key(*args): raise KeyError(1)
+def attribute(*args): raise AttributeError
+def kind(*args): raise TypeError
+def value(*args): raise ValueError("no")
+class Stack:
+    def __init__(self): self.items = []
+    def pop(self): return self.items.pop()
+    @property
+    def top(self): raise StopIteration
+def lives(): return True
+"""
+STEERED = [  # tests that an exception of the program would end early, or give a default
+    "assert all(map(stop, [1, 2, 3]))", "assert not any(map(stop, [1, 2]))", "assert all(map(own, [1]))",
+    "assert all(map(stop_first, [1, 2]))", "for y in map(stop, [1, 2]):\n    assert y == 99",
+    "assert all(a == b for a, b in zip(map(stop, [1, 2]), [2, 3]))", "assert next(map(stop, [1]), None) is None",
+    "assert list(filter(stop, [1, 2])) == []", "assert sum(map(stop, [1])) == 0", "assert [*map(stop, [1])] == []",
+    "assert dict(zip([1], map(stop, [1]))) == {}", "assert max(map(stop, [1]), default=3) == 3", "assert sorted(map(stop, [2])) == []",
+    "assert {*map(stop, [1])} == set()", "assert ''.join(map(stop, [1])) == ''", "assert list(enumerate(map(stop, [1]))) == []",
+    "assert 5 not in map(stop, [1])", "assert not [x for x in map(stop, [1]) if x != 2]", "assert all(x for x in map(stop, [1]))",
+    "for y in iter(stop, 7):\n    assert y == 1", "assert list(iter(lambda: stop(1), 7)) == []",
+    "import itertools\nassert all(itertools.starmap(stop, [(1,)]))", "import itertools\nassert list(itertools.takewhile(stop, [1])) == []",
+    "import itertools\nassert list(itertools.accumulate([1, 2], stop)) == [1]", "import itertools\nassert not list(itertools.groupby([1], stop))",
+    "import functools\nassert all(map(functools.partial(stop, 1), [1]))", "def helper(x):\n    return stop(x) == 2\nassert all(map(helper, [1]))",
+    "assert all(map(lambda x: stop(x) == 2, [1]))", "s = Stack()\nassert all(map(lambda x: s.top == x, [1]))",
+    "class It:\n    def __iter__(self): return self\n    __next__ = stop\nassert list(It()) == []",
+    "class It:\n    def __iter__(self): return self\n    def __next__(self): return stop()\nfor x in It():\n    assert x == 1",
+    "class Seq:\n    def __getitem__(self, i): return index(i)\nassert all(x == 1 for x in Seq())",
+    "class Seq:\n    def __getitem__(self, i): return index(i)\nassert list(reversed(type('S', (Seq,), dict(__len__=lambda s: 2))())) == []",
+    "class Seq:\n    def __getitem__(self, i): return stop(i)\nassert 3 not in Seq()",
+    "class Sized:\n    def __length_hint__(self): return kind()\n    def __iter__(self): return iter([1])\nassert list(Sized()) == [1]",
+    "class T:\n    v = property(lambda self: attribute())\nassert getattr(T(), 'v', 3) == 3 and not hasattr(T(), 'v')",
+    "class T:\n    v = property(lambda self: attribute())\n    def __getattr__(self, name): return 3\nassert T().v == 3",
+    "import collections.abc\nclass M(collections.abc.Mapping):\n    __getitem__ = lambda self, k: key(k)\n    __iter__ = __len__ = None\nassert M().get(1, 2) == 2 and 1 not in M()",
+    "import collections\nclass D(dict):\n    def __missing__(self, k): return key(k)\nassert collections.ChainMap(D(), {1: 2})[1] == 2",
+    "import asyncio\nclass A:\n    def __aiter__(self): return self\n    async def __anext__(self): return stop_async()\n"
+    "async def go():\n    async for x in A():\n        assert x == 1\ngo = go()\ntry:\n    go.send(None)\nexcept StopIteration:\n    pass",
+    "import threading\nt = threading.Thread(target=value)\nt.start()\nt.join()\nassert True",
+    "class G:\n    def __del__(self): assert value() == 1\ng = G()\ndel g\nassert True",
+    "def f():\n    try:\n        return value()\n    finally:\n        return 1\nassert f() == 1",
+    "def again(x):\n    try:\n        return stop(x)\n    except ValueError:\n        return 1\nassert all(map(again, [1]))",
+    "def again(x):\n    try:\n        return stop(x)\n    except Exception:\n        raise\nassert all(map(again, [1]))",
+    "def again(x):\n    try:\n        return stop(x)\n    except Exception as error:\n        raise error\nassert all(map(again, [1]))",
+    "import contextlib\ndef again(x):\n    with contextlib.suppress(ValueError):\n        return stop(x)\nassert all(map(again, [1]))",
+    "import contextlib\nwith contextlib.suppress(ValueError):\n    assert all(map(stop, [1]))",
+    "try:\n    assert all(map(stop, [1]))\nexcept ValueError:\n    pass",
+    "try:\n    assert all(map(stop, [1])) and value()\nexcept ValueError:\n    pass",
+    "assert all(map(close, [1]))", "assert all(map(exits, [1]))", "assert all(map(stop_async, [1]))",
+]  # fmt: skip
+CAUGHT = [  # tests that expect an exception
+    "try:\n    value(-1)\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'no'",
+    "try:\n    index()\nexcept (KeyError, IndexError):\n    pass\nelse:\n    assert False", "try:\n    key()\nexcept:\n    pass\nassert True",
+    "def raises(kind, call, *args):\n    try:\n        call(*args)\n    except kind:\n        return True\n    return False\nassert raises(ValueError, value, 1) and raises(LookupError, index)",
+    "import contextlib\nwith contextlib.suppress(ValueError):\n    value()\n    assert False",
+    "import contextlib\n@contextlib.contextmanager\ndef raises(kind):\n    try:\n        yield\n    except kind:\n        return\n    assert False\n"
+    "with raises(ValueError):\n    value()\nwith raises(StopIteration):\n    stop()",
+    "import contextlib\nwith contextlib.ExitStack() as stack:\n    stack.enter_context(contextlib.suppress(KeyError))\n    key()\nassert True",
+    "class Raises:\n    def __enter__(self): return self\n    def __exit__(self, kind, error, trace):\n        self.error = error\n        return True\n"
+    "with Raises() as caught:\n    kind()\nassert type(caught.error) is TypeError",
+    "import unittest\ncase = unittest.TestCase()\nwith case.assertRaises(ValueError) as caught:\n    value()\nassert str(caught.exception) == 'no'",
+    "import unittest\ncase = unittest.TestCase()\ncase.assertRaises(ValueError, value, -1)\ncase.assertRaisesRegex(ValueError, 'n.', lambda: value())\nassert True",
+    "try:\n    all(stop(x) for x in [1])\n    assert False\nexcept RuntimeError:\n    pass", "try:\n    value()\nexcept* ValueError:\n    pass\nassert True",
+    "n = 0\nwhile n < 3:\n    try:\n        stop()\n    except StopIteration:\n        n += 1\n        continue\nassert n == 3",
+    "try:\n    try:\n        value()\n    except ValueError as error:\n        raise KeyError(1) from error\nexcept KeyError:\n    pass\nassert True",
+    "try:\n    try:\n        value()\n    except ValueError:\n        raise\nexcept Exception:\n    pass\nassert True",
+    "def f(x):\n    for i in range(3):\n        try:\n            value()\n        except ValueError:\n            return i\nassert [*map(f, [1, 2])] == [0, 0]",
+    "s = Stack()\nassert hasattr(s, 'items') and not hasattr(s, 'thing') and getattr(s, 'thing', 3) == 3",
+    "s = Stack()\ntry:\n    s.pop()\nexcept IndexError as error:\n    problem = error\nassert 'pop' in str(problem)",
+    "import concurrent.futures\nwith concurrent.futures.ThreadPoolExecutor(1) as pool:\n    future = pool.submit(value)\n"
+    "try:\n    future.result()\nexcept ValueError:\n    pass\nassert True",
+]  # fmt: skip
+
+
+def test_exceptions_of_the_program_do_not_steer_tests():
+    """Each fails a test that does not catch it itself."""
+    tests = asserts(*STEERED, *CAUGHT, "assert lives()")
+    verdicts = [passed for _, passed in code_reward.results(RAISES, tests, LIMITS, False)]
+    passed = {test for test, verdict in zip(tests["tests"], verdicts, strict=True) if verdict}
+    assert passed == {*CAUGHT, "assert lives()"}
+
+
 def test_first_failing_test_is_the_feedback():
     """Tests of stdin run first."""
     columns, right, wrong = FORMS["mixed"]
