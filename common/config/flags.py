@@ -7,6 +7,7 @@
 import contextlib
 import json
 import re
+import shlex
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import fields
 from functools import cache
@@ -121,7 +122,7 @@ def shown(value: Any, comma: str = " ") -> str:
     """Return a value as on the command line."""
     if isinstance(value, tuple | list):
         return comma.join(shown(member) for member in value if member is not None)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(public(value))
 
 
 @cache
@@ -159,12 +160,29 @@ def union_members(kind: Any) -> tuple:
 
 # ---- values with a form of their own ----
 
+HIDDEN = "***"
+
 ADAPTER_CONFIG = "adapter_config.json"  # the PEFT library writes it
 # With one of these fields an adapter computes something else than weight + lora_alpha / r B A.
 OTHER_ADAPTERS = (
     "alora_invocation_tokens", "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias",
     "rank_pattern", "use_dora", "use_rslora",
 )  # fmt: skip
+
+
+def public(value: Any) -> Any:
+    """Return a value of a flag as it may be stored and printed: `mcp:env KEY=*** python shop.py`.
+    What a command of `--tools` sets in its environment may be a secret."""
+    if not isinstance(value, str) or not value.startswith("mcp:"):
+        return value
+    try:
+        words = shlex.split(value.removeprefix("mcp:"))
+    except ValueError:  # an open quotation
+        return re.sub("(?s)=.*", f"={HIDDEN}", value)
+    hidden = [re.sub(r"(?s)((?:^|\s)[A-Za-z_]\w*=).+", rf"\1{HIDDEN}", word) for word in words]
+    if hidden == words:
+        return value
+    return "mcp:" + " ".join(word if " " not in word else shlex.quote(word) for word in hidden)
 
 
 def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:

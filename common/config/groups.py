@@ -31,6 +31,7 @@ from common.config.flags import (
     flags_of_adapter,
     marks_of,
     pairs_of,
+    public,
     weights_of,
 )
 
@@ -433,9 +434,10 @@ def check_ranks(args: BaseArgs, ranks: int) -> None:
 
 
 def flags_of(args: BaseArgs) -> dict[str, Any]:
-    """Return the flags by name, in values that YAML has: the content of args.yaml."""
+    """Return the flags by name, in values that YAML has and without secrets: the content of
+    args.yaml."""
     return {
-        name: list(value) if isinstance(value, tuple) else value
+        name: [*map(public, value)] if isinstance(value, tuple) else public(value)
         for name, value in asdict(args).items()
     }
 

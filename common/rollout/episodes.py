@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.config.extra import extra
+from common.config.flags import shown
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
@@ -42,7 +43,7 @@ def partner_of(args: SamplingArgs) -> type | None:
             from extras.agents.agents import Agents
         return Agents
     if args.tools:
-        with extra("tools", f"--tools {' '.join(args.tools)}"):
+        with extra("tools", f"--tools {shown(args.tools)}"):
             from extras.tools.turns import Tools
         return Tools
     return Environments if args.environment is not None else None

@@ -5,11 +5,13 @@ Each episode starts a server from its own process."""
 
 import json
 import logging
+import math
 import os
+import re
 import resource
 import shlex
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -18,10 +20,12 @@ from anyio.from_thread import start_blocking_portal
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT, Tool
 
+from common.config.flags import HIDDEN, public
 from common.workers.worker import one_line
 from extras.tools.sources import ToolError
 
 PAGES = 100  # of a list of tools
+VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[A-Za-z_]\w*=.*", re.DOTALL)  # of env: KEY, key=value
 logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it reports each line that is no message
 
 
@@ -29,9 +33,10 @@ class Server:
     """Server that starts at its first question, and again after it has ended. Its event loop has a
     thread."""
 
-    def __init__(self, command: list[str], seconds: float):
-        """`seconds`: time limit for each answer."""
+    def __init__(self, command: list[str], environment: dict[str, str], seconds: float):
+        """`seconds`: time limit of the start and of each answer."""
         self.command = command
+        self.environment = environment
         self.seconds = seconds
         self.stack = ExitStack()  # ends it
         self.client: Client | None = None  # None while it does not run
@@ -91,12 +96,13 @@ class Server:
     def _start(self) -> None:
         # what servers print to stderr would fill the terminal
         log = self.stack.enter_context(open(os.devnull, "w"))
-        parameters = StdioServerParameters(command=self.command[0], args=self.command[1:])
+        name, *args = self.command
+        parameters = StdioServerParameters(command=name, args=args, env=self.environment)
         transport = stdio_client(parameters, errlog=log)
         client = Client(transport, read_timeout_seconds=self.seconds, cache=None)
         try:
             self.portal = self.stack.enter_context(start_blocking_portal())
-            connecting = self.portal.wrap_async_context_manager(client)
+            connecting = self.portal.wrap_async_context_manager(started(client, self.seconds))
             with without_memory_limit():  # which the server would inherit
                 self.client = self.stack.enter_context(connecting)
         except Exception as error:  # of the system or of the protocol, or groups of them
@@ -104,7 +110,19 @@ class Server:
             while isinstance(cause, ExceptionGroup):
                 cause = cause.exceptions[0]
             self.close()
-            raise ToolError(f"the server does not start: {one_line(cause)}") from error
+            is_late = isinstance(cause, TimeoutError)
+            problem = f"no answer within {self.seconds:g} s" if is_late else one_line(cause)
+            kind = TimeoutError if is_late else ToolError
+            raise kind(f"the server does not start: {problem}") from error
+
+
+@asynccontextmanager
+async def started(client: Client, seconds: float) -> AsyncIterator[Client]:
+    """Connect a client. Raises `TimeoutError`."""
+    with anyio.fail_after(seconds) as limit:
+        async with client:
+            limit.deadline = math.inf
+            yield client
 
 
 @contextmanager
@@ -124,12 +142,13 @@ class McpTools:
 
     label: str
     command: list[str]
+    environment: dict[str, str]
     seconds: float
 
     @cached_property
     def tools(self) -> list[Tool]:
         """Tools of a server that is started to list them. Raises `ValueError`."""
-        server = Server(self.command, self.seconds)
+        server = Server(self.command, self.environment, self.seconds)
         try:
             tools = server.tools()
         except (ToolError, TimeoutError) as error:
@@ -153,7 +172,7 @@ class McpTools:
         return [dict(type="function", function=function) for function in functions]
 
     def begin(self, row: dict) -> None:
-        self.server = Server(self.command, self.seconds)
+        self.server = Server(self.command, self.environment, self.seconds)
 
     def call(self, name: str, arguments: dict) -> str:
         return self.server.call(name, arguments)
@@ -164,11 +183,34 @@ class McpTools:
 
 @cache
 def mcp_source(spec: str, seconds: float) -> McpTools:
-    """Return the source of `mcp:"command args"`. Raises `ValueError` if there is no command."""
+    """Return the source of `mcp:"command args"`. Raises `ValueError` if there is no command, or a
+    variable of `env` has no value."""
+    label = f"--tools {public(spec)}"
     try:
         command = shlex.split(spec.removeprefix("mcp:"))
     except ValueError as error:
-        raise ValueError(f"--tools {spec}: {error}; quote as in a shell") from error
+        raise ValueError(f"{label}: {error}; quote as in a shell") from error
+    command, environment = split_environment(label, command)
     if not command:
-        raise ValueError(f"--tools {spec}: no command; write mcp:'command arguments'")
-    return McpTools(f"--tools {spec}", command, seconds)
+        raise ValueError(f"{label}: no command; write mcp:'command arguments'")
+    return McpTools(label, command, environment, seconds)
+
+
+def split_environment(label: str, words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command of `env KEY OTHER=value command` and the variables: those with a name
+    alone have the value that they have here, which no file of a run then has."""
+    for word in words:
+        if word.endswith(f"={HIDDEN}"):
+            name = re.split(r"[\s=]", word)[-2]
+            advice = f"export {name} and write `env {name} COMMAND`"
+            raise ValueError(f"{label}: the value of {name} was not stored; {advice}")
+    variables: dict[str, str] = {}
+    if words[:1] == ["env"] and len(words) > 1 and VARIABLE.fullmatch(words[1]):
+        words = words[1:]
+        while words and VARIABLE.fullmatch(words[0]):
+            name, has_value, value = words[0].partition("=")
+            if not has_value and name not in os.environ:
+                raise ValueError(f"{label}: {name} is not set here; export it")
+            variables[name] = value if has_value else os.environ[name]
+            words = words[1:]
+    return words, variables

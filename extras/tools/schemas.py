@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from types import MethodType
 
+from common.config.flags import public
 from common.config.online import SamplingArgs
 from common.data.messages import tools_field
 from common.parallel import distributed
@@ -47,10 +48,10 @@ def schemas_of(spec: str, args: SamplingArgs) -> list[dict]:
         return source.schemas()
     if not source.names:
         kind = "method" if path else "function with a docstring"
-        raise ValueError(f"--tools {spec}: it has no public {kind}; write one")
+        raise ValueError(f"--tools {public(spec)}: it has no public {kind}; write one")
     is_method = source.make is not None
     named = source.functions.items()
-    return [schema_of(f"--tools {spec}: {name}", name, f, is_method) for name, f in named]
+    return [schema_of(f"--tools {public(spec)}: {name}", name, f, is_method) for name, f in named]
 
 
 def tool_schemas(args: SamplingArgs) -> list[dict]:
@@ -62,8 +63,8 @@ def tool_schemas(args: SamplingArgs) -> list[dict]:
             name = name_of(schema)
             if name in owners:
                 problem = f"the name {name} is taken by {owners[name]}; rename one of them"
-                raise ValueError(f"--tools {spec}: {problem}")
-            owners[name] = spec
+                raise ValueError(f"--tools {public(spec)}: {problem}")
+            owners[name] = public(spec)
             schemas.append(schema)
     return schemas
 

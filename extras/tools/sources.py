@@ -69,7 +69,7 @@ def load_source(spec: str, flags: Any) -> "Functions | McpTools":
         make = partial(Interpreter, seconds, flags.unsafe_code_execution)
         return Functions(dict(python=Interpreter.python), make)
     if spec.startswith("mcp:"):
-        with extra("tools", label):
+        with extra("tools", "--tools mcp"):  # the command may have secrets
             from extras.tools.mcp_tools import mcp_source
         return mcp_source(spec, TIME * flags.answer_seconds)
     if spec.endswith(".py"):

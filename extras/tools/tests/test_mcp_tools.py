@@ -7,8 +7,13 @@ import sys
 from contextlib import closing
 
 import pytest
+import yaml
 from helpers import PATIENCE, ROOT, alive, until
+from in_process import Args
 
+from common.config.groups import flags_of
+from common.config.parse import one_line
+from common.train.checkpoint import model_card
 from common.workers.pool import ForkServer, Process
 from extras.tools.mcp_tools import Server, mcp_source
 from extras.tools.sources import ToolError
@@ -30,7 +35,8 @@ def result_of(method, params):
         tools = [dict(name=name, inputSchema=schema) for name in TOOLS[at : at + 5]]
         return dict(tools=tools) | (dict(nextCursor="5") if at == 0 else {})
     name = params["name"]
-    text = dict(type="text", text=params["arguments"].get("text", str(os.getpid())))
+    text = params["arguments"].get("text", str(os.getpid()))
+    text = dict(type="text", text=os.path.expandvars(text))
     if name == "mixed":
         image = dict(type="image", data="", mimeType="image/png")
         return dict(content=[text, image, text])
@@ -70,7 +76,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def server(plain):
-    with closing(Server(mcp_source(plain, 1).command, PATIENCE)) as server:
+    with closing(Server(mcp_source(plain, 1).command, {}, PATIENCE)) as server:
         yield server
 
 
@@ -105,6 +111,8 @@ def test_a_server_that_dies_or_is_late_is_started_anew(server):
      "the server does not start: MCPError: Connection closed; try the command by hand"),
     (f"{sys.executable} {{}}/none.py", "the server has no tools"),
     (f"{sys.executable} {{}}/endless.py", "its list of tools has more than 100 pages"),
+    ("env ONEFILE_KEY", "ONEFILE_KEY is not set here; export it"), ("env PATH A=b", "no command"),
+    ("env A=*** x", "the value of A was not stored; export A and write `env A COMMAND`"),
 ])  # fmt: skip
 def test_a_server_without_tools_is_refused(command, words, tmp_path):
     (tmp_path / "none.py").write_text(PLAIN.replace("TOOLS[at : at + 5]", "[]"))
@@ -113,6 +121,52 @@ def test_a_server_without_tools_is_refused(command, words, tmp_path):
     command = command.format(tmp_path)
     with pytest.raises(ValueError, match=f"^--tools mcp:.*: {words}"):
         assert mcp_source(f"mcp:{command}", PATIENCE).names
+
+
+def test_a_server_that_is_late_at_its_start_is_refused():
+    command = f"{sys.executable} -c 'import sys; sys.stdin.read()'"
+    with pytest.raises(ValueError, match="does not start: no answer within 0.2 s; try the command"):
+        assert mcp_source(f"mcp:{command}", 0.2).names
+
+
+def test_env_names_variables_that_the_server_inherits(plain, monkeypatch):
+    monkeypatch.setenv("ONEFILE_KEY", "s3cret one")
+    command = plain.removeprefix("mcp:")
+    source = mcp_source(f"mcp:env ONEFILE_KEY other='a b' {command}", PATIENCE)
+    source.begin({})
+    assert source.call("echo", dict(text="$ONEFILE_KEY, $other, $PATH")).startswith(
+        "s3cret one, a b, /"
+    )
+    source.end()
+
+
+@pytest.mark.parametrize(("given", "public"), [
+    ("mcp:env KEY=s3cret python shop.py", "mcp:env KEY=*** python shop.py"),
+    ("mcp:env A='s3cret s3cret' b_2=s3cret=s3cret x", "mcp:env A=*** b_2=*** x"),
+    ("mcp:env -i 'KEY=s3cret s3cret' python shop.py", "mcp:env -i KEY=*** python shop.py"),
+    ("mcp:docker run -e KEY=s3cret shop", "mcp:docker run -e KEY=*** shop"),
+    ("mcp:sh -c 'export KEY=s3cret; python shop.py'", "mcp:sh -c 'export KEY=***'"),
+    ("mcp:env KEY='s3cret", "mcp:env KEY=***"),
+    ("mcp:env KEY python 'my shop.py' --size=3", "mcp:env KEY python 'my shop.py' --size=3"),
+    ("tools.py:Key", "tools.py:Key"),
+])  # fmt: skip
+def test_values_of_the_environment_are_neither_stored_nor_shown(given, public, tmp_path):
+    """They are secrets: args.yaml, the model card and trackers have `KEY=***`, as error lines."""
+    args = Args(tools=(given,), prompt_format="chat", output_dir=str(tmp_path))
+    assert flags_of(args)["tools"] == [public]
+    assert yaml.safe_load(model_card(args).decode().split("```")[1][5:])["tools"] == [public]
+    with pytest.raises(ValueError) as error:
+        Args(tools=(given,), prompt_format="plain")
+    assert one_line(error.value).startswith(f"--tools {public} has no effect with --prompt_format")
+    again = Args(tools=(given.replace("s3cret", "other"),), prompt_format="chat")
+    assert flags_of(again)["tools"] == [public]  # a run may be resumed with another key
+
+
+def test_errors_of_servers_show_no_values():
+    for command in ("/nonexistent", "", "sh -c 'exit 3'", "'open"):
+        with pytest.raises(ValueError, match=r"^--tools mcp:env KEY=\*\*\*") as error:
+            assert mcp_source(f"mcp:env KEY=s3cret {command}", PATIENCE).names
+        assert "s3cret" not in str(error.value)
 
 
 def test_server_of_the_page(tmp_path):
