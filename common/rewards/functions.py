@@ -138,12 +138,21 @@ SCALE_WORDS = (
 )
 SCALE = rf"(?:{SCALE_WORDS}|(?:[ \t]?[kK]|M)(?!{LETTER}))"
 CURRENCY = r"(?:\\?[$£€¥₹]){0,2}"  # $\$18$
+# A mark before an answer: `####`, or `A:` unless it is a label as in `Plan A: 12` (`is_label`).
+MARK = re.compile(rf"####|(?<!{LETTER})A:")
+# The `Plan ` of `Plan A`; after a number it is a unit.
+NOUN = rf"(?<!{LETTER})(?<![0-9] )([^\W\d_\u0530-\U0010ffff]{{2,30}})(?:-|[ \t]++)[*_`\"'(\[]*+"
+NOUN_BEFORE = re.compile(rf"{NOUN}\Z")
+NUMBER_FOLLOWS = r"[*_`)]*:(?=[\s*]*+[-+.0-9$£€\\(\[])"
+LABEL = re.compile(rf"(?:{NOUN}|(?<!{LETTER}))([A-E])(?!{LETTER})({NUMBER_FOLLOWS})?")
+# `Final A: 18` and the like announce an answer.
+ANNOUNCING = set("so thus hence then therefore finally that is the final answer solution".split())
+ANNOUNCING |= set("result total conclusion response output".split())
 # The first number after a mark, and all up to another number in its line, with which it is none.
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes
 # cubic time.
-FINAL_ANSWER = re.compile(
-    rf"(?:####|(?<!{LETTER})A:)[\s*`_]*+([-+]?)\s*+{CURRENCY}\s*+"
-    rf"([-+]?{NUMBER}{SCALE}?(?:[^\n#]*[0-9])?)"
+FINAL_NUMBER = re.compile(
+    rf"[\s*`_]*+([-+]?)\s*+{CURRENCY}\s*+([-+]?{NUMBER}{SCALE}?(?:[^\n#]*[0-9])?)"
 )
 EXPONENT = r"(?:[eE]|[ ]?(?:×|\\times|\\cdot|x|\*)[ ]?10[ ]?\^[ ]?\{?)([-+]?[0-9]{1,3})(?![0-9])\}?"
 # Neither part of a word, nor of a fraction or power.
@@ -237,7 +246,50 @@ def gsm8k(completion: str, row: dict) -> float:
 def final_answers(text: str) -> list[str]:
     """Return every number after `####` or `A:`, as its sign and digits, with what makes it more
     than a number."""
-    return [sign + number for sign, number in FINAL_ANSWER.findall(without_latex(plain(text)))]
+    found = announced(without_latex(plain(text)), FINAL_NUMBER)
+    return [sign + number for sign, number in found]
+
+
+def announced(text: str, answer: re.Pattern) -> list[tuple[str, ...]]:
+    """Return the groups of `answer` wherever it follows `####` or an `A:` that is no label."""
+    found = []
+    end = 0
+    marks = list(MARK.finditer(text))
+    labels = other_labels(text) if any(mark[0] == "A:" for mark in marks) else ()
+    for mark in marks:
+        if mark.start() < end or (mark[0] == "A:" and is_label(text, mark.start(), *labels)):
+            continue
+        if match := answer.match(text, mark.end()):
+            found.append(match.groups())
+            end = match.end()
+    return found
+
+
+def other_labels(text: str) -> tuple[int, set[str]]:
+    """Return where the last `B:` or `C:` with a number stands, without a noun, and the nouns before
+    other letters than A: `plan` for `Plan B`."""
+    last, nouns = -1, set()
+    for label in LABEL.finditer(text):
+        noun, letter, has_number = label.groups()
+        if noun and letter != "A":
+            nouns.add(noun.lower())
+        elif has_number and letter in "BC":
+            last = label.start(2)
+    return last, nouns
+
+
+def is_label(text: str, start: int, last_label: int, nouns: set[str]) -> bool:
+    """Return whether the `A:` at `start` is the label of a case: `A: 12, B: 20`, `Plan A: 12`. If
+    its noun does not begin the line, there must be a `plan B` too."""
+    if start < last_label:
+        return True
+    line = text.rfind("\n", 0, start) + 1
+    noun = NOUN_BEFORE.search(text, max(line, start - 40), start)
+    if noun is None:
+        return False
+    begins_line = text[line : noun.start()].strip(" \t*#>_-`") == ""
+    is_name = begins_line and noun[1][0].isupper() and noun[1].lower() not in ANNOUNCING
+    return is_name or noun[1].lower() in nouns
 
 
 def gold_numbers(row: dict) -> list[Fraction | None]:

@@ -17,6 +17,7 @@ from common.rewards.functions import (
     LETTER,
     NUMBER,
     SCALE_WORDS,
+    announced,
     check_answer,
     gold_answers,
     last_boxed,
@@ -28,9 +29,7 @@ from common.rewards.functions import (
 )
 
 # The rest of a line after ####, or after A: if it begins like mathematics and not like prose.
-ANNOUNCED = re.compile(
-    rf"(?:####|(?<!{LETTER})A:(?=[\s*]*[-+.\d$£€\\(\[]))[\s*]*+([^\n]*)", re.ASCII
-)
+REST_OF_LINE = re.compile(r"(?:(?<=####)|(?=[\s*]*[-+.\d$£€\\(\[]))[\s*]*+([^\n]*)", re.ASCII)
 LONGEST_TEXT = 2000  # last characters of a completion that are searched if it announces no answer
 
 
@@ -64,8 +63,8 @@ def announced_answer(text: str, otherwise: str | None = None) -> str | None:
     `####` or `A:`."""
     if BOX.search(text):
         return last_boxed(text) or ""
-    announced = ANNOUNCED.findall(text)
-    return announced[-1] if announced else otherwise
+    answers = announced(text, REST_OF_LINE)
+    return answers[-1][0] if answers else otherwise
 
 
 def with_numbers(text: str) -> str:

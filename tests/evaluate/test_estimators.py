@@ -68,6 +68,8 @@ def test_majority_vote_is_the_mean_over_all_orders(answers, monkeypatch):
     ("So the answer is **B**.", "B"), ("答案是B。", "B"), ("7\nAnswer: 1/2", "1/2"),
     ("Answer：0.5", "1/2"), (r"\boxed{3,5}", "3,5"), (r"\boxed{1 2}", "1 2"),
     (r"\boxed{12}", "12"), ("#### 18 or 20", "18or20"),
+    ("Options:\nA: 12 km\nB: 15 km\nThe answer is B.", "B"), ("A: 12\nB: 15\nA: 12", "12"),
+    ("Options: A: 12 km, B: 15 km. Answer: B", "B"), ("Option A: 12\nOption B: 15\n#### 15", "15"),
 ])  # fmt: skip
 def test_final_answer_is_extracted_from_the_text(text, answer):
     assert estimators.final_answer(text) == answer

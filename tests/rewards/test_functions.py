@@ -20,6 +20,7 @@ from common.rewards.functions import (
     tag_format,
     to_number,
 )
+from common.rewards.math_reward import math as math_reward
 from common.rewards.math_reward import normal, with_numbers
 from common.rewards.registry import load_reward
 
@@ -67,6 +68,37 @@ def test_gsm8k_scores_the_final_answer(completion, answer, reward):
 ])  # fmt: skip
 def test_gsm8k_flexible_scores_the_extracted_answer(completion, answer, reward):
     assert gsm8k_flexible(completion, dict(answer=answer)) == reward
+
+
+LABELLED = [  # the working, without its last sentence: the answer is 8
+    "Plan A: 12 dollars\nPlan B: 20 dollars\n", "Group A: 5\nGroup B: 3\n", "A: 12 km\nB: 20 km\n",
+    "Vertices: A: (0,0), B: (4,0). ", "For plan A: 12 dollars, for plan B: 20. ", "|A: 5|B: 3|\n",
+    "Train A: 12 miles\nTrain B travels 20 miles\n", "**Plan A:** 12\n**Plan B:** 20\n",
+    "Options: A: 12 km B: 20 km. ", "Team-A: 12, team-B: 20. ", "方案A：12元\n方案B：20元\n",
+    "- A: 5\n- C: 3\n\n", "Person A: 12 years. The other is 20. ", "Let A: 5 and B: 3. ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("working", LABELLED)
+def test_label_in_the_working_announces_no_answer(working):
+    text = f"{working}The total is 8."
+    for reward in (gsm8k_flexible, math_reward):
+        assert [reward(text, dict(answer=gold, _source="a:1")) for gold in ("8", "12")] == [1, 0]
+    assert gsm8k(f"{working}#### 8", dict(answer="8")) == 1
+    assert gsm8k(f"{working}A: 8", dict(answer="8")) == 1
+    assert gsm8k(text, dict(answer="12")) == gsm8k(text, dict(answer="5")) == 0
+    assert final_answer(f"{working}The answer is 8.") == "8"
+    assert final_answer(f"{working}The answer is B.") == "B"
+
+
+@pytest.mark.parametrize("announced", [
+    "A: 18", "**A:** 18", "- A: 18", "So A: 18", "Final A: 18", "The total A: 18",
+    "Q: how many? A: 18", "Q: 9 apples and 9 pears A: 18", "so she has left A: 18",
+    "9 km + 9 km = 18 km A: 18", "答案A：18", "Solution:\nA: 18", "A: 18\nB: right?",
+    "A: 18\nPlan B: 3 is worse", "A: 18\nIn case B it is 7",
+])  # fmt: skip
+def test_heading_announces_the_answer(announced):
+    assert gsm8k(announced, dict(answer="18")) == 1
 
 
 def test_to_number_is_exact():
@@ -207,12 +239,14 @@ LONG = [
     "1,111,", "1.", "1/", "1 ", "9/", "1+", "e9", "1e5", "–", "^{", "* ", "_ ", "hundred ",
     "1 hundred ", "百", "1百", "x10^", "1 x 10 ^", "选", "答案", "，", "１", "½", "²", "\u2009",
     "1\u2009111", "1:", "0.1(", "0.\\dot", "\\overline{", "√", "\nA: 1", "a b ",
+    "Plan A: 1 ", "A: 1 B: 1 ", "\nCar A: 1\nCar B: ",
 ]  # fmt: skip
 LONG = {piece: piece * (SIZE // len(piece)) for piece in LONG}
 for start, fill, end in [
     ("####", " ", "x"), ("#### 1", ",", ""), ("#### 1", " ", "/ 2"), ("1", "0", "x^2"),
     ("-", " ", "x"), ("\\boxed", " ", "x"), ("\\text", "a", "{"), ("#### 1", " hundred", "x"),
     ("A:", " *", "x"), ("1/1", " ", "x"), ("1.", "0", "/3"), ("", "_ ", "x"), ("1", " ", "/2"),
+    ("Plan", " ", "A: 1"), ("B", "*", ":"),
     ("<answer>", "(", "</answer>"), ("<think></think>", " ", "<answer>1</answer>x"),
     ("<think></think><answer>", " ", "</answer>"),
 ]:  # fmt: skip
