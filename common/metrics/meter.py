@@ -28,6 +28,12 @@ class Meter:
         """Add to a mean: sum of `total` / sum of `weight`."""
         self.entries[name, "mean"].append((total, weight))
 
+    def total(self, name: str) -> tuple[float, float]:
+        """Return the sum and the weight that this rank has added to a mean since the last
+        `reduce`."""
+        total, weight = _total(self.entries[name, "mean"], "mean")
+        return total, weight
+
     def masked_mean(self, name: str, values_T: Tensor, mask_T: Tensor) -> None:
         """Add to the mean over the tokens in the mask."""
         self.mean(name, (values_T.detach() * mask_T).sum(), mask_T.sum())

@@ -109,7 +109,8 @@ class Rewards:
         applies, and the statistics of its group skip it.
 
         The numbers beside the rewards are averaged in the meter too. Raises `RunError` when more
-        than `--max_reward_errors` of the rewards of all ranks could not be computed. Collective."""
+        than `--max_reward_errors` of the rewards that the meter has of this step, on all ranks,
+        could not be computed. Collective."""
         begun = [self.begun.pop(group[0].number, None) or self._start(group) for group in groups]
         found = {name: model(groups) for name, model in self.models.items()}
         computed = [future.result() for future in begun]
@@ -167,12 +168,13 @@ class Rewards:
         tried = len(failures) + sum(result.value is not None for result in every)
         meter.mean("reward/error_fraction", len(failures), tried)
         meter.mean("reward/timeout_fraction", sum(result.timed_out for result in every), tried)
-        all_failures = list(chain(*distributed.gather_objects(failures)))
-        total = int(distributed.all_sum(tried))
-        if len(all_failures) > self.args.max_reward_errors * total:
-            problem = f"{len(all_failures)} of {total} rewards could not be computed"
+        # Of the step so far: dapo.py may draw a few prompts more.
+        failed, total = map(int, distributed.all_sum(meter.total("reward/error_fraction")))
+        if failed > self.args.max_reward_errors * total:
+            first, *_ = chain(*distributed.gather_objects(failures[:1]))
+            problem = f"{failed} of {total} rewards could not be computed"
             limit = f"--max_reward_errors {self.args.max_reward_errors}"
-            raise distributed.RunError(f"{problem} ({limit}); the first: {all_failures[0]}")
+            raise distributed.RunError(f"{problem} ({limit}); the first: {first}")
 
 
 def metric_name(name: str, rewards: Sequence[str]) -> str:

@@ -64,6 +64,19 @@ def odd(completion, row):
         make(names, max_errors=0.3).wait(batch, Meter())
 
 
+def test_failed_rewards_are_a_fraction_of_those_of_the_step(tmp_path):
+    """dapo.py may draw a few prompts more, of which one fails; a step ends with `reduce`."""
+    code = "def fails(completion, row): return 1 / len(completion)"
+    rewards, meter = make((f"{user_file(tmp_path, code)}:fails",), max_errors=0.1), Meter()
+    rewards.wait(groups(["a"] * 18), meter)
+    rewards.wait(groups(["", "b"]), meter)
+    with pytest.raises(RunError, match="3 of 22 rewards"):
+        rewards.wait(groups(["", ""]), meter)
+    meter.reduce()
+    with pytest.raises(RunError, match="1 of 2 rewards"):
+        rewards.wait(groups(["", "b"]), meter)
+
+
 def test_none_is_excluded_from_the_sum_and_is_no_error(tmp_path):
     code = "def some(text, row): return None if text == 'skip' else len(text) + len(row['answer'])"
     names, meter = (f"{user_file(tmp_path, code)}:some", "format"), Meter()
