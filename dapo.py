@@ -113,12 +113,18 @@ def loss(
 
 
 def next_draw(kept: int, drawn: int, prompts_per_step: int) -> int:
-    """Return the number of prompts to draw next. If `kept` of `drawn` groups are usable, the same
-    share of further groups probably is: draw what fills the step at this rate, but never more
-    than one step of prompts, and `MAX_DRAWS` steps in all."""
+    """Return the number of prompts to draw next: the smallest that probably fills the step, but
+    never more than one step of prompts, and `MAX_DRAWS` steps in all.
+
+    If further groups are usable as often as the `kept` of `drawn`, n draws keep n `chance` groups
+    on average, and fewer by two standard deviations with a probability of about 0.02."""
     missing = prompts_per_step - kept
-    needed = math.ceil(missing * drawn / kept) if kept else prompts_per_step
-    return min(needed, prompts_per_step, MAX_DRAWS * prompts_per_step - drawn)
+    chance = kept / max(1, drawn)
+    left = MAX_DRAWS * prompts_per_step - drawn
+    for n in range(missing, prompts_per_step):
+        if n * chance - 2 * math.sqrt(n * chance * (1 - chance)) >= missing:
+            return min(n, left)
+    return min(prompts_per_step, left)
 
 
 class Drawn(NamedTuple):
