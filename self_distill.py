@@ -11,8 +11,8 @@ prompt with a hint. On each token the student is pulled to the teacher's distrib
     q = pi, pi at its start, or q <- 0.95 q + 0.05 pi                   --teacher     move_towards()
 
 The hint is a column of the data (a demonstration: SDFT; the solution: OPSD), a successful
-completion of the group, or the text that a reward returns (SDPO). Completions without a hint have
-no divergence. Differences from the papers (docs/self_distill.md): means over the global minibatch;
+completion of the group, or the text that a reward returns (SDPO). Completions without a hint are
+not trained on. Differences from the papers (docs/self_distill.md): means over the global minibatch;
 no importance weights; one kind of hint; the top k tokens are the teacher's.
 
 Shapes: P prompts on this rank, B on all ranks, G completions of each, T packed tokens of a
@@ -34,7 +34,7 @@ from common.config.objectives import DivergenceArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.data.encode import Encoder
-from common.data.packing import pack_minibatches
+from common.data.packing import count_trained, pack_minibatches
 from common.data.sample import Completion, Group
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
@@ -42,11 +42,10 @@ from common.model.distill import Comparison, OwnTeacher, Teacher
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.logprobs import Logits
 from common.model.policy import load_policy, load_reference, move_towards
-from common.model.scoring import with_logprobs
 from common.objectives.divergence import DIVERGENCES
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.agreement import measure_mismatch, require_rollout_agreement
 from common.rollout.hints import divide, hint_filler, hint_of_row, hinted_prompt
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts, prompt_columns
@@ -77,10 +76,10 @@ def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
     return teacher._replace(hidden_TD=hidden_TD)
 
 
-def loss(comparison: Comparison, hinted_T: Tensor, hinted_tokens: Tensor) -> Tensor:
-    """Return each token's share of L. `comparison`: student and teacher; `hinted_T`: tokens with a
-    divergence, of which the global minibatch has `hinted_tokens`."""
-    return comparison.divergence_T * hinted_T / hinted_tokens
+def loss(comparison: Comparison, mask_T: Tensor, tokens: Tensor) -> Tensor:
+    """Return each token's share of L. `comparison`: student and teacher; `mask_T`: trained tokens,
+    of which the global minibatch has `tokens`."""
+    return comparison.divergence_T * mask_T / tokens
 
 
 @dataclass
@@ -136,28 +135,24 @@ def hints_of(group: Group, rewards_G: list[float], hint: str) -> list[str]:
 
 
 def pair(sample: Completion, prompt: list[int]) -> list[Completion]:
-    """Return a completion, and its copy after the hinted `prompt`. `weights` are 1 on tokens with a
-    divergence, else 0. Without hinted prompt, [], the copy is a stub of two tokens."""
-    start = sample.prompt_length
-    kept = slice(start, None) if prompt else slice(start - 1, start + 1)
-    hinted = [i >= start and bool(prompt) for i in range(len(sample.ids))]
-    weights = [float(x and y) for x, y in zip(hinted, sample.loss_mask, strict=True)]
-    own = replace(sample, weights=weights)
+    """Return a completion, and its copy after the hinted `prompt`."""
+    kept = slice(sample.prompt_length, None)
     n = len(prompt)
     copy = replace(
-        own, ids=prompt + own.ids[kept], loss_mask=[False] * n + own.loss_mask[kept],
-        prompt_length=n, weights=[0.0] * n + weights[kept], versions=[-1] * n + own.versions[kept],
-        rollout_logprobs=[0.0] * n + own.rollout_logprobs[kept],
+        sample, ids=prompt + sample.ids[kept], loss_mask=[False] * n + sample.loss_mask[kept],
+        prompt_length=n, versions=[-1] * n + sample.versions[kept],
+        rollout_logprobs=[0.0] * n + sample.rollout_logprobs[kept],
     )  # fmt: skip
-    return [own, copy]
+    return [sample, copy]
 
 
 def hinted_pairs(
     groups: list[Group], rewards_PG: Tensor, make_prompt: Callable[[dict, str], list[int]],
     context: int, meter: Meter, args: Args,
 ) -> list[list[Completion]]:  # fmt: skip
-    """Return the pair of every completion. Completions without a hint are counted, as are hinted
-    prompts that do not fit, which are dropped. `make_prompt`: (row, hint) -> hinted prompt."""
+    """Return the pair of every completion, [] without a hint. Completions with a pair are counted,
+    as are hinted prompts that do not fit, which are dropped. `make_prompt`: (row, hint) -> hinted
+    prompt."""
     pairs = []
     for group, rewards_G in zip(groups, rewards_PG.tolist(), strict=True):
         hints = hints_of(group, rewards_G, args.hint)
@@ -166,8 +161,8 @@ def hinted_pairs(
             prompt = prompts.get(hint, [])
             size = len(prompt) + len(sample.completion_ids)
             fits = size <= context and size - 1 + sample.num_targets <= args.pack_tokens
-            pairs.append(pair(sample, prompt if fits else []))
-            meter.mean("hints/used", any(pairs[-1][0].weights))
+            pairs.append(pair(sample, prompt) if prompt and fits else [])
+            meter.mean("hints/used", bool(pairs[-1]))
             meter.mean("hints/too_long", bool(prompt) and not fits)
     return pairs
 
@@ -182,7 +177,7 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    context = min(context_length(path, args), args.pack_tokens)  # room for the stub of `pair`
+    context = context_length(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context)
     (column,) = prompt_columns(args, prompts.rows)
     fill = hint_filler(args.hint, args.hint_template, prompts.rows)
@@ -223,7 +218,7 @@ def main(args: Args) -> None:
             rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
 
-        # ---- 2. pack: each completion beside its copy after the hinted prompt, then apart ----
+        # ---- 2. pack: hinted completions beside their copies after hinted prompts, then apart ----
         first_PG = rewards.first(named_rewards) if args.reward else rewards_PG
         pairs = hinted_pairs(groups, first_PG, make_prompt, context, meter, args)
         G = args.samples_per_prompt
@@ -234,31 +229,28 @@ def main(args: Args) -> None:
         halves = [[divide(mb) for mb in mbs] for mbs in packed]
         minibatches = [[own for own, _ in mbs] for mbs in halves]
         copies = [[copy for _, copy in mbs] for mbs in halves]
-        if run.checks_engine(step):
-            with meter.time("logprobs"):
-                checked = with_logprobs(minibatches, args.temperature, old=policy)
-            require_agreement(checked, step, args, device)
+        if run.checks_engine(step):  # all completions, also those without a hint
+            require_rollout_agreement(policy, groups, step, args)
 
         # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for n in range(args.updates_per_rollout):
                 m = n % args.minibatches
-                hinted_tokens = distributed.all_sum(sum(mb.weights_T.sum() for mb in copies[m]))
+                tokens, _ = count_trained(minibatches[m])  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb, copy in zip(minibatches[m], copies[m], strict=True):
-                    hinted_T = mb.weights_T > 0
-                    logits = aligned(teacher.teach(copy), copy.weights_T > 0, hinted_T)
+                    logits = aligned(teacher.teach(copy), copy.loss_mask_T, mb.loss_mask_T)
                     comparison = policy.distill(
                         mb, logits, DIVERGENCES[args.divergence], args.top_k, args.temperature
                     )
-                    share_T = loss(comparison, hinted_T, hinted_tokens.clamp(min=1))
+                    share_T = loss(comparison, mb.loss_mask_T, tokens)
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"entropy": comparison.entropy_T}, share_T)
                     for name, stream in COMPARED.items():
-                        meter.masked_mean(name, getattr(comparison, stream), hinted_T)
+                        meter.masked_mean(name, getattr(comparison, stream), mb.loss_mask_T)
                     if n == 0:  # before any update
                         measure_mismatch(meter, comparison.logprobs_T.detach(), mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import metrics, write
 from model.test_policy import whole
 
 import self_distill
@@ -95,13 +96,10 @@ def test_pair_has_the_completion_after_both_prompts():
     sample = completion([1, 2, 3], [10, 11, 12, 13])
     sample.loss_mask[5] = False
     own, hinted = pair(sample, [7, 8])
-    assert own.ids is sample.ids and own.weights == [0, 0, 0, 1, 1, 0, 1]
-    assert hinted.ids == [7, 8, 10, 11, 12, 13] and hinted.weights == [0, 0, 1, 1, 0, 1]
+    assert own is sample and hinted.ids == [7, 8, 10, 11, 12, 13]
     assert hinted.loss_mask == [False, False, True, True, False, True]
     assert hinted.rollout_logprobs[2:] == sample.rollout_logprobs[3:]
-    own, stub = pair(sample, [])
-    assert not any(own.weights + stub.weights) and own.loss_mask == sample.loss_mask
-    assert stub.ids == [3, 10] and len(stub.rollout_logprobs) == len(stub.versions) == 2
+    assert len(hinted.rollout_logprobs) == len(hinted.versions) == 6
 
 
 def test_hinted_prompt_that_does_not_fit_is_dropped_and_counted(device):
@@ -118,11 +116,11 @@ def test_hinted_prompt_that_does_not_fit_is_dropped_and_counted(device):
     fill = hint_filler(args.hint, args.hint_template, rows)
     make_prompt = partial(hinted_prompt, Encoder(tokenizer, args), "prompt", fill)
     pairs = self_distill.hinted_pairs(groups, rewards_PG, make_prompt, 99, meter, args)
-    assert [any(own.weights) for own, _ in pairs] == [True, False, False]
+    assert [len(each) for each in pairs] == [2, 0, 0]
     assert sum(sample.num_targets for sample in pairs[0]) == args.pack_tokens
     assert meter.reduce() == pytest.approx({"hints/used": 1 / 3, "hints/too_long": 1 / 3})
     pairs = self_distill.hinted_pairs(groups, rewards_PG, make_prompt, 15, Meter(), args)
-    assert not any(any(own.weights) for own, _ in pairs)
+    assert pairs == [[], [], []]
 
 
 # ---- the objective ----
@@ -138,7 +136,7 @@ def packed(device):
     hinted = [draw(9), [], draw(4), draw(12)]
     made = [completion(draw(n), draw(k)) for n, k in ((3, 5), (4, 2), (6, 1), (2, 7))]
     made[3].loss_mask[4:6] = [False] * 2
-    pairs = [pair(s, prompt) for s, prompt in zip(made, hinted, strict=True)]
+    pairs = [pair(s, prompt) if prompt else [] for s, prompt in zip(made, hinted, strict=True)]
     (mbs,) = pack_minibatches(pairs, range(4), 1, 40, device, together=True)
     assert len(mbs) > 1
     return made, hinted, [divide(mb) for mb in mbs]
@@ -165,12 +163,11 @@ def test_gradient_of_the_weights_equals_that_of_plain_forwards(device, policy, h
     args = Args(hint="sibling", reward=("gsm8k",), dtype="float32", teacher=kind)
     made, hinted, halves = packed(device)
     teacher = policy if kind == "live" else load_reference(policy, args, device, kind=Teacher)
-    count = sum(own.weights_T.sum() for own, _ in halves)
+    count = sum(own.loss_mask_T.sum() for own, _ in halves)
     for own, copies in halves:
-        hinted_T = own.weights_T > 0
-        logits = aligned(teacher.teach(copies), copies.weights_T > 0, hinted_T)
+        logits = aligned(teacher.teach(copies), copies.loss_mask_T, own.loss_mask_T)
         out = policy.distill(own, logits, DIVERGENCES[args.divergence])
-        loss(out, hinted_T, count).sum().backward()
+        loss(out, own.loss_mask_T, count).sum().backward()
     frozen = copy.deepcopy(hf)
     for sample, prompt in zip(made, hinted, strict=True):
         if not prompt:
@@ -209,3 +206,19 @@ def test_teacher_with_adapters_is_the_policy_with_other_adapters(device, small):
     assert torch.equal(policy.teach(mb).hidden_TD, moved)
     move_towards(teacher, policy, 1.0)
     torch.testing.assert_close(teacher.teach(mb).hidden_TD, moved)
+
+
+# ---- whole runs ----
+
+
+@pytest.mark.slow
+def test_only_hinted_completions_are_trained_on(online, main, tmp_path, monkeypatch):
+    """In the first step none has a hint."""
+    reward = write(tmp_path / "reward.py", "def never(completion, row): return 0.0")
+    packed, original = [], self_distill.divide
+    monkeypatch.setattr(self_distill, "divide", lambda mb: packed.append(mb) or original(mb))
+    flags = (*online, "--reward", f"{reward}:never", "--hint", "sibling", "--max_steps", 1)
+    main("self_distill", *flags, "--output_dir", tmp_path / "run")
+    assert [mb.num_samples for mb in packed] == [0, 0], "two minibatches"
+    (line,) = metrics(tmp_path / "run")
+    assert line["hints/used"] == line["grad_norm"] == line["loss"] == 0

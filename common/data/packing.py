@@ -45,7 +45,6 @@ class PackedBatch(ModelTokens):
     compact: CompactTokens | None = None  # what the model runs on, if it is not these tokens
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     versions_T: Tensor | None = None  # training steps of the weights that sampled a token
-    weights_T: Tensor | None = None  # set by self_distill.py: the tokens that have a teacher
     turn_rewards_T: Tensor | None = None  # of the environment, for earlier turns: set by ppo.py
     # Streams that scripts add:
     old_logprobs_T: Tensor | None = None  # log-probs by the trainer at rollout time

@@ -24,7 +24,6 @@ class Sample:
     loss_mask: list[bool]  # whether a token is trained; nothing predicts the first one
     prompt_length: int = 0  # tokens of the prompt; `ids[prompt_length:]` is the completion
     row: dict = field(default_factory=dict)  # data row of the prompt
-    weights: list[float] | None = None  # weight of each token in a sum over the sequence
     # Where its first trained token is in the stored log-probs (extras/teachers/stored.py).
     stored_at: int | None = None
     # How many turns are not trained because the chat template shows them in another form.

@@ -51,7 +51,7 @@ class TokenSequence(NamedTuple):
 
 def sequence_of(index: int, sample: Sample) -> TokenSequence:
     """Return a sample as it travels. Streams have the names of their lists."""
-    names = ("rollout_logprobs", "versions", "weights")
+    names = ("rollout_logprobs", "versions")
     lists = {name: getattr(sample, name, None) for name in names} | sample.streams
     streams = {name: np.array(x, np.float32) for name, x in lists.items() if x is not None}
     if sample.stored_at is not None:  # a token's place follows the trained tokens before it

@@ -35,7 +35,7 @@ GROUPS = 4  # traced in a step
 
 # Streams of a micro-batch that all updates of a step read.
 FIXED = (
-    "rollout_logprobs", "versions", "weights", "old_logprobs", "ref_logprobs",
+    "rollout_logprobs", "versions", "old_logprobs", "ref_logprobs",
     "advantages", "importance", "values", "returns",
 )  # fmt: skip
 
