@@ -104,7 +104,7 @@ def main(args: Args) -> None:
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
                        own_forwards=needs_reference,
                        trained_share=args.keep / args.samples_per_prompt)  # fmt: skip
-    begin_run(args)
+    begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained

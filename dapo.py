@@ -219,7 +219,7 @@ def main(args: Args) -> None:
         frozen = [path] * args.log_kl
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
                        own_forwards=needs_old)  # fmt: skip
-    begin_run(args)
+    begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained

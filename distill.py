@@ -285,7 +285,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         frozen = [*folders.values()] if args.teacher_logprobs == "live" else []
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, kind=Student)
-    begin_run(args)
+    begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards; the teachers are frozen ----
     policy = load_policy(path, args, device, kind=Student)  # trained

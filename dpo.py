@@ -191,7 +191,7 @@ def main(args: Args) -> None:
     needs_reference = not set(args.loss) <= REFERENCE_FREE
     if args.dry_run:
         return dry_run(args, path, tokenizer, pairs, eval_pairs, counts=counts + eval_counts)
-    begin_run(args)
+    begin_run(args, pairs.rows, eval_pairs.rows)
     order = pairs.order(args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the pairs before training ----

@@ -306,7 +306,7 @@ def main(args: Args) -> None:
         problem = f"are of one model, --model {args.model} has {len(models)}"
         raise ValueError(f"--completions {args.completions} {problem}")
     task = load_task(args, resolve_model(models[-1][1]), device)
-    begin_run(args)
+    begin_run(args, task.prompts.rows)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
     # ---- completions of each, from a file or sampled by one engine; then their results ----

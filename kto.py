@@ -263,7 +263,7 @@ def main(args: Args) -> None:
     balance = describe_labels(rows, args)
     if args.dry_run:
         return dry_run(args, path, tokenizer, groups, eval_groups, counts=counts + eval_counts)
-    begin_run(args)
+    begin_run(args, rows.rows, eval_rows.rows)
     order = groups.order(args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the data before training ----

@@ -245,7 +245,7 @@ def main(args: Args) -> None:
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
                        value_path=value_path,
                        own_forwards=2)  # fmt: skip  # old log-probs and values
-    begin_run(args)
+    begin_run(args, prompts.rows, held_out.rows)
     turn_weight = rewards.weights.get("environment", 0.0)
 
     # ---- models: FSDP2 shards ----

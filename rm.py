@@ -187,7 +187,7 @@ def main(args: Args) -> None:
         return dry_run(
             args, None, tokenizer, pairs, eval_pairs, counts=counts + eval_counts, value_path=path
         )
-    begin_run(args)
+    begin_run(args, pairs.rows, eval_pairs.rows)
     order = pairs.order(args)
 
     # ---- model: FSDP2 shards of float32 masters, with a scalar head ----

@@ -187,7 +187,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, [] if is_own else [path],
                        kind=OwnTeacher, moving=is_moving, own_forwards=is_own)  # fmt: skip
-    begin_run(args)
+    begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device, kind=OwnTeacher)  # trained

@@ -113,7 +113,7 @@ def main(args: Args) -> None:
     )
     if args.dry_run:
         return dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
-    begin_run(args)
+    begin_run(args, samples.rows, eval_samples.rows)
     order = samples.order(args)
 
     # ---- model: FSDP2 shards of float32 masters ----

@@ -37,7 +37,7 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
         folder = Path(model).expanduser()
         if not folder.is_dir():
             folder = _from_hub(model, weights)
-        if (folder / STATE).is_file() and (folder / durable.CHECKSUMS).is_file():  # a checkpoint
+        if _is_checkpoint(folder):
             folder = folder / "hf"
         files = [folder / "config.json", folder / "tokenizer_config.json"]
         for file in files + (files_of(folder) if weights else []):
@@ -77,6 +77,24 @@ def _from_hub(model: str, weights: bool) -> Path:
         download()
     distributed.barrier()
     return download()
+
+
+def local_folder(model: str) -> Path | None:
+    """Return the folder of a model that `resolve_model` has found; None for a built-in one."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder / "hf" if _is_checkpoint(folder) else folder
+    repo_id, _, revision = model.partition("@")
+    if model in BUILT_IN_MODELS or repo_id.count("/") != 1:
+        return None
+    file = try_to_load_from_cache(repo_id, "config.json", revision=revision or None)
+    return Path(file).parent if isinstance(file, str) else None
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / STATE).is_file() and (folder / durable.CHECKSUMS).is_file()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -1,5 +1,5 @@
-"""The output folder of a run: one run at a time, with one set of flags. Nothing is deleted: a run
-that starts over moves the earlier one aside."""
+"""The output folder of a run: one run at a time, with one set of flags and inputs. Nothing is
+deleted: a run that starts over moves the earlier one aside."""
 
 import fcntl
 import glob
@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,9 +20,11 @@ from common import durable
 from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change, script_of
 from common.model.hub import checkpoints_in
 from common.parallel import distributed
+from common.train.inputs import changed, fixed_inputs, other_inputs
 
 EXPORTS = ("hf", "best", "adapter", "best_adapter")  # a new export replaces these folders
 RESUMABLE = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py resumes from these
+INPUTS = "inputs.json"  # digests of what the run read when it began
 COMPUTED = ("max_length",)  # a resumed run keeps these defaults, which were computed
 
 
@@ -57,10 +59,20 @@ def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
     return earlier
 
 
-def begin_run(args: BaseArgs) -> None:
-    """Write args.yaml, once flags and data are known to be good. With `--resume never` move an
-    earlier run aside first. Collective."""
+def begin_run(args: BaseArgs, rows: Sequence[dict] = (), held_out: Sequence[dict] = ()) -> None:
+    """Write args.yaml and inputs.json, once flags and data are known to be good. With `--resume
+    never` move an earlier run aside first. `rows` to train on, or to evaluate. Collective.
+
+    Raises `ValueError` if rows, models or the chat template are not as they were when the run
+    began."""
     folder = Path(args.output_dir)
+    problem = None
+    if distributed.is_main():
+        inputs = dict(fixed=fixed_inputs(args, rows), others=other_inputs(args, rows, held_out))
+        if _has_begun(folder) and args.resume != "never":
+            inputs, problem = _compare(folder, inputs, args)
+    if problem := distributed.from_main(problem):
+        raise ValueError(problem)
     if distributed.is_main():
         if _has_begun(folder) and args.resume == "never":
             folder = folder.resolve()  # a link stays, and what it names is moved
@@ -82,6 +94,7 @@ def begin_run(args: BaseArgs) -> None:
             distributed.say(f"{script} is not as it was in this run; --resume never starts over")
         flags = yaml.safe_dump(flags_of(args), sort_keys=False)
         durable.write_text(file, f"# {script}\n{code}\n{flags}")
+        durable.write_json(folder / INPUTS, inputs)
     distributed.barrier()
 
 
@@ -185,3 +198,30 @@ def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
         problem = "is damaged; delete it to resume with the flags given now"
         raise ValueError(f"{file} {problem}") from error
     return flags_of(type(args)()) | earlier  # flags that are newer than the run had their defaults
+
+
+# ---- one set of inputs ----
+
+
+def _compare(folder: Path, now: dict, args: BaseArgs) -> tuple[dict, str | None]:
+    """Return the digests of when the run in the folder began, with those of inputs that are new,
+    and why the run cannot continue, if there is a reason. Say which code and held-out rows are not
+    as they were."""
+    file = folder / INPUTS
+    if not file.is_file():  # an earlier version of onefile began it
+        return now, None
+    try:
+        then = durable.read_json(file)
+    except (ValueError, RecursionError):
+        return now, f"{file} is damaged; delete it to resume with what is read now"
+    began = f"not as it was when the run in {folder} began"
+    for flag, name in changed(then["fixed"], now["fixed"]):
+        advice = f"restore it, use --resume never, or delete {file} to go on with it"
+        return now, f"{flag}: {name} is {began}; {advice}"
+    for flag, name in changed(then["others"], now["others"]):
+        goes_on = "the run goes on with the new one"
+        if not isinstance(args, TrainArgs):  # eval.py
+            again = f"--completions {folder}/completions.jsonl and another --output_dir"
+            goes_on = f"stored completions keep their rewards; {again} compute them anew"
+        distributed.say(f"warning: {flag}: {name} is {began}; {goes_on}")
+    return {kind: now[kind] | then[kind] for kind in now}, None

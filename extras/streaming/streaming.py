@@ -8,7 +8,9 @@ reads the pass again from its start, and tokenises only what is behind."""
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import chain, count, islice
+from pathlib import Path
 
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
@@ -32,6 +34,7 @@ from common.data.rows import (
 )
 from common.data.tasks import TASKS
 from common.parallel import distributed
+from common.train.inputs import BLOCKS, digest_of_file
 
 SHUFFLE_BUFFER = 10_000  # rows that are read ahead and drawn in random order
 
@@ -56,6 +59,8 @@ class StreamedSamples:
     """Groups of samples of rows that are read when they are drawn, and their order. `samples[i]`
     takes the numbers that the last `draw` returned; before, the first group is `samples[0]`. Every
     rank has the same position."""
+
+    rows = ()  # unknown at the start
 
     def __init__(self, encode_row: EncodeRow, choices: Sequence[Columns], encoder: Encoder, args):
         self.encode_row = encode_row
@@ -151,10 +156,17 @@ class StreamedSamples:
         return dict(epoch=self.position[0])
 
     def state_dict(self) -> dict:
-        return dict(position=self.position, num_shards=len(self.shards))
+        return dict(position=self.position, num_shards=len(self.shards), files=self.files)
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """The digests of the shards that are files; the hub's have none."""
+        files = [shard.content for shard in self.shards if isinstance(shard.content, Path)]
+        blocks = max(3, BLOCKS * 16 // max(1, len(files)))  # of a thousand files a few blocks each
+        return {str(file): digest_of_file(file, blocks) for file in files}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises `ValueError` for another number of shards: the data has changed."""
+        """Raises `ValueError` for other files or another number of shards. Collective."""
         if "position" not in state:
             problem = "the checkpoint is of an older version; --resume never begins anew"
             raise ValueError(f"{self.args.dataset_flag}: {problem}")
@@ -163,4 +175,13 @@ class StreamedSamples:
         if before != now:
             problem = f"has {now} shards, the checkpoint is of {before}: the data has changed"
             raise ValueError(f"{self.args.dataset_flag} {problem}")
+        then, now = (
+            state.get("files", {}),
+            distributed.from_main(self.files if distributed.is_main() else {}),
+        )
+        for file in then.keys() & now.keys():
+            if then[file] != now[file]:
+                problem = f"{file} is not as it was when the run began"
+                advice = "restore it, or start over with --resume never"
+                raise ValueError(f"{self.args.dataset_flag}: {problem}; {advice}")
         self._continue_from(*state["position"])

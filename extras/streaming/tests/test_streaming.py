@@ -85,7 +85,13 @@ def test_stream_resumes_at_the_same_row(data, buffer, monkeypatch):
             other.load_state_dict(json.loads(json.dumps(stream.state_dict())))
             assert drawn(other, 10) == wanted[count : count + 10]
         assert drawn(stream, 1) == [wanted[count]]
-    (data.parent / "a.jsonl").unlink()
+    file = data.parent / "a.jsonl"
+    file.write_text(file.read_text().replace("3", "4"))
+    with pytest.raises(
+        ValueError, match="^--dataset .*a.jsonl is not as it was when the run began"
+    ):
+        samples_of(data).load_state_dict(stream.state_dict())
+    file.unlink()
     with pytest.raises(ValueError, match="^--dataset .* has 2 shards, the checkpoint is of 3: the"):
         samples_of(data).load_state_dict(stream.state_dict())
 

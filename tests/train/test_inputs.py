@@ -1,0 +1,165 @@
+"""A resumed run knows what it reads by its content: other rows and frozen weights are refused,
+other code and held-out rows are told."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import run, write_rows
+from test_bad_input import one_error
+
+from common.config.groups import TrainArgs
+from common.config.online import OnlineArgs
+from common.model.tiny import tiny_model
+from common.train import inputs
+from common.train.run_folder import begin_run, prepare_output_dir, unlock
+
+STEP = ("--eval_every", 0, "--trace_every", 0, "--batch_size", 4)
+ROWS = [dict(prompt=f"{i}+1=", completion=str(i + 1)) for i in range(20)]
+OTHERS = [*ROWS[:-1], dict(prompt="1+1=", completion="3")]
+
+
+def begin(folder: Path, kind: type, rows=(), held_out=(), **flags) -> None:
+    """Begin or resume a run up to its first checkpoint."""
+    args = kind(output_dir=str(folder / "run"), **flags)
+    prepare_output_dir(args)
+    begin_run(args, rows, held_out)
+    (folder / "run" / "checkpoints" / "step_000001").mkdir(exist_ok=True)
+    unlock()
+
+
+def write_inputs(folder: Path) -> None:
+    shutil.copytree(tiny_model(), folder / "m")
+    (folder / "r.py").write_text("def f(completion, row): return 0.0\nclass E: pass\n")
+    (folder / "t.jinja").write_text("{{ messages }}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "file"),
+    [
+        (dict(model="m"), "m/model.safetensors"),
+        (dict(model="m"), "m/tokenizer.json"),
+        (dict(chat_template="t.jinja"), "t.jinja"),
+        (dict(reward=("exact_match", "model:m")), "m/model.safetensors"),
+    ],
+)
+def test_another_model_or_template_is_refused(flags, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    begin(tmp_path, OnlineArgs, **flags)
+    whole = Path(file).read_bytes()
+    os.utime(file, (1, 1))  # as after a copy
+    begin(tmp_path, OnlineArgs, **flags)
+    Path(file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    advice = "restore it, use --resume never, or delete .*/run/inputs.json to go on with it"
+    words = rf"{Path(file).name} is not as it was when the run in .*/run began; {advice}$"
+    with pytest.raises(ValueError, match=words):
+        begin(tmp_path, OnlineArgs, **flags)
+    (tmp_path / "run" / "inputs.json").unlink()
+    begin(tmp_path, OnlineArgs, **flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(reward="r.py:f"),
+        dict(reward="environment", environment="r.py:E"),
+        dict(tools="r.py:f"),
+        dict(agent="r.py:f"),
+        dict(reward="by_row"),
+    ],
+)
+def test_other_code_is_told(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    rows = [dict(prompt="1", reward="r.py:f", _source="a.jsonl:1")]
+    for _ in range(2):
+        begin(tmp_path, OnlineArgs, rows, **flags)
+        assert "not as it was" not in capsys.readouterr().out
+    (tmp_path / "r.py").write_text("def f(completion, row): return 1.0\nclass E: pass\n")
+    begin(tmp_path, OnlineArgs, rows, **flags)
+    said = "r.py is not as it was when the run in"
+    assert said in capsys.readouterr().out
+
+
+def test_rows_are_known_by_their_columns(tmp_path, capsys):
+    rows = [row | dict(_source=f"a.jsonl:{i}", _folder="x") for i, row in enumerate(OTHERS, 1)]
+    moved = [row | dict(_folder="y") for row in rows]
+    begin(tmp_path, TrainArgs, rows, rows)
+    begin(tmp_path, TrainArgs, moved, rows[::-1][::-1])
+    with pytest.raises(ValueError, match=r"^--dataset arithmetic: a\.jsonl is not as it was"):
+        begin(tmp_path, TrainArgs, rows[::-1], rows)
+    with pytest.raises(ValueError, match=r"^--dataset arithmetic: b\.jsonl is not as it was"):
+        begin(tmp_path, TrainArgs, [*rows, dict(_source="b.jsonl:1")], rows)
+    assert "warning" not in capsys.readouterr().out
+    begin(tmp_path, TrainArgs, rows, rows[:5])
+    assert "warning: held-out rows: a.jsonl is not as it was when" in capsys.readouterr().out
+    begin(tmp_path, TrainArgs, rows, [])  # --eval_every 0
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_damaged_digests_are_refused(tmp_path):
+    begin(tmp_path, TrainArgs)
+    (tmp_path / "run" / "inputs.json").write_text("{")
+    with pytest.raises(ValueError, match="inputs.json is damaged; delete it to resume"):
+        begin(tmp_path, TrainArgs)
+
+
+def test_a_large_file_is_known_by_its_size_and_blocks_all_over_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "BLOCK", 10)
+    file = tmp_path / "x"
+    digests = []
+    for place in (None, 0, 1000, 1999, 300):  # the last one is between the blocks
+        content = bytearray(2000)
+        if place is not None:
+            content[place] = 1
+        file.write_bytes(content)
+        digests.append(inputs.digest_of_file(file, blocks=3))
+    assert len({*digests}) == 4 and digests[0] == digests[4]
+
+
+def test_edited_rows_are_refused(main, small, pairs, tmp_path):
+    data = tmp_path / "a.jsonl"
+    for script in ("sft", "dpo"):
+        rows = ROWS if script == "sft" else [json.loads(x) for x in pairs.read_text().splitlines()]
+        write_rows(data, rows)
+        flags = (*small, "--dataset", data, *STEP, "--output_dir", tmp_path / script)
+        main(script, *flags, "--max_steps", 1)
+        others = [*rows[:-1], rows[-1] | dict(prompt="other")]
+        write_rows(data, others)
+        unlock()
+        words = r"^--dataset .*: a\.jsonl is not as it was when the run in .* began; restore"
+        with pytest.raises(ValueError, match=words):
+            main(script, *flags, "--max_steps", 2)
+        unlock()
+        write_rows(data, rows)
+        main(script, *flags, "--max_steps", 2)
+
+
+def test_two_ranks_refuse_another_base_in_one_message(small, tmp_path):
+    model, data = shutil.copytree(small[1], tmp_path / "m"), write_rows(tmp_path / "a.jsonl", ROWS)
+    flags = ("--model", model, "--dataset", data, *STEP, "--lora_rank", 2, "--max_steps", 1)
+    run(2, "sft.py", *flags, "--output_dir", tmp_path / "run")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | dict(rms_norm_eps=0.1)))
+    error = one_error(2, "sft.py", *flags, "--output_dir", tmp_path / "run")
+    assert error.startswith(f"--model {model}: config.json is not as it was when the run in")
+
+
+def test_eval_says_that_stored_rewards_are_of_an_earlier_file(main, small, tmp_path, capsys):
+    reward = tmp_path / "my.py"
+    flags = ("--eval_size", 2, "--samples_per_prompt", 1, "--max_new_tokens", 2)
+    flags += ("--engine", "transformers", "--reward", f"{reward}:s", "--output_dir", tmp_path / "e")
+    said = []
+    for value in (0.0, 1.0, 1.0):
+        reward.write_text(f"def s(completion, row): return {value}\n")
+        main("eval", *small, *flags)
+        unlock()
+        said.append(capsys.readouterr().out)
+    again = f"--completions {tmp_path}/e/completions.jsonl and another --output_dir compute them"
+    assert "my.py is not as it was" not in said[0]
+    for text in said[1:]:
+        assert f"warning: --reward {reward}:s: my.py is not as it was when the run in" in text
+        assert f"stored completions keep their rewards; {again} anew" in text
