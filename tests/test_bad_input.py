@@ -64,6 +64,7 @@ self_distill --hint sibling --samples_per_prompt 1 -> --hint sibling needs --sam
 self_distill --hint_template {prompt} -> --hint_template '{prompt}': {hint} is missing
 self_distill --context_ranks 2 -> --context_ranks 2 has no effect
 bok --samples_per_prompt 4 --keep 4 -> --keep 4 must be at most 3, below --samples_per_prompt
+sft --keep_best eval_logps/chosen -> the name does not tell which is best; add the better end, ev
 eval --vision train -> --vision train: eval.py trains nothing; use frozen
 eval --reward_model rank:x -> --reward_model rank:x compares two models; set --against
 """.strip().splitlines()

@@ -258,6 +258,26 @@ def eval_sets_of(datasets: Sequence[str], flag: str = "eval_dataset") -> dict[st
     return out
 
 
+BETTER = dict(highest=1, lowest=-1)
+HIGHEST = ("solved", "reward", "score", "accuracy", "accuracies", "margin", "margins", "agreement")
+LOWEST = ("loss", "nll", "perplexity", "kl", "entropy", "divergence", "error", "errors")
+
+
+def best_of(keep_best: str) -> tuple[str, str | None]:
+    """Return the metric of `--keep_best NAME` or `NAME:lowest`, and the better end if given."""
+    name, _, end = keep_best.rpartition(":")
+    return (name, end) if name and end in BETTER else (keep_best, None)
+
+
+def better_end(metric: str) -> str | None:
+    """Return whether the highest or the lowest value of a metric is best, by the last word of its
+    name; None for a word that does not tell."""
+    if re.search(r"(^|/)pass_at_\d+$|(^|/)rewards/.+/mean$", metric):
+        return "highest"
+    word = re.split("[/_]", metric)[-1]
+    return "highest" if word in HIGHEST else "lowest" if word in LOWEST else None
+
+
 def flags_of_adapter(folder: str) -> dict[str, Any]:
     """Return the flags that `--adapter` sets, from its adapter_config.json. Raises `ValueError` for
     an adapter that is not plain LoRA."""

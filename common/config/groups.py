@@ -26,6 +26,8 @@ from common.config.flags import (
     NotNegative,
     Positive,
     Several,
+    best_of,
+    better_end,
     check_needs,
     eval_sets_of,
     flags_of_adapter,
@@ -215,7 +217,8 @@ class CheckpointArgs:
     """number of newest checkpoints to keep"""
     keep_best: Annotated[MayChange[str | None], Needs(eval_every=True)] = None
     """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or
-    eval_loss/hard; lower is better if the name ends with loss or perplexity"""
+    eval_loss/hard. The lowest loss, perplexity, kl, entropy, divergence or error is best, the
+    highest reward, accuracy and the like; of other metrics say it: eval_x:lowest, eval_x:highest"""
     trace_every: Annotated[MayChange[NotNegative[int]], Needs(agent=None)] = 10
     """steps between traces, which show the update token by token (extras/trace); the first and the
     last step have one too; 0: off"""
@@ -226,6 +229,16 @@ class CheckpointArgs:
     log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
     """destinations of metrics in addition to metrics.jsonl: wandb, which reads WANDB_PROJECT,
     WANDB_NAME, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE=offline; tensorboard"""
+
+    @model_validator(mode="after")
+    def _check_keep_best(self) -> Self:
+        name, end = best_of(self.keep_best or "loss")
+        parts = name.split("/")  # the last ones may name a held-out set
+        kinds = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        if end is None and not any(map(better_end, kinds)):
+            advice = f"add the better end, {name}:highest or {name}:lowest"
+            raise ValueError(f"--keep_best {name}: the name does not tell which is best; {advice}")
+        return self
 
     @property
     def planned_ranks(self) -> int | None:

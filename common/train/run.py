@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.config.extra import extra, has_extra
+from common.config.flags import BETTER, best_of, better_end
 from common.config.groups import TrainArgs
 from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
@@ -173,10 +174,11 @@ class Run:
         self.latest = metrics
         self.logger.log(finished, metrics)
         name = self.args.keep_best
-        if name and self.evaluates(finished) and (finished or name in metrics):
+        if name and self.evaluates(finished) and (finished or best_of(name)[0] in metrics):
             self._keep_best(name, finished, metrics)
 
-    def _keep_best(self, name: str, finished: int, metrics: dict[str, float]) -> None:
+    def _keep_best(self, keep_best: str, finished: int, metrics: dict[str, float]) -> None:
+        name, end = best_of(keep_best)
         if name not in metrics and self.best is None:
             known = ", ".join(key for key in metrics if key.startswith("eval")) or "none"
             advice = f"choose one of the evaluation: {known}"
@@ -184,7 +186,10 @@ class Run:
         value = metrics.get(name, math.nan)
         # The kind of a metric is its name without the name of a held-out set.
         kind = next((key for key in metrics if name.startswith(f"{key}/")), name)
-        sign = -1 if kind.endswith(("loss", "perplexity")) else 1
+        if (end := end or better_end(kind)) is None:
+            advice = f"add the better end, {name}:highest or {name}:lowest"
+            raise ValueError(f"--keep_best {name}: the name does not tell which is best; {advice}")
+        sign = BETTER[end]
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
         self.best = value

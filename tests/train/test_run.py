@@ -11,6 +11,7 @@ from model.test_policy import whole
 from safetensors.torch import load_file
 
 from common.config.extra import has_extra
+from common.config.flags import better_end
 from common.config.groups import TrainArgs
 from common.data.order import Order
 from common.data.sample import Sample
@@ -177,6 +178,7 @@ BEST = dict(eval_every=1, keep_best="eval_score", save_every=100)
         (dict(keep_best="loss"), [0] * 5, 1),  # the loss grows
         ({}, [math.nan, 1, math.nan, 0.5, 0.5], 2),
         (dict(eval_every=2), [9, 1, 9, 2, 1], 4),  # only evaluated steps
+        (dict(keep_best="eval_score:lowest"), [3, 1, 2, 3, 4], 2),
     ],
 )
 def test_best_step_is_exported(flags, scores, best, parts, tmp_path, capsys):
@@ -198,6 +200,28 @@ def test_lowest_loss_of_one_held_out_set_is_best(parts, tmp_path):
     for step, score in enumerate((3, 1, 4), 1):
         steps.run.log(step, {"eval/solved": 0, "eval/solved/loss": score})
     assert steps.run.best == 4
+
+
+@pytest.mark.parametrize(
+    ("metric", "end"),
+    [
+        ("eval/reverse_kl", "lowest"),
+        ("eval_entropy", "lowest"),
+        ("eval_kl", "lowest"),
+        ("eval/error", "lowest"),
+        ("eval_loss", "lowest"),
+        ("eval/solved", "highest"),
+        ("eval/pass_at_4", "highest"),
+        ("eval/rewards/kl/mean", "highest"),
+        ("eval_rewards/accuracies", "highest"),
+        ("eval_mean_token_accuracy", "highest"),
+        ("eval_rewards/rejected", None),
+        ("completions/mean_length", None),
+        ("eval/solved_stderr", None),
+    ],
+)
+def test_better_end_of_a_metric(metric, end):
+    assert better_end(metric) == end
 
 
 def test_unknown_keep_best_metric_is_refused(parts, tmp_path):
