@@ -94,11 +94,11 @@ def write_checksums(folder: Path) -> None:
 
 
 def changed_file(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """Return a file that differs from the checksums in its folder, None without any. This rank
-    checks every `ranks`-th file."""
+    """Return a file that is missing or differs from the checksums in its folder, None without any.
+    This rank checks every `ranks`-th file. Raises `OSError` for a file that cannot be read."""
     try:
         written = read_json(folder / CHECKSUMS)
-    except (OSError, ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return CHECKSUMS
     names = sorted(written)[rank::ranks]
     now = fingerprints(folder, [name for name in names if (folder / name).is_file()])

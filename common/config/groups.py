@@ -184,7 +184,7 @@ class OptimArgs:
     max_steps: MayChange[Positive[int] | None] = None
     """number of training steps, each of one batch or rollout; default: computed from `epochs`"""
     epochs: MayChange[Positive[float]] = 1.0
-    """passes over the training data, if max_steps is not given"""
+    """passes over the training data; no effect with max_steps"""
     lr: Positive[float] = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

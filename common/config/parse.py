@@ -54,6 +54,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         if "\\n" in str(value) and name not in ("stop", "hint_template"):
             advice = "a line break is $'\\n' in bash and \"\\n\" in a file"
             distributed.say(f"--{name}: the \\n in it is not a line break; {advice}")
+    if isinstance(args, TrainArgs) and args.max_steps and args.epochs != TrainArgs.epochs:
+        distributed.say(f"--epochs {args.epochs:g} has no effect with --max_steps {args.max_steps}")
     if built_in:
         flags = " ".join(f"--{name} {value}" for name, value in built_in.items())
         distributed.say(f"defaults for the built-in model: {flags}")
@@ -80,6 +82,7 @@ def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict
         name: value
         for name, value in args_class.TINY_DEFAULTS.items()
         if name not in given
+        and not (name == "max_steps" and "epochs" in given)
         and (is_built_in_task or name.endswith("lr"))
         and all(fits(value, need.values[name]) for need in needs if name in need.values)
     }

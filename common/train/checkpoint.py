@@ -63,13 +63,17 @@ class Checkpointer:
     def load_latest(self) -> int:
         """Load the newest intact checkpoint and return its number of finished steps; 0 without
         checkpoints. A damaged one is reported, and renamed to `step_N.corrupt`. Raises `ValueError`
-        if all are damaged. Collective."""
+        if all are damaged, or if a file cannot be read. Collective."""
         import torch.distributed.checkpoint as dcp
 
         names = distributed.from_main([path.name for path in checkpoints_in(self.checkpoints)])
         for name in names:
             path = self.checkpoints / name
-            changed = durable.changed_file(path, distributed.rank(), distributed.world_size())
+            if any(path.glob("*.distcp")):
+                advice = "start over with --resume never"
+                raise ValueError(f"{path}: an earlier version of onefile wrote it; {advice}")
+            with named_errors(f"{path}: cannot be read, and stays as it is"):
+                changed = durable.changed_file(path, distributed.rank(), distributed.world_size())
             damaged = [name for name in distributed.gather_objects(changed) if name]
             if not damaged:
                 break
@@ -83,9 +87,6 @@ class Checkpointer:
                 advice = "start over with --resume never"
                 raise ValueError(f"{self.checkpoints}: all checkpoints are damaged; {advice}")
             return 0
-        if not any(path.glob("*.safetensors")):
-            advice = "start over with --resume never"
-            raise ValueError(f"{path}: an earlier version of onefile wrote it; {advice}")
         with named_errors(f"{path}: cannot read the checkpoint"):
             reader = dcp.HuggingFaceStorageReader(path)
             reader.read_metadata()  # within `load` torch would log a traceback

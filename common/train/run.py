@@ -59,12 +59,14 @@ class Run:
         self.num_tokens = 0
         self.latest: dict[str, float] = {}  # metrics of the last step
         self.best: float | None = None  # best value of --keep_best
+        self.earlier_steps = total_steps  # length of the run by the checkpoint
         self.checkpointer = Checkpointer(
             args, model, optimizer, tokenizer, value, moving, totals=self, **stateful
         )
         self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
         self.logger = RunLogger(args, self.first_step, total_steps, show, curves)
         self.message = self.logger.message
+        self.message(*self._changed_schedule())
         self.trace = None
         # By default a run has traces if extras/trace is here, but not with an agent, because the
         # branches of an episode share an index.
@@ -84,10 +86,11 @@ class Run:
 
     def state_dict(self) -> dict:
         best = dict(metric=self.args.keep_best, value=self.best)
-        return dict(num_tokens=self.num_tokens, best=best)
+        return dict(num_tokens=self.num_tokens, best=best, total_steps=self.total_steps)
 
     def load_state_dict(self, state: dict) -> None:
         self.num_tokens = state["num_tokens"]
+        self.earlier_steps = state.get("total_steps", self.total_steps)
         if state["best"]["metric"] == self.args.keep_best:  # another metric has no best value yet
             self.best = state["best"]["value"]
 
@@ -123,6 +126,16 @@ class Run:
 
     def learning_rate(self, step: int) -> float:
         return learning_rate(step, self.total_steps, self.args)
+
+    def _changed_schedule(self) -> list[str]:
+        """Return a line if a resumed run has another length, and so another learning rate."""
+        then, now = self.earlier_steps, self.total_steps
+        lrs = [learning_rate(self.first_step, steps, self.args) for steps in (then, now)]
+        if lrs[0] == lrs[1] or self.first_step == now:
+            return []
+        before = learning_rate(self.first_step - 1, then, self.args)
+        change = f"{then} steps are now {now}: after lr {before:.3g} the next step has {lrs[1]:.3g}"
+        return [f"--lr_schedule {self.args.lr_schedule}: {change}"]
 
     def evaluates(self, finished: int) -> bool:
         """Return whether an evaluation follows after `finished` steps."""

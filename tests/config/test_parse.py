@@ -327,3 +327,11 @@ def test_recipe_is_valid_for_the_script_in_its_launch_line(recipe, monkeypatch):
     check_ranks(args, int(ranks))
     for flag, value in yaml.safe_load(recipe.read_text()).items():
         assert flags_of(args)[flag] in (value, [value])
+
+
+@pytest.mark.parametrize("flags", ["--model x --max_steps 10", "--max_steps 10"])
+def test_epochs_beside_max_steps_are_told(flags, capsys):
+    parse(grpo.Args, [*flags.split(), "--epochs", "20"])
+    assert "--epochs 20 has no effect with --max_steps 10\n" in capsys.readouterr().out
+    assert parse(grpo.Args, ["--epochs", "20"]).max_steps is None  # not the built-in model's
+    assert "no effect" not in capsys.readouterr().out

@@ -265,6 +265,23 @@ def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_
             checkpointer.load_latest()
 
 
+def test_checkpoint_that_cannot_be_read_is_no_damaged_one(checkpointer, tmp_path):
+    """It stays, as do those of an earlier version, which are named whatever else they lack."""
+    folder = tmp_path / "checkpoints"
+    before = steps_in(tmp_path)
+    checksums = folder / "step_000003" / "checksums.json"
+    checksums.unlink()
+    checksums.mkdir()
+    words = "cannot be read, and stays as it is: .*Is a directory"
+    with pytest.raises(ValueError, match=f"^{folder}/step_000003: {words}"):
+        checkpointer.load_latest()
+    checksums.rmdir()
+    (folder / "step_000003" / "__0_0.distcp").touch()
+    with pytest.raises(ValueError, match=f"^{folder}/step_000003: an earlier version of onefile"):
+        checkpointer.load_latest()
+    assert steps_in(tmp_path) == before
+
+
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_interrupted_replacement_leaves_the_old_folder_or_the_new_one(
     renames, tmp_path, monkeypatch

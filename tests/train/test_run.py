@@ -166,6 +166,20 @@ def test_finished_run_does_no_further_step(parts, tmp_path):
     assert longer.go() == [1, 2, 3, 4, 5, 6, 7] and longer.begun == [5, 6] and longer.value() == 7
 
 
+def test_another_length_of_a_decay_is_told(parts, tmp_path, capsys):
+    cosine = dict(lr=0.5, lr_schedule="cosine", save_every=5)
+    Steps(parts, tmp_path, **cosine).go()
+    Steps(parts, tmp_path, **cosine)
+    assert "--lr_schedule" not in capsys.readouterr().out
+    longer = Steps(parts, tmp_path, total=10, **cosine)
+    line = "--lr_schedule cosine: 5 steps are now 10: after lr 0.0477 the next step has 0.25"
+    assert line in capsys.readouterr().out
+    longer.go()
+    Steps(parts, tmp_path / "b", save_every=5).go()
+    Steps(parts, tmp_path / "b", total=10, save_every=5)
+    assert "--lr_schedule" not in capsys.readouterr().out
+
+
 # ---- --keep_best ----
 
 BEST = dict(eval_every=1, keep_best="eval_score", save_every=100)
