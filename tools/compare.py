@@ -44,6 +44,9 @@ def read_run(folder: Path) -> Run:
     """Read a run, without an unfinished last line. Raises `ValueError` if a file is missing or
     damaged."""
     metrics: dict[str, dict[int, float]] = {}
+    for file in (folder / "args.yaml", folder / "metrics.jsonl"):
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file}: no regular file; name the output folder of a run")
     try:
         written = (folder / "args.yaml").read_text(encoding="utf-8")
         flags = dict(yaml.safe_load(written))

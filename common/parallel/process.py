@@ -68,8 +68,10 @@ class RunError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without gloo's advice."""
-    return str(error).strip().split("\n")[0].partition(". This is typically")[0]
+    """Return the first line of an error's message, without gloo's advice; of an error without a
+    message, its name."""
+    name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
+    return str(error).strip().split("\n")[0].partition(". This is typically")[0] or name
 
 
 def fail(message: str) -> NoReturn:

@@ -23,6 +23,8 @@ from common.parallel.distributed import first_line
 
 # PIL would start another program for some others.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+PIXELS = 90_000_000  # of a picture: a small file may have any number, which all take memory
+Image.MAX_IMAGE_PIXELS = PIXELS
 
 
 def take_images(row: dict, messages: list[dict]) -> list[dict]:
@@ -165,8 +167,16 @@ def require_image(label: str, image: str | bytes) -> None:
     if (len(image) if is_content else os.path.getsize(image)) == 0:
         raise ValueError(f"{label}: cannot be read: it is empty")
     file = io.BytesIO(image) if is_content else image
-    with readable(label), Image.open(file, formats=FORMATS) as picture:
+    with readable(label), opened(file) as picture:
         picture.verify()
+
+
+def opened(file: str | io.BytesIO) -> Image.Image:
+    """Open a picture in one of `FORMATS`. Raises `DecompressionBombError` for too many pixels."""
+    picture = Image.open(file, formats=FORMATS)
+    if picture.width * picture.height > PIXELS:
+        raise Image.DecompressionBombError
+    return picture
 
 
 @contextmanager
@@ -179,6 +189,10 @@ def readable(label: str) -> Iterator[None]:
     except UnidentifiedImageError as error:
         problem = "no image, or of an unknown format"
         raise ValueError(f"{label}: cannot be read: {problem}") from error
+    except Image.DecompressionBombError as error:
+        problem = f"it has more than {PIXELS:,} pixels"
+        advice = "scale it down, or raise PIXELS in extras/images/image_files.py"
+        raise ValueError(f"{label}: {problem}; {advice}") from error
     except Exception as error:
         problem = getattr(error, "strerror", None) or first_line(error)
         raise ValueError(f"{label}: cannot be read: {problem}") from error

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from common.data.sample import ImageSpan
-from extras.images.image_files import FORMATS, digest, readable
+from extras.images.image_files import digest, opened, readable
 
 Pixels = dict[str, Tensor]  # arguments of transformers' `get_image_features`, for one image
 ORIENTATION = 0x0112  # of a photograph, in its EXIF data
@@ -77,7 +77,7 @@ class Reader:
         cannot be decoded, or has changed."""
         with readable(file):
             content = Path(file).read_bytes()
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            with opened(io.BytesIO(content)) as image:
                 picture = as_served(image)
         if digest(content) != expected:
             problem = "the image has changed since it was tokenised"
@@ -87,7 +87,7 @@ class Reader:
     def layout_of(self, content: bytes) -> Layout:
         """Return the layout of the image in a file with this content, by its size alone. PIL
         decodes a PNG to look for EXIF after its pixels."""
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with opened(io.BytesIO(content)) as image:
             width, height = image.size
             # PIL turns a TIFF itself.
             if image.format != "TIFF" and image.getexif().get(ORIENTATION) in range(5, 9):

@@ -20,6 +20,8 @@ def read(path: Path) -> list[dict]:
     """Return the header and the groups of a trace. Raises `ValueError` if it is damaged or has
     another schema."""
     try:
+        if not path.is_file():
+            raise OSError("no regular file")
         with gzip.open(path, "rt", encoding="utf-8") as file:
             lines = [json.loads(line) for line in file]
         schema = lines[0].get("schema")

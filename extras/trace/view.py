@@ -47,10 +47,13 @@ def collect(folders: list[Path]) -> dict:
         for path in sorted((run.folder / "trace").glob("step_*.jsonl.gz")):
             header, *groups = trace_file.read(path)
             content = base64.b64encode(path.read_bytes()).decode()
-            traces.append(dict(step=header["step"], gzip=content))
-            completions = chain.from_iterable(group["completions"] for group in groups)
-            spans = chain.from_iterable(c.get("images", ()) for c in completions)
-            images |= {span["digest"]: span["file"] for span in spans}
+            try:
+                traces.append(dict(step=header["step"], gzip=content))
+                completions = chain.from_iterable(group["completions"] for group in groups)
+                spans = chain.from_iterable(c.get("images", ()) for c in completions)
+                images |= {str(span["digest"]): str(span["file"]) for span in spans}
+            except (LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}: damaged; delete it") from error
         metrics = {name: [list(of), list(of.values())] for name, of in run.metrics.items()}
         name = run.folder.resolve().name
         found.append(dict(name=name, folder=str(run.folder), metrics=metrics, traces=traces))

@@ -1,11 +1,13 @@
 """Images in what a run shows, in traces, in the viewer and in the chat."""
 
 import io
+import os
 import runpy
 import sys
 
 import pytest
 from helpers import ROOT, call_main
+from PIL import EpsImagePlugin, Image
 
 import sft
 from common.data.encode import Encoder
@@ -47,18 +49,46 @@ def test_traces_and_the_viewer_have_the_images_in_their_places(trained):
     assert not CHROMIUM or dom(html).count("<img src=") == 2
 
 
-def test_pictures_of_the_viewer_are_small_and_a_bad_one_is_a_problem(tmp_path):
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n"
+
+
+def test_pictures_of_the_viewer_are_small_and_a_bad_one_is_a_problem(tmp_path, monkeypatch):
+    """It reads regular files alone, and starts no program for one (PIL would start gs)."""
     pictures = pytest.importorskip("extras.trace.pictures")
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it may have been looked for
     for name in ("big.png", "bad.png", "changed.png"):
         picture(900, 700, 0).save(tmp_path / name)
-    big = digest((tmp_path / "big.png").read_bytes())
     (tmp_path / "bad.png").write_text("no image")
-    names = {big: "big.png", "1": "bad.png", "2": "changed.png", "3": "absent.png"}
-    found = pictures.pictures_of({key: str(tmp_path / name) for key, name in names.items()})
+    Image.new("1", (10_000, 9_100)).save(tmp_path / "huge.png")
+    (tmp_path / "program.png").write_bytes(EPS)
+    os.mkfifo(tmp_path / "fifo.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    wrong = {"2": "changed.png", "3": "absent.png", "4": "fifo.png", "5": "zero.png", "6": "."}
+    wrong |= {"7": "program.png", "8": "a\0b"}
+    names = {
+        digest((tmp_path / x).read_bytes()): x
+        for x in ("big.png", "bad.png", "program.png", "huge.png")
+    }
+    found = pictures.pictures_of(
+        {key: str(tmp_path / name) for key, name in (names | wrong).items()}
+    )
     shown, *problems = found.values()
     assert shown["url"].startswith("data:image/webp;base64,") and len(shown["url"]) < 70_000
-    words = ("no image", "it has changed since the run read it", "No such file or directory")
+    words = (
+        "no image",
+        "no image",
+        "more than 90,000,000 pixels",
+        "it has changed since the run read it",
+        "No such file or directory",
+        *["no regular file"] * 3,
+        "it has changed",
+        "null byte",
+    )
     assert all(word in x["problem"] for word, x in zip(words, problems, strict=True))
+    assert not (tmp_path / "ran").exists()
 
 
 # ---- the chat ----

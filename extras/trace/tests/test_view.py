@@ -1,6 +1,7 @@
 """The viewer: the data of its page, a page in a browser if one is here, bad input."""
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -131,3 +132,22 @@ def test_bad_input_is_one_line(run, monkeypatch, capsys):
         _, shown = call_main(view.main, ["view.py", run], 2, monkeypatch, capsys)
         assert shown == f"error: {run}/{name}: {words}\n"
         write_trace(run, 1)
+
+
+def test_a_run_of_somebody_else_is_read_only_as_regular_files(run, monkeypatch, capsys):
+    """A pipe would never end."""
+    for name in ("trace/step_000001.jsonl.gz", "metrics.jsonl", "args.yaml"):
+        (run / name).rename(run / "aside")
+        os.mkfifo(run / name)
+        _, shown = call_main(view.main, ["view.py", run], 2, monkeypatch, capsys)
+        assert shown.startswith(f"error: {run}/{name}: ") and shown.count("\n") == 1
+        (run / "aside").rename(run / name)
+    header = dict(schema=trace_file.SCHEMA, step=1)
+    for wrong in (
+        [header, {}],
+        [header, dict(completions=[dict(images=[1])])],
+        [dict(schema=2), 3],
+    ):
+        trace_file.write(run / "trace" / "step_000001.jsonl.gz", wrong)
+        _, shown = call_main(view.main, ["view.py", run], 2, monkeypatch, capsys)
+        assert shown == f"error: {run}/trace/step_000001.jsonl.gz: damaged; delete it\n"
