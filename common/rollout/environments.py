@@ -50,10 +50,18 @@ def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Mes
 
     def first_messages(row: dict) -> list[Message]:
         place = f"{row['_source']}: --environment {args.environment}"
+        doing = "reset"
+        instance = None
         try:
-            messages = environment().reset(copy.deepcopy(row))
+            try:
+                instance = environment()
+                messages = instance.reset(copy.deepcopy(row))
+                doing = "close"
+            finally:
+                if hasattr(instance, "close"):
+                    instance.close()
         except BaseException as error:  # the user's code may raise anything
-            raise ValueError(f"{place} fails in reset: {one_line(error)}") from error
+            raise ValueError(f"{place} fails in {doing}: {one_line(error)}") from error
         if not messages_field(dict(_source=place, reset=messages), "reset"):
             raise ValueError(f"{place}: reset returns no list of messages")
         return messages

@@ -222,16 +222,43 @@ def test_bad_environment_names_are_refused(name, words, tmp_path):
         load_environment(name.format(tmp_path))
 
 
+def test_environments_of_the_start_are_closed(tmp_path):
+    """Also those of rows that they refuse."""
+    code = """
+class Game:
+    open = []
+    def reset(self, example):
+        self.open.append(self)
+        return [dict(role="user", content=example["prompt"])]
+    def step(self, completion): ...
+    def close(self):
+        self.open.remove(self)
+"""
+    (tmp_path / "game.py").write_text(code)
+    name = f"{tmp_path / 'game.py'}:Game"
+    first_messages = prompt_maker_of_environment(Args(environment=name, reward=("environment",)))
+    assert first_messages(dict(prompt="a", _source="rows:1")) == [dict(role="user", content="a")]
+    with pytest.raises(ValueError, match="Game fails in reset: KeyError: 'prompt'"):
+        first_messages(dict(_source="rows:2"))
+    assert load_environment(name).open == []
+
+
 def test_bad_rows_are_refused_by_name(tmp_path, user_file):
     silent = "class A:\n    def reset(self, example): return []\n    def step(self, c): ...\n"
     (tmp_path / "silent.py").write_text(silent)
+    stuck = (
+        silent.replace("[]", "example['messages']")
+        + "    def close(self): raise OSError('stuck')\n"
+    )
+    (tmp_path / "stuck.py").write_text(stuck)
     for environment, words in (
+        (f"{tmp_path / 'stuck.py'}:A", "A fails in close: OSError: stuck"),
         (user_file, "Counter fails in reset: KeyError: 'turns'"),
         (f"{tmp_path / 'silent.py'}:A", "A: reset returns no list of messages"),
     ):
         args = Args(environment=environment, reward=("environment",))
         with pytest.raises(ValueError, match=f"rows:2: --environment .*{words}"):
-            prompt_maker_of_environment(args)(dict(prompt="a", _source="rows:2"))
+            prompt_maker_of_environment(args)(dict(messages=[], _source="rows:2"))
     for flags in (dict(environment="calculator"), dict(reward=("environment",)), dict(max_turns=3)):
         words = "need each other|--max_turns 3 has no effect without --environment"
         with pytest.raises(ValueError, match=words):
