@@ -51,7 +51,7 @@ class Endpoint:
         episodes in progress."""
         self.serve = serve
         self.keys = keys
-        self.strangers: dict[asyncio.BaseProtocol, None] = {}  # connections without a key
+        self.known: set[asyncio.BaseProtocol] = set()  # connections with a key
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
 
@@ -71,14 +71,12 @@ class Endpoint:
         self.listener.close()
 
     def _connect(self) -> asyncio.BaseProtocol:
-        connection = self.server()
-        self.strangers[connection] = None
-        # One that has no transport yet cannot be closed; the next connection finds it.
-        open_ones = [each for each in self.strangers if each.transport is not None]
-        for oldest in open_ones[: max(0, len(self.strangers) - STRANGERS)]:
-            del self.strangers[oldest]
+        living = self.server.connections  # the oldest first
+        self.known &= {*living}
+        strangers = [each for each in living if each not in self.known and each.transport]
+        for oldest in strangers[: max(0, len(strangers) + 1 - STRANGERS)]:
             oldest.force_close()
-        return connection
+        return self.server()
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         try:
@@ -95,7 +93,7 @@ class Endpoint:
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         if key not in self.keys:
             raise Refusal("api_key: of no episode in progress", 401)
-        self.strangers.pop(request.protocol, None)
+        self.known.add(request.protocol)
         match request.method, request.path:
             case "GET", "/v1/models":
                 return web.json_response(dict(object="list", data=[dict(id=MODEL, object="model")]))

@@ -430,6 +430,13 @@ async def play(row, base_url, api_key):
             await reader.read()
         except ConnectionResetError:
             pass
+    for _, writer in half:
+        writer.close()
+    reader, writer = await send(begun, wait=False)
+    for _ in range(40):  # which have ended before it says its key
+        await send("garbage\\r\\n\\r\\n")
+    writer.write(f"\\r\\n{key}\\r\\n".encode())
+    assert " 200 " in (await reader.readline()).decode()
     return 1.0
 """
 )
