@@ -54,7 +54,7 @@ class Interpreter:
     """Interpreter of one episode, which starts at its first call."""
 
     def __init__(self, seconds: float, unsafe: bool):
-        """`seconds`: limit of one call."""
+        """`seconds`: limit of one call, the start of the interpreter included."""
         self.seconds = seconds
         self.unsafe = unsafe
         self.program: program.Program | None = None
@@ -67,11 +67,12 @@ class Interpreter:
             code: the program; what it prints and the value of its last expression are returned
         """
         number = next(self.numbers)
+        deadline = time.monotonic() + self.seconds
         try:
             if self.program is None:
-                self.program = program.Program(SOURCE, Limits(seconds=LIFE), self.unsafe)
+                self.program = self._started()
             child = self.program.child
-            child.deadline = time.monotonic() + self.seconds
+            child.deadline = deadline
             os.killpg(child.process.pid, signal.SIGCONT)
             match self.program.call("run", number, code):
                 case [int(answered), str(text)] if answered == number:
@@ -85,6 +86,15 @@ class Interpreter:
             if kind == "time limit":
                 raise TimeoutError(f"{self.seconds:g} s: {problem}") from error
             raise RuntimeError(problem) from error
+
+    def _started(self) -> program.Program:
+        limits = Limits(seconds=LIFE, start_seconds=self.seconds)
+        try:
+            return program.Program(SOURCE, limits, self.unsafe)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, ProgramError) and error.__cause__.kind == "time limit":
+                raise TimeoutError(f"{self.seconds:g} s: the interpreter did not start") from error
+            raise
 
     def close(self) -> None:
         if self.program is not None:

@@ -5,6 +5,8 @@ without loss. A turn without a call is the answer and ends the episode. Each epi
 a process of its own (extras/tools/toolbox.py); a process that hangs or dies is replaced by a new
 one, without its state, and the model reads an error in place of the result."""
 
+import time
+
 from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.data.sample import Completion
@@ -13,7 +15,7 @@ from common.rewards.thoughts import TAIL, before_last_turn
 from common.rollout.engine import Engine
 from common.rollout.environments import episode_server, last_token
 from common.workers.pool import Process
-from common.workers.worker import Result
+from common.workers.worker import Result, one_line
 from extras.tools.parser import Call, make_parser
 from extras.tools.schemas import tool_selector
 from extras.tools.toolbox import PROBLEMS, Outcome, settings_of
@@ -61,7 +63,7 @@ class ToolEpisode:
             outcomes = [Outcome(f"error: {turn.problem}", "malformed")]
         else:
             calls = turn.calls
-            outcomes = [await self._outcome(call) for call in calls]
+            outcomes = await self._outcomes(calls)
         if not calls:
             return None
         self.counts["calls"] += len(calls)
@@ -74,22 +76,42 @@ class ToolEpisode:
             return self._reply(completion, calls, texts)
         except (ValueError, TypeError):  # a template may refuse several calls in a turn
             self.counts["malformed"] += 1
-            problem = "error: the results cannot be shown"
-            if len(calls) > 1:
-                problem += "; make one call at a time"
+        problem = "error: the results cannot be shown"
+        if len(calls) > 1:
+            problem += "; make one call at a time"
+        try:
             return self._reply(completion, [MALFORMED], [problem])
+        except (ValueError, TypeError) as error:
+            completion.error = f"turn {completion.turns}: {one_line(error)}"
+            return None
 
     def end(self, completion: Completion) -> None:
         completion.tool_counts = self.counts
         if self.process is not None:
             self.process.close()
 
-    async def _outcome(self, call: Call) -> Outcome:
-        """Run a call. If it ends the process, the error is its outcome, and the next call has a new
-        process."""
+    async def _outcomes(self, calls: list[Call]) -> list[Outcome]:
+        """Run the calls of a turn, as long as they have not taken the time of one."""
         seconds = self.tools.args.answer_seconds
-        if self.process is None or self.process.closed:
-            result = await self._start()
+        taken = 0.0
+        outcomes = []
+        for call in calls:
+            if taken >= seconds:
+                problem = f"error: not run: the calls before it took {seconds:g} s"
+                outcomes.append(Outcome(problem, "timed_out"))
+                continue
+            result = None
+            if self.process is None or self.process.closed:
+                result = await self._start()
+            began = time.monotonic()
+            outcomes.append(await self._outcome(call, result))
+            taken += time.monotonic() - began
+        return outcomes
+
+    async def _outcome(self, call: Call, result: Result | None) -> Outcome:
+        """Run a call. If it ends the process, the error is its outcome, and the next call has a new
+        process. `result`: of the start of the process, which may have failed."""
+        seconds = self.tools.args.answer_seconds
         if not self.process.closed:
             result = await self.process.call("call", call.name, call.arguments, seconds=seconds)
         if result.error is None:

@@ -36,6 +36,7 @@ class Limits:
     seconds: float = 5.0
     """wall-clock time of its whole life, from its first line; of a reward, for all tests of a
     completion together"""
+    start_seconds: float = START_SECONDS
     output_bytes: int = 1 << 20
     """on stdout, or of one answer to a call"""
 
@@ -69,7 +70,7 @@ class Child(contextlib.AbstractContextManager):
         self.next_look = float("inf")  # no looks while it starts
         self.folder: str | None = None
         self.beside: Child | None = None  # another process to watch while this one is waited for
-        self.deadline = time.monotonic() + START_SECONDS
+        self.deadline = time.monotonic() + limits.start_seconds
         self.received = bytearray()
         self.stack = contextlib.ExitStack()  # undone in the reverse order: kill, close, remove
         try:

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 from field.families import CHATML, IM_END, ours
-from helpers import PATIENCE, ROOT, metrics
+from helpers import PATIENCE, ROOT, Clock, metrics
 from in_process import talkative
 
 from common.data.encode import Encoder
 from common.parallel.distributed import RunError
 from common.rollout.engine import empty_completion
 from common.rollout.prompts import encode_prompts, prompt_columns
+from extras.tools import turns as module
 from extras.tools.tests import episodes
 from extras.tools.tests.episodes import make_args
 from extras.tools.turns import Tools
@@ -50,13 +51,15 @@ def calls(*named: tuple[str, dict]) -> str:
 class Play:
     """An episode in which the model says these turns."""
 
-    def __init__(self, folder, turns, code=FILE, **flags):
+    def __init__(self, folder, turns, code=FILE, template="", **flags):
+        """`template`: in front of the chat template."""
         file = folder / "tools.py"
         file.write_text(code)
         flags = dict(environment_timeout=PATIENCE) | flags
         args = make_args(tools=(str(file), f"{file}:Shelf"), **flags)
         self.tokenizer = ours("qwen2_5", "builtin", IM_END, CHATML, IM_END[0]).load()
         self.tokenizer.add_tokens(["<|absent|>"], special_tokens=True)
+        self.tokenizer.chat_template = template + self.tokenizer.chat_template
         self.tokenizer.model_vocab_size = self.tokenizer.convert_tokens_to_ids("<|absent|>")
         rows = [dict(prompt="1+1?", answer="2", first="cup", _source="rows:1")]
         encoder = Encoder(self.tokenizer, args)
@@ -131,6 +134,31 @@ def test_results_that_cannot_be_shown_are_an_error_for_the_model(tmp_path):
     play = Play(tmp_path, turns)
     assert play.sample.tool_counts["malformed"] == 1
     assert "error: the results cannot be shown" in play.tokenizer.decode(play.sample.ids)
+
+
+def test_an_episode_whose_results_the_template_refuses_is_an_error(tmp_path):
+    refuse = "{% for m in messages if m.role == 'tool' %}{% if 'error' in m.content %}"
+    refuse += "{{ raise_exception('no errors here') }}{% endif %}{% endfor %}"
+    play = Play(tmp_path, [calls(("add", dict(a=1, b=2))), calls(("nix", {}))], template=refuse)
+    assert play.results == ["3"] and play.sample.tool_counts["malformed"] == 1
+    assert play.sample.error.startswith("turn 2: ") and "no errors here" in play.sample.error
+
+
+def test_calls_of_a_turn_share_a_time_limit(tmp_path, monkeypatch):
+    """Those that it leaves are not run. The next turn has its own."""
+    clock, answer = Clock(monkeypatch, module), module.Process.call
+
+    async def slow_call(process, method, *arguments, seconds):
+        clock.ahead += 6 if method == "call" else 60  # tools may take long to begin
+        return await answer(process, method, *arguments, seconds=seconds)
+
+    monkeypatch.setattr(module.Process, "call", slow_call)
+    put = [("put", dict(item=item)) for item in "abcde"]
+    play = Play(tmp_path, [calls(*put[:4]), calls(*put[4:]), "3"], environment_timeout=10.0)
+    late = "error: not run: the calls before it took 10 s"
+    last = '["cup", "a", "b", "e"]'
+    assert play.results == ['["cup", "a"]', '["cup", "a", "b"]', late, late, last]
+    assert play.sample.tool_counts["timed_out"] == 2 and play.sample.tool_counts["calls"] == 5
 
 
 def test_tools_that_cannot_be_loaded_end_the_run(tmp_path):

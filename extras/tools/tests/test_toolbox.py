@@ -14,8 +14,9 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from helpers import Clock
 
-from extras.code.sandbox import program
+from extras.code.sandbox import process, program
 from extras.tools import python_tool
 from extras.tools.schemas import schema_of, tool_schemas
 from extras.tools.tests.episodes import make_args, written
@@ -213,6 +214,25 @@ threading.Thread(target=work, daemon=True).start()
     pid = toolbox.owners["python"].object.program.child.process.pid
     assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT).si_status == signal.SIGSTOP
     assert int(toolbox.call("python", dict(code="time.sleep(0.1); len(done)")).text) > 0
+    toolbox.close()
+
+
+@confined
+def test_python_that_starts_late_costs_one_call(monkeypatch):
+    """The start is a part of the time of the call, which is less than that of the process."""
+    clock, start = Clock(monkeypatch, process, python_tool), process.Child._start
+    delay = [70.0, 30.0]
+
+    def start_slowly(*arguments):
+        start(*arguments)
+        clock.ahead += delay.pop()
+
+    monkeypatch.setattr(process.Child, "_start", start_slowly)
+    toolbox = begin("python", seconds=60.0)
+    assert toolbox.call("python", dict(code="1")).text == "1"
+    toolbox.owners["python"].object.close()
+    outcome = toolbox.call("python", dict(code="1"))
+    assert outcome == Outcome("error: 48 s: the interpreter did not start", "timed_out")
     toolbox.close()
 
 
