@@ -39,6 +39,7 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         given = read_command_line(args_class, list(sys.argv[1:] if argv is None else argv))
         given = (read_file(args_class, given.pop("config")) if "config" in given else {}) | given
         given = {name: from_home(value) for name, value in given.items()}
+        require_utf8(given)
         preset = args_class.PRESETS.get(str(given.get("preset")), {})
         built_in = built_in_defaults(args_class, preset | given)
         args = args_class(**built_in | preset | given)
@@ -68,6 +69,15 @@ def from_home(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(from_home, value))
     return os.path.expanduser(value) if str(value).startswith("~/") else value
+
+
+def require_utf8(given: dict[str, Any]) -> None:
+    """Raise `ValueError` for text that is not UTF-8, as names of files may be: a run writes its
+    flags to files."""
+    for name, value in given.items():
+        text = shown(value).encode(errors="backslashreplace").decode()
+        if text != shown(value):
+            raise ValueError(f"--{name} {text}: not UTF-8; rename the file or folder")
 
 
 def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict[str, Any]:
