@@ -108,8 +108,11 @@ def _lock(folder: Path) -> None:
     who else has locked it."""
     global _locked
     unlock()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "lock").open("a+")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+")
+    except OSError as error:
+        raise ValueError(f"--output_dir {folder}: {error.strerror}; name another one") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -82,6 +82,14 @@ def test_a_run_does_not_begin_in_what_another_run_replaces(inner, main, tmp_path
     assert files_in(tmp_path) == before
 
 
+@pytest.mark.parametrize("inner", ["", "run"])
+def test_a_file_in_the_place_of_the_folder_is_refused(inner, main, tmp_path):
+    write(tmp_path, "file")
+    folder = tmp_path / "file" / inner
+    with pytest.raises(ValueError, match=f"^--output_dir {folder}: .*; name another one$"):
+        main("sft", "--output_dir", folder)
+
+
 @pytest.fixture
 def train(main, small, capsys, tmp_path) -> Callable[..., str]:
     """`train(*flags)` runs a step of sft.py in tmp_path/run, and returns what it prints."""
