@@ -1,7 +1,10 @@
 """rm.py: an export that transformers scores equally, and relabelling."""
 
+import datetime
 import math
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from helpers import read_rows, run
@@ -73,6 +76,16 @@ def test_a_language_model_relabels_nothing(small, pairs, main, tmp_path):
     with pytest.raises(ValueError, match="a language model without a reward head"):
         main("tools.relabel", *flags)
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_are_no_json_are_not_relabelled(trained, main, tmp_path):
+    """They are refused before they are scored: nothing is written."""
+    row = dict(prompt="1+1=", chosen="2", rejected="3", day=datetime.date(2026, 1, 1))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "days.parquet")
+    flags = ("--model", trained / "hf", "--dataset", tmp_path / "days.parquet")
+    with pytest.raises(ValueError, match="its rows cannot be written as JSON: .*date"):
+        main("tools.relabel", *flags, "--output_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_bradley_terry_loss_equals_a_calculation_by_hand():

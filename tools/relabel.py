@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common import durable
 from common.config.parse import parse
 from common.data.encode import Encoder
 from common.data.load import encode_all, reasons
@@ -22,6 +23,12 @@ from common.model.policy import load_scalar_model
 from common.model.scoring import score
 from common.parallel import distributed
 from rm import Args, encode_row
+
+
+def json_line(row: dict) -> str:
+    """Return the row's own columns as a line."""
+    columns = {name: x for name, x in row.items() if name not in OUR_COLUMNS}
+    return json.dumps(columns, ensure_ascii=False) + "\n"
 
 
 def main(args: Args) -> None:
@@ -37,22 +44,25 @@ def main(args: Args) -> None:
     pairs, counts = encode_all(encode_row, rows, columns, encoder, args)
     if not pairs:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
+    try:
+        lines = [json_line(pair.row) for pair, _ in pairs]
+    except TypeError as error:
+        problem = "its rows cannot be written as JSON"
+        raise ValueError(f"{args.dataset_flag}: {problem}: {error}") from error
     model = load_scalar_model(path, args, device, trainable=False)
     share = [[sample.ids for sample in pair] for pair in pairs[rank::world_size]]
     scores = score(model, share, args.pack_tokens)
     scores_of_ranks = distributed.gather_objects(list(zip(scores[::2], scores[1::2], strict=True)))
     if distributed.is_main():
         right = 0.0
+        for i, (pair, _) in enumerate(pairs):
+            chosen, rejected = scores_of_ranks[i % world_size][i // world_size]
+            right += (chosen > rejected) + (chosen == rejected) / 2
+            if chosen < rejected:
+                row = pair.row | dict(chosen=pair.row["rejected"], rejected=pair.row["chosen"])
+                lines[i] = json_line(row | (dict(margin=0.0) if "margin" in row else {}))
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w", encoding="utf-8") as lines:
-            for i, (pair, _) in enumerate(pairs):
-                chosen, rejected = scores_of_ranks[i % world_size][i // world_size]
-                row = {name: x for name, x in pair.row.items() if name not in OUR_COLUMNS}
-                right += (chosen > rejected) + (chosen == rejected) / 2
-                if chosen < rejected:
-                    row |= dict(chosen=row["rejected"], rejected=row["chosen"])
-                    row |= dict(margin=0.0) if "margin" in row else {}
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+        durable.write_text(file, "".join(lines))
         low, high = wilson_interval(right / len(pairs), len(pairs))
         print(f"of {len(rows)} rows {reasons(counts)}" if counts else f"{len(pairs)} pairs")
         print(f"the reward model agrees with {right / len(pairs):.3f} ({low:.3f} to {high:.3f})")

@@ -161,8 +161,8 @@ def test_flags_are_read(flags, values):
         ("--compile maybe", "--compile maybe must be a valid boolean"),
         ("--config", "--config: a value is missing"),
         ("stray", "unknown flag stray"),
-        ("--output_dir runs/\udcff", r"--output_dir runs/\udcff: not UTF-8; rename the file or fol"),
-        ("--dataset a b\udcff", r"--dataset a b\udcff: not UTF-8; rename the file or folder"),
+        ("--output_dir runs/\udcff", r"--output_dir runs/\udcff: not UTF-8; rename the file"),
+        ("--dataset a b\udcff", r"--dataset a b\udcff: not UTF-8; rename the file"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(argv, what, capsys, monkeypatch):
