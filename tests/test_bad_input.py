@@ -7,6 +7,7 @@ import importlib
 import os
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,26 @@ def test_conflicting_flags_are_refused(case, capsys, monkeypatch):
     with pytest.raises(SystemExit) as done:
         parse(importlib.import_module(script).Args, flags)
     assert done.value.code == 2 and words in the_error(capsys.readouterr().err)
+
+
+def test_error_is_plain_text_in_a_terminal(capsys, monkeypatch):
+    """In a terminal, tyro would draw a coloured box."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for flags, message in (
+        (["--max_length", "9000"], "--max_length 9000: a sequence must fit in --pack_tokens 8192"),
+        (["--lr", "fast"], "--lr fast must be a valid number"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(sft.Args, flags)
+        assert the_error(capsys.readouterr().err).startswith(message)
+
+
+def test_binary_config_file_is_refused(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_bytes(b"\x80\x81model: tiny")
+    with pytest.raises(SystemExit):
+        parse(sft.Args, ["--config", str(tmp_path / "c.yaml")])
+    assert f"--config {tmp_path}/c.yaml: not valid YAML" in the_error(capsys.readouterr().err)
 
 
 def test_distill_prompts_must_divide_over_the_ranks():
@@ -282,6 +303,8 @@ DATA_ERRORS = [
     *((script, "--max_length 3", NONE_LEFT) for script in ("sft", "dpo", "kto", "rm")),
     *((script, "--reference_model /absent", "--reference_model /absent: no such folder")
       for script in ("dpo", "kto")),
+    *((script, f"--{flag} ''", f"--{flag} '': the name is empty")  # of an unset shell variable
+      for script, flag in (("sft", "model"), ("dpo", "reference_model"))),
 ]  # fmt: skip
 
 
@@ -291,7 +314,7 @@ DATA_ERRORS = [
 def test_started_script_refuses_bad_input_without_a_checkpoint(
     script, flags, words, main, tmp_path
 ):
-    flags = (*flags.split(), "--dataset", few_rows(tmp_path), "--output_dir", tmp_path)
+    flags = (*shlex.split(flags), "--dataset", few_rows(tmp_path), "--output_dir", tmp_path)
     with pytest.raises(ValueError) as error:
         main(script, *flags, "--eval_every", 0)
     assert words in str(error.value) and "\n" not in str(error.value)

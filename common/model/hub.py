@@ -33,6 +33,8 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
     checkpoint of a run it is `hf/`. Errors name the `flag`. Collective."""
     if model in BUILT_IN_MODELS:
         return tiny_model(model)
+    if not model:
+        raise ValueError(f"{flag} '': the name is empty; leave the flag out, or name a model")
     with named_errors(f"{flag} {model}"):
         folder = Path(model).expanduser()
         if not folder.is_dir():
@@ -132,6 +134,7 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
         beyond = {i for i in tokenizer.get_vocab().values() if i >= size}
         if beyond - tokenizer.added_tokens_decoder.keys():
             raise ValueError(f"its vocabulary of {size} is smaller than its tokenizer's")
+        eos_token_ids(path, tokenizer, "plain")  # else bad ones would be refused by the first save
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
     if args is None:
@@ -182,8 +185,8 @@ def eos_token_ids(
     for name in (GENERATION_CONFIG, "config.json"):
         eos = fields_of(path, name).get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
-        if not all(isinstance(i, int | None) for i in eos):
-            raise ValueError(f"{path}/{name}: eos_token_id {eos} are no token ids")
+        if not all(i is None or type(i) is int for i in eos):
+            raise ValueError(f"{name}: eos_token_id {eos} are no token ids")
         ids.update(eos)
     return sorted(ids - {None})
 

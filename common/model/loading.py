@@ -61,13 +61,17 @@ def open_model(path: str | Path, dtype: torch.dtype, **options) -> nn.Module:
 
 def files_of(path: str | Path) -> list[Path]:
     """Return the files with a folder's weights. As in transformers, its index names them: there may
-    be others, such as `consolidated.safetensors`."""
-    index = Path(path) / "model.safetensors.index.json"
+    be others, such as `consolidated.safetensors`. Raises `ValueError` beside a file that transformers
+    would read in place of them."""
+    index, alone = Path(path) / "model.safetensors.index.json", Path(path) / "model.safetensors"
     if not index.is_file():
-        return [Path(path) / "model.safetensors"]
+        return [alone]
     with named_errors(index.name):
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [Path(path) / name for name in sorted(set(names))]
+    files = [Path(path) / name for name in sorted(set(names))]
+    if alone.is_file() and alone not in files:
+        raise ValueError(f"{alone.name} and {index.name} are two sets of weights; delete one")
+    return files
 
 
 def base_dtype(path: str | Path) -> torch.dtype:
@@ -192,7 +196,10 @@ def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
     slices = {}
     for file in files_of(path):
         tensors = opened.enter_context(safe_open(file, "pt"))
-        slices |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        names = tensors.keys()
+        for name in slices.keys() & names:
+            raise ValueError(f"{file.name}: another file has {name} too; delete one of the two")
+        slices |= {name: tensors.get_slice(name) for name in names}
     if any(name.endswith("_blocks") for name in slices):
         with extra("architectures", f"{path}: its weights in MXFP4"):
             from extras.architectures.mxfp4 import unpacked

@@ -102,10 +102,11 @@ def reference_logps(
     shapes = [(len(groups), len(groups[0]) if groups else 0) for groups in datasets]
     if not needed:
         return [torch.zeros(shape) for shape in shapes]
-    path = resolve_model(args.reference_model or args.model, "--reference_model")
+    is_other = args.reference_model is not None
+    path = resolve_model(args.reference_model if is_other else args.model, "--reference_model")
     require_same_tokenizer("--reference_model", path, tokenizer)
     distributed.say(f"the reference scores {sum(map(len, datasets))} rows once")
-    model = load_reference(policy, args, device, path) if args.reference_model else policy
+    model = load_reference(policy, args, device, path) if is_other else policy
     groups, logps = chain(*datasets), []
     while batch := list(islice(groups, 512 * distributed.world_size())):
         scored = sequence_sums(model, distributed.share_of(batch), args.pack_tokens)

@@ -8,6 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from common.config.groups import TrainArgs
@@ -104,6 +105,9 @@ TEXT_FP8 = f'{{"model_type": "mistral3", "text_config": {FP8}}}'  # Ministral 3
         ("tokenizer.json", None, BROKEN),
         ("tokenizer_config.json", "[]", BROKEN),
         ("tokenizer_config.json", "{}", "the tokenizer has no EOS token"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id ['x'] are no token ids"),
+        ("generation_config.json", '{"eos_token_id": [1, true]}', "eos_token_id [1, True] are no"),
+        ("generation_config.json", "[]", "generation_config.json: no JSON object"),
     ],
 )
 def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
@@ -115,6 +119,23 @@ def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
         load_tokenizer(resolve_model(str(folder)))
     assert str(error.value).startswith(f"--model {folder}: ") and words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("files", [("model", "shard"), ("a", "b")])
+def test_weights_that_two_files_have_are_refused(files, tmp_path, device):
+    """An index of old shards beside a new model.safetensors, which transformers would read; two
+    files of an index with a weight of one name."""
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for file in files:
+        save_file(weights, folder / f"{file}.safetensors", metadata=dict(format="pt"))
+    named = {name: f"{file}.safetensors" for file in {*files} - {"model"} for name in weights}
+    named |= {"of b": f"{files[1]}.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=named)))
+    words = "two sets of weights" if "model" in files else "another file has .* too"
+    with pytest.raises(ValueError, match=f"^--model {folder}: .*{words}"):
+        load_policy(resolve_model(str(folder)), TrainArgs(), device)
 
 
 def with_config(folder: Path, **fields) -> Path:

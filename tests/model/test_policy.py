@@ -175,6 +175,38 @@ def test_missing_or_misshaped_weight_is_refused_by_name(tmp_path, device):
         load_policy(misshaped, ARGS, device)
 
 
+def test_reward_model_is_no_policy(tmp_path, device):
+    head = {"score.weight": torch.zeros(1, 128)}
+    path = edited(tmp_path / "model", lambda weights: weights.update(head))
+    with pytest.raises(ValueError, match=f"^--model {path}: a reward model .it has score.weight"):
+        load_policy(path, ARGS, device)
+
+
+@pytest.mark.parametrize(
+    ("config", "load", "words"),
+    [
+        (transformers.BertConfig, load_policy, "bert does not keep its blocks in `layers`"),
+        (transformers.T5Config, load_policy, "transformers has no language model of t5"),
+        (transformers.OlmoeConfig, load_scalar_model, "no sequence classifier of olmoe"),
+    ],
+)
+def test_model_of_another_kind_is_refused(config, load, words, tmp_path, device):
+    config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"^--model {tmp_path}: [^\n]*{words}"):
+        load(str(tmp_path), ARGS, device)
+
+
+def test_out_of_memory_error_does_not_refuse_the_architecture(device, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("common.model.loading.packed_attention", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            load_policy(tiny_model(), ARGS, device)
+    load_policy(tiny_model(), ARGS, device)  # registers the function again
+
+
 def test_damaged_file_gives_a_one_line_error(tmp_path, device):
     shutil.copytree(tiny_model(), tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
