@@ -46,6 +46,10 @@ def load_reward(name: str) -> Reward:
         raise ValueError(f"--reward {name}: unknown; there are {', '.join(BUILT_IN + FORMS)}")
     function = load_callable("--reward", name)
     reward_form(name, function)
+    columns = getattr(function, "columns", ())
+    if not isinstance(columns, list | tuple):  # a text would be read letter by letter
+        problem = f"its attribute columns is {columns!r:.80}; write a tuple of names"
+        raise ValueError(f"--reward {name}: {problem}")
     return function
 
 

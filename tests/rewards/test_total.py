@@ -280,7 +280,8 @@ def test_rank_without_groups_returns_empty_rewards():
 
 
 def test_bad_names_are_refused(tmp_path):
-    file = user_file(tmp_path, "x = 1\n")
+    with_columns = "\ndef f(completion, row): return 1.0\nf.columns = 'answer'\n"
+    file = user_file(tmp_path, f"x = 1{with_columns}")
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
     for name, what in (
@@ -288,6 +289,7 @@ def test_bad_names_are_refused(tmp_path):
         (f"{tmp_path}/none.py:f", "no file"),
         (f"{tmp_path}/mine.py", r"unknown; there are .*, path/to/file.py:function, model:PATH"),
         (f"{file}:x", "has no function x"),
+        (f"{file}:f", "its attribute columns is 'answer'; write a tuple of names"),
         (f"{broken}:f", "fails to import"),
     ):
         with pytest.raises(ValueError, match=what):
