@@ -88,6 +88,9 @@ def encode_prompts(
     """Return the prompts of `rows`. Raises `ValueError` for a row that the template, the
     environment or a reward cannot use, and for a prompt of more than `room` tokens; `--on_bad_row
     skip` and `--overlong drop` leave such rows out, and at least one must be left."""
+    if rows and room < 1:
+        problem = f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt"
+        raise ValueError(f"{problem} in the context (or --pack_tokens); lower it")
     makers = {}  # functions that make a column from the row, by its name
     if args.environment is not None:
         makers["_prompt"] = prompt_maker_of_environment(args)

@@ -34,6 +34,9 @@ def test_long_prompts_are_refused_or_dropped():
     words = "no prompt has at most 2 tokens: see --max_new_tokens and --pack_tokens"
     with pytest.raises(ValueError, match=words):
         encode(rows, 2, overlong="drop")
+    for overlong in ("error", "drop"):
+        with pytest.raises(ValueError, match="--max_new_tokens 256 leaves no room for a prompt in"):
+            encode(rows, 0, overlong=overlong)
     args = Args()  # no held-out rows
     assert len(encode_prompts([], ("prompt",), Encoder(TOKENIZER, args), 2, args)) == 0
 
