@@ -168,6 +168,10 @@ def require_image(label: str, image: str | bytes) -> None:
         raise ValueError(f"{label}: cannot be read: it is empty")
     file = io.BytesIO(image) if is_content else image
     with readable(label), opened(file) as picture:
+        # An MPO is a photograph with a small copy.
+        frames = 1 if picture.format == "MPO" else getattr(picture, "n_frames", 1)
+        if frames > 1:
+            raise ValueError(f"it has {frames} pictures; give one")
         picture.verify()
 
 

@@ -180,6 +180,8 @@ BAD = {
     "empty": (b"", "cannot be read: it is empty"),
     "text": (b"no picture", "cannot be read: no image, or of an unknown format"),
     "cut png": (ONE[:40], "cannot be read"),
+    "animation": (saved(picture(9, 7, 0), "GIF", save_all=True, append_images=[picture(9, 7, 1)]),
+                  "cannot be read: it has 2 pictures; give one"),
     "bomb": (saved(Image.new("1", (20_000, 10_000)), "PNG"), "more than 90,000,000 pixels"),
     "many pixels": (saved(Image.new("1", (10_000, 9_100)), "PNG"), "90,000,000 pixels; scale it"),
     "http": ("https://a.b/c.png", "is not fetched; download it"),
