@@ -81,7 +81,7 @@ class Reader:
                 picture = as_served(image)
         if digest(content) != expected:
             problem = "the image has changed since it was tokenised"
-            raise ValueError(f"{file}: {problem}; restore it, or delete the tokenised data")
+            raise ValueError(f"{file}: {problem}; restore it")
         return self.process(picture)
 
     def layout_of(self, content: bytes) -> Layout:

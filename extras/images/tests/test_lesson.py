@@ -18,6 +18,13 @@ def data(tmp_path_factory):
     return folder, LESSON["rows_with_files"]("test", folder)
 
 
+def test_page_has_lines_of_the_tower():
+    page = (ROOT / "course/lessons/13_images.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    source = (ROOT / "extras/images/tower.py").read_text(encoding="utf-8")
+    assert [line for line in code.splitlines() if f" {line}\n" not in source] == []
+
+
 def test_shuffled_pictures_are_all_there_and_only_they_move(data):
     _, rows = data
     moved = LESSON["swapped"](rows, random.Random(0))
