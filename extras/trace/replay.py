@@ -110,6 +110,7 @@ def repeat(run: Path, step: int, folder: Path, script: str, ranks: int, words: l
     flags.pop("preset", None)  # the flags that it sets are there
     config = folder / "replay.yaml"
     config.write_text(yaml.safe_dump(flags | dict(output_dir=str(folder))))
+    ranks += flags.get("rollout_ranks", 0)  # only the others have a trace
     launch(ranks, folder / "log.txt", script, str(step), "--config", str(config), *words)
 
 

@@ -35,6 +35,11 @@ def here(main, monkeypatch):
     monkeypatch.setattr(replay, "launch", launch)
 
 
+def forked(ranks, log, *words):
+    """Replay in forked ranks. A test of its own has the launch."""
+    run(ranks, replay.__file__, "--work", *words)
+
+
 @pytest.mark.slow
 def test_step_from_a_checkpoint_is_exact_and_a_changed_flag_holds_in_it_alone(
     main, here, small, tmp_path, capsys
@@ -57,8 +62,7 @@ def test_step_from_a_checkpoint_is_exact_and_a_changed_flag_holds_in_it_alone(
 def test_two_ranks_trace_what_one_rank_traces_and_repeat_it(
     main, small, tmp_path, capsys, monkeypatch
 ):
-    """The first step: the weights of later ones differ by rounding, and so do the samples. The
-    ranks are forked; the next test has the launch."""
+    """The first step: the weights of later ones differ by rounding, and so do the samples."""
     one_rank, two_ranks = tmp_path / "one", tmp_path / "two"
     main("grpo", *flags(small, "reinforce", one_rank, *LARGE_STEPS))
     run(2, ROOT / "grpo.py", *flags(small, "reinforce", two_ranks, *LARGE_STEPS))
@@ -72,11 +76,19 @@ def test_two_ranks_trace_what_one_rank_traces_and_repeat_it(
             for u, v in zip(x["updates"], y["updates"], strict=True):
                 assert u["share"] == pytest.approx(v["share"], rel=1e-3, abs=1e-6)
 
-    forked = lambda ranks, log, *words: run(ranks, replay.__file__, "--work", *words)  # noqa: E731
     monkeypatch.setattr(replay, "launch", forked)
     replay.replay(two_ranks, 2, [])
     shown = capsys.readouterr().out
     assert "from the start of the run" in shown and f"step 2: {EQUAL}" in shown
+
+
+@pytest.mark.slow
+def test_rollout_ranks_are_started_too(small, tmp_path, capsys, monkeypatch):
+    apart = ("--rollout_ranks", 1, "--max_staleness", 0, "--max_steps", 2)
+    run(2, ROOT / "grpo.py", *flags(small, "reinforce", tmp_path, *LARGE_STEPS, *apart))
+    monkeypatch.setattr(replay, "launch", forked)
+    replay.replay(tmp_path, 2, [])
+    assert f"step 2: {EQUAL}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
