@@ -40,8 +40,8 @@ class SamplingOrder:
     requests: list[PromptRequest]
     """for all rollout ranks"""
     version: int
-    names_and_shapes: list[tuple[str, torch.Size]]
-    """the weights that rank 0 broadcasts next, in this order; none if the engine has them"""
+    weights: list[tuple[str, torch.Size, torch.dtype]]
+    """those that rank 0 broadcasts next, in this order; none if the engine has them"""
 
 
 @dataclass
@@ -128,9 +128,7 @@ class RolloutRanks:
         self.inbox: queue.Queue[SampledGroup] = queue.Queue()
         self.channel = Channel(self._receive)  # waits until the rollout ranks have started
         self.link = weights_link(policy.device) if distributed.is_main() else None
-        self.names_and_shapes = [
-            (name, weight.shape) for name, weight in whole_weights(policy, self.dtype)
-        ]
+        self.weights = [(name, x.shape, x.dtype) for name, x in whole_weights(policy, self.dtype)]
         self.version: int | None = None  # version of the weights on the rollout ranks
         self.last_wait = time.perf_counter()
 
@@ -177,7 +175,7 @@ class RolloutRanks:
                 requests = [
                     replace(each, row=dict(_images=each.row.get("_images"))) for each in requests
                 ]
-            order = SamplingOrder(requests, step, self.names_and_shapes if is_new else [])
+            order = SamplingOrder(requests, step, self.weights if is_new else [])
             for engine in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
                 self.channel.send(order, engine)  # to the first rank of each engine
         if is_new:
@@ -256,7 +254,7 @@ def _sample_until_end(
         for order in orders:
             if order is None:
                 return
-            if order.names_and_shapes:
+            if order.weights:
                 engine.load_weights(_received(order, link, engine), order.version)
             for request in order.requests:
                 if request.number % len(distributed.rollout_ranks) == distributed.rank():
@@ -268,7 +266,7 @@ def _sample_until_end(
 
 
 def _received(order: SamplingOrder, link, engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for name, shape in order.names_and_shapes:
-        weight = torch.empty(shape, dtype=engine.dtype, device=engine.device)
+    for name, shape, dtype in order.weights:
+        weight = torch.empty(shape, dtype=dtype, device=engine.device)
         link.broadcast(weight, 0).wait()
         yield name, weight

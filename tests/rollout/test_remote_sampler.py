@@ -20,6 +20,8 @@ from helpers import (
 )
 from in_process import REWARD
 
+from bench.models import checkpoint
+
 pytestmark = pytest.mark.slow
 
 STEPS, PROMPTS = 6, 8
@@ -83,9 +85,9 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
-    (2, 1, "dapo.py", ()),  # several rollouts in a step
+    (4, 1, "dapo.py", ("--prompts_per_step", 6)),  # several rollouts in a step
     (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
-    (4, 2, "online_dpo.py", ()),
+    (4, 3, "online_dpo.py", ()),
     (2, 1, "distill.py", ("--teacher", "tiny")),
 ])  # fmt: skip
 def test_scripts_run_with_rollout_ranks(ranks, rollout_ranks, script, extra, flags, tmp_path):
@@ -93,6 +95,16 @@ def test_scripts_run_with_rollout_ranks(ranks, rollout_ranks, script, extra, fla
     run(ranks, script, *flags, *FAST, *extra, *where)
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2]
     assert [line["sampling/staleness/max"] for line in metrics(tmp_path)[1:]] == [0, 1]
+
+
+def test_buffers_in_float32_reach_the_rollout_ranks_of_a_run_in_bfloat16(flags, tmp_path):
+    """GLM-4.5 has biases of its router."""
+    model = checkpoint("glm4_moe", tmp_path / "model")
+    own = ("--model", model, "--dtype", "bfloat16", "--rollout_ranks", 1, "--max_staleness", 0)
+    own += ("--max_steps", 1, "--eval_every", 0, "--output_dir", tmp_path / "run")
+    run(2, "grpo.py", *flags, *FAST, *own)
+    (line,) = metrics(tmp_path / "run")
+    assert line["sampling/sampling_logp_difference/max"] < 0.1
 
 
 @pytest.mark.parametrize("victim", [0, 2])
