@@ -210,7 +210,7 @@ class Ranks:
         ):
             if not multiprocessing.connection.wait([p.sentinel for p in running], PATIENCE):
                 for process in running:
-                    os.kill(process.pid, signal.SIGUSR1)  # writes its stacks to stderr
+                    os.kill(process.pid, signal.SIGUSR2)  # writes its stacks to stderr
                     time.sleep(1)
                 raise AssertionError(
                     "the ranks hang:\n" + Path(self.folder.name, "stderr").read_text()[-8000:]
@@ -245,7 +245,7 @@ def call_main(
 def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None:
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR2)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)

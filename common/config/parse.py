@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from common.config.flags import fits, needs_of, shown, union_members
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs, check_ranks, script_of
-from common.parallel import distributed
+from common.parallel import distributed, process
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 
@@ -37,6 +37,7 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
     """Return the flags of the command line. On bad input print one line and exit with code 2."""
     try:
         given = read_command_line(args_class, list(sys.argv[1:] if argv is None else argv))
+        process.require_torchrun()
         given = (read_file(args_class, given.pop("config")) if "config" in given else {}) | given
         given = {name: from_home(value) for name, value in given.items()}
         require_utf8(given)

@@ -43,20 +43,57 @@ def print_any_text() -> None:
 
 # ---- signals ----
 
-stop_signalled = False  # true after SIGTERM or SIGINT
+stop_signalled = False  # true after one of these signals
+ENDING = (signal.SIGTERM, signal.SIGINT)  # a second one ends the process
+# A job's time is nearly over, or its terminal was closed, also twice.
+STOPPING = (signal.SIGUSR1, signal.SIGHUP)
+_terminals: list[int] = []  # descriptors of output that is lost with its terminal
 
 
 def note_signals() -> None:
-    """Make SIGTERM and SIGINT request a stop, which a loop obeys where its state can be saved. A
-    second one ends the process."""
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, _note)
+    """Make these signals request a stop, which a loop obeys where its state can be saved. SIGHUP
+    stays ignored under nohup."""
+    _terminals[:] = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+    for signum in (*ENDING, *STOPPING):
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _note)
 
 
 def _note(signum: int, frame: object) -> None:
     global stop_signalled
     stop_signalled = True
-    signal.signal(signum, signal.SIG_DFL)
+    if signum in ENDING:
+        signal.signal(signum, signal.SIG_DFL)
+    if signum == signal.SIGHUP:  # printing to a closed terminal fails
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in _terminals:
+            os.dup2(nowhere, descriptor)
+
+
+# ---- the launcher ----
+
+# Number of the processes that another launcher than torchrun has started, and of this one.
+LAUNCHERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # of srun alone: a batch script is one process
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+)
+
+
+def require_torchrun() -> None:
+    """Raise `ValueError` if this is one of several processes without a RANK: each would be a run of
+    its own. All but the first end silently."""
+    found = dict(os.environ)
+    if "SLURM_STEP_ID" in found:
+        found.setdefault("SLURM_STEP_NUM_TASKS", found.get("SLURM_NTASKS", "1"))
+    for size, number in LAUNCHERS if "RANK" not in found else ():
+        if (count := found.get(size, "")).isdigit() and int(count) > 1:
+            if found.get(number, "0") != "0":
+                time.sleep(60)  # see `fail`
+                sys.exit(2)
+            advice = "start one torchrun on each machine (docs/scaling.md), or, for separate runs,"
+            problem = "so many processes, but RANK is not set"
+            raise ValueError(f"{size} {count}: {problem}; {advice} torchrun --standalone in each")
 
 
 # ---- errors ----

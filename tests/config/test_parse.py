@@ -19,6 +19,7 @@ from common.config.groups import check_ranks, flags_of
 from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
+from common.parallel import process
 
 
 @dataclass
@@ -337,3 +338,32 @@ def test_epochs_beside_max_steps_are_told(flags, capsys):
     assert "--epochs 20 has no effect with --max_steps 10\n" in capsys.readouterr().out
     assert parse(grpo.Args, ["--epochs", "20"]).max_steps is None  # not the built-in model's
     assert "no effect" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ("SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0", "SLURM_STEP_NUM_TASKS 2: "),
+        ("SLURM_STEP_ID=0 SLURM_NTASKS=2", "SLURM_STEP_NUM_TASKS 2: "),
+        ("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE 2: "),
+        ("PMI_SIZE=2 PMI_RANK=0", "PMI_SIZE 2: "),
+        ("PMI_SIZE=2 PMI_RANK=1", ""),  # the first one says it
+        ("SLURM_STEP_ID=0 SLURM_NTASKS=2 RANK=0", None),  # a torchrun on each machine
+        ("SLURM_STEP_ID=0 SLURM_NTASKS=1", None),
+        ("SLURM_NTASKS=8 SLURM_PROCID=0", None),  # salloc, or a batch script
+        ("SLURM_STEP_ID=4294967290 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1", None),
+    ],
+)
+def test_processes_without_ranks_are_refused(variables, refused, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(process.time, "sleep", lambda _: None)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    if refused is None:
+        parse(grpo.Args, [])
+        return
+    with pytest.raises(SystemExit) as done:
+        parse(grpo.Args, [])
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and said.startswith(refused and f"error: {refused}so many proc")
+    assert ("start one torchrun on each machine" in said) == bool(refused)

@@ -23,10 +23,12 @@ def stopped_at(folder: Path) -> int:
 # ---- a signal in the middle of step 3 ----
 
 
-def test_signal_to_one_rank_stops_all_and_the_same_command_resumes(small, tmp_path):
+@pytest.mark.parametrize("signals", ["SIGTERM", "SIGHUP SIGHUP", "SIGUSR1"])
+def test_signal_to_one_rank_stops_all_and_the_same_command_resumes(signals, small, tmp_path):
     """tests/test_every_script.py compares the weights of resumed runs."""
     flags = [*SFT, *small, "--max_steps", 5, "--output_dir", tmp_path]
-    moment = (1, "torch.optim.AdamW.step", tmp_path, 2, int(signal.SIGTERM))
+    numbers = ",".join(str(int(signal.Signals[name])) for name in signals.split())
+    moment = (1, "torch.optim.AdamW.step", tmp_path, 2, numbers)
     done = run(2, SIGNAL_AT, *moment, "sft.py", *flags)
     assert stopped_at(tmp_path) == 3 and (tmp_path / "hf/model.safetensors").is_file()
     assert "stopped after step 3" in done.stdout
@@ -55,6 +57,27 @@ def test_second_signal_stops_at_once(small, tmp_path):
 
 
 # ---- other ends ----
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_closed_terminal_stops_a_run_that_nohup_did_not_start(ignores):
+    """The closed terminal takes no output, also not the table of the last step."""
+    program = f"""
+import os, signal
+from common.parallel import process
+if {ignores}:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+kept = os.dup(1)
+master, terminal = os.openpty()
+os.dup2(terminal, 1)
+process.note_signals()
+os.kill(os.getpid(), signal.SIGHUP)
+os.close(master)
+if not {ignores}:
+    print("to the closed terminal", flush=True)
+os.write(kept, str(process.stop_signalled).encode())
+"""
+    assert run(1, program).stdout == str(not ignores)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
