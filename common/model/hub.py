@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common import durable
+from common.config.flags import ADAPTER_CONFIG
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.data.chat import end_of_turn, use_template
 from common.model.loading import (
@@ -44,6 +45,7 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
         files = [folder / "config.json", folder / "tokenizer_config.json"]
         for file in files + (files_of(folder) if weights else []):
             if not file.is_file():
+                refuse_adapter(model, flag, folder)
                 raise ValueError(f"the folder has no {file.name}")
         with named_errors("config.json"):
             config = load_config(folder)
@@ -54,6 +56,18 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
         if weights:
             require_unchanged(folder)
     return str(folder)
+
+
+def refuse_adapter(model: str, flag: str, folder: Path) -> None:
+    """Raise `ValueError`, which says what to name instead, if the folder has an adapter."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    base = fields_of(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
+    merged = folder.parent / ("best" if folder.name == "best_adapter" else "hf")
+    advice = f"name the merged model{f', {merged}' if merged.is_dir() else ''}"
+    if flag == "--model":
+        advice = f"train it on with --model {base} --adapter {model}, or {advice}"
+    raise ValueError(f"an adapter of {base}, not a model; {advice}")
 
 
 def _from_hub(model: str, weights: bool) -> Path:

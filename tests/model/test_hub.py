@@ -248,3 +248,18 @@ def test_small_models_compute_with_one_thread_unless_the_user_says_otherwise(dev
         if device.type == "cpu":
             assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("flag", ["--model", "--teacher"])
+def test_an_adapter_for_a_model_is_refused_with_its_base(flag, tmp_path):
+    config = json.dumps(dict(peft_type="LORA", base_model_name_or_path="org/base"))
+    for name in ("adapter", "hf"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(config)
+    folder = tmp_path / "adapter"
+    with pytest.raises(ValueError) as error:
+        resolve_model(str(folder), flag)
+    advice = f"name the merged model, {tmp_path}/hf"
+    if flag == "--model":
+        advice = f"train it on with --model org/base --adapter {folder}, or {advice}"
+    assert str(error.value) == f"{flag} {folder}: an adapter of org/base, not a model; {advice}"
