@@ -164,6 +164,7 @@ def read_weights(
         slices = slices_of(path, opened)
         # If the model ties its head, a head in the files would become a second parameter.
         tied = tuple(hf.all_tied_weights_keys)
+        _require_tied(hf, slices)
         slices = {name: x for name, x in slices.items() if not name.endswith(tied)}
         # Parameters stay on meta until they are read: FSDP would keep what `to_empty` makes.
         options = LoadStateDictConfig(device_map={"": home}, weight_mapping=rules)
@@ -205,6 +206,28 @@ def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
             from extras.architectures.mxfp4 import unpacked
         slices = unpacked(slices)
     return slices
+
+
+def _require_tied(hf: nn.Module, slices: dict) -> None:
+    """Raise `ValueError` if config.json ties two weights that differ in the files: transformers
+    then keeps both, vLLM drops one. Each rank compares a part of the rows."""
+    for target, source in hf.all_tied_weights_keys.items():
+        source = ".".join(source.split(".")[-2:])  # files may have other names before it
+        heads = [name for name in slices if name.endswith(target)]
+        for name in heads if (found := [name for name in slices if name.endswith(source)]) else ():
+            if not any(_are_equal(slices[name], slices[other]) for other in found):
+                advice = "set tie_word_embeddings to false there to keep both"
+                raise ValueError(
+                    f"{name} is not {found[0]}, though config.json ties them; {advice}"
+                )
+
+
+def _are_equal(one, other) -> bool:
+    """Compare this rank's rows of two slices, some at a time."""
+    if (shape := one.get_shape()) != other.get_shape():
+        return False
+    starts = distributed.share_of(range(0, shape[0], 4096))
+    return all(torch.equal(*(x[i : i + 4096].float() for x in (one, other))) for i in starts)
 
 
 def _require_all(hf: nn.Module, found, unread: set[str]) -> None:

@@ -221,15 +221,23 @@ def require_engine_has_the_weights(engine: str, model_type: str, sums: Path, fol
 # ---- files ----
 
 
-def test_head_that_is_stored_beside_its_tied_embedding_is_ignored(gemma, tmp_path, device):
-    """Neither the trainer nor an export takes the stored one."""
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_head_that_is_stored_beside_its_tied_embedding_is_equal(is_equal, gemma, tmp_path, device):
+    """Then neither the trainer nor an export takes it. Of a real one transformers and vLLM have
+    two readings."""
     folder = Path(shutil.copytree(gemma, tmp_path / "model"))
-    head = {"language_model.lm_head.weight": torch.randn(384, 64)}
+    embedding = stored(gemma)["language_model.model.embed_tokens.weight"]
+    name = "language_model.lm_head.weight"
+    head = {name: embedding.clone() if is_equal else embedding + 1e-3}
     for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
         file.unlink()
     save_file(stored(gemma) | head, folder / "model.safetensors", metadata={"format": "pt"})
+    if not is_equal:
+        words = f"{name} is not .*embed_tokens.weight, but config.json ties them; set tie_word_em"
+        with pytest.raises(ValueError, match=words):
+            load_policy(str(folder), ARGS, device)
+        return
     policy = load_policy(str(folder), ARGS, device)
-    embedding = stored(gemma)["language_model.model.embed_tokens.weight"]
     assert torch.equal(whole(policy.hf.lm_head.weight).cpu(), embedding)
     export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")
     assert same(stored(tmp_path / "hf"), stored(gemma))
