@@ -216,10 +216,10 @@ def _require_tied(hf: nn.Module, slices: dict) -> None:
         heads = [name for name in slices if name.endswith(target)]
         for name in heads if (found := [name for name in slices if name.endswith(source)]) else ():
             if not any(_are_equal(slices[name], slices[other]) for other in found):
-                advice = "set tie_word_embeddings to false there to keep both"
-                raise ValueError(
-                    f"{name} is not {found[0]}, though config.json ties them; {advice}"
+                advice = (
+                    "config.json ties them; set tie_word_embeddings to false there to keep both"
                 )
+                raise ValueError(f"{name} is not {found[0]}, but {advice}")
 
 
 def _are_equal(one, other) -> bool:
