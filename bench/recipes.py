@@ -74,7 +74,7 @@ def rows() -> Iterator[str]:
             memory = total(launch.memory) / GIB
             size = f"{memory:.1f} GiB of {launch.gpu.memory / GIB:.1f}"
             step = f"{launch.args.rows_per_step} x {launch.each}"
-            time = span(sum(launch.seconds().values()))
+            time = span(launch.step_seconds(launch.seconds()))
             gpus = f"{launch.gpus}x{kind}"
             yield f"| {case} | `{command}` | {gpus} | {size} | {step} | {time} |"
 

@@ -38,7 +38,8 @@ class PackedModel(nn.Module):
 
     share_prefix = 0  # `--share_prefix` for packs of this model
     needs_whole_sequences = False
-    watch: Callable[[PackedBatch, Output], None] | None = None  # the trace sees trained outputs
+    # The trace sees trained outputs and the scale of their gradients.
+    watch: Callable[[PackedBatch, Output, float], None] | None = None
     forward_methods: tuple[str, ...] = ()  # FSDP gathers the root for them as for `forward`
     distils = False  # whether the loss compares every token with a teacher's distribution
 
@@ -66,10 +67,10 @@ class PackedModel(nn.Module):
 
     def _output(self, mb: PackedBatch, output: Output) -> Output:
         """Return the output of a forward, whose gradient is multiplied by `loss_scale`."""
+        scale = 1.0 if self.loss_scale is None else float(self.loss_scale[0])
         if self.watch is not None and torch.is_grad_enabled():
-            self.watch(mb, output)
+            self.watch(mb, output, scale)
         if self.loss_scale is not None:
-            scale = float(self.loss_scale[0])
             for x in (output,) if isinstance(output, Tensor) else output:
                 if x is not None and x.requires_grad:
                     x.register_hook(lambda grad: None if grad is None else grad * scale)

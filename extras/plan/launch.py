@@ -234,6 +234,17 @@ class Launch:
         times["update"] = epochs * self.trained_share * tokens * trained
         return times
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether rollout ranks sample while the others train."""
+        return self.rollout_ranks > 0 and self.args.max_staleness > 0
+
+    def step_seconds(self, phases: dict[str, float]) -> float:
+        """Return the time of a step from that of its phases."""
+        rollout = phases.get("rollout", 0.0)
+        rest = sum(phases.values()) - rollout
+        return max(rollout, rest) if self.overlaps else rollout + rest
+
     def passes(self, model: PackedModel) -> int:
         """Return how many forwards forward and backward take: 2 if only adapters are trained."""
         is_whole = next(model.hf.parameters()).requires_grad

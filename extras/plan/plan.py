@@ -195,9 +195,10 @@ def describe_time(launch: Launch, name: str, steps: int) -> Iterator[str]:
         yield f"time: not predicted {why}; --dry_run 8xH100 plans for 8 of these GPUs"
         return
     phases = launch.seconds()
-    step = sum(phases.values())
+    step = launch.step_seconds(phases)
     shares = ", ".join(f"{phase} {time / step:.0%}" for phase, time in phases.items() if time)
-    yield f"time of a step: {span(step)}: {shares}"
+    beside = ", the rollout of the next step beside the rest" * launch.overlaps
+    yield f"time of a step: {span(step)}: {shares}{beside}"
     hours = band(steps * step * launch.gpus / 3600)
     others = "without start, evaluations and checkpoints"
     yield f"time of the run: {span(steps * step)}, {hours} GPU-hours: {steps} steps, {others}"

@@ -48,6 +48,7 @@ class Forward:
     update: int  # number of earlier optimizer steps in this step
     mb: PackedBatch
     outputs: dict[str, Tensor]  # [T], with gradients after the backward
+    scale: float  # of these gradients (--dtype float16)
     tokens: dict[str, Tensor] = field(default_factory=dict)  # [T]
     rows: dict[str, Tensor] = field(default_factory=dict)  # [N], or [N / 2] for pairs
 
@@ -127,7 +128,7 @@ class Trace:
         for model in self.models:
             model.watch = self._see if self.on else None
 
-    def _see(self, mb: PackedBatch, output: TokenStats | Comparison | Tensor) -> None:
+    def _see(self, mb: PackedBatch, output: TokenStats | Comparison | Tensor, scale: float) -> None:
         if isinstance(output, Tensor):  # of a value or reward model
             outputs = dict(value=output)
         else:
@@ -139,7 +140,7 @@ class Trace:
         for x_T in outputs.values():
             if x_T.requires_grad:
                 x_T.retain_grad()
-        self.forwards.append(Forward(self.updates, mb, outputs))
+        self.forwards.append(Forward(self.updates, mb, outputs, scale))
 
     def keep(
         self, mb: PackedBatch, values_T: dict[str, Tensor], values_N: dict[str, Tensor]
@@ -290,8 +291,8 @@ def _numbers_of(forward: Forward, n: int, start: int, streams: list[str]) -> dic
     tokens_T = forward.outputs | forward.tokens
     for name, x_T in forward.outputs.items():
         if x_T.retains_grad and x_T.grad is not None:
-            # The scripts multiply by the number of ranks.
-            tokens_T[f"{name}_gradient"] = x_T.grad / distributed.world_size()
+            # The scripts multiply by the number of ranks, the model by its loss scale.
+            tokens_T[f"{name}_gradient"] = x_T.grad / distributed.world_size() / forward.scale
     update = {name: all_rounded(x_T[token_slice]) for name, x_T in tokens_T.items()}
     row, index_in_row = divmod(n, forward.samples_per_row)
     if forward.rows and not index_in_row:  # values of a pair stand with its first sample

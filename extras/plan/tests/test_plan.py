@@ -284,6 +284,14 @@ def test_times_by_hand(folders):
     )
 
 
+def test_rollouts_of_other_ranks_overlap_if_samples_may_be_older(folders):
+    for staleness, longest in ((0, sum), (1, max)):
+        launch = launch_of(folders["8B"], rollout_ranks=4, max_staleness=staleness)
+        phases = launch.seconds()
+        rest = phases["update"] + phases["log-probs"]
+        assert launch.step_seconds(phases) == pytest.approx(longest([phases["rollout"], rest]))
+
+
 def test_table_of_recipes_is_the_prediction():
     page = (ROOT / "extras/plan/README.md").read_text().splitlines()
     assert [line for line in page if "`torchrun" in line] == [*rows()]

@@ -117,6 +117,15 @@ def test_streams_of_a_token_fit_together(main, small, tmp_path):
     assert len(seen) >= 3
 
 
+def test_gradients_of_float16_have_no_loss_scale(main, small, tmp_path):
+    found = []
+    for dtype in ("float32", "float16"):
+        main("sft", *flags(small, "sft", tmp_path / dtype, "--dtype", dtype, "--max_steps", 1))
+        (_, group, *_), *_ = traces(tmp_path / dtype).values()
+        found.append(group["completions"][0]["updates"][0]["logprobs_gradient"])
+    assert any(found[0]) and found[1] == pytest.approx(found[0], rel=1e-2)
+
+
 @given(
     st.dictionaries(st.integers(0, 30), st.tuples(st.floats(-3, 3), st.floats(0, 3)), min_size=1),
     st.integers(1, 9),
