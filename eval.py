@@ -214,6 +214,12 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
             files[flag] = completions_file.read_completions(
                 f"--{flag}", Path(name), prompts, tokenizer, episodes=args.environment is not None
             )
+    if args.against is not None:
+        own, other = files.get("completions"), len(files["against"][0]["completions"])
+        count = 1 + args.samples_per_prompt if own is None else len(own[0]["completions"])
+        if other != count:
+            difference = f"{other} completions of a prompt, there are {count} here"
+            raise ValueError(f"--against {args.against} has {difference}")
     folders = {}
     if args.reward_model is not None:
         folders["reward_model"] = resolve_model(path_of(args.reward_model), "--reward_model")
@@ -253,10 +259,6 @@ def answers(
 def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -> dict:
     """Return results.json of a model from `outputs`: its lines and, with --against, the other's.
     Collective."""
-    counts = [len(lines[0]["completions"]) for lines in outputs]
-    if len(set(counts)) > 1:
-        difference = f"{counts[1]} completions of a prompt, there are {counts[0]} here"
-        raise ValueError(f"--against {args.against} has {difference}")
     folders = task.folders
     interval = partial(mean_and_interval, seed=args.seed)
     lines_of_domain: dict[str, list[dict]] = {}

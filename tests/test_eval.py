@@ -14,7 +14,7 @@ from in_process import talkative
 
 from common.config.groups import TrainArgs
 from common.data.sample import Completion, Sample
-from common.evaluate import completions_file
+from common.evaluate import checkpoint_curve, completions_file
 from common.evaluate.completions_file import read_completions
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
@@ -328,8 +328,17 @@ def test_additional_inputs_are_checked_before_sampling(extra, words, flags, main
     extra = [part.format(tmp_path) for part in extra]
     with pytest.raises((ValueError, OSError), match=words):
         main("eval", *flags, *extra, "--output_dir", tmp_path / "out")
-    if "c.jsonl" not in extra[1]:  # the completions must be counted first
-        assert not (tmp_path / "out/completions.jsonl").exists()
+    assert not (tmp_path / "out/completions.jsonl").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"overall": {}}'])
+def test_broken_results_of_a_checkpoint_are_named(text, tmp_path):
+    file = tmp_path / "step_000003" / "results.json"
+    file.parent.mkdir()
+    file.write_text(text)
+    words = f"^{file} is broken; delete it, and the same command computes it anew: "
+    with pytest.raises(ValueError, match=words):
+        checkpoint_curve.draw(tmp_path)
 
 
 SILENT = """

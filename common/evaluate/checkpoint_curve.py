@@ -10,6 +10,7 @@ from pathlib import Path
 from common.evaluate.estimators import shown_ks
 from common.metrics.curves import draw_curves
 from common.model.hub import checkpoints_in
+from common.model.loading import named_errors
 from common.parallel import distributed
 
 # optional parts of results.json
@@ -42,18 +43,21 @@ def draw(folder: Path) -> None:
     draw curves.png from it. Of pass@k and majority@k only the powers of two are included."""
     lines = []
     for file in sorted(folder.glob("step_*/results.json")):
-        results = json.loads(file.read_text())
-        values = results["overall"] | {
-            name: results[name] for name in OPTIONAL_RESULTS if name in results
-        }
-        values |= {f"rewards/{name}/mean": value for name, value in values.pop("rewards").items()}
-        for name in ("pass", "majority"):
-            at_k = values.pop(f"{name}_at_k")
-            values |= {f"{name}_at_{k}": at_k[str(k)] for k in shown_ks(len(at_k))}
-        means = {
-            name: value["mean"] for name, value in values.items() if name != "prompts" and value
-        }
+        with named_errors(f"{file} is broken; delete it, and the same command computes it anew"):
+            means = mean_results(json.loads(file.read_text()))
         lines.append(dict(step=int(file.parent.name.removeprefix("step_"))) | means)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     names = dict.fromkeys(name for line in lines for name in line if name != "step")
     draw_curves([folder / "metrics.jsonl"], list(names), folder / "curves.png")
+
+
+def mean_results(results: dict) -> dict[str, float]:
+    """Return the means in results.json by the names of metrics."""
+    values = results["overall"] | {
+        name: results[name] for name in OPTIONAL_RESULTS if name in results
+    }
+    values |= {f"rewards/{name}/mean": value for name, value in values.pop("rewards").items()}
+    for name in ("pass", "majority"):
+        at_k = values.pop(f"{name}_at_k")
+        values |= {f"{name}_at_{k}": at_k[str(k)] for k in shown_ks(len(at_k))}
+    return {name: value["mean"] for name, value in values.items() if name != "prompts" and value}
