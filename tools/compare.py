@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import yaml
 
+from common.config.flags import TreeLoader
 from common.metrics.curves import distinct
 from common.parallel.process import print_any_text, visible
 from tools.options import Options
@@ -49,7 +50,7 @@ def read_run(folder: Path) -> Run:
             raise ValueError(f"{file}: no regular file; name the output folder of a run")
     try:
         written = (folder / "args.yaml").read_text(encoding="utf-8")
-        flags = dict(yaml.safe_load(written))
+        flags = dict(yaml.load(written, TreeLoader))
         for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
             line = json.loads(text)
             step = line.pop("step")

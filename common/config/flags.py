@@ -158,6 +158,22 @@ def union_members(kind: Any) -> tuple:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
+class TreeLoader(yaml.SafeLoader):
+    """Reads YAML that is a tree. An alias could stand for its own parent, or for a value of which
+    ten aliases of ten aliases make a billion."""
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+        """Return the next node."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            problem = "aliases (*name) are not read; write the value again"
+            raise yaml.composer.ComposerError(None, None, problem, mark)
+        try:
+            return super().compose_node(parent, index)
+        except RecursionError:
+            raise yaml.YAMLError("nested too deeply") from None
+
+
 # ---- values with a form of their own ----
 
 HIDDEN = "***"
@@ -206,7 +222,7 @@ def values_of(flag: str, pairs: Sequence[str]) -> dict[str, Any]:
     for name, text in pairs_of(flag, pairs).items():
         values[name] = text
         with contextlib.suppress(yaml.YAMLError):
-            values[name] = yaml.safe_load(text)
+            values[name] = yaml.load(text, TreeLoader)
     return values
 
 

@@ -19,11 +19,12 @@ import tyro
 import yaml
 from pydantic import ValidationError
 
-from common.config.flags import fits, needs_of, shown, union_members
+from common.config.flags import TreeLoader, fits, needs_of, shown, union_members
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs, check_ranks, script_of
 from common.parallel import distributed, process
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
+LONGEST = 1000  # characters of an error
 
 
 class FileArgs:
@@ -51,9 +52,10 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         planned = args.planned_ranks if isinstance(args, TrainArgs) else None
         check_ranks(args, planned or distributed.world_size())
     except ValueError as error:
-        distributed.fail(one_line(error))
+        distributed.fail(brief(one_line(error)))
     for name, value in given.items():
-        if "\\n" in str(value) and name not in ("stop", "hint_template"):
+        words = value if isinstance(value, tuple) else (value,)
+        if any("\\n" in str(x) for x in words) and name not in ("stop", "hint_template"):
             advice = "a line break is $'\\n' in bash and \"\\n\" in a file"
             distributed.say(f"--{name}: the \\n in it is not a line break; {advice}")
     if isinstance(args, TrainArgs) and args.max_steps and args.epochs != TrainArgs.epochs:
@@ -151,7 +153,7 @@ def value_of(words: list[str], kind: Any) -> Any:
     return words[0] if len(words) == 1 else tuple(words) or (True if bool in members else ())
 
 
-class TextLoader(yaml.SafeLoader):
+class TextLoader(TreeLoader):
     """Reads YAML's scalars as text, but for null. Refuses a key that is given twice."""
 
     yaml_implicit_resolvers = {
@@ -182,7 +184,8 @@ def read_file(args_class: type[BaseArgs], path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path}: expected `flag: value` lines")
     types = {name: kind for name, kind in types_of(args_class).items() if name != "config"}
     for name in flags.keys() - types:
-        raise ValueError(f"--config {path}: unknown key {name}{similar(name, [*types])}")
+        key = "null" if name is None else name
+        raise ValueError(f"--config {path}: unknown key {key}{similar(key, [*types])}")
     return {
         name: value_of([value], types[name]) if isinstance(value, str) else value
         for name, value in flags.items()
@@ -205,6 +208,12 @@ def one_line(error: ValueError) -> str:
     if not first["loc"]:
         return message
     return " ".join(filter(None, [f"--{first['loc'][0]}", shown(first["input"]), message]))
+
+
+def brief(text: str) -> str:
+    """Return a message without the middle of a very long one, which has a user's value."""
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]} [...] {text[-half:]}"
 
 
 # ---- --help ----

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import yaml
 
 from common import durable
+from common.config.flags import TreeLoader
 from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change, script_of
 from common.model.hub import checkpoints_in
 from common.parallel import distributed
@@ -196,8 +197,8 @@ def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
     if args.resume == "never" or not _has_begun(folder) or not file.is_file():
         return {}
     try:
-        earlier = dict(yaml.safe_load(file.read_text()))
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        earlier = dict(yaml.load(file.read_text(), TreeLoader))
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         problem = "is damaged; delete it to resume with the flags given now"
         raise ValueError(f"{file} {problem}") from error
     return flags_of(type(args)()) | earlier  # flags that are newer than the run had their defaults

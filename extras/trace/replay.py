@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
 
+from common.config.flags import TreeLoader
 from common.config.parse import parse
 from common.metrics.curves import read_metrics
 from common.model.hub import checkpoints_in
@@ -106,7 +107,7 @@ def repeat(run: Path, step: int, folder: Path, script: str, ranks: int, words: l
         shutil.copytree(start, folder / "checkpoints" / start.name, copy_function=os.link)
         shutil.copy(run / "metrics.jsonl", folder)
     print(f"{folder}: from {before[0] if before else 'the start of the run'}", flush=True)
-    flags = yaml.safe_load((run / "args.yaml").read_text()) | REPLACED
+    flags = yaml.load((run / "args.yaml").read_text(), TreeLoader) | REPLACED
     flags.pop("preset", None)  # the flags that it sets are there
     config = folder / "replay.yaml"
     config.write_text(yaml.safe_dump(flags | dict(output_dir=str(folder))))

@@ -104,6 +104,10 @@ def test_text_in_a_file_means_what_it_means_on_the_command_line(text, tmp_path):
     assert value == (None if text == "None" else text)
 
 
+BILLION = "dataset:\n- &a0 [" + "x, " * 10 + "]\n"
+BILLION += "".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -116,12 +120,22 @@ def test_text_in_a_file_means_what_it_means_on_the_command_line(text, tmp_path):
         ("preset: gsp\n", "--preset gsp must be 'gspo' or 'cispo'"),
         ("3: 4\n", "unknown key 3"),
         ("config: other.yaml\n", "unknown key config"),
+        ("null: 1\n", "unknown key null"),
+        ("model: &a [*a]\n", "not valid YAML: aliases (*name) are not read; write the value again"),
+        (BILLION, "not valid YAML: aliases (*name) are not read"),
+        ("&a model: *a\n", "not valid YAML: aliases (*name) are not read"),
+        ("<<: {a: 1}\n", "unknown key <<"),
+        ("model: " + "[" * 2000, "not valid YAML: nested too deeply"),
+        ("model: " + "{a: " * 2000, "not valid YAML: nested too deeply"),
+        (f"max_steps: {'9' * 10_000}\n", "exceeded maximum size"),
+        ("? " + "x" * 10_000 + "\n: 1\n", "unknown key xxx"),
     ],
 )
 def test_bad_files_are_refused(text, what, tmp_path, capsys):
     assert "No such file" in refused(capsys, "--config", str(tmp_path / "c.yaml"))
     (tmp_path / "c.yaml").write_text(text)
-    assert what in refused(capsys, "--config", str(tmp_path / "c.yaml"))
+    message = refused(capsys, "--config", str(tmp_path / "c.yaml"))
+    assert what in message and len(message) < 1100
 
 
 # ---- the command line ----
@@ -182,6 +196,11 @@ def test_stop_strings_have_newlines_and_survive_a_file(tmp_path):
 def test_line_breaks_in_other_texts_are_explained(capsys):
     assert parse(Args, ["--prompt_template", r"{a}\nAnswer:"]).prompt_template == r"{a}\nAnswer:"
     assert r"--prompt_template: the \n in it is not a line break; " in capsys.readouterr().out
+    given = ("--prompt_template", "{a}\n", "--template_kwargs", "a=b\nc", "d=e")
+    parse(Args, given)
+    assert capsys.readouterr().out == ""
+    parse(Args, ["--template_kwargs", "a=b", r"d=e\nf"])
+    assert r"--template_kwargs: the \n in it is not a line break; " in capsys.readouterr().out
 
 
 def test_paths_from_home_are_those_of_the_shell(tmp_path, monkeypatch):

@@ -130,7 +130,14 @@ def test_folder_belongs_to_the_run_with_its_flags(tmp_path, capsys):
     with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}: .*{words}"):
         begin(tmp_path, lr=1.0, seed=1)
     assert (tmp_path / "args.yaml").read_text() == before
-    for damaged in ("", "- 1\n", "lr: [", before[: len(before) // 2] + "\x00"):
+    for damaged in (
+        "",
+        "- 1\n",
+        "lr: [",
+        "lr: &a [*a]",
+        f"lr: {'[' * 2000}",
+        before[: len(before) // 2] + "\x00",
+    ):
         (tmp_path / "args.yaml").write_text(damaged)
         with pytest.raises(ValueError, match="/args.yaml is damaged; delete it to resume with the"):
             begin(tmp_path)
