@@ -3,9 +3,9 @@
     python tools/compare.py runs/a0 runs/a1 runs/a2 runs/b0 runs/b1 runs/b2
     python tools/compare.py runs/a* runs/b* --metrics eval/solved 'reward*' --last 20 --out ab.png
 
-Runs of one script form a group if they differ only in the flags seed, output_dir and resume.
-Runs whose seed is repeated are separate groups. Curves and numbers of a group use the steps that
-all of its runs have. A metric that equals an earlier one in all runs is left out."""
+Runs of one script, with one code, form a group if they differ only in the flags seed, output_dir
+and resume. Runs whose seed is repeated are separate groups. Curves and numbers of a group use the
+steps that all of its runs have. A metric that equals an earlier one in all runs is left out."""
 
 import fnmatch
 import json
@@ -37,7 +37,7 @@ COLUMNS = (
 class Run(NamedTuple):
     folder: Path
     flags: dict
-    script: str  # the file's name
+    script: str  # the file's name and its code
     metrics: dict[str, dict[int, float]]  # values by step
 
 
@@ -62,7 +62,8 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{problem}; name the output folder of a run") from error
     except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(f"{folder}: args.yaml or metrics.jsonl is damaged: {error}") from error
-    return Run(folder, flags, Path(written.split("\n")[0]).name, metrics)
+    script, *code = [line for line in written.split("\n")[:2] if line.startswith("#")]
+    return Run(folder, flags, " ".join([Path(script).name, *code]), metrics)
 
 
 def by_seed(group: list[Run], values: Iterable) -> dict[str, Any]:
@@ -209,6 +210,8 @@ def main() -> None:
     add("--last", type=int, default=10, metavar="N", help=means)
     add("--out", type=Path, help="picture to write; default: compare.png beside the first run")
     options = parser.parse_args()
+    if options.last < 1:
+        parser.error(f"--last {options.last}: must be at least 1")
     try:
         runs = [read_run(folder) for folder in options.runs]
         shared = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]

@@ -66,13 +66,15 @@ def test_runs_that_differ_in_seed_and_names_only_are_a_group(tmp_path):
     assert groups_of(*folders[::-1])[1] == ["lr 0.0004", "lr 0.003"]
 
 
-def test_another_script_or_a_repeated_seed_is_another_group(tmp_path):
+def test_another_script_other_code_or_a_repeated_seed_is_another_group(tmp_path):
     folders = [
-        write(tmp_path / f"{name}{seed}", [0.5], dict(seed=seed), f"/x{seed}/{name}.py")
-        for seed, name in [(0, "grpo"), (1, "grpo"), (0, "rloo")]
+        write(
+            tmp_path / f"{name}{seed}", [0.5], dict(seed=seed), f"/x{seed}/{name}.py\n# code {code}"
+        )
+        for seed, name, code in [(0, "grpo", 1), (1, "grpo", 1), (2, "grpo", 2), (0, "rloo", 1)]
     ]
-    assert groups_of(*folders)[0] == [["grpo0", "grpo1"], ["rloo0"]]
-    again = write(tmp_path / "again", [0.5], dict(seed=0), "/y/grpo.py")
+    assert groups_of(*folders)[0] == [["grpo0", "grpo1"], ["grpo2"], ["rloo0"]]
+    again = write(tmp_path / "again", [0.5], dict(seed=0), "/y/grpo.py\n# code 1")
     assert groups_of(*folders[:2], again)[0] == [["grpo0"], ["grpo1"], ["again"]]
 
 
@@ -139,6 +141,9 @@ def test_last_value_is_a_mean_except_for_evaluations(tmp_path, compare):
     assert compare(run)[0][0][:6] == ["reward", str(run), "1", "20", "1 -> 15.5", "-"]
     assert compare(run, "--last", 2)[0][0][4] == "1 -> 19.5"
     assert compare(run, "--last", 99, "--metrics", "rew*")[0][0][4] == "1 -> 10.5"
+    for wrong in (0, -3):
+        said = f"error: --last {wrong}: must be at least 1\n"
+        assert compare(run, "--last", wrong, code=2) == ([], said)
 
 
 @pytest.mark.parametrize(
