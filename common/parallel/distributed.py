@@ -130,7 +130,10 @@ def shard_mesh(device: torch.device, shard_ranks: int | None) -> DeviceMesh:
     sharding, arXiv:2304.11277, 3.2.2)."""
     ranks = world_size()
     per_copy = shard_ranks or int(all_max(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    if per_copy == ranks or ranks % per_copy:
+    if per_copy >= ranks or ranks % per_copy:
+        if per_copy < ranks:
+            problem = f"{ranks} ranks are no multiple of the {per_copy} of a machine"
+            say(f"{problem}: each model is sharded over all of them; see --shard_ranks")
         return init_device_mesh(device.type, (ranks,))
     copies = ranks // per_copy
     say(f"hybrid sharding: {copies} copies of each model, each on {per_copy} of the {ranks} ranks")

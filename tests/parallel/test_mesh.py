@@ -133,13 +133,15 @@ def test_replicas_train_like_one_model(small, tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "of_machine", "shape"),
-    [(1, 1, (1,)), (4, 4, (4,)), (4, 2, (2, 2)), (6, 2, (3, 2)), (5, 3, (5,))],
+    [(1, 1, (1,)), (4, 4, (4,)), (3, 4, (3,)), (4, 2, (2, 2)), (6, 2, (3, 2)), (5, 3, (5,))],
 )
-def test_default_copy_lies_on_one_machine(ranks, of_machine, shape, monkeypatch):
-    """Ranks that machines do not divide evenly share one copy."""
+def test_default_copy_lies_on_one_machine(ranks, of_machine, shape, monkeypatch, capsys):
+    """Ranks that machines do not divide evenly share one copy, which a line says."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_machine))
     made = mock.Mock(**{"return_value.get_all_groups.return_value": []})
     monkeypatch.setattr(distributed, "init_device_mesh", made)
     distributed.shard_mesh.__wrapped__(torch.device("cpu"), None)
     assert made.call_args.args[1] == shape
+    uneven = "5 ranks are no multiple of the 3 of a machine: each model is sharded over all of them"
+    assert (uneven in capsys.readouterr().out) == (ranks == 5)
