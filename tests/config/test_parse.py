@@ -129,6 +129,7 @@ BILLION += "".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 9))
         ("model: " + "{a: " * 2000, "not valid YAML: nested too deeply"),
         (f"max_steps: {'9' * 10_000}\n", "exceeded maximum size"),
         ("? " + "x" * 10_000 + "\n: 1\n", "unknown key xxx"),
+        (b"\xff\xfe", "c.yaml: not valid YAML"),
     ],
 )
 def test_bad_files_are_refused(text, what, tmp_path, capsys):
@@ -136,6 +137,8 @@ def test_bad_files_are_refused(text, what, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text(text)
     message = refused(capsys, "--config", str(tmp_path / "c.yaml"))
     assert what in message and len(message) < 1100
+    (tmp_path / "c.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert what in refused(capsys, "--config", str(tmp_path / "c.yaml"))
 
 
 # ---- the command line ----
@@ -232,8 +235,9 @@ def test_presets_override_defaults_and_refuse_contradicting_flags(tmp_path, caps
 
 
 @pytest.mark.parametrize("script", ALGORITHMS)
-def test_every_preset_of_a_script_is_a_valid_set_of_flags(script, tmp_path):
+def test_defaults_and_every_preset_of_a_script_are_a_valid_set_of_flags(script, tmp_path):
     args_class = importlib.import_module(script).Args
+    round_trip(args_class(), tmp_path)
     for preset, flags in args_class.PRESETS.items():
         args = parse(args_class, ["--preset", preset])
         assert args.preset == preset and {name: getattr(args, name) for name in flags} == flags

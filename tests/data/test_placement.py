@@ -22,6 +22,15 @@ def placed(groups: list[list[int]], num_bins: int, max_tokens: int):
     return place_groups([shapes[rank::3] for rank in range(3)], num_bins, max_tokens, together=True)
 
 
+@given(LENGTHS, st.integers(1, 5), st.integers(60, 200))
+def test_every_group_is_in_one_bin_within_the_limit(groups, num_bins, max_tokens):
+    shapes, rows = placed(groups, num_bins, max_tokens)
+    assert sorted(shapes) == sorted((i % 3, i // 3) for i in range(len(groups)))
+    assert sorted(key for row in rows for keys in row for key in keys) == sorted(shapes)
+    sizes = [sum(shapes[key].size for key in keys) for row in rows for keys in row]
+    assert {len(row) for row in rows} == {num_bins} and max(sizes) <= max_tokens
+
+
 @given(LENGTHS, st.integers(2, 5))
 def test_costs_of_bins_without_a_limit_differ_by_at_most_one_group(groups, num_bins):
     shapes, (row,) = placed(groups, num_bins, 10_000)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -92,11 +93,26 @@ def test_spaces_at_the_end_of_a_line_belong_to_a_plain_prompt(chat):
     assert shown == "".join(f"{text}\n" for text in answers) and len({*answers}) == 2
 
 
-def test_adapter_gives_the_answers_of_the_merged_model(chat, trained):
+def test_adapter_gives_the_answers_of_the_merged_model_or_is_refused(chat, trained, tmp_path):
     options = ("--prompt_format", "plain", *GREEDY, 8)
     shown, _ = chat("1+1=", "--model", "tiny", "--adapter", trained / "adapter", *options)
     merged = greedy(trained / "hf", "1+1=", 8)
     assert shown == f"{merged}\n" and merged != greedy(tiny_model(), "1+1=", 8)
+    other = shutil.copytree(trained / "adapter", tmp_path / "other")
+    (other / "checksums.json").unlink()
+    config = (other / "adapter_config.json").read_text()
+    (other / "adapter_config.json").write_text(config.replace('"r": ', '"r": 1'))
+    shown, notes = chat("1+1=", "--model", "tiny", "--adapter", other, code=2)
+    assert notes.startswith(f"error: --adapter {other}: model.layers.0.") and shown == ""
+
+
+def test_lines_of_the_page_for_transformers_give_the_same_answer(chat, capsys):
+    page = (ROOT / "docs" / "after.md").read_text()
+    (code,) = re.findall("```python\n(from transformers.*?)```", page, re.DOTALL)
+    exec(code.replace("runs/sft/hf", tiny_model()), {})
+    expected = capsys.readouterr().out
+    shown, _ = chat("47+25=", "--model", "tiny", *GREEDY, 256)
+    assert shown == expected and len(expected) > 50
 
 
 def test_answers_control_no_terminal_and_need_no_encoding(chat, tmp_path, monkeypatch):

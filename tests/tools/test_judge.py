@@ -11,6 +11,7 @@ from in_process import Args
 
 from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.rewards.registry import row_check
 from common.rewards.total import Rewards
 from common.workers.worker import load_file
 
@@ -101,3 +102,18 @@ def test_run_gets_scores_after_errors_that_may_pass(endpoint, device):
     group = [Completion([1], [True], row=ROW, text=text) for text in ("Hello", "Bye")]
     total, _, _ = rewards.wait([group], Meter())
     assert total.tolist() == [pytest.approx([0.5, 0.5])]
+
+
+def test_missing_settings_and_rubrics_are_named_at_the_start(endpoint, monkeypatch):
+    def refusal(row: dict) -> str:
+        load_file.cache_clear()
+        with pytest.raises(ValueError) as error:
+            row_check(Args(reward=(f"{JUDGE}:judge",)))(row)
+        return str(error.value)
+
+    for name in ("JUDGE_URL", "JUDGE_MODEL"):
+        endpoint({})
+        monkeypatch.delenv(name)
+        assert refusal(ROW).startswith(f"a:1: {name} is not set; tools/judge.py needs it")
+    endpoint({})
+    assert refusal(dict(prompt="", _source="a:1")).startswith("a:1: no rubric: set JUDGE_RUBRIC")

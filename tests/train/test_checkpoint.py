@@ -24,7 +24,7 @@ from common.config.parse import parse
 from common.model.hub import checkpoints_in, load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.train.checkpoint import Checkpointer, export_hf
+from common.train.checkpoint import Checkpointer, export_hf, model_card
 from common.train.optim import adamw
 from common.train.run_folder import begin_run, prepare_output_dir, unlock
 
@@ -70,6 +70,8 @@ def test_model_card_repeats_the_run_without_absolute_paths(main, sums, tmp_path,
     before = flags_of(parse(sft.Args, given))
     before["max_length"] = again["max_length"]  # the run has set it
     assert again == before
+    of_hub = ModelCard(model_card(sft.Args(model="Qwen/Qwen3-0.6B@main")).decode())
+    assert of_hub.data.base_model == "Qwen/Qwen3-0.6B" and card.data.base_model is None
 
 
 def test_model_card_may_be_edited(main, small, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_weights, metrics
+from helpers import assert_same_weights, metrics, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,6 +124,21 @@ def test_gradients_of_float16_have_no_loss_scale(main, small, tmp_path):
         (_, group, *_), *_ = traces(tmp_path / dtype).values()
         found.append(group["completions"][0]["updates"][0]["logprobs_gradient"])
     assert any(found[0]) and found[1] == pytest.approx(found[0], rel=1e-2)
+@pytest.mark.slow
+def test_four_ranks_trace_what_one_rank_traces(main, small, tmp_path):
+    """The first step: weights of later ones differ by rounding."""
+    more = (*LARGE_STEPS, "--minibatches", 1, "--max_steps", 1)
+    main("grpo", *flags(small, "reinforce", tmp_path / "one", *more))
+    run(4, "grpo.py", *flags(small, "reinforce", tmp_path / "four", *more))
+    (one, *groups), (four, *others) = (traces(tmp_path / name)[1] for name in ("one", "four"))
+    assert (len(one["weights"]), len(four["weights"])) == (1, 4)
+    assert one["loss"] == pytest.approx(four["loss"], rel=1e-4, abs=1e-6)
+    for group, other in zip(groups, others, strict=True):
+        assert all(group[name] == other[name] for name in ("group", "chosen", "prompt"))
+        for x, y in zip(group["completions"], other["completions"], strict=True):
+            assert x["ids"] == y["ids"] and x["reward"] == y["reward"]
+            for u, v in zip(x["updates"], y["updates"], strict=True):
+                assert u["share"] == pytest.approx(v["share"], rel=1e-3, abs=1e-6)
 
 
 @given(

@@ -50,3 +50,12 @@ def test_wandb_project_is_onefile_unless_the_environment_names_another(
     logger(folder, "wandb")
     assert given["project"] == (project or "onefile") and given["dir"] == folder
     assert given["id"].startswith("lr=1e-5-beta- -a- -1-")
+
+
+def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    with pytest.raises(ValueError, match="^--log wandb: no key; run `wandb login`, or set WANDB_A"):
+        logger(tmp_path, "wandb")
