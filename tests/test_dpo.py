@@ -1,6 +1,7 @@
 """dpo.py: log-probs are those of plain transformers; the reference is stored; the stated loss."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,6 +66,18 @@ def test_logprobs_equal_those_of_plain_transformers(pairs, device):
     (stored,) = reference_logps(model, [groups], load_tokenizer(tiny_model()), args, device)
     expected = torch.tensor([[naive_logps(hf, sample) for sample in pair] for pair in groups])
     torch.testing.assert_close(stored, expected.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_sft_weight_adds_the_nll_per_token_of_the_chosen(pairs, device):
+    from transformers import AutoModelForCausalLM
+
+    args, groups, model = setup(pairs, device, sft_weight=0.5)
+    hf = AutoModelForCausalLM.from_pretrained(tiny_model())
+    nll = sum(-naive_logps(hf, chosen) / sum(chosen.loss_mask) for chosen, _ in groups)
+    plain, _ = objective_of(model, groups, replace(args, sft_weight=0.0), device)
+    loss, got = objective_of(model, groups, args, device)
+    assert (loss - plain).item() == pytest.approx(0.5 * nll, rel=1e-5)
+    assert got["loss/sft"] == pytest.approx(nll / len(groups), rel=1e-5)
 
 
 def test_rank_without_pairs_has_zero_loss_and_gradient(pairs, device):

@@ -13,6 +13,7 @@ import dapo
 import grpo
 import ppo
 import reinforce
+from common.config.parse import parse
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.objectives.importance import importance_weights
@@ -269,6 +270,22 @@ def test_default_bounds_are_those_of_the_loss():
         reduction = "token" if loss == "clip" else "sequence"
         assert flags(loss=loss, reduction=reduction).clip_bounds == expected
     assert flags(clip_low=0.1).clip_bounds == (0.1, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("script", "preset"),
+    [(script, preset) for script in (grpo, reinforce) for preset in script.Args.PRESETS],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_presets_have_a_finite_objective(script, preset):
+    """Their flags do not contradict each other, and every value has an effect: it is taken."""
+    args = parse(script.Args, ["--preset", preset, "--max_new_tokens", str(LONGEST)])
+    flags = script.Args.PRESETS[preset]
+    assert {name: getattr(args, name) for name in flags} == flags
+    new, old, *rest = streams()
+    share_T, _ = with_all(script, [new, old, *rest], args)
+    (slopes_T,) = torch.autograd.grad(share_T.sum(), new)
+    assert share_T.isfinite().all() and slopes_T.isfinite().all() and slopes_T[MASK].any()
 
 
 # ---- the weight of a token, in any packs ----

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import assert_close_metrics, assert_same_weights, metrics, write
 
+import bok
 import reinforce
 import rloo
 
@@ -29,8 +30,9 @@ def test_kl_is_logged_without_a_penalty_and_changes_no_weight(main, script, onli
     [
         (reinforce, "with_advantages", 0.01, "completions/mean_length"),
         (rloo, "advantages", 3, None),
+        (bok, "best", 3, None),
     ],
-    ids=["reinforce", "rloo"],
+    ids=["reinforce", "rloo", "bok"],
 )
 def test_rewards_are_scores_minus_penalty_and_kl(
     script, function, beta, tokens, online, main, tmp_path, monkeypatch

@@ -78,12 +78,19 @@ def test_turn_rewards_are_placed_on_the_last_token_of_their_turn():
         assert got == {9: [0, 0, 0.5, 0, 0, -1.0, 0, 4.5], 3: [0, -1.0], 4: [0.5, 0, 1.5]}
 
 
-def test_kl_to_the_reference_is_subtracted_from_each_token():
+KL = dict(k1=lambda d: d, k2=lambda d: d * d / 2, k3=lambda d: math.exp(-d) - 1 + d)
+
+
+@pytest.mark.parametrize("estimator", KL)
+def test_kl_to_the_reference_is_subtracted_from_each_token(estimator):
+    """The log-ratios of the tokens to the reference are 0, 0, 0, 1/2, -1/2, 1 and 8."""
     (mb,) = pack(make_samples()[:1], 100, CPU)
     old_T, ref_T = torch.tensor([[0.0, 0, -1, -1, -1, -1, -1], [0, 0, -1, -1.5, -0.5, -2, -9]])
     mb = mb.with_streams(old_logprobs_T=old_T, ref_logprobs_T=ref_T)
-    expected = [0.0, 0, 0, -0.5 * 0.2, 0.5 * 0.2, -1 * 0.2, 1.5 - 8 * 0.2]
-    assert token_rewards(mb, SCORES, 0.0, beta=0.2).tolist() == pytest.approx(expected)
+    expected = [-0.2 * KL[estimator](d) for d in (0, 0, 0, 0.5, -0.5, 1, 8)]
+    expected[-1] += 1.5
+    got_T = token_rewards(mb, SCORES, 0.0, beta=0.2, kl_estimator=estimator)
+    assert got_T.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 # ---- advantages and returns ----
@@ -140,12 +147,25 @@ def test_value_loss_has_no_gradient_beyond_the_clip_except_towards_it():
     assert values.grad.tolist() == [0, 3]  # towards the return: clipped; past it: pulled back
 
 
+def test_value_gradient_is_that_of_a_mean_over_trained_tokens(device):
+    """Values are clipped around those of the rollout."""
+    mb, rewards_T = make_batch()
+    mb = mb.with_streams(returns_T=advantages(mb, rewards_T)[1])
+    values_T = (mb.values_T + 0.5 * torch.randn(len(mb.targets_T))).requires_grad_()
+    total = ppo.add_value_gradient(lambda _: values_T, [mb, mb], torch.tensor(100))
+    loss_T = ppo.value_loss(values_T, mb.values_T, mb.returns_T)
+    expected = 2 * loss_T[mb.loss_mask_T].sum() / 100
+    assert total.item() == pytest.approx(expected.item())
+    torch.testing.assert_close(values_T.grad, torch.autograd.grad(expected, values_T)[0])
+
+
 def test_advantages_are_whitened_and_perfect_values_explain_all_variance():
     mb, rewards_T = make_batch()
     advantages_T, returns_T = advantages(mb, rewards_T)
     mb = mb.with_streams(advantages_T=advantages_T, returns_T=returns_T)
-    whitened = moments(ppo.whiten([[mb]]), lambda mb: mb.advantages_T)
-    assert whitened == pytest.approx((0, 1), abs=1e-5)
+    [[whitened]] = ppo.whiten([[mb]])
+    assert moments([[whitened]], lambda mb: mb.advantages_T) == pytest.approx((0, 1), abs=1e-5)
+    assert not whitened.advantages_T[~mb.loss_mask_T].any()
     assert explained_variance([[mb]]) < 1
     assert explained_variance([[mb.with_streams(values_T=returns_T - 3)]]) == pytest.approx(1)
     assert explained_variance([[mb.with_streams(returns_T=torch.ones_like(returns_T))]]) == 0

@@ -11,8 +11,9 @@ from helpers import read_rows, run
 
 import rm
 from common.config.groups import TrainArgs
-from common.data.packing import pack
+from common.data.packing import pack, pack_groups
 from common.data.sample import at_end
+from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
 from common.model.scoring import score
@@ -109,6 +110,24 @@ def test_bradley_terry_loss_equals_a_calculation_by_hand():
         assert rr.grad[i].item() == pytest.approx(slope, rel=1e-6)
     extreme = rm.loss(torch.tensor([1e4, -1e4]), torch.tensor([-1e4, 1e4]))
     assert extreme.tolist() == [0.0, 2e4]
+
+
+def test_loss_of_packs_has_the_margin_of_each_pair_and_the_centring(device):
+    args = rm.Args(center_coefficient=0.3)
+    model = load_scalar_model(tiny_model(), args, device)
+    texts = [([5, 6, 7], [5, 9]), ([8, 4, 4, 4], [8, 5, 6]), ([3, 7], [3, 8, 9, 6])]
+    pairs = [
+        [at_end(ids, dict(margin=margin)) for ids in pair]
+        for pair, margin in zip(texts, (0.5, -1.0, 2.0), strict=True)
+    ]
+    expected = 0.0
+    for (chosen, rejected), margin in zip(texts, (0.5, -1.0, 2.0), strict=True):
+        rc, rr = score(model, [[chosen, rejected]], 100)
+        expected += math.log1p(math.exp(margin - rc + rr)) + 0.3 * (rc + rr) ** 2
+    margins_B2, meter = rm.gather_margins(pairs), Meter()
+    packs = pack_groups(pairs, 9, device)
+    loss = sum(rm.forward(model, mb, margins_B2, args, meter) for mb in packs)
+    assert len(packs) > 1 and loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_score_depends_on_its_whole_sequence_only(device):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import metrics, write
 from model.test_policy import whole
+from safetensors.torch import load_file
 
 import self_distill
 from common.config.groups import TrainArgs
@@ -222,3 +223,18 @@ def test_only_hinted_completions_are_trained_on(online, main, tmp_path, monkeypa
     assert [mb.num_samples for mb in packed] == [0, 0], "two minibatches"
     (line,) = metrics(tmp_path / "run")
     assert line["hints/used"] == line["grad_norm"] == line["loss"] == 0
+
+
+@pytest.mark.slow
+def test_moving_teacher_of_a_run_is_a_twentieth_of_the_policy(online, main, small, tmp_path):
+    """The page: q <- 0.95 q + 0.05 pi after each step, here of one update."""
+    flags = (*online, "--hint", "answer", "--max_steps", 1, "--lr", 1e-2, "--save_every", 1)
+    main("self_distill", *flags, "--minibatches", 1, "--output_dir", tmp_path)
+    (shard,) = (tmp_path / "checkpoints" / "step_000001").glob("*.safetensors")
+    weights, start = load_file(shard), load_file(small[1] / "model.safetensors")
+    moved = 0
+    for name, before in start.items():
+        policy, teacher = (weights[f"{kind}.hf.{name}"] for kind in ("model", "moving"))
+        torch.testing.assert_close(teacher, 0.95 * before + 0.05 * policy, rtol=1e-5, atol=1e-7)
+        moved += int(not torch.equal(before, policy))
+    assert moved > len(start) / 2

@@ -61,8 +61,8 @@ def open_model(path: str | Path, dtype: torch.dtype, **options) -> nn.Module:
 
 def files_of(path: str | Path) -> list[Path]:
     """Return the files with a folder's weights. As in transformers, its index names them: there may
-    be others, such as `consolidated.safetensors`. Raises `ValueError` beside a file that
-    transformers would read in place of them."""
+    be others, such as `consolidated.safetensors`. Raises `ValueError` beside a model.safetensors,
+    which transformers would read in place of them."""
     index, alone = Path(path) / "model.safetensors.index.json", Path(path) / "model.safetensors"
     if not index.is_file():
         return [alone]

@@ -179,6 +179,16 @@ def test_sample_values_are_broadcast_to_their_tokens_in_pack_order(lengths):
     assert torch.equal(per_sample(micro_batches, twice, (len(samples), 1)), 2 * numbers[:, None])
 
 
+def test_numbers_of_the_branches_of_a_completion_add_up():
+    """In whichever micro-batches they are."""
+    one = replace(sample(6), branches=[sample(4, 100), sample(7, 200)])
+    (packs,) = pack_minibatches([[one], [sample(5, 300)]], range(2), 1, 8, CPU)
+    lengths = [mb.sequence_sums(torch.ones_like(mb.targets_T)) for mb in packs]
+    trained = [sum(x.loss_mask[1:]) for x in (*one.sequences, sample(5, 300))]
+    assert len(packs) > 1
+    assert per_sample(packs, lengths, (2,)).tolist() == [sum(trained[:3]), trained[3]]
+
+
 def test_padding_is_one_masked_token_of_no_sample():
     (filler,) = pack([], 10, CPU)
     assert len(filler.targets_T) == 1 and not filler.loss_mask_T.any()

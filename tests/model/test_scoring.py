@@ -1,10 +1,12 @@
 """Log-probs and values of a rollout, and log-probs of a data set by its reference."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 
 import pytest
 import torch
+from model.test_hub import with_config
 
 from common.data.packing import pack, pack_minibatches
 from common.data.sample import Sample
@@ -55,3 +57,14 @@ def test_logprobs_of_a_reference_are_sums_over_completions(device):
         (mb,) = pack([sample], 100, device)
         with torch.no_grad():
             assert logp == pytest.approx(mb.sequence_sums(policy(mb)[0]).item(), abs=1e-4)
+
+
+def test_sequence_beyond_the_context_of_a_reference_is_refused(device, tmp_path):
+    short = with_config(tmp_path / "short", max_position_embeddings=8)
+    args = replace(ARGS, reference_model=str(short))
+    policy, tokenizer = load_policy(tiny_model(), ARGS, device), load_tokenizer(tiny_model())
+    for count, fits in ((3, True), (6, False)):  # of at most 7 and 13 tokens
+        parts = [[[sample] for sample in samples(count)]]
+        words = f"^{short}: a sequence of 12 tokens is longer than its context of 8$"
+        with nullcontext() if fits else pytest.raises(ValueError, match=words):
+            reference_logps(policy, parts, tokenizer, args, device)

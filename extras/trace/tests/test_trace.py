@@ -124,6 +124,8 @@ def test_gradients_of_float16_have_no_loss_scale(main, small, tmp_path):
         (_, group, *_), *_ = traces(tmp_path / dtype).values()
         found.append(group["completions"][0]["updates"][0]["logprobs_gradient"])
     assert any(found[0]) and found[1] == pytest.approx(found[0], rel=1e-2)
+
+
 @pytest.mark.slow
 def test_four_ranks_trace_what_one_rank_traces(main, small, tmp_path):
     """The first step: weights of later ones differ by rounding."""
