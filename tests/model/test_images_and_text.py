@@ -21,7 +21,7 @@ from helpers import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from bench.models import ARCHITECTURES, ARGS, checkpoint, rows
+from bench.models import ARCHITECTURES, ARGS, QWEN_VISION, ROPE, checkpoint, rows, with_images
 from common.config.groups import TrainArgs
 from common.data.packing import pack
 from common.data.sample import Sample
@@ -192,6 +192,33 @@ def test_classifier_of_each_family_opens_or_is_refused(path, tmp_path, device):
         score = model(mb)[-1].cpu()
         expected = opened(input_ids=torch.tensor([ids])).logits[0, 0]
     torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-5)
+
+
+# ---- rules that rows of weights cannot follow ----
+
+LOAD = """
+import sys
+from bench.models import ARGS
+from common.model.policy import load_policy
+from common.parallel import distributed
+device, _, _ = distributed.setup(0)
+load_policy(sys.argv[1], ARGS, device)
+distributed.cleanup()
+"""
+
+
+@pytest.mark.slow
+def test_weights_that_are_transposed_are_refused_on_several_ranks(monkeypatch, tmp_path, device):
+    """transformers transposes the slices that a rank has read: the wrong ones."""
+    text = dict(model_type="qwen3_vl_moe_text", num_experts=4, num_experts_per_tok=2)
+    text |= dict(moe_intermediate_size=32, rope_parameters=ROPE | dict(mrope_section=[6, 5, 5]))
+    vision = QWEN_VISION | dict(deepstack_visual_indexes=[0, 1])
+    monkeypatch.setitem(ARCHITECTURES, "qwen3_vl_moe", with_images("qwen3_vl_moe", vision, **text))
+    path = checkpoint("qwen3_vl_moe", tmp_path)
+    load_policy(path, ARGS, device)
+    done = run(2, LOAD, path, code=1)
+    problem = "qwen3_vl_moe needs Transpose, which is not exact on several ranks"
+    assert f"error: --model {path}: {problem}\n" in done.stderr
 
 
 # ---- engines ----

@@ -11,6 +11,7 @@ from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from extras.images.reader import Idefics3Reader
 from extras.images.tests.checkpoints import whole_logits
+from extras.images.tower import Images
 from sft import Args
 
 
@@ -69,6 +70,20 @@ def test_model_that_ignores_images_is_refused(checkpoints, pictures, device, mon
         found = features(self, tower, pixels)
         return found._replace(embeds=0 * found.embeds)
 
-    monkeypatch.setattr(Idefics3Reader, "features", blind)
-    with pytest.raises(ValueError, match="another image does not change the log-probs"):
+    with monkeypatch.context() as patch:
+        patch.setattr(Idefics3Reader, "features", blind)
+        with pytest.raises(ValueError, match="another image does not change the log-probs"):
+            loaded(path, pictures, device)
+    inputs = Images.inputs
+
+    def mixed(self, tokens):
+        found = inputs(self, tokens)
+        if "inputs_embeds" in found:  # the pack has an image
+            found["inputs_embeds"] = found["inputs_embeds"] + found["inputs_embeds"].mean()
+        return found
+
+    monkeypatch.setattr(Images, "inputs", mixed)
+    with pytest.raises(
+        ValueError, match="an image of one packed sequence changes another sequence"
+    ):
         loaded(path, pictures, device)
