@@ -73,10 +73,13 @@ def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(
 
 
 def test_a_language_model_relabels_nothing(small, pairs, main, tmp_path):
-    flags = (*small[:2], "--dataset", pairs, "--output_dir", tmp_path)
+    flags = (*small[:2], "--dataset", pairs, "--output_dir")
     with pytest.raises(ValueError, match="a language model without a reward head"):
-        main("tools.relabel", *flags)
+        main("tools.relabel", *flags, tmp_path)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="^--output_dir .*/file/x: Not a directory; name another"):
+        main("tools.relabel", *flags, tmp_path / "file" / "x")
 
 
 def test_rows_that_are_no_json_are_not_relabelled(trained, main, tmp_path):

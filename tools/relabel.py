@@ -8,6 +8,7 @@ and writes <output_dir>/relabelled.jsonl. A swapped pair has the margin 0, if th
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,6 +37,12 @@ def main(args: Args) -> None:
     file = Path(args.output_dir, "relabelled.jsonl")
     if file.exists():
         raise ValueError(f"--output_dir {args.output_dir}: it has a {file.name}; name another one")
+    try:  # before all pairs are scored
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        problem = f"--output_dir {args.output_dir}: {error.strerror}; name another one"
+        raise ValueError(problem) from error
     path = resolve_model(args.model)
     args = fit_max_length(args, path, {}, sequences=2)
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
@@ -61,7 +68,6 @@ def main(args: Args) -> None:
             if chosen < rejected:
                 row = pair.row | dict(chosen=pair.row["rejected"], rejected=pair.row["chosen"])
                 lines[i] = json_line(row | (dict(margin=0.0) if "margin" in row else {}))
-        file.parent.mkdir(parents=True, exist_ok=True)
         durable.write_text(file, "".join(lines))
         low, high = wilson_interval(right / len(pairs), len(pairs))
         print(f"of {len(rows)} rows {reasons(counts)}" if counts else f"{len(pairs)} pairs")
