@@ -1,6 +1,9 @@
 """Functions and classes of a user's file, named `path/to/file.py:name` on the command line."""
 
+import ast
+import importlib.util
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -25,7 +28,26 @@ def load_user_file(flag: str, spec: str, path: str) -> ModuleType:
         form = "the form is path/to/file.py:name"
         raise ValueError(f"{flag} {spec}: no file {path or spec} that ends in .py; {form}")
     try:
+        warn_of_taken_names(f"{flag} {spec}", path)
         return load_file(path)
     except BaseException as error:  # a user's file may raise anything
         problem = f"{type(error).__name__}: {distributed.first_line(error)}"
         raise ValueError(f"{flag} {spec}: {path} fails to import: {problem}") from error
+
+
+@cache
+def warn_of_taken_names(label: str, path: str) -> None:
+    """Print a line for each file beside a user's file that it imports by a name of another module:
+    Python finds the other one, because the folder is the last that is searched."""
+    nodes = [*ast.walk(ast.parse(Path(path).read_bytes()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    for name in sorted({name.partition(".")[0] for name in names | {n.module for n in froms}}):
+        folder = Path(path).absolute().parent
+        beside = [folder / f"{name}.py", folder / name / "__init__.py"]
+        found = importlib.util.find_spec(name) if any(map(Path.is_file, beside)) else None
+        # A folder without __init__.py has no origin, and gives way to a file.
+        other = found and found.origin
+        if other and Path(other).resolve() not in [file.resolve() for file in beside]:
+            problem = f"import {name} finds {other}, not the file in {folder}"
+            distributed.say(f"warning: {label}: {problem}; rename that file")

@@ -1,6 +1,10 @@
 """Functions and classes of a user's file; errors name the problem."""
 
+import json
+import sys
+
 import pytest
+import yaml
 
 from common.workers.user_code import load_callable
 
@@ -38,3 +42,18 @@ def test_errors_name_the_problem(name, words, folder):
 def test_functions_and_classes_are_loaded_from_a_file(folder):
     assert load_callable("--reward", f"{folder}/good.py:f")(1) == 2
     assert isinstance(load_callable("--environment", f"{folder}/good.py:Thing"), type)
+
+
+def test_files_beside_it_are_imported_unless_their_name_is_taken(tmp_path, monkeypatch, capsys):
+    """Then a line says so, once."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "mine.py"
+    for name in ("json", "yaml", "unread", "helper_beside"):
+        (tmp_path / f"{name}.py").write_text("TWO = 2\n")
+    file.write_text("import json, yaml.nodes\nfrom helper_beside import TWO\ndef f(): return TWO\n")
+    for _ in range(2):
+        assert load_callable("--reward", f"{file}:f")() == 2
+    lines = capsys.readouterr().out.splitlines()
+    for line, module in zip(lines, (json, yaml), strict=True):
+        found = f"import {module.__name__} finds {module.__file__}, not the file in {tmp_path}"
+        assert line == f"warning: --reward {file}:f: {found}; rename that file"
