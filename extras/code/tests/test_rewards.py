@@ -98,6 +98,7 @@ def check(candidate):
 ROOT_OF_LINE = "    return -xs[0] / xs[1]\n"
 FORMS = {
     "stdin": (STDIN, "print(sum(map(int, input().split())))", "print(3)"),
+    "long stdout": (row(tests=[dict(input="", output="x" * 1_500_000)]), "print('x' * 1_500_000)", "print('x')"),
     "calls": (CALLS, "def pairs(values): return (tuple(sorted(values)), {'n': float(len(values))})",
               "def pairs(values): return (values, {'n': len(values)})"),
     "apps stdin": (APPS_STDIN, "print(int(input()) ** 2, end='  \\n\\n')", "print(4)"),
@@ -130,7 +131,8 @@ FORMS = {
     "type of LiveCodeBench": (row(tests=[dict(input="3\n", output="6", testtype="stdin")]), "print(2 * int(input()))", "print(3)"),
     "state, prints and main": (
         asserts("assert f() == (1, '')", "assert f() == (2, '')"),
-        "import sys\nprint('hello')\nn = 0\nrest = sys.stdin.read()\ndef f():\n    global n\n    n += 1\n    print(n)\n    return n, rest\n"
+        "import dataclasses, sys\nprint('hello')\nn = 0\nrest = sys.stdin.read()\n"
+        "@dataclasses.dataclass\nclass A: x: 'int'\ndef f():\n    global n\n    n += A(1).x\n    print(n)\n    return n, rest\n"
         "if __name__ == '__main__': n = 100", "def f(): return 1, ''"),
     "mixed": (
         row(tests=["assert f(1) == 2", dict(function="f", args=[2], result=3), dict(input="", output="")]),
@@ -479,6 +481,16 @@ def test_program_for_stdin_is_no_test_or_example_behind_it(kind):
     assert program_in(fenced(other), STDIN) == other + "\n"
 
 
+def test_the_last_block_that_is_a_program_is_extracted():
+    """The tests show no name of it."""
+    prints, silent = "def f():\n    return 7\n\nprint(f())", row(tests=[dict(input="", output="7")])
+    assert program_in(fenced(prints) + fenced("print(7)"), silent) == "print(7)\n"
+    for other in ("assert f() == 7", "7", "# 7", "result = 7"):
+        assert program_in(fenced(prints) + fenced(other), silent) == prints + "\n"
+    columns = row(tests=[dict(function="A.f", args=[], result=1)])
+    assert program_in(fenced("class A: f = int") + fenced("A.f("), columns) == "class A: f = int\n"
+
+
 def test_prompt_is_prepended_only_if_it_is_a_stub():
     body, message = "    return 0", [dict(role="user", content="x")]
     assert program_in(body, HUMANEVAL) == HUMANEVAL_PROMPT + "\n" + body
@@ -637,6 +649,16 @@ def work():
             except OSError: pass
 threading.Thread(target=work, daemon=True).start()
 def f(x): return 0
+""",
+    "answers that are no values": """
+import itertools, os
+bodies = itertools.cycle([b'{"set": [[]]}', b'{"a": 1}', b'{"int": "x"}', b'{"complex": [1, 2, 3]}', b'{"dict": [1]}',
+                          b'{"object": 1, "b": 2}', b'{"object": 7}'])
+def f(x):
+    for fd in range(3, 64):
+        try: os.write(fd, b'{"value": ' + next(bodies) + b'}\\n')
+        except OSError: pass
+    return 0
 """,
     "a long answer of brackets": """
 import os

@@ -162,8 +162,11 @@ def test_time_is_that_of_the_program(monkeypatch):
 
     monkeypatch.setattr(process.Child, "_start", start_slowly)
     seconds = process.START_SECONDS / 2
-    outcome = run_program("print(1)", "", Limits(seconds=seconds / 2))
+    limits = Limits(seconds=seconds / 2)
+    outcome = run_program("print(1)", "", limits)
     assert outcome == Outcome("ok", "1\n") and outcome.seconds < seconds / 2
+    called = program.run_tests("def f(): return 1", [("call", "f", [], {}, [1])], limits)
+    assert list(called) == [True]  # nor does that of the judge
     monkeypatch.setattr(process.Child, "wait", wait_slowly)
     assert run_program("print(1)", "", LIMITS).seconds >= 7
     seconds = process.START_SECONDS + 1
