@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, replace
+from itertools import chain, compress
 from typing import NamedTuple
 
 
@@ -62,6 +63,11 @@ class Sample:
     @property
     def completion_ids(self) -> list[int]:
         return self.ids[self.prompt_length :]
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """The ids that a model sampled, of all turns and branches."""
+        return [*chain(*(compress(x.ids, x.loss_mask) for x in self.sequences))]
 
     @property
     def num_targets(self) -> int:

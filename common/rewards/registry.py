@@ -108,31 +108,59 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
     return check
 
 
+# Names of the second parameter, which gets the row. One letter and a name with _ will do too.
+ROW_NAMES = set("row example ex sample item record entry instance datum data doc line".split())
+# Names of other tools, and of lists, that promise something else than a reward's parameters get.
+NO_COMPLETION = set("prompt prompts query queries data_source".split())
+LISTS = set("texts responses outputs answers generations predictions solutions".split())
+NEVER_FILLED = set(
+    "completion_ids prompt prompts prompt_ids ground_truth labels extra_info".split()
+)
+PLACES = dict(completion=0, completions=0, row=1, ids=2)
+SIGNATURES = "(completion, row) or (completions, row), and may take ids as a third parameter"
+
+
 def reward_form(name: str, function: Callable, columns: Iterable[str] = ()) -> tuple[bool, bool]:
     """Return `(of_group, with_ids)`: how the parameters of a reward ask to be called.
 
-    The usual form is `(completion, row)`, under any names; a second parameter with the name of one
-    of `columns` is an error, since it gets the whole row. A first one named `completions` gets the
-    texts of all completions of a prompt, a third one named `ids` the token ids of the completion,
-    or a list of them. Raises `ValueError` for other parameters without a default."""
-    positions = dict(completion=0, completions=0, row=1, ids=2)
+    The usual form is `(completion, row)`. A first parameter named `completions` gets the texts of
+    all completions of a prompt, a third one named `ids` the sampled token ids of the completion, or
+    a list of them. Raises `ValueError` for a name that promises something else, such as one of
+    `columns` or `ground_truth`: it would get the whole row; and for further parameters without a
+    default."""
     try:
         if inspect.isclass(function):
             raise TypeError("it is a class; name a function, or an object that can be called")
+        if inspect.isasyncgenfunction(function):
+            raise TypeError("it is an async generator; return a number or a list")
         signature = inspect.signature(function)
         names = list(signature.parameters)
-        for position, parameter in enumerate(names):
-            if positions.get(parameter, position) != position:
-                raise TypeError(f"{parameter!r} stands elsewhere")
-        if names[1:2] and names[1] in columns and names[1] != "row":
-            advice = f"call it row, and read row[{names[1]!r}]"
-            raise TypeError(f"{names[1]!r} gets the whole row; {advice}")
+        require_known_names(signature, set(columns))
         with_ids = names[2:3] == ["ids"]
         signature.bind("", {}, *[[]] * with_ids)
     except (TypeError, ValueError) as error:
-        forms = "(completion, row) or (completions, row), and may take ids as a third parameter"
-        raise ValueError(f"--reward {name}: a reward takes {forms}: {error}") from error
+        raise ValueError(f"--reward {name}: a reward takes {SIGNATURES}: {error}") from error
     return names[0] == "completions", with_ids
+
+
+def require_known_names(signature: inspect.Signature, columns: set[str]) -> None:
+    """Raise `TypeError` for a parameter whose name promises something that it does not get."""
+    for place, name in enumerate(signature.parameters):
+        if PLACES.get(name, place) != place:
+            raise TypeError(f"{name!r} stands elsewhere")
+    for place, (name, parameter) in enumerate(signature.parameters.items()):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if place == 0 and name in NO_COMPLETION | LISTS:
+            raise TypeError(f"{name!r} gets the text of one completion; call it completion")
+        if place == 1 and name != "row":
+            is_row = name in ROW_NAMES or len(name) == 1 or name.startswith("_")
+            if not is_row or name in columns:
+                read = f", and read row[{name!r}]" if name in columns else ""
+                raise TypeError(f"{name!r} gets the whole row; call it row{read}")
+        if place > 1 and name in columns | NEVER_FILLED:
+            advice = "call it ids" if name == "completion_ids" else "read the row"
+            raise TypeError(f"{name!r} gets nothing; {advice}")
 
 
 # ---- how they are computed ----
@@ -192,19 +220,62 @@ def of_user(name: str, function: Callable, columns: list[str], args: SamplingArg
     pool = Pool(name, args.reward_workers, args.reward_timeout, is_async=is_async)
 
     async def score_samples(group: Group) -> list[Result]:
-        calls = [(s.text, s.row, s.completion_ids)[: 2 + with_ids] for s in group]
+        calls = [(s.text, s.row, s.sampled_ids)[: 2 + with_ids] for s in group]
         return await asyncio.gather(*(pool.call(*call) for call in calls))
 
     async def score_group(group: Group) -> list[Result]:
         texts = [sample.text for sample in group]
-        ids = [sample.completion_ids for sample in group]
+        ids = [sample.sampled_ids for sample in group]
         call = (texts, group[0].row, ids)[: 2 + with_ids]
         result = await pool.call(*call, seconds=len(group) * pool.seconds)
         if result.error is None:
-            values = result.value
-            if isinstance(values, list | tuple) and len(values) == len(group):
+            values = values_of_group(result.value)
+            if values is not None and len(values) == len(group):
                 return [Result(value) for value in values]
-            result = Result(error=f"returned no list of {len(group)} values")
+            came = described(result.value)
+            result = Result(error=f"returned no list of {len(group)} values but {came}")
         return [result] * len(group)
 
     return score_group if of_group else score_samples
+
+
+# ---- what a function of a user may return ----
+
+SCORES = ("score", "reward")  # keys of a reward in a dict
+
+
+def plain_value(value: object) -> object:
+    """Return an array or a tensor as numbers, and a list of one value as this value."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return plain_value(value[0])
+    return value
+
+
+def values_of_group(values: object) -> list | tuple | None:
+    """Return the values of a group, one for each completion: a list, an array, a tensor, or a dict
+    of lists, `{"rewards": [...], "words": [...]}`. None for anything else."""
+    if isinstance(values, dict):
+        lists = {key.removesuffix("s") if key in ("scores", "rewards") else key: values_of_group(x)
+                 for key, x in values.items()}  # fmt: skip
+        if not set(SCORES) & set(lists) or None in lists.values():
+            return None
+        if len(set(map(len, lists.values()))) > 1:
+            return None
+        return [dict(zip(lists, each, strict=True)) for each in zip(*lists.values(), strict=True)]
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    return values if isinstance(values, list | tuple) else None
+
+
+def described(value: object) -> str:
+    """Return what a function returned, in a few words."""
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        return f"a dict with the keys {', '.join(map(repr, list(value)[:6]))}"
+    if hasattr(value, "shape"):
+        return f"a {kind} of shape {tuple(value.shape)}"
+    if isinstance(value, list | tuple | set):
+        return f"a {kind} of {len(value)} values"
+    return f"{value!r:.50}" if isinstance(value, str | bytes | int | float) else f"a {kind}"

@@ -28,12 +28,20 @@ from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.parallel.process import fail_in_thread
-from common.rewards.registry import Scorer, make_scorer, reward_of_row
+from common.rewards.registry import (
+    SCORES,
+    Scorer,
+    described,
+    make_scorer,
+    plain_value,
+    reward_of_row,
+)
 from common.rewards.reward_model import load_model
 from common.rewards.thoughts import Thoughts
 from common.workers.worker import Result, one_line
 
 LARGEST = 1e18  # the square of a larger reward is no float32
+WANTED = 'return a number, None, (number, {"name": number}) or {"score": number}'
 
 
 class Scored(NamedTuple):
@@ -206,26 +214,38 @@ async def _score(
 
 def checked(result: Result) -> Result:
     """Return a result whose value is a finite float or None. What was returned beside a reward, as
-    `(reward, {"name": number, "feedback": text})`, is in `numbers` and `feedback`. The result is an
-    error if anything else is no number of at most LARGEST."""
-    value, beside = result.value, {}
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
-        value, beside = value[0], dict(value[1])
+    `(reward, {"name": number, "feedback": text})` or `{"score": reward, "name": number}`, is in
+    `numbers` and `feedback`. The result is an error if anything else is no number of at most
+    LARGEST."""
     try:
+        value, beside = result.value, {}
+        form = plain_value(value)
+        if isinstance(form, tuple | list) and len(form) == 2 and isinstance(form[1], dict):
+            value, beside = form[0], dict(form[1])
+        elif isinstance(form, dict) and sum(name in form for name in SCORES) == 1:
+            (name,) = form.keys() & set(SCORES)
+            value = form[name]
+            others = {key: x for key, x in form.items() if key != name}
+            beside = {key: x for key, x in others.items() if key == "feedback" or _is_number(x)}
         feedback = str(beside.pop("feedback", ""))
         if "mean" in beside:
             raise ValueError("its number 'mean' is of a name that is taken")
         numbers = {str(key): _number(x, f"its number {key!r} is") for key, x in beside.items()}
-        value = None if value is None else _number(value, "returned")
+        value = None if plain_value(value) is None else _number(value, "returned")
         return result._replace(value=value, feedback=feedback, numbers=numbers)
     except Exception as error:  # a user's code may return anything
         return Result(error=one_line(error).removeprefix("ValueError: "))
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(plain_value(value), int | float)
+
+
 def _number(value: object, what: str) -> float:
-    if isinstance(value, str | bytes):  # float would parse them
-        raise TypeError(f"{what} {value!r:.50}, not a number")
-    number = float(value)
+    number = plain_value(value)
+    if isinstance(number, str | bytes) or not hasattr(number, "__float__"):  # float parses texts
+        raise TypeError(f"{what} {described(value)}, not a number; {WANTED}")
+    number = float(number)
     if not abs(number) <= LARGEST:
         raise ValueError(f"{what} {number}")
     return number

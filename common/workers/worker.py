@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator, ValuesView
 from contextlib import suppress
 from functools import cache
 from traceback import walk_tb
@@ -129,7 +130,7 @@ def work(connection: socket.socket, target: str, argument: str) -> None:
             elif inspect.iscoroutinefunction(function):
                 result = (loop.run_until_complete(together(function, arguments, seconds, file)),)
             else:
-                result = ([(function(*call),) for call in arguments],)
+                result = ([(listed(function(*call)),) for call in arguments],)
         except BaseException as error:  # SystemExit and time-outs of libraries too
             result = None, one_line(error, file)
         if os.getpid() != worker:  # a child that the function forked: only its parent answers
@@ -141,6 +142,11 @@ def work(connection: socket.socket, target: str, argument: str) -> None:
     signal.setitimer(signal.ITIMER_REAL, GRACE)  # then the kernel ends this process
     if hasattr(instance, "close"):
         instance.close()
+
+
+def listed(value: object) -> object:
+    """Return the values of a generator or another iterator, which cannot be pickled, as a list."""
+    return list(value) if isinstance(value, Iterator | ValuesView) else value
 
 
 def reply(connection: socket.socket, *result: object) -> None:
@@ -158,7 +164,7 @@ async def together(function, calls: list[tuple], seconds: float, file: str) -> l
 
     async def answer(call: tuple) -> tuple:
         try:
-            value = await function(*call)
+            value = listed(await function(*call))
             pickle.dumps(value)
             return (value,)
         except BaseException as error:

@@ -8,6 +8,10 @@ from common.rewards.registry import reward_form
 async def waits(completions, row, ids): ...
 
 
+async def yields(completions, row):
+    yield 1
+
+
 class Judge:
     def __call__(self, text, example): ...
 
@@ -18,6 +22,8 @@ class Judge:
     (lambda *anything: 0, (False, False)),
     (lambda completion, row, ids=None: 0, (False, True)),
     (lambda completions, row, **more: 0, (True, False)),
+    (lambda text, _row: 0, (False, False)), (lambda c, r: 0, (False, False)),
+    (lambda response, item, *more: 0, (False, False)),
     (waits, (True, True)), (Judge(), (False, False)),
 ])  # fmt: skip
 def test_parameters_determine_the_form(function, form):
@@ -32,6 +38,20 @@ def test_parameters_determine_the_form(function, form):
     (lambda completion, ids, row: 0, "'ids' stands elsewhere"),
     (Judge, "it is a class; name a function, or an object that can be called"),
     (lambda completion, answer: 0, "'answer' gets the whole row; call it row, and read row"),
+    # the forms of other tools: TRL, verl, OpenRLHF
+    (lambda completions, prompts, **more: 0, "'prompts' gets the whole row; call it row"),
+    (lambda completions, completion_ids, **more: 0, "'completion_ids' gets the whole row"),
+    (lambda completions, ground_truth, **more: 0, "'ground_truth' gets the whole row"),
+    (lambda completions, **more: 0, "too many positional arguments"),
+    (lambda completions, row, completion_ids=None: 0, "'completion_ids' gets nothing; call it ids"),
+    (lambda completions, row, answer=None: 0, "'answer' gets nothing; read the row"),
+    (lambda solution_str, ground_truth, extra_info=None: 0, "'ground_truth' gets the whole row"),
+    (lambda data_source, solution_str, ground_truth, extra_info=None: 0, "'data_source' gets"),
+    (lambda queries, prompts, labels: 0, "'queries' gets the text of one completion; call it comp"),
+    (lambda responses, row: 0, "'responses' gets the text of one completion; call it completion"),
+    (lambda completion, label: 0, "'label' gets the whole row"),
+    (lambda completions, rows: 0, "'rows' gets the whole row"),
+    (yields, "it is an async generator; return a number or a list"),
 ])  # fmt: skip
 def test_unknown_parameters_are_refused(function, words):
     form = f"^--reward mine.py:f: .*or \\(completions, row\\).*: {words}"

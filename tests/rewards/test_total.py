@@ -100,16 +100,79 @@ def rank(completions, row, ids):
     return [lengths.index(len(text)) + 10 * len(i) for text, i in zip(completions, ids)]
 """
     batch = groups(["aaa", "a"], ["b", "bb"])
-    batch[1][0].ids, batch[1][0].prompt_length = [1, 2, 3], 1
+    batch[1][0].ids, batch[1][0].loss_mask = [1, 2, 3], [False, True, True]
     total, parts, _ = make((f"{user_file(tmp_path, code)}:rank", "format")).wait(batch, Meter())
-    assert parts["rank"].tolist() == total.tolist() == [[21, 20], [20, 21]]
+    assert parts["rank"].tolist() == total.tolist() == [[11, 10], [20, 11]]
 
 
-def test_reward_function_gets_the_completion_ids(tmp_path):
-    code = "def f(text, row, ids):\n    return ids[-1] if ids == [3, 2] else 0\n"
+def test_reward_function_gets_the_sampled_ids_of_all_turns_and_branches(tmp_path):
+    code = "def f(text, row, ids):\n    return ids[-1] if ids == [3, 2, 6] else len(ids)\n"
     batch = groups(["x", "x"])
-    batch[0][0].ids, batch[0][0].prompt_length = [1, 3, 2], 1
-    assert make((f"{user_file(tmp_path, code)}:f",)).wait(batch, Meter())[0].tolist() == [[2, 0]]
+    mask = [False, True, False, True]  # a prompt, and an answer of the environment
+    batch[0][0].ids, batch[0][0].loss_mask = [1, 3, 4, 2], mask
+    batch[0][0].branches = [Completion(ids=[5, 6], loss_mask=[False, True])]
+    assert make((f"{user_file(tmp_path, code)}:f",)).wait(batch, Meter())[0].tolist() == [[6, 1]]
+
+
+FORMS = """
+import numpy as np
+import torch
+def one(completion, row):
+    return eval(completion)
+
+def all(completions, row):
+    return eval(completions[0])
+
+def some(completions, row):
+    for text in completions:
+        yield len(text)
+"""
+RESULTS = [
+    "{'score': 0.5}", "{'reward': 0.5, 'words': 7}", "{'score': 0.5, 'pred': '18', 'words': True}",
+    "np.float32(0.5)", "np.array(0.5)", "np.array([0.5])", "torch.tensor(0.5)",
+    "torch.full((1, 1), 0.5)", "torch.tensor(0.5, requires_grad=True)", "[0.5]",
+    "(0.5, {'words': np.int64(7)})",
+    "(torch.tensor(0.5), {'words': torch.tensor(7)})", "(x for x in [0.5])", "[0.5, {'words': 7}]",
+]  # fmt: skip
+RESULTS_OF_GROUPS = [
+    "np.array([1, 2])", "torch.tensor([1.0, 2.0])", "torch.tensor([[1], [2]])",
+    "(x for x in (1, 2))", "map(int, '12')", "{'a': 1, 'b': 2}.values()",
+    "[np.float32(1), torch.tensor(2)]",
+    "{'rewards': torch.tensor([1, 2]), 'words': [7, 8]}", "[{'score': 1}, (2, {'words': 3})]",
+]  # fmt: skip
+NO_RESULTS = {
+    "{'value': 1}": "a dict with the keys 'value', not a number; return a number, None, (number",
+    "{'score': 1, 'reward': 2}": "a dict with the keys 'score', 'reward', not a number",
+    "(1.0, 'good')": "a tuple of 2 values, not a number", "np.ones(3)": "a ndarray of shape (3,)",
+    "'1.0'": "'1.0', not a number", "1j": "a complex, not a number", "[]": "a list of 0 values",
+    "{'score': 'high'}": "'high', not a number",
+}  # fmt: skip
+
+
+def test_common_forms_of_a_result_are_read(tmp_path):
+    file = user_file(tmp_path, FORMS)
+    total, _, numbers = make((f"{file}:one",)).wait(groups(RESULTS), Meter())
+    assert total[0].tolist() == [0.5] * len(RESULTS)
+    words = [7 if "7" in text else 1 if "': True" in text else math.nan for text in RESULTS]
+    assert repr(numbers["one/words"][0].tolist()) == repr([float(x) for x in words])
+    batch = groups(*([text, ""] for text in RESULTS_OF_GROUPS))
+    assert make((f"{file}:all",)).wait(batch, Meter())[0].tolist() == [[1, 2]] * len(batch)
+    assert make((f"{file}:some",)).wait(groups(["a", "bb"]), Meter())[0].tolist() == [[1, 2]]
+
+
+def test_other_results_are_refused_in_a_line_that_says_what_came(tmp_path):
+    rewards = make((f"{user_file(tmp_path, FORMS)}:one",))
+    for text, words in NO_RESULTS.items():
+        with pytest.raises(RunError, match=f"one on .*: TypeError: returned {re.escape(words)}"):
+            rewards.wait(groups([text]), Meter())
+    rewards = make((f"{tmp_path}/mine.py:all",))
+    for text, words in (
+        ("torch.ones(3)", "a Tensor of shape (3,)"), ("{'a': 1}", "a dict with the keys 'a'"),
+        ("np.array(1.0)", "a ndarray of shape ()"), ("'12'", "'12'"),
+    ):  # fmt: skip
+        line = re.escape(f"all on rows.jsonl:1: returned no list of 2 values but {words}")
+        with pytest.raises(RunError, match=line):
+            rewards.wait(groups([text, ""]), Meter())
 
 
 def test_group_with_a_wrong_number_of_values_has_no_rewards(tmp_path):
