@@ -36,6 +36,7 @@ from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
+from common.objectives.advantages import without_rounding
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement
@@ -57,7 +58,8 @@ SHOW = ("loss", "reward", "eval/solved", "time/step")
 def best(ranking_PG: Tensor, keep: int) -> Tensor:
     """Return which completions are trained on, [P, G] bool: the `keep` highest of each group, the
     first among equals. A completion without a reward (NaN) is not kept."""
-    order_PG = ranking_PG.nan_to_num(nan=-math.inf).argsort(dim=-1, descending=True, stable=True)
+    order_PG = without_rounding(ranking_PG).nan_to_num(nan=-math.inf)
+    order_PG = order_PG.argsort(dim=-1, descending=True, stable=True)
     return (order_PG.argsort(dim=-1) < keep) & ~ranking_PG.isnan()
 
 

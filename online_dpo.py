@@ -42,7 +42,7 @@ from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives import preference
-from common.objectives.advantages import unequal
+from common.objectives.advantages import unequal, without_rounding
 from common.objectives.preference import PER_TOKEN, REFERENCE_FREE, Pairs
 from common.parallel import distributed
 from common.rewards.total import Rewards
@@ -63,6 +63,7 @@ def preferences(rewards_PG: Tensor) -> Tensor:
     """Return 1 for the chosen completion of every group, the first of highest reward, -1 for the
     rejected one, the first of lowest reward, and 0 for others, [P, G]. Missing rewards (NaN) get 0,
     and so does a group of equal ones."""
+    rewards_PG = without_rounding(rewards_PG)
     best_P1 = rewards_PG.nan_to_num(nan=-math.inf).argmax(-1, keepdim=True)
     worst_P1 = rewards_PG.nan_to_num(nan=math.inf).argmin(-1, keepdim=True)
     signs_PG = torch.zeros_like(rewards_PG).scatter(-1, best_P1, 1.0).scatter(-1, worst_P1, -1.0)
@@ -113,6 +114,7 @@ def make_pairs(mb: PackedBatch, logprobs_T: Tensor) -> Pairs:
 def measure_pairs(meter: Meter, rewards_PG: Tensor) -> None:
     """Measure how far best and worst rewards are apart, the groups without a pair, and the pairs
     with a tie."""
+    rewards_PG = without_rounding(rewards_PG)
     best_P = rewards_PG.nan_to_num(nan=-math.inf).amax(-1)
     worst_P = rewards_PG.nan_to_num(nan=math.inf).amin(-1)
     unequal_P = best_P > worst_P

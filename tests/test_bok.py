@@ -26,6 +26,7 @@ def test_best_completions_are_kept_by_reward_then_order():
     assert kept(Args(keep=2), 0.5, 0.9, 0.5, 0.5) == [0, 1]
     assert kept(Args(keep=3), NAN, NAN, NAN, 0.2) == [3]
     assert kept(Args(keep=2), NAN, NAN, NAN, NAN) == []
+    assert kept(Args(), 0.3, 0.1 + 0.2, 0.1) == [0]  # a tie, but for rounding
 
 
 def test_loss_is_the_mean_over_the_tokens_of_the_global_minibatch():

@@ -36,6 +36,10 @@ def test_pair_has_the_maximum_and_minimum_reward(rewards):
         assert pair == [rewards.index(max(valid)), rewards.index(min(valid))]
 
 
+def test_rounding_makes_no_pair():
+    assert chosen(0.1 + 0.2, 0.3) == [] and chosen(0.3, 0.1 + 0.2, 0.1) == [0, 2]
+
+
 def test_ties_and_skipped_groups_are_counted():
     meter = Meter()
     rewards_PG = torch.tensor([[0, 1, 1], [2, 2, 2], [0, 1, 5], [NAN, 3, 3], [0, 0, NAN]])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-6  # added to standard deviations
+ROUNDING = 1e-10  # relative differences below this are none
 
 # ---- statistics of groups ----
 
@@ -34,9 +35,19 @@ def group_std(rewards_PG: Tensor) -> Tensor:
     return (squares_P1 / (size_P1 - 1).clamp(min=1)).sqrt()
 
 
+def without_rounding(rewards_PG: Tensor) -> Tensor:
+    """Return rewards to compare within their group, float64: those that differ only by rounding,
+    such as 0.1 + 0.2 and 0.3, are equal."""
+    rewards_PG = rewards_PG.double()
+    largest_P1 = rewards_PG.nan_to_num(nan=0.0).abs().amax(-1, keepdim=True)
+    step_P1 = (ROUNDING * largest_P1).clamp(min=1e-15)
+    return (rewards_PG / step_P1).round() * step_P1
+
+
 def unequal(rewards_PG: Tensor) -> Tensor:
     """Return which groups have at least two different rewards; the others have zero gradient. Bool,
     [P]."""
+    rewards_PG = without_rounding(rewards_PG)
     highest_P = rewards_PG.nan_to_num(nan=-torch.inf).amax(-1)
     return highest_P > rewards_PG.nan_to_num(nan=torch.inf).amin(-1)
 

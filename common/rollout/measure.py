@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
-from common.objectives.advantages import group_std
+from common.objectives.advantages import group_std, unequal
 from common.parallel import distributed
 
 
@@ -90,7 +90,7 @@ def warnings(groups: list[Group], rewards_PG: Tensor, has_rewards: bool = True) 
         problems.append(f"{cut_off} of {samples} completions were truncated: see --max_new_tokens")
     if has_rewards and samples and not rewards:
         problems.append("no completion has a reward: does --reward return a number for each?")
-    elif len(rewards) > 1 and len(set(rewards)) == 1:
+    elif len(rewards) > 1 and not unequal(torch.tensor([rewards], dtype=torch.float64)).any():
         advice = "see --reward, the answer format in the prompt, and --temperature"
         problems.append(f"all {len(rewards)} rewards are {rewards[0]:g}: {advice}")
     return problems

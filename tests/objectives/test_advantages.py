@@ -65,6 +65,13 @@ def test_unequal_selects_groups_with_different_rewards():
     assert not unequal(double([[NAN, NAN], [1, NAN], [NAN, -1]])).any()
 
 
+def test_rounding_makes_no_difference():
+    for group in ([0.1 + 0.2, 0.3], [sum([0.1] * 10), 1, 1], [0.1 + 0.2 - 0.3, 0, NAN]):
+        assert not unequal(double([group])).any() and group_std(double([group])) == 0
+        assert (grpo.advantages(double([group])) == 0).all()
+    assert unequal(double([[1000.001, 1000.002], [1e-9, 2e-9], [1e6, 1e6 + 1e-3]])).all()
+
+
 def test_missing_rewards_are_excluded_from_group_statistics():
     with_nan = grpo.advantages(torch.tensor([[1.0, NAN, 0.0, 0.0]]))
     without = grpo.advantages(torch.tensor([[1.0, 0.0, 0.0]]))
