@@ -1,10 +1,11 @@
 """The built-in reward functions: `(completion text, row) -> float`, or None where the reward does
 not apply to the row.
 
-A function may have three attributes: `columns`, the names of the columns it reads (a dataset
+A function may have four attributes: `columns`, the names of the columns it reads (a dataset
 without them is refused at start); `check`, which is called with every row at start and raises
-`ValueError` naming `row["_source"]` for a row that it cannot use; and `reads`, its part of the text
-(thoughts.py), by default the answer without thoughts.
+`ValueError` naming `row["_source"]` for a row that it cannot use; `reads`, its part of the text
+(thoughts.py), by default the answer without thoughts; and `vote`, which returns the answer that it
+reads in a completion, or None, for majority votes.
 
 A completion may be any text: no function raises, or takes more than linear time. Worker processes
 import this module (common/workers), so it imports nothing heavy."""
@@ -98,16 +99,19 @@ for marks, form in [
 POWER = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
 DASH = re.compile(r"[‒–](?=\s?\\?[$£€¥]?\.?\d)")  # a minus, or the dash of a range
 GROUPED = re.compile(r"(?<=\d)(?:[\u2009\u202f]|\\[,!])(?=\d{3}(?!\d))")  # 1 000 by a thin space
+# In parts: thousands of combining marks after each other take quadratic time.
+COMPOSABLE = re.compile(r"[\0-\x7f]?[^\0-\x7f]{1,1000}")
 FONT = re.compile(r"\\(?:text|math|bold|operatorname)[a-zA-Z]*\s*\{([^{}\n]*)\}")
 
 
 def plain(text: str) -> str:
     """Return a text with ASCII digits and marks: `－１８％` is `-18%`, `3½` is `3 1/2`, `x²` is
-    `x^{2}`."""
+    `x^{2}`. Canonically equal texts, such as `é` in one character or two, are the same."""
     if text.isascii():
         return text
     text = POWER.sub(lambda x: f"^{{{unicodedata.normalize('NFKC', x[0])}}}", DASH.sub("-", text))
-    return GROUPED.sub("", text).translate(PLAIN)
+    text = GROUPED.sub("", text).translate(PLAIN)
+    return COMPOSABLE.sub(lambda x: unicodedata.normalize("NFC", x[0]), text)
 
 
 def without_latex(text: str) -> str:
@@ -238,9 +242,14 @@ def gsm8k(completion: str, row: dict) -> float:
     """Return 1 if the last `#### n` or `A: n` of the completion is the same number as in the
     `answer` column, which may be the number alone. Several numbers, such as `#### 18 or 20`, are no
     answer."""
-    answers = final_answers(completion)
-    number = to_number(answers[-1]) if answers else None
+    number = stated_number(completion)
     return float(number is not None and number in gold_numbers(row))
+
+
+def stated_number(completion: str) -> Fraction | None:
+    """Return the number that `gsm8k` reads; None if there is none, or several."""
+    answers = final_answers(completion)
+    return to_number(answers[-1]) if answers else None
 
 
 def final_answers(text: str) -> list[str]:
@@ -310,16 +319,22 @@ def check_number(row: dict) -> None:
 def gsm8k_flexible(completion: str, row: dict) -> float:
     """Return `gsm8k` of a completion in any form. Its answer is the first number in the last
     \\boxed{...}, else the number after the last `####` or `A:`, else the last number."""
+    number = any_number(completion)
+    return float(number is not None and number in gold_numbers(row))
+
+
+def any_number(completion: str) -> Fraction | None:
+    """Return the number that `gsm8k_flexible` reads."""
     text = plain(completion)
     box = last_boxed(text)
     if box is None and final_answers(text):
-        return gsm8k(completion, row)
+        return stated_number(completion)
     if box is not None and "frac" in box:
-        return 0.0
+        return None
     text = FRACTION.sub(r" \1\2/\3\4", without_latex(text if box is None else box))
     numbers = [sign + number for sign, number, *_ in ANY_NUMBER.findall(text)]
     value = value_of(numbers[-1 if box is None else 0]) if numbers else None
-    return float(isinstance(value, Fraction) and value in gold_numbers(row))
+    return value if isinstance(value, Fraction) else None
 
 
 def boxed(completion: str, row: dict) -> float:
@@ -384,4 +399,7 @@ for function in (exact_match, characters, gsm8k, gsm8k_flexible, boxed):
     function.columns = ("answer",)
     function.check = check_answer
 gsm8k.check = gsm8k_flexible.check = check_number
+gsm8k.vote = lambda completion, row: stated_number(completion)
+gsm8k_flexible.vote = lambda completion, row: any_number(completion)
+boxed.vote = lambda completion, row: value_of(last_boxed(completion) or "")
 tag_format.reads = "turn"

@@ -7,6 +7,7 @@ memory, for answers that look harmless, so this runs in processes (common/worker
 or `math.prepare()`, imports math-verify."""
 
 import re
+import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -91,6 +92,7 @@ FORMS = [
     )
 ]
 TIME = re.compile(r"\d ?[ap]\.? ?m\.?$|\d:0\d", re.IGNORECASE)  # but 3:10 may be a ratio
+VARIABLE = re.compile(r"[\0-\x7f\u0370-\u03ff]*")  # of ASCII and Greek letters
 # names that math-verify reads
 NAMES = set("alpha beta gamma delta theta lambda sigma omega sqrt infinity sinh cosh".split())
 
@@ -116,10 +118,16 @@ def words_of(answer: str) -> str:
     text = " ".join(without_latex(answer).replace("$", "").strip(" .*").lower().split())
     first = text.partition(" ")[0]
     letters = text.replace(" ", "")
-    is_word = letters.isalpha() and len(text) < 100 and first not in NAMES
-    if is_word and (len(first) > 3 or text in ("yes", "no", "odd")) or TIME.search(text[:20]):
+    is_word = len(text) < 100 and first not in NAMES and all(map(is_letter, letters)) and text
+    is_variable = len(first) <= 3 and text not in ("yes", "no", "odd") and VARIABLE.fullmatch(first)
+    if is_word and not is_variable or TIME.search(text[:20]):
         return letters.replace(".", "").lstrip("0")
     return ""
+
+
+def is_letter(character: str) -> bool:
+    """Return whether a character is a letter, or a mark of one, which many scripts have."""
+    return character.isalpha() or unicodedata.category(character)[0] == "M"
 
 
 def parsed(answer: str) -> list:

@@ -4,6 +4,7 @@ majority votes."""
 
 # ruff: noqa: E501  (tables with wide characters)
 
+import unicodedata
 from fractions import Fraction
 
 import pytest
@@ -208,6 +209,19 @@ def test_math_finds_answers_in_prose(form):
     for text in equal:
         assert math(form.replace("@", text), row("-18" if text == "−18" else "18")) == 1, text
     assert not [text for text in others if math(form.replace("@", text), row("18"))]
+
+
+WORDS = ["café", "서울", "한국어", "Ångström", "Å", "दिल्ली", "ญี่ปุ่น", "x̂", "القاهِرة", "Öl", "巴黎"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_canonically_equal_texts_are_equal(word):
+    one, other = (unicodedata.normalize(form, word) for form in ("NFC", "NFD"))
+    for gold, text in ((one, other), (other, one), (one, one)):
+        assert boxed(f"\\boxed{{{text}}}", row(gold)) == 1
+        assert math(f"\\boxed{{{text}}}", row(gold)) == math(f"#### {text}", row(gold)) == 1
+        assert math(f"\\boxed{{{text}o}}", row(gold)) == math("\\boxed{18}", row(gold)) == 0
+        assert final_answer(f"The answer is {text}.") == final_answer(f"The answer is {gold}.")
 
 
 # ---- generated values ----

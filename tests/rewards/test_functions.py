@@ -239,7 +239,7 @@ LONG = [
     "1,111,", "1.", "1/", "1 ", "9/", "1+", "e9", "1e5", "–", "^{", "* ", "_ ", "hundred ",
     "1 hundred ", "百", "1百", "x10^", "1 x 10 ^", "选", "答案", "，", "１", "½", "²", "\u2009",
     "1\u2009111", "1:", "0.1(", "0.\\dot", "\\overline{", "√", "\nA: 1", "a b ",
-    "Plan A: 1 ", "A: 1 B: 1 ", "\nCar A: 1\nCar B: ",
+    "Plan A: 1 ", "A: 1 B: 1 ", "\nCar A: 1\nCar B: ", "\u0301\u0316", "é",
 ]  # fmt: skip
 LONG = {piece: piece * (SIZE // len(piece)) for piece in LONG}
 for start, fill, end in [
