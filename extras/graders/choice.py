@@ -98,10 +98,19 @@ def options_of(row: dict) -> tuple[list[str], int]:
     is_number = type(answer) in (int, float)
     indices = [str(i) for i in range(len(options))]
     name = as_text(answer).strip()
-    for names in (labels[: len(options)], indices if is_number else options):
+    for names in ([as_text(x) for x in labels[: len(options)]], indices if is_number else options):
         if names.count(name) == 1:
             return options, names.index(name)
     raise ValueError(f"{source}: answer {answer!r:.80} is none of the {len(options)} options")
+
+
+def labels_of(row: dict) -> list[str]:
+    """Return the labels of a row's options that are no letters of options, such as 1, 2, 3: each
+    means the letter at its place."""
+    options = from_json(row.get(first_column(row, OPTION_COLUMNS)))
+    labels = [as_text(x).strip() for x in options["label"]] if isinstance(options, dict) else []
+    letters = LETTERS[: len(labels)]
+    return [] if any(x.upper() in letters for x in labels) else labels
 
 
 def first_column(row: dict, columns: tuple[str, ...]) -> str | None:
@@ -120,20 +129,35 @@ def choice(completion: str, row: dict) -> float:
     """Return 1 if the completion states the right option, by its letter or its text. The last
     statement counts. A statement of several options, or of a letter without an option, is wrong."""
     options, right = options_of(row)
-    return float(stated_letters(completion, options) == {LETTERS[right]})
+    return float(stated_letters(completion, options, labels_of(row)) == {LETTERS[right]})
 
 
-def stated_letters(completion: str, options: list[str]) -> set[str]:
+def vote_of_choice(completion: str, row: dict) -> str:
+    """Return the letters that `choice` reads."""
+    return "".join(sorted(stated_letters(completion, options_of(row)[0], labels_of(row))))
+
+
+def stated_letters(completion: str, options: list[str], labels: list[str] = ()) -> set[str]:
     """Return the letters of the last statement: after "answer is" and the like, in a box, on lines
     of their own, or as "B is correct". Without a statement: the letters in brackets in the last
-    line."""
-    text = unmarked(completion)
+    line. A label of `labels` is the letter at its place."""
     texts = [unmarked(option).rstrip(".").lower() for option in options]
+    names = [pair for pair in zip(labels, LETTERS, strict=False) if pair[0].lower() not in texts]
+    names.sort(key=lambda pair: -len(pair[0]))
+    text = plain(completion)
+    for label, letter in names:
+        named = re.escape(label)
+        marked = rf"\*\*\(?{named}\)?\*\*|(?<!{LETTER})[Oo]ption {named}(?!\w|[.,]\w)"
+        text = re.sub(marked, f"({letter})", text)
+    text = unmarked(text)
     for option, letter in sorted(zip(texts, LETTERS, strict=False), key=lambda x: -len(x[0])):
         is_letter = re.fullmatch("[a-z]?", option)
         if not is_letter and texts.count(option) == 1:
             pattern = rf"(?<!{LETTER}){re.escape(option)}(?!{LETTER}|{SCALE})"
             text = re.sub(pattern, f"[{letter}]", text, flags=re.IGNORECASE)
+    for label, letter in names:
+        pattern = rf"(?<![\w.,/+$-]){re.escape(label)}(?!\w|[.,/]\w|[%°]|{SCALE})"
+        text = re.sub(pattern, letter, text)
     last_line = text.rpartition("\n")[2]
     letters = re.findall(r"\(([A-Z])\)", last_line)
     for match in STATEMENT.finditer(text):
@@ -163,17 +187,27 @@ def stated(completion: str, row: dict) -> float:
     """Return 1 if the rest of the line after the last "answer is" or box, or else the last line,
     is the `answer`. Case, emphasis, white space and a full stop do not matter. An answer in the
     form `(A)` is also right if its letter is stated, as in `choice`."""
+    letter, line = stated_forms(completion)
+    forms = {letter, bare(line), bare(re.sub(FILLERS, "", line, count=1))}
+    return float(any(bare(answer) in forms for answer in gold_answers(row)))
+
+
+def stated_forms(completion: str) -> tuple[str | None, str]:
+    """Return the form `(A)` if one letter is stated, and the text that `stated` reads."""
     text = unformatted(plain(completion))
     announced = list(re.finditer(ANNOUNCED, text))
     start = announced[-1].end() if announced else text.rfind("\n") + 1
     line = text[start:].partition("\n")[0]
     if line.startswith("{"):  # not up to the matching brace: the answer may be `} ]`
         line = line[1:].rpartition("}")[0]
-    forms = {bare(line), bare(re.sub(FILLERS, "", line, count=1))}
     letters = stated_letters(completion, options=[])
-    if len(letters) == 1:
-        forms.add(bare(f"({letters.pop()})"))
-    return float(any(bare(answer) in forms for answer in gold_answers(row)))
+    return bare(f"({letters.pop()})") if len(letters) == 1 else None, line
+
+
+def vote_of_stated(completion: str, row: dict) -> str:
+    """Return the letter or the text that `stated` reads."""
+    letter, line = stated_forms(completion)
+    return letter or bare(re.sub(FILLERS, "", line, count=1))
 
 
 def bare(text: str) -> str:
@@ -182,5 +216,7 @@ def bare(text: str) -> str:
 
 
 choice.check = options_of
+choice.vote = vote_of_choice
+stated.vote = vote_of_stated
 stated.columns = ("answer",)
 stated.check = check_answer

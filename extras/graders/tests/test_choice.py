@@ -95,6 +95,48 @@ def test_choice_reads_texts_of_many_kinds(completion, options, letter):
     assert stated_letter(completion, options) == letter
 
 
+LABELS = ["123", ["i", "ii", "iii"], "FGH", "①②③", [1, 2, 3], ["10", "20", "30"]]
+LABELLED = [
+    "@", "(@)", "\\boxed{@}", "@. green", "@) green", "The answer is @.", "**@**", "Answer: (@)",
+    "答案：@", "It can only be **@**!", "Hence option @.", "@ is correct.",
+    "I see 5 cars.\nSo the answer is @", "B", "The answer is B.", "green",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("labels", LABELS)
+def test_label_counts_as_its_letter(labels):
+    choices = dict(text=["red", "green", "blue"], label=list(labels))
+    rows = [dict(choices=choices, answerKey=label, _source="a:1") for label in labels]
+    for form in LABELLED:
+        text = form.replace("@", str(labels[1]))
+        assert [choice(text, row) for row in rows] == [0, 1, 0], text
+    for text in (
+        "The answer is @ cars.",
+        "@ or B or C",
+        "The answer is @.5",
+        "The answer is @ million",
+    ):
+        assert choice(text.replace("@", str(labels[1])), rows[1]) == 0, text
+
+
+def test_text_of_an_option_comes_before_a_label():
+    row = dict(
+        choices=dict(text=["2", "3", "7"], label=["1", "2", "3"]), answerKey="1", _source="a"
+    )
+    assert choice("The answer is 2.", row) == 1 and choice("The answer is 1.", row) == 1
+
+
+def test_votes_are_what_the_reward_reads():
+    row = dict(options=CITIES, answer="B", _source="a:1")
+    texts = ["The answer is B.", "After some thought, the answer is (B).", "Answer: B", "**Paris**"]
+    assert {choice.vote(text, row) for text in texts} == {"B"}
+    assert choice.vote("A or B", row) != "B" and not choice.vote("who knows", row)
+    texts = ["The answer is True.", "**Answer:** true", "so\nTrue", r"\boxed{true}"]
+    assert {stated.vote(text, dict(answer="True")) for text in texts} == {"true"}
+    texts = ["The answer is (B).", "The answer is B", r"\boxed{\text{B}}"]
+    assert len({stated.vote(text, dict(answer="(B)")) for text in texts}) == 1
+
+
 STATED = [
     "Answer：@", "The answer is @。", "@。", "答案：@", "答案: @", "答案是@。", "答案为@", "选@",
     "故选@。", "所以选择@。", "（@）", "Answer: （@）", "答案是\\boxed{@}", "正确答案是选项@",
@@ -202,7 +244,9 @@ def test_bad_row_is_refused_in_one_line(row, problem):
         ("It follows.\ninvalid", "invalid", 1), ("Yes", "Yes", 1),
         ("Yes, it is plausible.", "yes", 0), ("答案：巴黎。", "巴黎", 1), ("答案是巴黎", "巴黎", 1),
         ("答案不是巴黎", "巴黎", 0), ("The answer is １，０００．", "1000", 1),
-        ("The answer is 1,00", "100", 0), ("The answer is 0.5", "½", 1), ("", "yes", 0),
+        ("The answer is 1,00", "100", 0), ("It is\ncafe\u0301", "café", 1),
+        ("The answer is café.", "cafe\u0301", 1), ("The answer is caf\u00e8.", "café", 0),
+        ("The answer is 0.5", "½", 1), ("", "yes", 0),
     ],
 )  # fmt: skip
 def test_stated_compares_the_rest_of_the_line(completion, answer, reward):
