@@ -34,6 +34,7 @@ from common.data.encode import Encoder
 from common.data.rows import rows_of_split
 from common.evaluate import checkpoint_curve, completions_file
 from common.evaluate.estimators import (
+    SOLVED,
     final_answer,
     majority_at_k,
     mean_and_interval,
@@ -98,6 +99,20 @@ class Args(ImageArgs, TruncationArgs, SamplingArgs):
 # ---- measurements ----
 
 
+def solves(completion: dict) -> bool | None:
+    """Return whether a completion solves its prompt. One whose reward failed does not; None: no
+    reward applies."""
+    if completion["score"] is None:
+        return False if completion["reward_errors"] else None
+    return completion["score"] >= SOLVED
+
+
+def vote_of(completion: dict) -> str | None:
+    if completion["vote"] == "":  # an earlier version wrote the file
+        return final_answer(completion["text"][completion["answer_at"] :])
+    return completion["vote"]
+
+
 def measure(args: Args, lines: list[dict]) -> dict:
     """Return the results of these prompts: the numbers of `overall` or of one domain in
     results.json."""
@@ -109,18 +124,24 @@ def measure(args: Args, lines: list[dict]) -> dict:
 
     everything = [line["completions"] for line in lines]
     sampled = [
-        [c for c in group if not c["greedy"] and c["score"] is not None] for group in everything
+        [c for c in group if not c["greedy"] and solves(c) is not None] for group in everything
     ]
-    right = [[c["score"] >= 1 for c in group] for group in sampled]
+    right = [[solves(c) for c in group] for group in sampled]
     rng = np.random.default_rng(distributed.fold_seed(args.seed))
     votes = [
-        majority_at_k([final_answer(c["text"][c["answer_at"] :]) for c in group], right_S, rng)
-        for group, right_S in zip(sampled, right, strict=True)
+        majority_at_k(
+            [vote_of(c) for c in group],
+            [None if c["score"] is None else solves(c) for c in group],
+            rng,
+        )
+        for group in sampled
     ]
     greedy = [[c for c in group if c["greedy"]] for group in everything]
     out = dict(
         prompts=len(lines),
-        solved=mean_of(lambda c: None if c["score"] is None else c["score"] >= 1, greedy),
+        failed=sum(bool(c["reward_errors"]) for group in everything for c in group),
+        unscored=sum(solves(c) is None for group in everything for c in group),
+        solved=mean_of(solves, greedy),
     )
     out |= dict(reward=mean_of(lambda c: c["reward"], greedy), pass_at_k={}, majority_at_k={})
     for k in range(1, max(map(len, right)) + 1):
@@ -158,7 +179,8 @@ def print_results(results: dict) -> None:
         out |= dict(truncated=(m["truncated"], 100.0), tokens=(m["mean_length"], 1.0))
         return {name: (x, scale) for name, (x, scale) in out.items() if x}
 
-    title = f"{results['model']} on {overall['prompts']} prompts of {results['dataset']}"
+    left_out = f" ({results['too_long']} too long)" if results["too_long"] else ""
+    title = f"{results['model']} on {overall['prompts']} prompts{left_out} of {results['dataset']}"
     table = Table("", "", "95%", title=Text(visible(title)))
     optional = checkpoint_curve.OPTIONAL_RESULTS
     lines = shown(overall) | {name: (results[name], 1.0) for name in optional if results.get(name)}
@@ -181,6 +203,27 @@ def print_results(results: dict) -> None:
                 Text(visible(name)),
             )
         Console().print(table)
+
+
+def left_out(results: dict, lines: list[dict]) -> list[str]:
+    """Return lines about completions that count as not solved, or in no number, for want of a
+    reward."""
+    everything = [(line["source"], c) for line in lines for c in line["completions"]]
+    said = []
+    if failed := results["overall"]["failed"]:
+        errors = (
+            f"{name} on {source}: {error}"
+            for source, c in everything
+            for name, error in c["reward_errors"].items()
+        )
+        problem = f"{failed} of {len(everything)} completions have a reward that failed"
+        said.append(f"{problem} and count as not solved; the first: {next(errors)}")
+    if unscored := results["overall"]["unscored"]:
+        problem = f"{unscored} of {len(everything)} completions have no reward (None)"
+        said.append(f"{problem} and are in no fraction")
+    if pairs := results.get("not_compared"):
+        said.append(f"{pairs} of {len(everything)} pairs are not compared: one has no reward")
+    return said
 
 
 @dataclasses.dataclass
@@ -268,7 +311,10 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
     if len(domains) == 1:
         domains = {}
     overall = measure(args, outputs[0])
-    results = dict(model=model, dataset=" ".join(args.dataset), overall=overall, domains=domains)
+    results = dict(
+        model=model, dataset=" ".join(args.dataset), too_long=task.prompts.dropped,
+        overall=overall, domains=domains,
+    )  # fmt: skip
     judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in outputs]
     if "reward_model" in folders:
         judge = load_model(
@@ -281,7 +327,9 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
                 [sum(group) for group in scores], [len(group) for group in scores]
             )
     if len(outputs) == 2:
-        results["win_rate"] = interval(*wins(*judged))
+        points, pairs = wins(*judged)
+        results["win_rate"] = interval(points, pairs)
+        results["not_compared"] = sum(map(len, judged[0])) - sum(pairs)
     if "perplexity_model" in folders:
         scorer = load_policy(
             folders["perplexity_model"], args, task.device, trainable=False,
@@ -332,6 +380,8 @@ def main(args: Args) -> None:
         if distributed.is_main():
             durable.write_text(target / "results.json", json.dumps(results, indent=2) + "\n")
             print_results(results)
+            for line in left_out(results, lines):
+                print(visible(line), flush=True)
             if target != folder:
                 checkpoint_curve.draw(folder)
     if stopped:

@@ -36,6 +36,7 @@ from common.config.parse import parse
 from common.data.encode import Encoder
 from common.data.packing import count_trained, pack_minibatches
 from common.data.sample import Completion, Group
+from common.evaluate.estimators import SOLVED
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.distill import Comparison, OwnTeacher, Teacher
@@ -61,8 +62,6 @@ CURVES = ("loss", "reward", "reverse_kl", "agreement", "hints/used", "eval/solve
           "teacher_entropy", "completions/mean_length", "grad_norm")  # fmt: skip
 COMPARED = {"reverse_kl": "reverse_kl_T", "agreement": "agree_T",
             "teacher_entropy": "teacher_entropy_T", "teacher_mass": "teacher_mass_T"}  # fmt: skip
-
-SUCCESS = 1.0  # first reward of a successful completion, for --hint sibling
 
 # ---- the objective ----
 
@@ -129,7 +128,7 @@ def hints_of(group: Group, rewards_G: list[float], hint: str) -> list[str]:
         return [sample.feedback for sample in group]
     if hint != "sibling":
         return [hint_of_row(group[0].row, hint)] * len(group)
-    texts = [s.text * (r >= SUCCESS) for s, r in zip(group, rewards_G, strict=True)]
+    texts = [s.text * (r >= SOLVED) for s, r in zip(group, rewards_G, strict=True)]
     others = [texts[g + 1 :] + texts[:g] for g in range(len(group))]
     return [next(filter(None, each), "") for each in others]
 

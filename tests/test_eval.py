@@ -190,6 +190,60 @@ def test_file_of_completions_gives_the_results_of_its_run(one_rank, flags, main,
     assert found["overall"]["solved"] == {} and found["win_rate"]["mean"] == 0.5
 
 
+RAISES = """
+def f(completion, row):
+    if completion == "raise": raise KeyError("oops")
+    return None if completion == "none" else float(completion == "1")
+"""
+
+
+@pytest.mark.parametrize(("odd", "counts", "solved", "line"), [
+    ("raise", (1, 0), 0.8, "1 of 10 completions have a reward that failed and count as not solved; "
+     "the first: f on rows.jsonl:10: KeyError: 'oops' (line 3)"),
+    ("none", (0, 1), 8 / 9, "1 of 10 completions have no reward (None) and are in no fraction"),
+])  # fmt: skip
+def test_completion_without_a_reward_is_counted(odd, counts, solved, line, main, tmp_path, capsys):
+    """Also in its domain, and beside the win rate."""
+    (tmp_path / "r.py").write_text(RAISES)
+    texts = ["1"] * 8 + ["0", odd]
+    rows = [dict(prompt="?", domain="ab"[i % 2]) for i in range(10)] + [dict(prompt="1+" * 3000)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    file = write_rows(tmp_path / "c.jsonl", [dict(completion=text) for text in texts])
+    main(
+        "eval", "--dataset", data, "--completions", file, "--reward", f"{tmp_path}/r.py:f",
+        "--overlong", "drop", "--prompt_format", "plain", "--against", file,
+        "--output_dir", tmp_path / "out",
+    )  # fmt: skip
+    said, found = capsys.readouterr().out, results(tmp_path / "out")
+    assert line in said and "1 of 10 pairs are not compared: one has no reward" in said
+    assert "10 prompts (1 too long)" in " ".join(said.split())
+    overall = found["overall"]
+    assert overall["pass_at_k"]["1"]["mean"] == pytest.approx(solved)
+    assert (overall["failed"], overall["unscored"]) == counts
+    of_domains = [
+        (found["domains"][name]["failed"], found["domains"][name]["unscored"]) for name in "ab"
+    ]
+    assert of_domains == [(0, 0), counts]
+    assert (found["too_long"], found["not_compared"]) == (1, 1)
+
+
+def test_a_vote_is_what_the_reward_reads(device):
+    """Two of five say A in three forms; all others say B."""
+    texts = [
+        "The answer is B.",
+        "After some thought, the answer is (B).",
+        "Answer: B",
+        "A",
+        r"\boxed{A}",
+    ]
+    row = dict(options=["x", "y"], answer="B", _source="rows:1")
+    group = [Completion([1, 2], [False, True], 1, row, text=t, finish_reason="stop") for t in texts]
+    args = evaluation.Args(reward="choice")
+    rewards = Rewards(args, [row], load_tokenizer(tiny_model()), device)
+    lines = completions_file.make_lines([group], rewards, greedy=False)
+    assert evaluation.measure(args, lines)["majority_at_k"][5]["mean"] == 1
+
+
 @pytest.mark.parametrize(("thoughts", "majority"), [("cut", 1), ("keep", 0)])
 def test_thoughts_do_not_vote(thoughts, majority, device):
     texts = [r"<think>\boxed{7}"] * 3 + [r"<think>\boxed{7}</think>\boxed{18}"]

@@ -96,6 +96,8 @@ class Completion(Sample):
     # With `--tools`: number of calls, and how many had each problem (extras/tools/toolbox.py).
     tool_counts: dict[str, int] | None = None
     feedback: str = ""  # text about the completion that a reward returned
+    # Why rewards could not be computed, by their names.
+    reward_errors: dict[str, str] = field(default_factory=dict)
     # Further conversations of an agent's episode (extras/agents/README.md), with its reward.
     branches: "list[Completion]" = field(default_factory=list)
     requests: int | None = None  # requests of the agent in the episode, if there is one

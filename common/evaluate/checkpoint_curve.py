@@ -60,4 +60,8 @@ def mean_results(results: dict) -> dict[str, float]:
     for name in ("pass", "majority"):
         at_k = values.pop(f"{name}_at_k")
         values |= {f"{name}_at_{k}": at_k[str(k)] for k in shown_ks(len(at_k))}
-    return {name: value["mean"] for name, value in values.items() if name != "prompts" and value}
+    return {
+        name: value if isinstance(value, int) else value["mean"]
+        for name, value in values.items()
+        if name != "prompts" and value
+    }

@@ -30,8 +30,10 @@ from torch import Tensor
 from common import durable
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
+from common.evaluate.estimators import final_answer
 from common.metrics.meter import Meter
 from common.parallel import distributed, process
+from common.rewards.registry import BUILT_IN, load_reward
 from common.rewards.total import Rewards
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import Prompts
@@ -48,6 +50,8 @@ class StoredCompletion:
     score: float | None = None  # the first of --reward, if it could be computed
     reward: float | None = None  # the weighted sum
     rewards: dict[str, float | None] = field(default_factory=dict)
+    reward_errors: dict[str, str] = field(default_factory=dict)  # why one has none, by name
+    vote: str | None = ""  # its answer in a majority vote, if any; "": not stored
     finish_reason: str = "stop"
     ids: list[NonNegativeInt] = field(default_factory=list)
     sampled: list[Literal[0, 1]] = field(default_factory=list)  # 0: tokens of an environment
@@ -123,7 +127,8 @@ def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict
         completions = [
             {name: getattr(c, name) for name in AS_SAMPLED}
             | dict(answer_at=len(c.text) - len(rewards.thoughts.answer(c)),
-                   greedy=greedy and s == 0,
+                   greedy=greedy and s == 0, vote=vote_of(c, rewards),
+                   reward_errors=c.reward_errors,
                    score=_null(firsts_PS[p, s]), reward=_null(rewards_PS[p, s]),
                    rewards={name: _null(part_PS[p, s]) for name, part_PS in parts.items()}
                    | {name: float(x_PS[p, s]) for name, x_PS in numbers.items()
@@ -135,6 +140,18 @@ def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict
         return dict(source=group[0].row["_source"], completions=completions)
 
     return _of_all_ranks([line(p, group) for p, group in enumerate(groups)])
+
+
+def vote_of(sample: Completion, rewards: Rewards) -> str | None:
+    """Return the answer of a completion in a majority vote: what the first reward reads, if it is a
+    built-in one that reads an answer, else `final_answer`. None: it does not vote."""
+    name = rewards.args.reward[0]
+    name = sample.row["reward"] if name == "by_row" else name
+    function = load_reward(name) if name in BUILT_IN else None
+    if not hasattr(function, "vote"):
+        return final_answer(rewards.thoughts.answer(sample))
+    answer = function.vote(rewards.thoughts.read_by(function, sample), sample.row)
+    return None if answer in (None, "") else str(answer)[:200]
 
 
 def _null(x: Tensor) -> float | None:

@@ -6,11 +6,15 @@ import re
 from collections import Counter
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from common.data.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import final_answers, last_boxed, plain, value_of
 
 STATED = re.compile(r"(?:\banswer(?: is\b|:)|答案(?:是|为|:))[ :*]*([^\n]+)", re.IGNORECASE)
+SOLVED = 1 - 1e-6  # a reward of 1, up to rounding: sum([0.1] * 10) is less
 PERMUTATIONS = 64  # random orders of the samples over which a majority vote is averaged
 
 
@@ -28,6 +32,14 @@ def shown_ks(n: int) -> list[int]:
     return [1 << i for i in range(n.bit_length()) if 1 << i <= n]
 
 
+def solved(first_PS: Tensor, groups: list[Group]) -> Tensor:
+    """Return 1 for completions whose first reward is at least 1, up to rounding, 0 for others and
+    for those whose reward failed, and NaN where no reward applies. Shape [P, S], float64."""
+    failed_PS = torch.tensor([[bool(sample.reward_errors) for sample in group] for group in groups])
+    solved_PS = first_PS.ge(SOLVED).double().masked_fill(first_PS.isnan(), math.nan)
+    return solved_PS.masked_fill(first_PS.isnan() & failed_PS.reshape(first_PS.shape).bool(), 0.0)
+
+
 def final_answer(text: str) -> str | None:
     """Return the vote of a completion: its last boxed answer, else its last `####` number, else the
     rest of the line after the last "answer is" or "answer:", else all of it; None if that is
@@ -39,11 +51,11 @@ def final_answer(text: str) -> str | None:
 
 
 def majority_at_k(
-    answers: list[str | None], right: list[bool], rng: np.random.Generator
+    answers: list[str | None], right: list[bool | None], rng: np.random.Generator
 ) -> list[float]:
     """Return, for k = 1..S, the fraction of random choices of k samples in which the most frequent
     answer is right. The first of equally frequent answers wins. A sample without an answer does not
-    vote."""
+    vote; one whose reward failed (None) votes, and others say whether its answer is right."""
     totals = np.zeros(len(answers))
     for _ in range(PERMUTATIONS):
         votes: Counter = Counter()
@@ -53,10 +65,11 @@ def majority_at_k(
             answer = answers[i]
             if answer is not None:
                 votes[answer] += 1
-                is_right.setdefault(answer, right[i])
+                if right[i] is not None:
+                    is_right.setdefault(answer, right[i])
                 if votes[answer] > votes[leader]:
                     leader = answer
-            totals[k] += is_right[leader]
+            totals[k] += is_right.get(leader, False)
     return (totals / PERMUTATIONS).tolist()
 
 
@@ -89,6 +102,7 @@ def wins(
     counts = []
     for group, group_against in zip(scores, scores_against, strict=True):
         pairs = [pair for pair in zip(group, group_against, strict=True) if None not in pair]
-        points.append(sum((a > b) + 0.5 * (a == b) for a, b in pairs))
+        ties = [math.isclose(a, b, rel_tol=1e-10, abs_tol=1e-15) for a, b in pairs]
+        points.append(sum(0.5 if tie else a > b for tie, (a, b) in zip(ties, pairs, strict=True)))
         counts.append(len(pairs))
     return points, counts

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sized
+from itertools import chain
 
 from pydantic.dataclasses import dataclass
 
@@ -13,10 +14,12 @@ from common.config.online import OnlineArgs
 from common.data.encode import Encoder
 from common.data.order import Order
 from common.data.rows import held_out_rows, train_and_eval_rows
-from common.evaluate.estimators import pass_at_k, shown_ks
+from common.data.sample import Group
+from common.evaluate.estimators import pass_at_k, shown_ks, solved
 from common.metrics.meter import Meter
 from common.model.hub import context_length
 from common.model.policy import Policy
+from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts, encode_prompts, prompt_columns
 from common.rollout.sampler import ColocatedEngine, Sampler
@@ -30,19 +33,22 @@ def evaluate_prompts(
 
     `eval/solved` is the fraction of completions whose first reward is at least 1,
     `eval/solved_stderr` its standard error over the prompts, `eval/reward` the mean weighted sum,
-    and `eval/pass_at_k` the fraction of prompts that one of k completions solves. If rows name
-    their data set, `metric/name` is the metric of that set alone. Collective."""
+    and `eval/pass_at_k` the fraction of prompts that one of k completions solves. A completion
+    whose reward failed is not solved, and `eval/failed` counts them; `eval/unscored` counts those
+    that are in no fraction, because no reward applies. If rows name their data set, `metric/name`
+    is the metric of that set alone. Collective."""
     if not held_out:
         return {}
     groups = rollouts.complete_held_out(step, held_out)
     rewards_PS, named_rewards, numbers = rewards.wait(groups, Meter())
     first_PS = rewards.first(named_rewards)
     means = {
-        "eval/solved": first_PS.ge(1).double().masked_fill(first_PS.isnan(), math.nan),
+        "eval/solved": solved(first_PS, groups),
         "eval/reward": rewards_PS,
     }
     means |= {f"eval/rewards/{name}/mean": named_PS for name, named_PS in named_rewards.items()}
     means |= {f"eval/rewards/{name}": number_PS for name, number_PS in numbers.items()}
+    say_failures(f"evaluation after step {step}", groups)
     meter = Meter()
     for i, group in enumerate(groups):
         solved_S = means["eval/solved"][i]
@@ -53,11 +59,30 @@ def evaluate_prompts(
                 valid_S = ~values_PS[i].isnan()
                 meter.mean(f"{name}{end}", values_PS[i].nansum(), valid_S.sum())
             for k in shown_ks(len(solved_S))[1:]:
-                solved = int(solved_S.sum())
-                meter.mean(f"eval/pass_at_{k}{end}", pass_at_k(len(solved_S), solved, k))
+                right = int(solved_S.sum())
+                meter.mean(f"eval/pass_at_{k}{end}", pass_at_k(len(solved_S), right, k))
+            meter.sum(f"eval/failed{end}", sum(bool(sample.reward_errors) for sample in group))
+            meter.sum(f"eval/unscored{end}", len(group) - len(solved_S))
             if len(solved_S):
                 meter.standard_error(f"eval/solved_stderr{end}", solved_S.mean())
     return meter.reduce()
+
+
+def say_failures(what: str, groups: list[Group]) -> None:
+    """Print how many completions of all ranks have a reward that failed, and the first error.
+    Collective."""
+    samples = list(chain(*groups))
+    failures = [
+        f"{name} on {sample.row['_source']}: {error}"
+        for sample in samples
+        for name, error in list(sample.reward_errors.items())[:1]
+    ]
+    of_ranks = distributed.gather_objects((len(samples), failures))
+    count = sum(number for number, _ in of_ranks)
+    failures = list(chain(*(each for _, each in of_ranks)))
+    if failures:
+        problem = f"{what}: {len(failures)} of {count} completions have a reward that failed"
+        distributed.say(f"{problem} and count as not solved; the first: {failures[0]}")
 
 
 # ---- scripts that do not sample ----
@@ -85,6 +110,8 @@ class Generation:
         columns = prompt_columns(online, rows)
         room = context_length(policy.path, args) - online.max_new_tokens
         self.prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, online)
+        if len(self.prompts) < args.eval_generate:
+            distributed.say(f"--eval_generate {args.eval_generate} answers {self.prompts}")
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
         order = Order({"": range(len(rows))}, args.seed)  # nothing is drawn
         engine = ColocatedEngine(policy, online, tokenizer, on_complete=self.rewards.begin)

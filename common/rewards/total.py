@@ -114,7 +114,7 @@ class Rewards:
     def wait(self, groups: list[Group], meter: Meter) -> Scored:
         """Wait for the rewards of the groups, whether they have begun or not, and return them. A
         reward that does not apply adds 0. A sample gets NaN if one of its rewards failed or none
-        applies, and the statistics of its group skip it.
+        applies, and the statistics of its group skip it; `reward_errors` says why.
 
         The numbers beside the rewards are averaged in the meter too. Raises `RunError` when more
         than `--max_reward_errors` of the rewards that the meter has of this step, on all ranks,
@@ -151,6 +151,10 @@ class Rewards:
             applies_PG |= ~by_name[name].isnan()
             failed_PG |= table(result.error is not None for result in results).bool()
             found[name] = results
+        for i, sample in enumerate(samples):
+            sample.reward_errors = {
+                name: found[name][i].error for name in self.weights if found[name][i].error
+            }
         self._require_few_errors(found, samples, meter)
         rewards_PG[~applies_PG | failed_PG] = math.nan
         return Scored(rewards_PG, by_name, numbers)

@@ -93,6 +93,13 @@ def test_intervals_contain_the_mean_and_narrow_with_more_prompts():
     assert estimators.mean_and_interval([0.0], [0], draws=10, seed=0) == {}
 
 
+def test_sample_whose_reward_failed_votes():
+    rng = np.random.default_rng(0)
+    assert estimators.majority_at_k(["b", "b", "c"], [None, True, False], rng)[2] == 1
+    assert estimators.majority_at_k(["b", "b", "c"], [None, None, True], rng)[2] == 0
+    assert estimators.wins([[0.1 + 0.2]], [[0.3]]) == ([0.5], [1])
+
+
 def test_win_rate_counts_ties_as_halves_and_ignores_missing_rewards():
     ours, theirs = [[1.0, 2.0], [None, 0.5], [None]], [[0.0, 2.0], [1.0, 0.7], [3.0]]
     assert estimators.wins(ours, theirs) == ([1.5, 0, 0], [2, 1, 0])

@@ -22,6 +22,7 @@ class Scored:
         self.parts = {name: torch.tensor(rows) for name, rows in parts.items()}
         self.numbers = {name: torch.tensor(rows) for name, rows in (numbers or {}).items()}
         self.rows = [dict(_dataset=name) for name in sets] or [{}] * len(next(iter(parts.values())))
+        self.errors: list[dict] = []
 
     def complete_held_out(self, step, held_out):
         assert step == 7
@@ -32,12 +33,16 @@ class Scored:
 
     def wait(self, groups, meter: Meter):
         meter.mean("reward/error_fraction", 0, 3)
+        for group, errors in zip(groups, self.errors, strict=False):  # of its last completion
+            group[-1].reward_errors = errors
+            group[-1].row["_source"] = "a:1"
         return sum(self.parts.values()), self.parts, self.numbers
 
     def first(self, parts):
         return next(iter(parts.values()))
 
-    def evaluated(self) -> dict:
+    def evaluated(self, errors: list[dict] = ()) -> dict:
+        self.errors = errors
         return evaluate_prompts(
             SimpleNamespace(complete_held_out=self.complete_held_out), 7, self.rows, self
         )
@@ -58,6 +63,20 @@ def test_solved_uses_the_first_reward_and_ignores_a_missing_one():
                 "rewards/first/mean/y": 0.5, "rewards/first/words/y": 4}  # fmt: skip
     assert {f"eval/{name}": x for name, x in expected.items()}.items() <= of_sets.items()
     assert len(of_sets) == 3 * len(got)
+
+
+def test_failed_reward_is_not_solved_and_a_missing_one_is_counted(capsys):
+    """Of three completions of each prompt one has no reward, in which its reward failed or not."""
+    almost = sum([0.1] * 10)
+    scored = Scored(dict(x=[[1.0, almost, NAN], [0.0, 0.9, NAN]]), sets="ab")
+    errors = [{"x": "KeyError: 'y'"}, {}]
+    got = scored.evaluated(errors)
+    assert got["eval/solved"] == pytest.approx(2 / 5) and got["eval/solved/a"] == 2 / 3
+    assert got["eval/pass_at_2"] == pytest.approx((1 + 0) / 2)
+    assert (got["eval/failed"], got["eval/unscored"]) == (1, 1)
+    assert (got["eval/failed/a"], got["eval/unscored/a"]) == (1, 0)
+    said = "evaluation after step 7: 1 of 6 completions have a reward that failed and count as"
+    assert f"{said} not solved; the first: x on a:1: KeyError: 'y'" in capsys.readouterr().out
 
 
 def test_sampled_evaluation_has_pass_at_k_and_an_error_over_prompts():
