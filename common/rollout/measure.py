@@ -54,7 +54,7 @@ def measure_groups(
     std_P = group_std(rewards_PG)[:, 0]
     meter.mean("reward", rewards_PG.nansum(), valid_PG.sum())
     meter.mean("reward_std", std_P.sum(), len(std_P))
-    meter.mean("frac_reward_zero_std", (std_P == 0).sum(), len(std_P))
+    meter.mean("frac_reward_zero_std", (~unequal(rewards_PG)).sum(), len(std_P))
     for group, valid_G, rewards_G in zip(groups, valid_PG, rewards_PG, strict=True):
         if name := group[0].row.get("_dataset"):
             meter.mean(f"reward/{name}", rewards_G.nansum(), valid_G.sum())
