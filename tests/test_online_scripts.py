@@ -7,6 +7,7 @@ from helpers import assert_close_metrics, assert_same_weights, metrics, write
 import bok
 import reinforce
 import rloo
+from common.rollout.transformers_engine import TransformersEngine
 
 pytestmark = pytest.mark.slow
 
@@ -93,3 +94,25 @@ def test_a_completion_without_a_reward_is_not_trained_on(script, extra, online, 
     assert_close_metrics(tmp_path / "3", tmp_path / "4", ["loss", "grad_norm"], 1e-5)
     names = [name for name in metrics(tmp_path / "3")[0] if name.startswith(TRAINED)]
     assert_close_metrics(tmp_path / "3", tmp_path / "4", names, 1e-4, floor=0.1)
+
+
+# ---- evaluations ----
+
+
+@pytest.mark.parametrize("script", ["grpo", "dapo"])
+def test_weights_are_loaded_once_per_version(script, online, main, tmp_path, monkeypatch):
+    """Whatever is sampled from them: held-out prompts, a step, its further draws."""
+    loaded, original = [], TransformersEngine.load_weights
+
+    def load(engine, weights, version):
+        loaded.append(version)
+        original(engine, weights, version)
+
+    monkeypatch.setattr(TransformersEngine, "load_weights", load)
+    main(script, *online, "--eval_every", 1, "--eval_size", 5, "--output_dir", tmp_path)
+    assert loaded == [0, 1, 2]
+    lines = metrics(tmp_path)
+    assert all("eval/solved" in line for line in lines)
+    assert "engine/running" not in lines[0], "an evaluation"
+    if script == "grpo":
+        assert [line["engine/running"] for line in lines[1:]] == [24, 24]

@@ -75,6 +75,8 @@ def empty_completion(prompt: list[int], row: dict | None = None) -> Completion:
 class Engine:
     """Base class of the engines, which implement its last section."""
 
+    keeps_weights = False  # whether they outlast `sleep`
+
     def __init__(
         self, path: str, args: SamplingArgs, tokenizer, device: torch.device, trained: bool
     ):
@@ -131,8 +133,11 @@ class Engine:
                 self.running[name] = request
                 self._add(name, request)
         self.new = []
-        with untouched_rng():
-            turns = self._step(meter) if self.running else []
+        turns = []
+        if self.running:
+            meter.mean("engine/running", len(self.running))
+            with untouched_rng():
+                turns = self._step(meter)
         for name, turn in turns:
             request = self.running.pop(name)
             completion = request.completion
@@ -146,7 +151,6 @@ class Engine:
             # None: the request of another rank. Done: its episode was cancelled.
             if ended is not None and not ended.done():
                 ended.set_result(None)
-        meter.mean("engine/running", len(self.running))
 
     def text_of(self, turn: list[int], cut: bool = True) -> str:
         """Decode a turn, up to its first stop string unless `cut` is false. Special tokens such as

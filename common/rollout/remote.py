@@ -124,7 +124,7 @@ class RolloutRanks:
         self.steps_ahead = args.max_staleness
         self.dtype = compute_dtype(args, policy.device)
         self.rows: dict[int, dict] = {}  # prompts in flight that this rank will train on
-        self.groups: dict[int, Group] = {}  # complete groups that no step has taken yet
+        self.arrived: dict[int, SampledGroup] = {}  # complete, and no step has taken them yet
         self.inbox: queue.Queue[SampledGroup] = queue.Queue()
         self.channel = Channel(self._receive)  # waits until the rollout ranks have started
         self.link = weights_link(policy.device) if distributed.is_main() else None
@@ -155,15 +155,20 @@ class RolloutRanks:
         self._send(requests, step, meter)
         began = time.perf_counter()
         with meter.time("rollout"):
-            while not self.groups.keys() >= set(own_numbers):
+            while not self.arrived.keys() >= set(own_numbers):
                 message = self.inbox.get()
-                self.groups[message.group[0].number] = message.group
-                meter.add(message.meter)
+                self.arrived[message.group[0].number] = message
                 process.stop_signalled |= message.stop
         now = time.perf_counter()
-        meter.mean("idle/training_ranks", now - began, now - self.last_wait)
-        self.last_wait = now
-        groups = [self.groups.pop(number) for number in own_numbers]
+        if any(each.number < 0 for each in requests):  # held-out: this time does not count
+            self.last_wait += now - began
+        else:
+            meter.mean("idle/training_ranks", now - began, now - self.last_wait)
+            self.last_wait = now
+        messages = [self.arrived.pop(number) for number in own_numbers]
+        for message in messages:
+            meter.add(message.meter)
+        groups = [message.group for message in messages]
         measure_staleness(meter, groups, step)
         return groups
 

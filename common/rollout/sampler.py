@@ -141,6 +141,7 @@ class ColocatedEngine:
         self, policy: Policy, args: OnlineArgs, tokenizer, on_complete: OnComplete | None = None
     ):
         self.policy = policy
+        self.version: int | None = None  # version of the weights in the engine
         self.on_complete = on_complete
         self.engine = make_engine(policy.path, args, tokenizer, policy.device)
         self.episodes = Episodes(self.engine, args)
@@ -158,7 +159,9 @@ class ColocatedEngine:
         """Return the groups of this rank's `own_numbers` among the `requests` of all ranks, sampled
         from the weights after `step` steps. Release the engine's memory at the end. Collective."""
         with meter.time("sync"):
-            self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
+            if step != self.version or not self.engine.keeps_weights:
+                self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
+                self.version = step
         with meter.time("rollout"):
             own = set(own_numbers)
             prompts = [request for request in requests if request.number in own]

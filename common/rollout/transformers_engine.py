@@ -16,6 +16,8 @@ class TransformersEngine(Engine):
     """`model.generate` on an unsharded replica of the policy. It samples each request to its end in
     one round."""
 
+    keeps_weights = True
+
     def _start(self) -> None:
         from transformers import GenerationConfig
 
