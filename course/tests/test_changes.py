@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, metrics, run, samples
+from helpers import ROOT, metrics, run, samples, write
 from test_grpo_objective import IDS, MASK, SEQUENCES, TOKENS, stream, streams
 
 import grpo
@@ -165,6 +165,11 @@ def test_patched_script_runs(patch, patched, small, reward_file, main, tmp_path)
         flags += ("--reward", f"{reward_file}:digits")
     if patch == "gdpo":
         flags += (f"{reward_file}:longer",)
+    if patch == "curriculum":
+        code = (
+            "def odd(completion, row): return len(completion) if int(row['answer']) % 2 else None"
+        )
+        flags += ("--reward", f"{write(tmp_path / 'odd.py', code)}:odd")
     if patch in ("curriculum", "muon"):
         run(2, tmp_path / f"{name}.py", *flags)
     else:
@@ -172,6 +177,9 @@ def test_patched_script_runs(patch, patched, small, reward_file, main, tmp_path)
     lines = [line for line in metrics(folder) if line["step"] > 0]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line["loss"]) for line in lines)
+    if patch == "curriculum":  # a group without rewards keeps its old mean
+        states = [path.read_text() for path in folder.glob("checkpoints/*/state.json")]
+        assert states and not any("NaN" in state for state in states)
     if patch == "model-as-reward":
         assert all(line["reward"] < -1 for line in lines)
     if patch == "token-advantage":
