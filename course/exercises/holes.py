@@ -207,7 +207,7 @@ EXERCISES = [
         (
             {"mb.loss_mask_T.sum()": "mb.loss_mask_T.numel()"},
             {"tokens.clamp(min=1)": "tokens"},
-            {"distributed.all_sum(sum(mb.loss": "torch.as_tensor(sum(mb.loss"},
+            {"distributed.all_sum(sum(mb.loss_mask_T": "torch.as_tensor(sum(mb.loss_mask_T"},
         ),
     ),
     Exercise(
