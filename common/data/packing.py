@@ -42,6 +42,7 @@ class PackedBatch(ModelTokens):
 
     A rank without samples gets a padding token that is masked."""
 
+    is_last = True  # of its minibatch: hybrid sharding averages gradients over copies in it
     compact: CompactTokens | None = None  # what the model runs on, if it is not these tokens
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     versions_T: Tensor | None = None  # training steps of the weights that sampled a token
@@ -245,6 +246,7 @@ def _pack(
     sent = {index: sample for group in groups for index, sample in group.items()}
     for mb in packs:
         mb.sent = sent
+        mb.is_last = mb is packs[-1]
     for mb, following in pairwise(packs):
         if following.model_tokens.image_sequences:
             mb.model_tokens.next = following.model_tokens

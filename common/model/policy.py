@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from common.config.extra import extra
 from common.config.groups import BaseArgs
@@ -61,6 +62,10 @@ class PackedModel(nn.Module):
         if torch.is_grad_enabled():  # a backward costs two forwards, or one for frozen matrices
             is_frozen = not self.hf.get_input_embeddings().weight.requires_grad
             flops = 3 * flops - is_frozen * 2 * self.matrix_weights * len(tokens.targets_T)
+            if isinstance(self, FSDPModule):
+                # Hybrid sharding averages over copies once in a minibatch. A tower may have no
+                # image in the last micro-batch.
+                self.set_requires_all_reduce(mb.is_last or self.images is not None)
         self.flops += flops
         inputs = packed_inputs(tokens) if self.images is None else self.images.inputs(tokens)
         return self.hf.get_decoder()(**inputs).last_hidden_state[0]

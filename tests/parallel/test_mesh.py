@@ -12,6 +12,7 @@ RANK = """
 import sys
 from pathlib import Path
 import torch
+import torch.distributed as dist
 from model.test_policy import samples, whole
 from common.parallel import distributed
 from common.train.checkpoint import Checkpointer
@@ -33,21 +34,29 @@ def begin(shard_ranks):
     return args, load_policy(sys.argv[2], args, device)
 
 
-def backward(model, reduce_once=False):
+reduced = []  # one for each gradient that is averaged over copies
+all_reduce = dist.all_reduce
+dist.all_reduce = lambda *args, **kwargs: reduced.append(args) or all_reduce(*args, **kwargs)
+
+
+def backward(model):
     packs = pack(batch[rank::size], 90, device)
     assert len(packs) > 1
     tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in packs))
     loss = torch.zeros(())
     for mb in packs:
-        model.set_requires_all_reduce(mb is packs[-1] or not reduce_once)
         logprobs_T, entropy_T, *_ = model(mb)
         of_pack = (-(logprobs_T + 0.1 * entropy_T) * mb.loss_mask_T).sum() / tokens
+        reduced.clear()
         (of_pack * size).backward()
+        has_copies = len(next(model.parameters()).device_mesh.shape) == 2
+        units = 1 + len(model.hf.base_model.layers)  # the blocks, and the root
+        assert len(reduced) == (units if has_copies and mb is packs[-1] else 0)
         loss += of_pack.detach()
     return loss
 
 
-def stepped(model, max_grad_norm=1e9, reduce_once=False):
+def stepped(model, max_grad_norm=1e9):
     "Return the optimizer's gradients and their norm before clipping."
     seen = {}
     sgd = torch.optim.SGD(model.parameters())
@@ -56,7 +65,7 @@ def stepped(model, max_grad_norm=1e9, reduce_once=False):
         seen.update({n: whole(p.grad) for n, p in model.named_parameters()})
 
     sgd.register_step_pre_hook(keep_gradients)
-    return seen, optimizer_step(model, sgd, 0.0, max_grad_norm, backward(model, reduce_once))
+    return seen, optimizer_step(model, sgd, 0.0, max_grad_norm, backward(model))
 
 
 def difference(one, other):
@@ -79,8 +88,8 @@ for shard_ranks in layouts[1:]:
     assert mesh.shape == (size // shard_ranks, shard_ranks)
     backends = [group._get_backend(device) for group in mesh.get_all_groups()]
     assert {backend.options._timeout.days for backend in backends} == {1}  # as of all ranks
-    for share, reduce_once in ((1, False), (0.5, True)):  # docs/scaling.md
-        hybrid, its_norm = stepped(model, norm * share, reduce_once)
+    for share in (1, 0.5):
+        hybrid, its_norm = stepped(model, norm * share)
         assert difference(hybrid, {n: share * g for n, g in plain.items()}) < 1e-5
         assert abs(its_norm / norm - 1) < 1e-6
 if folder.is_dir():  # one gradient, also of another number of ranks
@@ -124,7 +133,8 @@ distributed.cleanup()
 @pytest.mark.slow
 def test_replicas_train_like_one_model(small, tmp_path):
     """Gradients, norms and clipping agree. Every layout resumes the checkpoints of every other, and
-    those of more ranks. The engine gets the model's weights."""
+    those of more ranks. The engine gets the model's weights. Gradients are averaged over copies
+    once in a step."""
     for ranks, layouts in ((4, "[4, 2, 1]"), (2, "[2, 1]")):
         done = run(ranks, RANK, tmp_path / "run", small[1])
         copies = f"{ranks} copies of each model, each on 1 of the {ranks} ranks"
