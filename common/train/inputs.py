@@ -59,9 +59,7 @@ def changed(then: Digests, now: Digests) -> Iterator[tuple[str, str]]:
 def _models(args: BaseArgs) -> Iterator[tuple[str, str]]:
     """Yield flag and name of each model that the run reads. Checkpoints of a folder, which eval.py
     takes, are a model each."""
-    model = Path(args.model)
-    is_model = not model.is_dir() or (model / "config.json").exists()
-    for name in [args.model] if is_model else map(str, checkpoints_in(model)) or [args.model]:
+    for name in [*map(str, checkpoints_in(Path(args.model)))] or [args.model]:
         yield "--model", name
     for flag in ("reference_model", "value_model", "adapter"):
         if (name := getattr(args, flag, None)) is not None:

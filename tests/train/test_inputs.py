@@ -10,6 +10,9 @@ import pytest
 from helpers import run, write_rows
 from test_bad_input import one_error
 
+import distill
+import dpo
+import ppo
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs
 from common.model.tiny import tiny_model
@@ -32,33 +35,40 @@ def begin(folder: Path, kind: type, rows=(), held_out=(), **flags) -> None:
 
 def write_inputs(folder: Path) -> None:
     shutil.copytree(tiny_model(), folder / "m")
+    shutil.copytree(folder / "m", folder / "step_000001" / "hf")
+    for name in ("state.json", "checksums.json"):
+        (folder / "step_000001" / name).touch()
     (folder / "r.py").write_text("def f(completion, row): return 0.0\nclass E: pass\n")
     (folder / "t.jinja").write_text("{{ messages }}")
 
 
 @pytest.mark.parametrize(
-    ("flags", "file"),
+    ("kind", "flags", "file"),
     [
-        (dict(model="m"), "m/model.safetensors"),
-        (dict(model="m"), "m/tokenizer.json"),
-        (dict(chat_template="t.jinja"), "t.jinja"),
-        (dict(reward=("exact_match", "model:m")), "m/model.safetensors"),
+        (OnlineArgs, dict(model="m"), "m/model.safetensors"),
+        (OnlineArgs, dict(model="m"), "m/tokenizer.json"),
+        (OnlineArgs, dict(chat_template="t.jinja"), "t.jinja"),
+        (OnlineArgs, dict(reward=("exact_match", "model:m")), "m/model.safetensors"),
+        (OnlineArgs, dict(model="step_000001"), "step_000001/hf/model.safetensors"),
+        (dpo.Args, dict(reference_model="m"), "m/model.safetensors"),
+        (ppo.Args, dict(value_model="m"), "m/model.safetensors"),
+        (distill.Args, dict(teacher=("x=m",)), "m/model.safetensors"),
     ],
 )
-def test_another_model_or_template_is_refused(flags, file, tmp_path, monkeypatch):
+def test_another_model_or_template_is_refused(kind, flags, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
-    begin(tmp_path, OnlineArgs, **flags)
+    begin(tmp_path, kind, **flags)
     whole = Path(file).read_bytes()
     os.utime(file, (1, 1))  # as after a copy
-    begin(tmp_path, OnlineArgs, **flags)
+    begin(tmp_path, kind, **flags)
     Path(file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     advice = "restore it, use --resume never, or delete .*/run/inputs.json to go on with it"
     words = rf"{Path(file).name} is not as it was when the run in .*/run began; {advice}$"
     with pytest.raises(ValueError, match=words):
-        begin(tmp_path, OnlineArgs, **flags)
+        begin(tmp_path, kind, **flags)
     (tmp_path / "run" / "inputs.json").unlink()
-    begin(tmp_path, OnlineArgs, **flags)
+    begin(tmp_path, kind, **flags)
 
 
 @pytest.mark.parametrize(
@@ -163,3 +173,22 @@ def test_eval_says_that_stored_rewards_are_of_an_earlier_file(main, small, tmp_p
     for text in said[1:]:
         assert f"warning: --reward {reward}:s: my.py is not as it was when the run in" in text
         assert f"stored completions keep their rewards; {again} anew" in text
+
+
+def test_each_checkpoint_of_a_folder_is_a_model(main, small, tmp_path, capsys):
+    """New ones are no change of the others."""
+    flags = ("--eval_size", 1, "--samples_per_prompt", 1, "--max_new_tokens", 2, "--model")
+    flags += (tmp_path / "checkpoints", "--engine", "transformers", "--output_dir", tmp_path / "e")
+    steps = [tmp_path / "checkpoints" / f"step_00000{step}" for step in (1, 2)]
+    for step in steps:
+        shutil.copytree(small[1], step / "hf")
+        for name in ("state.json", "checksums.json"):
+            (step / name).touch()
+        main("eval", *small[2:], *flags)
+        unlock()
+    weights = steps[0] / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(
+        ValueError, match=r"^--model .*/step_000001: model.safetensors is not as it"
+    ):
+        main("eval", *small[2:], *flags)
