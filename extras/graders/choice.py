@@ -13,6 +13,7 @@ option B is `[B]`, and a box or an answer tag begins with `####`."""
 import random
 import re
 import string
+from collections.abc import Sequence
 
 from common.rewards.functions import (
     LETTER,
@@ -137,7 +138,7 @@ def vote_of_choice(completion: str, row: dict) -> str:
     return "".join(sorted(stated_letters(completion, options_of(row)[0], labels_of(row))))
 
 
-def stated_letters(completion: str, options: list[str], labels: list[str] = ()) -> set[str]:
+def stated_letters(completion: str, options: list[str], labels: Sequence[str] = ()) -> set[str]:
     """Return the letters of the last statement: after "answer is" and the like, in a box, on lines
     of their own, or as "B is correct". Without a statement: the letters in brackets in the last
     line. A label of `labels` is the letter at its place."""

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ class Scored:
         self.parts = {name: torch.tensor(rows) for name, rows in parts.items()}
         self.numbers = {name: torch.tensor(rows) for name, rows in (numbers or {}).items()}
         self.rows = [dict(_dataset=name) for name in sets] or [{}] * len(next(iter(parts.values())))
-        self.errors: list[dict] = []
+        self.errors: Sequence[dict] = ()
 
     def complete_held_out(self, step, held_out):
         assert step == 7
@@ -41,7 +42,7 @@ class Scored:
     def first(self, parts):
         return next(iter(parts.values()))
 
-    def evaluated(self, errors: list[dict] = ()) -> dict:
+    def evaluated(self, errors: Sequence[dict] = ()) -> dict:
         self.errors = errors
         return evaluate_prompts(
             SimpleNamespace(complete_held_out=self.complete_held_out), 7, self.rows, self

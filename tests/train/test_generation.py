@@ -3,11 +3,12 @@ does not change."""
 
 import pytest
 import torch
-from helpers import assert_same_weights, metrics, run, write
+from helpers import assert_same_weights, metrics, run, write, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
 from common.data.rows import train_and_eval_rows
+from common.evaluate import held_out
 from common.evaluate.held_out import first_of_each_set
 
 pytestmark = pytest.mark.slow
@@ -53,6 +54,32 @@ def test_answered_rows_are_the_first_of_each_set():
     chosen = first_of_each_set(named, 7)
     assert "".join(f"{row['_dataset']}{row['n']}" for row in chosen) == "a0a1a2b0b1b2c0"
     assert first_of_each_set([dict(n=n) for n in range(9)], 3) == [dict(n=n) for n in range(3)]
+
+
+def test_prompts_that_are_too_long_are_counted_before_the_engine_starts(
+    small, main, tmp_path, monkeypatch, capsys
+):
+    rows = [
+        dict(prompt="1+" * (3000 if i == 2 else 1), completion="2", answer="2") for i in range(9)
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    flags = ("--dataset", data, "--eval_dataset", data, "--eval_generate", 4, "--max_steps", 1)
+    flags += (
+        "--max_length",
+        99,
+        "--max_new_tokens",
+        5,
+        "--overlong",
+        "drop",
+        "--batch_size",
+        2,
+        "--eval_every",
+        1,
+    )
+    monkeypatch.setattr(held_out, "ColocatedEngine", lambda *_, **__: pytest.fail())
+    with pytest.raises(pytest.fail.Exception):
+        main("sft", *small, *flags, "--prompt_format", "plain", "--output_dir", tmp_path / "run")
+    assert "--eval_generate 4 answers 3 prompts (1 too long)" in capsys.readouterr().out
 
 
 def test_prompts_that_cannot_be_scored_are_refused(main, tmp_path):
