@@ -7,9 +7,10 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, nodes
 from jinja2.meta import find_undeclared_variables
@@ -29,7 +30,8 @@ RESULT = dict(role="tool", name="probe", tool_call_id=CALL["id"], content="?")
 _X = dict(x=dict(type="integer", description="x"), s=dict(type="string", description="s"))
 _PROBED = dict(name="probe", description="Probe.", parameters=dict(type="object", properties=_X))
 PROBE = dict(_source="--tools", tools=[dict(type="function", function=_PROBED)])
-RENDER_SECONDS = 10.0
+RENDER_SECONDS = 10.0  # of a row, and of all probes
+AGAIN = 0.1  # seconds between further interruptions of a late call
 SET_HERE = ("messages", "tools", "add_generation_prompt")  # `ChatTemplate.render` sets these
 
 
@@ -49,11 +51,20 @@ class ChatTemplate:
     thoughts, in whether they know developers, and in how they end a turn. Probes find out."""
 
     def __init__(self, tokenizer, template_kwargs: tuple[str, ...] = (), label: str | None = None):
-        """Parse `--template_kwargs`. Raises `ValueError` if the template does not render or ignores
-        a variable."""
+        """Parse `--template_kwargs`. Raises `ValueError` if the template does not render, ignores a
+        variable or takes too long for the probes together."""
         self.tokenizer = tokenizer
         self._added = any_of(map(str, tokenizer.added_tokens_decoder.values()))
-        self.in_parts = self._reads_parts(label or f"--model {tokenizer.name_or_path}")
+        label = label or f"--model {tokenizer.name_or_path}"
+        try:
+            within(RENDER_SECONDS, self._find_out, template_kwargs, label)
+        except TimeoutError as error:
+            problem = f"the chat template is not rendered: {error}"
+            raise ValueError(f"{label}: {problem}; set another --chat_template") from error
+
+    def _find_out(self, template_kwargs: tuple[str, ...], label: str) -> None:
+        tokenizer = self.tokenizer
+        self.in_parts = self._reads_parts(label)
         self.reads, self.words = _names_read(tokenizer)
         self.kwargs = self._checked("--template_kwargs", _variables(template_kwargs))
         # Whether a thought beside the content is shown, in turns with calls and in others.
@@ -233,10 +244,10 @@ def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
     """Return the text of a conversation. Raises `ValueError`, which begins with `label`, if the
     template refuses it."""
     try:
-        with time_limit(RENDER_SECONDS):
-            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        render = tokenizer.apply_chat_template
+        return within(RENDER_SECONDS, render, messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything
-        problem = distributed.first_line(error) or type(error).__name__
+        problem = distributed.first_line(error)
         problem += f" (line {error.lineno})" if hasattr(error, "lineno") else ""
         raise ValueError(f"{label} chat template refuses the messages: {problem}") from error
 
@@ -245,25 +256,44 @@ class Late(BaseException):
     """Passes each `except Exception` of a library."""
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` after some seconds. Does nothing in a thread."""
+class Alarm:
+    """Handler of a signal: a call has reached its time limit."""
 
-    def late(*_: object) -> None:
-        raise Late
+    is_late = False
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    def __call__(self, _: int, frame: FrameType | None) -> None:
+        """Raise `Late`, but not in a finalizer, which would print and forget it."""
+        self.is_late = True
+        while frame is not None and frame.f_code.co_name != "__del__":
+            frame = frame.f_back
+        if frame is None:
+            raise Late
+
+
+def within(seconds: float, function: Callable, *args: object, **kwargs: object) -> Any:
+    """Return `function(*args, **kwargs)`. Raises `TimeoutError` after some seconds, or as soon as a
+    longer operation of the interpreter ends. Within another limit only that one counts. Does
+    nothing in a thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or isinstance(signal.getsignal(signal.SIGALRM), Alarm):
+        return function(*args, **kwargs)
+    alarm = Alarm()
+    value = None
+    before = signal.signal(signal.SIGALRM, alarm)
     try:
-        yield
-    except Late:
-        raise TimeoutError(f"no end within {seconds:g} s") from None
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+            value = function(*args, **kwargs)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except BaseException:  # whatever it makes of the interruption
+        if not alarm.is_late:
+            raise
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    if alarm.is_late:
+        raise TimeoutError(f"no end within {seconds:g} s")
+    return value
 
 
 def use_template(tokenizer, file: str) -> None:

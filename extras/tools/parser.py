@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from common.config.online import SamplingArgs
-from common.data.chat import ASKED, CALL, PROBE, SAID, ChatTemplate, time_limit
+from common.data.chat import ASKED, CALL, PROBE, SAID, ChatTemplate, within
 from common.data.messages import arguments_of
 from common.data.turns import as_sampled, require_shown
 from common.parallel import distributed
@@ -93,8 +93,7 @@ class Parser:
             inside = re.search(rf"(?:{self.start})\s*\Z", prompt) is not None
             answer = answer_of(text, inside, self.start, self.end)
         try:
-            with time_limit(SECONDS):
-                content, calls = self.read(answer, tools)
+            content, calls = within(SECONDS, self.read, answer, tools)
         except (ValueError, TimeoutError) as error:
             return Turn(answer, [], str(error))
         if not calls and self.marker and self.marker in answer:

@@ -2,6 +2,8 @@
 as the flags and the rows specify."""
 
 import json
+import signal
+import time
 
 import pytest
 from data.chats import (
@@ -25,6 +27,7 @@ from data.chats import (
 from helpers import tiny_tokenizer
 
 from common.config.groups import BaseArgs
+from common.data.chat import within
 from common.data.encode import Encoder
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
@@ -300,7 +303,7 @@ def test_template_from_a_file_is_used_and_saved(tmp_path):
     [
         (b"{% for %}", r"refuses the messages: Expected an expression.* \(line 1\)"),
         (b"{{ 1 / 0 }}", "refuses the messages: division by zero"),
-        (b"{{ 'a' * 10 ** 15 }}", "refuses the messages: MemoryError"),
+        (b"{{ 'a' * 10 ** 15 }}", "refuses the messages: out of memory"),
         (b"hello", "the template changes the text of an assistant turn"),
     ],
 )
@@ -310,11 +313,56 @@ def test_template_that_fails_to_render_is_refused(template, words, tmp_path):
         load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
 
 
-def test_template_without_an_end_is_refused(monkeypatch):
+@pytest.mark.parametrize("condition", [
+    "true", "messages[0].role == 'developer'", "messages|length == 3", "messages[-1].tool_calls",
+    "add_generation_prompt",
+])  # fmt: skip
+def test_template_without_an_end_is_refused(condition, monkeypatch):
+    """All probes of a template have one time limit; one that is late is no refusal."""
     monkeypatch.setattr("common.data.chat.RENDER_SECONDS", 0.2)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ValueError, match="refuses the messages: no end within 0.2 s"):
-        encoder(loops)
+    with pytest.raises(ValueError, match="chat template is not rendered: no end within 0.2 s; set"):
+        encoder(f"{{% if {condition} %}}{loops}{{% endif %}}{chat('{{ m.content }}')}")
+
+
+class SlowToEnd:
+    def __del__(self):
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end:
+            pass
+
+
+def in_c():
+    return (bytes(1 << 26) + b"\xff").decode("ascii")
+
+
+def with_finalizer():
+    SlowToEnd()
+    while True:
+        pass
+
+
+def swallows():
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            return 3
+
+
+@pytest.mark.parametrize("call", [in_c, with_finalizer, swallows, lambda: bytes(1 << 28).count(1)])
+def test_a_late_call_is_a_time_out_whatever_it_does(call, capfd):
+    """A signal arrives between two operations of the interpreter: behind a long one, anywhere."""
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeoutError, match="^no end within 0.001 s$"):
+        within(0.001, call)
+    assert within(9.0, abs, -3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(9.0, lambda: 1 / 0)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert capfd.readouterr().err == ""
 
 
 def test_template_kwargs_are_values_or_text():
