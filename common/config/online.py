@@ -99,7 +99,8 @@ class CompletionArgs:
     environment_timeout: Annotated[MayChange[Positive[float] | None], EPISODE] = None
     """time limit in seconds for one answer of an environment, one call of a tool, or an agent's
     episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it
-    has no reward; a call that exceeds it returns an error"""
+    has no reward; a call that exceeds it returns an error, and so do those behind it in its
+    turn"""
 
     @property
     def answer_seconds(self) -> float:
