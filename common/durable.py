@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,6 +43,13 @@ def recover(final: Path) -> None:
         old.rename(final)
     for unfinished in (work, old):
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def require_inside(names: Iterable[str]) -> None:
+    """Raise `ValueError` for a name, from a file in a folder, that leaves the folder."""
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{name!r}: outside of the folder; name files in it alone")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -98,6 +105,7 @@ def changed_file(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     This rank checks every `ranks`-th file. Raises `OSError` for a file that cannot be read."""
     try:
         written = read_json(folder / CHECKSUMS)
+        require_inside(written)
     except (FileNotFoundError, ValueError, RecursionError):
         return CHECKSUMS
     names = sorted(written)[rank::ranks]

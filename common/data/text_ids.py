@@ -18,6 +18,7 @@ from itertools import chain, pairwise, takewhile
 
 from common.data.chat import any_of
 from common.data.messages import bad_row
+from common.parallel.process import first_line
 
 # With --special_text text, characters of this private range stand for special tokens of the data.
 FIRST = 0x100000
@@ -42,7 +43,14 @@ class TextIds:
 
     def _ids_of(self, text: str, as_text: bool = False) -> list[int]:
         options = dict(split_special_tokens=True) if as_text else {}
-        return self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        try:
+            return self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            file = f"{self.tokenizer.name_or_path}/tokenizer.json"
+            problem = f"{file} cannot read {text[:20]!r}: {first_line(error)}"
+            raise ValueError(problem) from error
 
     def pieces(
         self, text: str, cuts: Sequence[int], adds_bos: bool = False, follows: bool = False

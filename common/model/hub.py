@@ -142,6 +142,8 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
             # For some model types, such as qwen2, AutoTokenizer of transformers 5 chooses a class
             # that ignores the ids of tokenizer.json.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        with named_errors("the tokenizer cannot be used"):  # tokenizer_config.json has any values
+            tokenizer.decode(tokenizer("a")["input_ids"])
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token")
         size = load_config(path).get_text_config().vocab_size
@@ -199,8 +201,10 @@ def eos_token_ids(
     for name in (GENERATION_CONFIG, "config.json"):
         eos = fields_of(path, name).get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
-        if not all(i is None or type(i) is int for i in eos):
-            raise ValueError(f"{name}: eos_token_id {eos} are no token ids")
+        size = load_config(path).get_text_config().vocab_size
+        if not all(i is None or type(i) is int and 0 <= i < size for i in eos):
+            problem = f"eos_token_id {eos} are no token ids of the model, which end at {size - 1}"
+            raise ValueError(f"{name}: {problem}")
         ids.update(eos)
     return sorted(ids - {None})
 

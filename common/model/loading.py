@@ -68,6 +68,7 @@ def files_of(path: str | Path) -> list[Path]:
         return [alone]
     with named_errors(index.name):
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        durable.require_inside(names)
     files = [Path(path) / name for name in sorted(set(names))]
     if alone.is_file() and alone not in files:
         raise ValueError(f"{alone.name} and {index.name} are two sets of weights; delete one")

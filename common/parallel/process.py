@@ -105,10 +105,13 @@ class RunError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without gloo's advice; of an error without a
-    message, its name."""
+    """Return the first line of an error's message, without gloo's advice, and the second one if the
+    first ends with a colon; of an error without a message, its name."""
     name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-    return str(error).strip().split("\n")[0].partition(". This is typically")[0] or name
+    line, *others = str(error).strip().split("\n")
+    if line.endswith(":") and others:
+        line += f" {others[0].strip()}"
+    return line.partition(". This is typically")[0] or name
 
 
 def fail(message: str) -> NoReturn:

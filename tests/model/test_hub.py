@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
+from common.durable import write_json
 from common.model.hub import (
     context_length,
     eos_token_ids,
@@ -83,6 +85,13 @@ def test_only_the_weights_of_the_index_are_downloaded(tmp_path, monkeypatch):
     assert all(call == ("org/model", None, first[2]) for call in calls)
 
 
+def sums(name: str) -> str:
+    """Return checksums.json with this name, whose own checksum is right."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / "x", {name: [1, 2]})
+        return (Path(folder) / "x").read_text()
+
+
 BROKEN = "the tokenizer cannot be loaded"
 FP8 = '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}'
 TEXT_FP8 = f'{{"model_type": "mistral3", "text_config": {FP8}}}'  # Ministral 3
@@ -95,6 +104,23 @@ TEXT_FP8 = f'{{"model_type": "mistral3", "text_config": {FP8}}}'  # Ministral 3
         ("tokenizer_config.json", None, "the folder has no tokenizer_config.json"),
         ("model.safetensors", None, "the folder has no model.safetensors"),
         ("model.safetensors.index.json", "[]", "model.safetensors.index.json: "),
+        *(
+            (
+                "model.safetensors.index.json",
+                json.dumps(dict(weight_map=dict(a=name))),
+                f"model.safetensors.index.json: '{name}': outside of the folder",
+            )
+            for name in ("../model/model.safetensors", "/etc/passwd", "a/../../b.safetensors")
+        ),
+        (
+            "config.json",
+            '{"model_type": "qwen3", "eos_token_id": "x"}',
+            "Field 'eos_token_id'",
+        ),
+        ("config.json", '{"model_type": "qwen3", "max_position_embeddings": "a"}', "expected int"),
+        ("config.json", '{"model_type": "qwen3", "rope_parameters": "x"}', "expected "),
+        ("checksums.json", sums("../outside.json"), "checksums.json is not as it was written"),
+        ("checksums.json", sums("/etc/passwd"), "checksums.json is not as it was written"),
         ("config.json", "{oops", "config.json: "),
         ("config.json", "[]", "config.json: "),
         ("config.json", '{"model_type": "nonesuch"}', "config.json: "),
@@ -104,6 +130,11 @@ TEXT_FP8 = f'{{"model_type": "mistral3", "text_config": {FP8}}}'  # Ministral 3
         ("tokenizer.json", "{}", BROKEN),
         ("tokenizer.json", None, BROKEN),
         ("tokenizer_config.json", "[]", BROKEN),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<|endoftext|>", "model_max_length": "x"}',
+            "the tokenizer cannot be used: '>' not supported",
+        ),
         ("tokenizer_config.json", "{}", "the tokenizer has no EOS token"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id ['x'] are no token ids"),
         ("generation_config.json", '{"eos_token_id": [1, true]}', "eos_token_id [1, True] are no"),
@@ -196,11 +227,39 @@ def test_eos_ids_include_those_of_config_tokenizer_and_template(tmp_path):
     tokenizer = load_tokenizer(tiny_model())
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")]
     assert eos_token_ids(tiny_model(), tokenizer) == sorted(ends)
+    folder = with_config(tmp_path / "model", eos_token_id=None)
     for listed, expected in ((7, [7, tokenizer.eos_token_id]), (None, [tokenizer.eos_token_id])):
-        (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=listed)))
-        assert eos_token_ids(str(tmp_path), tokenizer, "plain") == expected
+        (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=listed)))
+        assert eos_token_ids(str(folder), tokenizer, "plain") == expected
         with_template = sorted({*expected, *ends})
-        assert eos_token_ids(str(tmp_path), tokenizer) == with_template
+        assert eos_token_ids(str(folder), tokenizer) == with_template
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("eos", [10**18, -1, [3, -1]])
+def test_eos_ids_that_the_model_lacks_are_refused(file, eos, tmp_path):
+    folder = with_config(tmp_path / "model")
+    fields = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(fields | dict(eos_token_id=eos)))
+    words = (
+        f"^--model {folder}: {file}: eos_token_id .* are no token ids of the model, which end at"
+    )
+    with pytest.raises(ValueError, match=words):
+        load_tokenizer(str(folder))
+
+
+def test_texts_that_the_tokenizer_cannot_read_are_one_line(tmp_path):
+    """Its library panics, which is no Exception."""
+    folder = with_config(tmp_path / "model")
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    pattern = dict(Regex="^(a+)+$|(?:(a|aa)+)+!")
+    fields["pre_tokenizer"] = dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    encoder = Encoder(load_tokenizer(str(folder)), TrainArgs(prompt_format="plain"))
+    with pytest.raises(ValueError) as error:
+        encoder.prompt(dict(prompt="a" * 70 + "b", _source="rows:7"), ("prompt",))
+    assert str(error.value).startswith(f"rows:7: {folder}/tokenizer.json cannot read 'aaaaaa")
+    assert "retry-limit-in-match over" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_context_length_is_the_smaller_of_model_and_pack():
