@@ -129,6 +129,20 @@ def test_difference_is_paired_for_equal_seeds_and_welch_for_others(tmp_path, com
     assert rows[2][6] == f"+0 [{-welch:.4g}, {welch:.4g}] Welch"
 
 
+def test_welch_interval_of_unequal_variances(tmp_path, compare):
+    """Variances of the means 13/3 and 1/12: (53/12)^2 / ((13/3)^2 / 2 + (1/12)^2 / 3) = 2.0772
+    degrees of freedom. Without any variance the interval has no width."""
+    first = seeds(tmp_path, 1, {0: 1.0, 1: 3.0, 2: 8.0})
+    other = seeds(tmp_path, 2, {5: 4.0, 6: 4.0, 7: 4.0, 8: 4.0 + 2 / math.sqrt(3)})
+    rows, _ = compare(*first, *other)
+    low, high = map(float, rows[1][6].split("[")[1].split("]")[0].split(", "))
+    assert (high - low) / 2 / math.sqrt(53 / 12) == pytest.approx(4.1531, rel=5e-4)
+    ones, twos = (seeds(tmp_path, 3 + i, {3 * i + n: 1 + i for n in range(3)}) for i in range(2))
+    assert compare(*ones, *twos)[0][1][5:] == ["[2, 2]", "+1 [1, 1] Welch"]
+    same = seeds(tmp_path, 5, {0: 1.0, 1: 3.0, 2: 8.0})
+    assert compare(*first, *same)[0][1][6] == "+0 [0, 0] paired"
+
+
 def test_last_value_is_a_mean_except_for_evaluations(tmp_path, compare):
     run = write(tmp_path / "a", [1, 2, 3, 4], dict(seed=0), name="reward")
     with (run / "metrics.jsonl").open("a") as file:
