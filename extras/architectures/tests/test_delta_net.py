@@ -15,18 +15,27 @@ from model.test_families import require_vllm_keeps_nothing
 from model.test_images_and_text import opens_whole
 from model.test_policy import write_checkpoint
 from test_coverage import WITH_DELTA_NETS, require_exact
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.models import ARCHITECTURES, ARGS, SIZES, checkpoint
+from bench.completions import complete
+from bench.models import ARCHITECTURES, ARGS, SIZES, checkpoint, rows
 from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.flops import forward_flops
 from common.model.hub import load_tokenizer
 from common.model.loading import open_model, whole
 from common.model.policy import load_policy
+from common.rollout.transformers_engine import TransformersEngine
+from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
-from extras.architectures.delta_net import CONVOLUTION, ONE_TOKEN, RECURRENCE
+from extras.architectures.delta_net import (
+    CONVOLUTION,
+    ONE_TOKEN,
+    RECURRENCE,
+    keep_sequences_apart,
+    kept_numbers,
+)
 
 QUICK = "qwen3_5_text"
 # Around the convolution's four taps and the recurrence's chunks of 64 tokens, in targets.
@@ -155,6 +164,57 @@ def test_compiled_block_has_the_same_numbers(tmp_path, device):
 
 
 # ---- operations and memory ----
+
+
+def kept_bytes(block: nn.Module, **inputs) -> int:
+    """Return the bytes of all tensors that a forward keeps for its backward, without weights."""
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        block(**inputs)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(linear_key_head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8),
+        dict(linear_key_head_dim=128, linear_value_head_dim=128, hidden_size=256),
+    ],
+)
+def test_predicted_memory_of_a_delta_net_is_what_it_keeps(sizes, device):
+    """By transformers' torch code; 2 to 6% more in these shapes."""
+    config = AutoConfig.for_model(QUICK, **SIZES | ARCHITECTURES[QUICK] | sizes)
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    keep_sequences_apart(hf)
+    T = 1024
+    (mb,) = pack(samples((T + 1,)), T, device)
+    x_1TD = torch.randn(1, T, config.hidden_size, requires_grad=True)
+    kept = kept_bytes(hf.model.layers[0].linear_attn, hidden_states=x_1TD, pack=mb)
+    assert 0.95 < 4 * T * kept_numbers(config) / kept < 1.2
+
+
+@torch.no_grad()
+def test_engine_of_transformers_samples_from_the_trained_weights(path, device):
+    """Its cache has the states of this model alone: neither of old weights nor of other rows."""
+    policy, tokenizer = load_policy(path, SHORT, device), load_tokenizer(path)
+    engine = TransformersEngine(path, SHORT, tokenizer, device, True)
+    for _ in range(2):
+        engine.load_weights(whole_weights(policy, engine.dtype))
+        groups = complete(engine, rows()[:2], 2, [1, 2], 0.7)
+        (mb,) = pack([sample for group in groups for sample in group], 1000, device)
+        difference_T = policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T
+        assert (difference_T * mb.loss_mask_T).abs().max() < 1e-4
+        policy.reshard()
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
 
 
 def test_attention_is_counted_in_its_layers_alone(path, device):
