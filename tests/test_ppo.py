@@ -13,6 +13,7 @@ from naive import check, double
 import ppo
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Completion
+from common.metrics.meter import Meter
 from common.metrics.moments import explained_variance, moments
 from common.objectives.advantages import gae
 
@@ -91,6 +92,22 @@ def test_kl_to_the_reference_is_subtracted_from_each_token(estimator):
     expected[-1] += 1.5
     got_T = token_rewards(mb, SCORES, 0.0, beta=0.2, kl_estimator=estimator)
     assert got_T.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_logged_kl_is_the_log_ratio_for_every_estimator_of_the_penalty():
+    """RLHF's reward is the score less the penalty."""
+    (mb,) = pack(make_samples()[:1], 100, CPU)
+    old_T, ref_T = torch.tensor([[0.0, 0, -1, -1, -1, -1, -1], [0, 0, -1, -1.5, -0.5, -2, -9]])
+    mb = mb.with_streams(
+        old_logprobs_T=old_T, ref_logprobs_T=ref_T, rollout_logprobs_T=old_T, values_T=0 * old_T
+    )
+    for estimator in KL:
+        args, meter = ppo.Args(beta=0.2, kl_estimator=estimator), Meter()
+        ppo.estimate(mb, SCORES, 0.0, args, meter)
+        numbers = meter.reduce()
+        assert numbers["objective/kl"] == pytest.approx(0.5 - 0.5 + 1 + 8)
+        penalty = 0.2 * sum(KL[estimator](d) for d in (0, 0.5, -0.5, 1, 8))
+        assert numbers["objective/rlhf_reward"] == pytest.approx(1.5 - penalty, abs=1e-5)
 
 
 # ---- advantages and returns ----
