@@ -185,6 +185,7 @@ def test_advantages_are_whitened_and_perfect_values_explain_all_variance():
     assert not whitened.advantages_T[~mb.loss_mask_T].any()
     assert explained_variance([[mb]]) < 1
     assert explained_variance([[mb.with_streams(values_T=returns_T - 3)]]) == pytest.approx(1)
+    assert explained_variance([[mb.with_streams(values_T=returns_T / 3)]]) == pytest.approx(5 / 9)
     assert explained_variance([[mb.with_streams(returns_T=torch.ones_like(returns_T))]]) == 0
 
 
