@@ -1,8 +1,10 @@
 """Processes that run a user's code: values, errors, deadlines, deaths, and what is left behind."""
 
 import asyncio
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import pytest
 from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
 
 from common.workers import pool as module
+from common.workers import worker
 from common.workers.pool import ForkServer, Process
 from common.workers.worker import Result, load
 from tests.workers.pools import DO, USER_FILE, WAIT, Mapper, opened
@@ -356,6 +359,16 @@ loop.run(call([(file.rpartition("/")[2], file) for file in {list(map(str, files)
     assert len(children) >= 6  # the other, the server, its forks, and a child of one
 
 
+def test_server_ends_if_its_parent_had_died_before():
+    """Another process may hold the connection open."""
+    ours, theirs = socket.socketpair()
+    setup = dict(path=sys.path, control=theirs.fileno(), parent=os.getppid(), target=DO)
+    words = [sys.executable, worker.__file__, json.dumps(setup | dict(shared=False, argument=""))]
+    with ours, theirs:
+        done = subprocess.run(words, pass_fds=[theirs.fileno()], timeout=PATIENCE)
+    assert done.returncode == 0
+
+
 # ---- async ----
 
 
@@ -402,12 +415,14 @@ def test_async_calls_have_the_longest_of_their_limits():
 # ---- what a process sees ----
 
 
-def test_output_and_forks_do_not_affect_answers(capfd):
+def test_output_and_forks_do_not_affect_answers(capfd, monkeypatch):
+    """Nor does the encoding of the terminal."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     with opened(DO, 1) as pool:
-        results = pool.map([("say", "hello"), ("fork",), ("value", 1)] * 3)
+        results = pool.map([("say", "hello⟦"), ("fork",), ("value", 1)] * 3)
         assert [r.value for r in results] == ["", 1, 1] * 3
     out, err = capfd.readouterr()
-    assert out == "" and err.count("hello") == 3 and err.count("directly") == 3
+    assert out == "" and err.count(r"hello\u27e6") == 3 and err.count("directly") == 3
 
 
 def test_worker_imports_little_and_finds_the_modules_of_the_parent(tmp_path, monkeypatch):
