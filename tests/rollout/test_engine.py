@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from engines import Flight
+from engines import Flight, stopping
 from in_process import NEW_TOKENS, Args
 from transformers import AutoModelForCausalLM
 
@@ -134,8 +134,19 @@ def test_in_flight_requests_continue_under_new_weights_and_record_versions(synce
     assert {(0, 7), (7, 7)} & spread
 
 
-def test_interrupted_requests_end_as_uninterrupted_ones(synced, policy):
-    """Weights are loaded after every third round: the same ones."""
+@pytest.mark.parametrize("stops", [False, True])
+def test_interrupted_requests_end_as_uninterrupted_ones(synced, policy, stops):
+    """Weights are loaded after every third round: the same ones. A stop string may span two."""
+    texts = [completion.text for completion in submitted(synced, 12).finish()]
+    names = synced.tokenizer.decode([*synced.silent_ids]) + "\ufffd"
+    pairs = {text[i : i + 2] for text in texts for i in range(3, len(text) - 1)}
+    pairs = sorted(pair for pair in pairs if not {*pair} & {*names})
+    with stopping(synced, tuple(pairs) if stops else ()):
+        ended = require_equal_ends(synced, policy)
+    assert not stops or sum(x != text for x, text in zip(ended, texts, strict=True)) > 3, texts
+
+
+def require_equal_ends(synced, policy) -> list[str]:
     whole = submitted(synced, 12).finish()
     flight = submitted(synced, 12)
     for version in range(1, 4):
@@ -151,6 +162,7 @@ def test_interrupted_requests_end_as_uninterrupted_ones(synced, policy):
     if hasattr(synced, "llm"):
         assert {0, 1, 2, 3} == {v for each in versions for v in each}
     synced.load_weights(whole_weights(policy, synced.dtype))
+    return [completion.text for completion in completions]
 
 
 def test_smaller_priorities_run_first(synced, monkeypatch):
