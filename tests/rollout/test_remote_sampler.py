@@ -21,6 +21,7 @@ from helpers import (
 from in_process import REWARD
 
 from bench.models import checkpoint
+from tests.rewards.test_reward_model import save_classifier
 
 pytestmark = pytest.mark.slow
 
@@ -88,10 +89,15 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
     (4, 1, "dapo.py", ("--prompts_per_step", 6)),  # several rollouts in a step
     (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
     (4, 3, "online_dpo.py", ()),
+    (2, 1, "dapo.py", ()),  # several rollouts in a step
+    (3, 1, "ppo.py", ("--value_warmup_steps", 1, "--reward", "model:MODEL")),  # collective
+    (4, 2, "online_dpo.py", ()),
     (2, 1, "distill.py", ("--teacher", "tiny")),
 ])  # fmt: skip
 def test_scripts_run_with_rollout_ranks(ranks, rollout_ranks, script, extra, flags, tmp_path):
     where = ("--rollout_ranks", rollout_ranks, "--max_steps", 2, "--output_dir", tmp_path)
+    if "model:MODEL" in extra:
+        extra = (*extra[:-1], f"model:{save_classifier(tmp_path / 'model')}")
     run(ranks, script, *flags, *FAST, *extra, *where)
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2]
     assert [line["sampling/staleness/max"] for line in metrics(tmp_path)[1:]] == [0, 1]

@@ -119,6 +119,15 @@ def test_all_rollouts_of_a_stopped_step_are_sampled_again(monkeypatch, ahead):
     assert [resumed.step(1), resumed.step(1, size=2), resumed.step(2)] == [first, second, third]
 
 
+def test_no_prompt_is_begun_for_steps_after_the_last(monkeypatch):
+    run = Run(monkeypatch, ahead=2)
+    begun = []
+    for number in range(4):
+        run.step(number, total=4)
+        begun.append(len(run.samplers[0].source.begun))
+    assert begun == [12, 16, 16, 16]
+
+
 def test_order_of_your_own_chooses_the_prompts(monkeypatch):
     class Backwards(Order):
         def draw(self, count: int) -> list[int]:
