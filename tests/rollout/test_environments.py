@@ -1,12 +1,14 @@
 """Environments, each in a process: answers, rewards and errors of an episode, and one that fails
 does not affect the others. tests/workers/ has the processes themselves."""
 
+import ast
 import asyncio
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
-from helpers import PATIENCE, alive, descendants, open_files, until
+from helpers import PATIENCE, ROOT, alive, descendants, open_files, until
 from in_process import Args
 
 from common.model.hub import load_tokenizer
@@ -144,3 +146,18 @@ def test_finished_episode_cleans_up_and_its_processes_end(doers, tmp_path):
     last = tmp_path / "last"
     ((completion, _),) = played(doers, (row(last=str(last)), [f"[], {start}, True"]))
     until(lambda: last.exists() and not alive(int(rewards(completion)[0])))
+
+
+# ---- the page ----
+
+PAGE = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
+BLOCKS = re.findall("```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_class_of_the_page_is_an_environment(code):
+    """The adapters need packages that are not here."""
+    (found,) = (node for node in ast.parse(code).body if isinstance(node, ast.ClassDef))
+    methods = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+    assert [len(methods[name].args.args) for name in ("reset", "step")] == [2, 2]
+    assert "__init__" not in methods  # objects are made without arguments

@@ -24,6 +24,7 @@ from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
 from extras.agents.agents import load_agent
+from extras.agents.endpoint import Refusal, ignored_parameters
 
 CLIENT = """
 import asyncio, random, httpx
@@ -451,6 +452,13 @@ def test_the_endpoint_answers_whatever_is_sent(play, monkeypatch, capfd):
     assert not sample.error and sample.turn_rewards[0][1] == 1.0
     assert sample.requests == 6, "of which the key is right and the body an object"
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_zero_is_a_parameter_and_false_is_none():
+    body = dict(temperature=0, seed=0, n=1, logprobs=False, stop=None, top_p=1)
+    assert ignored_parameters(body) == ["temperature", "top_p", "seed"]
+    with pytest.raises(Refusal, match="top_logprobs 0: not supported"):
+        ignored_parameters(dict(top_logprobs=0))
 
 
 @pytest.mark.parametrize(("code", "words"), [
