@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from field.families import CHATML, IM_END, ours
 from helpers import PATIENCE, ROOT, Clock, metrics
+from helpers import PATIENCE, ROOT, assert_close_metrics, metrics, run
 from in_process import talkative
 
 from common.data.encode import Encoder
@@ -184,20 +185,24 @@ def calling(folder, model):
     return folder
 
 
-def test_training_on_calls(small, main, tmp_path):
+@pytest.mark.slow
+def test_training_on_calls_does_not_depend_on_ranks(small, main, tmp_path):
     """The trainer agrees with the engine on the sampled tokens of all turns."""
     (tmp_path / "tools.py").write_text(FILE)
     rows = [dict(prompt=f"{i}+1?", answer=str(i + 1)) for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    main(
-        "grpo", "--model", calling(tmp_path / "model", small[1]),
+    flags = (
+        "--model", calling(tmp_path / "model", small[1]),
         "--dataset", tmp_path / "rows.jsonl", "--prompt_format", "chat",
         "--chat_template", ROOT / "configs/templates/tiny_tools.jinja",
         "--tools", tmp_path / "tools.py", "--reward", f"{tmp_path / 'tools.py'}:score",
         "--max_turns", 3, "--max_new_tokens", 200, "--max_steps", 1, "--prompts_per_step", 4,
         "--samples_per_prompt", 4, "--eval_every", 0, "--max_logprob_difference", 1e-4,
         "--engine", "transformers", "--environment_timeout", PATIENCE,
-        "--output_dir", tmp_path / "run",
     )  # fmt: skip
-    (line,) = metrics(tmp_path / "run")
+    main("grpo", *flags, "--output_dir", tmp_path / "1")
+    run(2, "grpo.py", *flags, "--pack_tokens", 600, "--output_dir", tmp_path / "2")
+    names = ("loss", "grad_norm", "reward", "completions/mean_turns", "tools/calls", "num_tokens")
+    assert_close_metrics(tmp_path / "1", tmp_path / "2", names, rel=1e-5, floor=1e-2)
+    (line,) = metrics(tmp_path / "1")
     assert line["completions/mean_turns"] > 1.2 and 0 < line["tools/unknown"] < line["tools/calls"]
