@@ -164,6 +164,24 @@ def test_preferences_of_every_form_have_one_prompt(row, encoder_of):
     assert text.endswith("?<|end_of_turn|>\n<|turn|>assistant\nx<|end_of_turn|>")
 
 
+OTHER = user([dict(type="image", image=TWO), dict(type="text", text="?")])
+
+
+@pytest.mark.parametrize("row", [
+    dict(chosen=ASKED + SAY, rejected=OTHER + NO),
+    dict(chosen=ASKED + SAY, rejected=user("?") + NO),
+    dict(prompt=OTHER, chosen=ASKED + SAY, rejected=ASKED + NO),
+])  # fmt: skip
+def test_sides_with_other_pictures_are_refused(row, encoder_of):
+    from common.data.pairs import encode_pair
+
+    encoder = encoder_of("idefics3", prompt_format="chat")
+    with pytest.raises(
+        ValueError, match="^x:1: .*not.* begin with the same prompt|not with the pro"
+    ):
+        encode_pair(encoder, row | dict(_source="x:1"), tuple(row))
+
+
 # ---- what is no image, or not in its place ----
 
 

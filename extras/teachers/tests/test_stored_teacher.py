@@ -11,7 +11,7 @@ from test_distill import SAME, SAMPLED, domains, flags, load_teacher, teacher  #
 
 import distill
 from common.data.packing import pack
-from common.data.sample import Sample
+from common.data.sample import ImageSpan, Sample
 from extras.teachers import stored as teachers
 from extras.teachers.tests.test_foreign_teacher import write_foreign_teacher
 
@@ -103,3 +103,12 @@ def test_complete_files_are_kept_and_damaged_ones_refused(device, teacher, tmp_p
     rows[4].ids[1] = 9
     store(device, folder, teacher, rows[:2] + rows[4:], loaded)
     assert len(loaded) == 3 and len([*folder.glob("*.safetensors")]) == 2
+
+
+def test_pictures_belong_to_the_digest():
+    """Their tokens are equal."""
+    rows = [dict(_images=[ImageSpan("a.png", digest, 1, 3, 4)]) for digest in ("aa", "bb")]
+    one, other = (
+        teachers._digest_of([Sample([1, 2], [True] * 2, row=row)], "model") for row in rows
+    )
+    assert one != other
