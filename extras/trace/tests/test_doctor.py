@@ -122,6 +122,12 @@ def test_command_prints_numbers_and_remedies_of_a_running_run(tmp_path, monkeypa
     assert last == "1 findings; 2 of 10 rules apply"
 
 
-def test_missing_run_gives_one_line(tmp_path, monkeypatch, capsys):
-    _, error = call_main(doctor.main, ["doctor", tmp_path], 2, monkeypatch, capsys)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "args.yaml"])
+@pytest.mark.parametrize("text", [None, "{damaged\n", "[1]\n"])
+def test_missing_or_damaged_file_gives_one_line(name, text, tmp_path, monkeypatch, capsys):
+    folder = run(tmp_path)
+    (folder / name).unlink()
+    if text is not None:
+        (folder / name).write_text(text)
+    _, error = call_main(doctor.main, ["doctor", folder], 2, monkeypatch, capsys)
     assert error.count("\n") == 1 and str(tmp_path) in error

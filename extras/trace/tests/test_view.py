@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -81,7 +82,14 @@ def test_page_has_the_metrics_and_the_traces_as_they_are_on_disk(run):
 
 def test_text_of_a_run_ends_no_script(run):
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, HOSTILE: 1.0}) + "\n")
-    assert HOSTILE not in built(run).read_text()
+    html = built(run).read_text()
+    assert HOSTILE not in html
+    (policy,) = re.findall('http-equiv="Content-Security-Policy" content="([^"]*)"', html)
+    # no request, no script and no style but the page's own
+    scripts = [each for each in policy.split("; ") if each.startswith(("script", "style"))]
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    assert all(re.fullmatch("(script|style)-src 'sha256-[^ ]+'", each) for each in scripts)
+    assert "img-src data:" in policy and "connect-src" not in policy
 
 
 # ---- in a browser ----
