@@ -47,6 +47,9 @@ dpo --max_length 4098 -> --max_length 4098: 2 sequences must fit in --pack_token
 grpo --rubric a -> --rubric a has no effect with --reward exact_match
 grpo --reward judge:x --rubric ' ' -> --rubric: a criterion is empty
 reinforce --reward rank:x --samples_per_prompt 1 -> needs --samples_per_prompt 2 or more
+grpo --tools python --prompt_format plain -> --tools python has no effect with --prompt_format pl
+grpo --max_turns 3 -> --max_turns 3 has no effect without --environment, --tools or --agent
+grpo --tool_parser hermes -> --tool_parser hermes has no effect without --tools or --agent
 grpo --old_logprobs engine -> --correction must be none with --old_logprobs engine
 grpo --loss gspo -> --loss gspo --reduction token: a loss by completion needs sequence
 grpo --preset gspo --correction token -> --correction token: a completion has one weight; use seq

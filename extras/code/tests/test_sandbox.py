@@ -275,6 +275,14 @@ def test_invalid_answers_raise_their_kind(body, kind):
     assert error.value.kind == kind
 
 
+def test_calls_after_the_end_raise_the_same_error():
+    with closing(Program("import os\ndef f(): os._exit(0)\ndef g(): return 1", LIMITS)) as caller:
+        assert caller.call("g") == 1
+        for function in ("f", "g", "g"):
+            with pytest.raises(ProgramError, match="exit code 0"):
+                caller.call(function)
+
+
 # ---- the machine ----
 
 
