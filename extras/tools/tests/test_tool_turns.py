@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from field.families import CHATML, IM_END, ours
-from helpers import PATIENCE, ROOT, Clock, metrics
-from helpers import PATIENCE, ROOT, assert_close_metrics, metrics, run
+from helpers import PATIENCE, ROOT, Clock, assert_close_metrics, metrics, run
 from in_process import talkative
 
 from common.data.encode import Encoder
