@@ -227,23 +227,6 @@ def test_completion_without_a_reward_is_counted(odd, counts, solved, line, main,
     assert (found["too_long"], found["not_compared"]) == (1, 1)
 
 
-def test_a_vote_is_what_the_reward_reads(device):
-    """Two of five say A in three forms; all others say B."""
-    texts = [
-        "The answer is B.",
-        "After some thought, the answer is (B).",
-        "Answer: B",
-        "A",
-        r"\boxed{A}",
-    ]
-    row = dict(options=["x", "y"], answer="B", _source="rows:1")
-    group = [Completion([1, 2], [False, True], 1, row, text=t, finish_reason="stop") for t in texts]
-    args = evaluation.Args(reward="choice")
-    rewards = Rewards(args, [row], load_tokenizer(tiny_model()), device)
-    lines = completions_file.make_lines([group], rewards, greedy=False)
-    assert evaluation.measure(args, lines)["majority_at_k"][5]["mean"] == 1
-
-
 @pytest.mark.parametrize(("thoughts", "majority"), [("cut", 1), ("keep", 0)])
 def test_thoughts_do_not_vote(thoughts, majority, device):
     texts = [r"<think>\boxed{7}"] * 3 + [r"<think>\boxed{7}</think>\boxed{18}"]

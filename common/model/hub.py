@@ -98,6 +98,7 @@ def _from_hub(model: str, weights: bool) -> Path:
 def local_folder(model: str) -> Path | None:
     """Return the folder of a model that `resolve_model` has found; None for a built-in one."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -105,7 +106,10 @@ def local_folder(model: str) -> Path | None:
     repo_id, _, revision = model.partition("@")
     if model in BUILT_IN_MODELS or repo_id.count("/") != 1:
         return None
-    file = try_to_load_from_cache(repo_id, "config.json", revision=revision or None)
+    try:
+        file = try_to_load_from_cache(repo_id, "config.json", revision=revision or None)
+    except HFValidationError:  # no name of the hub: the path of a folder that is not there
+        return None
     return Path(file).parent if isinstance(file, str) else None
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from common.config.extra import extra
 from common.config.groups import BaseArgs
@@ -62,7 +61,7 @@ class PackedModel(nn.Module):
         if torch.is_grad_enabled():  # a backward costs two forwards, or one for frozen matrices
             is_frozen = not self.hf.get_input_embeddings().weight.requires_grad
             flops = 3 * flops - is_frozen * 2 * self.matrix_weights * len(tokens.targets_T)
-            if isinstance(self, FSDPModule):
+            if hasattr(self, "set_requires_all_reduce"):  # FSDP2 shards it
                 # Hybrid sharding averages over copies once in a minibatch. A tower may have no
                 # image in the last micro-batch.
                 self.set_requires_all_reduce(mb.is_last or self.images is not None)

@@ -161,8 +161,8 @@ def test_weights_that_two_files_have_are_refused(files, tmp_path, device):
     (folder / "model.safetensors").unlink()
     for file in files:
         save_file(weights, folder / f"{file}.safetensors", metadata=dict(format="pt"))
-    named = {name: f"{file}.safetensors" for file in {*files} - {"model"} for name in weights}
-    named |= {"of b": f"{files[1]}.safetensors"}
+    shards = [f"{file}.safetensors" for file in files if file != "model"]
+    named = dict.fromkeys(weights, shards[-1]) | {"another": shards[0]}
     (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=named)))
     words = "two sets of weights" if "model" in files else "another file has .* too"
     with pytest.raises(ValueError, match=f"^--model {folder}: .*{words}"):

@@ -1,12 +1,19 @@
 """The rewards `choice` and `stated`: the forms of an answer, the forms of a row, bad rows."""
 
+import importlib
 import json
 
 import pytest
 
+from common.data.sample import Completion
+from common.evaluate import completions_file
+from common.model.hub import load_tokenizer
+from common.model.tiny import tiny_model
 from common.rewards.registry import load_reward, require_usable_row
+from common.rewards.total import Rewards
 from extras.graders.choice import LETTERS, choice, option_columns, options_of, stated
 
+evaluation = importlib.import_module("eval")  # `import eval` would hide the builtin
 CITIES = ["London", "Paris", "Rome", "A town on the Seine"]
 ECHO = "A. London\nB. Paris\nC. Rome\nD. A town on the Seine\n"
 
@@ -135,6 +142,23 @@ def test_votes_are_what_the_reward_reads():
     assert {stated.vote(text, dict(answer="True")) for text in texts} == {"true"}
     texts = ["The answer is (B).", "The answer is B", r"\boxed{\text{B}}"]
     assert len({stated.vote(text, dict(answer="(B)")) for text in texts}) == 1
+
+
+def test_a_vote_is_what_the_reward_reads(device):
+    """Two of five say A in three forms; all others say B."""
+    texts = [
+        "The answer is B.",
+        "After some thought, the answer is (B).",
+        "Answer: B",
+        "A",
+        r"\boxed{A}",
+    ]
+    row = dict(options=["x", "y"], answer="B", _source="rows:1")
+    group = [Completion([1, 2], [False, True], 1, row, text=t, finish_reason="stop") for t in texts]
+    args = evaluation.Args(reward="choice")
+    rewards = Rewards(args, [row], load_tokenizer(tiny_model()), device)
+    lines = completions_file.make_lines([group], rewards, greedy=False)
+    assert evaluation.measure(args, lines)["majority_at_k"][5]["mean"] == 1
 
 
 STATED = [
