@@ -48,7 +48,7 @@ class Forward:
     update: int  # number of earlier optimizer steps in this step
     mb: PackedBatch
     outputs: dict[str, Tensor]  # [T], with gradients after the backward
-    scale: float  # of these gradients (--dtype float16)
+    scale: float = 1.0  # of these gradients (--dtype float16)
     tokens: dict[str, Tensor] = field(default_factory=dict)  # [T]
     rows: dict[str, Tensor] = field(default_factory=dict)  # [N], or [N / 2] for pairs
 
