@@ -48,6 +48,7 @@ def test_hint_is_the_next_successful_completion_and_never_the_completion_itself(
     assert hints_of(group(*"abcd"), [1.0, 0.0, 1.0, nan], "sibling") == ["c", "c", "a", "a"]
     assert hints_of(group(*"abc"), [0.0, 1.0, 0.9], "sibling") == ["b", "", "b"]
     assert hints_of(group(*"ab"), [nan, 0.0], "sibling") == ["", ""]
+    assert hints_of(group(*"ab"), [sum([0.1] * 10), 0.0], "sibling") == ["", "a"]
 
 
 def test_hint_is_feedback_or_a_column():
