@@ -590,6 +590,21 @@ class All(str):
 def f(x): return All()
 print(All('x'))
 """,
+    "an object that equals everything": """
+class All:
+    def __eq__(self, other): return True
+    def __getattr__(self, name): return self
+    def __call__(self, *args): return self
+def f(x): return All()
+""",
+    "a list that equals everything": """
+class All(list):
+    def __eq__(self, other): return True
+    def __len__(self): return 1
+    def __iter__(self): return iter([7])
+    def __getitem__(self, i): return 7
+def f(x): return All()
+""",
     "patched built-ins": """
 import builtins
 builtins.AssertionError = type('Quiet', (Exception,), {})
