@@ -4,7 +4,7 @@ the packing, and a resumed run that equals the uninterrupted one bit for bit."""
 import random
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ ROWS = ("--batch_size", 8, "--eval_every", 2, "--eval_size", 7, "--lr", 1e-3)
 SAMPLED = (
     "--engine", "transformers", "--reward", "digits", "--minibatches", 2, "--max_new_tokens", 12,
     "--eval_every", 0, "--max_logprob_difference", 1e-4, "--lr", 1e-4,
-    "--prompts_per_step", 4, "--samples_per_prompt", 3,
+    "--prompts_per_step", 8, "--samples_per_prompt", 3,
 )  # fmt: skip
 GROUPED = ("--share_prefix", 1)
 PENALTY = ("--missing_eos_penalty", 0.1)
@@ -64,7 +64,7 @@ SCRIPTS = dict(
     bok=(*SAMPLED, *GROUPED, *PENALTY, "--keep", 2, "--beta", 0.3),
     distill=(*SAMPLED, *GROUPED, "--teacher", "usual=other", "rare=same", "--teacher_column",
              "domain", "--dataset", "domains", "--on_policy_fraction", 0.5, "--sft_weight", 0.2,
-             "--prompts_per_step", 8, "--divergence", "jsd", "--epochs_per_rollout", 2,
+             "--prompts_per_step", 16, "--divergence", "jsd", "--epochs_per_rollout", 2,
              "--temperature", 0.8),
     self_distill=(*SAMPLED, "--samples_per_prompt", 4, "--hint", "sibling", "--hint_template",
                   "{hint};{prompt}", "--epochs_per_rollout", 2, "--temperature", 0.8, "--lr", 1e-3,
@@ -125,42 +125,56 @@ def flags(small, files) -> Callable[[str], tuple]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(flags, tmp_path_factory) -> Callable[[str], Path]:
+def ranks(flags, tmp_path_factory) -> Callable[[int, str], Path]:
     @cache
-    def folder_of(script: str) -> Path:
-        folder = tmp_path_factory.mktemp(script)
-        run(2, f"{script}.py", *flags(script), "--output_dir", folder)
+    def folder_of(count: int, script: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"{script}_{count}")
+        run(count, f"{script}.py", *flags(script), "--output_dir", folder)
         return folder
 
     return folder_of
 
 
+@pytest.fixture(scope="module")
+def two_ranks(ranks) -> Callable[[str], Path]:
+    return partial(ranks, 2)
+
+
 def of_each_step(folder: Path) -> list[dict]:
     """Return the metrics of a run that do not depend on the machine or the packing."""
-    other = ("time/", "idle/", "speed/", "memory/", "packing/", "tokens_per_second")
+    other = ("time/", "idle/", "speed/", "memory/", "packing/", "engine/",
+             "tokens_per_second")  # fmt: skip
     return [{k: v for k, v in line.items() if not k.startswith(other)} for line in metrics(folder)]
+
+
+def assert_equal_runs(run: Path, other: Path, without: tuple[str, ...] = ()) -> None:
+    """Compare metrics, but those that begin with `without`, and samples."""
+    names, other_names = (
+        sorted({x for line in of_each_step(each) for x in line if not x.startswith(without)})
+        for each in (run, other)
+    )
+    assert names == other_names
+    # Many are small differences of float32 numbers of size 1: 1e-5 of 0.1 is their precision.
+    assert_close_metrics(run, other, ("loss", "grad_norm"), rel=1e-5, floor=0.1)
+    assert_close_metrics(run, other, names, rel=1e-4, floor=0.1)
+    if (other / "samples.jsonl").exists():
+        for a, b in zip(samples(run), samples(other), strict=True):
+            assert a | dict(reward=0, advantage=0) == b | dict(reward=0, advantage=0)
+            assert a["reward"] == pytest.approx(b["reward"], abs=1e-6)
+            assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
-    script, two_ranks, flags, main, tmp_path
+    script, ranks, flags, main, tmp_path
 ):
-    """Two ranks against one with other packs, without shared prefixes, with all metrics; then a
+    """Four ranks against one with other packs, without shared prefixes, with all metrics; then a
     copy of the latter goes on after the last step but one."""
     whole = ("--share_prefix", 0) if "--share_prefix" in SCRIPTS[script] else ()
     own = (*flags(script), *PACKS.get(script, OTHER_PACKS), *whole)
     main(script, *own, "--output_dir", tmp_path / "one")
-    two, one = two_ranks(script), tmp_path / "one"
-    names = sorted({name for line in of_each_step(two) for name in line})
-    assert names == sorted({name for line in of_each_step(one) for name in line})
-    # Many are small differences of float32 numbers of size 1: 1e-5 of 0.1 is their precision.
-    assert_close_metrics(two, one, ("loss", "grad_norm"), rel=1e-5, floor=0.1)
-    assert_close_metrics(two, one, names, rel=1e-4, floor=0.1)
-    if (one / "samples.jsonl").exists():
-        for a, b in zip(samples(two), samples(one), strict=True):
-            assert a | dict(reward=0, advantage=0) == b | dict(reward=0, advantage=0)
-            assert a["reward"] == pytest.approx(b["reward"], abs=1e-6)
-            assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4)
+    one = tmp_path / "one"
+    assert_equal_runs(ranks(4, script), one)
     for name in ACTIVE.get(script, "").split():
         assert any(line.get(name) for line in metrics(one)), name
     if script in ("reinforce", "rloo", "bok"):
@@ -168,6 +182,26 @@ def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
     if script == "ppo":
         assert "grad_norm" not in metrics(one)[0], "the value model warms up"
     assert_resumes_exactly(main, script, *own, folder=one, finished=metrics(one)[-1]["step"])
+
+
+HYBRID, CONTEXT = ("--shard_ranks", 2), ("--context_ranks", 2)
+
+
+@pytest.mark.parametrize(
+    ("script", "layout"),
+    [
+        ("sft", CONTEXT),
+        ("dpo", HYBRID),
+        ("grpo", (*HYBRID, *CONTEXT)),
+        ("distill", HYBRID),
+        ("ppo", ("--rollout_ranks", 3, "--max_staleness", 0)),
+    ],
+)
+def test_layouts_of_four_ranks_are_equal(script, layout, ranks, flags, tmp_path):
+    """Copies and context groups of two ranks, and three ranks that only sample."""
+    run(4, f"{script}.py", *flags(script), *layout, "--output_dir", tmp_path)
+    of_rollout_ranks = ("sampling/staleness", "sampling/version_spread")
+    assert_equal_runs(ranks(4, script), tmp_path, of_rollout_ranks)
 
 
 # ---- kill -9 ----
