@@ -1,6 +1,7 @@
 """A model by its name: its local folder, its tokenizer, the tokens that end its completions, and
 its maximum length."""
 
+import contextlib
 import json
 import os
 import re
@@ -96,9 +97,9 @@ def _from_hub(model: str, weights: bool) -> Path:
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder of a model that `resolve_model` has found; None for a built-in one."""
+    """Return the folder of a model, of the hub in the local cache; None for a built-in model, and
+    if there is no such folder."""
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -106,10 +107,9 @@ def local_folder(model: str) -> Path | None:
     repo_id, _, revision = model.partition("@")
     if model in BUILT_IN_MODELS or repo_id.count("/") != 1:
         return None
-    try:
+    file = None
+    with contextlib.suppress(ValueError):  # no name of a repository
         file = try_to_load_from_cache(repo_id, "config.json", revision=revision or None)
-    except HFValidationError:  # no name of the hub: the path of a folder that is not there
-        return None
     return Path(file).parent if isinstance(file, str) else None
 
 

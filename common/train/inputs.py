@@ -14,7 +14,7 @@ from common.config.groups import BaseArgs
 from common.config.online import MODEL_KINDS
 from common.data.rows import OUR_COLUMNS
 from common.model.hub import checkpoints_in, local_folder
-from common.model.loading import files_of
+from common.model.loading import files_of, named_errors
 
 BLOCK = 2**16  # bytes that are read at once of a large file
 BLOCKS = 256  # number of these blocks
@@ -30,7 +30,9 @@ def fixed_inputs(args: BaseArgs, rows: Sequence[dict]) -> Digests:
     """Return the digests of what must not change during a run: rows to train on, models, and the
     chat template."""
     found = {args.dataset_flag: digests_of_rows(rows)} if rows else {}
-    found |= {f"{flag} {name}": _of_files(model_files(name)) for flag, name in _models(args)}
+    for flag, name in _models(args):
+        with named_errors(f"{flag} {name}"):
+            found[f"{flag} {name}"] = _of_files(model_files(name))
     if args.chat_template is not None:
         found[f"--chat_template {args.chat_template}"] = _of_files([Path(args.chat_template)])
     return found
