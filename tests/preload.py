@@ -17,7 +17,7 @@ from common.train import run
 # Imports inside functions of the scripts. If vLLM is not installed, the fork server ignores the
 # last ones.
 LATER = (
-    "fsspec rich.table torch.distributed.checkpoint._fsspec_filesystem "
+    "fsspec rich.table datasets torch.distributed.checkpoint._fsspec_filesystem "
     "transformers.models.auto.modeling_auto "
     "transformers.models.qwen3.modeling_qwen3 common.rollout.transformers_engine "
     "common.rollout.vllm_engine"

@@ -56,6 +56,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
+            if "/commands/" in file:  # the commands of a page run in order
+                return test.rpartition("[")[2].partition(":")[0]
             return "vllm" if re.search(r"[\[-]vllm\b", test) else file
 
     config.option.loadscopereorder = False  # the order of in_process.py
