@@ -1,8 +1,8 @@
 """Train a reward model, sample with eval.py, and measure best-of-n for n = 1, 2, 4, ... from the
 one file of samples.
 
-    python course/lessons/best_of_n.py --dataset chains --max_steps 40 --output_dir
-    runs/course/03/chains_40
+    python course/lessons/best_of_n.py --max_steps 40 --dataset chains \\
+        --output_dir runs/course/03/chains
 
 It prints and runs the two commands, and writes metrics.jsonl, where the step is n. For the chosen
 completion, `eval/proxy` is the reward model's score, `eval/truth` the true reward, `eval/length`

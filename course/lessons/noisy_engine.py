@@ -1,8 +1,8 @@
 """reinforce.py with a noisy engine: each weight that the engine receives is multiplied by 1 + noise
 x N(0, 1).
 
-    python course/lessons/noisy_engine.py --config configs/course_rl.yaml --noise 0.2
-    --max_logprob_difference 100
+    python course/lessons/noisy_engine.py --config configs/course_rl.yaml --noise 0.2 \\
+        --max_logprob_difference 100
 
 The noise of a weight is the same at every step, like the error of an engine that rounds its weights
 to few bits."""

@@ -40,7 +40,7 @@ def keep_sequences_apart(hf: nn.Module) -> None:
         for name in (CONVOLUTION, RECURRENCE, *ONE_TOKEN):
             setattr(module, name, inspect.unwrap(getattr(module, name)))
     elif not has_kernels():
-        distributed.say("gated delta nets: torch code, which is slow; pip install onefile[delta]")
+        distributed.say("gated delta nets: torch code, which is slow; pip install '.[delta]'")
     setattr(module, CONVOLUTION, packed_convolution(getattr(module, CONVOLUTION)))
     setattr(module, RECURRENCE, packed_recurrence(getattr(module, RECURRENCE)))
 
