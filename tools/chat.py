@@ -1,8 +1,9 @@
 """Chat with a model in the terminal (docs/after.md).
 
     python tools/chat.py --model runs/sft/hf --system_prompt 'Be brief.'
-    python tools/chat.py --model Qwen/Qwen3-0.6B --adapter runs/grpo/adapter
-    echo 247+5= | python tools/chat.py --model runs/grpo/hf
+    python tools/chat.py --model Qwen/Qwen3-0.6B --adapter runs/grpo/adapter \\
+        --template_kwargs enable_thinking=false
+    echo 247+5= | python tools/chat.py --model runs/demo/grpo/hf
 
 Each line of the input is a turn. A model of plain text continues each line by itself. /reset starts
 over, /system TEXT does too, with another system prompt, /image FILE attaches an image to the next

@@ -9,6 +9,7 @@
 Nothing here depends on the algorithm."""
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -255,6 +256,9 @@ class Run:
         if has_extra("trace"):
             lines.append(f"doctor: python extras/trace/doctor.py {folder}")
         if isinstance(self.models[0], Policy):
-            lines.append(f"next: python tools/chat.py --model {folder}/hf")
+            chat = ["python", "tools/chat.py", "--model", f"{folder}/hf"]
+            if self.args.template_kwargs:
+                chat += ["--template_kwargs", *self.args.template_kwargs]
+            lines.append(f"next: {shlex.join(chat)}")
         lines.append(f"upload: hf upload USER/NAME {folder}/hf --private")
         return [*lines, f"done: {folder}/hf"]
