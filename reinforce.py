@@ -1,7 +1,7 @@
 r"""REINFORCE for language models (Williams 1992), REINFORCE++ (Hu et al. 2025, arXiv:2501.03262).
 
-    torchrun --nproc_per_node 8 reinforce.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k \
-        --reward gsm8k
+    torchrun --nproc_per_node 8 reinforce.py --config configs/qwen3_grpo.yaml \
+        --output_dir runs/qwen3_reinforce
 
 The policy makes rewarded completions more likely. REINFORCE++ needs neither a group nor a value
 model: it compares the reward of a completion, less its KL to the starting model, with all rewards
