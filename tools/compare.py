@@ -62,7 +62,8 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{problem}; name the output folder of a run") from error
     except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(f"{folder}: args.yaml or metrics.jsonl is damaged: {error}") from error
-    script, *code = [line for line in written.split("\n")[:2] if line.startswith("#")]
+    head = [line for line in written.split("\n")[:2] if line.startswith("#")]
+    script, *code = head or [""]
     return Run(folder, flags, " ".join([Path(script).name, *code]), metrics)
 
 
