@@ -41,6 +41,7 @@ class PackedModel(nn.Module):
     # The trace sees trained outputs and the scale of their gradients.
     watch: Callable[[PackedBatch, Output, float], None] | None = None
     forward_methods: tuple[str, ...] = ()  # FSDP gathers the root for them as for `forward`
+    is_averaged = True  # whether the last gradient was averaged over the copies of the model
     distils = False  # whether the loss compares every token with a teacher's distribution
 
     def __init__(self, hf: nn.Module, path: str):
@@ -64,7 +65,8 @@ class PackedModel(nn.Module):
             if hasattr(self, "set_requires_all_reduce"):  # FSDP2 shards it
                 # Hybrid sharding averages over copies once in a minibatch. A tower may have no
                 # image in the last micro-batch.
-                self.set_requires_all_reduce(mb.is_last or self.images is not None)
+                self.is_averaged = mb.is_last or self.images is not None
+                self.set_requires_all_reduce(self.is_averaged)
         self.flops += flops
         inputs = packed_inputs(tokens) if self.images is None else self.images.inputs(tokens)
         return self.hf.get_decoder()(**inputs).last_hidden_state[0]

@@ -87,8 +87,11 @@ def optimizer_step(
     norm before clipping. Collective.
 
     `loss` is this rank's share of the loss, summed over the micro-batches. Raises `RunError` before
-    any change if the loss or the gradient is not finite. In float16 a gradient that is not finite
-    changes the loss scale alone."""
+    any change if the loss or the gradient is not finite, or if the last micro-batch of the
+    minibatch was not the last one to run. In float16 a gradient that is not finite changes the loss
+    scale alone."""
+    if not getattr(model, "is_averaged", True):
+        raise distributed.RunError("run the micro-batches of a minibatch in order, and all of them")
     loss = distributed.all_sum(loss)
     if model.loss_scale is not None:
         for parameter in model.parameters():

@@ -39,8 +39,8 @@ all_reduce = dist.all_reduce
 dist.all_reduce = lambda *args, **kwargs: reduced.append(args) or all_reduce(*args, **kwargs)
 
 
-def backward(model):
-    packs = pack(batch[rank::size], 90, device)
+def backward(model, order=1):
+    packs = pack(batch[rank::size], 90, device)[::order]
     assert len(packs) > 1
     tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in packs))
     loss = torch.zeros(())
@@ -51,7 +51,7 @@ def backward(model):
         (of_pack * size).backward()
         has_copies = len(next(model.parameters()).device_mesh.shape) == 2
         units = 1 + len(model.hf.base_model.layers)  # the blocks, and the root
-        assert len(reduced) == (units if has_copies and mb is packs[-1] else 0)
+        assert len(reduced) == (units if has_copies and mb.is_last else 0)
         loss += of_pack.detach()
     return loss
 
@@ -92,6 +92,11 @@ for shard_ranks in layouts[1:]:
         hybrid, its_norm = stepped(model, norm * share)
         assert difference(hybrid, {n: share * g for n, g in plain.items()}) < 1e-5
         assert abs(its_norm / norm - 1) < 1e-6
+try:
+    optimizer_step(models[layouts[-1]], None, 0.0, 1.0, backward(models[layouts[-1]], order=-1))
+    raise AssertionError("a gradient that is not averaged is not seen")
+except distributed.RunError as error:
+    assert "in order" in str(error)
 if folder.is_dir():  # one gradient, also of another number of ranks
     assert difference(plain, torch.load(folder / "gradient.pt")) < 1e-6
 
