@@ -32,7 +32,7 @@ class Command:
     stdin: str = "Hello\n"
 
     def __post_init__(self) -> None:
-        words = shlex.split(re.sub(r" *(&|; wait)$", "", self.text))
+        words = shlex.split(self.text)
         while re.match(r"[A-Z_]+=", words[0]):
             name, _, self.variables[name] = words.pop(0).partition("=")
         if words[0] == "echo" and "|" in words:
@@ -122,6 +122,7 @@ def collect() -> list[Command]:
             line = first + text[: match.start() + joined[: match.start()].count("\0")].count("\n")
             words = (match[1] or match[2]).replace("\0", " ")
             words = " ".join(re.sub(r"\s#\s.*|\s{4,}\S.*$", "", words).split())
+            words = re.sub(r" *(&|; wait)$", "", words)
             if not FRAGMENT.search(words):
                 found.setdefault(words, Command(words)).places.append(f"{name}:{line}")
     return list(found.values())

@@ -72,7 +72,7 @@ def short(command: Command) -> list[str]:
         del found["eval_size"]  # files of completions have all rows
     elif samples:
         rollout = min(int(flags.get("rollout_ranks", [0])[0]), ranks // 2)
-        minibatches = int(flags.get("minibatches", [1])[0])
+        minibatches = int(flags.get("minibatches", [defaults["minibatches"]])[0])
         found["rollout_ranks"] = rollout
         found["prompts_per_step"] = max(2, ranks - rollout) * minibatches
     if samples and script not in ("eval", "distill"):
