@@ -18,7 +18,7 @@ from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-from common.rewards.total import Rewards
+from common.rewards.total import WANTED, Rewards
 from common.rollout.engine import SampledTurn
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import measure_groups
@@ -358,7 +358,7 @@ def test_bad_agents_cost_an_episode(play, synced, tmp_path, device):
     assert errors == dict(
         silent="the agent got no completion", exit="the process died",
         none="the agent returned None; --reward environment needs a number",
-        text="TypeError: returned '1.0', not a number",
+        text=f"TypeError: returned '1.0', not a number; {WANTED}",
     )  # fmt: skip
     rewards = Rewards(bad.args, bad.rows, synced.tokenizer, device)
     meter = Meter()
