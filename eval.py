@@ -179,8 +179,8 @@ def print_results(results: dict) -> None:
         out |= dict(truncated=(m["truncated"], 100.0), tokens=(m["mean_length"], 1.0))
         return {name: (x, scale) for name, (x, scale) in out.items() if x}
 
-    left_out = f" ({results['too_long']} too long)" if results["too_long"] else ""
-    title = f"{results['model']} on {overall['prompts']} prompts{left_out} of {results['dataset']}"
+    dropped = f" ({results['too_long']} too long)" if results["too_long"] else ""
+    title = f"{results['model']} on {overall['prompts']} prompts{dropped} of {results['dataset']}"
     table = Table("", "", "95%", title=Text(visible(title)))
     optional = checkpoint_curve.OPTIONAL_RESULTS
     lines = shown(overall) | {name: (results[name], 1.0) for name in optional if results.get(name)}

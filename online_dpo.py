@@ -42,7 +42,7 @@ from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives import preference
-from common.objectives.advantages import ROUNDING, unequal, without_rounding
+from common.objectives.advantages import unequal, without_rounding
 from common.objectives.preference import PER_TOKEN, REFERENCE_FREE, Pairs
 from common.parallel import distributed
 from common.rewards.total import Rewards
@@ -114,14 +114,14 @@ def make_pairs(mb: PackedBatch, logprobs_T: Tensor) -> Pairs:
 def measure_pairs(meter: Meter, rewards_PG: Tensor) -> None:
     """Measure how far best and worst rewards are apart, the groups without a pair, and the pairs
     with a tie."""
-    best_P = rewards_PG.nan_to_num(nan=-math.inf).amax(-1)
+    rounded_PG = without_rounding(rewards_PG)
+    highest_PG = rounded_PG.nan_to_num(nan=-math.inf)
+    lowest_PG = rounded_PG.nan_to_num(nan=math.inf)
+    best_P1, worst_P1 = highest_PG.amax(-1, keepdim=True), lowest_PG.amin(-1, keepdim=True)
+    unequal_P = (best_P1 > worst_P1)[:, 0]
+    tied_P = ((rounded_PG == best_P1).sum(-1) > 1) | ((rounded_PG == worst_P1).sum(-1) > 1)
+    best_P = rewards_PG.nan_to_num(nan=-math.inf).amax(-1)  # the margin is that of the rewards
     worst_P = rewards_PG.nan_to_num(nan=math.inf).amin(-1)
-    unequal_P = unequal(rewards_PG)
-    highest_P, lowest_P = (
-        torch.isclose(rewards_PG, x_P[:, None], rtol=ROUNDING, atol=0).sum(-1)
-        for x_P in (best_P, worst_P)
-    )
-    tied_P = (highest_P > 1) | (lowest_P > 1)
     meter.mean("pairs/win_margin", (best_P - worst_P)[unequal_P].sum(), unequal_P.sum())
     meter.mean("pairs/skipped_fraction", (~unequal_P).sum(), len(unequal_P))
     meter.mean("pairs/tied_fraction", (tied_P & unequal_P).sum(), len(unequal_P))

@@ -373,7 +373,7 @@ def test_broken_results_of_a_checkpoint_are_named(text, tmp_path):
     file = tmp_path / "step_000003" / "results.json"
     file.parent.mkdir()
     file.write_text(text)
-    words = f"^{file} is broken; delete it, and the same command computes it anew: "
+    words = f"^{file}: broken; delete it, and the same command computes it anew: "
     with pytest.raises(ValueError, match=words):
         checkpoint_curve.draw(tmp_path)
 

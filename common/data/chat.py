@@ -271,9 +271,9 @@ class Alarm:
 
 
 def within(seconds: float, function: Callable, *args: object, **kwargs: object) -> Any:
-    """Return `function(*args, **kwargs)`. Raises `TimeoutError` after some seconds, or as soon as a
-    longer operation of the interpreter ends. Within another limit only that one counts. Does
-    nothing in a thread."""
+    """Return `function(*args, **kwargs)`. Raises `TimeoutError` after `seconds`, as soon as the
+    interpreter can be interrupted. There is no limit in a thread, nor one of its own inside another
+    limit."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or isinstance(signal.getsignal(signal.SIGALRM), Alarm):
         return function(*args, **kwargs)

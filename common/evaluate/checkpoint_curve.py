@@ -43,7 +43,7 @@ def draw(folder: Path) -> None:
     draw curves.png from it. Of pass@k and majority@k only the powers of two are included."""
     lines = []
     for file in sorted(folder.glob("step_*/results.json")):
-        with named_errors(f"{file} is broken; delete it, and the same command computes it anew"):
+        with named_errors(f"{file}: broken; delete it, and the same command computes it anew"):
             means = mean_results(json.loads(file.read_text()))
         lines.append(dict(step=int(file.parent.name.removeprefix("step_"))) | means)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -63,5 +63,5 @@ def mean_results(results: dict) -> dict[str, float]:
     return {
         name: value if isinstance(value, int) else value["mean"]
         for name, value in values.items()
-        if name != "prompts" and value
+        if name != "prompts" and value is not None
     }

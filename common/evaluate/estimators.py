@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.data.sample import Group
+from common.objectives.advantages import ROUNDING
 from common.parallel import distributed
 from common.rewards.functions import final_answers, last_boxed, plain, value_of
 
@@ -35,9 +36,10 @@ def shown_ks(n: int) -> list[int]:
 def solved(first_PS: Tensor, groups: list[Group]) -> Tensor:
     """Return 1 for completions whose first reward is at least 1, up to rounding, 0 for others and
     for those whose reward failed, and NaN where no reward applies. Shape [P, S], float64."""
-    failed_PS = torch.tensor([[bool(sample.reward_errors) for sample in group] for group in groups])
+    failed = [[bool(sample.reward_errors) for sample in group] for group in groups]
+    failed_PS = torch.tensor(failed, dtype=torch.bool).reshape(first_PS.shape)
     solved_PS = first_PS.ge(SOLVED).double().masked_fill(first_PS.isnan(), math.nan)
-    return solved_PS.masked_fill(first_PS.isnan() & failed_PS.reshape(first_PS.shape).bool(), 0.0)
+    return solved_PS.masked_fill(first_PS.isnan() & failed_PS, 0.0)
 
 
 def final_answer(text: str) -> str | None:
@@ -102,7 +104,7 @@ def wins(
     counts = []
     for group, group_against in zip(scores, scores_against, strict=True):
         pairs = [pair for pair in zip(group, group_against, strict=True) if None not in pair]
-        ties = [math.isclose(a, b, rel_tol=1e-10, abs_tol=1e-15) for a, b in pairs]
+        ties = [math.isclose(a, b, rel_tol=ROUNDING, abs_tol=1e-15) for a, b in pairs]
         points.append(sum(0.5 if tie else a > b for tie, (a, b) in zip(ties, pairs, strict=True)))
         counts.append(len(pairs))
     return points, counts

@@ -202,10 +202,10 @@ def eos_token_ids(
     ids = {tokenizer.eos_token_id, *stop_token_ids}
     if prompt_format != "plain" and tokenizer.chat_template is not None:
         ids |= {end_of_turn(tokenizer), end_of_turn(tokenizer, calls=True)}
+    size = load_config(path).get_text_config().vocab_size
     for name in (GENERATION_CONFIG, "config.json"):
         eos = fields_of(path, name).get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
-        size = load_config(path).get_text_config().vocab_size
         if not all(i is None or type(i) is int and 0 <= i < size for i in eos):
             problem = f"eos_token_id {eos} are no token ids of the model, which end at {size - 1}"
             raise ValueError(f"{name}: {problem}")

@@ -212,15 +212,13 @@ def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
 def _require_tied(hf: nn.Module, slices: dict) -> None:
     """Raise `ValueError` if config.json ties two weights that differ in the files: transformers
     then keeps both, vLLM drops one. Each rank compares a part of the rows."""
+    advice = "config.json ties them; set tie_word_embeddings to false there to keep both"
     for target, source in hf.all_tied_weights_keys.items():
         source = ".".join(source.split(".")[-2:])  # files may have other names before it
-        heads = [name for name in slices if name.endswith(target)]
-        for name in heads if (found := [name for name in slices if name.endswith(source)]) else ():
-            if not any(_are_equal(slices[name], slices[other]) for other in found):
-                advice = (
-                    "config.json ties them; set tie_word_embeddings to false there to keep both"
-                )
-                raise ValueError(f"{name} is not {found[0]}, but {advice}")
+        sources = [name for name in slices if name.endswith(source)]
+        for head in [name for name in slices if name.endswith(target)]:
+            if sources and not any(_are_equal(slices[head], slices[name]) for name in sources):
+                raise ValueError(f"{head} is not {sources[0]}, but {advice}")
 
 
 def _are_equal(one, other) -> bool:

@@ -91,8 +91,8 @@ def require_torchrun() -> None:
             if found.get(number, "0") != "0":
                 time.sleep(60)  # see `fail`
                 sys.exit(2)
-            advice = "start one torchrun on each machine (docs/scaling.md), or, for separate runs,"
-            problem = "so many processes, but RANK is not set"
+            problem = f"one of {count} processes, but RANK is not set"
+            advice = "start one torchrun on each machine (docs/scaling.md), or for separate runs"
             raise ValueError(f"{size} {count}: {problem}; {advice} torchrun --standalone in each")
 
 

@@ -151,7 +151,7 @@ NUMBER_FOLLOWS = r"[*_`)]*:(?=[\s*]*+[-+.0-9$£€\\(\[])"
 LABEL = re.compile(rf"(?:{NOUN}|(?<!{LETTER}))([A-E])(?!{LETTER})({NUMBER_FOLLOWS})?")
 # `Final A: 18` and the like announce an answer.
 ANNOUNCING = set("so thus hence then therefore finally that is the final answer solution".split())
-ANNOUNCING |= set("result total conclusion response output".split())
+ANNOUNCING |= set("result total conclusion response output correct my your our".split())
 # The first number after a mark, and all up to another number in its line, with which it is none.
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes
 # cubic time.

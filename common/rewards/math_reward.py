@@ -118,9 +118,9 @@ def words_of(answer: str) -> str:
     text = " ".join(without_latex(answer).replace("$", "").strip(" .*").lower().split())
     first = text.partition(" ")[0]
     letters = text.replace(" ", "")
-    is_word = len(text) < 100 and first not in NAMES and all(map(is_letter, letters)) and text
+    is_word = len(text) < 100 and first not in NAMES and all(map(is_letter, letters))
     is_variable = len(first) <= 3 and text not in ("yes", "no", "odd") and VARIABLE.fullmatch(first)
-    if is_word and not is_variable or TIME.search(text[:20]):
+    if text and is_word and not is_variable or TIME.search(text[:20]):
         return letters.replace(".", "").lstrip("0")
     return ""
 

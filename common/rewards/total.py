@@ -116,9 +116,8 @@ class Rewards:
         reward that does not apply adds 0. A sample gets NaN if one of its rewards failed or none
         applies, and the statistics of its group skip it; `reward_errors` says why.
 
-        The numbers beside the rewards are averaged in the meter too. Raises `RunError` when more
-        than `--max_reward_errors` of the rewards that the meter has of this step, on all ranks,
-        could not be computed. Collective."""
+        The numbers beside the rewards are averaged in the meter too. Raises `RunError` if more than
+        `--max_reward_errors` of this step's rewards failed, over all ranks. Collective."""
         begun = [self.begun.pop(group[0].number, None) or self._start(group) for group in groups]
         found = {name: model(groups) for name, model in self.models.items()}
         computed = [future.result() for future in begun]

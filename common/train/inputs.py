@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from common.config.flags import eval_sets_of
+from common.config.flags import eval_sets_of, public
 from common.config.groups import BaseArgs
 from common.config.online import MODEL_KINDS
 from common.data.rows import OUR_COLUMNS
@@ -18,10 +18,11 @@ from common.model.loading import files_of, named_errors
 
 BLOCK = 2**16  # bytes that are read at once of a large file
 BLOCKS = 256  # number of these blocks
-# These files too decide what a model's weights compute.
-BESIDE_WEIGHTS = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "adapter_config.json", "adapter_model.safetensors",
+# These files too decide what a model computes.
+DECIDING_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "adapter_config.json",
+    "adapter_model.safetensors",
 )  # fmt: skip
 Digests = dict[str, dict[str, str]]  # flag or kind of rows -> file -> digest
 
@@ -29,7 +30,7 @@ Digests = dict[str, dict[str, str]]  # flag or kind of rows -> file -> digest
 def fixed_inputs(args: BaseArgs, rows: Sequence[dict]) -> Digests:
     """Return the digests of what must not change during a run: rows to train on, models, and the
     chat template."""
-    found = {args.dataset_flag: digests_of_rows(rows)} if rows else {}
+    found = {args.dataset_flag: digests_of_rows(rows, _made(args))} if rows else {}
     for flag, name in _models(args):
         with named_errors(f"{flag} {name}"):
             found[f"{flag} {name}"] = _of_files(model_files(name))
@@ -41,15 +42,14 @@ def fixed_inputs(args: BaseArgs, rows: Sequence[dict]) -> Digests:
 def other_inputs(args: BaseArgs, rows: Sequence[dict], held_out: Sequence[dict]) -> Digests:
     """Return the digests of what may change between two starts of a run: the user's code, and
     held-out rows."""
-    found = {"held-out rows": digests_of_rows(held_out)} if held_out else {}
+    found = {"held-out rows": digests_of_rows(held_out, _made(args))} if held_out else {}
     return found | {f"{flag} {spec}": _of_files(files) for flag, spec, files in _code(args, rows)}
 
 
 def changed(then: Digests, now: Digests) -> Iterator[tuple[str, str]]:
-    """Yield the flag and the file of each input of both that differs."""
-    for flag in then.keys() & now.keys():
-        names = sorted({*then[flag], *now[flag]})
-        for name in names:
+    """Yield (flag, file) for each input that both have and that differs."""
+    for flag in [each for each in then if each in now]:
+        for name in sorted({*then[flag], *now[flag]}):
             if then[flag].get(name) != now[flag].get(name):
                 yield flag, name
                 break
@@ -66,9 +66,9 @@ def _models(args: BaseArgs) -> Iterator[tuple[str, str]]:
     for flag in ("reference_model", "value_model", "adapter"):
         if (name := getattr(args, flag, None)) is not None:
             yield f"--{flag}", name
-    if teachers := getattr(args, "teacher", ()):
-        # self_distill.py has another flag of this name.
-        for name in eval_sets_of(teachers, "teacher") if isinstance(teachers, tuple) else ():
+    teachers = getattr(args, "teacher", ())
+    if teachers and isinstance(teachers, tuple):  # self_distill.py has another flag of this name
+        for name in eval_sets_of(teachers, "teacher"):
             yield "--teacher", name
     for name in getattr(args, "reward", ()):
         if name.startswith(MODEL_KINDS):
@@ -80,7 +80,7 @@ def model_files(name: str) -> list[Path]:
     folder = local_folder(name)
     if folder is None:
         return []
-    return [folder / name for name in BESIDE_WEIGHTS] + files_of(folder)
+    return [folder / file for file in DECIDING_FILES] + files_of(folder)
 
 
 def _code(args: BaseArgs, rows: Sequence[dict]) -> Iterator[tuple[str, str, list[Path]]]:
@@ -95,19 +95,29 @@ def _code(args: BaseArgs, rows: Sequence[dict]) -> Iterator[tuple[str, str, list
         words = [*str(spec).split(), str(spec).rpartition(":")[0], str(spec)]
         files = [Path(word) for word in words if word.endswith(".py") and Path(word).is_file()]
         if files:
-            yield flag, spec, files
+            yield flag, public(spec), files
 
 
 # ---- digests ----
 
 
-def digests_of_rows(rows: Iterable[dict]) -> dict[str, str]:
-    """Return the number of rows of each file or table, with a digest of their columns."""
+def _made(args: BaseArgs) -> list[str]:
+    """Return the columns that the user's code fills: the row has not changed if they have."""
+    made = {"_prompt": getattr(args, "environment", None), "tools": getattr(args, "tools", None)}
+    return [column for column, flag in made.items() if flag]
+
+
+def digests_of_rows(rows: Iterable[dict], made: Sequence[str] = ()) -> dict[str, str]:
+    """Return the number of rows of each file or table, with a digest of their columns but those
+    that were `made`. Of images their content counts, not their paths."""
+    left_out = {*OUR_COLUMNS, *made}
     counts: dict[str, int] = {}
     hashes: dict[str, hashlib.blake2b] = {}
     for row in rows:
         name = row["_source"].rpartition(":")[0]
-        own = {column: value for column, value in row.items() if column not in OUR_COLUMNS}
+        own = {column: value for column, value in row.items() if column not in left_out}
+        if spans := row.get("_images"):
+            own["images"] = [digest for _, digest, *_ in spans]
         text = repr(sorted(own.items())).encode(errors="backslashreplace")
         hashes.setdefault(name, hashlib.blake2b(digest_size=16)).update(text)
         counts[name] = counts.get(name, 0) + 1

@@ -67,14 +67,10 @@ def begin_run(args: BaseArgs, rows: Sequence[dict] = (), held_out: Sequence[dict
     Raises `ValueError` if rows, models or the chat template are not as they were when the run
     began."""
     folder = Path(args.output_dir)
-    problem = None
     if distributed.is_main():
         inputs = dict(fixed=fixed_inputs(args, rows), others=other_inputs(args, rows, held_out))
         if _has_begun(folder) and args.resume != "never":
-            inputs, problem = _compare(folder, inputs, args)
-    if problem := distributed.from_main(problem):
-        raise ValueError(problem)
-    if distributed.is_main():
+            inputs = _compare(folder, inputs, args)
         if _has_begun(folder) and args.resume == "never":
             folder = folder.resolve()  # a link stays, and what it names is moved
             names = (folder.with_name(f"{folder.name}.old-{n}") for n in count(1))
@@ -207,25 +203,27 @@ def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
 # ---- one set of inputs ----
 
 
-def _compare(folder: Path, now: dict, args: BaseArgs) -> tuple[dict, str | None]:
-    """Return the digests of when the run in the folder began, with those of inputs that are new,
-    and why the run cannot continue, if there is a reason. Say which code and held-out rows are not
-    as they were."""
+def _compare(folder: Path, now: dict, args: BaseArgs) -> dict:
+    """Return the digests of when the run in the folder began, with those of new inputs. Print which
+    code and held-out rows have changed. Raises `ValueError` for other training rows, models or
+    chat templates."""
     file = folder / INPUTS
     if not file.is_file():  # an earlier version of onefile began it
-        return now, None
+        return now
     try:
         then = durable.read_json(file)
-    except (ValueError, RecursionError):
-        return now, f"{file} is damaged; delete it to resume with what is read now"
-    began = f"not as it was when the run in {folder} began"
+    except (ValueError, RecursionError) as error:
+        problem = "is damaged; delete it to resume with what is read now"
+        raise ValueError(f"{file} {problem}") from error
+    began = f"not what the run in {folder} began with"
     for flag, name in changed(then["fixed"], now["fixed"]):
-        advice = f"restore it, use --resume never, or delete {file} to go on with it"
-        return now, f"{flag}: {name} is {began}; {advice}"
+        flags = " and --eval_every, --pack_tokens, --on_bad_row" * (flag == args.dataset_flag)
+        advice = f"restore it{flags}, use --resume never, or delete {file} to go on with it"
+        raise ValueError(f"{flag}: {name} is {began}; {advice}")
     for flag, name in changed(then["others"], now["others"]):
         goes_on = "the run goes on with the new one"
         if not isinstance(args, TrainArgs):  # eval.py
             again = f"--completions {folder}/completions.jsonl and another --output_dir"
             goes_on = f"stored completions keep their rewards; {again} compute them anew"
         distributed.say(f"warning: {flag}: {name} is {began}; {goes_on}")
-    return {kind: now[kind] | then[kind] for kind in now}, None
+    return {kind: now[kind] | then[kind] for kind in now}

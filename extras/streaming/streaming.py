@@ -8,7 +8,6 @@ reads the pass again from its start, and tokenises only what is behind."""
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import chain, count, islice
 from pathlib import Path
 
@@ -34,9 +33,11 @@ from common.data.rows import (
 )
 from common.data.tasks import TASKS
 from common.parallel import distributed
-from common.train.inputs import BLOCKS, digest_of_file
+from common.train.inputs import digest_of_file
 
 SHUFFLE_BUFFER = 10_000  # rows that are read ahead and drawn in random order
+ALL_BLOCKS = 4096  # number of blocks that the digests of all files read
+LEAST_BLOCKS = 3  # of one file
 
 
 def load_stream(
@@ -79,6 +80,7 @@ class StreamedSamples:
             if shards is None:
                 raise ValueError(f"{flag} has no split {split!r}: see --dataset_split")
             self.shards += shards
+        self.files = distributed.from_main(self._digests() if distributed.is_main() else None)
         self._continue_from(0, 0)
         self.draw(1)
         self._continue_from(0, 0)
@@ -158,11 +160,10 @@ class StreamedSamples:
     def state_dict(self) -> dict:
         return dict(position=self.position, num_shards=len(self.shards), files=self.files)
 
-    @cached_property
-    def files(self) -> dict[str, str]:
-        """The digests of the shards that are files; the hub's have none."""
+    def _digests(self) -> dict[str, str]:
+        """Return the digests of the shards that are files; the hub's have none."""
         files = [shard.content for shard in self.shards if isinstance(shard.content, Path)]
-        blocks = max(3, BLOCKS * 16 // max(1, len(files)))  # of a thousand files a few blocks each
+        blocks = max(LEAST_BLOCKS, ALL_BLOCKS // max(1, len(files)))
         return {str(file): digest_of_file(file, blocks) for file in files}
 
     def load_state_dict(self, state: dict) -> None:
@@ -175,12 +176,8 @@ class StreamedSamples:
         if before != now:
             problem = f"has {now} shards, the checkpoint is of {before}: the data has changed"
             raise ValueError(f"{self.args.dataset_flag} {problem}")
-        then, now = (
-            state.get("files", {}),
-            distributed.from_main(self.files if distributed.is_main() else {}),
-        )
-        for file in then.keys() & now.keys():
-            if then[file] != now[file]:
+        for file, digest in state.get("files", {}).items():
+            if self.files.get(file, digest) != digest:
                 problem = f"{file} is not as it was when the run began"
                 advice = "restore it, or start over with --resume never"
                 raise ValueError(f"{self.args.dataset_flag}: {problem}; {advice}")

@@ -48,10 +48,10 @@ def schemas_of(spec: str, args: SamplingArgs) -> list[dict]:
         return source.schemas()
     if not source.names:
         kind = "method" if path else "function with a docstring"
-        raise ValueError(f"--tools {public(spec)}: it has no public {kind}; write one")
+        raise ValueError(f"--tools {spec}: it has no public {kind}; write one")
     is_method = source.make is not None
     named = source.functions.items()
-    return [schema_of(f"--tools {public(spec)}: {name}", name, f, is_method) for name, f in named]
+    return [schema_of(f"--tools {spec}: {name}", name, f, is_method) for name, f in named]
 
 
 def tool_schemas(args: SamplingArgs) -> list[dict]:

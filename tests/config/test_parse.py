@@ -386,5 +386,5 @@ def test_processes_without_ranks_are_refused(variables, refused, monkeypatch, ca
     with pytest.raises(SystemExit) as done:
         parse(grpo.Args, [])
     said = capsys.readouterr().err
-    assert done.value.code == 2 and said.startswith(refused and f"error: {refused}so many proc")
+    assert done.value.code == 2 and said.startswith(refused and f"error: {refused}one of 2 proc")
     assert ("start one torchrun on each machine" in said) == bool(refused)

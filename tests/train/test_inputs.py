@@ -64,7 +64,7 @@ def test_another_model_or_template_is_refused(kind, flags, file, tmp_path, monke
     begin(tmp_path, kind, **flags)
     Path(file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     advice = "restore it, use --resume never, or delete .*/run/inputs.json to go on with it"
-    words = rf"{Path(file).name} is not as it was when the run in .*/run began; {advice}$"
+    words = rf"{Path(file).name} is not what the run in .*/run began with; {advice}$"
     with pytest.raises(ValueError, match=words):
         begin(tmp_path, kind, **flags)
     (tmp_path / "run" / "inputs.json").unlink()
@@ -87,10 +87,12 @@ def test_other_code_is_told(flags, tmp_path, monkeypatch, capsys):
     rows = [dict(prompt="1", reward="r.py:f", _source="a.jsonl:1")]
     for _ in range(2):
         begin(tmp_path, OnlineArgs, rows, **flags)
-        assert "not as it was" not in capsys.readouterr().out
+        assert "not what the run" not in capsys.readouterr().out
     (tmp_path / "r.py").write_text("def f(completion, row): return 1.0\nclass E: pass\n")
+    if flags.keys() & {"environment", "tools"}:  # columns that this code fills
+        rows[0] |= dict(tools="[]") if "tools" in flags else dict(_prompt="what reset says now")
     begin(tmp_path, OnlineArgs, rows, **flags)
-    said = "r.py is not as it was when the run in"
+    said = "r.py is not what the run in"
     assert said in capsys.readouterr().out
 
 
@@ -99,15 +101,33 @@ def test_rows_are_known_by_their_columns(tmp_path, capsys):
     moved = [row | dict(_folder="y") for row in rows]
     begin(tmp_path, TrainArgs, rows, rows)
     begin(tmp_path, TrainArgs, moved, rows[::-1][::-1])
-    with pytest.raises(ValueError, match=r"^--dataset arithmetic: a\.jsonl is not as it was"):
+    with pytest.raises(ValueError, match=r"^--dataset arithmetic: a\.jsonl is not what the run in"):
         begin(tmp_path, TrainArgs, rows[::-1], rows)
-    with pytest.raises(ValueError, match=r"^--dataset arithmetic: b\.jsonl is not as it was"):
+    with pytest.raises(ValueError, match=r"^--dataset arithmetic: b\.jsonl is not what the run in"):
         begin(tmp_path, TrainArgs, [*rows, dict(_source="b.jsonl:1")], rows)
     assert "warning" not in capsys.readouterr().out
     begin(tmp_path, TrainArgs, rows, rows[:5])
-    assert "warning: held-out rows: a.jsonl is not as it was when" in capsys.readouterr().out
+    assert "warning: held-out rows: a.jsonl is not what the run in" in capsys.readouterr().out
     begin(tmp_path, TrainArgs, rows, [])  # --eval_every 0
     assert "warning" not in capsys.readouterr().out
+
+
+def test_images_are_known_by_their_content(tmp_path):
+    def rows(file: str, content: str) -> list[dict]:
+        return [dict(images=[file], _images=[(file, content, 0, 1, 1)], _source="a.jsonl:1")]
+
+    begin(tmp_path, TrainArgs, rows("cache/a.png", "d1"))
+    begin(tmp_path, TrainArgs, rows("another/b.png", "d1"))
+    with pytest.raises(ValueError, match="a.jsonl is not what the run"):
+        begin(tmp_path, TrainArgs, rows("another/b.png", "d2"))
+
+
+def test_secrets_of_tools_are_not_stored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    begin(tmp_path, OnlineArgs, tools="mcp:env KEY=s3cret python r.py")
+    written = (tmp_path / "run" / "inputs.json").read_text()
+    assert "mcp:env KEY=*** python r.py" in written and "s3cret" not in written
 
 
 def test_damaged_digests_are_refused(tmp_path):
@@ -140,7 +160,7 @@ def test_edited_rows_are_refused(main, small, pairs, tmp_path):
         others = [*rows[:-1], rows[-1] | dict(prompt="other")]
         write_rows(data, others)
         unlock()
-        words = r"^--dataset .*: a\.jsonl is not as it was when the run in .* began; restore"
+        words = r"^--dataset .*: a\.jsonl is not what the run in .* began with; restore"
         with pytest.raises(ValueError, match=words):
             main(script, *flags, "--max_steps", 2)
         unlock()
@@ -155,7 +175,7 @@ def test_two_ranks_refuse_another_base_in_one_message(small, tmp_path):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | dict(rms_norm_eps=0.1)))
     error = one_error(2, "sft.py", *flags, "--output_dir", tmp_path / "run")
-    assert error.startswith(f"--model {model}: config.json is not as it was when the run in")
+    assert error.startswith(f"--model {model}: config.json is not what the run in")
 
 
 def test_eval_says_that_stored_rewards_are_of_an_earlier_file(main, small, tmp_path, capsys):
@@ -169,9 +189,9 @@ def test_eval_says_that_stored_rewards_are_of_an_earlier_file(main, small, tmp_p
         unlock()
         said.append(capsys.readouterr().out)
     again = f"--completions {tmp_path}/e/completions.jsonl and another --output_dir compute them"
-    assert "my.py is not as it was" not in said[0]
+    assert "my.py is not what the run" not in said[0]
     for text in said[1:]:
-        assert f"warning: --reward {reward}:s: my.py is not as it was when the run in" in text
+        assert f"warning: --reward {reward}:s: my.py is not what the run in" in text
         assert f"stored completions keep their rewards; {again} anew" in text
 
 
@@ -188,7 +208,5 @@ def test_each_checkpoint_of_a_folder_is_a_model(main, small, tmp_path, capsys):
         unlock()
     weights = steps[0] / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
-    with pytest.raises(
-        ValueError, match=r"^--model .*/step_000001: model.safetensors is not as it"
-    ):
+    with pytest.raises(ValueError, match=r"^--model .*/step_000001: model.safetensors is not what"):
         main("eval", *small[2:], *flags)

@@ -229,7 +229,7 @@ def called(name: str, *args: ast.expr) -> ast.Call:
 
 
 def handled(error: BaseException | None) -> None:
-    """Take an exception, and those that led to it, for caught."""
+    """Mark an exception, and those that led to it, as caught."""
     found = [error]
     for each in found:  # which grows
         if each is not None:
