@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
@@ -89,6 +90,11 @@ class ForkServer:
             )
 
 
+def close(writer: asyncio.StreamWriter) -> None:
+    with suppress(RuntimeError):  # the event loop has ended
+        writer.close()
+
+
 class Process:
     """One fork, as its parent sees it. It starts at its first call and answers one at a time."""
 
@@ -141,14 +147,15 @@ class Process:
                 if self.busy and self.pid is not None:
                     os.killpg(self.pid, signal.SIGKILL)
                 self.socket.shutdown(socket.SHUT_RDWR)  # at once: the event loop may be busy
-            with suppress(RuntimeError):  # the event loop has ended
-                self.writer.close()
+            close(self.writer)
         self.closed = True
 
     async def _start(self) -> Result:
         """Return the result of loading the target."""
         self.socket, theirs = socket.socketpair()
         self.reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
+        # Before asyncio's own finalizer, which fails if the loop's thread closes it meanwhile.
+        weakref.finalize(self, close, self.writer)
         async with self.server.starting:
             with theirs:
                 self.server.fork(theirs)

@@ -1,6 +1,7 @@
 """Processes that run a user's code: values, errors, deadlines, deaths, and what is left behind."""
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
@@ -436,3 +438,18 @@ def test_worker_imports_little_and_finds_the_modules_of_the_parent(tmp_path, mon
         assert not torch and cwd == str(tmp_path) and session != os.getsid(0) and not modules
     with opened("here.py:three", 1) as pool:
         assert pool.map([()])[0].value == 3
+
+
+def test_a_process_that_is_dropped_has_closed_its_stream():
+    """Else asyncio does so while the thread of the loop may be at it, and prints a traceback."""
+
+    async def drop() -> None:
+        process = Process(ForkServer(__name__ + ":errors", shared=True))
+        await ask(process, [Result()])
+        del process
+        gc.collect()
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        asyncio.run(drop())
+    assert [each for each in warned if "StreamWriter" in str(each.message)] == []
