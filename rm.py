@@ -111,10 +111,12 @@ def margin_of(row: dict) -> float:
     margin = row.get("margin")
     try:
         number = math.nan if isinstance(margin, bool) else float(margin)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{row['_source']}: column margin is {margin!r}, expected a finite number")
+        raise ValueError(
+            f"{row['_source']}: column margin is {margin!r:.50}, expected a finite number"
+        )
     return number
 
 

@@ -195,7 +195,8 @@ def public(value: Any) -> Any:
         words = shlex.split(value.removeprefix("mcp:"))
     except ValueError:  # an open quotation
         return re.sub("(?s)=.*", f"={HIDDEN}", value)
-    hidden = [re.sub(r"(?s)((?:^|\s)[A-Za-z_]\w*=).+", rf"\1{HIDDEN}", word) for word in words]
+    variable = re.compile(r"((?:^|\s|^-e|^--\w+=)[A-Za-z_]\w*=).+", re.DOTALL)
+    hidden = [variable.sub(rf"\1{HIDDEN}", word) for word in words]
     if hidden == words:
         return value
     return "mcp:" + " ".join(word if " " not in word else shlex.quote(word) for word in hidden)

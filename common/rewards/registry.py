@@ -112,7 +112,7 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
 ROW_NAMES = set("row example ex sample item record entry instance datum data doc line".split())
 # Names of other tools, and of lists, that promise something else than a reward's parameters get.
 NO_COMPLETION = set("prompt prompts query queries data_source".split())
-LISTS = set("texts responses outputs answers generations predictions solutions".split())
+LISTS = set("texts responses outputs answers generations predictions solutions samples".split())
 NEVER_FILLED = set(
     "completion_ids prompt prompts prompt_ids ground_truth labels extra_info".split()
 )
@@ -151,7 +151,8 @@ def require_known_names(signature: inspect.Signature, columns: set[str]) -> None
     for place, (name, parameter) in enumerate(signature.parameters.items()):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if place == 0 and name in NO_COMPLETION | LISTS:
+        is_column = name in columns and name not in PLACES
+        if place == 0 and (is_column or name in NO_COMPLETION | LISTS):
             raise TypeError(f"{name!r} gets the text of one completion; call it completion")
         if place == 1 and name != "row":
             is_row = name in ROW_NAMES or len(name) == 1 or name.startswith("_")

@@ -6,6 +6,7 @@ same digest, whatever its times."""
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -126,9 +127,11 @@ def digests_of_rows(rows: Iterable[dict], made: Sequence[str] = ()) -> dict[str,
 
 def _of_files(files: Iterable[Path]) -> dict[str, str]:
     found = {}
+    files = [*files]
+    folder = os.path.commonpath([file.absolute().parent for file in files]) if files else ""
     for file in files:
         with contextlib.suppress(FileNotFoundError):  # a run may delete its old checkpoints
-            found[file.name] = digest_of_file(file)
+            found[os.path.relpath(file, folder or ".")] = digest_of_file(file)
     return found
 
 

@@ -39,7 +39,7 @@ def schemas_of(spec: str, args: SamplingArgs) -> list[dict]:
     """Return the schemas of a value of `--tools`. Raises `ValueError` for a wrong one, also if a
     user's file raises."""
     path, _, _ = spec.rpartition(":")
-    if spec.endswith(".py"):
+    if spec.endswith(".py") and not spec.startswith("mcp:"):
         load_user_file("--tools", spec, spec)
     elif path and not spec.startswith("mcp:"):
         load_callable("--tools", spec)

@@ -50,6 +50,8 @@ def test_parameters_determine_the_form(function, form):
     (lambda queries, prompts, labels: 0, "'queries' gets the text of one completion; call it comp"),
     (lambda responses, row: 0, "'responses' gets the text of one completion; call it completion"),
     (lambda completion, label: 0, "'label' gets the whole row"),
+    (lambda answer, row: 0, "'answer' gets the text of one completion; call it completion"),
+    (lambda samples, row: 0, "'samples' gets the text of one completion; call it completion"),
     (lambda completions, rows: 0, "'rows' gets the whole row"),
     (yields, "it is an async generator; return a number or a list"),
 ])  # fmt: skip

@@ -112,6 +112,15 @@ def test_rows_are_known_by_their_columns(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
+def test_files_of_one_name_in_two_folders_are_two(tmp_path):
+    files = [tmp_path / name / "x.py" for name in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(str(file))
+    assert [*inputs._of_files(files)] == ["a/x.py", "b/x.py"]
+    assert [*inputs._of_files(files[:1])] == ["x.py"]
+
+
 def test_images_are_known_by_their_content(tmp_path):
     def rows(file: str, content: str) -> list[dict]:
         return [dict(images=[file], _images=[(file, content, 0, 1, 1)], _source="a.jsonl:1")]

@@ -16,6 +16,7 @@ from common.config.parse import one_line
 from common.train.checkpoint import model_card
 from common.workers.pool import ForkServer, Process
 from extras.tools.mcp_tools import Server, mcp_source
+from extras.tools.schemas import tool_schemas
 from extras.tools.sources import ToolError
 
 # A server without the package, because its import takes a second. Two pages of tools.
@@ -123,6 +124,12 @@ def test_a_server_without_tools_is_refused(command, words, tmp_path):
         assert mcp_source(f"mcp:{command}", PATIENCE).names
 
 
+def test_a_command_that_ends_in_py_is_no_file_of_tools(plain):
+    assert plain.endswith(".py")
+    args = Args(tools=(plain,), prompt_format="chat", environment_timeout=PATIENCE)
+    assert {schema["function"]["name"] for schema in tool_schemas(args)} >= {"echo", "die"}
+
+
 def test_a_server_that_is_late_at_its_start_is_refused():
     command = f"{sys.executable} -c 'import sys; sys.stdin.read()'"
     with pytest.raises(ValueError, match="does not start: no answer within 0.2 s; try the command"):
@@ -145,6 +152,7 @@ def test_env_names_variables_that_the_server_inherits(plain, monkeypatch):
     ("mcp:env A='s3cret s3cret' b_2=s3cret=s3cret x", "mcp:env A=*** b_2=*** x"),
     ("mcp:env -i 'KEY=s3cret s3cret' python shop.py", "mcp:env -i KEY=*** python shop.py"),
     ("mcp:docker run -e KEY=s3cret shop", "mcp:docker run -e KEY=*** shop"),
+    ("mcp:docker run -eKEY=s3cret --env=B=s3cret x", "mcp:docker run -eKEY=*** --env=B=*** x"),
     ("mcp:sh -c 'export KEY=s3cret; python shop.py'", "mcp:sh -c 'export KEY=***'"),
     ("mcp:env KEY='s3cret", "mcp:env KEY=***"),
     ("mcp:env KEY python 'my shop.py' --size=3", "mcp:env KEY python 'my shop.py' --size=3"),
