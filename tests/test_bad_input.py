@@ -224,7 +224,7 @@ def test_bad_kto_rows_are_refused(rows, words, tokenizer):
         kto.describe_labels(found, args)
 
 
-@pytest.mark.parametrize("margin", ["x", "nan", None, float("nan"), True])
+@pytest.mark.parametrize("margin", ["x", "nan", None, float("nan"), True, 10**400])
 def test_bad_margins_are_refused(margin, tokenizer):
     for rows, bad in (([{}, dict(margin=1)], 0), ([dict(margin="1"), dict(margin=margin)], 1)):
         with pytest.raises(ValueError, match=f"x:{bad}: column margin is .*, expected a finite"):
