@@ -34,15 +34,19 @@ from common.rollout.environments import (
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import encode_prompts, prompt_columns
 
-# Replies with the number of characters of a turn, for as many turns as the row has.
+# Replies with the number of characters of a turn, for as many turns as the row has; with a gate not
+# before there is such a file.
 USER_FILE = """
+import os, time
 class Counter:
     def reset(self, example):
-        self.turns, self.done = example["turns"], 0
+        self.turns, self.done, self.gate = example["turns"], 0, example.get("gate", "/")
         return [{"role": "user", "content": example["prompt"]}]
 
     def step(self, completion):
         self.done += 1
+        while not os.path.exists(self.gate):
+            time.sleep(0.01)
         result = {"role": "tool", "content": f"{self.done}: {len(completion)}"}
         said = [result, {"role": "user", "content": "on"}]
         return said, 0.5 ** self.done, self.done == self.turns
@@ -173,13 +177,20 @@ def test_episodes_do_not_depend_on_the_split_of_prompts(synced, user_file):
     assert len({tuple(s.completion_ids) for s in together[-3:]}) == 3, "of a prompt"
 
 
-def test_a_complete_group_is_handed_on_while_others_are_sampled(synced, user_file):
-    """Its rewards begin then."""
-    play, handed = Play(synced, user_file), []
-    groups = play(on_complete=lambda group: handed.append((group, len(play.episodes.prompts))))
-    assert sorted(group[0].number for group, _ in handed) == [0, 1, 2, 3]
-    assert all(group is groups[group[0].number] for group, _ in handed)
-    assert handed[0][1] > 0 and handed[-1][1] == 0  # prompts in flight
+def test_a_complete_group_is_handed_on_while_others_are_sampled(synced, user_file, tmp_path):
+    """Its rewards begin then. The last group ends after another one was handed on."""
+    gate = tmp_path / "gate"
+    rows = [*ROWS[:3], ROWS[3] | dict(gate=str(gate))]
+    play, handed = Play(synced, user_file, rows), []
+
+    def hand(group: list[Completion]) -> None:
+        handed.append(group)
+        gate.touch()
+
+    groups = play(on_complete=hand)
+    assert sorted(group[0].number for group in handed) == [0, 1, 2, 3]
+    assert all(group is groups[group[0].number] for group in handed)
+    assert handed[0][0].number != 3
 
 
 def test_no_rank_waits_while_another_of_its_engine_samples(synced, monkeypatch):
