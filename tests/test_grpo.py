@@ -15,7 +15,7 @@ SAME = ("loss", "grad_norm", "reward", "reward_std", "entropy", "completions/mea
 def flags(reward_file, sums):
     return (
         "--dataset", sums, "--reward", f"{reward_file}:digits", "--max_steps", 2,
-        "--prompts_per_step", 4, "--samples_per_prompt", 4, "--minibatches", 2,
+        "--prompts_per_step", 8, "--samples_per_prompt", 4, "--minibatches", 2,
         "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
         "--save_every", 100, "--max_logprob_difference", 1e-4, "--share_prefix", 1,
     )  # fmt: skip
@@ -31,12 +31,12 @@ def with_vllm(flags, tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "where"),
     [
-        (2, "--tensor_parallel_size 2"),
+        (4, "--tensor_parallel_size 2"),
         (3, "--rollout_ranks 1 --max_staleness 0 --share_prefix 0 --pack_tokens 40"),
     ],
 )
 def test_run_does_not_depend_on_where_vllm_samples(ranks, where, with_vllm, flags, tmp_path):
-    """Weights reach one engine of two ranks, or a rank that does not train, by parameter from two
+    """Weights reach two engines of two ranks, or a rank that does not train, by parameter from the
     shards. With AVX-512 vLLM's ranks share memory, under one name for all launches."""
     run(ranks, "grpo.py", *flags, *where.split(), "--output_dir", tmp_path)
     assert not list(Path("/dev/shm").glob("*cpushm*"))
