@@ -30,12 +30,12 @@ from common.config.flags import AtLeast2, NotNegative, Positive
 from common.config.objectives import LogKLArgs
 from common.config.online import OnlineArgs, TruncationArgs
 from common.config.parse import parse
-from common.data.packing import pack_minibatches, per_sample
 from common.evaluate.held_out import evaluate_prompts
-from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.hub import context_length, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import without_rounding
+from common.packs.packing import pack_minibatches, per_sample
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement
@@ -43,6 +43,7 @@ from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, describe_rollouts, dry_run, num_steps
 from common.train.run import Run

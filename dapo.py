@@ -32,17 +32,17 @@ from common.config.flags import AtLeast2, Fraction, Needs, NotNegative, Positive
 from common.config.objectives import CorrectionArgs, LogKLArgs, PolicyLossArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.data.packing import count_trained, pack_minibatches
-from common.data.sample import Group
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
-from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.hub import context_length, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, centre_groups, group_std, unequal
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate
 from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
+from common.packs.packing import count_trained, pack_minibatches
+from common.packs.sample import Group
 from common.parallel import distributed
 from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -50,6 +50,7 @@ from common.rollout.measure import lengths, measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
 from common.rollout.sampler import Sampler, make_sampler
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run

@@ -20,9 +20,9 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from common.data.tasks import arithmetic_rows
 from common.metrics.curves import draw_curves, read_metrics
 from common.parallel.process import print_any_text, visible
+from common.text.tasks import arithmetic_rows
 
 ROOT = Path(__file__).resolve().parent
 OUT = Path("runs/demo")

@@ -30,17 +30,6 @@ from common.config.flags import BelowOne, Fraction, Needs, NotNegative, Positive
 from common.config.objectives import CorrectionArgs, DivergenceArgs, PolicyLossArgs, TeacherArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.data.encode import Encoder, truncate
-from common.data.order import make_order
-from common.data.packing import (
-    Minibatches,
-    count_trained,
-    pack,
-    pack_minibatches,
-    positions_of_share,
-)
-from common.data.rows import SFT_COLUMNS, encode_each, require_columns
-from common.data.sample import Group, Sample
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.distill import (
@@ -51,12 +40,21 @@ from common.model.distill import (
     load_teachers,
     teacher_of,
 )
-from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.hub import context_length, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import with_logprobs
 from common.objectives.divergence import DIVERGENCES
 from common.objectives.importance import importance_weights
 from common.objectives.policy import BY_TOKEN, PolicyInputs
+from common.packs.order import make_order
+from common.packs.packing import (
+    Minibatches,
+    count_trained,
+    pack,
+    pack_minibatches,
+    positions_of_share,
+)
+from common.packs.sample import Group, Sample
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -64,6 +62,9 @@ from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
+from common.text.encode import Encoder, truncate
+from common.text.rows import SFT_COLUMNS, encode_each, require_columns
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps
 from common.train.run import Run

@@ -35,20 +35,21 @@ from common.config.flags import Needs, Positive
 from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs
 from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
-from common.data.encode import Encoder
-from common.data.load import Samples, load_samples
-from common.data.packing import PackedBatch, pack_groups
-from common.data.pairs import encode_pair
-from common.data.rows import PAIR_COLUMNS
-from common.data.sample import Sample
 from common.evaluate.held_out import Generation, held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
-from common.model.hub import fit_max_length, load_tokenizer, resolve_model
+from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
 from common.model.scoring import reference_logps
 from common.objectives import preference
 from common.objectives.preference import PER_TOKEN, READS, REFERENCE_FREE, Pairs
+from common.packs.packing import PackedBatch, pack_groups
+from common.packs.sample import Sample
 from common.parallel import distributed
+from common.text.encode import Encoder
+from common.text.load import Samples, load_samples
+from common.text.pairs import encode_pair
+from common.text.rows import PAIR_COLUMNS
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run

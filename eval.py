@@ -30,8 +30,6 @@ from common.config.flags import MayChange, Needs, NotNegative, Positive
 from common.config.groups import ImageArgs
 from common.config.online import SamplingArgs, TruncationArgs
 from common.config.parse import parse
-from common.data.encode import Encoder
-from common.data.rows import rows_of_split
 from common.evaluate import checkpoint_curve, completions_file
 from common.evaluate.estimators import (
     SOLVED,
@@ -42,7 +40,7 @@ from common.evaluate.estimators import (
     shown_ks,
     wins,
 )
-from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.hub import context_length, require_same_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods
 from common.parallel import distributed
@@ -54,6 +52,9 @@ from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes
 from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show_first
 from common.rollout.weights import whole_weights
+from common.text.encode import Encoder
+from common.text.rows import rows_of_split
+from common.text.tokenizer import load_tokenizer
 from common.train.run_folder import begin_run, prepare_output_dir
 
 OWN_FILE = "completions.jsonl"

@@ -30,9 +30,8 @@ from common.config.groups import ImageArgs
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.data.packing import count_trained, pack_minibatches
 from common.evaluate.held_out import evaluate_prompts
-from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.hub import context_length, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, VARIANTS, centre_groups, group_std
@@ -40,6 +39,7 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.objectives.kl import KLEstimator, kl_estimate
 from common.objectives.policy import BY_COMPLETION, POLICY_LOSSES, PolicyInputs, PolicyLoss
 from common.objectives.reduction import token_weights
+from common.packs.packing import count_trained, pack_minibatches
 from common.parallel import distributed
 from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -47,6 +47,7 @@ from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run

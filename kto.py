@@ -31,19 +31,20 @@ from torch import Tensor
 from common.config.flags import Positive
 from common.config.groups import TINY_OFFLINE, OfflineArgs
 from common.config.parse import parse
-from common.data.encode import Encoder, truncate
-from common.data.load import Samples, load_samples
-from common.data.messages import messages_field
-from common.data.packing import PackedBatch, pack, positions_of_share
-from common.data.pairs import encode_pair
-from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
-from common.data.sample import Sample
 from common.evaluate.held_out import Generation, held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
-from common.model.hub import fit_max_length, load_tokenizer, resolve_model
+from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
 from common.model.scoring import reference_logps
+from common.packs.packing import PackedBatch, pack, positions_of_share
+from common.packs.sample import Sample
 from common.parallel import distributed
+from common.text.encode import Encoder, truncate
+from common.text.load import Samples, load_samples
+from common.text.messages import messages_field
+from common.text.pairs import encode_pair
+from common.text.rows import KTO_COLUMNS, PAIR_COLUMNS
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run

@@ -34,16 +34,16 @@ from common.config.flags import AtLeast2, Positive
 from common.config.objectives import PreferenceArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.data.packing import PackedBatch, pack_minibatches
-from common.data.sample import Completion, Group
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
-from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.hub import context_length, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives import preference
 from common.objectives.advantages import unequal, without_rounding
 from common.objectives.preference import PER_TOKEN, REFERENCE_FREE, Pairs
+from common.packs.packing import PackedBatch, pack_minibatches
+from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement
@@ -51,6 +51,7 @@ from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run

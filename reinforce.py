@@ -32,16 +32,16 @@ from common.config.flags import NotNegative, Positive
 from common.config.objectives import KL, CorrectionArgs, KLEstimateArgs, LogKLArgs, PolicyLossArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.data.packing import PackedBatch, count_trained, pack_minibatches, per_sample
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.moments import moments
-from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.hub import context_length, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, centre_groups, leave_one_out
 from common.objectives.importance import bounded_exp, importance_weights
 from common.objectives.kl import kl_estimate
 from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
+from common.packs.packing import PackedBatch, count_trained, pack_minibatches, per_sample
 from common.parallel import distributed
 from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -49,6 +49,7 @@ from common.rollout.measure import measure_groups, trained_counts, truncation_pe
 from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run

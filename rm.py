@@ -29,17 +29,18 @@ from torch.nn.functional import logsigmoid
 from common.config.flags import NotNegative, Positive
 from common.config.groups import PrefixArgs, TrainArgs
 from common.config.parse import parse
-from common.data.encode import Encoder
-from common.data.load import Samples, load_samples
-from common.data.packing import PackedBatch, pack_groups, positions_of_share
-from common.data.pairs import encode_pair
-from common.data.rows import PAIR_COLUMNS
-from common.data.sample import Sample, at_end
 from common.evaluate.held_out import held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
-from common.model.hub import fit_max_length, load_tokenizer, resolve_model
+from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import ScalarModel, load_scalar_model
+from common.packs.packing import PackedBatch, pack_groups, positions_of_share
+from common.packs.sample import Sample, at_end
 from common.parallel import distributed
+from common.text.encode import Encoder
+from common.text.load import Samples, load_samples
+from common.text.pairs import encode_pair
+from common.text.rows import PAIR_COLUMNS
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run

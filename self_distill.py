@@ -33,17 +33,16 @@ from common.config.flags import NotNegative, Positive, Several
 from common.config.objectives import DivergenceArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
-from common.data.encode import Encoder
-from common.data.packing import count_trained, pack_minibatches
-from common.data.sample import Completion, Group
 from common.evaluate.estimators import SOLVED
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.distill import Comparison, OwnTeacher, Teacher
-from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.hub import context_length, resolve_model
 from common.model.logprobs import Logits
 from common.model.policy import load_policy, load_reference, move_towards
 from common.objectives.divergence import DIVERGENCES
+from common.packs.packing import count_trained, pack_minibatches
+from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement
@@ -52,6 +51,8 @@ from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts, prompt_columns
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
+from common.text.encode import Encoder
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps
 from common.train.run import Run

@@ -23,16 +23,17 @@ from torch import Tensor
 from common.config.flags import Positive
 from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, StreamArgs
 from common.config.parse import parse
-from common.data.encode import Encoder
-from common.data.load import Samples, load_samples
-from common.data.packing import pack
-from common.data.rows import SFT_COLUMNS
-from common.data.sample import Sample
 from common.evaluate.held_out import Generation
 from common.metrics.meter import Meter, evaluate_sets
-from common.model.hub import fit_max_length, load_tokenizer, resolve_model
+from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
+from common.packs.packing import pack
+from common.packs.sample import Sample
 from common.parallel import distributed
+from common.text.encode import Encoder
+from common.text.load import Samples, load_samples
+from common.text.rows import SFT_COLUMNS
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run

@@ -1,7 +1,7 @@
 """Completions of plain prompts, for benchmarks and tests of engines."""
 
-from common.data.sample import Group
 from common.metrics.meter import Meter
+from common.packs.sample import Group
 from common.rollout.engine import Engine
 from common.rollout.episodes import Episodes, PromptRequest
 

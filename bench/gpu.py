@@ -42,17 +42,18 @@ from transformers import AutoTokenizer
 from bench.completions import complete
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs, SamplingArgs
-from common.data.packing import PackedBatch, pack
-from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 from common.model.flops import forward_flops
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import resolve_model
 from common.model.logprobs import Logits, token_logprobs
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.packs.packing import PackedBatch, pack
+from common.packs.sample import Sample
 from common.parallel import distributed
 from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 
 MICRO_BATCHES = {  # activation checkpointing, --compile

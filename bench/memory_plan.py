@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 from common.config.groups import TrainArgs
-from common.data.packing import PackedBatch
 from common.model import distill, logprobs
 from common.model.policy import Policy, shard
 from common.objectives.divergence import reverse_kl
+from common.packs.packing import PackedBatch
 from extras.plan.memory import GIB, num_weights, training_peak
 
 

@@ -36,16 +36,16 @@ from bench.completions import complete
 from bench.delta_vllm import prepare
 from common.config.groups import TrainArgs
 from common.config.online import SamplingArgs
-from common.data.packing import pack, pack_groups
-from common.data.sample import Sample
 from common.model.flops import num_delta_nets
-from common.model.hub import load_tokenizer
 from common.model.loading import load_config, model_class, open_model
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
+from common.packs.packing import pack, pack_groups
+from common.packs.sample import Sample
 from common.parallel import distributed
 from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
 OUTSIDE = dict(os.environ)  # before this process becomes a rank

@@ -86,7 +86,8 @@ def write_model(folder: Path, gpu: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from common.model.hub import load_tokenizer, resolve_model
+    from common.model.hub import resolve_model
+    from common.text.tokenizer import load_tokenizer
 
     tiny = resolve_model("tiny")
     width = dict(
@@ -119,7 +120,7 @@ def write_model(folder: Path, gpu: bool) -> None:
 def write_rows(dataset: str, folder: Path, count: int, lengths: list[int] | None) -> None:
     """Write `rows.jsonl` for our scripts, which shuffle it, and `ordered.jsonl` for TRL in our
     shuffled order. A token is a byte. `lengths`: means of prompts and completions."""
-    from common.data.order import Order
+    from common.packs.order import Order
 
     lines = Path(dataset).read_text().splitlines()
     rows = [json.loads(line) for line in random.Random(0).sample(lines, count)]

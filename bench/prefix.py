@@ -31,10 +31,10 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.gpu import synchronize
-from common.data.packing import PackedBatch, pack_groups
-from common.data.sample import Sample
 from common.model.attention import packed_attention
 from common.model.policy import Policy
+from common.packs.packing import PackedBatch, pack_groups
+from common.packs.sample import Sample
 
 Case = tuple[int, int, int, int, bool]  # P, C, G, number of groups, ragged
 CASES: list[Case] = [

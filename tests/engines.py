@@ -10,14 +10,14 @@ import pytest
 import torch
 from in_process import NEW_TOKENS, Args
 
-from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
+from common.packs.sample import Completion
 from common.rollout.engine import Engine, Request
 from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 
 RANK_0_OF_1 = dict(
     RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",

@@ -24,9 +24,9 @@ import warm
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from common.data.packing import PackedBatch
-from common.data.sample import Completion, Sample
 from common.model.tiny import tiny_model
+from common.packs.packing import PackedBatch
+from common.packs.sample import Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNAL_AT = ROOT / "tests" / "signal_at.py"

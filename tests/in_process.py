@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.data.tasks import arithmetic_rows
 from common.metrics.logger import RunLogger
 from common.model.tiny import tiny_model
 from common.parallel import distributed, process
+from common.text.tasks import arithmetic_rows
 from common.train import run
 
 NEW_TOKENS = 24

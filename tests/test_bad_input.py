@@ -19,12 +19,13 @@ import kto
 import rm
 import sft
 from common.config.parse import parse
-from common.data.encode import Encoder
-from common.data.load import encode_all
-from common.data.rows import SFT_COLUMNS, load_rows, require_columns
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import resolve_model
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
+from common.text.encode import Encoder
+from common.text.load import encode_all
+from common.text.rows import SFT_COLUMNS, load_rows, require_columns
+from common.text.tokenizer import load_tokenizer
 
 
 def the_error(stderr: str) -> str:

@@ -12,12 +12,12 @@ from in_process import REWARD, write_teacher
 
 import distill
 from common.config.groups import TrainArgs
-from common.data.encode import Encoder
 from common.model.distill import Comparison, Teacher
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.rollout.prompts import Prompts
+from common.text.encode import Encoder
+from common.text.tokenizer import load_tokenizer
 
 SAME = (
     "loss", "grad_norm", "reverse_kl", "data/reverse_kl", "agreement", "data/agreement", "entropy",

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import dpo
-from common.data.encode import Encoder
-from common.data.load import encode_all
-from common.data.packing import pack_groups
-from common.data.rows import PAIR_COLUMNS, train_and_eval_rows
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.scoring import reference_logps
 from common.model.tiny import tiny_model
 from common.objectives.preference import Pairs, preference_loss
+from common.packs.packing import pack_groups
+from common.text.encode import Encoder
+from common.text.load import encode_all
+from common.text.rows import PAIR_COLUMNS, train_and_eval_rows
+from common.text.tokenizer import load_tokenizer
 
 
 def setup(pairs, device, **flags):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from helpers import metrics, tiny_tokenizer, write_rows
 
-from common.model.export_files import generation_file, tokenizer_files
-from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 from common.rollout.engine import Engine
+from common.text.tokenizer import load_tokenizer
+from common.train.export_files import generation_file, tokenizer_files
 from grpo import Args
 
 EOS, EOT = "<|eos|>", "<|end_of_turn|>"

@@ -13,16 +13,16 @@ from helpers import metrics, read_rows, run, write_rows
 from in_process import talkative
 
 from common.config.groups import TrainArgs
-from common.data.sample import Completion, Sample
 from common.evaluate import checkpoint_curve, completions_file
 from common.evaluate.completions_file import read_completions
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
 from common.model.scoring import score
 from common.model.tiny import tiny_model
+from common.packs.sample import Completion, Sample
 from common.parallel import process
 from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
 

@@ -23,8 +23,8 @@ from helpers import (
 from in_process import talkative, words, write_teacher
 
 import ppo
-from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
 pytestmark = pytest.mark.slow

@@ -14,10 +14,10 @@ import grpo
 import ppo
 import reinforce
 from common.config.parse import parse
-from common.data.packing import pack
-from common.data.sample import Sample
 from common.objectives.importance import importance_weights
 from common.objectives.policy import BY_COMPLETION, BY_TOKEN, POLICY_LOSSES, PolicyInputs
+from common.packs.packing import pack
+from common.packs.sample import Sample
 
 LONGEST = 16  # --max_new_tokens
 

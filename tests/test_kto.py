@@ -8,14 +8,14 @@ from helpers import read_rows
 from test_dpo import disturbed, naive_logps
 
 import kto
-from common.data.encode import Encoder
-from common.data.load import encode_all
-from common.data.packing import pack
-from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.packs.packing import pack
+from common.text.encode import Encoder
+from common.text.load import encode_all
+from common.text.rows import KTO_COLUMNS, PAIR_COLUMNS
+from common.text.tokenizer import load_tokenizer
 
 
 def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags):

@@ -5,7 +5,7 @@ import pytest
 from helpers import metrics, write_rows
 from in_process import talkative, write_teacher
 
-from common.data.tasks import arithmetic_rows
+from common.text.tasks import arithmetic_rows
 
 curve = pytest.mark.curve
 # Flags, and the reward of the last step, at least: one of digits in a completion, of at most 0.8.

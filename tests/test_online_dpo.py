@@ -8,9 +8,9 @@ from helpers import metrics, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.packing import pack_groups
-from common.data.sample import Sample
 from common.metrics.meter import Meter
+from common.packs.packing import pack_groups
+from common.packs.sample import Sample
 from online_dpo import Args, loss, make_pairs, measure_pairs, preferences
 
 NAN = math.nan

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from naive import check, double
 
 import ppo
-from common.data.packing import PackedBatch, pack
-from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.metrics.moments import explained_variance, moments
 from common.objectives.advantages import gae
+from common.packs.packing import PackedBatch, pack
+from common.packs.sample import Completion
 
 CPU, NAN = torch.device("cpu"), math.nan
 LENGTHS = (5, 30, 1, 12, 20, 7)  # lengths of the completions; prompts have 3 tokens

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from naive import double, naive_centred, naive_whiten
 
 import reinforce
-from common.data.packing import PackedBatch, pack_minibatches
-from common.data.sample import Completion
+from common.packs.packing import PackedBatch, pack_minibatches
+from common.packs.sample import Completion
 
 CPU, NAN = torch.device("cpu"), math.nan
 NAMES = typing.get_args(typing.get_type_hints(reinforce.Args)["advantage"])

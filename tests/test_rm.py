@@ -11,13 +11,13 @@ from helpers import read_rows, run
 
 import rm
 from common.config.groups import TrainArgs
-from common.data.packing import pack, pack_groups
-from common.data.sample import at_end
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
 from common.model.scoring import score
 from common.model.tiny import tiny_model
+from common.packs.packing import pack, pack_groups
+from common.packs.sample import at_end
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
 

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 
 import self_distill
 from common.config.groups import TrainArgs
-from common.data.encode import Encoder
-from common.data.packing import pack_minibatches
-from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.distill import OwnTeacher, Teacher
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_reference, move_towards
 from common.model.tiny import tiny_model
 from common.objectives.divergence import DIVERGENCES
+from common.packs.packing import pack_minibatches
+from common.packs.sample import Completion
 from common.rollout.hints import divide, hint_filler, hinted_prompt
+from common.text.encode import Encoder
+from common.text.tokenizer import load_tokenizer
 from self_distill import Args, aligned, hints_of, loss, pair
 
 

@@ -15,14 +15,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import durable
 from common.config.parse import parse
-from common.data.encode import Encoder
-from common.data.load import encode_all, reasons
-from common.data.rows import OUR_COLUMNS, PAIR_COLUMNS, require_columns, rows_of_split
 from common.evaluate.held_out import wilson_interval
-from common.model.hub import fit_max_length, load_tokenizer, resolve_model
+from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import load_scalar_model
 from common.model.scoring import score
 from common.parallel import distributed
+from common.text.encode import Encoder
+from common.text.load import encode_all, reasons
+from common.text.rows import OUR_COLUMNS, PAIR_COLUMNS, require_columns, rows_of_split
+from common.text.tokenizer import load_tokenizer
 from rm import Args, encode_row
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from helpers import Ranks, metrics
 from transformers import AutoModelForCausalLM
 
-from common.data.tasks import arithmetic_rows
 from common.model.tiny import tiny_model
+from common.text.tasks import arithmetic_rows
 
 HERE = Path(__file__).resolve().parent
 TIMED = ("time/", "speed/", "memory/", "idle/", "engine/", "tokens_per_second")

@@ -28,6 +28,8 @@ STRICT = ConfigDict(
     extra="forbid", validate_default=True, coerce_numbers_to_str=True, defer_build=True, frozen=True
 )
 MAX_FLOAT = 3e38
+JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 def _in_float32(number: T) -> T:
@@ -252,6 +254,35 @@ def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
     if not out:
         raise ValueError("--dataset needs at least one value")
     return out
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix of a file that can be read, an empty string for other files."""
+    kinds = (*JSON, *SEPARATORS, ".parquet")
+    return next((kind for kind in kinds if path.name.endswith(kind)), "")
+
+
+def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
+    """Return the sources that training rows are drawn from, by name in metrics, with their datasets
+    and weights. Datasets with weights are a source each. Datasets without weights form one source
+    without a name."""
+    weights = weights_of(datasets)
+    if len(weights) == 1 or None in weights.values():
+        return {"": (list(weights), 1.0)}
+    names = datasets_by_name(dict.fromkeys(weights))
+    return {name: ([dataset], weights[dataset]) for name, dataset in names.items()}
+
+
+def datasets_by_name(datasets: dict[str, str | None]) -> dict[str, str]:
+    """Return datasets by their names in metrics, given datasets with their optional names. The
+    default name is the last part of the path, or the whole path where last parts are not unique."""
+    names = []
+    for dataset, name in datasets.items():
+        path = Path(dataset)
+        names.append(name or path.name.removesuffix(kind_of(path)))
+    if len(set(names)) < len(names) or not all(names):
+        names = [name or dataset for dataset, name in datasets.items()]
+    return dict(zip(names, datasets, strict=True))
 
 
 def eval_sets_of(datasets: Sequence[str], flag: str = "eval_dataset") -> dict[str, str | None]:

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from common import durable
 from common.config.online import SamplingArgs
-from common.data.sample import Completion, Group
 from common.evaluate.estimators import final_answer
 from common.metrics.meter import Meter
+from common.packs.sample import Completion, Group
 from common.parallel import distributed, process
 from common.rewards.registry import BUILT_IN, load_reward
 from common.rewards.total import Rewards

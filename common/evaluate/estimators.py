@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.sample import Group
 from common.objectives.advantages import ROUNDING
+from common.packs.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import final_answers, last_boxed, plain, value_of
 

@@ -11,18 +11,18 @@ from pydantic.dataclasses import dataclass
 
 from common.config.groups import ImageArgs, TrainArgs
 from common.config.online import OnlineArgs
-from common.data.encode import Encoder
-from common.data.order import Order
-from common.data.rows import held_out_rows, train_and_eval_rows
-from common.data.sample import Group
 from common.evaluate.estimators import pass_at_k, shown_ks, solved
 from common.metrics.meter import Meter
 from common.model.hub import context_length
 from common.model.policy import Policy
+from common.packs.order import Order
+from common.packs.sample import Group
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts, encode_prompts, prompt_columns
 from common.rollout.sampler import ColocatedEngine, Sampler
+from common.text.encode import Encoder
+from common.text.rows import held_out_rows, train_and_eval_rows
 
 
 def evaluate_prompts(

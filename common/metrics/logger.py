@@ -13,9 +13,8 @@ from torch import Tensor
 from common import durable
 from common.config.extra import extra
 from common.config.groups import TrainArgs
-from common.data.messages import PLACEHOLDER
-from common.data.sample import Completion, Group, Sample
 from common.metrics.curves import draw_curves, read_metrics
+from common.packs.sample import PLACEHOLDER, Completion, Group, Sample
 from common.parallel import distributed
 from common.parallel.process import visible
 

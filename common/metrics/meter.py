@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from common.data.packing import PackedBatch
+from common.packs.packing import PackedBatch
 from common.parallel import distributed
 
 

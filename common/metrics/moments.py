@@ -6,7 +6,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from common.data.packing import Minibatches, PackedBatch
+from common.packs.packing import Minibatches, PackedBatch
 from common.parallel import distributed
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.data.tokens import ModelTokens
+from common.packs.tokens import ModelTokens
 from common.parallel.context import divide_heads, exchange
 
 VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # varlen_attn accepts fewer key heads

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from common.config.extra import extra
-from common.config.flags import eval_sets_of
+from common.config.flags import datasets_by_name, eval_sets_of
 from common.config.groups import TrainArgs
-from common.data.packing import PackedBatch
-from common.data.rows import datasets_by_name
-from common.data.sample import Group, Sample
-from common.model.hub import load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.hub import read_tokenizer, require_same_tokenizer, resolve_model
 from common.model.loading import load_config
 from common.model.logprobs import Logits, by_chunk
 from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence, coarsen, reverse_kl
+from common.packs.packing import PackedBatch
+from common.packs.sample import Group, Sample
 from common.parallel import distributed
 
 
@@ -232,7 +231,7 @@ def load_teachers(
         teacher_of(row, folders, args.teacher_column)
     teachers = {}
     for name, path in folders.items():
-        own_tokenizer = load_tokenizer(path, flag="--teacher")
+        own_tokenizer = read_tokenizer(path, "--teacher")
         if args.teacher_logprobs == "stored":
             with extra("teachers", "--teacher_logprobs stored"):
                 from extras.teachers.stored import StoredTeacher

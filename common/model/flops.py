@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from common.data.tokens import ModelTokens
+from common.packs.tokens import ModelTokens
 
 # FLOP/s of one device in dense bfloat16, by its manufacturer. The key is in the device's name.
 BFLOAT16_PEAK = {

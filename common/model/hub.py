@@ -1,11 +1,9 @@
-"""A model by its name: its local folder, its tokenizer, the tokens that end its completions, and
-its maximum length."""
+"""A model by its name: its local folder, its tokenizer, and its maximum length."""
 
 import contextlib
 import json
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 from common import durable
 from common.config.flags import ADAPTER_CONFIG
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
-from common.data.chat import end_of_turn, use_template
 from common.model.loading import (
     files_of,
     load_config,
@@ -136,9 +133,8 @@ def fields_of(path: str, name: str) -> dict:
 # ---- the tokenizer ----
 
 
-def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
-    """Return the tokenizer of a folder. With `args` it has the `--chat_template` and, as
-    `prompt_format`, the `--prompt_format`, where auto is chat for a chat model."""
+def read_tokenizer(path: str, flag: str = "--model"):
+    """Return the tokenizer of a folder. Raises `ValueError` if it does not fit the model."""
     from transformers import PreTrainedTokenizerFast
 
     with named_errors(f"{flag} {path}"):
@@ -154,54 +150,16 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
         beyond = {i for i in tokenizer.get_vocab().values() if i >= size}
         if beyond - tokenizer.added_tokens_decoder.keys():
             raise ValueError(f"its vocabulary of {size} is smaller than its tokenizer's")
-        eos_token_ids(path, tokenizer, "plain")  # else bad ones would be refused by the first save
+        ids_of_eos(path)  # else bad ones would be refused by the first save
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
-    if args is None:
-        return tokenizer
-    if any(i >= size for i in args.stop_token_ids):
-        raise ValueError(f"--stop_token_ids: the ids of the model end at {size - 1}")
-    tokenizer.prompt_format = args.prompt_format
-    if args.chat_template is not None:
-        use_template(tokenizer, args.chat_template)
-    elif (end := chat_end(path, tokenizer)) and args.prompt_format != "chat":
-        if args.prompt_format == "auto":
-            tokenizer.prompt_format = "chat"
-        warning = "warning: " if args.prompt_format == "plain" else ""
-        chosen = f"--prompt_format {tokenizer.prompt_format}"
-        distributed.say(f"{warning}{chosen}: a chat model, it ends its turns with {end}")
     return tokenizer
 
 
-def chat_end(path: str, tokenizer) -> str | None:
-    """Return the token that ends the turns of a chat model: its template writes it, and it is an
-    EOS of the model. None for a base model, and for an export of a run in another format."""
-    trained_on = fields_of(path, GENERATION_CONFIG).get("prompt_format")
-    if tokenizer.chat_template is None or trained_on not in (None, "chat"):
-        return None
-    end = end_of_turn(tokenizer)
-    is_eos = end in eos_token_ids(path, tokenizer, "plain")
-    return tokenizer.convert_ids_to_tokens(end) if is_eos else None
-
-
-def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
-    """Raise `ValueError` unless the model in `path` has the policy's vocabulary."""
-    vocabulary = tokenizer.get_vocab().items()
-    if differing := load_tokenizer(path, flag=flag).get_vocab().items() ^ vocabulary:
-        problem = f"another tokenizer than --model's, {len(differing)} entries differ"
-        advice = "name a model of the same family, with the same tokenizer"
-        raise ValueError(f"{flag} {path}: {problem}; {advice}")
-
-
-def eos_token_ids(
-    path: str, tokenizer, prompt_format: str = "auto", stop_token_ids: Sequence[int] = ()
-) -> list[int]:
-    """Return all tokens that end a completion: the EOS of tokenizer, config and generation config
-    (chat models often have two), `--stop_token_ids` and, unless `--prompt_format plain`, the tokens
-    by which the chat template ends a turn without and with tool calls."""
-    ids = {tokenizer.eos_token_id, *stop_token_ids}
-    if prompt_format != "plain" and tokenizer.chat_template is not None:
-        ids |= {end_of_turn(tokenizer), end_of_turn(tokenizer, calls=True)}
+def ids_of_eos(path: str) -> set[int]:
+    """Return the EOS tokens of config.json and generation_config.json; chat models often have two.
+    Raises `ValueError` for ids beyond the vocabulary."""
+    ids: set[int] = set()
     size = load_config(path).get_text_config().vocab_size
     for name in (GENERATION_CONFIG, "config.json"):
         eos = fields_of(path, name).get("eos_token_id")
@@ -209,8 +167,17 @@ def eos_token_ids(
         if not all(i is None or type(i) is int and 0 <= i < size for i in eos):
             problem = f"eos_token_id {eos} are no token ids of the model, which end at {size - 1}"
             raise ValueError(f"{name}: {problem}")
-        ids.update(eos)
-    return sorted(ids - {None})
+        ids.update(i for i in eos if i is not None)
+    return ids
+
+
+def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
+    """Raise `ValueError` unless the model in `path` has the policy's vocabulary."""
+    vocabulary = tokenizer.get_vocab().items()
+    if differing := read_tokenizer(path, flag).get_vocab().items() ^ vocabulary:
+        problem = f"another tokenizer than --model's, {len(differing)} entries differ"
+        advice = "name a model of the same family, with the same tokenizer"
+        raise ValueError(f"{flag} {path}: {problem}; {advice}")
 
 
 def context_length(path: str, args: BaseArgs, sequences: int = 1) -> int:

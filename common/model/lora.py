@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from common import durable
 from common.config.flags import ADAPTER_CONFIG
 from common.config.groups import BUILT_IN_MODELS, LoRAArgs, TrainArgs
-from common.data.packing import PackedBatch
 from common.model.loading import fill, named_errors, require_unchanged, whole
+from common.packs.packing import PackedBatch
 from common.parallel import distributed
 
 

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from common.data.packing import pack_groups
-from common.data.sample import Sample
 from common.model.attention import packed_inputs
 from common.model.flops import num_delta_nets
 from common.model.loading import named_errors
 from common.model.logprobs import logprobs_or_scalars
+from common.packs.packing import pack_groups
+from common.packs.sample import Sample
 
 
 def require_context_ranks(config, context_ranks: int) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from common.config.extra import extra
 from common.config.groups import BaseArgs
-from common.data.packing import PackedBatch
 from common.model.attention import packed_inputs
 from common.model.flops import forward_flops, matrix_weights, num_delta_nets
 from common.model.loading import (
@@ -26,6 +25,7 @@ from common.model.loading import (
 from common.model.logprobs import Logits, TokenStats, token_logprobs
 from common.model.lora import StartingModel, add_adapters, fill_adapters, read_adapter
 from common.model.packing_check import check_packing, require_context_ranks
+from common.packs.packing import PackedBatch
 from common.parallel import distributed
 from common.parallel.context import setup_context_groups
 

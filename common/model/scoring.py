@@ -7,7 +7,10 @@ from itertools import chain, islice
 import torch
 from torch import Tensor, nn
 
-from common.data.packing import (
+from common.model.hub import require_same_tokenizer, resolve_model
+from common.model.logprobs import logprobs_or_scalars
+from common.model.policy import PackedModel, Policy, ScalarModel, load_reference
+from common.packs.packing import (
     Minibatches,
     PackedBatch,
     pack_minibatches,
@@ -15,10 +18,7 @@ from common.data.packing import (
     positions_of_share,
     sent_values,
 )
-from common.data.sample import Sample, at_end
-from common.model.hub import require_same_tokenizer, resolve_model
-from common.model.logprobs import logprobs_or_scalars
-from common.model.policy import PackedModel, Policy, ScalarModel, load_reference
+from common.packs.sample import Sample, at_end
 from common.parallel import distributed
 
 

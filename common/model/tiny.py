@@ -1,5 +1,5 @@
 """Built-in models of a million parameters with a token for each character (tools/make_tiny.py).
-They fit the tasks of common/data/tasks.py. `tiny` is a Qwen3 with random weights. `tiny-sft` is
+They fit the tasks of common/text/tasks.py. `tiny` is a Qwen3 with random weights. `tiny-sft` is
 `tiny` after sft.py on the task `arithmetic`, of which it solves 0.4: a start for RL. `tiny-images`
 is an Idefics3 with random weights, for which a picture is 16 tokens; it lies with its extra."""
 

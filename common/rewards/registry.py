@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from common.config.extra import extra, load_named
 from common.config.online import JUDGE_KINDS, MODEL_KINDS, SamplingArgs
-from common.data.sample import Group
+from common.packs.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
-from common.rewards.thoughts import Thoughts
+from common.text.thoughts import Thoughts
 from common.workers.pool import Pool
 from common.workers.user_code import load_callable
 from common.workers.worker import Result

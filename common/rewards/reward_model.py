@@ -8,17 +8,18 @@ from itertools import chain
 import torch
 
 from common.config.online import MODEL_KINDS, SamplingArgs
-from common.data.chat import ChatTemplate, rendered
-from common.data.encode import Encoder
-from common.data.rows import PROMPT_COLUMNS, require_columns
-from common.data.sample import Completion, Group
-from common.data.turns import conversation_of
-from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
+from common.model.hub import resolve_model
 from common.model.loading import load_config
 from common.model.policy import load_scalar_model
 from common.model.scoring import require_length, score
+from common.packs.sample import Completion, Group
 from common.parallel.distributed import first_line
 from common.rewards.registry import load_judges
+from common.text.chat import ChatTemplate, rendered
+from common.text.encode import Encoder
+from common.text.rows import PROMPT_COLUMNS, require_columns
+from common.text.tokenizer import eos_token_ids, load_tokenizer
+from common.text.turns import conversation_of
 from common.workers.worker import Result
 
 

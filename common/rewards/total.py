@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from common.config.online import MODEL_KINDS, SamplingArgs
-from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
+from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.parallel.process import fail_in_thread
 from common.rewards.registry import (
@@ -37,7 +37,7 @@ from common.rewards.registry import (
     reward_of_row,
 )
 from common.rewards.reward_model import load_model
-from common.rewards.thoughts import Thoughts
+from common.text.thoughts import Thoughts
 from common.workers.worker import Result, one_line
 
 LARGEST = 1e18  # the square of a larger reward is no float32

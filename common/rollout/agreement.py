@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from common.config.online import LOGPROB_DIFFERENCE, OnlineArgs
-from common.data.packing import Minibatches, PackedBatch, pack_minibatches, positions_of_share
-from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
 from common.model.scoring import with_logprobs
+from common.packs.packing import Minibatches, PackedBatch, pack_minibatches, positions_of_share
+from common.packs.sample import Group
 from common.parallel import distributed
 
 

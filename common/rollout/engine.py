@@ -29,10 +29,10 @@ from torch import Tensor
 
 from common.config.extra import extra
 from common.config.online import SamplingArgs
-from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.hub import eos_token_ids
 from common.model.policy import compute_dtype
+from common.packs.sample import Completion
+from common.text.tokenizer import eos_token_ids
 
 # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
 SEED_SPACING = 1 << 16

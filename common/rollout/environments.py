@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 from common.config.extra import load_named
 from common.config.online import SamplingArgs
-from common.data.encode import Encoder
-from common.data.messages import messages_field
-from common.data.sample import Completion
+from common.packs.sample import Completion
 from common.rollout.engine import Engine
+from common.text.encode import Encoder
+from common.text.messages import messages_field
 from common.workers.pool import ForkServer, Process
 from common.workers.user_code import load_callable
 from common.workers.worker import one_line

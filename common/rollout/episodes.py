@@ -12,8 +12,8 @@ from typing import Protocol
 from common.config.extra import extra
 from common.config.flags import shown
 from common.config.online import SamplingArgs
-from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
+from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
 from common.rollout.environments import Environments

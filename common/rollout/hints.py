@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from common.data.encode import Encoder
-from common.data.filler import template_filler
-from common.data.messages import messages_field, text_field
-from common.data.packing import PackedBatch
+from common.packs.packing import PackedBatch
+from common.text.encode import Encoder
+from common.text.filler import template_filler
+from common.text.messages import messages_field, text_field
 
 SAMPLED_HINTS = ("sibling", "feedback")  # these hints are no columns
 

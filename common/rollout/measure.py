@@ -10,9 +10,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.objectives.advantages import group_std, unequal
+from common.packs.sample import Completion, Group
 from common.parallel import distributed
 
 

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 
 from common.config.flags import weights_of
 from common.config.online import OnlineArgs, SamplingArgs
-from common.data.encode import Encoder
-from common.data.filler import template_filler
-from common.data.rows import (
+from common.packs.sample import Sample
+from common.parallel import distributed
+from common.rewards.registry import row_check
+from common.rollout.environments import prompt_maker_of_environment
+from common.rollout.episodes import partner_of
+from common.text.encode import Encoder
+from common.text.filler import template_filler
+from common.text.rows import (
     PROMPT_COLUMNS,
     Columns,
     encode_each,
@@ -17,11 +22,6 @@ from common.data.rows import (
     rows_of_split,
     train_and_eval_rows,
 )
-from common.data.sample import Sample
-from common.parallel import distributed
-from common.rewards.registry import row_check
-from common.rollout.environments import prompt_maker_of_environment
-from common.rollout.episodes import partner_of
 
 
 @dataclass

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 
 from common.config.online import OnlineArgs
-from common.data.sample import Group
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import resolve_model
 from common.model.policy import Policy, compute_dtype
+from common.packs.sample import Group
 from common.parallel import distributed, process
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, OnComplete, PromptRequest
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 
 # ---- messages over gloo ----
 

@@ -12,10 +12,10 @@ rank n % ranks. Seeds depend on the number alone, so samples do not depend on th
 from collections import deque
 
 from common.config.online import OnlineArgs
-from common.data.order import Order, make_order
-from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.model.policy import Policy
+from common.packs.order import Order, make_order
+from common.packs.sample import Group
 from common.parallel import distributed
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, OnComplete, PromptRequest

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from common.parallel import distributed
-from common.rewards.thoughts import TAIL, pairs_of_marks, template_text
 from common.rollout.engine import SEED_SPACING, Engine, Request
+from common.text.thoughts import TAIL, pairs_of_marks, template_text
 
 
 class ThinkingBudget:

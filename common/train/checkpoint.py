@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 
 from common import durable
 from common.config.groups import TrainArgs, flags_of, script_of
-from common.data.encode import format_of
-from common.model.export_files import config_file, generation_file, tokenizer_files
-from common.model.hub import STATE, checkpoints_in, eos_token_ids
+from common.model.hub import STATE, checkpoints_in
 from common.model.loading import base_dtype, hub_weights, load_config, named_errors, whole
 from common.model.lora import LoRALinear, save_adapter
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
+from common.text.encode import format_of
+from common.text.tokenizer import eos_token_ids
+from common.train.export_files import config_file, generation_file, tokenizer_files
 
 CARD = "README.md"
 BYTES_PER_FILE = 2**30  # of a rank, which holds its file in memory while it writes it

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from common.config.extra import extra, has_extra
 from common.config.flags import BETTER, best_of, better_end
 from common.config.groups import TrainArgs
-from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
 from common.model.flops import peak_flops, peak_memory
 from common.model.policy import PackedModel, Policy
+from common.packs.sample import Group, Sample
 from common.parallel import distributed, process
 from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate

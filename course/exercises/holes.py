@@ -9,7 +9,7 @@ of a piece do not matter."""
 from typing import NamedTuple
 
 CASES = "tests/objectives/test_cases.py"
-DATA = "tests/data/test_packing.py"
+DATA = "tests/packs/test_packing.py"
 DIVERGENCE = "tests/objectives/test_divergence.py"
 EVALUATE = "tests/evaluate/test_estimators.py"
 GROUPS = "tests/objectives/test_advantages.py"
@@ -43,7 +43,7 @@ class Exercise(NamedTuple):
 EXERCISES = [
     Exercise(
         "sft_row",
-        "common.data.encode:Encoder._prompt_completion",
+        "common.text.encode:Encoder._prompt_completion",
         ("self._with_eos ... mask =",),
         "Masks, EOS, truncation",
         """Encode a row of plain text, without a chat template. prompt_ids and ids are the ids of
@@ -58,7 +58,7 @@ EXERCISES = [
                 "EOS is there, but it is masked: the model must learn to write it"
             ),
             "test_prompt_of_a_row_is_not_trained": "the prompt is trained",
-            "tests/data/test_encode.py::test_training_prompt_equals_the_sampling_prompt": (
+            "tests/text/test_encode.py::test_training_prompt_equals_the_sampling_prompt": (
                 "text or mask of a row"
             ),
         },
@@ -70,7 +70,7 @@ EXERCISES = [
     ),
     Exercise(
         "pack",
-        "common.data.packing:_micro_batch",
+        "common.packs.packing:_micro_batch",
         ("ids_T = ... streams_T =",),
         "Masks, EOS, truncation",
         """Put sequences into one stream of T tokens, without padding. A sequence s has arrays with
@@ -184,7 +184,7 @@ EXERCISES = [
     ),
     Exercise(
         "global_tokens",
-        "common.data.packing:count_trained",
+        "common.packs.packing:count_trained",
         ("tokens = ... return",),
         "Reductions and length",
         """The loss is a sum over the micro-batches of all ranks, divided by numbers that are

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from common.data.tasks import arithmetic_rows
+from common.text.tasks import arithmetic_rows
 
 
 def checked(answer: str, checks: int) -> str:

@@ -18,15 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.config.online import SLOTS, SamplingArgs
-from common.data.encode import Encoder
-from common.data.sample import Completion
 from common.model.hub import context_length
+from common.packs.sample import Completion
 from common.parallel import distributed
-from common.rewards.thoughts import TAIL
 from common.rewards.total import checked
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.environments import episode_server, last_token
 from common.rollout.episodes import PromptRequest
+from common.text.encode import Encoder
+from common.text.thoughts import TAIL
 from common.workers.pool import Process
 from common.workers.user_code import load_callable
 from common.workers.worker import Result

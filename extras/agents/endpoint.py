@@ -12,7 +12,7 @@ from functools import partial
 
 from aiohttp import web
 
-from common.data.messages import messages_field
+from common.text.messages import messages_field
 from common.workers.worker import one_line
 
 LARGEST = 1 << 22  # bytes of a request

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from functools import partial
 
 from common.config.online import SamplingArgs
-from common.data.sample import Completion, Group
+from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.registry import Scorer
-from common.rewards.thoughts import Thoughts
+from common.text.thoughts import Thoughts
 from common.workers.worker import Result
 from extras.code.reward import fraction, passes
 from extras.code.sandbox import program

@@ -3,8 +3,8 @@
 from functools import lru_cache
 from pathlib import Path
 
-from common.data.messages import IMAGE
-from common.data.sample import ImageSpan
+from common.packs.sample import ImageSpan
+from common.text.messages import IMAGE
 from extras.images.image_files import digest, readable, take_images
 from extras.images.reader import reader
 

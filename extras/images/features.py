@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from common.data.sample import Completion
+from common.packs.sample import Completion
 from extras.images.reader import reader
 
 OPTIONS = dict(

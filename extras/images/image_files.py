@@ -18,8 +18,9 @@ from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from common.data.messages import IMAGE, PLACEHOLDER
+from common.packs.sample import PLACEHOLDER
 from common.parallel.distributed import first_line
+from common.text.messages import IMAGE
 
 # PIL would start another program for some others.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")

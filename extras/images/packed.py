@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from common.data.sample import ImageSpan
-from common.data.tokens import ModelTokens
+from common.packs.sample import ImageSpan
+from common.packs.tokens import ModelTokens
 from extras.images.reader import Pixels, Reader
 
 _thread = ThreadPoolExecutor(1, "images")

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from common.data.sample import ImageSpan
+from common.packs.sample import ImageSpan
 from extras.images.image_files import digest, opened, readable
 
 Pixels = dict[str, Tensor]  # arguments of transformers' `get_image_features`, for one image

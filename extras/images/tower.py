@@ -13,12 +13,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from common.config.groups import BaseArgs
-from common.data.packing import pack_groups
-from common.data.sample import ImageSpan, Sample
-from common.data.tokens import ModelTokens
 from common.model.attention import packed_inputs
-from common.model.export_files import change, changed
 from common.model.loading import towers_of
+from common.packs.packing import pack_groups
+from common.packs.sample import ImageSpan, Sample
+from common.packs.tokens import ModelTokens
+from common.train.export_files import change, changed
 from extras.images.image_files import digest, stored
 from extras.images.packed import images_of
 from extras.images.reader import reader

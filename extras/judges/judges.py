@@ -20,17 +20,17 @@ from typing_extensions import TypedDict  # before Python 3.12 pydantic needs thi
 
 from common.config.flags import as_tuple
 from common.config.online import SamplingArgs
-from common.data.encode import Encoder
-from common.data.filler import template_filler
-from common.data.messages import opened_thought
-from common.data.rows import PROMPT_COLUMNS, require_columns
-from common.data.sample import Completion, Group, Sample
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods, require_length
+from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
 from common.rewards.functions import from_json
-from common.rewards.thoughts import Thoughts
+from common.text.encode import Encoder
+from common.text.filler import template_filler
+from common.text.messages import opened_thought
+from common.text.rows import PROMPT_COLUMNS, require_columns
+from common.text.thoughts import Thoughts
+from common.text.tokenizer import load_tokenizer
 from common.workers.worker import Result
 
 ABOUT_ONE = "Prompt:\n{prompt}\n\nAnswer:\n{completion}\n\nCriterion: {criterion}\n\n"

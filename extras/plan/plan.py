@@ -11,12 +11,12 @@ from rich.console import Console
 
 from common.config.groups import TrainArgs
 from common.config.online import OnlineArgs
-from common.data.order import make_order
-from common.data.sample import Completion, Sample
 from common.metrics.logger import preview
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
 from common.model.policy import PackedModel, Policy, compute_dtype, load_policy, load_scalar_model
+from common.packs.order import make_order
+from common.packs.sample import Completion, Sample
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.train.overview import num_steps, repetitions

@@ -12,9 +12,10 @@ from itertools import chain, count, islice
 from pathlib import Path
 
 from common.config.groups import TrainArgs
-from common.data.encode import Encoder
-from common.data.files import BadRows, open_split
-from common.data.load import (
+from common.parallel import distributed
+from common.text.encode import Encoder
+from common.text.files import BadRows, open_split
+from common.text.load import (
     EncodeRow,
     SampleGroup,
     Samples,
@@ -24,15 +25,14 @@ from common.data.load import (
     reasons,
     say_unread,
 )
-from common.data.rows import (
+from common.text.rows import (
     Columns,
     held_out_rows,
     rename_columns,
     require_columns,
     require_held_out,
 )
-from common.data.tasks import TASKS
-from common.parallel import distributed
+from common.text.tasks import TASKS
 from common.train.inputs import digest_of_file
 
 SHUFFLE_BUFFER = 10_000  # rows that are read ahead and drawn in random order

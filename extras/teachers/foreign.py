@@ -18,15 +18,16 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from common.config.online import SamplingArgs
-from common.data.encode import Encoder, format_of
-from common.data.packing import PackedBatch, pack_groups
-from common.data.rows import PROMPT_COLUMNS, require_columns
-from common.data.sample import Completion, Group, Sample
 from common.model.distill import Comparison, Teacher
-from common.model.hub import context_length, eos_token_ids
+from common.model.hub import context_length
 from common.model.loading import named_errors
 from common.model.logprobs import TokenStats
+from common.packs.packing import PackedBatch, pack_groups
+from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
+from common.text.encode import Encoder, format_of
+from common.text.rows import PROMPT_COLUMNS, require_columns
+from common.text.tokenizer import eos_token_ids
 
 
 class Spans:

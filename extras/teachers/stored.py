@@ -20,9 +20,9 @@ from torch import Tensor
 
 from common import durable
 from common.config.groups import TrainArgs
-from common.data.packing import PackedBatch, pack
-from common.data.sample import Group, Sample
 from common.model.distill import Teacher, TopK, most_likely
+from common.packs.packing import PackedBatch, pack
+from common.packs.sample import Group, Sample
 from common.parallel import distributed
 
 CHUNK = 512  # samples whose tokens share a file

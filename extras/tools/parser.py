@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from common.config.online import SamplingArgs
-from common.data.chat import ASKED, CALL, PROBE, SAID, ChatTemplate, within
-from common.data.messages import arguments_of
-from common.data.turns import as_sampled, require_shown
 from common.parallel import distributed
-from common.rewards.thoughts import answer_of, template_text, thought_marks
+from common.text.chat import ASKED, CALL, PROBE, SAID, ChatTemplate, within
+from common.text.messages import arguments_of
+from common.text.thoughts import answer_of, template_text, thought_marks
+from common.text.turns import as_sampled, require_shown
 
 # How chat templates begin a call -> name of the parser; the first that matches is the default.
 FORMATS = (

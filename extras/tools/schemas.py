@@ -7,8 +7,8 @@ from types import MethodType
 
 from common.config.flags import public
 from common.config.online import SamplingArgs
-from common.data.messages import tools_field
 from common.parallel import distributed
+from common.text.messages import tools_field
 from common.workers.user_code import load_callable, load_user_file
 from extras.tools.parser import make_parser
 from extras.tools.sources import Functions, load_source, name_of

@@ -8,12 +8,12 @@ one, without its state, and the model reads an error in place of the result."""
 import time
 
 from common.config.online import SamplingArgs
-from common.data.encode import Encoder
-from common.data.sample import Completion
+from common.packs.sample import Completion
 from common.parallel import distributed
-from common.rewards.thoughts import TAIL, before_last_turn
 from common.rollout.engine import Engine
 from common.rollout.environments import episode_server, last_token
+from common.text.encode import Encoder
+from common.text.thoughts import TAIL, before_last_turn
 from common.workers.pool import Process
 from common.workers.worker import Result, one_line
 from extras.tools.parser import Call, make_parser

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.config.groups import TrainArgs
-from common.data.packing import PackedBatch
-from common.data.sample import Completion, Group, Sample
 from common.metrics.logger import asked
 from common.model.distill import Comparison
 from common.model.logprobs import TokenStats
 from common.model.policy import PackedModel
+from common.packs.packing import PackedBatch
+from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
 from extras.trace.file import SCHEMA, write
 

@@ -12,8 +12,8 @@ import datasets
 import huggingface_hub
 from commands.varied import varied
 
-from common.data import files
 from common.rewards.functions import REWARDS
+from common.text import files
 
 folder, hub, text, *words = sys.argv[1:]
 while "=" in words[0]:

@@ -10,7 +10,7 @@ from field.real_tokenizers import INSTALLED, PACKAGES, tokenizer
 from tokenizers import AddedToken
 
 from common.config.groups import BaseArgs
-from common.data.encode import Encoder
+from common.text.encode import Encoder
 
 OURS = Path(__file__).parent / "templates"
 TRL = PACKAGES / "trl" / "chat_templates"

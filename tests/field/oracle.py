@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 from field.families import Family
 
-from common.data.encode import Encoder
+from common.text.encode import Encoder
 
 # Text between a turn's thought, its answer and its end. White space is removed before.
 MARKUP = r"(?:<[^<>]*>|\[/?THINK\]|analysis|final|assistant|thought|to=self|to=user|:)*"

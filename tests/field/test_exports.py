@@ -12,8 +12,8 @@ import torch
 from field.reader import OLD, read, read_with_old
 
 from bench.models import ARCHITECTURES, ARGS, checkpoint
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
 pytestmark = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from common.config.groups import BaseArgs
-from common.data.encode import Encoder
+from common.text.encode import Encoder
 
 EXAMPLES = 10  # conversations for each family
 few = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None,

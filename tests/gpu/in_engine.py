@@ -17,13 +17,13 @@ import torch
 
 from bench.completions import complete
 from common.config.online import OnlineArgs
-from common.data.packing import pack
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.packs.packing import pack
 from common.parallel import distributed
 from common.rollout.engines import make_engine
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=", "9", "x" * 40,

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from on_gpu import HERE_AND_THERE, relative_error
 from torch.utils.checkpoint import checkpoint
 
-from common.data.packing import pack, pack_groups
-from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
+from common.packs.packing import pack, pack_groups
+from common.packs.sample import Sample
 
 LENGTHS = (131, 64, 64, 37, 17, 2, 1)
 # Relative norm; bfloat16 rounds by up to 2^-9 at every step.

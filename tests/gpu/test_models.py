@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 import common.model.logprobs
 from bench.models import VOCABULARY, checkpoint
 from common.config.groups import TrainArgs
-from common.data.packing import pack
-from common.data.sample import Sample
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.packs.packing import pack
+from common.packs.sample import Sample
 
 pytestmark = gpu(1)
 VALUE = dict(bfloat16=0.02, float32=2e-5)  # nats, mean over the tokens

@@ -9,10 +9,10 @@ from on_gpu import ON_CPU, gpu
 from transformers import AutoModelForCausalLM
 
 from common.config.groups import TrainArgs
-from common.data.packing import pack
-from common.data.sample import Sample
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.packs.packing import pack
+from common.packs.sample import Sample
 from common.rollout.weights import whole_weights
 from common.train.optim import adamw, optimizer_step
 

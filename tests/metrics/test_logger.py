@@ -5,9 +5,9 @@ import json
 import torch
 
 from common.config.groups import TrainArgs
-from common.data.sample import Completion, Sample
 from common.metrics.curves import draw_curves, read_metrics
 from common.metrics.logger import RunLogger
+from common.packs.sample import Completion, Sample
 
 # ---- RunLogger ----
 

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from common import durable
 from common.config.groups import TrainArgs
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import resolve_model
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import Checkpointer
 from common.train.optim import adamw
 from common.train.run_folder import prepare_output_dir

@@ -10,14 +10,14 @@ from helpers import completion
 from objectives.test_divergence import CHOSEN, EXACT, kl, naive
 
 from common.config.groups import TrainArgs
-from common.data.packing import pack
-from common.data.sample import Sample
 from common.model import logprobs
 from common.model.distill import Student, Teacher, compare, most_likely
 from common.model.logprobs import Logits
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.objectives.divergence import forward_kl
+from common.packs.packing import pack
+from common.packs.sample import Sample
 from common.parallel.distributed import RunError
 
 

@@ -10,10 +10,10 @@ from helpers import run, stored
 from safetensors.torch import load_file, save_file
 
 from bench.models import ARGS, checkpoint
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
 # Program of a rank: vLLM samples the same prompts again and again, with other weights each time.
@@ -23,7 +23,7 @@ from model.test_families import *
 from bench.completions import complete
 from bench.delta_vllm import prepare
 from bench.models import rows
-from common.data.packing import pack
+from common.packs.packing import pack
 from common.parallel import distributed
 from common.rollout.engines import make_engine
 path, has_delta_nets = sys.argv[1:]

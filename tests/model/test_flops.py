@@ -6,10 +6,10 @@ from model.test_policy import ARCHITECTURES, write_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.config.groups import TrainArgs
-from common.data.packing import pack
-from common.data.sample import Sample
 from common.model.flops import forward_flops
 from common.model.policy import load_policy
+from common.packs.packing import pack
+from common.packs.sample import Sample
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])

@@ -13,17 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from common.config.groups import TrainArgs
-from common.data.encode import Encoder
 from common.durable import write_json
-from common.model.hub import (
-    context_length,
-    eos_token_ids,
-    load_tokenizer,
-    require_same_tokenizer,
-    resolve_model,
-)
+from common.model.hub import context_length, require_same_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.text.encode import Encoder
+from common.text.tokenizer import eos_token_ids, load_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 
 from bench.models import ARCHITECTURES, ARGS, QWEN_VISION, ROPE, checkpoint, rows, with_images
 from common.config.groups import TrainArgs
-from common.data.packing import pack
-from common.data.sample import Sample
-from common.model.hub import load_tokenizer
 from common.model.loading import open_model, whole
 from common.model.policy import load_policy, load_scalar_model
+from common.packs.packing import pack
+from common.packs.sample import Sample
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
 QUICK = ("gemma3", "qwen3_vl")

@@ -27,12 +27,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 import common.model.lora
 from common.config.groups import TrainArgs as Args
 from common.config.parse import one_line
-from common.data.packing import pack
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import resolve_model
 from common.model.lora import PREFIX, LoRALinear, save_adapter
 from common.model.policy import load_policy, load_reference, load_scalar_model
 from common.model.tiny import tiny_model
+from common.packs.packing import pack
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw, optimizer_step
 

@@ -8,10 +8,10 @@ from helpers import assert_same_weights, metrics
 from model.test_policy import ARCHITECTURES, samples, write_checkpoint
 
 from common.config.groups import TrainArgs
-from common.data.packing import pack
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
+from common.packs.packing import pack
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
 # ---- frozen models ----
@@ -58,7 +58,7 @@ SFT = ("--batch_size", 8, "--lr", 3e-3, "--weight_decay", 0.1, *SHORT)
 @pytest.mark.slow
 def test_offload_changes_no_number_and_may_change_at_a_resume(main, small, tmp_path):
     """A run resumed with another `--offload` ends with the same weights, bit for bit.
-    tests/data/test_placement.py has several ranks."""
+    tests/packs/test_placement.py has several ranks."""
     for offload in ("none", "optimizer", "all"):
         main("sft", *small, *SFT, "--offload", offload, "--output_dir", tmp_path / offload)
         assert_same_weights(tmp_path / "none", tmp_path / offload)

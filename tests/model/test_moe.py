@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from bench.completions import complete
 from bench.models import ARGS, checkpoint, rows
-from common.data.packing import pack
-from common.data.sample import Sample
-from common.model.hub import load_tokenizer
 from common.model.loading import whole
 from common.model.policy import load_policy, load_scalar_model
+from common.packs.packing import pack
+from common.packs.sample import Sample
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
 DOWN = dict(

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.config.groups import TrainArgs
-from common.data.packing import pack, pack_groups
-from common.data.sample import Sample
 from common.model.loading import whole
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
+from common.packs.packing import pack, pack_groups
+from common.packs.sample import Sample
 
 ARGS = TrainArgs(dtype="float32")
 WINDOW = 7

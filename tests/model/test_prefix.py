@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from model.test_policy import ARCHITECTURES, small
 from torch import Tensor
 
-from common.data.packing import PackedBatch, pack_groups, pack_minibatches
-from common.data.placement import GroupShape, place_groups
-from common.data.sample import Sample
 from common.model import attention
 from common.model.flops import forward_flops
 from common.model.policy import PackedModel, Policy, ScalarModel
+from common.packs.packing import PackedBatch, pack_groups, pack_minibatches
+from common.packs.placement import GroupShape, place_groups
+from common.packs.sample import Sample
 
 CPU, VOCABULARY = torch.device("cpu"), 97
 SOFTCAPS = dict(

@@ -8,12 +8,12 @@ import pytest
 import torch
 from model.test_hub import with_config
 
-from common.data.packing import pack, pack_minibatches
-from common.data.sample import Sample
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
 from common.model.scoring import reference_logps, with_logprobs, with_values
 from common.model.tiny import tiny_model
+from common.packs.packing import pack, pack_minibatches
+from common.packs.sample import Sample
+from common.text.tokenizer import load_tokenizer
 from dpo import Args
 
 ARGS = Args(dtype="float32")

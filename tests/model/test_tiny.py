@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from common.data.tasks import arithmetic_rows
 from common.model.tiny import tiny_model
+from common.text.tasks import arithmetic_rows
 
 TOKENIZER = tiny_tokenizer()
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)

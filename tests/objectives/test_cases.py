@@ -18,9 +18,6 @@ import rloo
 import rm
 import sft
 from common.config.groups import BaseArgs
-from common.data.encode import Encoder
-from common.data.packing import count_trained, pack, pack_groups
-from common.data.sample import Sample
 from common.metrics.moments import moments
 from common.model.logprobs import statistics as token_statistics
 from common.objectives.advantages import gae
@@ -29,7 +26,10 @@ from common.objectives.importance import Correction, importance_weights
 from common.objectives.kl import kl_estimate
 from common.objectives.preference import Pairs, preference_loss
 from common.objectives.reduction import sequence_mean
+from common.packs.packing import count_trained, pack, pack_groups
+from common.packs.sample import Sample
 from common.parallel import distributed
+from common.text.encode import Encoder
 
 CPU, NAN = torch.device("cpu"), math.nan
 

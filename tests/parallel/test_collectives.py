@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from bench.models import ARCHITECTURES, SIZES
 from common.config.groups import TrainArgs
-from common.data.packing import PackedBatch
+from common.packs.packing import PackedBatch
 from common.model.policy import load_policy, shard
 from common.parallel import context, distributed
 

@@ -24,8 +24,8 @@ import torch
 from common.parallel import distributed, process
 from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
-from common.data.packing import pack, pack_groups
-from common.data.sample import Sample
+from common.packs.packing import pack, pack_groups
+from common.packs.sample import Sample
 
 device, rank, size = distributed.setup(0)
 assert distributed._store.timeout.days == 1  # one role may start much later than the other

@@ -18,11 +18,11 @@ from common.parallel import distributed
 from common.train.checkpoint import Checkpointer
 from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
-from common.model.hub import load_tokenizer
+from common.text.tokenizer import load_tokenizer
 from common.rollout.weights import whole_weights
 from common.model.policy import load_policy
 from common.train.optim import adamw, optimizer_step
-from common.data.packing import pack
+from common.packs.packing import pack
 
 device, rank, size = distributed.setup(0)
 folder = Path(sys.argv[1])

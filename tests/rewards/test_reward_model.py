@@ -9,12 +9,13 @@ import torch
 from helpers import run, write_rows
 from in_process import Args
 
-from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import resolve_model
 from common.model.policy import load_scalar_model
+from common.packs.sample import Completion
 from common.parallel.distributed import RunError
 from common.rewards.total import Rewards
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
 TEMPLATE = (

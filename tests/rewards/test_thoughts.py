@@ -6,12 +6,12 @@ import torch
 from helpers import PATIENCE, tiny_tokenizer
 from in_process import Args
 
-from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.packs.sample import Completion
 from common.rewards.registry import BUILT_IN, OTHERS, load_reward
-from common.rewards.thoughts import Thoughts, answer_of
 from common.rewards.total import Rewards
 from common.rollout.engine import empty_completion
+from common.text.thoughts import Thoughts, answer_of
 
 RIGHT = r"\boxed{18}"
 
@@ -85,7 +85,7 @@ def test_every_builtin_reward_reads_the_answer_or_says_what_it_reads():
 def test_user_defined_reward_reads_all_of_the_text(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from common.rewards.thoughts import answer_of\n"
+        "from common.text.thoughts import answer_of\n"
         "def f(completion, row): return len(completion), dict(answer=len(answer_of(completion)))\n"
     )
     text = "<think>7</think>18"

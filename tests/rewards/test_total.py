@@ -8,8 +8,8 @@ import torch
 from helpers import PATIENCE
 from in_process import Args
 
-from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
+from common.packs.sample import Completion, Sample
 from common.parallel.distributed import RunError
 from common.rewards.registry import BUILT_IN, load_reward, row_check
 from common.rewards.total import Rewards

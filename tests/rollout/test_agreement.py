@@ -7,9 +7,9 @@ import pytest
 import torch
 from in_process import Args
 
-from common.data.packing import PackedBatch, pack
-from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.packs.packing import PackedBatch, pack
+from common.packs.sample import Completion
 from common.parallel.distributed import RunError
 from common.rollout import agreement
 

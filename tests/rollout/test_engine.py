@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from bench.completions import complete
 from common.config.online import SLOTS
-from common.data.packing import pack
-from common.data.sample import Completion, Sample
-from common.model.hub import load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
+from common.packs.packing import pack
+from common.packs.sample import Completion, Sample
 from common.rollout import transformers_engine
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.engines import make_engine
 from common.rollout.vllm_engine import lost_asleep
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=")
 SEEDS = [11, 21, 31, 41, 12]  # the first and the last prompt have seeds next to each other

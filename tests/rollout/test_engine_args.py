@@ -7,10 +7,10 @@ import pytest
 from engines import RANK_0_OF_1
 from in_process import Args
 
-from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rollout.engines import make_engine
+from common.text.tokenizer import load_tokenizer
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ import pytest
 from helpers import PATIENCE, ROOT, alive, descendants, open_files, until
 from in_process import Args
 
-from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 from common.rollout.engine import empty_completion
 from common.rollout.environments import Environments
+from common.text.tokenizer import load_tokenizer
 
 # The model's turns are Python code; its value is the environment's answer.
 USER_FILE = """

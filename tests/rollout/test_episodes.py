@@ -22,10 +22,9 @@ from helpers import (
 )
 from in_process import Args, talkative
 
-from common.data.encode import Encoder
-from common.data.packing import pack
-from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.packs.packing import pack
+from common.packs.sample import Completion
 from common.rollout import episodes as module
 from common.rollout.environments import (
     load_environment,
@@ -33,6 +32,7 @@ from common.rollout.environments import (
 )
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import encode_prompts, prompt_columns
+from common.text.encode import Encoder
 
 # Replies with the number of characters of a turn, for as many turns as the row has; with a gate not
 # before there is such a file.

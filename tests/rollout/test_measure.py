@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import completion
 
-from common.data.packing import count_trained, pack
 from common.metrics.meter import Meter
+from common.packs.packing import count_trained, pack
 from common.rollout import measure
 
 CPU, NAN = torch.device("cpu"), math.nan

@@ -6,8 +6,8 @@ import pytest
 from helpers import tiny_tokenizer, write_rows
 from in_process import Args
 
-from common.data.encode import Encoder
 from common.rollout.prompts import encode_prompts, load_prompts, prompt_columns, show_first
+from common.text.encode import Encoder
 
 TOKENIZER = tiny_tokenizer()
 

@@ -3,9 +3,9 @@
 import pytest
 from in_process import Args
 
-from common.data.order import Order
-from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.packs.order import Order
+from common.packs.sample import Completion
 from common.parallel import distributed
 from common.rollout.prompts import Prompts
 from common.rollout.remote import measure_staleness

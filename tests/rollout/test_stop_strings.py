@@ -7,11 +7,11 @@ from engines import stopping
 from in_process import Args
 
 from bench.completions import complete
-from common.data.sample import Completion
-from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.loading import load_config
 from common.model.tiny import tiny_model
+from common.packs.sample import Completion
 from common.rollout.engine import Engine
+from common.text.tokenizer import eos_token_ids, load_tokenizer
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over")
 

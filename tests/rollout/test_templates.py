@@ -5,8 +5,8 @@ import json
 import pytest
 
 from common.config.online import SamplingArgs
-from common.data.rows import load_rows
 from common.rollout.prompts import template_maker
+from common.text.rows import load_rows
 
 
 def args_of(folder, **flags) -> SamplingArgs:

@@ -8,9 +8,9 @@ import torch
 from helpers import tiny_tokenizer
 from in_process import Args
 
-from common.data.packing import pack
-from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.packs.packing import pack
+from common.packs.sample import Completion
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.thinking import ThinkingBudget
 from common.rollout.weights import whole_weights

@@ -9,8 +9,8 @@ import pytest
 from helpers import ROOT
 from in_process import Args
 
-from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.packs.sample import Completion
 from common.rewards.registry import row_check
 from common.rewards.total import Rewards
 from common.workers.worker import load_file

@@ -21,9 +21,10 @@ import sft
 from common import durable
 from common.config.groups import TrainArgs, flags_of
 from common.config.parse import parse
-from common.model.hub import checkpoints_in, load_tokenizer, resolve_model
+from common.model.hub import checkpoints_in, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import Checkpointer, export_hf, model_card
 from common.train.optim import adamw
 from common.train.run_folder import begin_run, prepare_output_dir, unlock

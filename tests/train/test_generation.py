@@ -7,9 +7,9 @@ from helpers import assert_same_weights, metrics, run, write, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
-from common.data.rows import train_and_eval_rows
 from common.evaluate import held_out
 from common.evaluate.held_out import first_of_each_set
+from common.text.rows import train_and_eval_rows
 
 pytestmark = pytest.mark.slow
 FLAGS = ["--model", "tiny-sft", "--max_steps", 2, "--batch_size", 16, "--lr", 3e-3,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from common.config.groups import TrainArgs
-from common.data.packing import pack
-from common.data.sample import Sample
 from common.model.loading import whole
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.packs.packing import pack
+from common.packs.sample import Sample
 from common.parallel.distributed import RunError
 from common.train.optim import HostAdamW, adamw, learning_rate, optimizer_step
 

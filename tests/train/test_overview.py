@@ -7,7 +7,7 @@ import pytest
 import dpo
 import grpo
 import kto
-from common.data.sample import Sample
+from common.packs.sample import Sample
 from common.train.overview import dry_run, num_steps, repetitions
 
 

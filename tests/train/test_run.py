@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from common.config.extra import has_extra
 from common.config.flags import better_end
 from common.config.groups import TrainArgs
-from common.data.order import Order
-from common.data.sample import Sample
 from common.metrics.logger import RunLogger
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.packs.order import Order
+from common.packs.sample import Sample
 from common.parallel import process
+from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir

@@ -12,17 +12,17 @@ import torch
 from helpers import PATIENCE, ROOT, metrics, short_turns
 from in_process import Args
 
-from common.data.encode import Encoder
-from common.data.packing import pack_minibatches, per_sample
-from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
+from common.packs.packing import pack_minibatches, per_sample
+from common.packs.sample import Completion
 from common.rewards.total import WANTED, Rewards
 from common.rollout.engine import SampledTurn
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
+from common.text.encode import Encoder
+from common.text.tokenizer import load_tokenizer
 from extras.agents.agents import load_agent
 from extras.agents.endpoint import Refusal, ignored_parameters
 

@@ -20,14 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.completions import complete
 from bench.models import ARCHITECTURES, ARGS, SIZES, checkpoint, rows
-from common.data.packing import pack, pack_groups
-from common.data.sample import Sample
 from common.model.flops import forward_flops
-from common.model.hub import load_tokenizer
 from common.model.loading import open_model, whole
 from common.model.policy import load_policy
+from common.packs.packing import pack, pack_groups
+from common.packs.sample import Sample
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 from extras.architectures.delta_net import (
     CONVOLUTION,

@@ -14,13 +14,13 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from bench.completions import complete
 from bench.models import ARGS, WINDOW, against_transformers, checkpoint, rows
-from common.data.packing import pack
-from common.data.sample import Sample
-from common.model.hub import load_tokenizer
 from common.model.loading import slices_of, whole
 from common.model.policy import load_policy
+from common.packs.packing import pack
+from common.packs.sample import Sample
 from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.weights import whole_weights
+from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 from extras.architectures.mxfp4 import Unpacked
 

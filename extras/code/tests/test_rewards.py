@@ -15,8 +15,8 @@ import torch
 from helpers import PATIENCE, descendants, kill, until
 from in_process import Args
 
-from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.packs.sample import Completion
 from common.rewards.registry import OTHERS
 from common.rewards.total import Rewards
 from extras.code import reward as code_reward

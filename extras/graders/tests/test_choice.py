@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from common.data.sample import Completion
 from common.evaluate import completions_file
-from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
+from common.packs.sample import Completion
 from common.rewards.registry import load_reward, require_usable_row
 from common.rewards.total import Rewards
+from common.text.tokenizer import load_tokenizer
 from extras.graders.choice import LETTERS, choice, option_columns, options_of, stated
 
 evaluation = importlib.import_module("eval")  # `import eval` would hide the builtin

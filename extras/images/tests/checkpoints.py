@@ -10,7 +10,7 @@ from helpers import tiny_tokenizer
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
-from common.data.sample import ImageSpan
+from common.packs.sample import ImageSpan
 from extras.images.reader import reader
 
 TEMPLATE = (

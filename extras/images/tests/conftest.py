@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import sft
-from common.data.encode import Encoder
-from common.model.hub import load_tokenizer
+from common.text.encode import Encoder
+from common.text.tokenizer import load_tokenizer
 from extras.images.tests.checkpoints import FAMILIES, dataset, picture
 
 

@@ -12,9 +12,9 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
 import sft
-from common.data.encode import Encoder
-from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
+from common.text.encode import Encoder
+from common.text.tokenizer import load_tokenizer
 from extras.images.encoder import ImageEncoder
 from extras.images.image_files import digest, take_images
 from extras.images.reader import ORIENTATION, as_served, reader

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from common.config.groups import TrainArgs
-from common.data.messages import messages_field
-from common.data.rows import load_rows
+from common.text.messages import messages_field
+from common.text.rows import load_rows
 from extras.images.image_files import IMAGE, digest, require_image, stored, take_images
 from extras.images.tests.checkpoints import picture
 
@@ -152,7 +152,7 @@ PAIRS = [
 @pytest.mark.parametrize("row", PAIRS)
 def test_preferences_of_every_form_have_one_prompt(row, encoder_of):
     """The prompt has its own column or begins both; each form has the same tokens."""
-    from common.data.pairs import encode_pair
+    from common.text.pairs import encode_pair
 
     row = row | dict(_source="x:1")
     columns = tuple(name for name in ("prompt", "chosen", "rejected") if name in row)
@@ -173,7 +173,7 @@ OTHER = user([dict(type="image", image=TWO), dict(type="text", text="?")])
     dict(prompt=OTHER, chosen=ASKED + SAY, rejected=ASKED + NO),
 ])  # fmt: skip
 def test_sides_with_other_pictures_are_refused(row, encoder_of):
-    from common.data.pairs import encode_pair
+    from common.text.pairs import encode_pair
 
     encoder = encoder_of("idefics3", prompt_format="chat")
     with pytest.raises(

@@ -10,10 +10,10 @@ from helpers import ROOT, call_main
 from PIL import EpsImagePlugin, Image
 
 import sft
-from common.data.encode import Encoder
-from common.data.rows import encode_each
-from common.model.hub import load_tokenizer
 from common.parallel.process import visible
+from common.text.encode import Encoder
+from common.text.rows import encode_each
+from common.text.tokenizer import load_tokenizer
 from extras.images.image_files import digest
 from extras.images.reader import reader
 from extras.images.tests.checkpoints import picture, whole_logits

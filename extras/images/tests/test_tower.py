@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from common.config.groups import TrainArgs
-from common.data.encode import Encoder
-from common.data.packing import pack_groups
-from common.data.rows import encode_each, load_rows
-from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
+from common.packs.packing import pack_groups
+from common.text.encode import Encoder
+from common.text.rows import encode_each, load_rows
+from common.text.tokenizer import load_tokenizer
 from extras.images.reader import Idefics3Reader
 from extras.images.tests.checkpoints import whole_logits
 from extras.images.tower import Images

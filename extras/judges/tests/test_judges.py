@@ -11,9 +11,10 @@ from helpers import metrics, run
 from in_process import Args
 
 from common.metrics.meter import Meter
-from common.model.hub import load_tokenizer, resolve_model
+from common.model.hub import resolve_model
 from common.parallel.distributed import RunError
 from common.rewards.total import Rewards
+from common.text.tokenizer import load_tokenizer
 from extras.judges.judges import criteria_of
 from tests.rewards.test_reward_model import sampled, save_classifier
 

@@ -10,10 +10,10 @@ import pytest
 from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 
 import sft
-from common.data.load import load_samples
-from common.data.rows import SFT_COLUMNS
-from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
+from common.text.load import load_samples
+from common.text.rows import SFT_COLUMNS
+from common.text.tokenizer import load_tokenizer
 from extras.streaming import streaming
 from extras.streaming.streaming import StreamedSamples
 

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import distill
-from common.data.encode import Encoder
-from common.data.packing import pack_minibatches
-from common.data.sample import Completion
-from common.data.text_ids import TextIds
 from common.metrics.meter import Meter
 from common.model.distill import Student
-from common.model.hub import load_tokenizer
 from common.model.logprobs import TokenStats
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.packs.packing import pack_minibatches
+from common.packs.sample import Completion
+from common.text.encode import Encoder
+from common.text.text_ids import TextIds
+from common.text.tokenizer import load_tokenizer
 from extras.teachers.foreign import ForeignTeacher, Spans, bytes_of_tokens, common_spans
 
 TEXT = st.text(alphabet="a4bx \n'.é字🙂", min_size=1, max_size=8)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from test_distill import SAME, SAMPLED, domains, flags, load_teacher, teacher  # noqa: F401
 
 import distill
-from common.data.packing import pack
-from common.data.sample import ImageSpan, Sample
+from common.packs.packing import pack
+from common.packs.sample import ImageSpan, Sample
 from extras.teachers import stored as teachers
 from extras.teachers.tests.test_foreign_teacher import write_foreign_teacher
 

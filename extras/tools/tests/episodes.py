@@ -4,8 +4,8 @@ from itertools import groupby
 from pathlib import Path
 
 from common.config.online import SamplingArgs
-from common.data.encode import Encoder
-from common.data.sample import Sample
+from common.packs.sample import Sample
+from common.text.encode import Encoder
 from extras.tools.parser import Parser, make_parser
 from extras.tools.turns import reply_ids
 

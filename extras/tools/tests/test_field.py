@@ -10,7 +10,7 @@ from field.test_properties import encoder_of, few, turn, with_packages
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from common.data.chat import ChatTemplate
+from common.text.chat import ChatTemplate
 from extras.tools.parser import written_calls
 from extras.tools.tests.episodes import assert_episode_equals_sft, call, parser_of
 

@@ -8,8 +8,8 @@ from field.families import CHATML, HARMONY, HARMONY_ENDS, IM_END, ours
 from helpers import ROOT, tiny_tokenizer
 
 from common.config.groups import BaseArgs
-from common.data.encode import Encoder
-from common.data.messages import messages_field
+from common.text.encode import Encoder
+from common.text.messages import messages_field
 from extras.tools.parser import Call, Parser, make_parser, make_reader
 from extras.tools.tasks import PYTHON_TOOL
 from extras.tools.tests.episodes import assert_episode_equals_sft, call, make_args, parser_of

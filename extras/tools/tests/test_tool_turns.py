@@ -11,10 +11,10 @@ from field.families import CHATML, IM_END, ours
 from helpers import PATIENCE, ROOT, Clock, assert_close_metrics, metrics, run
 from in_process import talkative
 
-from common.data.encode import Encoder
 from common.parallel.distributed import RunError
 from common.rollout.engine import empty_completion
 from common.rollout.prompts import encode_prompts, prompt_columns
+from common.text.encode import Encoder
 from extras.tools import turns as module
 from extras.tools.tests import episodes
 from extras.tools.tests.episodes import make_args

@@ -1,1 +1,0 @@
-"""Files and hub data sets -> rows -> token ids with loss masks -> packed micro-batches."""

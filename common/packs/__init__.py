@@ -1,0 +1,1 @@
+"""Samples as token ids -> the ranks that train on them -> packed micro-batches."""

@@ -1,0 +1,82 @@
+"""Which rows each step draws. The order is the same on any number of ranks: each rank takes its
+share of a batch."""
+
+import math
+import random
+from collections.abc import Sequence
+
+from common.config.flags import sources_of
+from common.config.groups import TrainArgs
+from common.parallel import distributed
+
+
+class Order:
+    """Infinite sequence of row numbers from one source, or from several with weights. Every rank
+    has the same state.
+
+    The next row is from the source that is furthest behind its weight, so that every interval
+    follows the weights up to one or two rows. A source has a new permutation each pass, which does
+    not depend on the other sources."""
+
+    def __init__(
+        self, rows: dict[str, Sequence[int]], seed: int, weights: dict[str, float] | None = None
+    ):
+        """`rows`: the row numbers of each source. Raises `ValueError` for a source without rows."""
+        for name in rows:
+            if not rows[name]:
+                raise ValueError(f"--dataset: no rows of {name} are left")
+        weights = weights or dict.fromkeys(rows, 1.0)
+        total = math.fsum(weights.values())
+        self.shares = {name: weights[name] / total for name in rows}
+        self.rows = rows
+        self.seed = seed
+        self.drawn = dict.fromkeys(rows, 0)
+        self.passes: dict[str, list[int]] = {}  # rows of each source in the order of this pass
+
+    def draw(self, count: int) -> list[int]:
+        """Return the next `count` rows, across the end of a pass."""
+        rows = []
+        first = sum(self.drawn.values()) + 1
+        for number in range(first, first + count):
+            name = max(self.rows, key=lambda x, n=number: self.shares[x] * n - self.drawn[x])
+            epoch, place = divmod(self.drawn[name], len(self.rows[name]))
+            self.drawn[name] += 1
+            if place == 0 or name not in self.passes:
+                seed = distributed.fold_seed(self.seed, epoch, *name.encode())
+                self.passes[name] = list(self.rows[name])
+                random.Random(seed).shuffle(self.passes[name])
+            rows.append(self.passes[name][place])
+        return rows
+
+    def state_dict(self) -> dict:
+        """Return how many rows of each source were drawn, and how many it has."""
+        return dict(sources={name: [self.drawn[name], len(self.rows[name])] for name in self.rows})
+
+    def epochs(self) -> dict[str, float]:
+        """Return the passes over the data so far: the metrics `epoch` and, with several sources,
+        `epoch/<name>`."""
+        total = sum(self.drawn.values()) / sum(map(len, self.rows.values()))
+        named = {f"epoch/{x}": self.drawn[x] / len(self.rows[x]) for x in self.rows if x}
+        return dict(epoch=total) | named
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore the position. Raises `ValueError` if the data has changed."""
+        then = {name: size for name, (_, size) in state["sources"].items()}
+        now = {name: len(rows) for name, rows in self.rows.items()}
+        if then != now:
+            then, now = ("+".join(map(str, sizes.values())) for sizes in (then, now))
+            problem = f"{now} training rows, but {then} in the checkpoint"
+            raise ValueError(f"--dataset: {problem}; use the data and flags of that run")
+        self.drawn = {name: drawn for name, (drawn, _) in state["sources"].items()}
+        self.passes = {}
+
+
+def make_order(rows: Sequence[dict], args: TrainArgs) -> Order:
+    """Return the order in which a run draws `rows`, by the weights of `--dataset`."""
+    sources = sources_of(args.dataset)
+    if len(sources) == 1:
+        return Order({"": range(len(rows))}, args.seed)
+    numbers: dict[str, list[int]] = {name: [] for name in sources}
+    for number, row in enumerate(rows):
+        numbers[row["_dataset"]].append(number)
+    return Order(numbers, args.seed, {name: weight for name, (_, weight) in sources.items()})

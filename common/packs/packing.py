@@ -1,0 +1,335 @@
+"""Samples -> packed micro-batches: several sequences in one stream of tokens, without padding.
+
+A rank reads or samples its share of a step. The sequences then travel to the ranks that train on
+them, so that all ranks have the same work (placement.py). A number that a sample got before, such
+as its advantage, is found by its index, which counts the samples of all ranks:
+`mb.select(advantages_BG)`.
+
+Tokens are shifted here, and in tokens.py if prefixes are shared. In a `Sample`, streams are
+aligned with `ids`: `x[i]` describes the token `ids[i]`. The packer makes inputs `ids[:-1]` and
+targets `ids[1:]`, and aligns every stream with the targets: in a `PackedBatch`, `x_T[t]` describes
+the prediction of `targets_T[t]`.
+
+Shapes: N sequences and T tokens in one micro-batch, B groups of all ranks.
+"""
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, islice, pairwise, product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.packs.placement import GroupShape, Key, MicroBatches, place_groups
+from common.packs.sample import Sample
+from common.packs.tokens import (
+    CompactTokens,
+    ModelTokens,
+    TokenSequence,
+    compact_tokens,
+    joined,
+    padding,
+    sequence_of,
+)
+from common.parallel import context, distributed
+from common.parallel.context import context_group_size
+
+
+class PackedBatch(ModelTokens):
+    """Micro-batch of this rank. Streams that no sample has are None.
+
+    A rank without samples gets a padding token that is masked."""
+
+    is_last = True  # of its minibatch: hybrid sharding averages gradients over copies in it
+    compact: CompactTokens | None = None  # what the model runs on, if it is not these tokens
+    rollout_logprobs_T: Tensor | None = None  # float32, like all below
+    versions_T: Tensor | None = None  # training steps of the weights that sampled a token
+    turn_rewards_T: Tensor | None = None  # of the environment, for earlier turns: set by ppo.py
+    # Streams that scripts add:
+    old_logprobs_T: Tensor | None = None  # log-probs by the trainer at rollout time
+    ref_logprobs_T: Tensor | None = None
+    advantages_T: Tensor | None = None
+    importance_T: Tensor | None = None  # importance weight of each token, pi_old / pi_engine
+    values_T: Tensor | None = None  # predictions of the value model, before targets_T[t] is emitted
+    returns_T: Tensor | None = None  # regression targets of the values
+
+    def __init__(
+        self, *tokens, loss_mask_T: Tensor, index_N: Tensor, datasets: Sequence[str | None] = ()
+    ):
+        super().__init__(*tokens)
+        self.loss_mask_T = loss_mask_T  # bool
+        self.index_N = index_N  # int64, on the host: index of each sample, over all ranks
+        self.num_samples = len(index_N)  # N, or 0 with one sequence of padding
+        self.datasets = datasets  # name of the data set of each sample
+        numbers = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        self.sequence_ids_T = torch.from_numpy(numbers).to(loss_mask_T.device)  # int64, 0..N-1
+        # Samples that this rank gave to the packer, by index. Other ranks may train on them.
+        self.sent: dict[int, Sample] = {}
+
+    @property
+    def model_tokens(self) -> ModelTokens:
+        """The tokens that the model runs on: these, unless prefixes are shared or the ranks of a
+        context group run their samples together."""
+        return self.compact or self
+
+    def expand(self, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return streams of `model_tokens` on the tokens of this micro-batch, [T] each."""
+        return streams if self.compact is None else self.compact.expand(streams)
+
+    def sequence_sums(self, x_T: Tensor) -> Tensor:
+        """Sum a stream over the trained tokens of each sequence: [N], float64. For padding the sum
+        is empty but still part of the graph, so that its backward runs."""
+        trained_T = torch.where(self.loss_mask_T, x_T, 0).double()
+        sums = torch.zeros(len(self.lengths), dtype=torch.float64, device=x_T.device)
+        return sums.index_add(0, self.sequence_ids_T, trained_T)[: self.num_samples]
+
+    @property
+    def is_trained_N(self) -> Tensor:
+        """Whether a sample has trained tokens: [N], bool."""
+        return self.sequence_sums(self.loss_mask_T) > 0
+
+    def select(self, values: Tensor) -> Tensor:
+        """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number
+        for each packed sample of all ranks, in any shape: [B, G] for groups of completions."""
+        return values.double().flatten()[self.index_N].to(self.loss_mask_T.device)
+
+    def on_tokens(self, values: Tensor) -> Tensor:
+        """Return, on each token, the number of its sample: [T], float32; 0 on padding. `values` as
+        for `select`."""
+        # Padding belongs to sequence 0, which has no sample.
+        padded = torch.nn.functional.pad(self.select(values), (0, 1))
+        return padded[self.sequence_ids_T].float()
+
+    def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
+        """Return this micro-batch with further streams, [T] each."""
+        batch = copy.copy(self)
+        vars(batch).update(streams_T)
+        return batch
+
+    @property
+    def source_masks_T(self) -> dict[str, Tensor]:
+        """Masks of the trained tokens of each named dataset, by `/name`: [T] each, bool."""
+        masks_T = {}
+        for name in sorted({name for name in self.datasets if name is not None}):
+            is_named_N = torch.tensor([dataset == name for dataset in self.datasets])
+            is_named_T = is_named_N.to(self.loss_mask_T.device)[self.sequence_ids_T]
+            masks_T[f"/{name}"] = self.loss_mask_T & is_named_T
+        return masks_T
+
+    @property
+    def ends_N(self) -> Tensor:
+        """Position of the last token of each sample: [N], int64."""
+        return self.cu_seqlens_N1[1 : self.num_samples + 1].long() - 1
+
+
+Minibatches = list[list[PackedBatch]]  # each is a list of micro-batches
+
+
+def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
+    """Pack the samples of all ranks into micro-batches and return this rank's. A micro-batch has at
+    most `pack_tokens` targets, those of a context group as many for each of its ranks. `samples`
+    are this rank's share `[rank::ranks]` of a batch.
+
+    Collective: every rank gets the same number of micro-batches, because forward and backward run
+    FSDP collectives. A rank without samples in a micro-batch gets padding, whose loss is exactly
+    zero. Raises `ValueError` for a sample that does not fit, and for a stream without one number
+    for each id of every sample."""
+    return pack_groups([[sample] for sample in samples], pack_tokens, device)
+
+
+def pack_groups(
+    groups: list[list[Sample]], pack_tokens: int, device: torch.device, share_prefix: int = 0,
+    together: bool = True,
+) -> list[PackedBatch]:  # fmt: skip
+    """Pack like `pack`. The samples of a group, such as chosen and rejected, are neighbours in one
+    micro-batch. `groups` are this rank's share `[rank::ranks]` of a batch. `share_prefix` and
+    `together`: see `pack_minibatches`."""
+    positions = positions_of_share(len(groups))
+    (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, device, share_prefix, together)
+    return packs
+
+
+def pack_minibatches(
+    groups: list[list[Sample]], positions: Sequence[int], count: int, pack_tokens: int,
+    device: torch.device, share_prefix: int = 0, together: bool = False,
+) -> Minibatches:  # fmt: skip
+    """Divide the groups of all ranks into `count` minibatches of micro-batches, like `pack`.
+
+    `positions` orders the groups of all ranks: it has a number for each of this rank's. In this
+    order the groups are cut into `count` equal parts, one for each minibatch, and samples get their
+    indices. So minibatches do not depend on the number of ranks. A group may be empty.
+
+    Prefixes of at least `share_prefix` tokens that samples of a group have in common are computed
+    once (docs/memory.md; 0: never). With `together` the samples of a group are neighbours in one
+    micro-batch; otherwise a group may be divided among micro-batches and ranks. The branches of a
+    completion are sequences with its index. Collective."""
+    sizes = {position: len(group) for position, group in zip(positions, groups, strict=True)}
+    sizes = dict(sorted(distributed.gather_dict(sizes).items()))
+    first_index = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    minibatches = []
+    for start, end in pairwise(len(sizes) * m // count for m in range(count + 1)):
+        chosen = {*islice(sizes, start, end)}
+        by_index = [
+            dict(enumerate(group, first_index[position]))
+            for position, group in zip(positions, groups, strict=True)
+            if position in chosen and group
+        ]
+        minibatches.append(_pack(by_index, pack_tokens, device, share_prefix, together))
+    return minibatches
+
+
+def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
+    """Count the trained tokens of a *global* minibatch and the sequences with any: int64, at least
+    1. Collective."""
+    tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
+    sequences = distributed.all_sum(sum(mb.is_trained_N.sum() for mb in minibatch))
+    return tokens.clamp(min=1), sequences.clamp(min=1)
+
+
+def positions_of_share(count: int) -> range:
+    """Return the positions in a batch of this rank's share `[rank::ranks]`, of `count` items."""
+    rank, ranks = distributed.rank(), distributed.world_size()
+    return range(rank, rank + count * ranks, ranks)
+
+
+def per_sample(
+    micro_batches: Iterable[PackedBatch], values: Iterable[Tensor], shape: tuple[int, ...]
+) -> Tensor:
+    """Gather one number for each sample of all ranks, by its index: the inverse of
+    `PackedBatch.select`. Branches of a completion add up. `values` has [N] for each micro-batch;
+    `shape` is [B, G] for groups. Float64, on the host. Collective."""
+    out = torch.zeros(math.prod(shape), dtype=torch.float64)
+    for mb, values_N in zip(micro_batches, values, strict=True):
+        out.index_add_(0, mb.index_N, values_N.detach().double().cpu())
+    return distributed.all_sum(out).reshape(shape)
+
+
+def sent_values(micro_batches: list[PackedBatch], values: Iterable[Tensor]) -> list[float]:
+    """Return one number for each sample that this rank packed, in order. `values` has [N] for each
+    micro-batch. Collective."""
+    sent = micro_batches[0].sent
+    num_samples = int(distributed.all_sum(len(sent)))
+    numbers = per_sample(micro_batches, values, (num_samples,)).tolist()
+    return [numbers[index] for index in sorted(sent)]
+
+
+# ---- one minibatch ----
+
+
+def _pack(
+    groups: list[dict[int, Sample]], pack_tokens: int, device: torch.device, share_prefix: int,
+    together: bool,
+) -> list[PackedBatch]:  # fmt: skip
+    """Pack one minibatch from this rank's groups of samples by index. Every rank decides from the
+    shapes of all groups where they go, the sequences travel to the ranks that train on them, and
+    each rank joins those that arrive. Collective."""
+    rank, ranks, R = distributed.rank(), distributed.world_size(), context_group_size()
+    sequences = [_sequences(group, together) for group in groups]
+    shapes = [_shape(group, share_prefix) for group in sequences]
+    names = {name for sequence in chain(*sequences) for name in sequence.streams}
+    shapes_of_ranks, names_of_ranks = zip(*distributed.gather_objects((shapes, names)), strict=True)
+    streams = sorted(set().union(*names_of_ranks))
+    parts, micro_batches = place_groups(shapes_of_ranks, ranks // R, pack_tokens * R, together)
+    _require_streams(chain(*sequences), streams)
+    rest = chain(*sequences)  # a group is split in order, so each part has the next ones
+    own = {
+        key: [next(rest)._replace(shared=shared) for shared in part.shared]
+        for key, part in parts.items()
+        if key[0] == rank
+    }
+    arrived = _exchange(own, micro_batches)
+    packs = [
+        _join([arrived[key] for key in bins[rank // R]], streams, device) for bins in micro_batches
+    ]
+    sent = {index: sample for group in groups for index, sample in group.items()}
+    for mb in packs:
+        mb.sent = sent
+        mb.is_last = mb is packs[-1]
+    for mb, following in pairwise(packs):
+        if following.model_tokens.image_sequences:
+            mb.model_tokens.next = following.model_tokens
+    return packs
+
+
+def _require_streams(sequences: Iterable[TokenSequence], streams: list[str]) -> None:
+    """Raise `ValueError` for a sequence without one number for each id in a stream."""
+    for name, sequence in product(streams, sequences):
+        count, length = len(sequence.streams.get(name, ())), len(sequence.ids)
+        if count != length:
+            advice = "give every sample of a batch one number for each of its ids"
+            raise ValueError(f"stream {name}: {count} numbers for {length} ids; {advice}")
+
+
+def _exchange(
+    own: dict[Key, list[TokenSequence]], micro_batches: MicroBatches
+) -> dict[Key, list[TokenSequence]]:
+    """Send this rank's parts to the ranks that compute them, and return those that arrive. The
+    ranks of a context group get the same ones. Collective."""
+    outgoing = []
+    for to in range(distributed.world_size()):
+        keys = chain(*(bins[to // context_group_size()] for bins in micro_batches))
+        outgoing.append({key: own[key] for key in keys if key in own})
+    arrived = {}
+    for of_rank in distributed.exchange_objects(outgoing):
+        arrived |= of_rank
+    return arrived
+
+
+def _join(
+    parts: list[list[TokenSequence]], streams: list[str], device: torch.device
+) -> PackedBatch:
+    """Return a micro-batch of this rank. The ranks of a context group compute the same `parts`, and
+    divide them for the loss."""
+    R = context_group_size()
+    mb = _micro_batch([*chain(*parts[distributed.rank() % R :: R])], streams, device)
+    if R > 1 or any(sequence.shared for sequence in chain(*parts)):
+        mb.compact = compact_tokens(parts, streams, device, context.group)
+    if any(sequence.images for sequence in chain(*parts)):
+        mb.model_tokens.image_sequences = [*chain(*parts)]
+    return mb
+
+
+def _sequences(group: dict[int, Sample], together: bool) -> list[TokenSequence]:
+    sequences = [(i, each) for i, sample in group.items() for each in sample.sequences]
+    if not together:  # in lexical order, neighbours share the longest prefixes
+        sequences.sort(key=lambda pair: pair[1].ids)
+    return [sequence_of(index, each) for index, each in sequences]
+
+
+def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
+    """Each sequence shares with the one before it the longest prefix that leaves it a target of its
+    own."""
+    shared = [0] * len(group)
+    for n, (before, sequence) in enumerate(pairwise(group), 1) if share_prefix else ():
+        length = min(len(before.ids), len(sequence.ids))
+        differs = before.ids[:length] != sequence.ids[:length]
+        equal = int(differs.argmax()) if differs.any() else length
+        prefix = min(equal, sequence.num_targets) - 1
+        if prefix + 1 >= share_prefix and before.images == sequence.images:
+            shared[n] = prefix
+    return GroupShape([sequence.num_targets for sequence in group], shared)
+
+
+def _micro_batch(
+    trained: list[TokenSequence], streams: list[str], device: torch.device
+) -> PackedBatch:
+    """Join sequences. The model reads all ids of each but the last, and predicts all but the first.
+    Without any there is padding."""
+    sequences = trained or [padding(1, streams)]
+    lengths = [s.num_targets for s in sequences]
+    ids_T = joined([s.ids[:-1] for s in sequences], device)
+    targets_T = joined([s.ids[1:] for s in sequences], device)
+    position_ids_T = joined([np.arange(length) for length in lengths], device)
+    loss_mask_T = joined([s.loss_mask[1:] for s in sequences], device)
+    streams_T = {f"{x}_T": joined([s.streams[x][1:] for s in sequences], device) for x in streams}
+    batch = PackedBatch(
+        ids_T, targets_T, position_ids_T, lengths, loss_mask_T=loss_mask_T,
+        index_N=torch.tensor([s.index for s in trained], dtype=torch.int64),
+        datasets=[s.dataset for s in trained],
+    )  # fmt: skip
+    for name in streams:
+        if f"{name}_T" in vars(batch):
+            raise ValueError(f"stream {name}: a micro-batch has another {name}_T; rename it")
+    return batch.with_streams(**streams_T)

@@ -1,0 +1,179 @@
+"""Sequences on their way to the ranks that train on them, and the tokens that a model computes.
+
+A model mostly computes the tokens of its micro-batch. Two flags change that:
+
+With `--share_prefix`, a prefix that sequences of a group have in common, such as the prompt of its
+completions, is computed once (docs/memory.md). Where the first p + 1 ids of two sequences agree, so
+do their first p targets. The first sequence of a group is computed whole, each later one from its
+p-th token on, where p is the prefix that it shares with the sequence before it. The shared prefixes
+form a tree if the sequences are in lexical order.
+
+With `--context_ranks` R, the R ranks of a context group join their micro-batches to one stream, and
+each rank computes a part of it (common/parallel/context.py).
+
+Shapes: N sequences, T tokens of the micro-batch, t computed tokens of this rank, K keys.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, chain, islice, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from common.packs.sample import ImageSpan, Sample
+
+all_gather = getattr(collectives, "all_gather_single_autograd", None) or (
+    collectives.all_gather_tensor_autograd
+)
+
+
+class TokenSequence(NamedTuple):
+    """What the rank that trains on a sequence needs to know of its sample. Its arrays pickle in
+    fewer bytes than lists: 5 a token, and 4 for each stream."""
+
+    index: int  # number of the sample, counted over all ranks
+    ids: np.ndarray  # int32
+    loss_mask: np.ndarray  # bool
+    streams: dict[str, np.ndarray]  # float32; `stored_at` is int64
+    dataset: str | None = None
+    images: list[ImageSpan] = []  # all its images, also those in a shared prefix
+    shared: int = 0  # it shares its first `shared` targets with the sequence before it
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.ids) - 1
+
+
+def sequence_of(index: int, sample: Sample) -> TokenSequence:
+    """Return a sample as it travels. Streams have the names of their lists."""
+    names = ("rollout_logprobs", "versions")
+    lists = {name: getattr(sample, name, None) for name in names} | sample.streams
+    streams = {name: np.array(x, np.float32) for name, x in lists.items() if x is not None}
+    if sample.stored_at is not None:  # a token's place follows the trained tokens before it
+        places = accumulate(sample.loss_mask[1:-1], initial=sample.stored_at)
+        streams["stored_at"] = np.array([0, *places], np.int64)
+    ids, loss_mask = np.array(sample.ids, np.int32), np.array(sample.loss_mask, bool)
+    dataset = sample.row.get("_dataset")
+    return TokenSequence(index, ids, loss_mask, streams, dataset, sample.images)
+
+
+def padding(num_targets: int, streams: list[str]) -> TokenSequence:
+    """Return a sequence of zeros without trained tokens."""
+    zeros = np.zeros(num_targets + 1, np.int32)
+    types = {name: np.int64 if name == "stored_at" else np.float32 for name in streams}
+    streams_of_zeros = {name: zeros.astype(dtype) for name, dtype in types.items()}
+    return TokenSequence(-1, zeros, zeros.astype(bool), streams_of_zeros)
+
+
+def joined(arrays: list[np.ndarray], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).to(device)
+
+
+class ModelTokens:
+    """Tokens that a model runs on.
+
+    A plain class: FSDP rebuilds every dataclass and tuple that a block is given, with all that it
+    contains."""
+
+    context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
+    keys: "Keys | None" = None  # set if prefixes are shared; else each sequence has all its keys
+    image_sequences: list[TokenSequence] | None = None  # the sequences, if any of them has images
+    images: Any = None  # PackedImages (extras/images/packed.py), made from them when needed
+    next: "ModelTokens | None" = None  # with images, the tokens that the model runs on next
+    stored_at_T: Tensor | None = None  # int64: places of targets in the teacher's stored log-probs
+
+    def __init__(
+        self, ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int]
+    ):
+        self.input_ids_T = ids_T.long()
+        self.targets_T = targets_T.long()
+        self.position_ids_T = position_ids_T  # int64: the place of a token in its sequence
+        self.lengths = lengths
+        self.offsets = [0, *accumulate(lengths)]  # sequence n is [offsets[n], offsets[n + 1])
+        self.cu_seqlens_N1 = torch.tensor(self.offsets, dtype=torch.int32).to(ids_T.device)
+        self.max_seqlen = max(lengths)  # on the host, like `offsets`: no launch waits for the GPU
+
+
+class Keys:
+    """Keys that the queries of each sequence attend to: its prefix's and its own. A plain class,
+    like `ModelTokens`."""
+
+    def __init__(self, rows: list[Tensor], device: torch.device):
+        """`rows`: positions of the keys of each sequence among the computed tokens."""
+        self.rows_K = torch.cat(rows).to(device)
+        self.lengths = [len(row) for row in rows]
+        self.cu_seqlens_N1 = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+        self.cu_seqlens_N1 = self.cu_seqlens_N1.to(device)
+        self.max_seqlen = max(self.lengths)
+
+
+class CompactTokens(ModelTokens):
+    """Computed tokens. Their results belong to the tokens of a micro-batch."""
+
+    def __init__(self, *tokens, rows_T: Tensor, context_group: dist.ProcessGroup | None):
+        super().__init__(*tokens)
+        self.rows_T = rows_T  # computed token of each token of the micro-batch, in the whole stream
+        self.context_group = context_group
+
+    def expand(self, streams_t: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return computed streams [t] on the tokens of the micro-batch, [T]. Gradients go back to
+        the rank that computed a token, and add up where sequences share a prefix.
+
+        All streams travel in one collective: whichever of them a loss uses, all ranks of a context
+        group meet in its backward. Collective in the context group."""
+        stacked = torch.stack([x_t.to(streams_t[0].dtype) for x_t in streams_t], dim=1)
+        if self.context_group is not None:
+            stacked = all_gather(stacked, 0, self.context_group)
+        # Indexing would add gradients in any order on several threads.
+        expanded = stacked.index_select(0, self.rows_T)
+        # Copies: the output of a module may be written to, and FSDP would not see that through a
+        # view.
+        columns = zip(expanded.unbind(1), streams_t, strict=True)
+        return tuple(x_T.to(x_t.dtype, copy=True) for x_T, x_t in columns)
+
+
+def compact_tokens(
+    groups: list[list[TokenSequence]], streams: list[str], device: torch.device,
+    context_group: dist.ProcessGroup | None,
+) -> CompactTokens:  # fmt: skip
+    """Return the tokens that this rank computes for the `groups` of its micro-batch. The ranks of a
+    context group compute their micro-batches together: group i belongs to rank i modulo R."""
+    R, r = 1, 0
+    if context_group is not None:
+        R, r = dist.get_world_size(context_group), dist.get_rank(context_group)
+    sequences = [*chain(*groups)]
+    num_tokens = sum(s.num_targets - s.shared for s in sequences)
+    part = math.ceil(max(1, num_tokens) / R)  # tokens of each rank of the context group
+    if part * R > num_tokens:  # makes the parts equal
+        sequences.append(padding(part * R - num_tokens, streams))
+    lengths = [s.num_targets - s.shared for s in sequences]
+    rows: list[Tensor] = []  # positions of each sequence's tokens among the computed ones
+    for sequence, (begin, end) in zip(
+        sequences, pairwise(accumulate(lengths, initial=0)), strict=True
+    ):
+        own = torch.arange(begin, end)
+        rows.append(torch.cat([rows[-1][: sequence.shared], own]) if sequence.shared else own)
+    rest = iter(rows)
+    rows_of_groups = [[*islice(rest, len(group))] for group in groups]
+    own_rows = [*chain(*rows_of_groups[r::R])] or [torch.tensor([0])]  # padding takes any result
+
+    here = slice(r * part, (r + 1) * part)
+    tokens = CompactTokens(
+        joined([s.ids[s.shared : -1] for s in sequences], device)[here],
+        joined([s.ids[s.shared + 1 :] for s in sequences], device)[here],
+        joined([np.arange(s.shared, s.num_targets) for s in sequences], device)[here],
+        lengths,
+        rows_T=torch.cat(own_rows).to(device),
+        context_group=context_group,
+    )
+    if any(sequence.shared for sequence in sequences):
+        tokens.keys = Keys(rows, device)
+    if "stored_at" in streams:
+        places = [s.streams["stored_at"][s.shared + 1 :] for s in sequences]
+        tokens.stored_at_T = joined(places, device)[here]
+    return tokens

@@ -1,0 +1,300 @@
+"""A dataset by name -> its rows: JSON, tables, folders, the hub, built-in tasks.
+
+A row has its place in `_source`: the line of a file (`train.jsonl:17`) or the number in a table."""
+
+import csv
+import glob
+import io
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from common.config.extra import load_named
+from common.config.flags import JSON, SEPARATORS, kind_of
+from common.parallel import distributed
+from common.parallel.distributed import first_line
+from common.text.tasks import TASKS
+
+KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .csv or .tsv"
+ADDED_COLUMNS = ("_dataset", "_folder", "_images")  # we add these columns; the data's are ignored
+
+
+class BadRows:
+    """Errors of unusable rows. With `--on_bad_row error` the first one ends the run; with `skip`
+    there is one line for all errors that differ in places and numbers only."""
+
+    def __init__(self, on_bad_row: str):
+        self.skip = on_bad_row == "skip"
+        self.errors: list[str] = []
+
+    def add(self, error: ValueError, where: str) -> None:
+        """Record the error of a row. Raises it if rows are not skipped, and if it does not start
+        with `where`, the place of the row: then it is not about the row."""
+        if not self.skip or not str(error).startswith(where):
+            raise error
+        self.errors.append(str(error))
+
+    def report(self) -> None:
+        kinds: dict[str, list[str]] = {}
+        for error in self.errors:
+            kinds.setdefault(re.sub(r"\d+", "N", error.partition(": ")[2]), []).append(error)
+        for errors in kinds.values():
+            distributed.say(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}")
+
+
+class Shard(NamedTuple):
+    """A file or a table: a part of the rows of a split."""
+
+    label: str  # how its errors begin
+    name: str  # how the places of its rows begin
+    content: Path | Iterable[object]
+    columns: dict = {}  # further columns of each row
+
+    def rows(self, bad: BadRows) -> Iterator[dict]:
+        """Yield the rows. Raises `ValueError` if it cannot be read or, unless skipped, for a bad
+        row."""
+        try:
+            if not isinstance(self.content, Path):
+                is_table = hasattr(self.content, "to_list")  # not if it is streamed
+                numbered = enumerate(self.content.to_list() if is_table else self.content, 1)
+            elif kind_of(self.content) in JSON:
+                numbered = _json_rows(self.label, self.content, bad)
+            elif kind_of(self.content) in SEPARATORS:
+                numbered = _csv_rows(self.label, self.content, bad)
+            else:
+                numbered = enumerate(_parquet_rows(self.content), 1)
+            for number, row in numbered:
+                place = f"{self.name}:{number}"
+                if isinstance(row, dict):
+                    own = {column: row[column] for column in row if column not in ADDED_COLUMNS}
+                    yield own | self.columns | dict(_source=place)
+                else:
+                    bad.add(ValueError(f"{self.label}: {place} is not an object"), self.label)
+        except Exception as error:  # the disk, the network, csv, pyarrow and datasets raise others
+            if str(error).startswith(self.label):
+                raise
+            problem = first_line(error.__cause__ or error)
+            raise ValueError(f"{self.label}: cannot be read: {problem}") from error
+
+
+def open_split(
+    flag: str, dataset: str, split: str, config: str | None = None, streaming: bool = False,
+    is_alone: bool = True,
+) -> list[Shard] | None:  # fmt: skip
+    """Open a split of a dataset, or return None if the dataset has no such split. With `streaming`
+    data of the hub is not downloaded first. Unless the dataset `is_alone`, the place of a row has
+    the whole path: another dataset may have a file with this name. Raises `ValueError` if there is
+    no such dataset, or if it cannot be read."""
+    label = f"{flag} {dataset}"
+    path = Path(dataset).expanduser()
+    if dataset in TASKS:
+        if split not in ("train", "test"):
+            return None
+        return [Shard(label, f"{dataset}/{split}", load_named(TASKS[dataset], label)(split))]
+    if os.path.isdir(path):
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return _saved_shards(label, path, split)
+        files = _files_of_folder(label, path, split)
+    elif files := files_named(dataset):
+        files = files if split == "train" else []
+    elif kind_of(path) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset:
+        raise ValueError(f"{label}: no such file")
+    else:
+        return _hub_shards(label, dataset, split, config, streaming)
+    for file in files:
+        if not kind_of(file):
+            raise ValueError(f"{flag} {file}: expected a {KINDS} file")
+    has_names = is_alone and len({file.name for file in files}) == len(files)
+    return [
+        # paths in the rows are relative to the folder of the file
+        Shard(f"{flag} {file}", file.name if has_names else str(file), file,
+              dict(_folder=str(file.parent)))
+        for file in files
+    ] or None  # fmt: skip
+
+
+def files_named(dataset: str) -> list[Path]:
+    """Return the file, or the files that match a pattern, sorted; none for a folder."""
+    path = Path(dataset).expanduser()
+    names = [path] if os.path.lexists(path) else sorted(glob.glob(str(path), recursive=True))
+    return [Path(name) for name in names if not os.path.isdir(name)]
+
+
+# ---- folders ----
+
+
+def _files_of_folder(label: str, folder: Path, split: str) -> list[Path]:
+    """Return the files of a split, sorted, by the rules of `datasets` for names such as
+    `math_train/` or `test_2.jsonl`; without them, all are train. Raises `ValueError` for a folder
+    without files that can be read or with several configurations of the hub, for a file that is in
+    two splits, and for files of several kinds."""
+    from datasets import data_files
+
+    base = os.path.abspath(folder)
+    readme = Path(base, "README.md")
+    text = readme.read_text(errors="replace") if readme.is_file() else ""
+    if len(configs := {*re.findall(r"config_name: *(\S+)", text)}) > 1:
+        names = ", ".join(sorted(configs))
+        raise ValueError(f"{label}: README.md names the configurations {names}; name one's files")
+    try:
+        splits = data_files.DataFilesDict.from_patterns(
+            data_files.get_data_patterns(glob.escape(base)),
+            base_path=glob.escape(base),
+            allowed_extensions=[".jsonl", ".json", *SEPARATORS, ".parquet"],
+        )
+    except data_files.EmptyDatasetError:
+        splits = {}
+    if not any(splits.values()):
+        raise ValueError(f"{label}: no {KINDS} files with a split in it")
+    if split not in splits:  # dev is validation
+        words = data_files.SPLIT_KEYWORDS.items()
+        split = next((str(name) for name, others in words if split in others), split)
+    own = {*splits.pop(split, ())}
+    for other, files in splits.items():
+        if shared := own & {*files}:
+            file = os.path.relpath(min(shared), base)
+            problem = f"{file} belongs to the splits {split} and {other} by its name"
+            advice = "rename it, or name files with --dataset and --eval_dataset"
+            raise ValueError(f"{label}: {problem}; {advice}")
+    kinds = sorted({f".{kind_of(Path(file)).split('.')[1]}" for file in own})
+    if len(kinds) > 1:  # often the same rows twice
+        raise ValueError(f"{label}: {' and '.join(kinds)} files; name one kind by a pattern")
+    return [folder / os.path.relpath(file, base) for file in sorted(own)]
+
+
+# ---- files ----
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file. Only a line feed ends one: JSON may contain U+2028, at which
+    `str.splitlines` would split. pyarrow notices a truncated .gz or .zst file."""
+    import pyarrow
+
+    with pyarrow.input_stream(str(path), compression="detect") as stream:
+        # utf-8-sig skips the byte order mark that some editors write.
+        yield from io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="\n")
+
+
+def _json_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, object]]:
+    """Yield the value of each line or, if the file begins with `[`, the members of this list."""
+    texts = ((line, text) for line, text in enumerate(_lines(path), 1) if text.strip())
+    first = next((text for text in _lines(path) if text.strip()), "")
+    is_list = first.lstrip().startswith("[")
+    for line, text in [(1, "".join(_lines(path)))] if is_list else texts:
+        try:
+            value = json.loads(text, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:  # JSON may also be too deep
+            line += getattr(error, "lineno", 1) - 1
+            problem = getattr(error, "msg", None) or first_line(error)
+            refusal = ValueError(f"{label}: line {line} is not valid JSON: {problem}")
+            if is_list:
+                raise refusal from error
+            bad.add(refusal, label)
+        else:
+            yield from enumerate(value, 1) if is_list else [(line, value)]
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {twice} twice")
+    return value
+
+
+def _csv_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]]:
+    """Yield the rows of a table of text. Every value is the text in the file, such as 07, NA or
+    None; an empty one is None. Columns without a name, such as an index, are left out."""
+    csv.field_size_limit(sys.maxsize)
+    rows = filter(None, csv.reader(_lines(path), delimiter=SEPARATORS[path.suffix], strict=True))
+    columns = next(rows, [])
+    if not columns:
+        raise ValueError(f"{label}: cannot be read: it is empty")
+    if twice := [column for column in columns if column and columns.count(column) > 1]:
+        raise ValueError(f"{label}: two columns have the name {twice[0]}")
+    for number, row in enumerate(rows, 1):
+        if len(row) == len(columns):
+            values = zip(columns, row, strict=True)
+            yield number, {column: value or None for column, value in values if column}
+        else:
+            problem = f"row {number} has {len(row)} values for {len(columns)} columns"
+            bad.add(ValueError(f"{label}: {problem}"), label)
+
+
+def _parquet_rows(path: Path) -> Iterator[dict]:
+    """Yield the rows of a table with types."""
+    from pyarrow import parquet
+
+    for batch in parquet.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
+
+
+# ---- the library `datasets` ----
+
+
+def _saved_shards(label: str, folder: Path, split: str) -> list[Shard] | None:
+    """Open a split that `save_to_disk` of a `Dataset` or `DatasetDict` wrote; None without it."""
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+        splits = saved if isinstance(saved, datasets.DatasetDict) else dict(train=saved)
+        if split not in splits:
+            return None
+        return [Shard(label, f"{folder}/{split}", splits[split])]
+    except Exception as error:  # the disk, pyarrow and datasets raise others
+        raise ValueError(f"{label}: {first_line(error)}") from error
+
+
+def _hub_shards(
+    label: str, dataset: str, split: str, config: str | None, streaming: bool
+) -> list[Shard] | None:
+    """Open a split of a hub dataset, None without the split; images are bytes. The configuration
+    `*` means all of them; a column `config` has their names."""
+    import datasets
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    huggingface_hub.logging.set_verbosity_error()
+    shards = []
+    try:
+        is_all = config == "*"
+        for name in datasets.get_dataset_config_names(dataset) if is_all else [config]:
+            table = _hub_table(dataset, name, split, streaming)
+            if table is None:
+                continue
+            place = "/".join(filter(None, (dataset, name, split)))
+            columns = dict(config=name) if is_all else {}
+            if streaming:
+                for i in range(count := table.num_shards):
+                    part = table.shard(count, i).decode(False)
+                    whole = f"{place}/{i}" if count > 1 else place
+                    shards.append(Shard(label, whole, part, columns))
+            else:
+                shards.append(Shard(label, place, table, columns))
+    except Exception as error:  # the disk, the network, the hub, pyarrow and datasets raise others
+        missing = "no such file or folder, and not found on the hub: "
+        missing = missing if isinstance(error, OSError) else ""
+        raise ValueError(f"{label}: {missing}{first_line(error)}") from error
+    return shards or None
+
+
+def _hub_table(dataset: str, config: str | None, split: str, streaming: bool):
+    """Return a split of a hub dataset, None without the split. The default configuration is `main`
+    where several exist, as in openai/gsm8k."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(dataset, config, split=split, streaming=streaming)
+    except ValueError as error:
+        if "Unknown split" in str(error) or "Bad split" in str(error):
+            return None
+        if config is None and "'main'" in str(error):
+            return _hub_table(dataset, "main", split, streaming)
+        raise

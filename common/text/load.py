@@ -1,0 +1,161 @@
+"""Rows -> samples of the training rows and of the held-out rows. The ranks share the encoding."""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from common.config.extra import extra
+from common.config.groups import TrainArgs
+from common.packs.order import Order, make_order
+from common.packs.sample import Sample
+from common.parallel import distributed
+from common.text.encode import Encoder, truncate
+from common.text.files import BadRows
+from common.text.messages import bad_row
+from common.text.rows import (
+    Columns,
+    require_columns,
+    require_held_out,
+    train_and_eval_rows,
+    unread_columns,
+)
+
+ROWS_AT_ONCE = 1000  # rows that a rank encodes before the ranks exchange their samples
+
+SampleGroup = list[Sample]  # the samples of one row
+EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], SampleGroup]
+
+
+class Samples(Sequence):
+    """Groups of samples, one for each of `rows`. `make(i)` makes group i whenever it is read."""
+
+    def __init__(self, rows: list[dict], make: Callable[[int], SampleGroup]):
+        self.rows = rows
+        self.make = make
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int | slice) -> SampleGroup | list[SampleGroup]:
+        chosen = range(len(self))[i]  # raises IndexError
+        return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
+
+    def order(self, args: TrainArgs) -> Order:
+        return make_order(self.rows, args)
+
+
+def load_samples(
+    encode_row: EncodeRow, choices: Sequence[Columns], tokenizer, args: TrainArgs,
+    optional: Sequence[str] = (), streams: bool = False,
+) -> list[tuple[Samples, Counter]]:  # fmt: skip
+    """Return samples of training rows and of held-out rows. With each comes a counter: how many
+    rows were dropped or changed, by reason. With `streams` training rows are read when they are
+    drawn.
+
+    `encode_row(row, columns, encoder, args)` makes the group of samples of a row. `columns` are the
+    first of `choices` that the data has, and each of `optional` that any row has. Collective.
+    Raises `ValueError` for a bad row, and if no row is left."""
+    if streams:
+        with extra("streaming", "--streaming"):
+            from extras.streaming.streaming import load_stream
+        return load_stream(encode_row, choices, tokenizer, args)
+    train, held_out = train_and_eval_rows(args)
+    columns = require_columns(args.dataset_flag, train, choices)
+    say_unread(train, (*columns, *optional))
+    encoder = Encoder(tokenizer, args)
+    loaded = []
+    for rows in (train, held_out):
+        found = [name for name in optional if any(name in row for row in rows)]
+        loaded.append(encode_all(encode_row, rows, (*columns, *found), encoder, args))
+    (samples, counts), (held_out_samples, held_out_counts) = loaded
+    if not samples:
+        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
+    require_held_out(held_out, held_out_samples.rows, f": {reasons(held_out_counts)}")
+    return loaded
+
+
+def say_unread(rows: list[dict], columns: Columns) -> None:
+    """Print the columns of the data that the script does not read."""
+    if unread := unread_columns(rows, columns):
+        distributed.say(f"not used in training: {', '.join(unread)}")
+
+
+def encode_all(
+    encode_row: EncodeRow, rows: list[dict], columns: Columns, encoder: Encoder, args: TrainArgs
+) -> tuple[Samples, Counter]:
+    """Return the samples of all rows, and how many rows were dropped or changed, by reason. Every
+    rank encodes a part of the rows and gets all samples. Collective. Raises the error of the first
+    bad row on every rank."""
+    groups: list[SampleGroup] = []
+    counts: Counter = Counter()
+    bad = BadRows(args.on_bad_row)
+    rows_of_ranks = ROWS_AT_ONCE * distributed.world_size()
+    for start in range(0, len(rows), rows_of_ranks):
+        first = start + ROWS_AT_ONCE * distributed.rank()
+        own = []
+        for row in rows[first : first + ROWS_AT_ONCE]:
+            try:
+                own.append(encode(encode_row, row, columns, encoder, args))
+            except ValueError as error:
+                own.append(error)
+        parts = distributed.gather_objects(own)
+        for encoded, row in zip(chain(*parts), rows[start : start + rows_of_ranks], strict=True):
+            if isinstance(encoded, ValueError):
+                bad.add(encoded, row["_source"])
+                continue
+            group, notes = encoded
+            counts.update(notes)
+            if group:
+                groups.append([replace(s, row=s.row or row) for s in group])
+    for kind, note in distributed.gather_dict(encoder.said).items():
+        encoder.say_once(note, kind)
+    bad.report()
+    return Samples([group[0].row for group in groups], lambda i: as_lists(groups[i])), counts
+
+
+def encode(
+    encode_row: EncodeRow, row: dict, columns: Columns, encoder: Encoder, args: TrainArgs
+) -> tuple[SampleGroup, list[str]]:
+    """Return the samples of a row, with at most `--max_length` tokens each, and notes: why the row
+    was dropped, so that there are no samples, or how it was changed. Raises `ValueError` for a bad
+    row.
+
+    To save memory, ids and masks are arrays, a seventh of a list, until `as_lists` makes lists of
+    them, and a sample with the row `row` comes without it."""
+    group = encode_row(dict(row), columns, encoder, args)
+    notes = []
+    length = max(len(sample.ids) for sample in group)
+    if length > args.max_length:
+        if args.overlong == args.on_bad_row == "error":
+            problem = f"{length} tokens exceed --max_length {args.max_length}"
+            raise bad_row(row, f"{problem}; set --overlong drop or truncate")
+        if args.overlong != "truncate":
+            return [], ["dropped as too long (--max_length)"]
+        notes.append("truncated (--max_length)")
+        group = [truncate(sample, args.max_length) for sample in group]
+    if not all(any(sample.loss_mask[1:]) for sample in group):  # the first is never predicted
+        return [], ["dropped because no token is trained"]
+    if len(group) == 2 and group[0].ids == group[1].ids:
+        return [], ["with chosen = rejected, dropped"]
+    if any(sample.context_turns for sample in group):
+        notes.append("with turns not trained: the chat template rewrites them")
+    unknown = encoder.tokenizer.unk_token_id  # GPT-2 has its EOS here
+    if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
+        notes.append("with characters that the tokenizer lacks")
+    stored = []
+    for sample in group:
+        own = {} if sample.row == row else sample.row
+        arrays = dict(ids=array("i", sample.ids), loss_mask=bytes(sample.loss_mask))
+        stored.append(replace(sample, **arrays, row=own))
+    return stored, notes
+
+
+def as_lists(group: SampleGroup) -> SampleGroup:
+    return [replace(s, ids=[*s.ids], loss_mask=[*map(bool, s.loss_mask)]) for s in group]
+
+
+def reasons(counts: Counter) -> str:
+    """Return the number of rows by reason as text: `3 dropped as too long, 1 truncated`."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items())

@@ -1,0 +1,272 @@
+"""Columns of a row: text, messages, tools and calls, checked and in one form."""
+
+import contextlib
+import json
+import re
+from itertools import takewhile
+from typing import Annotated, Literal, Required
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic's, below Python 3.12
+
+IMAGE = "\ufffc"  # object replacement character: where an image stands in a text
+IMAGE_TYPES = ("image", "image_url")  # a message part of this type is an image
+IMAGE_KEYS = ("image", "url", "path", "image_url")  # one of these keys of the part has the image
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # thoughts beside the content
+SHAREGPT_ROLES = dict(human="user", gpt="assistant", observation="tool")
+
+
+def bad_row(row: dict, problem: str) -> ValueError:
+    """Return an error that begins with the place of the row."""
+    return ValueError(f"{row.get('_source')}: {problem}")
+
+
+# ---- text ----
+
+
+def text_field(row: dict, column: str) -> str:
+    """Return a column that must be a string. Raises `ValueError` with file and row number."""
+    value = row.get(column)
+    if not isinstance(value, str):
+        problem = "is missing" if value is None else f"is {type(value).__name__}, expected a string"
+        raise bad_row(row, f"column {column} {problem}")
+    require_characters(row, column, value)
+    return value
+
+
+def require_characters(row: dict, column: str, value: object) -> None:
+    """Raise `ValueError` for half a surrogate pair in a value of JSON: it has no UTF-8."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if not text.isascii() and re.search("[\ud800-\udfff]", text):
+        problem = "contains a lone surrogate, which is not a character"
+        raise bad_row(row, f"column {column} {problem}")
+
+
+# ---- messages ----
+
+
+def arguments_of(value: object) -> object:
+    """Return the arguments of a call, which may be JSON text; there may be none. Raises
+    `ValueError` for another text."""
+    while isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"the arguments are not JSON: {error}") from error
+    return {} if value is None or isinstance(value, str) else value
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(TypedDict):
+    type: Literal["image", "image_url"]
+
+
+class Parts(TypedDict):
+    content: list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+
+
+class Function(TypedDict):
+    name: str
+    arguments: Annotated[dict, BeforeValidator(arguments_of)]
+
+
+class Call(TypedDict):
+    function: Function
+
+
+class Message(TypedDict, total=False):
+    role: Required[str]
+    content: Required[str]
+    reasoning_content: str
+    tool_calls: list[Call]
+    weight: bool
+    """whether the model's turn is trained, as OpenAI's fine-tuning has it"""
+    train: bool
+    """the same, as Axolotl has it"""
+
+
+class Schema(TypedDict):
+    name: str
+
+
+class Tool(TypedDict):
+    function: Schema
+
+
+_PARTS = TypeAdapter(Parts)
+_MESSAGE = TypeAdapter(Message)
+_TOOLS = TypeAdapter(list[Tool | Schema])
+
+
+def messages_field(row: dict, column: str) -> list[dict] | None:
+    """Return the column as messages with string content and tool calls with object arguments; None
+    if it is no list of them, nor the JSON text of one.
+
+    Content may be a list of text parts. An assistant message with tool calls may lack content. A
+    thought beside the content is called `reasoning_content`. Raises `ValueError` for a malformed
+    message."""
+    value = given_messages(row, column)
+    if value is None:
+        return None
+    messages = []
+    for number, message in enumerate(value, 1):
+        try:
+            messages.append(_in_one_form(message))
+        except ValueError as error:
+            problem = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                problem = first["msg"].removeprefix("Value error, ")
+                problem = ": ".join(filter(None, [".".join(map(str, first["loc"])), problem]))
+            raise bad_row(row, f"column {column}: turn {number}: {problem}") from None
+    require_characters(row, column, messages)
+    return messages
+
+
+def _in_one_form(message: object) -> dict:
+    """Return a message without empty fields, its thought under one name, the images of its parts
+    under `images`. ShareGPT's `from` and `value` are role and content. All keys of calls stay, in
+    their order: templates may write a call as JSON."""
+    if not isinstance(message, dict):
+        raise ValueError("Input should be a valid dictionary")
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.keys() >= {"from", "value"}:
+        role = message.pop("from")
+        message["role"] = SHAREGPT_ROLES.get(role, role)
+        message["content"] = message.pop("value")
+    thoughts = [message.pop(key) for key in THOUGHT_KEYS if key in message]
+    if thought := next(filter(None, thoughts), None):
+        message["reasoning_content"] = thought
+        if str(message.get("content")).lstrip().startswith("<think>"):
+            raise ValueError("it has its thought twice, in the content and beside it")
+    calls = message.pop("tool_calls", [])
+    if calls != []:
+        if message.get("role") != "assistant":
+            raise ValueError("tool_calls stand in an assistant's message only")
+        message = dict(content="") | message | dict(tool_calls=calls)
+    if isinstance(content := message.get("content"), list):
+        parts = _PARTS.validate_python(dict(content=content))["content"]
+        texts = [part["text"] if part["type"] == "text" else IMAGE for part in parts]
+        message["content"] = "".join(texts)
+        if images := [_image_of(part) for part in content if part["type"] in IMAGE_TYPES]:
+            message["images"] = images
+    checked = _MESSAGE.validate_python(message)
+    # In the order of `Message`, other keys after them.
+    message = checked | {key: message[key] for key in message if key not in checked}
+    if calls != []:
+        message["tool_calls"] = []
+        for call in calls:
+            function = call["function"]
+            function = function | dict(arguments=arguments_of(function["arguments"]))
+            message["tool_calls"].append(call | dict(function=function))
+    return message
+
+
+def _image_of(part: dict) -> object:
+    """Return the image of a part as Qwen or OpenAI write it; None if a column of the row has it."""
+    image = next((part[key] for key in IMAGE_KEYS if part.get(key)), None)
+    return image["url"] if isinstance(image, dict) and "url" in image else image
+
+
+def given_messages(row: dict, column: str) -> list | None:
+    """Return a column that is a list, or the JSON text of a list of messages (in a text table)."""
+    value = row.get(column)
+    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
+        with contextlib.suppress(ValueError):
+            parsed = json.loads(value)
+            forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+            if all(isinstance(m, dict) and any(m.keys() >= form for form in forms) for m in parsed):
+                value = parsed
+    return value if isinstance(value, list) else None
+
+
+def tools_field(row: dict) -> list[dict]:
+    """Return the column `tools`: JSON schemas of functions, as objects or text. Raises `ValueError`
+    otherwise."""
+    try:
+        tools = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+        _TOOLS.validate_python(tools or [])
+    except ValidationError:
+        problem = "column tools must list JSON schemas of functions, each with a name"
+        raise bad_row(row, problem) from None
+    except ValueError as error:
+        raise bad_row(row, f"column tools is not JSON: {error}") from error
+    require_characters(row, "tools", tools)
+    return tools or []
+
+
+READ_KEYS = {*"role content type text tool_calls function arguments id index tool_call_id".split(),
+             *"from value weight train".split(), *THOUGHT_KEYS, *IMAGE_KEYS}  # fmt: skip
+
+
+def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
+    """Return the keys with a value, of given messages, their parts and calls, that neither we nor
+    the chat template read."""
+    keys: set[str] = set()
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        for item in (message, *parts, *(message.get("tool_calls") or [])):
+            # the calls have the names of functions, too
+            known = {"name"} if item.get("role") == "tool" else set()
+            keys |= {key for key, value in item.items() if value is not None} - known
+    return keys - READ_KEYS - template_reads
+
+
+def with_results_in_order(row: dict, messages: list[dict]) -> list[dict]:
+    """Return the messages with the results of calls in the order of the calls: templates without
+    ids pair them by their places. Raises `ValueError` if the results after a turn with calls are
+    not one for each call."""
+    ordered = list(messages)
+    for i, message in enumerate(messages):
+        ids = [call.get("id") for call in message.get("tool_calls", ())]
+        results = [*takewhile(lambda later: later["role"] == "tool", messages[i + 1 :])]
+        given = [result.get("tool_call_id") for result in results]
+        if not ids or not results:
+            continue
+        has_ids = None not in (*ids, *given)
+        agree = not has_ids or ({*given} == {*ids} and len({*ids}) == len(ids))
+        if len(given) != len(ids) or not agree:
+            named, called = (", ".join(map(str, names)) for names in (given, ids))
+            problem = f"results of the calls {named} for the calls {called}; give one for each"
+            raise bad_row(row, f"turn {i + 1}: {problem}")
+        if has_ids:
+            results = sorted(results, key=lambda result: ids.index(result["tool_call_id"]))
+            ordered[i + 1 : i + 1 + len(ids)] = results
+    return ordered
+
+
+# ---- images ----
+
+
+def in_parts(message: dict, has_images: bool = False) -> dict:
+    """Return a message whose content is a list of parts, as templates for images read it: text, and
+    an image for each mark in the text."""
+    texts = message["content"].split(IMAGE) if has_images else [message["content"]]
+    parts = [dict(type="text", text=texts[0])]
+    for text in texts[1:]:
+        parts += [dict(type="image"), dict(type="text", text=text)]
+    shown = [part for part in parts if part != dict(type="text", text="")]
+    return message | dict(content=shown or parts)
+
+
+# ---- thoughts ----
+
+
+def opened_thought(prompt: str) -> str | None:
+    """Return the tag that opens a thought at the end of a prompt; None without one."""
+    match = re.search(r"(<(\w+:)?(think|thinking|thought|reasoning)>|\[THINK\])\s*$", prompt)
+    return match[1] if match else None
+
+
+def closing(tag: str) -> str:
+    return f"{tag[0]}/{tag[1:]}"
+
+
+def with_thought(thought: str, answer: str, tag: str = "<think>") -> str:
+    """Return a thought, with its tags, and the answer."""
+    return f"{tag}\n{thought}\n{closing(tag)}\n\n{answer}"

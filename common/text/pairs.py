@@ -1,0 +1,55 @@
+"""Preference rows -> pairs of samples, for the scripts that score completions."""
+
+import os
+from itertools import takewhile
+
+from common.packs.sample import Sample
+from common.text.encode import Encoder
+from common.text.messages import IMAGE, bad_row, messages_field, text_field
+
+
+def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[Sample]:
+    """Encode [chosen, rejected] of a preference row. The prompt has its own column or is the start
+    of both. Messages of a side may repeat the prompt."""
+    if "prompt" not in columns:
+        row = _split_prompt(row)
+    elif isinstance(row.get("prompt"), str) and _has_prompt(row):
+        text = row["prompt"].strip()
+        row = _split_prompt(row)
+        contents = [message["content"].replace(IMAGE, "").strip() for message in row["prompt"]]
+        if text not in contents:
+            raise bad_row(row, "chosen and rejected do not begin with column prompt")
+    return [encoder.completion(row, "prompt", side) for side in ("chosen", "rejected")]
+
+
+def _has_prompt(row: dict) -> bool:
+    """Return whether both sides are messages and begin with a prompt."""
+    sides = [messages_field(row, side) for side in ("chosen", "rejected")]
+    return all(messages and messages[0]["role"] != "assistant" for messages in sides)
+
+
+def _split_prompt(row: dict) -> dict:
+    """Return the row with the shared start of `chosen` and `rejected` as `prompt`: whole messages,
+    or text up to the last white space before they differ. Raises `ValueError` if they share
+    nothing."""
+    chosen = messages_field(row, "chosen")
+    rejected = messages_field(row, "rejected")
+    if (chosen is None) != (rejected is None):
+        raise bad_row(row, "one of chosen and rejected lists messages, the other does not")
+    if chosen is None:
+        chosen = text_field(row, "chosen")
+        rejected = text_field(row, "rejected")
+        start = os.path.commonprefix([chosen, rejected])
+        shared = max((i for i, character in enumerate(start, 1) if character.isspace()), default=0)
+        has_prompt = bool(start[:shared].strip())
+    else:
+        pairs = zip(chosen, rejected, strict=False)
+        shared = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        if shared == min(len(chosen), len(rejected)):  # one continues the other: before its answer
+            turns = [i for i in range(shared) if chosen[i]["role"] == "assistant"]
+            shared = turns[-1] if turns else 0
+        answers = (*chosen[shared : shared + 1], *rejected[shared : shared + 1])
+        has_prompt = shared > 0 and all(answer["role"] == "assistant" for answer in answers)
+    if not has_prompt:
+        raise bad_row(row, "chosen and rejected do not begin with the same prompt")
+    return row | dict(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])

@@ -1,0 +1,102 @@
+"""Thoughts in front of an answer, such as `<think>...</think>`: their marks, and the text that a
+reward reads.
+
+A thought may contain another number, a box or a program. None of it is the answer, which begins
+after the last thought. An unfinished thought has no answer."""
+
+import re
+from collections.abc import Callable
+
+from common.packs.sample import Completion
+
+# Tags that a chat template names: <think>, </think>, <seed:think>, <thought>, <think_fast>, ...
+TAG = re.compile(r"</?((?:\w+[:|])?\w*(?:think|thought|reason)\w*(?::\w+)?)>")
+# Other marks: the start and the end of a thought, as regular expressions.
+OTHERS = (
+    (r"\[THINK\]", r"\[/THINK\]"),  # Mistral
+    (  # gpt-oss
+        r"<\|channel\|>(?:analysis|commentary)[^<]*(?:<\|message\|>)?",
+        r"<\|channel\|>final<\|message\|>",
+    ),
+    (r"<\|channel>\w*", r"<channel\|>"),  # Gemma 4
+    (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),  # Command A
+    (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),  # OpenThinker
+    (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),  # Apertus
+    (r"<\|open\|>think<\|sep\|>", r"<\|close\|>think<\|sep\|>"),  # Kimi K3
+    (r"◁think▷", r"◁/think▷"),  # Kimi-VL
+)
+TAIL = 32  # last tokens of a prompt in which an opened thought is searched
+
+
+def answer_of(
+    text: str, inside: bool = False, start: str = "<think>", end: str = "</think>"
+) -> str:
+    """Return `text` after its last thought and the line breaks after it; "" if this thought is
+    unfinished.
+
+    `inside`: whether the text begins inside a thought, because the prompt ends with its start.
+    `start` and `end`: regular expressions of the marks."""
+    ends = [match.end() for match in re.finditer(end, text)]
+    if inside and not ends:
+        return ""
+    answer = text[ends[-1] :].lstrip("\r\n") if ends else text
+    return "" if re.search(start, answer) else answer
+
+
+def pairs_of_marks(template: str) -> list[tuple[str, str]]:
+    """Return the marks at the start and the end of each kind of thought, as regular expressions:
+    what a chat template contains, and <think>, which a prompt may ask for."""
+    names = {"think", *TAG.findall(template)}
+    pairs = [(re.escape(f"<{name}>"), re.escape(f"</{name}>")) for name in sorted(names)]
+    return pairs + [pair for pair in OTHERS if any(re.search(mark, template) for mark in pair)]
+
+
+def thought_marks(template: str) -> tuple[str, str]:
+    """Return the start and the end of any kind of thought as regular expressions."""
+    starts, ends = zip(*pairs_of_marks(template), strict=True)
+    return "|".join(starts), "|".join(ends)
+
+
+def template_text(tokenizer) -> str:
+    """Return the text of the tokenizer's chat template, or of all its templates; "" without one."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+class Thoughts:
+    """The thoughts of one model: its marks, and the text of a sample without them."""
+
+    def __init__(self, tokenizer, cut: bool):
+        """`cut`: whether thoughts are cut at all (`--thoughts`)."""
+        self.tokenizer = tokenizer
+        self.cut = cut
+        self.start, self.end = thought_marks(template_text(tokenizer))
+
+    def opened(self, sample: Completion) -> str:
+        """Return the mark at the end of the sample's prompt that starts a thought, or ""."""
+        prompt = before_last_turn(sample)[-TAIL:]
+        text = self.tokenizer.decode(prompt) if prompt and self.tokenizer is not None else ""
+        mark = re.search(rf"(?:{self.start})\s*\Z", text)
+        return mark[0].strip() if mark else ""
+
+    def answer(self, sample: Completion) -> str:
+        """Return the text that is scored: the answer or, with `--thoughts keep`, all of it."""
+        if not self.cut:
+            return sample.text
+        return answer_of(sample.text, bool(self.opened(sample)), self.start, self.end)
+
+    def read_by(self, reward: Callable, sample: Completion) -> str:
+        """Return the text that a built-in reward reads: the answer or, if its attribute `reads` is
+        "turn", all of the text with the mark that the prompt opens."""
+        if getattr(reward, "reads", "answer") == "turn":
+            return self.opened(sample) + sample.text
+        return self.answer(sample)
+
+
+def before_last_turn(sample: Completion) -> list[int]:
+    """Return the ids in front of the model's last turn."""
+    if sample.turns == 1:
+        return sample.prompt_ids
+    if sample.turn_start:
+        return sample.ids[: sample.turn_start]
+    return sample.ids[: len(sample.loss_mask) - sample.loss_mask[::-1].index(False)]

@@ -1,0 +1,452 @@
+"""Every file format loads, held-out rows are never trained on, and errors name the file and the
+row."""
+
+import csv
+import json
+
+import pyarrow as pa
+import pytest
+
+from common.config.flags import datasets_by_name, eval_sets_of, sources_of
+from common.config.groups import TrainArgs
+from common.text.files import open_split
+from common.text.rows import (
+    KTO_COLUMNS,
+    PAIR_COLUMNS,
+    PROMPT_COLUMNS,
+    SFT_COLUMNS,
+    encode_each,
+    load_rows,
+    rename_columns,
+    require_columns,
+    require_held_out,
+    train_and_eval_rows,
+)
+
+# ---- files ----
+
+
+def load(path, split: str = "train", **flags) -> list[dict] | None:
+    """Return the rows without our columns."""
+    rows = load_rows("--dataset", str(path), split, TrainArgs(**flags))
+    return rows and [{k: v for k, v in row.items() if k[0] != "_"} for row in rows]
+
+
+def sources(path, **flags) -> list[str]:
+    return [
+        row["_source"] for row in load_rows("--dataset", str(path), "train", TrainArgs(**flags))
+    ]
+
+
+ROWS = [dict(prompt="a\u2028b", completion="c\x85d"), dict(prompt="\u00e9", completion="\n")]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+
+
+def write(path, text: str | bytes):
+    """Write a file with the compression that its suffix names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.output_stream(str(path), compression="detect") as stream:
+        stream.write(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+TEXTS = {
+    "lines": (LINES, [1, 2]),
+    "blank lines": (f"\n{LINES}\n".replace("\n", "\n\n"), [3, 5]),
+    "byte order mark": (f"\ufeff{LINES}", [1, 2]),
+    "list": (json.dumps(ROWS), [1, 2]),
+    "list over several lines": (f"\n{json.dumps(ROWS, indent=1, ensure_ascii=False)}", [1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.json.zst"])
+@pytest.mark.parametrize("form", TEXTS)
+def test_json_loads_whatever_its_form(name, form, tmp_path):
+    """Lines end at line feeds only. Columns with our names are ignored."""
+    text, lines = TEXTS[form]
+    path = write(tmp_path / name, text.replace('"prompt"', '"_dataset": ["x"], "prompt"'))
+    assert load(path) == ROWS and load(path, "test") is None
+    assert sources(path) == [f"{name}:{line}" for line in lines]
+
+
+@pytest.mark.parametrize("end", ["gz", "zst"])
+def test_truncated_or_plain_content_of_a_compressed_file_is_refused(end, tmp_path):
+    whole = write(tmp_path / f"rows.jsonl.{end}", LINES).read_bytes()
+    for content in (whole[:-3], LINES.encode()):
+        (tmp_path / f"rows.jsonl.{end}").write_bytes(content)
+        with pytest.raises(ValueError, match=f"^--dataset .*rows.jsonl.{end}: cannot be read: "):
+            load(tmp_path / f"rows.jsonl.{end}")
+
+
+def test_tables_load_with_their_types(tmp_path):
+    import datasets
+
+    rows = [
+        dict(prompt="a", n=7, x=0.5, t="07", b=True, l=[1, 2]),
+        dict(prompt="b", n=None, x=None, t=None, b=None, l=None),
+    ]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=table, test=table.select([1])).save_to_disk(tmp_path / "both")
+    for name in ("rows.parquet", "one", "both"):
+        assert load(tmp_path / name) == rows, name
+    assert sources(tmp_path / "rows.parquet") == ["rows.parquet:1", "rows.parquet:2"]
+    assert load(tmp_path / "both", "test") == rows[1:] and load(tmp_path / "one", "test") is None
+    assert sources(tmp_path / "one") == [f"{tmp_path}/one/train:1", f"{tmp_path}/one/train:2"]
+
+
+CELLS = '07|NA|None|nan|1.0||True| a |say "x"|two\nlines|a,b|\u2028|2|' + "x" * 200_000
+
+
+@pytest.mark.parametrize(("kind", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_values_of_a_text_table_are_the_text_in_the_file(kind, separator, tmp_path):
+    """Also with an index, a byte order mark, Windows line ends and empty lines."""
+    texts = CELLS.split("|")
+    with (tmp_path / f"rows.{kind}").open("w", newline="", encoding="utf-8-sig") as file:
+        index = [[i, text, 2 * i] for i, text in enumerate(texts)]
+        csv.writer(file, delimiter=separator).writerows([[], ["", "prompt", "n"], *index, []])
+    assert load(tmp_path / f"rows.{kind}") == [
+        dict(prompt=text or None, n=str(2 * i)) for i, text in enumerate(texts)
+    ]
+
+
+def test_pattern_sorts_its_files_and_tells_them_apart(tmp_path):
+    for name in ("part-2", "part-10", "part-1", "other", "b/part-1"):
+        write(tmp_path / f"{name}.jsonl", json.dumps(dict(text=name)))
+    write(tmp_path / "part-3.jsonl.gz", '{"text": "part-3"}')
+    pattern = tmp_path / "part-*"
+    assert [row["text"] for row in load(pattern)] == ["part-1", "part-10", "part-2", "part-3"]
+    assert sources(pattern)[3] == "part-3.jsonl.gz:1" and load(pattern, "test") is None
+    nested = tmp_path / "**" / "part-[01].jsonl"
+    assert [row["text"] for row in load(nested)] == ["b/part-1", "part-1"]
+    assert sources(nested) == [f"{tmp_path}/{name}.jsonl:1" for name in ("b/part-1", "part-1")]
+
+
+# ---- the hub, with files in place of repositories ----
+
+
+def test_all_configurations_of_a_hub_dataset_are_read(monkeypatch):
+    """In lukaemon/bbh, each task is a configuration; `main` is the default one of openai/gsm8k."""
+    import datasets
+
+    def load_dataset(_, name, split, **__):
+        if name is None:
+            raise ValueError("Config name is missing.\nPick one of ['main', 'socratic']")
+        if split == "absent":
+            raise ValueError('Unknown split "absent"')
+        rows = [dict(input=f"{name}{i}", target="x") for i in range(2)]
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: ["dates", "snarks"])
+    args = TrainArgs(dataset_config="*", columns=("answer=target",))
+    rows = load_rows("--dataset", "some/tasks", "test", args)
+    assert [(row["input"], row["config"], row["_source"]) for row in rows] == [
+        (f"{name}{i}", name, f"some/tasks/{name}/test:{i + 1}")
+        for name in ("dates", "snarks")
+        for i in (0, 1)
+    ]
+    assert [row["input"] for row in load("some/tasks")] == ["main0", "main1"]
+    assert load("some/tasks", "absent") is None
+
+
+# ---- bad data ----
+
+
+BAD_LINES = """{"n": 0}
+oops
+[1]
+{"n": 4}
+{"n": 1, "n": 2}
+hm
+{"n": 7}
+{"n": 9}
+"""
+
+
+def test_bad_rows_raise_or_are_skipped_and_counted_by_kind(tmp_path, capsys):
+    """In a file, and those that have no encoding."""
+
+    def encode(row: dict) -> int:
+        if row["n"] % 2:
+            raise ValueError(f"{row['_source']}: {row['n']} is odd")
+        return 10 * row["n"]
+
+    path = write(tmp_path / "rows.jsonl", BAD_LINES)
+    with pytest.raises(ValueError, match="line 2 is not valid JSON"):
+        load(path)
+    rows = load_rows("--dataset", str(path), "train", TrainArgs(on_bad_row="skip"))
+    with pytest.raises(ValueError, match="rows.jsonl:7: 7 is odd"):
+        list(encode_each(rows[2:], encode, "error"))
+    assert list(encode_each(rows, encode, "skip")) == [(rows[0], 0), (rows[1], 40)]
+    assert capsys.readouterr().out.splitlines() == [
+        f"--on_bad_row skip: {count} left out, such as {problem}"
+        for count, problem in (
+            (2, f"--dataset {path}: line 2 is not valid JSON: Expecting value"),
+            (1, f"--dataset {path}: rows.jsonl:3 is not an object"),
+            (1, f"--dataset {path}: line 5 is not valid JSON: an object has the key n twice"),
+            (2, "rows.jsonl:7: 7 is odd"),
+        )
+    ]
+    with pytest.raises(ValueError, match="--system_prompt"):  # not about a row
+        list(encode_each(rows, lambda row: int("--system_prompt"), "skip"))
+    write(path, "oops\n")
+    with pytest.raises(ValueError, match="rows.jsonl: every row was skipped"):
+        load(path, on_bad_row="skip")
+    write(tmp_path / "rows.csv", "a,b\n1,2\nonly one\n3,4\n")
+    assert [row["b"] for row in load(tmp_path / "rows.csv", on_bad_row="skip")] == ["2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.jsonl", "", "no rows in it"),
+        ("a.jsonl", '{"a": "a"}\n\n{"a": oops\n', "line 3 is not valid JSON: Expecting value"),
+        ("a.json", '[{"a": "a"},\n {"a":}]', "line 2 is not valid JSON: Expecting value"),
+        ("a.jsonl", '{"a": [{"b": 1, "b": 1}]}', "line 1 is not .* object has the key b twice"),
+        ("a.jsonl", '{"a": "a"}\n[1, 2]\n', "a.jsonl:2 is not an object"),
+        ("a.jsonl", b"\xff\xfe", "can't decode"),
+        ("a.parquet", "not parquet", "cannot be read"),
+        ("a.txt", "a", "expected a .jsonl, .json .these also as .gz or .zst., .parquet, .csv"),
+        ("a.csv", "\n\n", "cannot be read: it is empty"),
+        ("a.csv", "a,b\n1,2\n3\n", "row 2 has 1 values for 2 columns"),
+        ("a.csv", "a,b,a\n1,2,3\n", "two columns have the name a"),
+        ("a.csv", 'a,b\n1,"2\n', "cannot be read: unexpected end of data"),
+    ],
+)
+def test_bad_data_file_is_refused_by_name(name, content, words, tmp_path):
+    path = write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=f"^--dataset {path}: .*{words}"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ("/absent.jsonl", "no such file"),
+        ("absent-*.jsonl", "no such file"),
+        ("absent/absent", "no such file or folder, and not found on the hub"),
+    ],
+)
+def test_missing_dataset_is_refused_by_name(dataset, words, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError) as error:
+        open_split("--eval_dataset", dataset, "train")
+    assert str(error.value).startswith(f"--eval_dataset {dataset}: {words}")
+
+
+# ---- several datasets ----
+
+
+def test_dataset_names_are_unique():
+    names = ["a", "c", "part-*"]
+    assert list(sources_of(("x/a.jsonl.gz:1", "b/c:2", "d/part-*.parquet:1"))) == names
+    assert list(sources_of(("x/a.jsonl:1", "y/a.jsonl:2"))) == ["x/a.jsonl", "y/a.jsonl"]
+    assert sources_of(("a", "b")) == {"": (["a", "b"], 1.0)}
+    assert sources_of(("a:7",)) == {"": (["a"], 1.0)}
+    assert datasets_by_name({"x/a.jsonl": None, "y/a.jsonl": None, "c": "d"}) == {
+        "x/a.jsonl": "x/a.jsonl", "y/a.jsonl": "y/a.jsonl", "d": "c"
+    }  # fmt: skip
+    sets = eval_sets_of(["./x=1.jsonl", "y=./x=2.jsonl"])
+    assert sets == {"./x=1.jsonl": None, "./x=2.jsonl": "y"}
+
+
+# ---- training and held-out rows ----
+
+
+def numbered(path, count: int, start: int = 0) -> str:
+    lines = (json.dumps(dict(text=str(start + n))) + "\n" for n in range(count))
+    return str(write(path, "".join(lines)))
+
+
+def numbers(rows: list[dict]) -> list[int]:
+    return [int(row["text"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        (dict(eval_size=8), (42, 8)),
+        (dict(), (45, 5)),  # by default a tenth
+        (dict(eval_every=0), (50, 0)),
+    ],
+)
+def test_rows_set_aside_are_disjoint_and_do_not_depend_on_the_seed(flags, sizes, tmp_path):
+    """Nor on the number of files that have them, whose rows have different places."""
+    file = numbered(tmp_path / "rows.jsonl", 50)
+    train, held_out = train_and_eval_rows(TrainArgs(dataset=file, **flags))
+    assert (len(train), len(held_out)) == sizes
+    assert sorted(numbers(train + held_out)) == [*range(50)]
+    assert train_and_eval_rows(TrainArgs(dataset=file, seed=1, **flags)) == (train, held_out)
+    two = numbered(tmp_path / "a/x.jsonl", 30), numbered(tmp_path / "b/x.jsonl", 20, start=30)
+    of_two = train_and_eval_rows(TrainArgs(dataset=two, **flags))
+    assert [numbers(rows) for rows in of_two] == [numbers(train), numbers(held_out)]
+    sizes = [len({row["_source"] for row in rows}) for rows in of_two]
+    assert sizes == [len(train), len(held_out)]
+
+
+def test_each_dataset_with_a_weight_has_its_own_held_out_rows(tmp_path):
+    a, b = numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 20, start=30)
+    train, held_out = train_and_eval_rows(TrainArgs(dataset=(f"{a}:3", f"{b}:1"), eval_size=9))
+    for rows, counts in ((train, (26, 16)), (held_out, (4, 4))):
+        assert tuple([row["_dataset"] for row in rows].count(name) for name in "ab") == counts
+        assert all((row["_dataset"] == "a") == (int(row["text"]) < 30) for row in rows)
+    alone, _ = train_and_eval_rows(TrainArgs(dataset=f"{a}:3", eval_size=4))
+    assert numbers(alone) == numbers(train)[:26] and "_dataset" not in alone[0]
+    flags = dict(dataset=(f"{a}:3", f"{b}:1"), eval_dataset=b, eval_size=9, eval_split="x")
+    assert [len(rows) for rows in train_and_eval_rows(TrainArgs(**flags))] == [50, 9]
+
+
+def test_several_held_out_sets_are_independent(tmp_path):
+    """Each has at most `--eval_size` rows, independent of the other sets. A single unnamed set has
+    no name."""
+    a, b = numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 3, start=30)
+    flags = dict(dataset=numbered(tmp_path / "train.jsonl", 9, start=50), eval_size=4)
+
+    def held_out_of(*names: str) -> list[dict]:
+        train, held_out = train_and_eval_rows(TrainArgs(eval_dataset=names, **flags))
+        assert len(train) == 9 and not any("_dataset" in row for row in train)
+        return held_out
+
+    held_out = held_out_of(a, f"hard={b}", "arithmetic")
+    assert [row["_dataset"] for row in held_out] == ["a"] * 4 + ["hard"] * 3 + ["arithmetic"] * 4
+    alone = held_out_of(a)
+    assert held_out[:4] == [row | dict(_dataset="a") for row in alone]
+    assert "_dataset" not in alone[0] and held_out_of(f"x={b}")[0]["_dataset"] == "x"
+
+
+@pytest.mark.parametrize("folder", ["data", "d[a]ta"])
+def test_held_out_split_or_file_is_used_and_capped(folder, tmp_path):
+    numbered(tmp_path / folder / "train.jsonl", 5)
+    numbered(tmp_path / folder / "test.jsonl", 30, start=100)
+    other = numbered(tmp_path / "other.jsonl", 30, start=200)
+    for flags, first in ((dict(), 100), (dict(eval_dataset=other), 200)):
+        args = TrainArgs(dataset=str(tmp_path / folder), eval_size=7, **flags)
+        train, held_out = train_and_eval_rows(args)
+        assert numbers(train) == [0, 1, 2, 3, 4]
+        assert len({*numbers(held_out)}) == 7 and min(numbers(held_out)) >= first
+    train, held_out = train_and_eval_rows(TrainArgs(dataset_split="test"))
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (dict(dataset="a.jsonl", dataset_split="x"), "a.jsonl has no split 'x': see"),
+        (dict(dataset_split="validation"), "--dataset arithmetic has no split 'validation'"),
+        (dict(dataset="a.jsonl", eval_size=50), "--eval_size 50: no training rows left of 50"),
+        (dict(dataset=("a.jsonl:1", "b:2"), eval_size=1), "--eval_size 1: less than one row"),
+        (dict(eval_dataset=("a:1",)), "--eval_dataset a:1: only the --dataset of training scripts"),
+        (dict(dataset="a.jsonl", eval_dataset="folder"), "has no split 'test': see --eval_s"),
+        (dict(eval_dataset="/absent.jsonl"), "--eval_dataset /absent.jsonl: no such file"),
+    ],
+)  # fmt: skip
+def test_invalid_splits_are_refused(flags, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    numbered(tmp_path / "a.jsonl", 50)
+    numbered(tmp_path / "folder" / "validation.jsonl", 5)
+    with pytest.raises(ValueError, match=words):
+        train_and_eval_rows(TrainArgs(**flags))
+
+
+def test_empty_held_out_set_is_refused():
+    rows = [dict(_dataset=name) for name in "aabb"]
+    require_held_out(rows, rows[1:3], "")
+    require_held_out([], [], "")
+    with pytest.raises(ValueError, match="^no held-out rows of b are left: all too long$"):
+        require_held_out(rows, rows[:2], ": all too long")
+    with pytest.raises(ValueError, match="^no held-out rows are left$"):
+        require_held_out([dict(text="")], [], "")
+
+
+# ---- columns ----
+
+
+def columns_of(row: dict, choices, **more) -> tuple[str, ...]:
+    return require_columns("--dataset x", [dict(_source="x:1") | row], choices, **more)
+
+
+PAIR = ("prompt", "completion")
+
+
+@pytest.mark.parametrize(
+    ("row", "choices", "columns"),
+    [
+        (dict(text="a", messages=[1]), SFT_COLUMNS, ("messages",)),
+        (dict(text="a", messages=None), SFT_COLUMNS, ("text",)),
+        (dict(prompt="a", completion="a", answer="a"), SFT_COLUMNS, PAIR),
+        (dict(conversations=[1]), SFT_COLUMNS, ("conversations",)),
+        (dict(messages=[1], label=1.0), KTO_COLUMNS, ("messages", "label")),
+        (dict(question="a", answer="a", reasoning="a"), PROMPT_COLUMNS, ("question",)),
+        (dict(prompt="a", completion="a", input=" ", context=None, history=[]), SFT_COLUMNS, PAIR),
+        (dict(prompt="a", completion="a", _context="a"), SFT_COLUMNS, PAIR),
+        # whole conversations and texts
+        (dict(instruction="a", input="b", output="c", text="abc"), SFT_COLUMNS, ("text",)),
+        (dict(messages=[1], input="a", instruction="a"), SFT_COLUMNS, ("messages",)),
+        (dict(question="a", chosen=[1], rejected=[1]), PAIR_COLUMNS, PAIR_COLUMNS[1]),
+    ],
+)
+def test_columns_are_recognised(row, choices, columns):
+    assert columns_of(row, choices) == columns
+
+
+@pytest.mark.parametrize(
+    ("row", "choices", "unread"),
+    [
+        (dict(instruction="a", input="b", output="c"), SFT_COLUMNS, "instruction"),
+        (dict(instruction="a", input="b"), PROMPT_COLUMNS, "instruction"),
+        (dict(prompt="a", input="b", completion="c"), SFT_COLUMNS, "input"),
+        (dict(prompt="a", input="b", answer="c"), PROMPT_COLUMNS, "input"),
+        (dict(prompt="a", input="b", chosen="c", rejected="d"), PAIR_COLUMNS, "input"),
+        (dict(instruction="a", input="b", chosen="c", rejected="d"), PAIR_COLUMNS,
+         "instruction and input"),
+        (dict(question="a", chosen="c", rejected="d"), PAIR_COLUMNS, "question"),
+        (dict(question="a", context="b", answer="c"), SFT_COLUMNS, "context"),
+        (dict(question="a", context="b", answer="c"), PROMPT_COLUMNS, "context"),
+        (dict(prompt="a", history=[["b", "c"]], completion="c"), SFT_COLUMNS, "history"),
+        (dict(messages=[1], documents=["a"]), SFT_COLUMNS, "documents"),
+        (dict(question="a", answer="b", reasoning="c"), SFT_COLUMNS, "reasoning"),
+        (dict(messages=[1], label=True, thinking="c"), KTO_COLUMNS, "thinking"),
+    ],
+)  # fmt: skip
+def test_column_that_changes_the_meaning_and_is_not_read_is_refused(row, choices, unread):
+    """Whichever row has it. It can be ignored by its name."""
+    first = dict.fromkeys(row, "") | {k: v for k, v in row.items() if k not in unread}
+    if "chosen" in row and "prompt" not in row:
+        first = row
+    rows = [first | dict(_source="x:1"), row | dict(_source="x:2")]
+    place = r"\(x:1\)" if first is row else r"\(x:2\)"
+    with pytest.raises(ValueError, match=rf"^--dataset: nothing reads {unread} {place} beside"):
+        require_columns("--dataset", rows, choices)
+    names = unread.split(" and ")
+    ignored = rename_columns("", rows, [f"_{name}={name}" for name in names])
+    assert require_columns("--dataset", ignored, choices)
+
+
+def test_columns_that_are_needed_are_named():
+    words = r"^--dataset x has the columns foo \(x:1\); needed: messages, or prompt and completion"
+    with pytest.raises(ValueError, match=words):
+        columns_of(dict(foo=1), SFT_COLUMNS)
+    a = dict(prompt="", completion="", _dataset="a", _source="a:1")
+    rows = [a, dict(a, text="", _dataset="b", _source="b:1")]  # each dataset needs them
+    assert require_columns("--dataset", rows, (("text",), PAIR)) == PAIR
+    words = r"has the columns prompt, completion \(a:1, b:1\); needed: text"
+    with pytest.raises(ValueError, match=words):
+        require_columns("--dataset", rows, (("text",),))
+
+
+def test_columns_can_be_swapped_and_copied_but_not_overwritten():
+    rows = [dict(a=1, b=2, _source="x:1"), dict(a=3, _source="x:2")]
+    assert rename_columns("--dataset", rows, ("a=b", "b=a", "c=a")) == [
+        dict(a=2, b=1, c=1, _source="x:1"), dict(b=3, c=3, _source="x:2")
+    ]  # fmt: skip
+    for pair, words in (
+        ("prompt=problem", "no column problem; --dataset x has a, b"),
+        ("a=b", "--dataset x has a column a already"),
+        ("_source=a", "--dataset x has a column _source already"),
+    ):
+        with pytest.raises(ValueError, match=f"^--columns {pair}: {words}$"):
+            rename_columns("--dataset x", rows, [pair])
