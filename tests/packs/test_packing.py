@@ -93,7 +93,7 @@ RANKS = """
 import torch
 from common.packs import packing
 from common.parallel import distributed
-from data.test_packing import sample
+from packs.test_packing import sample
 
 device, rank, ranks = distributed.setup(0)
 samples = [sample(3 + n * 7 % 11, start=1000 * n) for n in range(23)]

@@ -17,7 +17,7 @@ from common.text.tokenizer import load_tokenizer
 
 RANK = """
 import json, sys
-from data.test_load import loaded
+from text.test_load import loaded
 from common.parallel import distributed
 distributed.setup(0)
 with open(f"{sys.argv[2]}/{distributed.rank()}.json", "w") as file:
