@@ -150,7 +150,7 @@ def with_mismatches(rows: Samples, args: Args) -> Samples:
         if other is None:
             why = "its baseline takes completions of other ones"
             raise ValueError(f"kto.py needs rows with different prompts: {why}")
-        mask = [False] * sample.prompt_length + other.loss_mask[other.prompt_length :]
+        mask = bytes(sample.prompt_length) + other.loss_mask[other.prompt_length :]
         mismatch = Sample(sample.prompt_ids + other.completion_ids, mask)
         return [sample, truncate(mismatch, args.max_length)]
 

@@ -14,6 +14,7 @@ sg(x) is x without gradient. See docs/sft.md.
 Shapes: T packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t]
 describes the prediction of targets_T[t]."""
 
+from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
@@ -21,13 +22,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, StreamArgs
+from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs, StreamArgs
 from common.config.parse import parse
 from common.evaluate.held_out import Generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
-from common.packs.packing import pack
+from common.packs.packing import pack_groups
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.text.encode import Encoder
@@ -35,7 +36,7 @@ from common.text.load import Samples, load_samples
 from common.text.rows import SFT_COLUMNS
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import describe_data, dry_run, num_steps
+from common.train.overview import cost_of_rewriting, describe_data, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
 
@@ -58,18 +59,20 @@ def loss(name: str, logprobs_T: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(ImageArgs, StreamArgs, OfflineArgs):
+class Args(ImageArgs, StreamArgs, PrefixArgs, OfflineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(max_steps=300, eval_every=50)
     batch_size: Positive[int] = 64
-    """sequences per optimizer step, over all ranks"""
+    """rows per optimizer step, over all ranks. A conversation is one sequence, or several if the
+    chat template rewrites its earlier turns (docs/data.md)"""
     max_length: Positive[int] | None = None
     """maximum length of a sequence, in tokens; default: as in the resumed run, else 2048, or
     less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are
+    """treatment of longer sequences. drop: leave them out; truncate: cut their end off (both are
     counted); error: end the run"""
-    train_on: Literal["completion", "all"] = "completion"
-    """tokens with a loss. completion: completions, or every assistant turn; all: prompts too"""
+    train_on: Literal["completion", "last", "all"] = "completion"
+    """tokens with a loss. completion: completions, or every assistant turn; last: the last
+    assistant turn alone; all: prompts too"""
     loss: Literal["nll", "dft"] = "nll"
     """loss of a token of probability pi. nll: -log pi; dft: -pi log pi, without gradient of the
     factor. Evaluations always use nll, so that runs are comparable"""
@@ -81,19 +84,19 @@ class Args(ImageArgs, StreamArgs, OfflineArgs):
 
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:
-    """Tokenise a row: one sample."""
-    return [encoder.sft(row, columns, args.train_on == "all")]
+    """Tokenise a row: one sequence, or several whose prompts begin alike."""
+    return encoder.sft(row, columns, args.train_on)
 
 
 @torch.no_grad()
 def evaluate(
     policy: Policy, samples: Samples, indices: list[int], args: Args, device: torch.device
 ) -> Meter:
-    """Measure this rank's share of the held-out samples with these indices: nll in nats per token,
+    """Measure this rank's share of the held-out rows with these indices: nll in nats per token,
     entropy, accuracy of the targets."""
     meter = Meter()
-    share = [samples[i][0] for i in distributed.share_of(indices)]
-    for mb in pack(share, args.pack_tokens, device):
+    share = [samples[i] for i in distributed.share_of(indices)]
+    for mb in pack_groups(share, args.pack_tokens, device, policy.share_prefix, together=False):
         logprobs_T, entropy_T, correct_T = policy(mb)
         measured = dict(loss=-logprobs_T, entropy=entropy_T, mean_token_accuracy=correct_T)
         meter.tokens(mb, {f"eval_{name}": x_T for name, x_T in measured.items()})
@@ -110,7 +113,7 @@ def main(args: Args) -> None:
     args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
-        encode_row, SFT_COLUMNS, tokenizer, args, streams=args.streaming
+        encode_row, SFT_COLUMNS, tokenizer, args, streams=args.streaming, apart=True
     )
     if args.dry_run:
         return dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
@@ -128,15 +131,18 @@ def main(args: Args) -> None:
         args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES
     )
     run.message(*describe_data(args, samples, eval_samples, counts, eval_counts))
-    run.logger.preview(samples[0][0], tokenizer)
+    run.message(*cost_of_rewriting(policy, samples))
+    run.logger.preview(samples[0][-1], tokenizer, of=len(samples[0]))
     meter = run.meter
     if run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
-        batch = [samples[i][0] for i in order.draw(args.batch_size)[rank::world_size]]
-        micro_batches = pack(batch, args.pack_tokens, device)
+        batch = [samples[i] for i in order.draw(args.batch_size)[rank::world_size]]
+        micro_batches = pack_groups(
+            batch, args.pack_tokens, device, policy.share_prefix, together=False
+        )
         tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))
 
         # ---- 2. update: one optimizer step; the loss is a mean over the tokens of all ranks ----
@@ -157,7 +163,7 @@ def main(args: Args) -> None:
             grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. metrics, with the tokens of the samples; log and evaluate ----
-        metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)
+        metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(
                 eval_samples, lambda indices: evaluate(policy, eval_samples, indices, args, device)

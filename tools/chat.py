@@ -112,7 +112,7 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, Encoder, PromptArgs]:
 @torch.no_grad()
 def answer(model: nn.Module, encoder: Encoder, row: dict, max_new_tokens: int) -> str:
     """Print the answer to the column `prompt`, text or messages, token by token. Return it."""
-    prompt = encoder.prompt(row, ("prompt",))
+    prompt = [*encoder.prompt(row, ("prompt",))]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     limit = min(max_new_tokens, context - len(prompt))
     if limit < 1:

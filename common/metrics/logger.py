@@ -96,10 +96,10 @@ class RunLogger:
         for line in lines if self.active else ():
             self.console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
-    def preview(self, sample: Sample, tokenizer) -> None:
-        """Print one decoded sample."""
+    def preview(self, sample: Sample, tokenizer, of: int = 1) -> None:
+        """Print one decoded sample, the last `of` several sequences of its row."""
         if self.active:
-            preview(sample, tokenizer, self.console)
+            preview(sample, tokenizer, self.console, of)
 
     def samples(
         self, step: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor,
@@ -167,7 +167,7 @@ def _line(step: int, sample: Completion, reward: float, advantage: float) -> dic
     return line
 
 
-def preview(sample: Sample, tokenizer, console) -> None:
+def preview(sample: Sample, tokenizer, console, of: int = 1) -> None:
     """Print one decoded sample, with its trained tokens in colour, or between marks without a
     terminal."""
     from rich.text import Text
@@ -180,7 +180,8 @@ def preview(sample: Sample, tokenizer, console) -> None:
         position += length
         plain = f"⟦{piece}⟧" if trained and not console.is_terminal else piece
         text.append(plain, style="bold green" if trained else "dim")
-    console.print(Text("a sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
+    which = f"a sample, the last of {of} sequences of its row" if of > 1 else "a sample"
+    console.print(Text(f"{which} (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
 
 
 def asked(row: dict) -> str | None:

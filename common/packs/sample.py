@@ -1,6 +1,7 @@
 """Samples: a prompt and its completion as token ids, read from data or sampled by an engine."""
 
 import re
+from array import array
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import NamedTuple
@@ -21,16 +22,20 @@ class ImageSpan(NamedTuple):
 @dataclass
 class Sample:
     """A prompt and its completion as token ids. Every per-token list has the length of `ids`:
-    `x[i]` describes the token `ids[i]`."""
+    `x[i]` describes the token `ids[i]`.
 
-    ids: list[int]  # prompt, then completion
-    loss_mask: list[bool]  # whether a token is trained; nothing predicts the first one
+    A sample of data has arrays, which take a seventh of the memory; a `Completion` has lists."""
+
+    ids: array | list[int]  # int32: prompt, then completion
+    loss_mask: bytes | list[bool]  # whether a token is trained; nothing predicts the first one
     prompt_length: int = 0  # tokens of the prompt; `ids[prompt_length:]` is the completion
     row: dict = field(default_factory=dict)  # data row of the prompt
     # Where its first trained token is in the stored log-probs (extras/teachers/stored.py).
     stored_at: int | None = None
-    # How many turns are not trained because the chat template shows them in another form.
-    context_turns: int = 0
+    # How many turns of its row are not trained because their prompt and text contradict each other.
+    turns_left_out: int = 0
+    # As it is kept (text/load.py), it lacks so many ids of the sample before it, not trained.
+    shared: int = 0
     # Per-token lists that your own script adds: `streams["x"]` is `x_T` of a micro-batch.
     streams: dict[str, list[float]] = field(default_factory=dict)
 
@@ -41,7 +46,7 @@ class Sample:
 
     def decoded(self, tokenizer, ids: list[int]) -> str:
         """Decode some of `ids` for people. `[<image> x 64]` stands for 64 placeholders in a row."""
-        text = tokenizer.decode(ids)
+        text = tokenizer.decode([*ids])
         if not self.images or self.images[0].start >= len(self.ids):  # none, or cut off
             return text
         mark = tokenizer.decode([self.ids[self.images[0].start]])

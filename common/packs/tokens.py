@@ -57,7 +57,7 @@ def sequence_of(index: int, sample: Sample) -> TokenSequence:
     if sample.stored_at is not None:  # a token's place follows the trained tokens before it
         places = accumulate(sample.loss_mask[1:-1], initial=sample.stored_at)
         streams["stored_at"] = np.array([0, *places], np.int64)
-    ids, loss_mask = np.array(sample.ids, np.int32), np.array(sample.loss_mask, bool)
+    ids, loss_mask = np.array(sample.ids, np.int32), np.frombuffer(bytes(sample.loss_mask), bool)
     dataset = sample.row.get("_dataset")
     return TokenSequence(index, ids, loss_mask, streams, dataset, sample.images)
 

@@ -19,7 +19,7 @@ from common.text.chat import ChatTemplate, rendered
 from common.text.encode import Encoder
 from common.text.rows import PROMPT_COLUMNS, require_columns
 from common.text.tokenizer import eos_token_ids, load_tokenizer
-from common.text.turns import conversation_of
+from common.text.turns import as_read, turns_of
 from common.workers.worker import Result
 
 
@@ -129,9 +129,9 @@ class RewardModel:
             return ids if sample.finish_reason == "length" else ids + [end]
         messages = [*prompt, dict(role="assistant", content=sample.text)]
         if self.at_end_of_turn:
-            row = dict(_source=self.flag)
-            conversation = conversation_of(self.chat, row, messages, first_trained=len(prompt))
-            text = conversation.text[: conversation.turns[-1].end]
+            row, messages = as_read(self.chat, dict(_source=self.flag), messages)
+            ((said,), _) = turns_of(self.chat, row, messages, first_trained=len(prompt))
+            text = said.prompt + said.text
         else:
             text = rendered(self.tokenizer, messages, f"{self.flag}: its")
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -42,13 +42,13 @@ def hinted_prompt(
     messages = messages_field(row, column)
     if messages is None:
         text = fill(row | dict(prompt=text_field(row, column), hint=hint))
-        return encoder.prompt(row | {column: text}, (column,))
+        return [*encoder.prompt(row | {column: text}, (column,))]
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         raise ValueError(f"{row['_source']}: --hint needs a prompt with a message from the user")
     asked = messages[users[-1]]
     messages[users[-1]] = asked | dict(content=fill(row | dict(prompt=asked["content"], hint=hint)))
-    return encoder.prompt(row | {column: messages}, (column,))
+    return [*encoder.prompt(row | {column: messages}, (column,))]
 
 
 def divide(mb: PackedBatch) -> tuple[PackedBatch, PackedBatch]:

@@ -1,5 +1,6 @@
 """Rows -> prompts as token ids, for the scripts that sample."""
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from common.text.rows import (
 class Prompts:
     """Prompts as token ids, and the data row of each."""
 
-    ids: list[list[int]]
+    ids: list[array]
     rows: list[dict]
     dropped: int = 0
     """rows whose prompt was too long"""
@@ -37,7 +38,7 @@ class Prompts:
         return len(self.ids)
 
     def __getitem__(self, i: int) -> tuple[list[int], dict]:
-        return self.ids[i], self.rows[i]
+        return [*self.ids[i]], self.rows[i]
 
     def __str__(self) -> str:
         return f"{len(self)} prompts ({self.dropped} too long)"
@@ -100,7 +101,7 @@ def encode_prompts(
         makers["tools"] = partner_of(args).tools_of_rows(args, encoder.tokenizer)
     check = row_check(args)
 
-    def encode(row: dict) -> list[int]:
+    def encode(row: dict) -> array:
         for column, make in makers.items():
             row[column] = make(row)
         ids = encoder.prompt(row, columns)

@@ -81,9 +81,6 @@ class ChatTemplate:
         self.end = self._find_end(SAID, ASKED, MARK)
         marked = CALL | dict(function=dict(name=MARKED_CALL, arguments=dict(x=1)))
         self.end_of_calls = self._find_end(CALLED | dict(tool_calls=[marked]), RESULT, MARKED_CALL)
-        # What turns.py finds out about each structure of a conversation:
-        self.shown: set[tuple] = set()  # structures whose messages are all in the rendering
-        self.usual: dict[tuple, bool] = {}  # whether the last turn has no text of other messages
 
     # ---- text ----
 

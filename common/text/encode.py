@@ -1,21 +1,28 @@
 """Rows -> token ids with loss masks. As in TRL, the columns of a row determine its use."""
 
+from array import array
 from dataclasses import replace
-from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import BaseArgs
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.text.chat import SAID, ChatTemplate
-from common.text.messages import bad_row, given_messages, messages_field, text_field, unread_keys
+from common.text.messages import (
+    IMAGE,
+    bad_row,
+    given_messages,
+    messages_field,
+    text_field,
+    unread_keys,
+)
 from common.text.text_ids import TextIds
-from common.text.turns import ANOTHER_FORM, Rendering, conversation_of, prompt_of, reply_of
+from common.text.turns import as_read, prompt_of, reply_of, turns_of, whole_of
 
 
 class Encoder:
-    """Encoder of rows for training and sampling. A text is rendered whole before it is tokenised,
-    and a prompt has the same ids in training as in sampling."""
+    """Encoder of rows for training and sampling. A prompt has the same ids in both. Ids are
+    `array("i")`, masks `bytes`."""
 
     def __init__(self, tokenizer, args: BaseArgs):
         self.tokenizer = tokenizer
@@ -27,10 +34,12 @@ class Encoder:
             self.chat = ChatTemplate(tokenizer, args.template_kwargs)
         else:
             names = ["system_prompt", "template_kwargs"]
-            given = [name for name in names if getattr(args, name)]
-            for flag in ["prompt_format chat"] if args.prompt_format == "chat" else given:
+            flags = [name for name in names if getattr(args, name)]
+            if args.prompt_format == "chat":
+                flags = ["prompt_format chat"]
+            if flags:
                 problem = "the tokenizer has no chat template, or --prompt_format plain"
-                raise ValueError(f"--{flag}: {problem} does not use it; set --chat_template")
+                raise ValueError(f"--{flags[0]}: {problem} does not use it; set --chat_template")
         self.ends = {tokenizer.eos_token} - {None, ""}  # texts that end a completion
         if self.chat and self.chat.end and self.chat.end.token:
             self.ends.add(self.chat.end.token)
@@ -44,17 +53,20 @@ class Encoder:
 
     # ---- prompts ----
 
-    def prompt(self, row: dict, columns: tuple[str, ...]) -> list[int]:
+    def prompt(self, row: dict, columns: tuple[str, ...]) -> array:
         """Return the prompt ids of an RL row, up to the start of the reply. A turn of the model at
         the end of the prompt is continued. Without columns there is no prompt."""
         if not columns:
-            return []
+            return array("i")
         asked = self.as_asked(row, columns[0])
         if isinstance(asked, str):
-            (ids,) = self._pieces(row, self._plain(row, asked), [], adds_bos=True)
-            return ids
-        messages = self._read_messages(row, asked)
-        return self._chat_sample(row, prompt_of(self.chat, row, messages)).ids
+            ids = self._ids(row, self._plain(row, asked), adds_bos=True)
+        else:
+            read, messages = as_read(self.chat, row, self._read_messages(row, asked))
+            ids = self._ids(row, prompt_of(self.chat, read, messages))
+        ids, shown = self._shown(row, ids)
+        row.update(shown)
+        return ids
 
     def as_asked(self, row: dict, column: str) -> list[dict] | str:
         """Return a prompt: messages or, without a chat template, text. A question as text ends with
@@ -89,15 +101,17 @@ class Encoder:
         end, text = reply_of(self.chat, row, turn, self._read_messages(row, messages))
         if last_token not in (None, self.tokenizer.convert_tokens_to_ids(end)):
             last = end if calls else self.chat.end.last
-            return self._pieces(row, last + text, [])[0]
-        _, ids = self._pieces(row, end + text, [len(end)])
-        return ids
+            return [*self._ids(row, last + text)]
+        return [*self._ids(row, text, after=end)]
 
     # ---- samples ----
 
-    def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
-        """Encode a supervised row. The completion or every assistant turn is trained, with its EOS;
-        with `train_on_all` everything but images."""
+    def sft(
+        self, row: dict, columns: tuple[str, ...], train_on: str = "completion"
+    ) -> list[Sample]:
+        """Encode a supervised row as the sequences of its conversation, one or several. Trained
+        are, by `train_on`, `completion`: the completion or every turn of the model, with its end;
+        `last`: the last turn of the model alone; `all`: everything but images, as one sequence."""
         if columns in (("messages",), ("conversations",)):  # ShareGPT has conversations
             messages = self._messages(row, columns[0])
             if self.chat is None:
@@ -105,40 +119,35 @@ class Encoder:
             if not messages:
                 raise bad_row(row, f"column {columns[0]} must be a list of messages")
             messages = self._read_messages(row, self._with_system(row, messages))
-            whole = conversation_of(self.chat, row, messages, train_on_all=train_on_all)
-            sample = self._chat_sample(row, whole)
-        elif columns == ("text",):
+            return self._conversation(row, messages, 0, train_on)
+        if columns == ("text",):
             text = self._plain(row, text_field(row, "text"), has_end=True)
-            (ids,) = self._pieces(row, text, [], adds_bos=True)
-            ids = self._with_eos(ids)
-            sample = Sample(ids, [True] * len(ids), row=row)
-        else:
-            sample = self._prompt_completion(row, *columns)
-        if not train_on_all:
-            return sample
-        mask = [True] * len(sample.ids)
-        for span in sample.images:
-            mask[span.start : span.end] = [False] * (span.end - span.start)
-        return replace(sample, loss_mask=mask, context_turns=0)
+            return [self._all_trained(row, self._with_eos(self._ids(row, text, adds_bos=True)))]
+        return self._prompt_completion(row, *columns, train_on=train_on)
 
     def completion(self, row: dict, prompt: str, completion: str) -> Sample:
-        """Encode a prompt and a completion up to the last trained token, for objectives that score
-        completions. Raises `ValueError` for a completion without text, or with a turn that cannot
-        be trained."""
+        """Encode a prompt and a completion, for objectives that score completions. Raises
+        `ValueError` for a completion without text, or that is not one sequence."""
         messages = messages_field(row, completion)
         last = messages[-1] if messages else dict(content=str(row.get(completion, "?")))
         if not (last.get("tool_calls") or last["content"].strip()):
             raise bad_row(row, f"column {completion} is empty")
-        sample = self._prompt_completion(row, prompt, completion)
-        if not any(sample.loss_mask):
+        if messages and not any(message["role"] == "assistant" for message in messages):
             raise bad_row(row, f"column {completion} has no assistant turn")
-        if not sample.prompt_length:
+        samples = self._prompt_completion(row, prompt, completion)
+        if not samples:
+            raise bad_row(row, f"column {completion} has no assistant turn")
+        if not samples[0].prompt_length:
             raise bad_row(row, f"column {prompt} is empty")
-        if sample.context_turns:
-            raise bad_row(row, f"column {completion}: an earlier turn: {ANOTHER_FORM}")
-        return truncate(sample, len(sample.ids) - sample.loss_mask[::-1].index(True))
+        if len(samples) > 1 or samples[0].turns_left_out:
+            problem = "the chat template rewrites its earlier turns, so it is no single sequence"
+            advice = "let the prompt end before its last turn"
+            raise bad_row(row, f"column {completion}: {problem}; {advice}")
+        return samples[0]
 
-    def _prompt_completion(self, row: dict, prompt: str, completion: str) -> Sample:
+    def _prompt_completion(
+        self, row: dict, prompt: str, completion: str, train_on: str = "completion"
+    ) -> list[Sample]:
         asked = self.as_asked(row, prompt)
         if not isinstance(asked, str):
             answer = self._messages(row, completion)
@@ -151,27 +160,53 @@ class Encoder:
                     raise bad_row(row, f"column {completion} {problem}")
                 answer = answer[len(given) :]
             messages = self._read_messages(row, asked + answer)
-            return self._chat_sample(row, conversation_of(self.chat, row, messages, len(asked)))
+            return self._conversation(row, messages, len(asked), train_on)
         if given_messages(row, completion) is not None:
             problem = f"column {completion} lists messages, column {prompt} is text"
             raise bad_row(row, f"{problem}; --prompt_format chat makes that a user turn")
         asked = self._plain(row, asked)
         answered = self._read(row, text_field(row, completion), has_end=True, has_bos=True)
-        prompt_ids, ids = self._pieces(row, asked + answered, [len(asked)], adds_bos=True)
-        ids = self._with_eos(ids)
-        mask = [False] * len(prompt_ids) + [True] * len(ids)
-        return Sample(prompt_ids + ids, mask, prompt_length=len(prompt_ids), row=row)
+        ids = self._ids(row, asked, adds_bos=True)
+        said = self._ids(row, answered, after=asked) if asked else self._ids(row, answered)
+        said = self._with_eos(said)
+        if train_on == "all":
+            return [self._all_trained(row, ids + said)]
+        ids, row = self._shown(row, ids)
+        mask = bytes(len(ids)) + bytes([True]) * len(said)
+        return [Sample(ids + said, mask, len(ids), row)]
 
-    def _chat_sample(self, row: dict, rendering: Rendering) -> Sample:
-        cuts = [*chain(*((turn.start, turn.end) for turn in rendering.turns))]
-        trained = [*chain(*((False, turn.trained) for turn in rendering.turns)), False]
-        ids: list[int] = []
-        mask: list[bool] = []
-        for piece, is_trained in zip(self._pieces(row, rendering.text, cuts), trained, strict=True):
-            ids += piece
-            mask += [is_trained] * len(piece)
-        prompt_length = mask.index(True) if True in mask else len(ids)
-        return Sample(ids, mask, prompt_length, row, context_turns=rendering.context_turns)
+    def _conversation(
+        self, row: dict, messages: list[dict], first_trained: int, train_on: str
+    ) -> list[Sample]:
+        """Return the sequences that train the turns of the model from message `first_trained` on.
+        A turn whose prompt goes on from the sequence before it belongs to that sequence."""
+        read, messages = as_read(self.chat, row, messages)
+        if train_on == "all":
+            text = whole_of(self.chat, read, messages, first_trained)
+            return [self._all_trained(row, self._ids(row, text))]
+        is_last = train_on == "last"
+        turns, errors = turns_of(self.chat, read, messages, first_trained, is_last)
+        samples: list[Sample] = []
+        for turn in turns:
+            marks = sum(message["content"].count(IMAGE) for message in messages[: turn.number])
+            prompt, shown = self._shown(row, self._ids(row, turn.prompt), marks)
+            said = self._ids(row, turn.text, after=turn.prompt)
+            mask, length = bytes(len(prompt)), len(prompt)
+            if samples and prompt[: len(samples[-1].ids)] == samples[-1].ids:
+                last = samples.pop()
+                mask, length = last.loss_mask + mask[len(last.ids) :], last.prompt_length
+            mask += bytes([True]) * len(said)
+            samples.append(Sample(prompt + said, mask, length, shown, turns_left_out=len(errors)))
+        return samples
+
+    def _all_trained(self, row: dict, ids: array) -> Sample:
+        """Return a sample that trains all ids but those of images."""
+        ids, row = self._shown(row, ids)
+        sample = Sample(ids, bytes([True]) * len(ids), row=row)
+        mask = bytearray(sample.loss_mask)
+        for span in sample.images:
+            mask[span.start : span.end] = bytes(span.end - span.start)
+        return replace(sample, loss_mask=bytes(mask))
 
     # ---- messages and text ----
 
@@ -232,28 +267,29 @@ class Encoder:
             self.said[kind] = note
             distributed.say(note)
 
-    def _with_eos(self, ids: list[int]) -> list[int]:
+    def _with_eos(self, ids: array) -> array:
         """Return the ids with one EOS at the end, also if the text has its own."""
-        eos = self.tokenizer.eos_token_id
-        return ids if ids[-1:] == [eos] else [*ids, eos]
+        eos = array("i", [self.tokenizer.eos_token_id])
+        return ids if ids[-1:] == eos else ids + eos
 
-    def _pieces(
-        self, row: dict, text: str, cuts: list[int], adds_bos: bool = False
-    ) -> list[list[int]]:
-        """Return the ids of the pieces of a text. Raises `ValueError` for a token that the model
-        lacks."""
+    def _ids(self, row: dict, text: str, adds_bos: bool = False, after: str | None = None) -> array:
+        """Return the ids of a text, or those that the model says for it `after` a prompt. Raises
+        `ValueError` for a token that the model lacks, and for an image in what the model says."""
         try:
-            pieces = self.text_ids.pieces(text, cuts, adds_bos)
+            if after is None:
+                ids = self.text_ids.ids(text, adds_bos)
+            else:
+                ids = self.text_ids.after(after, text)
         except ValueError as error:
             raise bad_row(row, str(error)) from error
         limit = getattr(self.tokenizer, "model_vocab_size", None)
-        if limit:
-            largest = max(max(piece, default=0) for piece in pieces)
-            if largest >= limit:
-                token = self.tokenizer.convert_ids_to_tokens(largest)
-                problem = f"the model has no embedding for the token {token!r}; take it out"
-                raise bad_row(row, problem)
-        return pieces if self.images is None else self.images.expanded(row, pieces)
+        if limit and (largest := max(ids, default=0)) >= limit:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            problem = f"the model has no embedding for the token {token!r}; take it out"
+            raise bad_row(row, problem)
+        if after is not None and self.images is not None:
+            self.images.expanded(row, ids, [])
+        return ids
 
     # ---- images ----
 
@@ -271,6 +307,14 @@ class Encoder:
             scripts = "sft.py, dpo.py, grpo.py and eval.py have it"
             raise bad_row(row, f"the row has images; set {advice} ({scripts})")
         return messages
+
+    def _shown(self, row: dict, ids: array, count: int | None = None) -> tuple[array, dict]:
+        """Return the ids with the tokens that show the first `count` images of the row, and the row
+        with their places in `_images`."""
+        if self.images is None:
+            return ids, row
+        ids, spans = self.images.expanded(row, ids, (row.get("images") or [])[:count])
+        return ids, row | dict(_images=spans) if spans else row
 
     def _plain(self, row: dict, text: str, has_end: bool = False) -> str:
         """Return the text that the tokenizer gets for a prompt without a chat template."""

@@ -4,7 +4,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
+
+import numpy as np
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
@@ -48,19 +50,20 @@ class Samples(Sequence):
 
 def load_samples(
     encode_row: EncodeRow, choices: Sequence[Columns], tokenizer, args: TrainArgs,
-    optional: Sequence[str] = (), streams: bool = False,
+    optional: Sequence[str] = (), streams: bool = False, apart: bool = False,
 ) -> list[tuple[Samples, Counter]]:  # fmt: skip
     """Return samples of training rows and of held-out rows. With each comes a counter: how many
     rows were dropped or changed, by reason. With `streams` training rows are read when they are
     drawn.
 
     `encode_row(row, columns, encoder, args)` makes the group of samples of a row. `columns` are the
-    first of `choices` that the data has, and each of `optional` that any row has. Collective.
-    Raises `ValueError` for a bad row, and if no row is left."""
+    first of `choices` that the data has, and each of `optional` that any row has. A group is
+    dropped as a whole unless its samples are trained `apart`. Collective. Raises `ValueError` for a
+    bad row, and if no row is left."""
     if streams:
         with extra("streaming", "--streaming"):
             from extras.streaming.streaming import load_stream
-        return load_stream(encode_row, choices, tokenizer, args)
+        return load_stream(encode_row, choices, tokenizer, args, apart)
     train, held_out = train_and_eval_rows(args)
     columns = require_columns(args.dataset_flag, train, choices)
     say_unread(train, (*columns, *optional))
@@ -68,7 +71,7 @@ def load_samples(
     loaded = []
     for rows in (train, held_out):
         found = [name for name in optional if any(name in row for row in rows)]
-        loaded.append(encode_all(encode_row, rows, (*columns, *found), encoder, args))
+        loaded.append(encode_all(encode_row, rows, (*columns, *found), encoder, args, apart))
     (samples, counts), (held_out_samples, held_out_counts) = loaded
     if not samples:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
@@ -83,8 +86,9 @@ def say_unread(rows: list[dict], columns: Columns) -> None:
 
 
 def encode_all(
-    encode_row: EncodeRow, rows: list[dict], columns: Columns, encoder: Encoder, args: TrainArgs
-) -> tuple[Samples, Counter]:
+    encode_row: EncodeRow, rows: list[dict], columns: Columns, encoder: Encoder, args: TrainArgs,
+    apart: bool = False,
+) -> tuple[Samples, Counter]:  # fmt: skip
     """Return the samples of all rows, and how many rows were dropped or changed, by reason. Every
     rank encodes a part of the rows and gets all samples. Collective. Raises the error of the first
     bad row on every rank."""
@@ -97,7 +101,7 @@ def encode_all(
         own = []
         for row in rows[first : first + ROWS_AT_ONCE]:
             try:
-                own.append(encode(encode_row, row, columns, encoder, args))
+                own.append(encode(encode_row, row, columns, encoder, args, apart))
             except ValueError as error:
                 own.append(error)
         parts = distributed.gather_objects(own)
@@ -112,48 +116,74 @@ def encode_all(
     for kind, note in distributed.gather_dict(encoder.said).items():
         encoder.say_once(note, kind)
     bad.report()
-    return Samples([group[0].row for group in groups], lambda i: as_lists(groups[i])), counts
+    return Samples([group[0].row for group in groups], lambda i: whole(groups[i])), counts
 
 
 def encode(
-    encode_row: EncodeRow, row: dict, columns: Columns, encoder: Encoder, args: TrainArgs
-) -> tuple[SampleGroup, list[str]]:
-    """Return the samples of a row, with at most `--max_length` tokens each, and notes: why the row
-    was dropped, so that there are no samples, or how it was changed. Raises `ValueError` for a bad
-    row.
+    encode_row: EncodeRow, row: dict, columns: Columns, encoder: Encoder, args: TrainArgs,
+    apart: bool = False,
+) -> tuple[SampleGroup, list[str]]:  # fmt: skip
+    """Return the samples of a row as they are kept, with at most `--max_length` tokens each, and
+    notes: why the row was dropped, so that there are no samples, or how it was changed. Raises
+    `ValueError` for a bad row.
 
-    To save memory, ids and masks are arrays, a seventh of a list, until `as_lists` makes lists of
-    them, and a sample with the row `row` comes without it."""
+    To save memory, each sample keeps only what follows the ids that it shares with the one before
+    it, until `whole` joins them, and a sample with the row `row` comes without it."""
     group = encode_row(dict(row), columns, encoder, args)
     notes = []
-    length = max(len(sample.ids) for sample in group)
+    length = max((len(sample.ids) for sample in group), default=0)
     if length > args.max_length:
         if args.overlong == args.on_bad_row == "error":
             problem = f"{length} tokens exceed --max_length {args.max_length}"
             raise bad_row(row, f"{problem}; set --overlong drop or truncate")
-        if args.overlong != "truncate":
+        if args.overlong == "truncate":
+            notes.append("truncated (--max_length)")
+            group = [truncate(sample, args.max_length) for sample in group]
+        elif apart and (short := [x for x in group if len(x.ids) <= args.max_length]):
+            notes.append("with turns dropped as too long (--max_length)")
+            group = short
+        else:
             return [], ["dropped as too long (--max_length)"]
-        notes.append("truncated (--max_length)")
-        group = [truncate(sample, args.max_length) for sample in group]
-    if not all(any(sample.loss_mask[1:]) for sample in group):  # the first is never predicted
+    trained = [
+        sample for sample in group if any(sample.loss_mask[1:])
+    ]  # nothing predicts the first
+    if not trained or (len(trained) < len(group) and not apart):
         return [], ["dropped because no token is trained"]
-    if len(group) == 2 and group[0].ids == group[1].ids:
+    if len(group) == 2 and not apart and group[0].ids == group[1].ids:
         return [], ["with chosen = rejected, dropped"]
-    if any(sample.context_turns for sample in group):
-        notes.append("with turns not trained: the chat template rewrites them")
+    if any(sample.turns_left_out for sample in group):
+        notes.append("with turns left out: their prompt and text contradict each other")
     unknown = encoder.tokenizer.unk_token_id  # GPT-2 has its EOS here
     if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
         notes.append("with characters that the tokenizer lacks")
-    stored = []
-    for sample in group:
-        own = {} if sample.row == row else sample.row
-        arrays = dict(ids=array("i", sample.ids), loss_mask=bytes(sample.loss_mask))
-        stored.append(replace(sample, **arrays, row=own))
-    return stored, notes
+    rows = [{} if sample.row == row else sample.row for sample in trained]
+    return [replace(s, row=own) for s, own in zip(kept(trained), rows, strict=True)], notes
 
 
-def as_lists(group: SampleGroup) -> SampleGroup:
-    return [replace(s, ids=[*s.ids], loss_mask=[*map(bool, s.loss_mask)]) for s in group]
+def kept(group: SampleGroup) -> SampleGroup:
+    """Return the samples, each without the ids that it shares with the one before it."""
+    shared = [0, *(shared_start(one, other) for one, other in pairwise(group))]
+    return [
+        replace(s, ids=s.ids[n:], loss_mask=s.loss_mask[n:], shared=n)
+        for s, n in zip(group, shared, strict=True)
+    ]
+
+
+def whole(group: SampleGroup) -> SampleGroup:
+    """Return copies of kept samples, each with all its ids."""
+    samples: SampleGroup = []
+    for s in group:
+        before = samples[-1].ids[: s.shared] if s.shared else array("i")
+        mask = bytes(s.shared) + s.loss_mask
+        samples.append(replace(s, ids=before + s.ids, loss_mask=mask, shared=0))
+    return samples
+
+
+def shared_start(one: Sample, other: Sample) -> int:
+    """Return how many ids `other` shares with `one` at its start, before its trained ones."""
+    length = min(len(one.ids), len(other.ids), other.prompt_length)
+    differs = np.not_equal(one.ids[:length], other.ids[:length])
+    return int(differs.argmax()) if differs.any() else length
 
 
 def reasons(counts: Counter) -> str:

@@ -1,20 +1,15 @@
-r"""Text -> token ids, with places that must lie between two tokens: the ends of prompts and
-completions.
+r"""Text -> token ids: a prompt as an engine gets it, and what the model says after it.
 
-For example, a chat of three turns, of which the second one is trained, has two cuts:
-
-    <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n | 5<|im_end|> | \n<|im_start|>user...
-
-`pieces` returns the ids of each part. The first has the ids of the prompt from which the engine
-samples, even if one token of the whole text covers the cut: in a vocabulary with `\n5`, the prompt
-still ends with `\n`, and the trained part begins with `5`, which is what the model can sample.
+For example, in a vocabulary with the token `\n5`, the prompt `...assistant\n` still ends with `\n`,
+and a turn `5<|im_end|>` begins with `5`, which is what the model can sample after it.
 """
 
 import re
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import chain, pairwise, takewhile
+from itertools import pairwise, takewhile
 
 from common.parallel.process import first_line
 from common.text.chat import any_of
@@ -22,79 +17,44 @@ from common.text.messages import bad_row
 
 # With --special_text text, characters of this private range stand for special tokens of the data.
 FIRST = 0x100000
-STAND_IN = re.compile("[\U00100000-\U0010ffff]")
+STAND_IN = re.compile("([\U00100000-\U0010ffff])")
+OTHERS = ("a", "\n", ".")  # texts that a turn follows if one token would cover its start
 
 
 class TextIds:
-    """Token ids of texts in pieces, by one tokenizer."""
+    """Token ids of texts, by one tokenizer."""
 
     def __init__(self, tokenizer, ends: Iterable[str] = (), reads_hidden: bool = False):
         """`ends`: tokens that end turns, which may be added tokens that are not special. With
         `reads_hidden` the characters of `hidden` stand for special tokens that are text."""
         self.tokenizer = tokenizer
-        self._stand_in = STAND_IN if reads_hidden else any_of(())
+        self._stand_in = STAND_IN if reads_hidden else re.compile("((?!))")
         tokens = tokenizer.added_tokens_decoder.values()
         self.special_tokens = [str(token) for token in tokens if token.special]
         self.special = any_of(self.special_tokens)
-        # Not all added tokens: Gemma 3 has 6,400, and each `<` in a text would be compared to them.
-        self._splits = any_of([*self.special_tokens, *ends])
-        self._ids = lru_cache(maxsize=64)(self._ids_of)
-        self._bos = [*takewhile(lambda i: i != self._ids("a")[0], tokenizer("a")["input_ids"])]
+        # Nothing before one of these tokens changes the ids after it, and it takes nothing from the
+        # text before it. Not all added tokens: Gemma 3 has 6,400, and each `<` in a text would be
+        # compared to them.
+        takes_blanks = {str(token) for token in tokens if token.lstrip}
+        parting = [x for x in (*self.special_tokens, *ends) if x not in takes_blanks]
+        self._parting = any_of(parting)
+        self._longest = max(map(len, parting), default=0)
+        self._scanned: tuple[str, list[int]] = ("", [])  # the last text with its parting tokens
+        self._ids = lru_cache(maxsize=512)(self._ids_of_part)
+        self._bos = array("i", takewhile(lambda i: i != self._ids("a")[0], self._tokens("a", True)))
 
-    def _ids_of(self, text: str, as_text: bool = False) -> list[int]:
-        options = dict(split_special_tokens=True) if as_text else {}
-        try:
-            return self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of Rust is no Exception
-            file = f"{self.tokenizer.name_or_path}/tokenizer.json"
-            problem = f"{file} cannot read {text[:20]!r}: {first_line(error)}"
-            raise ValueError(problem) from error
+    def ids(self, text: str, adds_bos: bool = False) -> array:
+        """Return the ids of a text, int32. With `adds_bos` the tokenizer adds BOS, once; it never
+        adds EOS."""
+        ids = self._joined(text, self._starts(text))
+        return self._bos + ids if adds_bos and ids[: len(self._bos)] != self._bos else ids
 
-    def pieces(
-        self, text: str, cuts: Sequence[int], adds_bos: bool = False, follows: bool = False
-    ) -> list[list[int]]:
-        """Return the ids of the pieces of `text` between the places `cuts`, in characters.
-
-        The first piece is tokenised alone, as a prompt is for sampling; each later one gets the ids
-        that it has after the text before it. So `a|b` may have other ids than `ab`. With `adds_bos`
-        the tokenizer adds BOS, once; it never adds EOS. `follows`: other text comes before this
-        one, so SentencePiece must not add its blank in front. Raises `ValueError` if no token ends
-        at a cut."""
-        # Nothing before one of these tokens changes the ids after it.
-        starts = [0, *(match.start() for match in self._splits.finditer(text))]
-        pieces: list[list[int]] = []
-        for begin, end in pairwise([0, *cuts, len(text)]):
-            pieces.append([])
-            literals = chain(*(match.span() for match in self._stand_in.finditer(text, begin, end)))
-            for start, stop in pairwise([begin, *literals, end]):
-                if self._stand_in.fullmatch(text, start, stop):
-                    token = self.special_tokens[ord(text[start]) - FIRST]
-                    pieces[-1] += self._after("", token, as_text=True)
-                elif start == 0 and not follows:
-                    pieces[-1] += self._ids(text[:stop], False) if stop else []
-                else:
-                    is_behind_literal = self._stand_in.fullmatch(text, start - 1, start)
-                    head = text[starts[bisect_left(starts, start) - 1] : start]
-                    head = "" if is_behind_literal else head
-                    pieces[-1] += self._after(head, text[start:stop])
-        if adds_bos and pieces[0][: len(self._bos)] != self._bos:
-            pieces[0] = self._bos + pieces[0]
-        return pieces
-
-    def _after(self, head: str, text: str, as_text: bool = False) -> list[int]:
-        """Return the ids of `text` after `head`. Without `head`, or if one token would cover the
-        place between them, return those after other text. With `as_text` special tokens are text.
-        Raises `ValueError` if no token ends between them."""
-        if not text:
-            return []
-        for before in filter(None, (head, "a", "\n", ".")):
-            ids = self._ids(before, as_text)
-            both = self._ids(before + text, as_text)
-            if both[: len(ids)] == ids:
-                return both[len(ids) :]
-        raise ValueError(f"the tokenizer cannot separate {text[:20]!r} from the text before it")
+    def after(self, prompt: str, text: str) -> array:
+        """Return the ids that the model says for `text` after `prompt`: those of both together
+        behind the prompt's. If one token would cover the place between them, or without a prompt,
+        return the ids of `text` after other text. Raises `ValueError` if no token ends there."""
+        before = prompt[[0, *self._starts(prompt)][-1] :] if prompt else ""
+        return self._behind(before, text, lambda x: self._joined(x, self._find(x)))
 
     def hidden(self, row: dict, text: str) -> str:
         """Return a text with a character that stands for each special token in it, which keeps its
@@ -104,3 +64,66 @@ class TextIds:
             problem = "a character beyond U+FFFFF cannot be read with --special_text text"
             raise bad_row(row, problem)
         return self.special.sub(lambda m: chr(FIRST + self.special_tokens.index(m[0])), text)
+
+    def _behind(self, before: str, text: str, ids_of: Callable[[str], array]) -> array:
+        for other in filter(None, (before, *OTHERS)) if text else ():
+            ids = ids_of(other)
+            both = ids_of(other + text)
+            if both[: len(ids)] == ids:
+                return both[len(ids) :]
+        if text:
+            raise ValueError(f"the tokenizer cannot separate {text[:20]!r} from the text before it")
+        return array("i")
+
+    # ---- parts between special tokens ----
+
+    def _find(self, text: str, start: int = 0) -> list[int]:
+        return [match.start() for match in self._parting.finditer(text, start)]
+
+    def _starts(self, text: str) -> list[int]:
+        """Return where the parting tokens of a text begin. The next prompt of a conversation begins
+        as the last one, which is not searched again."""
+        before, starts = self._scanned
+        known = starts[: bisect_right(starts, shared_length(before, text) - self._longest)]
+        starts = known[:-1] + self._find(text, known[-1] if known else 0)
+        self._scanned = (text, starts)
+        return starts
+
+    def _joined(self, text: str, starts: list[int]) -> array:
+        ids = array("i")
+        for start, end in pairwise([0, *starts, len(text)]):
+            if start < end:
+                ids.extend(self._ids(text[start:end]))
+        return ids
+
+    def _ids_of_part(self, text: str) -> array:
+        first, *rest = self._stand_in.split(text)
+        ids = self._tokens(first) if first else array("i")
+        for hidden, following in zip(rest[::2], rest[1::2], strict=True):
+            token = self.special_tokens[ord(hidden) - FIRST]
+            ids += self._behind("", token, lambda x: self._tokens(x, split_special_tokens=True))
+            ids += self._behind("", following, self._tokens)
+        return ids
+
+    def _tokens(self, text: str, add_special_tokens: bool = False, **options: bool) -> array:
+        try:
+            ids = self.tokenizer(text, add_special_tokens=add_special_tokens, **options)
+            return array("i", ids["input_ids"])
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            file = f"{self.tokenizer.name_or_path}/tokenizer.json"
+            problem = f"{file} cannot read {text[:20]!r}: {first_line(error)}"
+            raise ValueError(problem) from error
+
+
+def shared_length(one: str, other: str) -> int:
+    """Return how many characters two texts share at their start."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -4,10 +4,14 @@ import math
 from collections import Counter
 from collections.abc import Sized
 from fractions import Fraction
+from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
 from common.parallel import distributed
+from common.text.load import kept
+
+COST_ROWS = 256  # first rows, by which a line about costs goes
 
 # Scripts that sample from the policy show these metrics on the console, and draw those.
 SHOW = ("reward", "kl", "eval/solved", "completions/mean_length", "time/step")
@@ -48,6 +52,22 @@ def describe_data(
     num_rows = len(data) if isinstance(data, Sized) else "a stream of"
     lines.append(f"{num_rows} training rows, {len(held_out)} held out, {length_of_run(args, data)}")
     return lines + repetitions(args, data)
+
+
+def cost_of_rewriting(policy, samples) -> list[str]:
+    """Return a line if the chat template rewrites earlier turns, so that rows are several
+    sequences, and `policy` computes their common prefixes again."""
+    if policy.share_prefix or not isinstance(samples, Sized):
+        return []
+    groups = samples[:COST_ROWS]
+    if all(len(group) == 1 for group in groups):
+        return []
+    tokens = [sum(len(sample.ids) for sample in chain(*groups)) / len(groups)]
+    tokens.append(sum(len(sample.ids) for group in groups for sample in kept(group)) / len(groups))
+    whole, shared = (f"{round(number):,}" for number in tokens)
+    problem = "the chat template rewrites earlier turns, and no prefix is shared"
+    cost = f"{whole} tokens a row are computed in place of {shared}"
+    return [f"{problem}: {cost}; --train_on last trains the last turn of each row alone"]
 
 
 def describe_rollouts(args: TrainArgs, prompts: Sized, held_out: Sized, rollouts) -> list[str]:

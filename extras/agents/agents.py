@@ -199,7 +199,7 @@ class Agents:
         """Return a completion of the messages in `row` without tokens."""
         if row["tools"] and self.parser is None:
             self.parser = make_parser(self.encoder.tokenizer, self.args)
-        ids = self.encoder.prompt(row, ("messages",))
+        ids = [*self.encoder.prompt(row, ("messages",))]
         _require_room(self.room - len(ids), f"the prompt has {len(ids)} tokens")
         return empty_completion(ids)
 

@@ -1,5 +1,6 @@
 """Images of rows -> marks in the messages, and the ids that show them."""
 
+from array import array
 from functools import lru_cache
 from pathlib import Path
 
@@ -45,34 +46,27 @@ class ImageEncoder:
         write it."""
         return text.replace(IMAGE, self.reader.around(self.token, self.tokenizer))
 
-    def expanded(self, row: dict, pieces: list[list[int]]) -> list[list[int]]:
-        """Replace each placeholder in the ids of a row by the ids that show its image, and set the
-        row's `_images`. Raises `ValueError` if the row has more or fewer placeholders than images.
-        """
-        files = row.get("images") or []
-        found = sum(piece.count(self.reader.image_id) for piece in pieces)
+    def expanded(self, row: dict, ids: array, files: list[str]) -> tuple[array, list[ImageSpan]]:
+        """Replace each placeholder in the ids of a row by the ids that show its image, one of
+        `files`. Return the ids and the images among them. Raises `ValueError` if there are more or
+        fewer placeholders than images."""
+        found = ids.count(self.reader.image_id)
         if found != len(files):
             what = f"{found} placeholders of images ({self.token!r}) for {len(files)} images"
             advice = "take the mark out of texts (--special_text text reads it as text)"
             if found < len(files):
                 advice = "set --chat_template to one of images and text"
             raise ValueError(f"{row['_source']}: the prompt has {what}; {advice}")
-        if not files:
-            return pieces
         rest = iter(files)
         spans: list[ImageSpan] = []
-        place = 0
-        longer = []
-        for piece in pieces:
-            longer.append([])
-            for token in piece:
-                shown = [token]
-                if token == self.reader.image_id:
-                    file = next(rest)
-                    with readable(f"{row['_source']}: the image {file}"):
-                        shown, span = self._shown(file)
-                    spans.append(span._replace(start=place + span.start, end=place + span.end))
-                longer[-1] += shown
-                place += len(shown)
-        row["_images"] = spans
-        return longer
+        longer = array("i")
+        for token in ids:
+            shown = [token]
+            if token == self.reader.image_id:
+                file = next(rest)
+                with readable(f"{row['_source']}: the image {file}"):
+                    shown, span = self._shown(file)
+                start, end = len(longer) + span.start, len(longer) + span.end
+                spans.append(span._replace(start=start, end=end))
+            longer.extend(shown)
+        return longer, spans

@@ -144,7 +144,7 @@ class Judge:
             self.answers.append([])
             for text in spellings:
                 row = dict(prompt=asked("?"), completion=text, _source=self.label)
-                ids = self.encoder.completion(row, "prompt", "completion").completion_ids
+                ids = [*self.encoder.completion(row, "prompt", "completion").completion_ids]
                 if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
                     self.answers[-1].append(ids[: len(ids) - len(end)])
         written = list(chain(*self.answers))

@@ -1,5 +1,6 @@
 """`--dry_run`: check a launch and print its plan, without weights (README.md)."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence, Sized
@@ -60,7 +61,8 @@ def dry_run(
         args, gpus, gpu, machine, trained, others,
         scorers=[trained[0]] * own_forwards + others,
         prompt=sum(len(sample.ids) for sample in samples) / len(samples),
-        each=args.samples_per_prompt if isinstance(args, OnlineArgs) else len(groups[0]),
+        each=(args.samples_per_prompt if isinstance(args, OnlineArgs)
+              else math.ceil(len(samples) / len(groups))),
         trained_share=trained_share,
     )  # fmt: skip
     lines += [*repetitions(args, data), *describe_memory(launch)]

@@ -19,11 +19,11 @@ from common.text.load import (
     EncodeRow,
     SampleGroup,
     Samples,
-    as_lists,
     encode,
     encode_all,
     reasons,
     say_unread,
+    whole,
 )
 from common.text.rows import (
     Columns,
@@ -41,7 +41,7 @@ LEAST_BLOCKS = 3  # of one file
 
 
 def load_stream(
-    encode_row: EncodeRow, choices: Sequence[Columns], tokenizer, args
+    encode_row: EncodeRow, choices: Sequence[Columns], tokenizer, args, apart: bool
 ) -> list[tuple["StreamedSamples | Samples", Counter]]:
     """Return a stream of training samples, whose counts are empty, and held-out samples in memory,
     see `load_samples`. Collective. Raises `ValueError` for bad data at the start of the stream."""
@@ -51,9 +51,12 @@ def load_stream(
     if rows:
         flag = f"--eval_dataset {' '.join(args.eval_dataset)}"
         columns = require_columns(flag, rows, choices)
-    held_out, counts = encode_all(encode_row, rows, columns, encoder, args)
+    held_out, counts = encode_all(encode_row, rows, columns, encoder, args, apart)
     require_held_out(rows, held_out.rows, f": {reasons(counts)}")
-    return [(StreamedSamples(encode_row, choices, encoder, args), Counter()), (held_out, counts)]
+    return [
+        (StreamedSamples(encode_row, choices, encoder, args, apart), Counter()),
+        (held_out, counts),
+    ]
 
 
 class StreamedSamples:
@@ -63,8 +66,11 @@ class StreamedSamples:
 
     rows = ()  # unknown at the start
 
-    def __init__(self, encode_row: EncodeRow, choices: Sequence[Columns], encoder: Encoder, args):
+    def __init__(
+        self, encode_row: EncodeRow, choices: Sequence[Columns], encoder: Encoder, args, apart: bool
+    ):
         self.encode_row = encode_row
+        self.apart = apart
         self.choices = choices
         self.encoder = encoder
         self.args = args
@@ -104,7 +110,7 @@ class StreamedSamples:
         return range(count)
 
     def __getitem__(self, i: int) -> SampleGroup:
-        return as_lists(self.batch[i])
+        return whole(self.batch[i])
 
     def _groups(self, epoch: int, drawn: int) -> Iterator[tuple[SampleGroup, tuple[int, int]]]:
         """Yield the groups after a position, pass after pass, each with the position after it.
@@ -118,7 +124,9 @@ class StreamedSamples:
                 if place <= drawn:
                     continue
                 try:
-                    group, notes = encode(self.encode_row, row, columns, self.encoder, self.args)
+                    group, notes = encode(
+                        self.encode_row, row, columns, self.encoder, self.args, self.apart
+                    )
                 except ValueError as error:
                     bad.add(error, row["_source"])
                     continue

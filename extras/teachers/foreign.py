@@ -128,7 +128,7 @@ class ForeignTeacher(Teacher):
         prompt = self.encoder.prompt(group[0].row, (self.column,))
         return [self._reading(sample, prompt) for sample in group]
 
-    def _reading(self, sample: Completion, prompt: list[int]) -> Reading | str:
+    def _reading(self, sample: Completion, prompt: Sequence[int]) -> Reading | str:
         """Return the completion in the teacher's tokens after the `prompt` in these, or why it has
         no spans."""
         ids = sample.completion_ids
@@ -139,13 +139,14 @@ class ForeignTeacher(Teacher):
         try:
             text = b"".join(pieces).decode()
             end = self._end(sample.row) if has_end else ""
-            own_ids, end_ids = self.encoder.text_ids.pieces(text + end, [len(text)], follows=True)
+            own_ids = self.encoder.text_ids.after("", text)
+            end_ids = self.encoder.text_ids.after(text, end)
         except ValueError as error:  # of UTF-8 too: half of a character
             return distributed.first_line(error)
         own_pieces = [self.bytes_of.get(i) for i in own_ids]
         if None in own_pieces or b"".join(own_pieces) != text.encode():
             return "the tokens of the teacher have another text"
-        own = prompt + own_ids + end_ids
+        own = [*prompt, *own_ids, *end_ids]
         if len(own) > self.longest:
             return f"it has {len(own)} tokens, more than the context of {self.longest}"
         mask = [False] * len(prompt) + [True] * (len(own) - len(prompt))

@@ -145,7 +145,8 @@ def _digest_of(samples: Sequence[Sample], path: str, *settings: object) -> str:
     for sample in samples:
         images = [image.digest for image in sample.images]
         # None stands for a field that samples once had: digests stay the same.
-        hashed.update(repr((sample.ids, sample.loss_mask, None, images)).encode())
+        ids, mask = [*sample.ids], [*map(bool, sample.loss_mask)]
+        hashed.update(repr((ids, mask, None, images)).encode())
     return hashed.hexdigest()
 
 

@@ -7,7 +7,6 @@ but none can be read is malformed: it is not an answer."""
 import importlib.util
 import json
 import logging
-import os
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,7 +17,7 @@ from common.parallel import distributed
 from common.text.chat import ASKED, CALL, PROBE, SAID, ChatTemplate, within
 from common.text.messages import arguments_of
 from common.text.thoughts import answer_of, template_text, thought_marks
-from common.text.turns import as_sampled, require_shown
+from common.text.turns import as_read, prompt_of, require_shown, said_of
 
 # How chat templates begin a call -> name of the parser; the first that matches is the default.
 FORMATS = (
@@ -130,22 +129,16 @@ def make_parser(tokenizer, args: SamplingArgs) -> Parser:
 
 
 def written_calls(chat: ChatTemplate, row: dict, calls: list[dict]) -> tuple[str, str]:
-    """Return a prompt and the turn that the chat template writes after it for `calls`, without the
-    token that ends it. The prompt is empty if the template opens a thought in it that it leaves out
-    of the turn. Raises `ValueError` if no token ends a turn with calls."""
-    turn = SAID | dict(content="", tool_calls=calls)
-    prompt, text, token = as_sampled(chat, row, [ASKED, turn])
-    if prompt is None or text is None or not token:
-        problem = "the chat template puts no end-of-turn token after a tool call"
-        raise ValueError(f"--tools: {problem}; set another --chat_template")
-    require_shown(chat, row, [ASKED, turn], text)
-    text = text[: text.rindex(token)]
-    if text.startswith(prompt):
-        return prompt, text[len(prompt) :]
-    shared = os.path.commonprefix([text, prompt])
-    if shared.rfind("<") > shared.rfind(">"):  # within a tag
-        shared = shared[: shared.rfind("<")]
-    return "", text[len(shared) :]
+    """Return a prompt and the turn that the model says after it for `calls`, without the token that
+    ends it. Raises `ValueError` if the template does not show such a turn."""
+    row, messages = as_read(chat, row, [ASKED, SAID | dict(content="", tool_calls=calls)])
+    try:
+        require_shown(chat, row, messages)
+        prompt = prompt_of(chat, row, messages[:1])
+        text = said_of(chat, row, messages, prompt)
+    except ValueError as error:
+        raise ValueError(f"{error}; set another --chat_template") from error
+    return prompt, text.removesuffix(chat.end_of_calls.token)
 
 
 def default_parser(text: str) -> str:

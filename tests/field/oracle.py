@@ -80,28 +80,6 @@ def spans_of(mask: list[bool]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def is_prompt(tokenizer, ids: list[int], prompts: list[set[str]]) -> bool:
-    """Return whether the ids are those of the last of `prompts`, the texts after which each turn is
-    sampled.
-
-    Exception: where one token of the whole text would cover the end of an earlier prompt, the text
-    there has other tokens, as the model saw and sampled them. Its characters are the same."""
-    return any(
-        ids == (whole := ids_of(tokenizer, text))
-        or decoded_alike(tokenizer, ids, whole, prompts[:-1])
-        for text in prompts[-1]
-    )
-
-
-def _covers_a_cut(tokenizer, whole: list[int], earlier: list[set[str]]) -> bool:
-    prompts = (ids_of(tokenizer, text) for texts in earlier for text in texts)
-    return any(whole[: len(ids)] != ids and _starts(tokenizer, whole, ids) for ids in prompts)
-
-
-def _starts(tokenizer, whole: list[int], ids: list[int]) -> bool:
-    return tokenizer.decode(whole).startswith(tokenizer.decode(ids))
-
-
 def is_turn(family: Family, tokenizer, ids: list[int], message: dict) -> bool:
     """Return whether the ids are the thought, the answer and the end of a turn, each once and
     nothing else."""
@@ -130,52 +108,36 @@ def check_shown(tokenizer, ids: list[int], messages: list[dict]) -> None:
         place = at + len(content) if in_order else place
 
 
-def check_whole(
-    family: Family, tokenizer, ids: list[int], texts: set[str], prompts: list[set[str]]
-) -> None:
-    """Require the ids of the template's whole text. Exceptions: the token that ends a turn is
-    appended where the template leaves it out; one token of the whole text would cover the end of a
-    prompt; the last prompt opens a thought that the template leaves out of the turn."""
-    wholes = [ids_of(tokenizer, text + end) for text in texts for end in ("", *family.ends)]
-    if any(ids == whole or decoded_alike(tokenizer, ids, whole, prompts) for whole in wholes):
-        return
-    continued = any(text.startswith(prompt) for text in texts for prompt in prompts[-1])
-    require(not continued, f"the ids are not those of the text: {tokenizer.decode(ids)!r}")
-
-
-def decoded_alike(tokenizer, ids: list[int], whole: list[int], prompts: list[set[str]]) -> bool:
-    """Return whether the ids differ from the whole text's only because a token of it covers the end
-    of a prompt."""
-    is_same_text = tokenizer.decode(ids) == tokenizer.decode(whole)
-    return is_same_text and _covers_a_cut(tokenizer, whole, prompts)
-
-
 def check_sft(family: Family, encoder: Encoder, messages: list[dict], **row: object) -> int:
-    """Encode a conversation that ends with a turn of the model and check it. Return the number of
-    turns that are context. Raises `Wrong`, or the encoder's `ValueError`."""
-    tokenizer = encoder.tokenizer
-    sample = encoder.sft(dict(messages=messages, _source="x:1", **row), ("messages",))
-    ids, spans = sample.ids, spans_of(sample.loss_mask)
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    check_shown(tokenizer, ids, messages)
-    require(0 < len(spans) <= len(turns), f"{len(spans)} trained spans for {len(turns)} turns")
-    require(sample.context_turns == len(turns) - len(spans), "context turns are counted wrong")
-    tools = row.get("tools")
-    options = dict(add_generation_prompt=True, tools=tools)
-    prompts = [renderings(tokenizer, messages[:i], **options) for i in turns]
-    check_whole(family, tokenizer, ids, renderings(tokenizer, messages, tools=tools), prompts)
+    """Encode a conversation that ends with a turn of the model and check its sequences: each turn
+    is in one of them or counted, a whole turn after the ids of its rendered prompt. Return the
+    number of turns that are left out. Raises `Wrong`, or the encoder's `ValueError`."""
+    tokenizer, row = encoder.tokenizer, row | dict(_source="x:1")
+    samples = encoder.sft(row | dict(messages=messages), ("messages",))
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    options = dict(add_generation_prompt=True, tools=row.get("tools"))
+    prompts = {
+        i: [ids_of(tokenizer, text) for text in renderings(tokenizer, messages[:i], **options)]
+        for i in turns
+    }
     left = list(turns)
-    for start, end in spans:
-        text = tokenizer.decode(ids[start:end])
-        said = [i for i in left if is_turn(family, tokenizer, ids[start:end], messages[i])]
-        require(bool(said), f"trained span is no turn of the model: {text!r}")
-        said = [i for i in said if is_prompt(tokenizer, ids[:start], prompts[: turns.index(i) + 1])]
-        require(bool(said), f"trained span does not follow its prompt: {text!r}")
-        i = said[0]
-        left = [later for later in left if later > i]
-        if i:
-            asked = encoder.prompt(dict(prompt=messages[:i], _source="x:1", **row), ("prompt",))
-            require(asked == ids[:start], f"prompt of sampling differs from that of turn {i + 1}")
-    text = squeezed(tokenizer.decode(ids[end:], skip_special_tokens=True))
-    require(i != turns[-1] or not text, f"text follows the last turn: {text}")
-    return sample.context_turns
+    for sample in samples:
+        ids, spans = sample.ids.tolist(), spans_of([*map(bool, sample.loss_mask)])
+        require(bool(spans) and spans[-1][1] == len(ids), "text follows the last turn")
+        require(sample.prompt_length == spans[0][0], "another length of the prompt")
+        for start, end in spans:
+            text = tokenizer.decode(ids[start:end])
+            said = [i for i in left if is_turn(family, tokenizer, ids[start:end], messages[i])]
+            require(bool(said), f"trained span is no turn of the model: {text!r}")
+            said = [i for i in said if ids[:start] in prompts[i]]
+            require(bool(said), f"trained span does not follow its prompt: {text!r}")
+            i = said[0]
+            left = [turn for turn in left if turn != i]
+            if messages[i - 1]["role"] != "assistant":  # else it would be continued
+                asked = encoder.prompt(row | dict(prompt=messages[:i]), ("prompt",))
+                require(asked.tolist() == ids[:start], f"prompt differs from that of turn {i + 1}")
+        check_shown(tokenizer, ids, messages[: i + 1])
+    for before, after in pairwise(samples):
+        require(after.ids[: len(before.ids)] != before.ids, "two sequences could be one")
+    require(samples[0].turns_left_out == len(left), "turns are counted wrong")
+    return len(left)

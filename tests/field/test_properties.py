@@ -125,10 +125,10 @@ def test_conversations_are_encoded_as_they_are_sampled_or_refused(family):
 
 
 def check_completion(family: Family, encoder: Encoder, messages: list[dict], row: dict) -> None:
-    """Require of a completion: the ids of `sft` up to its end, all of them trained after the prompt
-    of sampling."""
+    """Require of a completion: the ids of the last sequence of `sft`, all of them trained after the
+    prompt of sampling."""
     row = row | dict(_source="x:1")
-    whole = encoder.sft(row | dict(messages=messages), ("messages",))
+    sequences = encoder.sft(row | dict(messages=messages), ("messages",))
     asked, said = messages[:-1], messages[-1]
     if not squeezed(said["content"]):
         return  # refused as empty
@@ -140,17 +140,17 @@ def check_completion(family: Family, encoder: Encoder, messages: list[dict], row
     try:
         sample = completion(said)
     except ValueError:
-        assert whole.context_turns, "a trained turn is refused as a completion"
+        assert sequences[0].turns_left_out, "a trained turn is refused as a completion"
         return
     assert sample.prompt_ids == encoder.prompt(row | dict(prompt=asked), ("prompt",))
-    assert sample.ids == whole.ids[: len(sample.ids)]
+    assert sample.ids == sequences[-1].ids
     length = sample.prompt_length
     assert all(sample.loss_mask[length:]) and not any(sample.loss_mask[:length])
     again = completion(said | dict(content=said["content"] + encoder.chat.end.token))
     assert again.ids == sample.ids, "the end of a turn is doubled"
     parts = [turn | dict(content=[dict(type="text", text=turn["content"])]) for turn in messages]
     listed = encoder.sft(row | dict(messages=parts), ("messages",))
-    assert listed.ids == whole.ids, "content as parts"
+    assert [x.ids for x in listed] == [x.ids for x in sequences], "content as parts"
 
 
 @each_family
@@ -165,8 +165,8 @@ def test_a_turn_is_continued_from_the_prompt_of_sampling(family):
         row = dict(prompt=prompt, completion=[turn("assistant", rest)], _source="x:1")
         sample = encoder.completion(row, "prompt", "completion")
         assert sample.prompt_ids == encoder.prompt(row, ("prompt",))
-        assert is_turn(family, tokenizer, sample.completion_ids, turn("assistant", rest))
-        text = tokenizer.decode(sample.prompt_ids)
+        assert is_turn(family, tokenizer, [*sample.completion_ids], turn("assistant", rest))
+        text = tokenizer.decode([*sample.prompt_ids])
         starts = renderings(tokenizer, prompt[:1], add_generation_prompt=True)
         assert any(squeezed(text).startswith(squeezed(start)) for start in starts)
         assert squeezed(text).endswith(squeezed(begun))
@@ -187,17 +187,17 @@ def test_plain_text_has_one_bos_and_one_eos(family):
     def check(text, starts, ends, completion):
         assume(text and completion)
         given_text = (bos or "") * starts + text + eos * ends
-        sample = plain_encoder.sft(dict(text=given_text, _source="x:1"), ("text",))
+        (sample,) = plain_encoder.sft(dict(text=given_text, _source="x:1"), ("text",))
         assert all(sample.loss_mask) and sample.ids[-1] == tokenizer.eos_token_id
         assert sample.ids.count(tokenizer.eos_token_id) == 1 + (bos == eos and starts)
         if bos and bos != eos:
             assert sample.ids.count(tokenizer.bos_token_id) == (adds_bos or starts)
         row = dict(prompt=(bos or "") * starts + text, completion=completion + eos * ends)
         row |= dict(_source="x:1")
-        sample = plain_encoder.sft(row, ("prompt", "completion"))
+        (sample,) = plain_encoder.sft(row, ("prompt", "completion"))
         assert sample.prompt_ids == plain_encoder.prompt(row, ("prompt",))
         assert sample.completion_ids.count(tokenizer.eos_token_id) == 1
-        said = tokenizer.decode(sample.completion_ids[:-1])
+        said = tokenizer.decode([*sample.completion_ids[:-1]])
         assert squeezed(said) == squeezed(completion)
 
     check()

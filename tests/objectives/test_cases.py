@@ -49,10 +49,10 @@ def row():
     """Return (token, trained) of each token of `1+1=2`."""
     tokenizer = tiny_tokenizer()
     encoder = Encoder(tokenizer, BaseArgs(prompt_format="plain"))
-    sample = encoder.sft(
+    (sample,) = encoder.sft(
         dict(prompt="1+1=", completion="2", _source="rows:1"), ("prompt", "completion")
     )
-    return list(zip(tokenizer.convert_ids_to_tokens(sample.ids), sample.loss_mask, strict=True))
+    return list(zip(tokenizer.convert_ids_to_tokens([*sample.ids]), sample.loss_mask, strict=True))
 
 
 def test_row_ends_with_eos(row):

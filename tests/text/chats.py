@@ -73,21 +73,22 @@ def encoder(template: str | None = None, tokens: str = "", bos=None, **flags: ob
 # ---- encoded rows ----
 
 
-def samples(coder: Encoder, **row: object) -> list[Sample]:
-    """Return what a script makes of a row: [chosen, rejected], a training sample, or a prompt."""
+def samples(coder: Encoder, train_on: str = "completion", **row: object) -> list[Sample]:
+    """Return what a script makes of a row: [chosen, rejected], the sequences of a supervised row,
+    or a prompt."""
     row |= SOURCE
     choices = (*PAIR_COLUMNS, *SFT_COLUMNS, *PROMPT_COLUMNS)
     columns = next(columns for columns in choices if row.keys() >= {*columns})
     if columns in PAIR_COLUMNS:
         return encode_pair(coder, row, columns)
     if columns in SFT_COLUMNS:
-        return [coder.sft(row, columns)]
+        return coder.sft(row, columns, train_on)
     ids = coder.prompt(row, columns)
-    return [Sample(ids, [False] * len(ids))]
+    return [Sample(ids, bytes(len(ids)))]
 
 
 def encoded(coder: Encoder, **row: object) -> list[tuple[list[int], list[bool]]]:
-    return [(sample.ids, sample.loss_mask) for sample in samples(coder, **row)]
+    return [([*x.ids], [*map(bool, x.loss_mask)]) for x in samples(coder, **row)]
 
 
 def refused(coder: Encoder, words: str, **row: object) -> None:

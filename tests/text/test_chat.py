@@ -244,9 +244,17 @@ REFUSED = [
     (dict(prompt=BEGUN, completion=[ANSWER, *OTHER]), "turn 3: no further turn may follow one"),
     # turns that the template does not show as they are sampled
     (dict(messages=[ASKED, said("b")]), r"turn 2 \(assistant\): .* changes its text", UPPER),
-    (dict(messages=[ASKED, said("b")]), "turn 2 .* in another form than the sampled", COUNTED),
-    (dict(prompt=[ASKED], chosen=[ANSWER, *OTHER], rejected="5"), "an earlier turn: ", MARKED),
-    (dict(messages=[said("b")]), r"turn 1 \(assistant\): it has no prompt"),
+    (
+        dict(messages=[ASKED, said("b")]),
+        "turn 2 .*: the chat template does not go on from its prompt",
+        COUNTED,
+    ),
+    (
+        dict(prompt=[ASKED], chosen=[ANSWER, *OTHER], rejected="5"),
+        "column chosen: the chat template rewrites its earlier turns",
+        MARKED,
+    ),
+    (dict(messages=[said("b")]), r"turn 1 \(assistant\): nothing asks for it"),
     (dict(messages=[ASKED, turn("model", "b")]), "no message with the role assistant to"),
 ]
 

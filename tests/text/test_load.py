@@ -34,7 +34,7 @@ def loaded(rows: str) -> list:
         try:
             with mock.patch.object(load, "ROWS_AT_ONCE", 3):
                 for part, counts in load.load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args):
-                    found.append([[x.ids, x.loss_mask, x.row["_source"]] for [x] in part])
+                    found.append([[[*x.ids], [*x.loss_mask], x.row["_source"]] for [x] in part])
                     found.append(counts)
         except ValueError as error:
             found.append(str(error))

@@ -1,5 +1,5 @@
-"""Pieces of a text are the tokens of the whole text; what stands before a cut has the tokens that
-it has alone."""
+"""A prompt has the tokens that an engine gets, and what follows it the tokens of the whole text
+where these do not change the prompt's."""
 
 import json
 from pathlib import Path
@@ -55,22 +55,43 @@ def ids(tokenizer, text: str) -> list[int]:
 
 
 @settings(max_examples=200, derandomize=True)
+@given(texts=st.lists(TEXT, max_size=4))
+def test_a_text_has_the_tokens_of_the_tokenizer(tokenizer, texts):
+    """Also if it begins as the text before it, whose parts are kept."""
+    text_ids = TextIds(tokenizer)
+    for text in ("<s>".join(texts[:n]) for n in range(len(texts) + 1)):
+        assert text_ids.ids(text).tolist() == ids(tokenizer, text)
+        assert text_ids.ids(text + "4<s>").tolist() == ids(tokenizer, text + "4<s>")
+
+
+@settings(max_examples=200, derandomize=True)
 @given(prompt=TEXT, completion=TEXT)
-def test_prompt_has_the_tokens_that_it_has_alone(tokenizer, prompt, completion):
-    before, after = TextIds(tokenizer).pieces(prompt + completion, [len(prompt)])
-    assert before == ids(tokenizer, prompt)
-    assert tokenizer.decode(before + after) == tokenizer.decode(ids(tokenizer, prompt + completion))
+def test_prompt_and_completion_have_the_text_of_both(tokenizer, prompt, completion):
+    text_ids = TextIds(tokenizer)
+    before, after = text_ids.ids(prompt), text_ids.after(prompt, completion)
+    if prompt:
+        both = ids(tokenizer, prompt + completion)
+        assert tokenizer.decode([*before, *after]) == tokenizer.decode(both)
 
 
 @settings(max_examples=100, derandomize=True)
-@given(words=st.lists(st.sampled_from(["a", "4", "é", "x."]), min_size=1, max_size=5))
-def test_pieces_between_special_tokens_are_those_of_the_whole_text(tokenizer, words):
-    text = "<s>".join(words)
-    ends = [len("<s>".join(words[: i + 1])) for i in range(len(words) - 1)]
-    cuts = [cut for end in ends for cut in (end, end + len("<s>"))]
-    pieces = TextIds(tokenizer).pieces(text, cuts)
-    assert [i for piece in pieces for i in piece] == ids(tokenizer, text)
-    assert pieces[1::2] == [ids(tokenizer, "<s>")] * len(ends)
+@given(words=st.lists(st.sampled_from(["a", "4", "é", "x."]), min_size=2, max_size=5))
+def test_what_follows_a_special_token_has_the_tokens_of_the_whole_text(tokenizer, words):
+    prompt = "<s>".join(words[:-1]) + "<s>"
+    text_ids = TextIds(tokenizer)
+    whole = text_ids.ids(prompt) + text_ids.after(prompt, words[-1])
+    assert whole.tolist() == ids(tokenizer, prompt + words[-1])
+
+
+def test_a_token_that_takes_blanks_before_it_parts_no_text():
+    tokenizer = byte_level()
+    from tokenizers import AddedToken
+
+    tokenizer.add_special_tokens(
+        dict(additional_special_tokens=[AddedToken("<m>", lstrip=True, special=True)])
+    )
+    for text in ("a <m> a", "<s> <m>4"):
+        assert TextIds(tokenizer).ids(text).tolist() == ids(tokenizer, text)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +101,8 @@ def test_continuation_cannot_change_the_prompt(prompt, completion):
     """GPT-2's rules split the last of several blanks off if a word follows, and these pairs are one
     token."""
     tokenizer = byte_level()
-    before, after = TextIds(tokenizer).pieces(prompt + completion, [len(prompt)])
-    assert before == ids(tokenizer, prompt) and tokenizer.decode(after) == completion
+    before, after = ids(tokenizer, prompt), TextIds(tokenizer).after(prompt, completion).tolist()
+    assert tokenizer.decode(after) == completion
     assert before + after != ids(tokenizer, prompt + completion)
 
 
@@ -89,5 +110,5 @@ def test_continuation_begins_with_a_blank_only_if_the_text_has_one(tmp_path):
     """SentencePiece puts a blank in front of a text that is tokenised alone."""
     tokenizer = sentence_piece(False, tmp_path)
     for completion, tokens in (("4", "4"), (" 4", "▁ 4"), ("The", "The"), (" The", "▁The")):
-        _, after = TextIds(tokenizer).pieces(f"A:{completion}", [2])
+        after = TextIds(tokenizer).after("A:", completion).tolist()
         assert tokenizer.convert_ids_to_tokens(after) == tokens.split()

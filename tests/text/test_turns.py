@@ -1,7 +1,8 @@
-"""The model's turns are trained as they are sampled. `make field` runs these templates, and those
+"""Each turn of the model is trained as it is sampled. `make field` runs these templates, and those
 of TRL, with the tokenizers of their models."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from helpers import ROOT
@@ -69,9 +70,6 @@ RESULT_IN_TURN = loop(
     f"{{% if m.role != 'tool' and not m.tool_calls %}}{END}{{% endif %}}",
     prompt=f"{{% if messages[-1].role != 'tool' %}}{PROMPT}{{% endif %}}",
 )
-# Writes the system text, or the tools, into the first turn of the model.
-LEAKING = chat("{{ messages[0].content if loop.index0 == 1 and m.role != 'user' }}{{ m.content }}")
-LEAKING_TOOLS = LEAKING.replace("messages[0].content", "tools | tojson")
 
 
 def coder_of(template: str | None) -> Encoder:
@@ -90,6 +88,7 @@ SYSTEM = turn("system", "Be brief.")
 TALK = [SYSTEM, turn("user", " 1+1?"), said("<b>2</b>"), turn("user", "why?\n"), said(" So.\n")]
 THOUGHTS = [ASKED, said("2", reasoning_content="R"), ASKED, said("<think>\nQ\n</think>\n\n3")]
 R2, Q3 = "<think>\nR\n</think>\n\n2", "<think>\nQ\n</think>\n\n3"
+EMPTY = "<think>\n\n</think>\n\n"
 HELLO = [SYSTEM, said("Hello."), ASKED, said("4")]
 ADD = said("", reasoning_content="I add.", tool_calls=[CALL])
 AWKWARD = dict(type="function", function=dict(name="add", arguments=dict(a=f"add {EOT} add")))
@@ -109,33 +108,38 @@ TRAINED = [
     ("chatml_tools", TALK, ["<b>2</b><|im_end|>", " So.\n<|im_end|>"]),
     ("chatml_tools", THOUGHTS, [f"{R2}<|im_end|>", f"{Q3}<|im_end|>"]),
     ("chatml_tools", CALLS, [CALLED, "It is 2.<|im_end|>"]),
-    # a thought only in the last turn
-    ("qwen3", TALK, ["<b>2</b><|im_end|>", "<think>\n\n</think>\n\n So.\n<|im_end|>"]),
-    ("qwen3", THOUGHTS, [f"{Q3}<|im_end|>"]),
-    ("qwen3", CALLS, [CALLED, "<think>\n\n</think>\n\nIt is 2.<|im_end|>"]),
+    # a thought only in the last turn: what was said earlier is asked with another history
+    ("qwen3", TALK, [f"{EMPTY}<b>2</b><|im_end|>", f"{EMPTY} So.\n<|im_end|>"]),
+    ("qwen3", THOUGHTS, [f"{R2}<|im_end|>", f"{Q3}<|im_end|>"]),
+    ("qwen3", CALLS, [EMPTY + CALLED, f"{EMPTY}It is 2.<|im_end|>"]),
     # the same, in the prompt
-    (NO_THINKING, TALK, [" So.\n<|im_end|>"]),
-    (NO_THINKING, CALLS, ["It is 2.<|im_end|>"]),
+    (NO_THINKING, TALK, ["<b>2</b><|im_end|>", " So.\n<|im_end|>"]),
+    (NO_THINKING, CALLS, [CALLED, "It is 2.<|im_end|>"]),
+    (NO_THINKING, [*THOUGHTS[:3], said("3")], ["3<|im_end|>"]),  # a thought, and thinking is off
     *(
-        (NO_THINKING, [ASKED, said(x), ASKED, said("d")], ["d<|im_end|>"])
+        (NO_THINKING, [ASKED, said(x), ASKED, said("d")], [f"{x}<|im_end|>", "d<|im_end|>"])
         for x in ("b", "assistant", "<think>")
     ),
     # the token of the next role ends a turn
     ("glm4", TALK, [f"\n<think></think>\n{x}<|user|>" for x in ("<b>2</b>", "So.")]),
-    ("glm4", THOUGHTS, ["\n<think>Q</think>\n3<|user|>"]),
+    ("glm4", THOUGHTS, [f"\n<think>{t}</think>\n{x}<|user|>" for t, x in ("R2", "Q3")]),
     ("glm4", CALLS, [GLM_CALLED, "\n<think></think>\nIt is 2.<|user|>"]),
     ("glm4", CALLS[:2], [GLM_CALLED]),
     # another token ends earlier turns, and a call
-    ("gpt_oss", TALK, [f"{FINAL} So.\n<|return|>"]),
-    ("gpt_oss", THOUGHTS, [f"{ANALYSIS}Q<|end|><|start|>assistant{FINAL}3<|return|>"]),
+    ("gpt_oss", TALK, [f"{FINAL}<b>2</b><|return|>", f"{FINAL} So.\n<|return|>"]),
+    (
+        "gpt_oss",
+        THOUGHTS,
+        [f"{ANALYSIS}{t}<|end|><|start|>assistant{FINAL}{x}<|return|>" for t, x in ("R2", "Q3")],
+    ),
     ("gpt_oss", CALLS, [OSS_CALLED, f"{FINAL}It is 2.<|return|>"]),
     # the prompt opens a thought, which the turns lack
-    ("r1", TALK, ["\n</think>\n\n So.\n<｜end▁of▁sentence｜>"]),
-    ("r1", THOUGHTS, ["Q\n</think>\n\n3<｜end▁of▁sentence｜>"]),
+    ("r1", TALK, [f"\n</think>\n\n{x}<｜end▁of▁sentence｜>" for x in ("<b>2</b>", " So.\n")]),
+    ("r1", THOUGHTS, [f"{t}\n</think>\n\n{x}<｜end▁of▁sentence｜>" for t, x in ("R2", "Q3")]),
     ("r1", [ASKED, said("3", reasoning="Q")], ["Q\n</think>\n\n3<｜end▁of▁sentence｜>"]),
     ("r1", [ASKED, said("Q\n</think>\n\n3")], ["Q\n</think>\n\n3<｜end▁of▁sentence｜>"]),
     # EOS ends turns, no header begins them; the system text and the tools move to the last question
-    ("mistral_v3", TALK, [" So.<|eos|>"]),
+    ("mistral_v3", TALK, [" <b>2</b><|eos|>", " So.<|eos|>"]),
     ("mistral_v3", THOUGHTS, [f" {R2}<|eos|>", f" {Q3}<|eos|>"]),
     ("mistral_v3", CALLS, [MISTRAL_CALLED, " It is 2.<|eos|>"]),
     # content is a list of parts
@@ -155,10 +159,8 @@ TRAINED = [
     # thoughts before calls
     (READS_ALL, [ASKED, ADD], ["I add." + CALLED_TINY]),
     (THINKS_BEFORE_CALLS, [*THOUGHTS[:2], ASKED, ADD], [R2 + EOT, "I add." + CALLED_TINY]),
-    # a turn without a prompt, or with text of another place
+    # a turn that nobody asked for
     (None, HELLO[1:], ["4" + EOT]),
-    (LEAKING, HELLO, ["4" + EOT]),
-    (LEAKING_TOOLS, HELLO, ["4" + EOT]),
     # turns that the data leaves out
     (None, [ASKED, said("1", weight=0), ASKED, said("2", weight=1)], ["2" + EOT]),
     (None, [ASKED, said("1", train=True), ASKED, said("2", train=False)], ["1" + EOT]),
@@ -167,25 +169,31 @@ TRAINED = [
 
 @pytest.mark.parametrize(("template", "messages", "expected"), TRAINED)
 def test_turns_are_trained_as_they_are_sampled(template, messages, expected):
-    """Each follows a prompt of sampling. Other turns are context."""
+    """Each follows a prompt of sampling, in one sequence where the next prompt goes on."""
     coder = coder_of(template)
     row = dict(tools=[TOOL]) if "tools" in coder.chat.reads else {}
-    (sample,) = samples(coder, messages=messages, **row)
-    assert spans(coder, sample) == expected
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    prompts = [samples(coder, prompt=messages[:i], **row)[0].ids for i in turns if i]
-    starts = [i for i, is_trained in enumerate(sample.loss_mask) if is_trained]
-    starts = [i for i in starts if not sample.loss_mask[i - 1]]
-    assert all(sample.ids[:start] in prompts for start in starts)
+    sequences = samples(coder, messages=messages, **row)
+    assert [span for sample in sequences for span in spans(coder, sample)] == expected
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    prompts = [samples(coder, prompt=messages[:i], **row)[0].ids for i in turns]
+    for sample in sequences:
+        mask = [False, *sample.loss_mask]
+        starts = [i for i in range(len(sample.ids)) if mask[i + 1] and not mask[i]]
+        assert all(sample.ids[:start] in prompts for start in starts)
+        assert sample.prompt_length == starts[0]
+        bos = coder.tokenizer.bos_token_id
+        assert bos is None or sample.ids.count(bos) == 1
+    for before, after in pairwise(sequences):  # else they would be one
+        assert after.ids[: len(before.ids)] != before.ids
     off = [i for i in turns if not (messages[i].get("weight", 1) and messages[i].get("train", 1))]
-    assert sample.context_turns == len(turns) - len(off) - len(expected)
-    bos = coder.tokenizer.bos_token_id
-    assert bos is None or sample.ids.count(bos) == 1
+    assert sequences[0].turns_left_out == len(turns) - len(off) - len(expected)
+    (last,) = samples(coder, train_on="last", messages=messages, **row)
+    assert spans(coder, last) == expected[-1:] and last.ids == sequences[-1].ids
     if turns[-1] in off or messages[-1]["content"] == "":  # refused, and so are empty answers
         return
     pair = dict(prompt=messages[:-1], completion=messages[-1:], **row, **SOURCE)
     last = coder.completion(pair, "prompt", "completion")
-    assert last.ids == sample.ids[: len(last.ids)] and last.prompt_ids == prompts[-1]
+    assert last.ids == sequences[-1].ids and last.prompt_ids == prompts[-1]
     assert last.ids[-1] in eos_token_ids(tiny_model(), coder.tokenizer)
 
 
@@ -197,7 +205,7 @@ def test_shipped_template_has_schemas_calls_and_results_in_their_places():
     results, tools = [turn("tool", "1"), turn("tool", "2")], [TOOL, dict(TOOL, note="x")]
     messages = [SYSTEM, ASKED, said("I add.", tool_calls=calls), *results, said("3")]
     (sample,) = samples(coder, messages=messages, tools=tools)
-    system, _, calling, told, _, _ = coder.tokenizer.decode(sample.ids).split("<|im_end|>\n")
+    system, _, calling, told, _ = coder.tokenizer.decode(sample.ids).split("<|im_end|>\n")
     schemas = system.partition("<tools>\n")[2].partition("\n</tools>")[0].split("\n")
     assert system.startswith("<|im_start|>system\nBe brief.\n\n")
     assert [*map(json.loads, schemas)] == tools
@@ -228,7 +236,7 @@ def test_end_of_turn_token_is_found():
 
 def test_everything_is_trained_with_train_on_all():
     """Also what is no turn of the model, or shown in another form than the sampled one."""
-    coder = encoder(LEAKING)
+    coder = encoder()
     for columns, messages in (
         (("messages",), HELLO),
         (("messages",), HELLO[:2]),
@@ -236,21 +244,41 @@ def test_everything_is_trained_with_train_on_all():
         (("prompt", "completion"), HELLO),
     ):
         row = dict(messages=messages, prompt=messages[:1], completion=messages[1:], **SOURCE)
-        sample = coder.sft(row, columns, train_on_all=True)
-        assert all(sample.loss_mask) and sample.context_turns == 0
+        (sample,) = coder.sft(row, columns, train_on="all")
+        assert all(sample.loss_mask)
         assert coder.tokenizer.decode(sample.ids) == coder.chat.render({}, messages)
 
 
-def test_earlier_turns_are_tokenised_as_sampled():
-    """A turn begins with a token of its own; in the whole text, two line breaks would become one
-    token here."""
+def test_a_prompt_has_the_ids_of_its_whole_text():
+    """Two line breaks are one token here, but not where a turn begins with one of them. So the next
+    prompt, whose text goes on from that turn, has other ids, and is a sequence of its own."""
     coder = encoder()
     coder.tokenizer.add_tokens(["\n\n"])
-    messages = [turn("user", "a"), said("\nb"), turn("user", "c")]
-    ((whole, _),) = encoded(coder, messages=[*messages, said("d")])
-    assert coder.tokenizer.convert_tokens_to_ids("\n\n") not in whole
-    (last,) = samples(coder, prompt=messages, completion="d")
-    assert (last.ids, last.prompt_ids) == (whole, samples(coder, prompt=messages)[0].ids)
+    messages = [turn("user", "a"), said("\nb"), turn("user", "c"), said("d")]
+    first, second = samples(coder, messages=messages)
+    both = coder.tokenizer.convert_tokens_to_ids("\n\n")
+    assert both not in first.ids and both in second.ids
+    for sample, i in ((first, 1), (second, 3)):
+        text = coder.chat.render({}, messages[:i], add_generation_prompt=True)
+        ids = coder.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert sample.prompt_ids.tolist() == ids
+        assert sample.prompt_ids == samples(coder, prompt=messages[:i])[0].ids
+
+
+def test_a_turn_whose_prompt_and_text_contradict_each_other_is_left_out_and_counted():
+    """Here a thought, although thinking is off; a row without another turn is refused."""
+    coder = coder_of(NO_THINKING)
+    (sample,) = samples(coder, messages=[*THOUGHTS[:3], said("3")])
+    assert sample.turns_left_out == 1 and spans(coder, sample) == ["3<|im_end|>"]
+    words = (
+        "turn 2 .assistant.: the prompt ends the thought, the row has one; set --template_kwargs"
+    )
+    refused(coder, words, messages=THOUGHTS[:2])
+    refused(coder, words, train_on="last", messages=THOUGHTS[:2])
+    words = (
+        "column chosen: the chat template rewrites its earlier turns, so it is no single sequence"
+    )
+    refused(coder, words, prompt=[ASKED], chosen=THOUGHTS[1:3] + [said("3")], rejected="4")
 
 
 # ---- prompts ----

@@ -21,7 +21,7 @@ def loaded(path, pictures, device, **flags):
     tokenizer = load_tokenizer(str(path), args)
     encoder = Encoder(tokenizer, args)
     rows = load_rows("--dataset", str(pictures), "train", TrainArgs())
-    encode = lambda row: encoder.sft(row, ("prompt", "completion"))  # noqa: E731
+    encode = lambda row: encoder.sft(row, ("prompt", "completion"))[0]  # noqa: E731
     samples = [sample for _, sample in encode_each(rows, encode, "error")]
     return args, samples, load_policy(str(path), args, device)
 
