@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from helpers import (
     write_rows,
 )
 from in_process import talkative, words, write_teacher
+from text.chats import END, HEAD, loop, said, turn
 
 import ppo
 from common.model.policy import load_scalar_model
@@ -42,8 +44,9 @@ PENALTY = ("--missing_eos_penalty", 0.1)
 # Everything at once: the gradient of the sum depends on the packing if that of one part does.
 # The words `pairs`, `short`, `digits` and others stand for files of the fixture `flags`.
 SCRIPTS = dict(
-    sft=(*ROWS, "--loss", "dft", "--dataset", "short:3", "long:1", "--eval_dataset", "short",
-         "long", "one"),
+    sft=(*ROWS, *GROUPED, "--loss", "dft", "--dataset", "short:2", "long:1", "chats:2",
+         "--eval_dataset", "chats", "long", "one", "--prompt_format", "chat", "--chat_template",
+         "rewriting"),
     dpo=(*ROWS, *GROUPED, "--dataset", "pairs", "--loss", "sigmoid", "ipo", "cpo", "--sft_weight",
          0.5, "--label_smoothing", 0.1, "--beta", 0.5, "--reference_model", "tiny"),
     kto=(*ROWS, "--dataset", "pairs", "--beta", 0.5, "--desirable_weight", 1.5),
@@ -87,6 +90,16 @@ PACKS = dict(
 )
 
 
+# Earlier turns of the model lose their thoughts, so that each turn is a sequence of its own.
+REWRITING = loop(HEAD + "{{ m.thinking if loop.last and m.thinking }}{{ m.content }}" + END)
+
+
+def conversation(rng: random.Random) -> list[dict]:
+    """Return an answer, and further questions with their answers."""
+    answers = [said(words(rng, 2), thinking=words(rng, 3)) for _ in range(rng.randint(1, 3))]
+    return [*chain(*([answer, turn("user", words(rng, 2))] for answer in answers)), said("4")]
+
+
 @pytest.fixture(scope="module")
 def files(small, sums, pairs, reward_file, device, tmp_path_factory) -> dict[str, str]:
     """Data of very different lengths, so that a wrong denominator is detected, rewards that vary
@@ -97,12 +110,15 @@ def files(small, sums, pairs, reward_file, device, tmp_path_factory) -> dict[str
     some_sums = read_rows(sums)
     data = dict(
         short=rows[:20], long=rows[20:], one=rows[:1],  # `one` has fewer rows than ranks
+        chats=[row | dict(answer=conversation(rng)) for row in rows[:20]],
         domains=[row | dict(domain=("usual", "rare")[i % 5 == 0]) for i, row in
                  enumerate(some_sums)],
     )  # fmt: skip
     for name, lines in data.items():
         write_rows(folder / f"{name}.jsonl", lines)
     named = {name: f"{folder / name}.jsonl" for name in data}
+    (folder / "rewriting.jinja").write_text(REWRITING)
+    named["rewriting"] = str(folder / "rewriting.jinja")
     named |= {name: f"{reward_file}:{name}" for name in ("digits", "first", "longer")}
     models = dict(pairs=pairs, other=write_teacher(folder / "other"), same=small[1],
                   talkative=talkative(folder / "talkative", small[1]))  # fmt: skip

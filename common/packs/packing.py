@@ -31,6 +31,8 @@ from common.packs.tokens import (
     compact_tokens,
     joined,
     padding,
+    received,
+    sent,
     sequence_of,
 )
 from common.parallel import context, distributed
@@ -209,10 +211,10 @@ def per_sample(
 def sent_values(micro_batches: list[PackedBatch], values: Iterable[Tensor]) -> list[float]:
     """Return one number for each sample that this rank packed, in order. `values` has [N] for each
     micro-batch. Collective."""
-    sent = micro_batches[0].sent
-    num_samples = int(distributed.all_sum(len(sent)))
+    own = micro_batches[0].sent
+    num_samples = int(distributed.all_sum(len(own)))
     numbers = per_sample(micro_batches, values, (num_samples,)).tolist()
-    return [numbers[index] for index in sorted(sent)]
+    return [numbers[index] for index in sorted(own)]
 
 
 # ---- one minibatch ----
@@ -243,9 +245,9 @@ def _pack(
     packs = [
         _join([arrived[key] for key in bins[rank // R]], streams, device) for bins in micro_batches
     ]
-    sent = {index: sample for group in groups for index, sample in group.items()}
+    own_samples = {index: sample for group in groups for index, sample in group.items()}
     for mb in packs:
-        mb.sent = sent
+        mb.sent = own_samples
         mb.is_last = mb is packs[-1]
     for mb, following in pairwise(packs):
         if following.model_tokens.image_sequences:
@@ -270,10 +272,10 @@ def _exchange(
     outgoing = []
     for to in range(distributed.world_size()):
         keys = chain(*(bins[to // context_group_size()] for bins in micro_batches))
-        outgoing.append({key: own[key] for key in keys if key in own})
+        outgoing.append({key: sent(own[key]) for key in keys if key in own})
     arrived = {}
     for of_rank in distributed.exchange_objects(outgoing):
-        arrived |= of_rank
+        arrived |= {key: received(part) for key, part in of_rank.items()}
     return arrived
 
 

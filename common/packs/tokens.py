@@ -43,6 +43,7 @@ class TokenSequence(NamedTuple):
     dataset: str | None = None
     images: list[ImageSpan] = []  # all its images, also those in a shared prefix
     shared: int = 0  # it shares its first `shared` targets with the sequence before it
+    left_out: int = 0  # on its way, ids in front that the sequence before it has
 
     @property
     def num_targets(self) -> int:
@@ -60,6 +61,30 @@ def sequence_of(index: int, sample: Sample) -> TokenSequence:
     ids, loss_mask = np.array(sample.ids, np.int32), np.frombuffer(bytes(sample.loss_mask), bool)
     dataset = sample.row.get("_dataset")
     return TokenSequence(index, ids, loss_mask, streams, dataset, sample.images)
+
+
+def sent(part: list[TokenSequence]) -> list[TokenSequence]:
+    """Return the sequences of a part as they travel: without the ids, in front of the trained ones,
+    that each shares with the sequence before it. 50 turns of a conversation have 25 times the ids
+    of its last sequence."""
+    travelling = []
+    for s in part:
+        untrained = int(s.loss_mask.argmax()) if s.loss_mask.any() else len(s.ids)
+        n = min(s.shared, untrained)
+        travelling.append(s._replace(ids=s.ids[n:], loss_mask=s.loss_mask[n:], left_out=n))
+    return travelling
+
+
+def received(part: list[TokenSequence]) -> list[TokenSequence]:
+    """Return the whole sequences of a part that travelled."""
+    whole: list[TokenSequence] = []
+    for s in part:
+        if n := s.left_out:
+            ids = np.concatenate([whole[-1].ids[:n], s.ids])
+            loss_mask = np.concatenate([np.zeros(n, bool), s.loss_mask])
+            s = s._replace(ids=ids, loss_mask=loss_mask, left_out=0)
+        whole.append(s)
+    return whole
 
 
 def padding(num_targets: int, streams: list[str]) -> TokenSequence:

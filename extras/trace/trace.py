@@ -273,7 +273,7 @@ class Trace:
             updates[share.update] |= numbers[place]["update"]
         return known | dict(
             start=traced.start,
-            ids=sample.ids,
+            ids=[*sample.ids],
             tokens=[self.tokenizer.decode([i]) for i in sample.ids],
             mask=[int(trained) for trained in sample.loss_mask[traced.start :]],
             fixed=fixed,
