@@ -298,8 +298,8 @@ def eval_sets_of(datasets: Sequence[str], flag: str = "eval_dataset") -> dict[st
         if name == "" or not dataset:
             raise ValueError(f"--{flag} {spec}: expected name={flag.removeprefix('eval_')}")
         earlier_names = {set_name or set_dataset for set_dataset, set_name in out.items()}
-        for twice in {dataset} & out.keys() | {name or dataset} & earlier_names:
-            raise ValueError(f"--{flag} {spec}: {twice} is given twice")
+        if twice := {dataset} & out.keys() | {name or dataset} & earlier_names:
+            raise ValueError(f"--{flag} {spec}: {min(twice)} is given twice")
         out[dataset] = name
     if not out:
         raise ValueError(f"--{flag} needs at least one value")
@@ -344,7 +344,8 @@ def flags_of_adapter(folder: str) -> dict[str, Any]:
     targets = config.get("target_modules")
     if isinstance(targets, str) and targets != "all-linear":  # a regular expression
         unsupported.append("target_modules")
-    for key in unsupported:
+    if unsupported:
+        key = unsupported[0]
         raise ValueError(f"{label}: its {key} is {config[key]}, which is not supported")
     flags = dict(lora_rank="r", lora_alpha="lora_alpha", lora_targets="target_modules")
     return {flag: config.get(key) for flag, key in flags.items()}

@@ -127,8 +127,8 @@ def read_command_line(args_class: type[BaseArgs], argv: list[str]) -> dict[str, 
         config=(tyro.conf.UseAppendAction, tyro.conf.FlagConversionOff),
         console_outputs=distributed.is_main(),
     )
-    for word in unknown:
-        flag, _, _ = word.partition("=")
+    if unknown:
+        flag, _, _ = unknown[0].partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         raise ValueError(f"unknown flag {flag}{similar(name, [*types], '--')}")
     out = {}
@@ -183,8 +183,8 @@ def read_file(args_class: type[BaseArgs], path: str) -> dict[str, Any]:
     if not isinstance(flags, dict):
         raise ValueError(f"--config {path}: expected `flag: value` lines")
     types = {name: kind for name, kind in types_of(args_class).items() if name != "config"}
-    for name in flags.keys() - types:
-        key = "null" if name is None else name
+    if unknown := [name for name in flags if name not in types]:
+        key = "null" if unknown[0] is None else unknown[0]
         raise ValueError(f"--config {path}: unknown key {key}{similar(key, [*types])}")
     return {
         name: value_of([value], types[name]) if isinstance(value, str) else value

@@ -199,8 +199,9 @@ def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
     for file in files_of(path):
         tensors = opened.enter_context(safe_open(file, "pt"))
         names = tensors.keys()
-        for name in slices.keys() & names:
-            raise ValueError(f"{file.name}: another file has {name} too; delete one of the two")
+        if twice := slices.keys() & names:
+            problem = f"another file has {min(twice)} too; delete one of the two"
+            raise ValueError(f"{file.name}: {problem}")
         slices |= {name: tensors.get_slice(name) for name in names}
     if any(name.endswith("_blocks") for name in slices):
         with extra("architectures", f"{path}: its weights in MXFP4"):
@@ -242,13 +243,15 @@ def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
             if kind != "MergeModulelist" and getattr(operation, "dim", 0) == 0:
                 problem = f"{hf.config.model_type} needs {kind}"
                 raise ValueError(f"{problem}, which is not exact on several ranks")
-    for name, has, wants in sorted(found.mismatched_keys):
+    if found.mismatched_keys:
+        name, has, wants = min(found.mismatched_keys)
         needs = f"the model needs {list(wants)}"
         raise ValueError(f"{name}: the files have {list(has)} on this rank, {needs}")
     # A rank may hold none of a layer's experts, and then stacks none.
     has_part = {name for name in unread if hf.get_parameter(name).to_local().numel()}
     missing = {n for n in has_part if ".lora_" not in n} - {*hf.all_tied_weights_keys}
-    for name in sorted(missing - {"score.weight"}):
+    if missing := missing - {"score.weight"}:
+        name = min(missing)
         failure = found.conversion_errors.get(name, "no such weight in the files")
         # The error is a traceback, which ends with two messages.
         raise ValueError(f"{name}: {failure.splitlines()[-2:][0]}")

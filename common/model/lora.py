@@ -229,7 +229,8 @@ def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
         )
         if "score.weight" not in has:  # the adapter was trained on a language model
             needs.pop("score.weight", None)
-        for name in sorted(n for n in has.keys() | needs.keys() if has.get(n) != needs.get(n)):
+        if wrong := [n for n in has.keys() | needs.keys() if has.get(n) != needs.get(n)]:
+            name = min(wrong)
             needed = f"--model with these --lora_targets needs {needs.get(name, 'none')}"
             raise ValueError(f"{name} is {has.get(name, 'missing')}, {needed}")
     distributed.say(f"--adapter {args.adapter}: made for {base}")

@@ -216,7 +216,8 @@ def _compare(folder: Path, now: dict, args: BaseArgs) -> dict:
         problem = "is damaged; delete it to resume with what is read now"
         raise ValueError(f"{file} {problem}") from error
     began = f"not what the run in {folder} began with"
-    for flag, name in changed(then["fixed"], now["fixed"]):
+    if different := [*changed(then["fixed"], now["fixed"])]:
+        flag, name = different[0]
         flags = " and --eval_every, --pack_tokens, --on_bad_row" * (flag == args.dataset_flag)
         advice = f"restore it{flags}, use --resume never, or delete {file} to go on with it"
         raise ValueError(f"{flag}: {name} is {began}; {advice}")
