@@ -30,6 +30,8 @@ STRICT = ConfigDict(
 MAX_FLOAT = 3e38
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+JUDGE_KINDS = ("judge:", "rank:")  # rewards that ask a chat model
+MODEL_KINDS = ("model:", *JUDGE_KINDS)  # rewards by a model
 
 
 def _in_float32(number: T) -> T:

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import (
+    JUDGE_KINDS,
+    MODEL_KINDS,
     STRICT,
     Fraction,
     MayChange,
@@ -118,8 +120,6 @@ class CompletionArgs:
         return self
 
 
-JUDGE_KINDS = ("judge:", "rank:")  # rewards that ask a chat model
-MODEL_KINDS = ("model:", *JUDGE_KINDS)  # rewards by a model
 JUDGES = Needs(reward=JUDGE_KINDS, reward_model=JUDGE_KINDS)
 
 

@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable
 
 from common.config.extra import extra, load_named
-from common.config.online import JUDGE_KINDS, MODEL_KINDS, SamplingArgs
+from common.config.flags import JUDGE_KINDS, MODEL_KINDS
+from common.config.online import SamplingArgs
 from common.packs.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward

@@ -7,7 +7,8 @@ from itertools import chain
 
 import torch
 
-from common.config.online import MODEL_KINDS, SamplingArgs
+from common.config.flags import MODEL_KINDS
+from common.config.online import SamplingArgs
 from common.model.hub import resolve_model
 from common.model.loading import load_config
 from common.model.policy import load_scalar_model

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.config.online import MODEL_KINDS, SamplingArgs
+from common.config.flags import MODEL_KINDS
+from common.config.online import SamplingArgs
 from common.metrics.meter import Meter
 from common.packs.sample import Completion, Group
 from common.parallel import distributed

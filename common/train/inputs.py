@@ -10,9 +10,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from common.config.flags import eval_sets_of, public
+from common.config.flags import MODEL_KINDS, eval_sets_of, public
 from common.config.groups import BaseArgs
-from common.config.online import MODEL_KINDS
 from common.model.hub import checkpoints_in, local_folder
 from common.model.loading import files_of, named_errors
 from common.text.rows import OUR_COLUMNS
