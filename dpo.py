@@ -35,7 +35,7 @@ from common.config.flags import Needs, Positive
 from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs
 from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
-from common.evaluate.held_out import Generation, held_out_accuracy
+from common.evaluate.offline import held_out_accuracy, start_generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
@@ -201,7 +201,8 @@ def main(args: Args) -> None:
         policy, (pairs, eval_pairs), tokenizer, args, device, needs_reference
     )  # all R rows
     optimizer = adamw(policy, args)
-    generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
+    # --eval_generate: answers held-out prompts; None without it
+    generation = start_generation(policy, args, tokenizer, eval_pairs.all_rows)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, pairs)
@@ -212,7 +213,7 @@ def main(args: Args) -> None:
     for sample in pairs[0]:
         run.logger.preview(sample, tokenizer)
     meter = run.meter
-    if run.first_step == 0:
+    if generation and run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
@@ -241,11 +242,13 @@ def main(args: Args) -> None:
                     policy, eval_pairs, indices, eval_ref_logps_R2, args, device
                 ),
             )
-            metrics |= generation.evaluate(step + 1)
+            if generation:
+                metrics |= generation.evaluate(step + 1)
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run.latest, eval_pairs))
-    generation.close()
+    if generation:
+        generation.close()
     distributed.cleanup()
 
 

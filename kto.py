@@ -31,7 +31,7 @@ from torch import Tensor
 from common.config.flags import Positive
 from common.config.groups import TINY_OFFLINE, OfflineArgs
 from common.config.parse import parse
-from common.evaluate.held_out import Generation, held_out_accuracy
+from common.evaluate.offline import held_out_accuracy, start_generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
@@ -273,7 +273,8 @@ def main(args: Args) -> None:
         policy, (groups, eval_groups), tokenizer, args, device
     )  # all R rows
     optimizer = adamw(policy, args)
-    generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
+    # --eval_generate: answers held-out prompts; None without it
+    generation = start_generation(policy, args, tokenizer, eval_rows.all_rows)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, groups)
@@ -283,7 +284,7 @@ def main(args: Args) -> None:
     run.message(*describe_data(args, groups, eval_groups, counts, eval_counts), *balance)
     run.logger.preview(groups[0][0], tokenizer)
     meter = run.meter
-    if run.first_step == 0:
+    if generation and run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
@@ -318,11 +319,13 @@ def main(args: Args) -> None:
                     policy, eval_groups, indices, eval_ref_logps_R2, args, device
                 ),
             )
-            metrics |= generation.evaluate(step + 1)
+            if generation:
+                metrics |= generation.evaluate(step + 1)
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run.latest, eval_groups))
-    generation.close()
+    if generation:
+        generation.close()
     distributed.cleanup()
 
 

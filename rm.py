@@ -29,7 +29,7 @@ from torch.nn.functional import logsigmoid
 from common.config.flags import NotNegative, Positive
 from common.config.groups import PrefixArgs, TrainArgs
 from common.config.parse import parse
-from common.evaluate.held_out import held_out_accuracy
+from common.evaluate.offline import held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import ScalarModel, load_scalar_model

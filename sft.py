@@ -24,7 +24,7 @@ from torch import Tensor
 from common.config.flags import Positive
 from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs, StreamArgs
 from common.config.parse import parse
-from common.evaluate.held_out import Generation
+from common.evaluate.offline import start_generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
@@ -123,7 +123,8 @@ def main(args: Args) -> None:
     # ---- model: FSDP2 shards of float32 masters ----
     policy = load_policy(path, args, device)
     optimizer = adamw(policy, args)
-    generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
+    # --eval_generate: answers held-out prompts; None without it
+    generation = start_generation(policy, args, tokenizer, eval_samples.all_rows)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, samples)
@@ -134,7 +135,7 @@ def main(args: Args) -> None:
     run.message(*cost_of_rewriting(policy, samples))
     run.logger.preview(samples[0][-1], tokenizer, of=len(samples[0]))
     meter = run.meter
-    if run.first_step == 0:
+    if generation and run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
@@ -168,11 +169,13 @@ def main(args: Args) -> None:
             metrics |= evaluate_sets(
                 eval_samples, lambda indices: evaluate(policy, eval_samples, indices, args, device)
             )
-            metrics |= generation.evaluate(step + 1)
+            if generation:
+                metrics |= generation.evaluate(step + 1)
         run.log(step + 1, metrics)
 
     run.end()
-    generation.close()
+    if generation:
+        generation.close()
     distributed.cleanup()
 
 

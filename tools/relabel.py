@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import durable
 from common.config.parse import parse
-from common.evaluate.held_out import wilson_interval
+from common.evaluate.offline import wilson_interval
 from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import load_scalar_model
 from common.model.scoring import score

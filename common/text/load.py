@@ -31,7 +31,10 @@ EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], SampleGroup]
 
 
 class Samples(Sequence):
-    """Groups of samples, one for each of `rows`. `make(i)` makes group i whenever it is read."""
+    """Groups of samples, one for each of `rows`. `make(i)` makes group i whenever it is read.
+    `all_rows`, of held-out samples: the rows of the data, also those that have no sample."""
+
+    all_rows: Sequence[dict] = ()
 
     def __init__(self, rows: list[dict], make: Callable[[int], SampleGroup]):
         self.rows = rows
@@ -76,6 +79,7 @@ def load_samples(
     if not samples:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
     require_held_out(held_out, held_out_samples.rows, f": {reasons(held_out_counts)}")
+    held_out_samples.all_rows = held_out
     return loaded
 
 

@@ -53,10 +53,9 @@ def load_stream(
         columns = require_columns(flag, rows, choices)
     held_out, counts = encode_all(encode_row, rows, columns, encoder, args, apart)
     require_held_out(rows, held_out.rows, f": {reasons(counts)}")
-    return [
-        (StreamedSamples(encode_row, choices, encoder, args, apart), Counter()),
-        (held_out, counts),
-    ]
+    held_out.all_rows = rows
+    training = StreamedSamples(encode_row, choices, encoder, args, apart)
+    return [(training, Counter()), (held_out, counts)]
 
 
 class StreamedSamples:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from helpers import completion
 
-from common.evaluate.held_out import evaluate_prompts, wilson_interval
+from common.evaluate.held_out import evaluate_prompts
+from common.evaluate.offline import wilson_interval
 from common.metrics.meter import Meter
 
 NAN = math.nan

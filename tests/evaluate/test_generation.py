@@ -7,8 +7,8 @@ from helpers import assert_same_weights, metrics, run, write, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
-from common.evaluate import held_out
-from common.evaluate.held_out import first_of_each_set
+from common.evaluate import generation
+from common.evaluate.generation import first_of_each_set
 from common.text.rows import train_and_eval_rows
 
 pytestmark = pytest.mark.slow
@@ -76,10 +76,31 @@ def test_prompts_that_are_too_long_are_counted_before_the_engine_starts(
         "--eval_every",
         1,
     )
-    monkeypatch.setattr(held_out, "ColocatedEngine", lambda *_, **__: pytest.fail())
+    monkeypatch.setattr(generation, "ColocatedEngine", lambda *_, **__: pytest.fail())
     with pytest.raises(pytest.fail.Exception):
         main("sft", *small, *flags, "--prompt_format", "plain", "--output_dir", tmp_path / "run")
     assert "--eval_generate 4 answers 3 prompts (1 too long)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "kto"])
+def test_held_out_rows_are_read_once(script, small, main, tmp_path, monkeypatch, capsys):
+    """Those that train nothing are answered too."""
+    pairs = [("2", "3")] * 3 + [("2" * 200, "3")]
+    rows = [
+        dict(prompt=f"1+{i}=", completion=right, chosen=right, rejected=wrong, answer="2")
+        for i, (right, wrong) in enumerate(pairs)
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    data.write_text(data.read_text() + "{\n")
+    flags = ("--eval_dataset", data, "--eval_generate", 9, "--eval_every", 1, "--max_steps", 1)
+    flags += ("--max_new_tokens", 5, "--max_length", 99, "--on_bad_row", "skip")
+    flags += ("--prompt_format", "plain", "--output_dir", tmp_path / "run")
+    monkeypatch.setattr(generation, "ColocatedEngine", lambda *_, **__: pytest.fail())
+    with pytest.raises(pytest.fail.Exception):
+        main(script, *small, *flags)
+    said = capsys.readouterr().out
+    assert said.count("is not valid JSON") == 1
+    assert "--eval_generate 9 answers 4 prompts" in said
 
 
 def test_prompts_that_cannot_be_scored_are_refused(main, tmp_path):
