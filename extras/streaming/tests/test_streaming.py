@@ -12,7 +12,7 @@ from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 import sft
 from common.model.tiny import tiny_model
 from common.text.load import load_samples
-from common.text.rows import SFT_COLUMNS
+from common.text.rows import SFT_COLUMNS, held_out_rows
 from common.text.tokenizer import load_tokenizer
 from extras.streaming import streaming
 from extras.streaming.streaming import StreamedSamples
@@ -62,6 +62,17 @@ def test_each_pass_yields_every_row_once_in_a_new_order(data, monkeypatch):
     assert shards != sorted(shards)
     monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 1000)
     assert sorted(drawn(samples_of(data), 30)) == sorted(first)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_held_out_rows_that_train_nothing_are_known(data, streams):
+    files = (str(data.parent / "a.jsonl"), str(data.parent / "c.parquet"))
+    flags = dict(eval_dataset=files, max_length=9, prompt_format="plain", max_steps=1)
+    args = sft.Args(dataset=(str(data),), streaming=streams, **flags)
+    task = (sft.encode_row, SFT_COLUMNS, load_tokenizer(tiny_model()), args)
+    _, (held_out, counts) = load_samples(*task, streams=streams)
+    assert held_out.all_rows == held_out_rows(args) and len(held_out.all_rows) == 19
+    assert len(held_out) == 19 - counts.total() < 19
 
 
 def test_samples_equal_those_in_memory(data):
