@@ -26,8 +26,9 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from common.config.distill import DivergenceArgs, TeacherArgs
 from common.config.flags import BelowOne, Fraction, Needs, NotNegative, Positive, Several
-from common.config.objectives import CorrectionArgs, DivergenceArgs, PolicyLossArgs, TeacherArgs
+from common.config.objectives import CorrectionArgs, PolicyLossArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts

@@ -33,8 +33,8 @@ from torch.nn.functional import logsigmoid
 
 from common.config.flags import Needs, Positive
 from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs
-from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
+from common.config.preference import PreferenceArgs
 from common.evaluate.offline import held_out_accuracy, start_generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model

@@ -31,9 +31,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, Positive
-from common.config.objectives import PreferenceArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
+from common.config.preference import PreferenceArgs
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.hub import context_length, resolve_model

@@ -29,8 +29,8 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from common.config.distill import DivergenceArgs
 from common.config.flags import NotNegative, Positive, Several
-from common.config.objectives import DivergenceArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.evaluate.estimators import SOLVED
