@@ -4,8 +4,11 @@ interval, and the door to completions of held-out prompts."""
 import math
 from collections.abc import Sized
 
+from common.config.groups import OfflineArgs
+from common.model.policy import Policy
 
-def start_generation(policy, args, tokenizer, rows: list[dict]):
+
+def start_generation(policy: Policy, args: OfflineArgs, tokenizer, rows: list[dict]):
     """Return a started `Generation` that answers held-out `rows` with `--eval_generate`, else None.
     Call after the optimizer is made. Collective."""
     if not (args.eval_generate and args.eval_every):
