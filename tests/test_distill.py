@@ -162,10 +162,10 @@ def test_given_completions_are_truncated_to_max_new_tokens():
     rows = [dict(prompt="1+1=", completion=text, _source="a:1") for text in ("2", "12345")]
     prompts = Prompts([tokenizer("1+1=")["input_ids"]] * 2, rows)
     short, long = distill.read_samples(prompts.rows, Encoder(tokenizer, args), args)
-    assert short.completion_ids == tokenizer("2")["input_ids"] + [tokenizer.eos_token_id]
+    assert [*short.completion_ids] == tokenizer("2")["input_ids"] + [tokenizer.eos_token_id]
     assert tokenizer.decode(long.completion_ids) == "123"
-    assert long.loss_mask == [False] * 4 + [True] * 3
-    assert short.ids[: short.prompt_length] == prompts.ids[0]
+    assert [*long.loss_mask] == [False] * 4 + [True] * 3
+    assert [*short.prompt_ids] == prompts.ids[0]
 
 
 # ---- bad input ----

@@ -50,7 +50,7 @@ def naive_logps(hf, sample):
     ids = torch.tensor([sample.ids])
     logp_TV = hf(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
     picked = logp_TV.gather(-1, ids[0, 1:, None])[:, 0]
-    return picked[torch.tensor(sample.loss_mask[1:])].sum().item()
+    return picked[torch.tensor([*sample.loss_mask[1:]], dtype=torch.bool)].sum().item()
 
 
 def test_logprobs_equal_those_of_plain_transformers(pairs, device):

@@ -124,7 +124,9 @@ def test_mismatch_is_the_completion_of_the_next_row_with_another_prompt():
     # the mismatch of the last row is that of the first
     assert told == ["1+1=<2>", "1+1=<2>", "2+1=<3>", "3+1=<0>"]
     for sample, mismatch in groups:
-        assert mismatch.loss_mask == [i >= sample.prompt_length for i in range(len(mismatch.ids))]
+        assert [*mismatch.loss_mask] == [
+            i >= sample.prompt_length for i in range(len(mismatch.ids))
+        ]
     _, short = encode(rows, KTO_COLUMNS[0], max_length=6, overlong="truncate")
     assert all(len(sample.ids) <= 6 for group in short for sample in group)
 

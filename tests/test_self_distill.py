@@ -84,7 +84,7 @@ def test_hint_enters_the_text_or_the_last_message_of_the_user():
     row["prompt"] = [dict(role=role, content=text) for role, text in turns]
     changed = [*row["prompt"][:2], dict(role="user", content="2;3;no"), row["prompt"][3]]
     expected = encoder.prompt(row | dict(prompt=changed), ("prompt",))
-    assert hinted_prompt(encoder, "prompt", fill, row, "2") == expected
+    assert hinted_prompt(encoder, "prompt", fill, row, "2") == [*expected]
     with pytest.raises(ValueError, match="a:1: --hint needs a prompt with a message from the user"):
         system = dict(_source="a:1", level=3, prompt=[dict(role="system", content="x")])
         hinted_prompt(encoder, "prompt", fill, system, "2")

@@ -282,7 +282,7 @@ def test_what_was_served_is_trained_in_the_context_in_which_it_was_served(
                     for last in [before.ids[-1] if before.reason == "length" else None]
                 ]
                 kinds.append(turn.context in continued)
-                assert turn.context == begun or kinds[-1]
+                assert turn.context == [*begun] or kinds[-1]
                 if continued and not kinds[-1]:  # others have continued it before
                     assert any(b.context + b.ids == t.context[: len(b.context + b.ids)]
                                for b in served[:i] for t in served[:i] if b is not t)  # fmt: skip

@@ -74,7 +74,7 @@ def write_foreign_teacher(folder):
 @pytest.mark.parametrize("tokenizer", [make() for make in TOKENIZERS.values()], ids=[*TOKENIZERS])
 @given(text=TEXT)
 def test_bytes_of_the_tokens_are_those_of_the_text(tokenizer, text):
-    (ids,) = TextIds(tokenizer).pieces(text, [], follows=True)
+    ids = TextIds(tokenizer).after("", text)
     bytes_of = bytes_of_tokens(tokenizer)
     assert b"".join(bytes_of[i] for i in ids) == text.encode()
     assert not bytes_of.keys() & set(tokenizer.all_special_ids)
@@ -136,7 +136,7 @@ def test_each_token_of_a_span_has_an_equal_share_of_its_difference():
 
 def completion(ids: list[int], tokenizer=None, row: dict = ROW) -> Completion:
     tokenizer = tokenizer or tiny_tokenizer()
-    prompt = Encoder(tokenizer, distill.Args()).prompt(row, ("prompt",))
+    prompt = [*Encoder(tokenizer, distill.Args()).prompt(row, ("prompt",))]
     mask = [False] * len(prompt) + [True] * len(ids)
     return Completion(prompt + ids, mask, len(prompt), row, rollout_logprobs=[0.0] * len(mask))
 
