@@ -302,14 +302,16 @@ def _sequences(group: dict[int, Sample], together: bool) -> list[TokenSequence]:
 
 def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
     """Each sequence shares with the one before it the longest prefix that leaves it a target of its
-    own."""
+    own, and that has the same images."""
     shared = [0] * len(group)
     for n, (before, sequence) in enumerate(pairwise(group), 1) if share_prefix else ():
         length = min(len(before.ids), len(sequence.ids))
         differs = before.ids[:length] != sequence.ids[:length]
         equal = int(differs.argmax()) if differs.any() else length
+        images = {*before.images} ^ {*sequence.images}
+        equal = min([equal, *(image.start for image in images)])
         prefix = min(equal, sequence.num_targets) - 1
-        if prefix + 1 >= share_prefix and before.images == sequence.images:
+        if prefix + 1 >= share_prefix:
             shared[n] = prefix
     return GroupShape([sequence.num_targets for sequence in group], shared)
 
