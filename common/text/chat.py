@@ -17,7 +17,14 @@ from jinja2.meta import find_undeclared_variables
 
 from common.config.flags import pairs_of, values_of
 from common.parallel import distributed
-from common.text.messages import IMAGE, THOUGHT_KEYS, in_parts, opened_thought, with_thought
+from common.text.messages import (
+    IMAGE,
+    RESULTS,
+    THOUGHT_KEYS,
+    in_parts,
+    opened_thought,
+    with_thought,
+)
 
 # Messages of the conversations that probe a template.
 MARK = "(here the model spoke)"
@@ -129,7 +136,8 @@ class ChatTemplate:
         """Return the messages in the form that the template expects. An assistant's text ends
         before the tokens that end its turn, because the template adds them. A thought stands beside
         the content if the template reads it there, else in the content. A developer becomes the
-        system if the template knows no developers."""
+        system if the template knows no developers, an `observation` the role tool if it knows none.
+        """
         written = (self.end.token if self.end else "", self.tokenizer.eos_token or "")
         ends = tuple(filter(None, map(str.strip, written)))
         normal = []
@@ -138,6 +146,8 @@ class ChatTemplate:
             normal.append(message)
             if message["role"] == "developer" and not self.shows_developer:
                 message["role"] = "system"
+            if message["role"] in RESULTS and message["role"] not in self.words:
+                message["role"] = "tool" if "tool" in self.words else message["role"]
             if message["role"] != "assistant":
                 continue
             text = message["content"]

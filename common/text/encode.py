@@ -13,6 +13,7 @@ from common.text.messages import (
     bad_row,
     given_messages,
     messages_field,
+    prompt_apart,
     text_field,
     unread_keys,
 )
@@ -148,17 +149,11 @@ class Encoder:
     def _prompt_completion(
         self, row: dict, prompt: str, completion: str, train_on: str = "completion"
     ) -> list[Sample]:
+        row = prompt_apart(row, prompt, (completion,)) if self.chat else row
         asked = self.as_asked(row, prompt)
         if not isinstance(asked, str):
             answer = self._messages(row, completion)
-            if not answer:
-                answer = [dict(role="assistant", content=text_field(row, completion))]
-            elif answer[0]["role"] in ("system", "user"):  # it repeats the prompt
-                given = messages_field(row, prompt) or []
-                if answer[: len(given)] != given or len(answer) == len(given):
-                    problem = "begins with a question, but not with the prompt"
-                    raise bad_row(row, f"column {completion} {problem}")
-                answer = answer[len(given) :]
+            answer = answer or [dict(role="assistant", content=text_field(row, completion))]
             messages = self._read_messages(row, asked + answer)
             return self._conversation(row, messages, len(asked), train_on)
         if given_messages(row, completion) is not None:

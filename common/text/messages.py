@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 from itertools import takewhile
-from typing import Annotated, Literal, Required
+from typing import Annotated, Literal, NotRequired, Required
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic's, below Python 3.12
@@ -13,12 +13,21 @@ IMAGE = "\ufffc"  # object replacement character: where an image stands in a tex
 IMAGE_TYPES = ("image", "image_url")  # a message part of this type is an image
 IMAGE_KEYS = ("image", "url", "path", "image_url")  # one of these keys of the part has the image
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # thoughts beside the content
-SHAREGPT_ROLES = dict(human="user", gpt="assistant", observation="tool")
+_NAMES = dict(system="system", developer="developer", user="user human", tool="tool")
+_NAMES["assistant"] = "assistant gpt chatgpt bot model bard"
+ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
+RESULTS = ("observation", "tool_response", "ipython")  # other names of the role tool
+CALLS = "function_call"  # ShareGPT's role of a turn that is nothing but calls, as JSON
+SYSTEM = ("system", "developer")
+LONGEST = 400  # characters of an error about a row
 
 
 def bad_row(row: dict, problem: str) -> ValueError:
-    """Return an error that begins with the place of the row."""
-    return ValueError(f"{row.get('_source')}: {problem}")
+    """Return an error that begins with the place of the row, in one line."""
+    line = " ".join(problem.splitlines())
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST - 100]} ... {line[-95:]}"
+    return ValueError(f"{row.get('_source')}: {line}")
 
 
 # ---- text ----
@@ -51,7 +60,7 @@ def arguments_of(value: object) -> object:
     while isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments are not JSON: {error}") from error
     return {} if value is None or isinstance(value, str) else value
 
@@ -76,6 +85,7 @@ class Function(TypedDict):
 
 class Call(TypedDict):
     function: Function
+    id: NotRequired[str | int | None]
 
 
 class Message(TypedDict, total=False):
@@ -83,6 +93,7 @@ class Message(TypedDict, total=False):
     content: Required[str]
     reasoning_content: str
     tool_calls: list[Call]
+    tool_call_id: str | int
     weight: bool
     """whether the model's turn is trained, as OpenAI's fine-tuning has it"""
     train: bool
@@ -107,8 +118,8 @@ def messages_field(row: dict, column: str) -> list[dict] | None:
     if it is no list of them, nor the JSON text of one.
 
     Content may be a list of text parts. An assistant message with tool calls may lack content. A
-    thought beside the content is called `reasoning_content`. Raises `ValueError` for a malformed
-    message."""
+    thought beside the content is called `reasoning_content`. Roles have their usual names. Raises
+    `ValueError` for a malformed message."""
     value = given_messages(row, column)
     if value is None:
         return None
@@ -116,6 +127,8 @@ def messages_field(row: dict, column: str) -> list[dict] | None:
     for number, message in enumerate(value, 1):
         try:
             messages.append(_in_one_form(message))
+        except RecursionError:
+            raise bad_row(row, f"column {column}: turn {number}: nested too deeply") from None
         except ValueError as error:
             problem = str(error)
             if isinstance(error, ValidationError):
@@ -135,9 +148,19 @@ def _in_one_form(message: object) -> dict:
         raise ValueError("Input should be a valid dictionary")
     message = {key: value for key, value in message.items() if value is not None}
     if message.keys() >= {"from", "value"}:
-        role = message.pop("from")
-        message["role"] = SHAREGPT_ROLES.get(role, role)
+        message["role"] = message.pop("from")
         message["content"] = message.pop("value")
+        if message["role"] in RESULTS:
+            message["role"] = "tool"
+    if message.get("function_call"):
+        raise ValueError("it has a function_call, an old form; give tool_calls")
+    if message.get("role") == CALLS:
+        calls = arguments_of(message.pop("content", None))
+        calls = calls if isinstance(calls, list) else [calls]
+        message["role"] = "assistant"
+        message["tool_calls"] = [dict(type="function", function=call) for call in calls]
+    if isinstance(message.get("role"), str):
+        message["role"] = ROLES.get(message["role"].lower(), message["role"])
     thoughts = [message.pop(key) for key in THOUGHT_KEYS if key in message]
     if thought := next(filter(None, thoughts), None):
         message["reasoning_content"] = thought
@@ -172,16 +195,116 @@ def _image_of(part: dict) -> object:
     return image["url"] if isinstance(image, dict) and "url" in image else image
 
 
+# ---- messages or text ----
+
+# The prompt of a column that answers it.
+PROMPT_OF = dict(completion="prompt", chosen="prompt", rejected="prompt", answer="question",
+                 output="input")  # fmt: skip
+
+
 def given_messages(row: dict, column: str) -> list | None:
-    """Return a column that is a list, or the JSON text of a list of messages (in a text table)."""
+    """Return a column that is a list, or JSON text of messages, which a text table has in place of
+    lists; None for other text.
+
+    In `messages` and `conversations` all JSON is messages. Elsewhere it may be what the user asks
+    for, so each role must be known, and a prompt has a turn of the user. An answer is messages if
+    its prompt is JSON text as well, or if it repeats the prompt. Raises `ValueError` for such an
+    answer to a prompt that is a list: it may be either."""
     value = row.get(column)
-    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
-        with contextlib.suppress(ValueError):
-            parsed = json.loads(value)
-            forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
-            if all(isinstance(m, dict) and any(m.keys() >= form for form in forms) for m in parsed):
-                value = parsed
-    return value if isinstance(value, list) else None
+    if not isinstance(value, str):
+        return value if isinstance(value, list) else None
+    messages = _json_list(value)
+    if messages is None or column in ("messages", "conversations"):
+        return messages
+    if not all(map(_has_known_role, messages)):
+        return None
+    if column == "prompt":
+        return messages if any(_role(message) == "user" for message in messages) else None
+    prompt = PROMPT_OF.get(column)
+    if prompt is None:
+        return None
+    if row.get(prompt) is None:
+        return messages
+    with contextlib.suppress(ValueError):
+        if _repeated(_asked(row, prompt), messages_field(dict(messages=messages), "messages")):
+            return messages
+    if isinstance(row[prompt], list):
+        problem = f"column {column} is JSON text of messages, column {prompt} is a list"
+        raise bad_row(row, f"{problem}; make the answer a list, too")
+    return None if given_messages(row, prompt) is None else messages
+
+
+def _json_list(text: str) -> list | None:
+    """Return JSON text of a list of objects as this list."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
+
+
+def _role(message: dict) -> object:
+    role = message["role"] if "role" in message else message.get("from")
+    return ROLES.get(role.lower(), role) if isinstance(role, str) else None
+
+
+def _has_known_role(message: object) -> bool:
+    """Return whether a value is an object with a content and a role that we know."""
+    if not isinstance(message, dict):
+        return False
+    forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+    has_form = any(message.keys() >= form for form in forms)
+    return has_form and _role(message) in {*_NAMES, *RESULTS, CALLS}
+
+
+def prompt_apart(row: dict, prompt: str, answers: tuple[str, ...]) -> dict:
+    """Return a row whose prompt stands in column `prompt` alone: messages of an answer may begin
+    with it, and with a system message that it lacks. Raises `ValueError` if one begins with another
+    question or system message."""
+    asked = _asked(row, prompt)
+    system = asked[: _begins_with_system(asked)]
+    apart: dict[str, list[dict]] = {}
+    for column in answers:
+        answer = messages_field(row, column) or []
+        own = answer[: _begins_with_system(answer)]
+        repeated = _repeated(asked, answer)
+        if repeated and not (own and system and own != system):
+            given = [*(own or system), *answer[len(own) : repeated]]
+            if given != apart.setdefault(prompt, given):
+                raise bad_row(row, f"{' and '.join(answers)} do not begin with the same prompt")
+            apart[column] = answer[repeated:]
+        elif answer and answer[0]["role"] in ("user", *SYSTEM):
+            raise bad_row(row, f"column {column} begins with a question, but not with the prompt")
+        elif answer:
+            apart[column] = answer
+    return row | apart if prompt in apart else row
+
+
+def _asked(row: dict, prompt: str) -> list[dict]:
+    """Return a prompt as messages; a text is a turn of the user."""
+    messages = messages_field(row, prompt)
+    return [dict(role="user", content=text_field(row, prompt))] if messages is None else messages
+
+
+def _repeated(asked: list[dict], answer: list[dict]) -> int:
+    """Return how many messages of an answer are the prompt `asked`, or a system message before it;
+    0 if the answer does not go on from the prompt."""
+    question = asked[_begins_with_system(asked) :]
+    start = _begins_with_system(answer)
+    end = start + len(question)
+    is_same = [*map(_bare, question)] == [*map(_bare, answer[start:end])]
+    return end if question and len(answer) > end and is_same else 0
+
+
+def _begins_with_system(messages: list[dict]) -> int:
+    """Return 1 if a system message is the first one, else 0."""
+    return int(bool(messages) and messages[0]["role"] in SYSTEM)
+
+
+def _bare(message: dict) -> dict:
+    """Return a message without images and blanks around its text."""
+    text = message["content"].replace(IMAGE, "").strip()
+    return {key: value for key, value in message.items() if key != "images"} | dict(content=text)
 
 
 def tools_field(row: dict) -> list[dict]:
@@ -190,7 +313,7 @@ def tools_field(row: dict) -> list[dict]:
     try:
         tools = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
         _TOOLS.validate_python(tools or [])
-    except ValidationError:
+    except (ValidationError, RecursionError):
         problem = "column tools must list JSON schemas of functions, each with a name"
         raise bad_row(row, problem) from None
     except ValueError as error:

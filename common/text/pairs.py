@@ -1,11 +1,16 @@
 """Preference rows -> pairs of samples, for the scripts that score completions."""
 
 import os
+import re
 from itertools import takewhile
 
 from common.packs.sample import Sample
 from common.text.encode import Encoder
-from common.text.messages import IMAGE, bad_row, messages_field, text_field
+from common.text.messages import IMAGE, bad_row, messages_field, prompt_apart, text_field
+
+# Texts that are a whole conversation, `Human: 1+1=? Assistant: 2`, and its turns of the model.
+TRANSCRIPT = re.compile(r"\s*(?:human|user):", re.IGNORECASE)
+REPLY = re.compile(r"\n\s*(?:assistant|ai|bot|model|gpt|chatgpt):\s*", re.IGNORECASE)
 
 
 def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[Sample]:
@@ -13,12 +18,17 @@ def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[S
     of both. Messages of a side may repeat the prompt."""
     if "prompt" not in columns:
         row = _split_prompt(row)
-    elif isinstance(row.get("prompt"), str) and _has_prompt(row):
-        text = row["prompt"].strip()
+        if isinstance(row["prompt"], str) and not TRANSCRIPT.match(row["prompt"]):
+            note = "no column prompt: all words with which chosen and rejected begin are the prompt"
+            encoder.say_once(f"{note}, also if they are of both answers", kind="prompt")
+    elif messages_field(row, "prompt") is None and _has_prompt(row):
+        text = text_field(row, "prompt").strip()
         row = _split_prompt(row)
         contents = [message["content"].replace(IMAGE, "").strip() for message in row["prompt"]]
         if text not in contents:
             raise bad_row(row, "chosen and rejected do not begin with column prompt")
+    elif encoder.chat:
+        row = prompt_apart(row, "prompt", ("chosen", "rejected"))
     return [encoder.completion(row, "prompt", side) for side in ("chosen", "rejected")]
 
 
@@ -30,8 +40,8 @@ def _has_prompt(row: dict) -> bool:
 
 def _split_prompt(row: dict) -> dict:
     """Return the row with the shared start of `chosen` and `rejected` as `prompt`: whole messages,
-    or text up to the last white space before they differ. Raises `ValueError` if they share
-    nothing."""
+    or text up to the last white space before they differ, in a transcript up to the last reply.
+    Raises `ValueError` if they share nothing."""
     chosen = messages_field(row, "chosen")
     rejected = messages_field(row, "rejected")
     if (chosen is None) != (rejected is None):
@@ -40,7 +50,10 @@ def _split_prompt(row: dict) -> dict:
         chosen = text_field(row, "chosen")
         rejected = text_field(row, "rejected")
         start = os.path.commonprefix([chosen, rejected])
-        shared = max((i for i, character in enumerate(start, 1) if character.isspace()), default=0)
+        ends = [i for i, character in enumerate(start, 1) if character.isspace()]
+        if TRANSCRIPT.match(start):
+            ends = [reply.end() for reply in REPLY.finditer(start)]
+        shared = max(ends, default=0)
         has_prompt = bool(start[:shared].strip())
     else:
         pairs = zip(chosen, rejected, strict=False)

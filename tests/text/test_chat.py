@@ -33,8 +33,8 @@ from common.text.encode import Encoder
 from common.text.tokenizer import load_tokenizer
 
 
-def calling(arguments: object) -> dict:
-    return said("", tool_calls=[dict(function=dict(name="f", arguments=arguments))])
+def calling(arguments: object, name: str = "f") -> dict:
+    return said("", tool_calls=[dict(function=dict(name=name, arguments=arguments))])
 
 
 def share(role: str, value: str) -> dict:
@@ -73,6 +73,30 @@ SAME = {
     "ShareGPT": (
         [share("system", "S"), share("human", "a"), share("gpt", "b"), share("tool", "c")],
         [SYSTEM, turn("user", "a"), said("b"), turn("tool", "c")],
+    ),
+    "roles": (
+        [turn("System", "S"), turn("Human", "a"), turn("model", "b"), share("GPT", "c")],
+        [SYSTEM, turn("user", "a"), said("b"), said("c")],
+    ),
+    "ShareGPT's models": (
+        [share(role, "b") for role in ("chatgpt", "bot", "bard", "model")],
+        [said("b")] * 4,
+    ),
+    "ShareGPT's calls": (
+        [
+            share("function_call", '{"name": "f", "arguments": {"x": 1}}'),
+            share("observation", "yes"),
+            share("function_call", [dict(name="f", arguments="{}"), dict(name="g", arguments={})]),
+            share("tool_response", "2"),
+            share("ipython", "3"),
+        ],
+        [
+            calling(dict(x=1)),
+            turn("tool", "yes"),
+            said("", tool_calls=[*calling({})["tool_calls"], *calling({}, "g")["tool_calls"]]),
+            turn("tool", "2"),
+            turn("tool", "3"),
+        ],
     ),
     "results in another order": ([*BOTH, B_TOLD, A_TOLD], [*BOTH, A_TOLD, B_TOLD]),
 }
@@ -193,6 +217,11 @@ MALFORMED = [
     (calling("{"), "function.arguments: the arguments are not JSON: Expecting property name"),
     (said("4", thinking=dict(text="R")), "reasoning_content: Input should be"),
     (said("<think>R</think>4", thinking="R"), "it has its thought twice"),
+    (said("4", function_call=dict(name="f")), "it has a function_call, an old form; give tool_"),
+    (share("function_call", "f(1)"), "the arguments are not JSON"),
+    (share("function_call", '{"arguments": {}}'), "tool_calls.0.function.name: Field required"),
+    (share(["human"], "x"), "role: Input should be a valid string"),
+    (turn("tool", "x", tool_call_id=["a"]), "tool_call_id.str: Input should be a valid string"),
     (said("4", weight=0.5), "weight: Input should be a valid boolean"),
 ]
 # Rows, the reason, and the template if it is not `READS_ALL`.
@@ -255,7 +284,7 @@ REFUSED = [
         MARKED,
     ),
     (dict(messages=[said("b")]), r"turn 1 \(assistant\): nothing asks for it"),
-    (dict(messages=[ASKED, turn("model", "b")]), "no message with the role assistant to"),
+    (dict(messages=[ASKED, turn("narrator", "b")]), "no message with the role assistant to"),
 ]
 
 
@@ -269,7 +298,7 @@ def test_row_is_refused(case):
 NOT_SHOWN = [
     (REFUSES, [SYSTEM, ASKED], {}, "the chat template refuses the messages: no system"),
     (SILENT, [SYSTEM, ASKED], {}, rf"turn 1 \(system\): {LEFT_OUT}"),
-    (SILENT, [turn("human", "a"), ASKED], {}, rf"turn 1 \(human\): {LEFT_OUT}"),
+    (SILENT, [turn("narrator", "a"), ASKED], {}, rf"turn 1 \(narrator\): {LEFT_OUT}"),
     (SILENT, [ASKED, ANSWER, TOLD], {}, rf"turn 3 \(tool\): {LEFT_OUT}"),
     (None, [ASKED], dict(tools=[TOOL]), "column tools: the chat template does not read it"),
     (None, [*CALLS[:2], ASKED], {}, r"turn 2 \(assistant\): .* omits the tool call of add"),
