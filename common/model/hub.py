@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 from dataclasses import replace
@@ -24,6 +25,7 @@ from common.parallel import distributed
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 GENERATION_CONFIG = "generation_config.json"
 STATE = "state.json"  # checkpoints of a run have it
+MOST_CHARACTERS = 100  # that a tokenizer may make of one: a short row would fill the memory
 
 
 def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
@@ -142,6 +144,11 @@ def read_tokenizer(path: str, flag: str = "--model"):
             # For some model types, such as qwen2, AutoTokenizer of transformers 5 chooses a class
             # that ignores the ids of tokenizer.json.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        if normalizer := tokenizer.backend_tokenizer.normalizer:
+            longest = _growth(json.loads(normalizer.__getstate__()))
+            if longest > MOST_CHARACTERS:
+                problem = f"its normalizer may make {longest} characters of one"
+                raise ValueError(f"tokenizer.json: {problem}; take its replacements out")
         with named_errors("the tokenizer cannot be used"):  # tokenizer_config.json has any values
             tokenizer.decode(tokenizer("a")["input_ids"])
         if tokenizer.eos_token_id is None:
@@ -154,6 +161,15 @@ def read_tokenizer(path: str, flag: str = "--model"):
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
     return tokenizer
+
+
+def _growth(normalizer: dict) -> int:
+    """Return a bound of the characters that a normalizer of tokenizer.json makes of one."""
+    if normalizer["type"] == "Sequence":
+        return math.prod(map(_growth, normalizer["normalizers"]))
+    added = normalizer.get("content", normalizer.get("prepend", ""))
+    replaced = normalizer.get("pattern", {}).get("String") or "x"
+    return math.ceil(max(1, len(added)) / len(replaced))
 
 
 def ids_of_eos(path: str) -> set[int]:

@@ -243,6 +243,24 @@ def test_eos_ids_that_the_model_lacks_are_refused(file, eos, tmp_path):
         load_tokenizer(str(folder))
 
 
+@pytest.mark.parametrize("pattern", [dict(String="a"), dict(Regex="a")])
+def test_tokenizer_that_makes_a_long_text_of_a_short_one_is_refused(pattern, tmp_path):
+    """Four characters would be 51,840,000."""
+    folder = with_config(tmp_path / "model")
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    longer = dict(type="Replace", pattern=pattern, content="a" * 60)
+    several = dict(type="Sequence", normalizers=[longer, longer])
+    for normalizer in (several | dict(normalizers=[several, several]), longer | dict(content="a")):
+        fields["normalizer"] = normalizer
+        (folder / "tokenizer.json").write_text(json.dumps(fields))
+        if normalizer["type"] == "Replace":
+            load_tokenizer(str(folder))
+            continue
+        words = f"^--model {folder}: tokenizer.json: its normalizer may make 12960000 characters of"
+        with pytest.raises(ValueError, match=words):
+            load_tokenizer(str(folder))
+
+
 def test_texts_that_the_tokenizer_cannot_read_are_one_line(tmp_path):
     """Its library panics, which is no Exception."""
     folder = with_config(tmp_path / "model")
