@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text.chats import EOS, EOT, encoder, said, samples, spans, turn
+from text.chats import EOS, EOT, encoder, refused, said, samples, spans, turn
 
 ASKED = turn("user", "1+1=")
 TWO, THREE = said("2"), said("3")
@@ -12,6 +12,7 @@ Q = f"<|turn|>user\n1+1={EOT}\n<|turn|>assistant\n"
 HI = Q.replace("1+1=", "hi")
 TALKED = f"{HI}ho{EOT}\n{Q}"
 CHAT, PLAIN = dict(prompt_format="chat"), dict(prompt_format="plain")
+APART = "chosen and rejected do not begin with the same prompt"
 A2, A3 = f"2{EOT}", f"3{EOT}"
 
 # Flags and a row, and for each of its samples the prompt and the trained spans.
@@ -34,6 +35,20 @@ ENCODED = [
     # preferences without a prompt; words are not cut in two
     ({}, dict(chosen="Q a 2", rejected="Q a 3"), [("Q a ", "2" + EOS), ("Q a ", "3" + EOS)]),
     ({}, dict(chosen="Q two", rejected="Q twin"), [("Q ", "two" + EOS), ("Q ", "twin" + EOS)]),
+    # a transcript: its answers may begin alike
+    *(
+        (
+            {},
+            dict(chosen=f"{start}I like 2", rejected=f"{start}I like 3"),
+            [(start, "I like 2" + EOS), (start, "I like 3" + EOS)],
+        )
+        for start in (
+            "Human: a\n\nAssistant: ",
+            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: ",
+            "USER: a\nASSISTANT:",
+            "Human: a Assistant: b\n\nAI: ",
+        )
+    ),
     ({}, dict(chosen=[*TALK, TWO], rejected=[*TALK, THREE]), [(TALKED, A2), (TALKED, A3)]),
     ({}, dict(chosen=[*TALK, TWO], rejected=[*TALK, TWO]), [(TALKED, A2), (TALKED, A2)]),
     # one side goes on: the prompt ends before their last shared answer
@@ -56,6 +71,15 @@ def test_rows_are_encoded(flags, row, expected):
     assert prompts == [asked for asked, *_ in expected]
     assert [spans(coder, sample) for sample in found] == [answers for _, *answers in expected]
     assert "chosen" not in row or all(sample.loss_mask[-1] for sample in found)
+
+
+def test_words_of_both_answers_in_a_prompt_are_said_once(capsys):
+    coder = encoder()
+    human = "Human: a\n\nAssistant: "
+    for start, notes in ((human, 0), ("Q a ", 1), ("Q b ", 0)):
+        samples(coder, chosen=f"{start}2", rejected=f"{start}3")
+        assert capsys.readouterr().out.count("no column prompt: all words with which") == notes
+    refused(coder, APART, chosen="Human: 1?\nAssistant: 1", rejected="Human: 2?\nAssistant: 2")
 
 
 # ---- the prompt in training is the prompt in sampling ----
