@@ -135,19 +135,14 @@ class ChatTemplate:
     def normal(self, messages: list[dict]) -> list[dict]:
         """Return the messages in the form that the template expects. An assistant's text ends
         before the tokens that end its turn, because the template adds them. A thought stands beside
-        the content if the template reads it there, else in the content. A developer becomes the
-        system if the template knows no developers, an `observation` the role tool if it knows none.
-        """
+        the content if the template reads it there, else in the content."""
         written = (self.end.token if self.end else "", self.tokenizer.eos_token or "")
         ends = tuple(filter(None, map(str.strip, written)))
         normal = []
         for message in messages:
             message = {**message}
             normal.append(message)
-            if message["role"] == "developer" and not self.shows_developer:
-                message["role"] = "system"
-            if message["role"] in RESULTS and message["role"] not in self.words:
-                message["role"] = "tool" if "tool" in self.words else message["role"]
+            message["role"] = self.role(message["role"])
             if message["role"] != "assistant":
                 continue
             text = message["content"]
@@ -165,6 +160,14 @@ class ChatTemplate:
                 tag = opened_thought(self.header) or "<think>"
                 message["content"] = with_thought(thought, text, tag)
         return normal
+
+    def role(self, role: str) -> str:
+        """Return the name of a role in the template: developers may be the system, an `observation`
+        or `ipython` may be the role tool."""
+        if role == "developer" and not self.shows_developer:
+            return "system"
+        is_result = role in RESULTS and role not in self.words and "tool" in self.words
+        return "tool" if is_result else role
 
     def added_tokens(self, text: str) -> list[tuple[str, int]]:
         """Return the special and added tokens in a text, each with the place where it ends."""

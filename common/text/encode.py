@@ -7,9 +7,10 @@ from common.config.extra import extra
 from common.config.groups import BaseArgs
 from common.packs.sample import Sample
 from common.parallel import distributed
-from common.text.chat import SAID, ChatTemplate
+from common.text.chat import SAID, ChatTemplate, any_of
 from common.text.messages import (
     IMAGE,
+    ROLES,
     bad_row,
     given_messages,
     messages_field,
@@ -44,6 +45,7 @@ class Encoder:
         self.ends = {tokenizer.eos_token} - {None, ""}  # texts that end a completion
         if self.chat and self.chat.end and self.chat.end.token:
             self.ends.add(self.chat.end.token)
+        self._no_text = any_of([*self.ends, "<think>", "</think>"])
         self.text_ids = TextIds(tokenizer, self.ends, reads_hidden=args.special_text == "text")
         self.said: dict[str, str] = {}  # the note of each kind that has been printed
         self.images = None
@@ -73,8 +75,13 @@ class Encoder:
         """Return a prompt: messages or, without a chat template, text. A question as text ends with
         a line break."""
         messages = self._messages(row, column)
+        asked = messages
         if messages is None:
-            text = text_field(row, column)
+            asked = [dict(role="user", content=text_field(row, column))]
+        if not asked or (asked[-1]["role"] == "user" and self._is_blank(row, asked[-1])):
+            raise bad_row(row, f"column {column} is empty")
+        if messages is None:
+            text = asked[0]["content"]
             if self.chat is None or (self.prompt_format == "auto" and column != "question"):
                 names = ("tools", "chat_template_kwargs", "system", "system_prompt")
                 flag = ["--system_prompt"] if self.system_prompt else []
@@ -82,10 +89,9 @@ class Encoder:
                     problem = f"{name} needs chat format, column {column} is plain text"
                     raise bad_row(row, f"{problem}; set --prompt_format chat")
                 return text + ("\n" if column == "question" else "")
-            messages = [dict(role="user", content=text)]
         elif self.chat is None:
             raise bad_row(row, f"column {column} lists messages, which need a chat template")
-        return self._with_system(row, messages)
+        return self._with_system(row, asked)
 
     def reply(
         self,
@@ -211,12 +217,26 @@ class Encoder:
         if messages and self.chat:
             for key in sorted(unread_keys(given_messages(row, column), self.chat.words)):
                 self.say_once(f"not used: the key {key} of messages", kind=key)
+            roles = {self.chat.role(message["role"]) for message in messages}
+            for role in sorted(roles - {*ROLES.values()} - self.chat.words):
+                note = f"the role {role} of messages is unknown; its turns are context"
+                self.say_once(f"{row.get('_source')}: {note}", kind=f"role {role}")
         return messages
+
+    def _is_blank(self, row: dict, message: dict) -> bool:
+        """Return whether a message has no text besides tokens that end turns, no call, no thought
+        and no image."""
+        others = [message.get(key) for key in ("tool_calls", "reasoning_content")]
+        if any(others) or row.get("image") or row.get("images"):
+            return False
+        return not self._no_text.sub("", message["content"]).strip()
 
     def _with_system(self, row: dict, messages: list[dict]) -> list[dict]:
         """Return the messages with the system text of the row, or else of `--system_prompt`."""
         columns = [column for column in ("system", "system_prompt") if row.get(column)]
-        own = text_field(row, columns[0]) if columns else None
+        own, *other = [text_field(row, column) for column in columns] or [None]
+        if other not in ([], [own]):
+            raise bad_row(row, "the columns system and system_prompt differ; take one out")
         if messages and messages[0]["role"] in ("system", "developer"):
             if own not in (None, messages[0]["content"]):
                 raise bad_row(row, "it has a system text, its messages begin with another one")

@@ -198,6 +198,23 @@ def test_keys_that_nothing_reads_are_said_once(capsys):
         assert lines == [f"not used: the key {key} of messages" for key in new]
 
 
+def test_roles_that_nothing_knows_are_said_once(capsys):
+    """A template may know further roles. A result has the role that the template knows."""
+    narrators = [turn("narrator", "x"), ASKED, turn("Narrator", "y")]
+    for names, results, unknown, shown in (
+        ("", "observation", ["Narrator", "narrator", "observation"], "observation"),
+        ("narrator", "observation", ["Narrator", "observation"], "observation"),
+        ("tool", "observation", ["Narrator", "narrator"], "tool"),
+        ("tool", "ipython", ["Narrator", "narrator"], "tool"),
+        ("tool ipython", "ipython", ["Narrator", "narrator"], "ipython"),
+    ):
+        template = READS_ALL + "".join(f"{{{{ '' if '{name}' }}}}" for name in names.split())
+        text = prompt(encoder(template), *narrators, calling({}), turn(results, "2"))
+        assert "<|turn|>narrator\nx" in text and f"<|turn|>{shown}\n2" in text
+        note = "rows.jsonl:3: the role {} of messages is unknown; its turns are context"
+        assert capsys.readouterr().out.splitlines() == [note.format(role) for role in unknown]
+
+
 # ---- refused rows ----
 
 UPPER = chat("{{ m.content | upper }}")
@@ -249,6 +266,10 @@ REFUSED = [
     # columns that are flags
     (dict(prompt=[SYSTEM, ASKED], system="T"), "it has a system text, its messages begin"),
     (dict(prompt=[ASKED], system=3), "column system is int"),
+    (
+        dict(prompt=[ASKED], system="S", system_prompt="T"),
+        "columns system and system_prompt differ",
+    ),
     *(
         (dict(prompt="x") | columns, "column .* needs chat format, column prompt is plain text")
         for columns in (dict(tools=[TOOL]), dict(system="S"), dict(chat_template_kwargs=dict(x=1)))
