@@ -24,6 +24,7 @@ from common.text.rows import (
     unread_columns,
 )
 
+FIRST_ROWS = 20  # that are looked at for what a whole data set has
 ROWS_AT_ONCE = 1000  # rows that a rank encodes before the ranks exchange their samples
 
 SampleGroup = list[Sample]  # the samples of one row
@@ -84,9 +85,22 @@ def load_samples(
 
 
 def say_unread(rows: list[dict], columns: Columns) -> None:
-    """Print the columns of the data that the script does not read."""
+    """Print the columns of the data that the script does not read, and answers that repeat their
+    prompts."""
     if unread := unread_columns(rows, columns):
         distributed.say(f"not used in training: {', '.join(unread)}")
+    if columns[0] != "chosen":
+        _say_repeated(rows, *columns)
+
+
+def _say_repeated(rows: list[dict], prompt: str, *answers: str) -> None:
+    """Print which answers repeat their prompt, if those of the first rows with two texts all do."""
+    for answer in answers:
+        texts = [(row.get(prompt), row.get(answer)) for row in rows[:FIRST_ROWS]]
+        texts = [pair for pair in texts if all(isinstance(x, str) and x.strip() for x in pair)]
+        if texts and all(answered.strip().startswith(asked.strip()) for asked, answered in texts):
+            problem = f"column {answer} begins with column {prompt}, so this stands there twice"
+            distributed.say(f"warning: {problem}; take it out of {answer}")
 
 
 def encode_all(

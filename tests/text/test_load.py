@@ -1,6 +1,7 @@
 """The ranks share the encoding of the rows, and rows that do not fit are counted."""
 
 import json
+import re
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from common.model.tiny import tiny_model
 from common.text import load
 from common.text.encode import Encoder
 from common.text.load import encode_all, load_samples
-from common.text.rows import SFT_COLUMNS
+from common.text.rows import PAIR_COLUMNS, SFT_COLUMNS
 from common.text.tokenizer import load_tokenizer
 
 RANK = """
@@ -128,3 +129,21 @@ def test_unread_columns_are_listed_and_conversations_are_messages(tokenizer, tmp
         found.append([sample.ids for [sample] in samples])
     assert found[0] == found[1] and len(found[0]) == 4
     assert capsys.readouterr().out.splitlines() == ["not used in training: id, topic"] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "notes"),
+    [
+        ([dict(prompt=f"{i}+1=", completion=f"{i}+1={i + 1}") for i in range(30)], 1),
+        ([dict(prompt=f"{i}+1=", completion=f"{i + 1}") for i in range(30)], 0),
+        ([dict(prompt=f"{i}+1=", chosen=f" {i}+1=2", rejected=f"{i}+1=3") for i in range(30)], 2),
+        ([dict(prompt=f"{i}+1=", completion="1+1=2") for i in range(1, 30)], 0),
+    ],
+)
+def test_answers_that_repeat_their_prompts_are_said(rows, notes, tmp_path, capsys):
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    script, columns = (dpo, PAIR_COLUMNS) if "chosen" in rows[0] else (sft, SFT_COLUMNS)
+    args = script.Args(dataset=(str(path),), max_length=99, prompt_format="plain")
+    load_samples(script.encode_row, columns, load_tokenizer(tiny_model()), args)
+    found = re.findall("warning: column .* begins with column prompt", capsys.readouterr().out)
+    assert len(found) == notes
