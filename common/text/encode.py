@@ -1,5 +1,6 @@
 """Rows -> token ids with loss masks. As in TRL, the columns of a row determine its use."""
 
+import re
 from array import array
 from dataclasses import replace
 
@@ -20,6 +21,8 @@ from common.text.messages import (
 )
 from common.text.text_ids import TextIds
 from common.text.turns import as_read, prompt_of, reply_of, turns_of, whole_of
+
+COLUMNS_OF_CHATS = ("tools", "chat_template_kwargs", "system", "system_prompt")
 
 
 class Encoder:
@@ -45,7 +48,7 @@ class Encoder:
         self.ends = {tokenizer.eos_token} - {None, ""}  # texts that end a completion
         if self.chat and self.chat.end and self.chat.end.token:
             self.ends.add(self.chat.end.token)
-        self._no_text = any_of([*self.ends, "<think>", "</think>"])
+        self._no_text = re.compile(rf"<think>\s*</think>|{any_of(self.ends).pattern}")
         self.text_ids = TextIds(tokenizer, self.ends, reads_hidden=args.special_text == "text")
         self.said: dict[str, str] = {}  # the note of each kind that has been printed
         self.images = None
@@ -78,14 +81,13 @@ class Encoder:
         asked = messages
         if messages is None:
             asked = [dict(role="user", content=text_field(row, column))]
-        if not asked or (asked[-1]["role"] == "user" and self._is_blank(row, asked[-1])):
+        if not asked or self._is_blank(row, asked[-1], ("user",)):
             raise bad_row(row, f"column {column} is empty")
         if messages is None:
             text = asked[0]["content"]
             if self.chat is None or (self.prompt_format == "auto" and column != "question"):
-                names = ("tools", "chat_template_kwargs", "system", "system_prompt")
                 flag = ["--system_prompt"] if self.system_prompt else []
-                for name in [f"column {name}" for name in names if row.get(name)] + flag:
+                for name in [f"column {name}" for name in COLUMNS_OF_CHATS if row.get(name)] + flag:
                     problem = f"{name} needs chat format, column {column} is plain text"
                     raise bad_row(row, f"{problem}; set --prompt_format chat")
                 return text + ("\n" if column == "question" else "")
@@ -125,10 +127,15 @@ class Encoder:
                 raise bad_row(row, f"column {columns[0]} needs a chat template, not plain")
             if not messages:
                 raise bad_row(row, f"column {columns[0]} must be a list of messages")
+            self._require_text(row, columns[0], messages)
             messages = self._read_messages(row, self._with_system(row, messages))
             return self._conversation(row, messages, 0, train_on)
         if columns == ("text",):
-            text = self._plain(row, text_field(row, "text"), has_end=True)
+            for name in COLUMNS_OF_CHATS:
+                if row.get(name):
+                    note = f"not used in training: {name}, beside the column text"
+                    self.say_once(note, kind=f"column {name}")
+            text = self._plain(row, self._text(row, "text"), has_end=True)
             return [self._all_trained(row, self._with_eos(self._ids(row, text, adds_bos=True)))]
         return self._prompt_completion(row, *columns, train_on=train_on)
 
@@ -136,9 +143,6 @@ class Encoder:
         """Encode a prompt and a completion, for objectives that score completions. Raises
         `ValueError` for a completion without text, or that is not one sequence."""
         messages = messages_field(row, completion)
-        last = messages[-1] if messages else dict(content=str(row.get(completion, "?")))
-        if not (last.get("tool_calls") or last["content"].strip()):
-            raise bad_row(row, f"column {completion} is empty")
         if messages and not any(message["role"] == "assistant" for message in messages):
             raise bad_row(row, f"column {completion} has no assistant turn")
         samples = self._prompt_completion(row, prompt, completion)
@@ -160,13 +164,14 @@ class Encoder:
         if not isinstance(asked, str):
             answer = self._messages(row, completion)
             answer = answer or [dict(role="assistant", content=text_field(row, completion))]
+            self._require_text(row, completion, answer)
             messages = self._read_messages(row, asked + answer)
             return self._conversation(row, messages, len(asked), train_on)
         if given_messages(row, completion) is not None:
             problem = f"column {completion} lists messages, column {prompt} is text"
             raise bad_row(row, f"{problem}; --prompt_format chat makes that a user turn")
         asked = self._plain(row, asked)
-        answered = self._read(row, text_field(row, completion), has_end=True, has_bos=True)
+        answered = self._read(row, self._text(row, completion), has_end=True, has_bos=True)
         ids = self._ids(row, asked, adds_bos=True)
         said = self._ids(row, answered, after=asked) if asked else self._ids(row, answered)
         said = self._with_eos(said)
@@ -223,11 +228,30 @@ class Encoder:
                 self.say_once(f"{row.get('_source')}: {note}", kind=f"role {role}")
         return messages
 
-    def _is_blank(self, row: dict, message: dict) -> bool:
-        """Return whether a message has no text besides tokens that end turns, no call, no thought
-        and no image."""
+    def _text(self, row: dict, column: str) -> str:
+        """Return a text to train on. Raises `ValueError` if there is none."""
+        text = text_field(row, column)
+        self._require_text(row, column, [dict(role="assistant", content=text)])
+        return text
+
+    def _require_text(self, row: dict, column: str, messages: list[dict]) -> None:
+        """Raise `ValueError` for an empty turn of the model that is trained, or an empty question
+        before it."""
+        for i, message in enumerate(messages):
+            is_trained = all(message.get(key, True) for key in ("weight", "train"))
+            pair = messages[max(i - 1, 0) : i + 1]
+            if message["role"] == "assistant" and is_trained:
+                for number, turn in enumerate(pair, i + 2 - len(pair)):
+                    if self._is_blank(row, turn, ("user", "assistant")):
+                        place = f": turn {number}" if len(messages) > 1 else ""
+                        raise bad_row(row, f"column {column}{place} is empty")
+
+    def _is_blank(self, row: dict, message: dict, roles: tuple[str, ...]) -> bool:
+        """Return whether a message of these roles has no text besides tokens that end turns, no
+        call, no thought and no image."""
+        has_image = message["role"] == "user" and (row.get("image") or row.get("images"))
         others = [message.get(key) for key in ("tool_calls", "reasoning_content")]
-        if any(others) or row.get("image") or row.get("images"):
+        if message["role"] not in roles or has_image or any(others):
             return False
         return not self._no_text.sub("", message["content"]).strip()
 

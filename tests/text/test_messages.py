@@ -6,7 +6,20 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text.chats import ASKED, EOT, READS_ALL, encoder, said, samples, spans, turn
+from text.chats import (
+    ASKED,
+    CALL,
+    EOS,
+    EOT,
+    READS_ALL,
+    TOOL,
+    encoder,
+    refused,
+    said,
+    samples,
+    spans,
+    turn,
+)
 
 import dpo
 import kto
@@ -185,3 +198,97 @@ def test_a_long_reason_is_cut():
     with pytest.raises(ValueError, match=r"content.0: Input tag 'x+ \.\.\. .*'text'") as error:
         messages_field(row, "messages")
     assert len(str(error.value)) < 500
+
+
+# ---- JSON text that is no conversation ----
+
+EDGES, HI = '[{"from": "a", "value": "b"}]', json.dumps([said("hi")])
+DIALOGUE = json.dumps([ASKED, said("hi")])
+
+
+@pytest.mark.parametrize("prompt_format", ["plain", "chat"])
+@pytest.mark.parametrize("text", [EDGES, HI, DIALOGUE, '[{"role": "user"}]'])
+@pytest.mark.parametrize("names", [("prompt", "completion"), ("question", "answer")])
+def test_an_answer_that_is_json_stays_text(names, text, prompt_format):
+    coder = encoder(prompt_format=prompt_format)
+    (sample,) = samples(coder, **dict(zip(names, ("List the edges.", text), strict=True)))
+    assert spans(coder, sample) == [text + (EOT if prompt_format == "chat" else EOS)]
+
+
+@pytest.mark.parametrize(
+    ("column", "text"), [("question", DIALOGUE), ("prompt", HI), ("prompt", EDGES)]
+)
+def test_a_question_that_is_json_stays_text(column, text):
+    coder = encoder(prompt_format="chat")
+    asked = samples(coder, **{column: text})[0].ids
+    assert f"<|turn|>user\n{text}{EOT}" in coder.tokenizer.decode(asked)
+
+
+# ---- empty texts ----
+
+EMPTY = ("", " \n", EOT, EOS)
+BLANK = [
+    *((dict(text=text), "column text is empty") for text in EMPTY),
+    *(
+        (dict(prompt=prompt) | answer, "column prompt is empty")
+        for prompt in ("", " \n", EOT, [], [turn("user", "")], [SYSTEM, turn("user", " ")])
+        for answer in ({}, dict(completion="2"), dict(chosen="2", rejected="3"))
+    ),
+    *((dict(question=text), "column question is empty") for text in EMPTY),
+    *(
+        (row, "column (completion|answer|output|chosen|rejected) is empty")
+        for text in EMPTY
+        for row in (
+            dict(prompt="1+1=", completion=text),
+            dict(prompt=[ASKED], completion=[said(text)]),
+            dict(prompt=[ASKED], completion=[ASKED, said(text)]),
+            dict(prompt=[ASKED, said("2")], completion=text),
+            dict(question="1+1=", answer=text),
+            dict(input="1+1=", output=text),
+            dict(prompt="1+1=", chosen=text, rejected="3"),
+            dict(prompt="1+1=", rejected=text, chosen="3"),
+            dict(rejected=[ASKED, said(text)], chosen=[ASKED, said("3")]),
+        )
+    ),
+    *(
+        (dict(messages=[*messages]), f"column messages: turn {turn} is empty")
+        for turn, messages in (
+            (2, [ASKED, said("")]),
+            (2, [ASKED, said("<think>\n\n</think>\n")]),
+            (2, [ASKED, said(EOT), ASKED, said("2")]),
+            (4, [ASKED, said("2"), ASKED, said(" ")]),
+            (1, [turn("user", ""), said("2")]),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("prompt_format", ["auto", "chat"])
+@pytest.mark.parametrize(("row", "words"), BLANK)
+def test_empty_texts_are_refused_by_every_script(row, words, prompt_format):
+    refused(encoder(prompt_format=prompt_format), words, **row)
+
+
+def test_turns_with_a_call_or_a_thought_or_without_weight_may_be_empty():
+    coder = encoder(READS_ALL)
+    for turns in ([said("", thinking="R")], [said(None, tool_calls=[CALL])]):
+        (sample,) = samples(coder, messages=[ASKED, *turns])
+        (scored,) = [
+            coder.completion(
+                dict(prompt=[ASKED], completion=turns) | SOURCE, "prompt", "completion"
+            )
+        ]
+        assert spans(coder, sample) == spans(coder, scored)
+    (sample,) = samples(coder, messages=[ASKED, said("", weight=0), ASKED, said("2")])
+    assert spans(coder, sample) == ["2" + EOT]
+    assert samples(coder, prompt=[ASKED, said(""), turn("tool", "")])
+
+
+def test_columns_beside_text_are_said(capsys):
+    coder = encoder(READS_ALL)
+    columns = dict(system="S", system_prompt="S", tools=[TOOL], chat_template_kwargs=dict(x=1))
+    for _ in range(2):
+        (sample,) = samples(coder, text="a", **columns)
+        assert spans(coder, sample) == ["a" + EOS]
+    said = [f"not used in training: {name}, beside the column text" for name in columns]
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(said)
