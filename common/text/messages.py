@@ -292,7 +292,7 @@ def _repeated(asked: list[dict], answer: list[dict]) -> int:
     question = asked[_begins_with_system(asked) :]
     start = _begins_with_system(answer)
     end = start + len(question)
-    is_same = [*map(_bare, question)] == [*map(_bare, answer[start:end])]
+    is_same = all(map(_is_same, question, answer[start:end]))
     return end if question and len(answer) > end and is_same else 0
 
 
@@ -301,10 +301,14 @@ def _begins_with_system(messages: list[dict]) -> int:
     return int(bool(messages) and messages[0]["role"] in SYSTEM)
 
 
-def _bare(message: dict) -> dict:
-    """Return a message without images and blanks around its text."""
-    text = message["content"].replace(IMAGE, "").strip()
-    return {key: value for key, value in message.items() if key != "images"} | dict(content=text)
+def _is_same(asked: dict, message: dict) -> bool:
+    """Return whether two messages differ in blanks around the text alone, and in images that only
+    the second one has."""
+    text = message["content"]
+    if "images" not in asked:
+        text = text.replace(IMAGE, "")
+        message = {key: value for key, value in message.items() if key != "images"}
+    return asked | dict(content=asked["content"].strip()) == message | dict(content=text.strip())
 
 
 def tools_field(row: dict) -> list[dict]:
@@ -323,7 +327,7 @@ def tools_field(row: dict) -> list[dict]:
 
 
 READ_KEYS = {*"role content type text tool_calls function arguments id index tool_call_id".split(),
-             *"from value weight train".split(), *THOUGHT_KEYS, *IMAGE_KEYS}  # fmt: skip
+             *"from value weight train images".split(), *THOUGHT_KEYS, *IMAGE_KEYS}  # fmt: skip
 
 
 def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
