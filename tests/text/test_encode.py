@@ -84,7 +84,8 @@ def test_words_of_both_answers_in_a_prompt_are_said_once(capsys):
 
 # ---- the prompt in training is the prompt in sampling ----
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+characters = st.characters(exclude_categories=["Cs"])
+texts = st.text(characters, min_size=1, max_size=20).filter(str.strip)
 formats = st.sampled_from(["auto", "chat", "plain"])
 
 
