@@ -81,7 +81,7 @@ class Encoder:
         asked = messages
         if messages is None:
             asked = [dict(role="user", content=text_field(row, column))]
-        if not asked or self._is_blank(row, asked[-1], ("user",)):
+        if not asked or (asked[-1]["role"] == "user" and self._is_blank(row, asked[-1])):
             raise bad_row(row, f"column {column} is empty")
         if messages is None:
             text = asked[0]["content"]
@@ -127,7 +127,7 @@ class Encoder:
                 raise bad_row(row, f"column {columns[0]} needs a chat template, not plain")
             if not messages:
                 raise bad_row(row, f"column {columns[0]} must be a list of messages")
-            self._require_text(row, columns[0], messages)
+            self._require_text(row, messages)
             messages = self._read_messages(row, self._with_system(row, messages))
             return self._conversation(row, messages, 0, train_on)
         if columns == ("text",):
@@ -163,8 +163,11 @@ class Encoder:
         asked = self.as_asked(row, prompt)
         if not isinstance(asked, str):
             answer = self._messages(row, completion)
-            answer = answer or [dict(role="assistant", content=text_field(row, completion))]
-            self._require_text(row, completion, answer)
+            if answer is None:
+                answer = [dict(role="assistant", content=self._text(row, completion))]
+            if not answer or (len(answer) == 1 and self._is_blank(row, answer[0])):
+                raise bad_row(row, f"column {completion} is empty")
+            self._require_text(row, asked + answer, len(asked))
             messages = self._read_messages(row, asked + answer)
             return self._conversation(row, messages, len(asked), train_on)
         if given_messages(row, completion) is not None:
@@ -229,29 +232,30 @@ class Encoder:
         return messages
 
     def _text(self, row: dict, column: str) -> str:
-        """Return a text to train on. Raises `ValueError` if there is none."""
+        """Return a text to train on. Raises `ValueError` for an empty one."""
         text = text_field(row, column)
-        self._require_text(row, column, [dict(role="assistant", content=text)])
+        if self._is_blank(row, dict(role="assistant", content=text)):
+            raise bad_row(row, f"column {column} is empty")
         return text
 
-    def _require_text(self, row: dict, column: str, messages: list[dict]) -> None:
+    def _require_text(self, row: dict, messages: list[dict], first_trained: int = 0) -> None:
         """Raise `ValueError` for an empty turn of the model that is trained, or an empty question
         before it."""
-        for i, message in enumerate(messages):
-            is_trained = all(message.get(key, True) for key in ("weight", "train"))
-            pair = messages[max(i - 1, 0) : i + 1]
-            if message["role"] == "assistant" and is_trained:
-                for number, turn in enumerate(pair, i + 2 - len(pair)):
-                    if self._is_blank(row, turn, ("user", "assistant")):
-                        place = f": turn {number}" if len(messages) > 1 else ""
-                        raise bad_row(row, f"column {column}{place} is empty")
+        for i in range(first_trained, len(messages)):
+            is_wanted = all(messages[i].get(key, True) for key in ("weight", "train"))
+            if messages[i]["role"] != "assistant" or not is_wanted:
+                continue
+            asked = [i - 1] if i > 0 and messages[i - 1]["role"] == "user" else []
+            for number in [*asked, i]:
+                if self._is_blank(row, messages[number]):
+                    turn = f"turn {number + 1} ({messages[number]['role']})"
+                    raise bad_row(row, f"{turn}: it is empty")
 
-    def _is_blank(self, row: dict, message: dict, roles: tuple[str, ...]) -> bool:
-        """Return whether a message of these roles has no text besides tokens that end turns, no
-        call, no thought and no image."""
+    def _is_blank(self, row: dict, message: dict) -> bool:
+        """Return whether a message has no text besides tokens that end turns, no call, no thought
+        and no image."""
         has_image = message["role"] == "user" and (row.get("image") or row.get("images"))
-        others = [message.get(key) for key in ("tool_calls", "reasoning_content")]
-        if message["role"] not in roles or has_image or any(others):
+        if has_image or message.get("tool_calls") or message.get("reasoning_content"):
             return False
         return not self._no_text.sub("", message["content"]).strip()
 

@@ -67,7 +67,7 @@ def conversations(draw) -> tuple[list[dict], dict]:
     if calls:
         row["tools"] = [TOOL]
     for _ in range(draw(st.integers(1, 3))):
-        text = st.text(max_size=8).map(plain)
+        text = st.text(max_size=8).map(plain).filter(str.strip)
         messages.append(turn("user", draw(st.sampled_from(QUESTIONS) | text)))
         if calls and draw(st.booleans()):
             said = draw(st.sampled_from(["", "Let me add."]))
@@ -87,7 +87,8 @@ def plain(text: str) -> str:
 
 
 def answer(text: str, draw) -> dict:
-    form = draw(st.sampled_from(["none", "none", "reasoning_content", "inline"]))
+    forms = ["none", "none"] if text else []  # a turn without any text is refused
+    form = draw(st.sampled_from([*forms, "reasoning_content", "inline"]))
     thought = draw(st.sampled_from(THOUGHTS))
     if form == "inline":
         return turn("assistant", f"<think>\n{thought}\n</think>\n\n{text}")

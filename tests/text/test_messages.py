@@ -251,7 +251,7 @@ BLANK = [
         )
     ),
     *(
-        (dict(messages=[*messages]), f"column messages: turn {turn} is empty")
+        (dict(messages=[*messages]), rf"turn {turn} \(\w+\): it is empty")
         for turn, messages in (
             (2, [ASKED, said("")]),
             (2, [ASKED, said("<think>\n\n</think>\n")]),
