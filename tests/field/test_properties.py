@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.config.groups import BaseArgs
 from common.text.encode import Encoder
 
-EXAMPLES = 10  # conversations for each family
+EXAMPLES = 12  # conversations for each family
 few = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None,
                suppress_health_check=list(HealthCheck))  # fmt: skip
 
