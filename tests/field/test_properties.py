@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 import pytest
-from field.families import FAMILIES, TRL_FAMILIES, Family
+from field.families import FAMILIES, TRL, TRL_FAMILIES, Family
 from field.oracle import check_sft, is_turn, renderings, squeezed
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -36,6 +36,13 @@ def with_packages(families: list[Family]) -> list:
 
 
 each_family = pytest.mark.parametrize("family", with_packages(FAMILIES + TRL_FAMILIES))
+
+
+@pytest.mark.skipif(not TRL.is_dir(), reason="the templates of TRL are not here; run make field")
+def test_every_template_of_trl_is_a_family():
+    files = {file for file in TRL.glob("*.jinja") if not file.stem.endswith("_training")}
+    assert {family.template for family in TRL_FAMILIES} == files
+
 
 # ---- conversations ----
 

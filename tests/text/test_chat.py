@@ -227,10 +227,16 @@ LEFT_OUT = "the chat template leaves it out; change the role"
 # A malformed message behind another one.
 MALFORMED = [
     (turn("user", [dict(type="video", video="x")]), "content.0: Input tag 'video' found"),
+    (turn("user", ["x"]), "content.0: Input should be a valid dictionary"),
+    (turn("user", [dict(type="text")]), "content.0.text.text: Field required"),
     (dict(role="user"), "content: Field required"),
     (turn("tool", dict(a=1)), "content: Input should be a valid string"),
     (turn("user", "x", tool_calls=[CALL]), "tool_calls stand in an assistant's message only"),
     (said("x", tool_calls=[dict(function=dict(name="f"))]), "function.arguments: Field required"),
+    (said("x", tool_calls="add"), "tool_calls: Input should be a valid list"),
+    (said("x", tool_calls=["add"]), "tool_calls.0: Input should be a valid dictionary"),
+    (calling({}, 1), "tool_calls.0.function.name: Input should be a valid string"),
+    (calling([]), "function.arguments: Input should be a valid dictionary"),
     (calling("{"), "function.arguments: the arguments are not JSON: Expecting property name"),
     (said("4", thinking=dict(text="R")), "reasoning_content: Input should be"),
     (said("<think>R</think>4", thinking="R"), "it has its thought twice"),
@@ -249,7 +255,11 @@ REFUSED = [
     ),
     *(
         (dict(messages=[message]), "column messages contains a lone surrogate")
-        for message in (calling(dict(x="\ud800")), said("4", reasoning_content="\ud800"))
+        for message in (
+            calling(dict(x="\ud800")),
+            calling({}, "\ud800"),
+            said("4", reasoning_content="\ud800"),
+        )
     ),
     # results of calls
     (dict(messages=[*BOTH, A_TOLD, ASKED]), "turn 2: results of the calls call_a for"),
@@ -261,7 +271,7 @@ REFUSED = [
     (dict(prompt=[ASKED], tools="add"), "column tools is not JSON"),
     *(
         (dict(prompt=[ASKED], tools=tools), f"column {NAMED}")
-        for tools in (["add"], TOOL, '{"name": "add"}', [dict(name=1)])
+        for tools in (["add"], TOOL, '{"name": "add"}', [dict(name=1)], [dict(function="f")], 3)
     ),
     # columns that are flags
     (dict(prompt=[SYSTEM, ASKED], system="T"), "it has a system text, its messages begin"),
@@ -363,10 +373,14 @@ def test_template_from_a_file_is_used_and_saved(tmp_path):
         (b"{{ 1 / 0 }}", "refuses the messages: division by zero"),
         (b"{{ 'a' * 10 ** 15 }}", "refuses the messages: out of memory"),
         (b"hello", "the template changes the text of an assistant turn"),
+        (b"{{ raise_exception('no') }}", "refuses the messages: no"),
+        (b"\xff", "'utf-8' codec can't decode"),
+        (None, "No such file or directory"),
     ],
 )
 def test_template_that_fails_to_render_is_refused(template, words, tmp_path):
-    (tmp_path / "chat.jinja").write_bytes(template)
+    if template is not None:
+        (tmp_path / "chat.jinja").write_bytes(template)
     with pytest.raises(ValueError, match=f"^--chat_template .*chat.jinja: .*{words}"):
         load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
 

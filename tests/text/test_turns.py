@@ -344,6 +344,12 @@ def test_text_of_a_special_token_is_reported_or_stays_text(capsys):
     assert not capsys.readouterr().out
 
 
+def test_characters_that_stand_for_special_tokens_are_refused():
+    coder = encoder(special_text="text")
+    words = r"a character beyond U\+FFFFF cannot be read with --special_text text"
+    refused(coder, words, question="\U00100003")
+
+
 def test_text_of_a_special_token_stays_text_in_plain_prompts():
     coder = encoder(special_text="text", prompt_format="plain")
     whole = f"{EOT}2+2=4{EOT}!{EOS}"
