@@ -166,8 +166,7 @@ class ChatTemplate:
         or `ipython` may be the role tool."""
         if role == "developer" and not self.shows_developer:
             return "system"
-        is_result = role in RESULTS and role not in self.words and "tool" in self.words
-        return "tool" if is_result else role
+        return "tool" if role in RESULTS and "tool" in self.words else role
 
     def added_tokens(self, text: str) -> list[tuple[str, int]]:
         """Return the special and added tokens in a text, each with the place where it ends."""

@@ -205,8 +205,8 @@ def test_roles_that_nothing_knows_are_said_once(capsys):
         ("", "observation", ["Narrator", "narrator", "observation"], "observation"),
         ("narrator", "observation", ["Narrator", "observation"], "observation"),
         ("tool", "observation", ["Narrator", "narrator"], "tool"),
-        ("tool", "ipython", ["Narrator", "narrator"], "tool"),
-        ("tool ipython", "ipython", ["Narrator", "narrator"], "ipython"),
+        ("tool ipython", "ipython", ["Narrator", "narrator"], "tool"),
+        ("ipython", "ipython", ["Narrator", "narrator"], "ipython"),
     ):
         template = READS_ALL + "".join(f"{{{{ '' if '{name}' }}}}" for name in names.split())
         text = prompt(encoder(template), *narrators, calling({}), turn(results, "2"))
