@@ -111,8 +111,9 @@ def test_a_reply_reads_text_and_roles_like_a_prompt():
     messages = [turn("user", f"a{EOT}b")]
     assert encoder(special_text="text").reply(messages).count(end) == 1
     assert encoder(special_text="token").reply(messages).count(end) == 2
-    silent = encoder().tokenizer.chat_template.replace(
-        "{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}"
-    )
-    with pytest.raises(ValueError, match="leaves it out; change the role"):
-        encoder(silent).reply([turn("tool", "2"), turn("user", "on")])
+    for role in ("tool", "assistant"):
+        silent = encoder().tokenizer.chat_template.replace(
+            "in messages %}", f"in messages if message.role != '{role}' %}}"
+        )
+        with pytest.raises(ValueError, match="leaves it out; change the role"):
+            encoder(silent).reply([turn("tool", "2"), turn("user", "on")])

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,3 +113,10 @@ def test_continuation_begins_with_a_blank_only_if_the_text_has_one(tmp_path):
     for completion, tokens in (("4", "4"), (" 4", "▁ 4"), ("The", "The"), (" The", "▁The")):
         after = TextIds(tokenizer).after("A:", completion).tolist()
         assert tokenizer.convert_ids_to_tokens(after) == tokens.split()
+
+
+def test_a_text_that_no_token_parts_from_the_prompt_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"{before}x" for before in "qa\n."])
+    with pytest.raises(ValueError, match="^the tokenizer cannot separate 'x' from the text before"):
+        TextIds(tokenizer).after("q", "x")
