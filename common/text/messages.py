@@ -216,7 +216,11 @@ def given_messages(row: dict, column: str) -> list | None:
     messages = _json_list(value)
     if messages is None or column in ("messages", "conversations"):
         return messages
-    if not all(map(_has_known_role, messages)):
+    known = [_has_known_role(message) for message in messages]
+    if column == "prompt" and any(known) and not all(known):
+        problem = f"message {known.index(False) + 1} has another form or an unknown role"
+        raise bad_row(row, f"column prompt is JSON text of messages, but {problem}; give a list")
+    if not all(known):
         return None
     if column == "prompt":
         return messages if any(_role(message) == "user" for message in messages) else None

@@ -4,7 +4,7 @@ import json
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from text.chats import (
     ASKED,
@@ -110,7 +110,8 @@ def test_each_form_of_a_pair_is_one_conversation(place):
         row = dict(chosen=answers("4")[chosen], rejected=answers("5")[rejected]) | PLACES[place]
         row |= {} if asked is None else dict(prompt=PROMPTS[asked])
         found = outcome("dpo", {}, **row)
-        assert all(outcome(script, {}, **row) == found for script in ("kto", "rm"))
+        others = ("kto", "rm") if chosen == rejected else ()
+        assert all(outcome(script, {}, **row) == found for script in others)
         whole = [side for side in (chosen, rejected) if side.startswith(("repeats", "system"))]
         systems = {"system" in side for side in whole}
         has_one_system = len(systems) < 2 or "system" in (asked or "")
@@ -176,6 +177,7 @@ odd_messages = st.lists(
 )
 
 
+@settings(max_examples=50)
 @given(odd_messages, json_values)
 def test_any_json_is_read_or_refused_in_a_short_line(messages, tools):
     coder = CODERS[None]
@@ -222,6 +224,15 @@ def test_a_question_that_is_json_stays_text(column, text):
     coder = encoder(prompt_format="chat")
     asked = samples(coder, **{column: text})[0].ids
     assert f"<|turn|>user\n{text}{EOT}" in coder.tokenizer.decode(asked)
+
+
+def test_json_text_that_may_be_either_is_refused():
+    coder = encoder(prompt_format="chat")
+    mixed = json.dumps([turn("narrator", "x"), ASKED])
+    refused(coder, "JSON text of messages, but message 1 has another form or an unk", prompt=mixed)
+    words = "column completion is JSON text of messages, column prompt is a list; make the answer"
+    for text in (HI, DIALOGUE.replace("Why hi", "Why")):
+        refused(coder, words, prompt=[ASKED], completion=text)
 
 
 # ---- empty texts ----
