@@ -3,8 +3,10 @@
 import re
 from array import array
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress
+from itertools import chain, compress, pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 PLACEHOLDER = "<image>"  # marks an image in the texts of many data sets, and in our logs
 
@@ -32,9 +34,9 @@ class Sample:
     row: dict = field(default_factory=dict)  # data row of the prompt
     # Where its first trained token is in the stored log-probs (extras/teachers/stored.py).
     stored_at: int | None = None
-    # How many turns of its row are not trained because their prompt and text contradict each other.
-    turns_left_out: int = 0
-    # As it is kept (text/load.py), it lacks so many ids of the sample before it, not trained.
+    # Why turns of its row are not trained, one reason for each.
+    turns_left_out: tuple[str, ...] = ()
+    # As it is kept (`kept`), it lacks so many ids of the sample before it, not trained.
     shared: int = 0
     # Per-token lists that your own script adds: `streams["x"]` is `x_T` of a micro-batch.
     streams: dict[str, list[float]] = field(default_factory=dict)
@@ -154,3 +156,32 @@ def at_end(ids: list[int], row: dict | None = None) -> Sample:
     targets, and the last token has no target. So a token is appended; any will do, because the
     model does not read it."""
     return Sample(ids + ids[-1:], [False] * len(ids) + [True], row=row or {})
+
+
+# ---- samples of one row, as they are kept in memory ----
+
+
+def kept(group: list[Sample]) -> list[Sample]:
+    """Return the samples, each without the ids that it shares with the one before it."""
+    shared = [0, *(shared_start(one, other) for one, other in pairwise(group))]
+    return [
+        replace(s, ids=s.ids[n:], loss_mask=s.loss_mask[n:], shared=n)
+        for s, n in zip(group, shared, strict=True)
+    ]
+
+
+def whole(group: list[Sample]) -> list[Sample]:
+    """Return copies of kept samples, each with all its ids."""
+    samples: list[Sample] = []
+    for s in group:
+        before = samples[-1].ids[: s.shared] if s.shared else array("i")
+        mask = bytes(s.shared) + s.loss_mask
+        samples.append(replace(s, ids=before + s.ids, loss_mask=mask, shared=0))
+    return samples
+
+
+def shared_start(one: Sample, other: Sample) -> int:
+    """Return how many ids `other` shares with `one` at its start, before its trained ones."""
+    length = min(len(one.ids), len(other.ids), other.prompt_length)
+    differs = np.not_equal(one.ids[:length], other.ids[:length])
+    return int(differs.argmax()) if differs.any() else length

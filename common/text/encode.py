@@ -195,6 +195,8 @@ class Encoder:
             return [self._all_trained(row, self._ids(row, text))]
         is_last = train_on == "last"
         turns, errors = turns_of(self.chat, read, messages, first_trained, is_last)
+        start = rf"{re.escape(str(row['_source']))}: (turn \d+ \(\w+\): )?"
+        reasons = tuple(re.sub(f"^{start}", "", str(error)) for error in errors)
         samples: list[Sample] = []
         for turn in turns:
             marks = sum(message["content"].count(IMAGE) for message in messages[: turn.number])
@@ -205,7 +207,7 @@ class Encoder:
                 last = samples.pop()
                 mask, length = last.loss_mask + mask[len(last.ids) :], last.prompt_length
             mask += bytes([True]) * len(said)
-            samples.append(Sample(prompt + said, mask, length, shown, turns_left_out=len(errors)))
+            samples.append(Sample(prompt + said, mask, length, shown, turns_left_out=reasons))
         return samples
 
     def _all_trained(self, row: dict, ids: array) -> Sample:

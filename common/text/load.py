@@ -1,17 +1,14 @@
 """Rows -> samples of the training rows and of the held-out rows. The ranks share the encoding."""
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
-
-import numpy as np
+from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
 from common.packs.order import Order, make_order
-from common.packs.sample import Sample
+from common.packs.sample import Sample, kept, whole
 from common.parallel import distributed
 from common.text.encode import Encoder, truncate
 from common.text.files import BadRows
@@ -162,46 +159,17 @@ def encode(
             group = short
         else:
             return [], ["dropped as too long (--max_length)"]
-    trained = [
-        sample for sample in group if any(sample.loss_mask[1:])
-    ]  # nothing predicts the first
+    trained = [sample for sample in group if any(sample.loss_mask[1:])]  # the first has no target
     if not trained or (len(trained) < len(group) and not apart):
         return [], ["dropped because no token is trained"]
     if len(group) == 2 and not apart and group[0].ids == group[1].ids:
         return [], ["with chosen = rejected, dropped"]
-    if any(sample.turns_left_out for sample in group):
-        notes.append("with turns left out: their prompt and text contradict each other")
+    notes += [f"with turns left out: {why}" for why in dict.fromkeys(group[0].turns_left_out)]
     unknown = encoder.tokenizer.unk_token_id  # GPT-2 has its EOS here
     if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
         notes.append("with characters that the tokenizer lacks")
     rows = [{} if sample.row == row else sample.row for sample in trained]
     return [replace(s, row=own) for s, own in zip(kept(trained), rows, strict=True)], notes
-
-
-def kept(group: SampleGroup) -> SampleGroup:
-    """Return the samples, each without the ids that it shares with the one before it."""
-    shared = [0, *(shared_start(one, other) for one, other in pairwise(group))]
-    return [
-        replace(s, ids=s.ids[n:], loss_mask=s.loss_mask[n:], shared=n)
-        for s, n in zip(group, shared, strict=True)
-    ]
-
-
-def whole(group: SampleGroup) -> SampleGroup:
-    """Return copies of kept samples, each with all its ids."""
-    samples: SampleGroup = []
-    for s in group:
-        before = samples[-1].ids[: s.shared] if s.shared else array("i")
-        mask = bytes(s.shared) + s.loss_mask
-        samples.append(replace(s, ids=before + s.ids, loss_mask=mask, shared=0))
-    return samples
-
-
-def shared_start(one: Sample, other: Sample) -> int:
-    """Return how many ids `other` shares with `one` at its start, before its trained ones."""
-    length = min(len(one.ids), len(other.ids), other.prompt_length)
-    differs = np.not_equal(one.ids[:length], other.ids[:length])
-    return int(differs.argmax()) if differs.any() else length
 
 
 def reasons(counts: Counter) -> str:

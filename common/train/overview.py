@@ -8,8 +8,8 @@ from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
+from common.packs.sample import kept
 from common.parallel import distributed
-from common.text.load import kept
 
 COST_ROWS = 256  # first rows, by which a line about costs goes
 

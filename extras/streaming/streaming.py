@@ -12,6 +12,7 @@ from itertools import chain, count, islice
 from pathlib import Path
 
 from common.config.groups import TrainArgs
+from common.packs.sample import whole
 from common.parallel import distributed
 from common.text.encode import Encoder
 from common.text.files import BadRows, open_split
@@ -23,7 +24,6 @@ from common.text.load import (
     encode_all,
     reasons,
     say_unread,
-    whole,
 )
 from common.text.rows import (
     Columns,

@@ -139,5 +139,5 @@ def check_sft(family: Family, encoder: Encoder, messages: list[dict], **row: obj
         check_shown(tokenizer, ids, messages[: i + 1])
     for before, after in pairwise(samples):
         require(after.ids[: len(before.ids)] != before.ids, "two sequences could be one")
-    require(samples[0].turns_left_out == len(left), "turns are counted wrong")
+    require(len(samples[0].turns_left_out) == len(left), "turns are counted wrong")
     return len(left)

@@ -186,7 +186,7 @@ def test_turns_are_trained_as_they_are_sampled(template, messages, expected):
     for before, after in pairwise(sequences):  # else they would be one
         assert after.ids[: len(before.ids)] != before.ids
     off = [i for i in turns if not (messages[i].get("weight", 1) and messages[i].get("train", 1))]
-    assert sequences[0].turns_left_out == len(turns) - len(off) - len(expected)
+    assert len(sequences[0].turns_left_out) == len(turns) - len(off) - len(expected)
     (last,) = samples(coder, train_on="last", messages=messages, **row)
     assert spans(coder, last) == expected[-1:] and last.ids == sequences[-1].ids
     if turns[-1] in off or messages[-1]["content"] == "":  # refused, and so are empty answers
@@ -269,7 +269,9 @@ def test_a_turn_whose_prompt_and_text_contradict_each_other_is_left_out_and_coun
     """Here a thought, although thinking is off; a row without another turn is refused."""
     coder = coder_of(NO_THINKING)
     (sample,) = samples(coder, messages=[*THOUGHTS[:3], said("3")])
-    assert sample.turns_left_out == 1 and spans(coder, sample) == ["3<|im_end|>"]
+    assert spans(coder, sample) == ["3<|im_end|>"]
+    (reason,) = sample.turns_left_out
+    assert reason.startswith("the prompt ends the thought, the row has one; set --template_kwargs")
     words = (
         "turn 2 .assistant.: the prompt ends the thought, the row has one; set --template_kwargs"
     )
