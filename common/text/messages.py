@@ -13,9 +13,8 @@ IMAGE = "\ufffc"  # object replacement character: where an image stands in a tex
 IMAGE_TYPES = ("image", "image_url")  # a message part of this type is an image
 IMAGE_KEYS = ("image", "url", "path", "image_url")  # one of these keys of the part has the image
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # thoughts beside the content
-_NAMES = dict(system="system", developer="developer", user="user human", tool="tool")
-_NAMES["assistant"] = "assistant gpt chatgpt bot model bard"
-ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= dict(human="user") | dict.fromkeys(("gpt", "chatgpt", "bot", "model", "bard"), "assistant")
 RESULTS = ("observation", "tool_response", "ipython")  # other names of the role tool
 CALLS = "function_call"  # ShareGPT's role of a turn that is nothing but calls, as JSON
 SYSTEM = ("system", "developer")
@@ -258,7 +257,7 @@ def _has_known_role(message: object) -> bool:
         return False
     forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
     has_form = any(message.keys() >= form for form in forms)
-    return has_form and _role(message) in {*_NAMES, *RESULTS, CALLS}
+    return has_form and _role(message) in {*ROLES.values(), *RESULTS, CALLS}
 
 
 def prompt_apart(row: dict, prompt: str, answers: tuple[str, ...]) -> dict:

@@ -238,6 +238,7 @@ MALFORMED = [
     (calling({}, 1), "tool_calls.0.function.name: Input should be a valid string"),
     (calling([]), "function.arguments: Input should be a valid dictionary"),
     (calling("{"), "function.arguments: the arguments are not JSON: Expecting property name"),
+    (calling("[" * 100_000), "function.arguments: the arguments are not JSON: maximum recursion"),
     (said("4", thinking=dict(text="R")), "reasoning_content: Input should be"),
     (said("<think>R</think>4", thinking="R"), "it has its thought twice"),
     (said("4", function_call=dict(name="f")), "it has a function_call, an old form; give tool_"),
@@ -269,6 +270,7 @@ REFUSED = [
     (dict(prompt=[*BOTH, TOLD]), "turn 2: results of the calls None for the calls call_a, call_b"),
     # tools
     (dict(prompt=[ASKED], tools="add"), "column tools is not JSON"),
+    (dict(prompt=[ASKED], tools="[" * 100_000), f"column {NAMED}"),
     *(
         (dict(prompt=[ASKED], tools=tools), f"column {NAMED}")
         for tools in (["add"], TOOL, '{"name": "add"}', [dict(name=1)], [dict(function="f")], 3)

@@ -139,33 +139,24 @@ def test_each_form_of_a_pair_is_one_conversation(place):
 KEYS = """role content from value weight train type text name id tool_call_id tool_calls function
 arguments function_call reasoning_content reasoning thinking image url image_url parameters
 """.split()
-WORDS = (
-    "user",
-    "system",
-    "assistant",
-    "tool",
-    "gpt",
-    "function_call",
-    "text",
-    "image",
-    "\ud800",
-    "a\nb",
-    "",
-)
+WORDS = ["a\nb", "", "\ud800"]
+WORDS += "user system assistant tool gpt function_call text image".split()
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS) | st.text()
 )
 json_values = st.recursive(
     leaves,
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=6)
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
     ),
+    max_leaves=6,
 )
 calls = st.lists(
     st.fixed_dictionaries(
         dict(function=st.fixed_dictionaries(dict(name=leaves, arguments=json_values))),
         optional=dict(id=json_values, index=json_values),
-    )
+    ),
+    max_size=2,
 )
 odd_messages = st.lists(
     st.fixed_dictionaries(
@@ -174,6 +165,7 @@ odd_messages = st.lists(
     )
     | json_values,
     min_size=1,
+    max_size=4,
 )
 
 
