@@ -20,7 +20,7 @@ from common.text.messages import (
     unread_keys,
 )
 from common.text.text_ids import TextIds
-from common.text.turns import as_read, prompt_of, reply_of, turns_of, whole_of
+from common.text.turns import as_read, is_wanted, prompt_of, reply_of, turns_of, whole_of
 
 COLUMNS_OF_CHATS = ("tools", "chat_template_kwargs", "system", "system_prompt")
 
@@ -244,8 +244,7 @@ class Encoder:
         """Raise `ValueError` for an empty turn of the model that is trained, or an empty question
         before it."""
         for i in range(first_trained, len(messages)):
-            is_wanted = all(messages[i].get(key, True) for key in ("weight", "train"))
-            if messages[i]["role"] != "assistant" or not is_wanted:
+            if messages[i]["role"] != "assistant" or not is_wanted(messages[i]):
                 continue
             asked = [i - 1] if i > 0 and messages[i - 1]["role"] == "user" else []
             for number in [*asked, i]:

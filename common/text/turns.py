@@ -97,7 +97,7 @@ def turns_of(
         raise bad_row(row, "no message with the role assistant to train on")
     if turns == [0]:
         raise bad_row(row, "turn 1 (assistant): nothing asks for it")
-    wanted = [i for i in turns if i > 0 and _is_wanted(messages[i])]
+    wanted = [i for i in turns if i > 0 and is_wanted(messages[i])]
     said: list[Said] = []
     errors: list[ValueError] = []
     for i in wanted[-1:] if last_alone else wanted:
@@ -130,7 +130,7 @@ def _is_continued(messages: list[dict], first_trained: int) -> bool:
     return is_answer(begun) and completion["role"] == "assistant"
 
 
-def _is_wanted(message: dict) -> bool:
+def is_wanted(message: dict) -> bool:
     """Return whether a turn of the model is trained, by `weight` (OpenAI) or `train` (Axolotl)."""
     return all(message.get(key, True) for key in ("weight", "train"))
 

@@ -354,6 +354,8 @@ def test_messages_need_a_chat_template():
     coder = encoder(prompt_format="plain")
     refused(coder, "column messages needs a chat template, not plain", messages=BEGUN)
     refused(coder, "column prompt lists messages, which need a chat template", prompt=[ASKED])
+    words = "column completion lists messages, column prompt is text"
+    refused(coder, words, prompt=ASKED["content"], completion=BEGUN)
 
 
 # ---- --chat_template, --template_kwargs ----

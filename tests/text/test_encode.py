@@ -56,7 +56,9 @@ ENCODED = [
     ({}, dict(chosen=[ASKED, TWO, *SURE], rejected=[ASKED, TWO]), [(Q, A2, A3), (Q, A2)]),
     # a prompt that the answer repeats
     ({}, dict(prompt=[ASKED], completion=[ASKED, TWO]), [(Q, A2)]),
+    ({}, dict(prompt="1+1=", completion=[ASKED, TWO]), [(Q, A2)]),
     ({}, dict(prompt=TALK, completion=[*TALK, TWO]), [(TALKED, A2)]),
+    ({}, dict(prompt="1+1=", chosen=[ASKED, TWO], rejected="3"), [(Q, A2), (Q, A3)]),
     ({}, dict(prompt=[ASKED], chosen=[ASKED, TWO], rejected=[THREE]), [(Q, A2), (Q, A3)]),
     ({}, dict(prompt="1+1=", chosen=[ASKED, TWO], rejected=[ASKED, THREE]), [(Q, A2), (Q, A3)]),
 ]
