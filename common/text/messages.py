@@ -215,18 +215,19 @@ def given_messages(row: dict, column: str) -> list | None:
     messages = _json_list(value)
     if messages is None or column in ("messages", "conversations"):
         return messages
+    prompt = PROMPT_OF.get(column)
+    has_prompt = prompt is not None and row.get(prompt) is None  # else `prompt` has it
     known = [_has_known_role(message) for message in messages]
-    if column == "prompt" and any(known) and not all(known):
+    if (column == "prompt" or has_prompt) and any(known) and not all(known):
         problem = f"message {known.index(False) + 1} has another form or an unknown role"
-        raise bad_row(row, f"column prompt is JSON text of messages, but {problem}; give a list")
+        raise bad_row(row, f"column {column} is JSON text of messages, but {problem}; give a list")
     if not all(known):
         return None
     if column == "prompt":
         return messages if any(_role(message) == "user" for message in messages) else None
-    prompt = PROMPT_OF.get(column)
     if prompt is None:
         return None
-    if row.get(prompt) is None:
+    if has_prompt:
         return messages
     with contextlib.suppress(ValueError):
         if _repeated(_asked(row, prompt), messages_field(dict(messages=messages), "messages")):

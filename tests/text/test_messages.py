@@ -221,7 +221,9 @@ def test_a_question_that_is_json_stays_text(column, text):
 def test_json_text_that_may_be_either_is_refused():
     coder = encoder(prompt_format="chat")
     mixed = json.dumps([turn("narrator", "x"), ASKED])
-    refused(coder, "JSON text of messages, but message 1 has another form or an unk", prompt=mixed)
+    words = "JSON text of messages, but message 1 has another form or an unknown role; give a list"
+    for row in (dict(prompt=mixed), dict(chosen=mixed, rejected=mixed)):
+        refused(coder, words, **row)
     words = "column completion is JSON text of messages, column prompt is a list; make the answer"
     for text in (HI, DIALOGUE.replace("Why hi", "Why")):
         refused(coder, words, prompt=[ASKED], completion=text)
