@@ -11,8 +11,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+import yaml
 
 from common.config.extra import load_named
 from common.config.flags import JSON, SEPARATORS, kind_of
@@ -96,13 +99,14 @@ def open_split(
         if split not in ("train", "test"):
             return None
         return [Shard(label, f"{dataset}/{split}", load_named(TASKS[dataset], label)(split))]
+    if _is_saved(path):
+        table = _saved_splits(label, path).get(split)
+        return None if table is None else [Shard(label, f"{path}/{split}", table)]
     if os.path.isdir(path):
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            return _saved_shards(label, path, split)
-        files = _files_of_folder(label, path, split)
+        files = _files_of_folder(label, path, split, config)
     elif files := files_named(dataset):
         files = files if split == "train" else []
-    elif kind_of(path) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset:
+    elif _is_name_of_file(dataset):
         raise ValueError(f"{label}: no such file")
     else:
         return _hub_shards(label, dataset, split, config, streaming)
@@ -118,6 +122,26 @@ def open_split(
     ] or None  # fmt: skip
 
 
+def splits_of(label: str, dataset: str, config: str | None = None) -> list[str]:
+    """Return the names of the splits of a dataset, such as train and test. Raises
+    `ValueError`, which begins with `label`, if it cannot be read."""
+    path = Path(dataset).expanduser()
+    if dataset in TASKS:
+        return ["train", "test"]
+    if _is_saved(path):
+        return [*_saved_splits(label, path)]
+    if os.path.isdir(path):
+        return [*_splits_of_folder(label, path, config)]
+    if files_named(dataset) or _is_name_of_file(dataset):
+        return ["train"]
+    return _hub_splits(label, dataset, config)
+
+
+def _is_name_of_file(dataset: str) -> bool:
+    is_path = dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset
+    return is_path or bool(kind_of(Path(dataset)))
+
+
 def files_named(dataset: str) -> list[Path]:
     """Return the file, or the files that match a pattern, sorted; none for a folder."""
     path = Path(dataset).expanduser()
@@ -128,43 +152,82 @@ def files_named(dataset: str) -> list[Path]:
 # ---- folders ----
 
 
-def _files_of_folder(label: str, folder: Path, split: str) -> list[Path]:
-    """Return the files of a split, sorted, by the rules of `datasets` for names such as
-    `math_train/` or `test_2.jsonl`; without them, all are train. Raises `ValueError` for a folder
-    without files that can be read or with several configurations of the hub, for a file that is in
-    two splits, and for files of several kinds."""
-    from datasets import data_files
+def _files_of_folder(label: str, folder: Path, split: str, config: str | None) -> list[Path]:
+    """Return the files of a split. Raises `ValueError` for a file that is in two splits, and for
+    files of several kinds."""
+    from datasets.data_files import SPLIT_KEYWORDS
 
-    base = os.path.abspath(folder)
-    readme = Path(base, "README.md")
-    text = readme.read_text(errors="replace") if readme.is_file() else ""
-    if len(configs := {*re.findall(r"config_name: *(\S+)", text)}) > 1:
-        names = ", ".join(sorted(configs))
-        raise ValueError(f"{label}: README.md names the configurations {names}; name one's files")
-    try:
-        splits = data_files.DataFilesDict.from_patterns(
-            data_files.get_data_patterns(glob.escape(base)),
-            base_path=glob.escape(base),
-            allowed_extensions=[".jsonl", ".json", *SEPARATORS, ".parquet"],
-        )
-    except data_files.EmptyDatasetError:
-        splits = {}
-    if not any(splits.values()):
-        raise ValueError(f"{label}: no {KINDS} files with a split in it")
+    splits = _splits_of_folder(label, folder, config)
     if split not in splits:  # dev is validation
-        words = data_files.SPLIT_KEYWORDS.items()
+        words = SPLIT_KEYWORDS.items()
         split = next((str(name) for name, others in words if split in others), split)
-    own = {*splits.pop(split, ())}
+    own = splits.pop(split, [])
     for other, files in splits.items():
-        if shared := own & {*files}:
-            file = os.path.relpath(min(shared), base)
-            problem = f"{file} belongs to the splits {split} and {other} by its name"
+        if shared := {*own} & {*files}:
+            file = min(shared).relative_to(folder)
+            problem = f"{file} belongs to the splits {split} and {other}"
             advice = "rename it, or name files with --dataset and --eval_dataset"
             raise ValueError(f"{label}: {problem}; {advice}")
-    kinds = sorted({f".{kind_of(Path(file)).split('.')[1]}" for file in own})
+    kinds = sorted({f".{kind_of(file).split('.')[1]}" for file in own})
     if len(kinds) > 1:  # often the same rows twice
         raise ValueError(f"{label}: {' and '.join(kinds)} files; name one kind by a pattern")
-    return [folder / os.path.relpath(file, base) for file in sorted(own)]
+    return own
+
+
+def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str, list[Path]]:
+    """Return the files of each split by the rules of `datasets`: those that README.md lists for the
+    configuration, else by names such as `math_train/` or `test_2.jsonl`; without them, all are
+    train. Raises `ValueError` for a folder without files that can be read."""
+    from datasets import data_files
+
+    chosen = _configuration(label, folder, config)
+    root = os.path.abspath(folder)
+    base = glob.escape(os.path.join(root, chosen.get("data_dir") or ""))
+    kinds = [".jsonl", ".json", *SEPARATORS, ".parquet"]
+    listed = chosen.get("data_files")
+    splits: dict[str, list[str]] = {}
+    if listed is None:
+        try:
+            patterns = data_files.get_data_patterns(base)
+        except data_files.EmptyDatasetError:
+            patterns = {}
+        found = data_files.DataFilesDict.from_patterns(patterns, base, kinds)
+        splits = {str(name): sorted({*files}) for name, files in found.items()}
+    else:
+        for name, patterns in data_files.sanitize_patterns(listed).items():
+            files = splits[name] = []
+            for pattern in patterns:
+                try:
+                    files += data_files.resolve_pattern(pattern, base, kinds)
+                except FileNotFoundError:
+                    problem = f"README.md lists {pattern}: no {KINDS} file of this name in it"
+                    raise ValueError(f"{label}: {problem}") from None
+    if not any(splits.values()):
+        raise ValueError(f"{label}: no {KINDS} files with a split in it")
+    return {
+        name: [folder / os.path.relpath(file, root) for file in dict.fromkeys(files)]
+        for name, files in splits.items()
+    }
+
+
+def _configuration(label: str, folder: Path, config: str | None) -> dict:
+    """Return the configuration `config` of README.md, by default its default one or `main`; an
+    empty dict if it has none."""
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return {}
+    try:
+        configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
+        name = config or configs.get_default_config_name() or "main"
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{label}: README.md: {first_line(error)}") from error
+    if configs and name not in configs:
+        problem = f"README.md has the configurations {', '.join(configs)}"
+        raise ValueError(f"{label}: {problem}; name one with --dataset_config")
+    return configs.get(name, {})
 
 
 # ---- files ----
@@ -237,18 +300,19 @@ def _parquet_rows(path: Path) -> Iterator[dict]:
 # ---- the library `datasets` ----
 
 
-def _saved_shards(label: str, folder: Path, split: str) -> list[Shard] | None:
-    """Open a split that `save_to_disk` of a `Dataset` or `DatasetDict` wrote; None without it."""
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _saved_splits(label: str, folder: Path) -> dict:
+    """Return the splits that `save_to_disk` of a `Dataset` or `DatasetDict` wrote."""
     import datasets
 
     try:
         saved = datasets.load_from_disk(str(folder))
-        splits = saved if isinstance(saved, datasets.DatasetDict) else dict(train=saved)
-        if split not in splits:
-            return None
-        return [Shard(label, f"{folder}/{split}", splits[split])]
     except Exception as error:  # the disk, pyarrow and datasets raise others
         raise ValueError(f"{label}: {first_line(error)}") from error
+    return saved if isinstance(saved, datasets.DatasetDict) else dict(train=saved)
 
 
 def _hub_shards(
@@ -256,21 +320,15 @@ def _hub_shards(
 ) -> list[Shard] | None:
     """Open a split of a hub dataset, None without the split; images are bytes. The configuration
     `*` means all of them; a column `config` has their names."""
-    import datasets
-    import huggingface_hub
 
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    huggingface_hub.logging.set_verbosity_error()
     shards = []
-    try:
-        is_all = config == "*"
-        for name in datasets.get_dataset_config_names(dataset) if is_all else [config]:
+    with _hub(label):
+        for name in _hub_configs(dataset, config):
             table = _hub_table(dataset, name, split, streaming)
             if table is None:
                 continue
             place = "/".join(filter(None, (dataset, name, split)))
-            columns = dict(config=name) if is_all else {}
+            columns = dict(config=name) if config == "*" else {}
             if streaming:
                 for i in range(count := table.num_shards):
                     part = table.shard(count, i).decode(False)
@@ -278,11 +336,47 @@ def _hub_shards(
                     shards.append(Shard(label, whole, part, columns))
             else:
                 shards.append(Shard(label, place, table, columns))
+    return shards or None
+
+
+def _hub_splits(label: str, dataset: str, config: str | None) -> list[str]:
+    import datasets
+
+    splits: dict[str, None] = {}
+    with _hub(label):
+        for name in _hub_configs(dataset, config):
+            try:
+                found = datasets.get_dataset_split_names(dataset, name)
+            except ValueError as error:
+                if name is None and "'main'" in str(error):  # see _hub_table
+                    found = datasets.get_dataset_split_names(dataset, "main")
+                else:
+                    raise
+            splits |= dict.fromkeys(found)
+    return [*splits]
+
+
+@contextmanager
+def _hub(label: str) -> Iterator[None]:
+    """Silence the libraries of the hub, and turn what they raise into `ValueError`."""
+    import datasets
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    huggingface_hub.logging.set_verbosity_error()
+    try:
+        yield
     except Exception as error:  # the disk, the network, the hub, pyarrow and datasets raise others
         missing = "no such file or folder, and not found on the hub: "
         missing = missing if isinstance(error, OSError) else ""
         raise ValueError(f"{label}: {missing}{first_line(error)}") from error
-    return shards or None
+
+
+def _hub_configs(dataset: str, config: str | None) -> list[str | None]:
+    import datasets
+
+    return datasets.get_dataset_config_names(dataset) if config == "*" else [config]
 
 
 def _hub_table(dataset: str, config: str | None, split: str, streaming: bool):

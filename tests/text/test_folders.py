@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config.groups import TrainArgs
+from common.text.files import splits_of
 from common.text.rows import load_rows
 
 FOLDERS = """
@@ -56,7 +57,7 @@ def test_splits_equal_those_of_datasets(layout, tmp_path_factory):
         own = {*expected.get(split, [])}
         others = [name for name in expected if name != split and own & {*expected[name]}]
         if others or not expected:
-            problem = rf"belongs to the splits {split} and ({'|'.join(others)}) by its name;"
+            problem = rf"belongs to the splits {split} and ({'|'.join(others)});"
             with pytest.raises(ValueError, match=problem if others else "files with a split in it"):
                 ours(folder, split)
         else:
@@ -83,9 +84,23 @@ def test_files_of_two_kinds_are_refused(tmp_path):
 def test_configurations_of_the_hub_are_refused(tmp_path):
     """Their rows would be mixed. A single one has the names of splits."""
     write(tmp_path, ["data/train-0.jsonl", "data/test-0.jsonl"])
-    card = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n"
+    card = "---\nconfigs:\n- config_name: one\n"
     (tmp_path / "README.md").write_text(f"{card}---\n")
     assert ours(tmp_path, "test") == ["data/test-0.jsonl"]
-    (tmp_path / "README.md").write_text(f"{card}- config_name: socratic\n---\n")
-    with pytest.raises(ValueError, match="README.md names the configurations main, socratic; name"):
+    (tmp_path / "README.md").write_text(f"{card}- config_name: two\n---\n")
+    with pytest.raises(ValueError, match="README.md has the configurations one, two; name"):
         ours(tmp_path, "train")
+
+
+def test_splits_are_named_whatever_holds_them(tmp_path):
+    table = datasets.Dataset.from_list([dict(text="a")])
+    datasets.DatasetDict(train=table, dev=table).save_to_disk(tmp_path / "saved")
+    write(tmp_path, ["folder/train.jsonl", "folder/valid.jsonl", "rows.jsonl"])
+    for name, splits in (
+        ("arithmetic", ["train", "test"]),
+        (tmp_path / "saved", ["train", "dev"]),
+        (tmp_path / "folder", ["train", "validation"]),
+        (tmp_path / "rows.jsonl", ["train"]),
+        (tmp_path / "*.jsonl", ["train"]),
+    ):
+        assert splits_of("--dataset", str(name)) == splits
