@@ -104,8 +104,10 @@ def open_split(
         return None if table is None else [Shard(label, f"{path}/{split}", table)]
     if os.path.isdir(path):
         files = _files_of_folder(label, path, split, config)
+        names = [str(file.relative_to(path)) for file in files]
     elif files := files_named(dataset):
         files = files if split == "train" else []
+        names = [file.name for file in files]
     elif _is_name_of_file(dataset):
         raise ValueError(f"{label}: no such file")
     else:
@@ -113,13 +115,13 @@ def open_split(
     for file in files:
         if not kind_of(file):
             raise ValueError(f"{flag} {file}: expected a {KINDS} file")
-    has_names = is_alone and len({file.name for file in files}) == len(files)
+    if not is_alone or len({*names}) < len(names):
+        names = [str(file) for file in files]
     return [
         # paths in the rows are relative to the folder of the file
-        Shard(f"{flag} {file}", file.name if has_names else str(file), file,
-              dict(_folder=str(file.parent)))
-        for file in files
-    ] or None  # fmt: skip
+        Shard(f"{flag} {file}", name, file, dict(_folder=str(file.parent)))
+        for file, name in zip(files, names, strict=True)
+    ] or None
 
 
 def splits_of(label: str, dataset: str, config: str | None = None) -> list[str]:
@@ -180,11 +182,10 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
     train. Raises `ValueError` for a folder without files that can be read."""
     from datasets import data_files
 
-    chosen = _configuration(label, folder, config)
+    inside, listed = _listed_files(label, folder, config)
     root = os.path.abspath(folder)
-    base = glob.escape(os.path.join(root, chosen.get("data_dir") or ""))
+    base = glob.escape(os.path.join(root, inside))
     kinds = [".jsonl", ".json", *SEPARATORS, ".parquet"]
-    listed = chosen.get("data_files")
     splits: dict[str, list[str]] = {}
     if listed is None:
         try:
@@ -194,11 +195,13 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
         found = data_files.DataFilesDict.from_patterns(patterns, base, kinds)
         splits = {str(name): sorted({*files}) for name, files in found.items()}
     else:
-        for name, patterns in data_files.sanitize_patterns(listed).items():
-            files = splits[name] = []
+        for name, patterns in listed.items():
+            splits[name] = []
             for pattern in patterns:
                 try:
-                    files += data_files.resolve_pattern(pattern, base, kinds)
+                    if "://" in pattern:  # not in this folder
+                        raise FileNotFoundError
+                    splits[name] += data_files.resolve_pattern(pattern, base, kinds)
                 except FileNotFoundError:
                     problem = f"README.md lists {pattern}: no {KINDS} file of this name in it"
                     raise ValueError(f"{label}: {problem}") from None
@@ -210,24 +213,37 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
     }
 
 
-def _configuration(label: str, folder: Path, config: str | None) -> dict:
-    """Return the configuration `config` of README.md, by default its default one or `main`; an
-    empty dict if it has none."""
+def _listed_files(
+    label: str, folder: Path, config: str | None
+) -> tuple[str, dict[str, list[str]] | None]:
+    """Return the folder and the files of each split that README.md lists for the configuration
+    `config`, by default its default one or `main`; None if it lists no files."""
+    from datasets.data_files import sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
-    from huggingface_hub import DatasetCard
+    from huggingface_hub import DatasetCard, DatasetCardData
 
-    readme = folder / "README.md"
-    if not readme.is_file():
-        return {}
+    readme, further = folder / "README.md", folder / ".huggingface.yaml"
     try:
-        configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
+        card = DatasetCard.load(readme).data if readme.is_file() else DatasetCardData()
+        if further.is_file():
+            card = DatasetCardData(**card.to_dict() | yaml.safe_load(further.read_text("utf-8")))
+        configs = MetadataConfigs.from_dataset_card_data(card)
         name = config or configs.get_default_config_name() or "main"
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{label}: README.md: {first_line(error)}") from error
-    if configs and name not in configs:
-        problem = f"README.md has the configurations {', '.join(configs)}"
-        raise ValueError(f"{label}: {problem}; name one with --dataset_config")
-    return configs.get(name, {})
+        if not configs:
+            return "", None
+        if name not in configs:
+            problem = f"has the configurations {', '.join(configs)}"
+            raise ValueError(f"{problem}; name one with --dataset_config")
+        chosen = configs[name]
+        read = {"data_files", "data_dir", "default", "description", "version"}
+        if unread := chosen.keys() - read:
+            problem = f"the configuration {name} has {', '.join(sorted(unread))}"
+            raise ValueError(f"{problem}; name its files with --dataset and --eval_dataset")
+        listed = chosen.get("data_files")
+        return chosen.get("data_dir") or "", listed and sanitize_patterns(listed)
+    except Exception as error:  # no text, no YAML, or values of other types
+        problem = getattr(error, "problem", None) or first_line(error)
+        raise ValueError(f"{label}: README.md: {problem}") from error
 
 
 # ---- files ----

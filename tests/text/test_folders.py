@@ -1,7 +1,9 @@
 """A folder has the same splits as in the library `datasets`, and no row is in two splits or read
 twice."""
 
+import gzip
 import os
+import textwrap
 
 import datasets
 import pytest
@@ -32,8 +34,9 @@ def write(folder, names) -> None:
         (folder / name).write_text(f'{{"text": "{name}"}}\n')
 
 
-def ours(folder, split: str) -> list[str]:
-    rows = load_rows("--dataset", str(folder), split, TrainArgs())
+def ours(folder, split: str, **flags) -> list[str]:
+    rows = load_rows("--dataset", str(folder), split, TrainArgs(**flags))
+    assert [row["_source"] for row in rows or ()] == [f"{row['text']}:1" for row in rows or ()]
     return [row["text"] for row in rows or ()]
 
 
@@ -81,15 +84,121 @@ def test_files_of_two_kinds_are_refused(tmp_path):
         ours(tmp_path, "train")
 
 
-def test_configurations_of_the_hub_are_refused(tmp_path):
-    """Their rows would be mixed. A single one has the names of splits."""
-    write(tmp_path, ["data/train-0.jsonl", "data/test-0.jsonl"])
-    card = "---\nconfigs:\n- config_name: one\n"
-    (tmp_path / "README.md").write_text(f"{card}---\n")
-    assert ours(tmp_path, "test") == ["data/test-0.jsonl"]
-    (tmp_path / "README.md").write_text(f"{card}- config_name: two\n---\n")
-    with pytest.raises(ValueError, match="README.md has the configurations one, two; name"):
-        ours(tmp_path, "train")
+NAMES = ["a.jsonl", "b.jsonl", "data/train-1.jsonl", "data/c.jsonl", "other/a.jsonl", ".h.jsonl"]
+CARDS = {  # of a folder with these files
+    "no front matter": "# Data",
+    "no configurations": "---\nlicense: mit\n---\n",
+    "one file for each split": """
+        configs:
+        - config_name: default
+          data_files: [{split: train, path: a.jsonl}, {split: test, path: b.jsonl}]""",
+    "a text": "configs: [{config_name: default, data_files: b.jsonl}]",
+    "a list": "configs: [{config_name: x, data_files: [b.jsonl, a.jsonl]}]",
+    "patterns": """
+        configs:
+        - config_name: default
+          data_files: [{split: train, path: "data/*.jsonl"}, {split: valid, path: "**/[ab]*"}]""",
+    "lists of paths": """
+        configs:
+        - config_name: default
+          data_files:
+          - {split: dev, path: [other/a.jsonl, a.jsonl]}
+          - {split: x.y, path: b.jsonl}""",
+    "hidden file": "configs: [{config_name: default, data_files: .h.jsonl}]",
+    "folder": "configs: [{config_name: default, data_dir: data}]",
+    "files in a folder": "configs: [{config_name: default, data_dir: data, data_files: '*'}]",
+    "no files": "configs: [{config_name: default}]",
+    "a default of two": """
+        configs:
+        - {config_name: one, data_files: a.jsonl}
+        - {config_name: two, data_files: b.jsonl, default: true}""",
+    "two": """
+        configs:
+        - {config_name: one, data_files: a.jsonl}
+        - {config_name: default, data_files: [{split: test, path: b.jsonl}]}""",
+    "absent file": "configs: [{config_name: default, data_files: [a.jsonl, z.jsonl]}]",
+    "no file of a pattern": "configs: [{config_name: default, data_files: [a.jsonl, z*]}]",
+    "no kind": "configs: [{config_name: default, data_files: notes.txt}]",
+    "two defaults": """
+        configs:
+        - {config_name: one, data_files: a.jsonl, default: true}
+        - {config_name: default, data_files: b.jsonl}""",
+    "no default": """
+        configs:
+        - {config_name: one, data_files: a.jsonl}
+        - {config_name: two, data_files: b.jsonl}""",
+    "parameters": "configs: [{config_name: default, data_files: a.jsonl, field: rows}]",
+    "both splits": """
+        configs:
+        - config_name: default
+          data_files: [{split: train, path: a.jsonl}, {split: test, path: "*.jsonl"}]""",
+    "a split twice": """
+        configs:
+        - config_name: default
+          data_files: [{split: train, path: a.jsonl}, {split: train, path: b.jsonl}]""",
+    "no name": "configs: [{data_files: a.jsonl}]",
+    "no list": "configs: {config_name: default}",
+    "texts": "configs: [default]",
+    "a number": "configs: [{config_name: default, data_files: 3}]",
+    "a dict of files": "configs: [{config_name: default, data_files: {train: a.jsonl}}]",
+    "no split name": "configs: [{config_name: d, data_files: [{split: 3, path: a.jsonl}]}]",
+    "another disk": "configs: [{config_name: d, data_files: 'hf://datasets/x/y/a.jsonl'}]",
+    "broken YAML": "configs: [",
+    "no dict": "---\n- a\n---",
+    ".huggingface.yaml": "configs: [{config_name: default, data_files: b.jsonl}]",
+    "a name twice": "a: 1\na: 2",
+}  # fmt: skip
+REFUSED = {  # by us alone: a part of the data would be missing, be read twice or be on another disk
+    "no file of a pattern": "README.md lists z*: no ",
+    "no kind": "README.md lists notes.txt: no ",
+    "both splits": "a.jsonl belongs to the splits train and test",
+    "parameters": "README.md: the configuration default has field; ",
+    "another disk": "README.md lists hf://datasets/x/y/a.jsonl: no ",
+}
+
+
+def with_card(folder, text: str) -> None:
+    write(folder, NAMES)
+    (folder / "notes.txt").write_text("x")
+    if text[0] not in "-#":
+        text = f"---\n{textwrap.dedent(text)}\n---\n"
+    (folder / "README.md").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("card", "config"),
+    [(card, None) for card in CARDS] + [("two", "one"), ("two", "default"), ("no default", "two")],
+)
+def test_readme_decides_splits_as_in_datasets(card, config, tmp_path):
+    """The same rows in the same order, or one line that names README.md."""
+    with_card(tmp_path, CARDS[card])
+    if card == ".huggingface.yaml":
+        (tmp_path / card).write_text(CARDS["patterns"])
+    label = f"--dataset {tmp_path}"
+    expected = {}
+    if card not in REFUSED:
+        try:
+            found = datasets.load_dataset(str(tmp_path), config, streaming=True)
+            expected = {str(name): [row["text"] for row in found[name]] for name in found}
+        except Exception:
+            pass
+    if not expected:
+        with pytest.raises(ValueError) as refusal:
+            ours(tmp_path, "train", dataset_config=config)
+        words = REFUSED.get(card, "README.md")
+        assert str(refusal.value).startswith(f"{label}: {words}"), refusal.value
+        assert len(str(refusal.value).splitlines()) == 1
+        return
+    assert splits_of(label, str(tmp_path), config) == [*expected]
+    for split in {*expected, "train", "test"}:
+        assert ours(tmp_path, split, dataset_config=config) == expected.get(split, [])
+
+
+def test_configurations_are_named_with_their_flag(tmp_path):
+    with_card(tmp_path, CARDS["two"])
+    words = "README.md: has the configurations one, default; name one with --dataset_config"
+    with pytest.raises(ValueError, match=words):
+        ours(tmp_path, "train", dataset_config="absent")
 
 
 def test_splits_are_named_whatever_holds_them(tmp_path):
@@ -104,3 +213,13 @@ def test_splits_are_named_whatever_holds_them(tmp_path):
         (tmp_path / "*.jsonl", ["train"]),
     ):
         assert splits_of("--dataset", str(name)) == splits
+
+
+def test_places_tell_files_of_one_name_apart(tmp_path):
+    """`ours` compares the places of rows with the names of files in the folder."""
+    folder, names = tmp_path / "folder", ["a/rows.jsonl", "b/rows.jsonl", "b/test/rows.jsonl.gz"]
+    write(folder, names)
+    (folder / names[2]).write_bytes(gzip.compress((folder / names[2]).read_bytes()))
+    assert ours(folder, "train") == [] and ours(folder, "test") == names[2:]
+    with_card(folder, "configs: [{config_name: default, data_files: '**/rows.*'}]")
+    assert ours(folder, "train") == names
