@@ -8,10 +8,10 @@ import io
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from common.text.tasks import TASKS
 
 KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .csv or .tsv"
 ADDED_COLUMNS = ("_dataset", "_folder", "_images")  # we add these columns; the data's are ignored
+LONGEST_LINE = 100_000_000  # characters of a line; a file that never ends one is refused
 
 
 class BadRows:
@@ -249,33 +250,93 @@ def _listed_files(
 # ---- files ----
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file. Only a line feed ends one: JSON may contain U+2028, at which
-    `str.splitlines` would split. pyarrow notices a truncated .gz or .zst file."""
+def _opened(path: Path) -> io.TextIOWrapper:
+    """Open a file of text. pyarrow notices a truncated .gz or .zst file."""
     import pyarrow
 
-    with pyarrow.input_stream(str(path), compression="detect") as stream:
-        # utf-8-sig skips the byte order mark that some editors write.
-        yield from io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="\n")
+    stream = pyarrow.input_stream(str(path), compression="detect")
+    # utf-8-sig skips the byte order mark that some editors write.
+    return io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="\n")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file. Only a line feed ends one: JSON may contain U+2028, at which
+    `str.splitlines` would split. Raises `ValueError` for a line without an end."""
+    with _opened(path) as stream:
+        for number in count(1):
+            line = stream.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"line {number} has more than {LONGEST_LINE:,} characters")
+            yield line
 
 
 def _json_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, object]]:
-    """Yield the value of each line or, if the file begins with `[`, the members of this list."""
-    texts = ((line, text) for line, text in enumerate(_lines(path), 1) if text.strip())
-    first = next((text for text in _lines(path) if text.strip()), "")
-    is_list = first.lstrip().startswith("[")
-    for line, text in [(1, "".join(_lines(path)))] if is_list else texts:
-        try:
-            value = json.loads(text, object_pairs_hook=_object)
-        except (ValueError, RecursionError) as error:  # JSON may also be too deep
-            line += getattr(error, "lineno", 1) - 1
-            problem = getattr(error, "msg", None) or first_line(error)
-            refusal = ValueError(f"{label}: line {line} is not valid JSON: {problem}")
-            if is_list:
-                raise refusal from error
-            bad.add(refusal, label)
-        else:
-            yield from enumerate(value, 1) if is_list else [(line, value)]
+    """Yield the value of each line or, if the file begins with `[`, the members of this list. A
+    .json file may also be one object, over any number of lines."""
+    with _opened(path) as stream:
+        start = next((x for x in iter(lambda: stream.read(1), "") if not x.isspace()), "")
+    if start == "[":
+        yield from enumerate(_json_value(label, path), 1)
+    elif kind_of(path).split(".")[1] == "json" and _is_one_object(path):
+        value = _json_value(label, path)
+        _require_row(label, value)
+        yield 1, value
+    else:
+        for line, text in enumerate(_lines(path), 1):
+            if text.strip():
+                try:
+                    value = json.loads(text, object_pairs_hook=_object)
+                except (ValueError, RecursionError) as error:
+                    bad.add(_not_json(label, error, line), label)
+                else:
+                    yield line, value
+
+
+def _is_one_object(path: Path) -> bool:
+    """Return whether a file has a single line with text, or its first one goes on in the next."""
+    lines = (text.rstrip() for text in _lines(path) if text.strip())
+    first, second = next(lines, ""), next(lines, "")
+    return first.endswith(("{", "[", ",", ":")) or bool(first and not second)
+
+
+def _json_value(label: str, path: Path):
+    """Return the one value of a file."""
+    try:
+        with _opened(path) as stream:
+            return json.load(stream, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise _not_json(label, error, getattr(error, "lineno", 1)) from error
+
+
+def _not_json(label: str, error: Exception, line: int) -> ValueError:
+    """Return the refusal of a line. JSON may also be too deep."""
+    problem = getattr(error, "msg", None) or first_line(error)
+    if problem == "Extra data":
+        problem = "more than one value; write one object a line"
+    return ValueError(f"{label}: line {line} is not valid JSON: {problem}")
+
+
+def _require_row(label: str, value: object) -> None:
+    """Raise `ValueError` if the one object of a file holds rows: by columns, as pandas writes a
+    table, or in a list of objects that are no messages."""
+    if not isinstance(value, dict):
+        return
+    columns = [*value.values()]
+    is_table = all(isinstance(column, dict) for column in columns) and len({*map(tuple, columns)})
+    if {"columns", "data"} <= value.keys() or is_table == 1:
+        problem = "a table by columns, as to_json() of pandas writes it"
+        raise ValueError(f'{label}: {problem}; use to_json(orient="records", lines=True)')
+    lists = {
+        name: {*chain.from_iterable(column)}
+        for name, column in value.items()
+        if isinstance(column, list) and column and all(isinstance(x, dict) for x in column)
+    }
+    if lists and not any({"role", "from"} & names for names in lists.values()):
+        problem = f"one object, with objects under {min(lists)}"
+        advice = "if these are the rows, write one a line; if it is a row, name the file .jsonl"
+        raise ValueError(f"{label}: {problem}; {advice}")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
@@ -289,12 +350,12 @@ def _object(pairs: list[tuple[str, object]]) -> dict:
 def _csv_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]]:
     """Yield the rows of a table of text. Every value is the text in the file, such as 07, NA or
     None; an empty one is None. Columns without a name, such as an index, are left out."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(LONGEST_LINE)
     rows = filter(None, csv.reader(_lines(path), delimiter=SEPARATORS[path.suffix], strict=True))
     columns = next(rows, [])
     if not columns:
         raise ValueError(f"{label}: cannot be read: it is empty")
-    if twice := [column for column in columns if column and columns.count(column) > 1]:
+    if twice := [name for name, times in Counter(columns).items() if name and times > 1]:
         raise ValueError(f"{label}: two columns have the name {twice[0]}")
     for number, row in enumerate(rows, 1):
         if len(row) == len(columns):

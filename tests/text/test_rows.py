@@ -69,6 +69,40 @@ def test_json_loads_whatever_its_form(name, form, tmp_path):
     assert sources(path) == [f"{name}:{line}" for line in lines]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        dict(prompt="a", n=1, answer=dict(x=[dict(y=1)])),
+        dict(messages=[dict(role="user", content="a")], tools=[dict(type="function")]),
+        dict(prompt=[dict(role="user", content="a")], tests=[]),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 0, 2])
+def test_one_object_of_a_json_file_is_a_row_over_any_number_of_lines(row, indent, tmp_path):
+    path = write(tmp_path / "rows.json", "\n" + json.dumps(row, indent=indent) + "\n")
+    assert load(path) == [row] and sources(path) == ["rows.json:1"]
+
+
+UNDER = "one object, with objects under data; if these are the rows, write one a line; if it is"
+BY_COLUMNS = r"a table by columns, as to_json\(\) of pandas writes it; use to_json\(orient="
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (dict(version="1.0", data=[dict(prompt="a"), dict(prompt="b")]), UNDER),
+        (dict(prompt={"0": "a", "1": "b"}, answer={"0": "c", "1": "d"}), BY_COLUMNS),
+        ({"0": dict(prompt="a"), "1": dict(prompt="b")}, BY_COLUMNS),
+        (dict(columns=["prompt"], index=[0], data=[["a"]]), BY_COLUMNS),
+    ],
+)
+def test_json_file_that_is_not_rows_is_refused_with_a_way(value, words, indent, tmp_path):
+    path = write(tmp_path / "rows.json.gz", json.dumps(value, indent=indent))
+    with pytest.raises(ValueError, match=f"^--dataset {path}: {words}"):
+        load(path)
+
+
 @pytest.mark.parametrize("end", ["gz", "zst"])
 def test_truncated_or_plain_content_of_a_compressed_file_is_refused(end, tmp_path):
     whole = write(tmp_path / f"rows.jsonl.{end}", LINES).read_bytes()
@@ -203,7 +237,13 @@ def test_bad_rows_raise_or_are_skipped_and_counted_by_kind(tmp_path, capsys):
     [
         ("empty.jsonl", "", "no rows in it"),
         ("a.jsonl", '{"a": "a"}\n\n{"a": oops\n', "line 3 is not valid JSON: Expecting value"),
+        ("empty.json", "", "no rows in it"),
+        ("empty.json", "[]", "no rows in it"),
         ("a.json", '[{"a": "a"},\n {"a":}]', "line 2 is not valid JSON: Expecting value"),
+        ("a.json", '{\n"a":\n "a" "b"}', "line 3 is not valid JSON: Expecting ',' delimiter"),
+        ("a.json", '{\n"a": 1\n}\n{\n"a": 1\n}', "line 4 is not .* than one value; write one"),
+        ("a.json", '{"a": 1}\n{"a":\n', "line 2 is not valid JSON: Expecting value"),
+        ("a.json", "5", "a.json:1 is not an object"),
         ("a.jsonl", '{"a": [{"b": 1, "b": 1}]}', "line 1 is not .* object has the key b twice"),
         ("a.jsonl", '{"a": "a"}\n[1, 2]\n', "a.jsonl:2 is not an object"),
         ("a.jsonl", b"\xff\xfe", "can't decode"),
