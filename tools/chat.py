@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import math
+import os
 import re
 import signal
 import sys
@@ -185,7 +186,7 @@ def main() -> None:
             elif command == "/image":
                 changed = replace(args, vision="frozen")
                 encoder, args = Encoder(encoder.tokenizer, changed), changed
-                image = Path(text).expanduser().resolve()
+                image = Path(os.path.expanduser(text)).resolve()
                 if not image.is_file():
                     raise ValueError(f"/image {text}: no such file")
                 images.append(str(image))

@@ -6,6 +6,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Container, Iterable, Sequence
@@ -333,7 +334,7 @@ def flags_of_adapter(folder: str) -> dict[str, Any]:
     an adapter that is not plain LoRA."""
     label = f"--adapter {folder}: {ADAPTER_CONFIG}"
     try:
-        file = Path(folder).expanduser() / ADAPTER_CONFIG
+        file = Path(os.path.expanduser(folder)) / ADAPTER_CONFIG
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{label}: {first_line(error)}") from error

@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 from pathlib import Path
 
 from common.evaluate.estimators import shown_ks
@@ -21,7 +22,7 @@ def results_folders(model: str, folder: Path) -> list[tuple[Path, str]]:
     """Return pairs of a results folder and a model. A folder of checkpoints gives one pair per
     checkpoint, the oldest first; other models give (`folder`, `model`). Collective. Raises
     `ValueError` for a folder without checkpoints."""
-    root = Path(model).expanduser()
+    root = Path(os.path.expanduser(model))
     names = distributed.from_main([path.name for path in checkpoints_in(root)])
     if (root / "config.json").exists():
         return [(folder, model)]

@@ -37,7 +37,7 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
     if not model:
         raise ValueError(f"{flag} '': the name is empty; leave the flag out, or name a model")
     with named_errors(f"{flag} {model}"):
-        folder = Path(model).expanduser()
+        folder = Path(os.path.expanduser(model))
         if not folder.is_dir():
             folder = _from_hub(model, weights)
         if _is_checkpoint(folder):
@@ -100,7 +100,7 @@ def local_folder(model: str) -> Path | None:
     if there is no such folder."""
     from huggingface_hub import try_to_load_from_cache
 
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if folder.is_dir():
         return folder / "hf" if _is_checkpoint(folder) else folder
     repo_id, _, revision = model.partition("@")

@@ -7,6 +7,7 @@ same numbers. The two matrices are float32, so that small steps add up in them.
 Shapes: R rank, I inputs and O outputs of a layer."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -193,7 +194,7 @@ def _peft_config(hf: nn.Module, path: str, args: TrainArgs) -> dict[str, object]
     endings = {name.rpartition(".")[2] for name in adapted}
     is_all = adapted == {name for name in linear if name.rpartition(".")[2] in endings}
     base, _, revision = args.model.partition("@")
-    if args.model in BUILT_IN_MODELS or Path(args.model).expanduser().exists():
+    if args.model in BUILT_IN_MODELS or Path(os.path.expanduser(args.model)).exists():
         base, revision = str(Path(path).resolve()), ""
     is_scalar = hasattr(hf, "score")
     return dict(
@@ -213,7 +214,7 @@ def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
     """Return the weights of `--adapter` for the parameters of `hf`, by name."""
     from safetensors.torch import load_file
 
-    folder = Path(args.adapter).expanduser()
+    folder = Path(os.path.expanduser(args.adapter))
     with named_errors(f"--adapter {args.adapter}"):
         require_unchanged(folder)
         with named_errors("cannot read the checkpoint"):

@@ -310,7 +310,7 @@ def use_template(tokenizer, file: str) -> None:
     or changes the text of the model's turns."""
     flag = f"--chat_template {file}"
     try:
-        tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(os.path.expanduser(file)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag}: {distributed.first_line(error)}") from error
     if ChatTemplate(tokenizer, label=flag).end is None:

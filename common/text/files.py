@@ -95,7 +95,7 @@ def open_split(
     the whole path: another dataset may have a file with this name. Raises `ValueError` if there is
     no such dataset, or if it cannot be read."""
     label = f"{flag} {dataset}"
-    path = Path(dataset).expanduser()
+    path = Path(os.path.expanduser(dataset))
     if dataset in TASKS:
         if split not in ("train", "test"):
             return None
@@ -116,6 +116,7 @@ def open_split(
     for file in files:
         if not kind_of(file):
             raise ValueError(f"{flag} {file}: expected a {KINDS} file")
+        _require_regular(f"{flag} {file}", file)
     if not is_alone or len({*names}) < len(names):
         names = [str(file) for file in files]
     return [
@@ -128,7 +129,7 @@ def open_split(
 def splits_of(label: str, dataset: str, config: str | None = None) -> list[str]:
     """Return the names of the splits of a dataset, such as train and test. Raises
     `ValueError`, which begins with `label`, if it cannot be read."""
-    path = Path(dataset).expanduser()
+    path = Path(os.path.expanduser(dataset))
     if dataset in TASKS:
         return ["train", "test"]
     if _is_saved(path):
@@ -147,9 +148,17 @@ def _is_name_of_file(dataset: str) -> bool:
 
 def files_named(dataset: str) -> list[Path]:
     """Return the file, or the files that match a pattern, sorted; none for a folder."""
-    path = Path(dataset).expanduser()
+    path = Path(os.path.expanduser(dataset))
     names = [path] if os.path.lexists(path) else sorted(glob.glob(str(path), recursive=True))
-    return [Path(name) for name in names if not os.path.isdir(name)]
+    files = map(Path, names)
+    return [file for file in files if not file.is_dir() or (kind_of(file) and file != path)]
+
+
+def _require_regular(label: str, file: Path) -> None:
+    """Raise `ValueError` for a folder, a pipe, a device or a broken link: reading from it may have
+    no end."""
+    if not file.is_file():
+        raise ValueError(f"{label}: not a regular file")
 
 
 # ---- folders ----
@@ -183,6 +192,9 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
     train. Raises `ValueError` for a folder without files that can be read."""
     from datasets import data_files
 
+    for file in folder.rglob("*"):  # `datasets` would leave out what is no file
+        if kind_of(file) and file.name[0] != "." and not file.is_dir():
+            _require_regular(f"{label}: {file.relative_to(folder)}", file)
     inside, listed = _listed_files(label, folder, config)
     root = os.path.abspath(folder)
     base = glob.escape(os.path.join(root, inside))

@@ -8,6 +8,7 @@ numbers of a row.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -138,7 +139,7 @@ def _digest_of(samples: Sequence[Sample], path: str, *settings: object) -> str:
     """Return a digest of all that decides the log-probs of samples: tokens, images, the model (its
     path, and names, sizes and times of its files) and `settings`."""
     stats = []
-    for file in sorted(Path(path).expanduser().glob("*.safetensors")):
+    for file in sorted(Path(os.path.expanduser(path)).glob("*.safetensors")):
         status = file.stat()
         stats.append((file.name, status.st_size, status.st_mtime_ns))
     hashed = hashlib.blake2b(repr((path, stats, *settings)).encode())

@@ -3,12 +3,17 @@ row."""
 
 import csv
 import json
+import os
+import re
+import socket
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from common.config.flags import datasets_by_name, eval_sets_of, sources_of
 from common.config.groups import TrainArgs
+from common.text import files
 from common.text.files import open_split
 from common.text.rows import (
     KTO_COLUMNS,
@@ -261,10 +266,78 @@ def test_bad_data_file_is_refused_by_name(name, content, words, tmp_path):
         load(path)
 
 
+def test_what_is_no_regular_file_is_refused_before_it_is_opened(tmp_path, monkeypatch):
+    """By name, by a pattern, and in a folder, where a link that is broken would be left out. A
+    folder may have the name of a file."""
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+
+    def listen(path: Path) -> None:
+        socket.socket(socket.AF_UNIX).bind(str(path.relative_to(tmp_path)))
+
+    for name, make in (
+        ("pipe.jsonl", os.mkfifo),
+        ("device.jsonl.gz", lambda path: path.symlink_to("/dev/zero")),
+        ("broken.parquet", lambda path: path.symlink_to("absent")),
+        ("socket.csv", listen),
+        ("folder.json", Path.mkdir),
+    ):
+        folder = tmp_path / name.partition(".")[0]
+        write(folder / "train.jsonl", '{"text": "a"}')
+        make(folder / name)
+        (folder / f".#{name}").symlink_to("absent")  # of an editor
+        of_folder = f"{folder}: {name}"
+        for dataset, place in (
+            (folder / name, folder / name),
+            (folder / "*", folder / name),
+            (folder, of_folder),
+        ):
+            if name == "folder.json" and dataset != folder / "*":
+                continue
+            with pytest.raises(ValueError, match=re.escape(f"--dataset {place}: not a regular")):
+                load(dataset)
+    rows = write(tmp_path / "rows.jsonl" / "part-0.jsonl", '{"text": "a"}')
+    assert load(rows.parent) == [dict(text="a")]
+    (tmp_path / "link.jsonl").symlink_to(rows)
+    assert load(tmp_path / "link.jsonl") == [dict(text="a")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl.zst", b"\0" * 200, "line 1 has more than 100 characters"),
+        ("a.json.gz", b"\0" * 200, "line 1 has more than 100 characters"),
+        ("a.jsonl", '{"a": 1}\n' + " " * 200, "line 2 has more than 100 characters"),
+        ("a.csv", "a,b\n1," + "x" * 200, "line 2 has more than 100 characters"),
+        ("a.csv.", 'a,b\n1,"' + 9 * "xxxxxxxxxxxxxxxxxxxx\n", "field larger than field limit"),
+    ],
+)
+def test_line_without_an_end_is_refused(name, content, problem, tmp_path, monkeypatch):
+    """Also unpacked: a small file may become any amount of text."""
+    monkeypatch.setattr(files, "LONGEST_LINE", 100)
+    path = write(tmp_path / name.rstrip("."), content)
+    with pytest.raises(ValueError, match=f"^--dataset {path}: cannot be read: {problem}"):
+        load(path, on_bad_row="skip")
+    if ".json" in name:
+        rows = write(tmp_path / "list.json", json.dumps([dict(text="x" * 200)]))
+        assert load(rows) == [dict(text="x" * 200)]  # one line of many rows
+
+
+def test_lack_of_memory_is_named(tmp_path, monkeypatch):
+    def lines(path):
+        raise MemoryError
+
+    monkeypatch.setattr(files, "_lines", lines)
+    path = write(tmp_path / "a.jsonl", "{}")
+    with pytest.raises(ValueError, match=f"^--dataset {path}: cannot be read: out of memory$"):
+        load(path)
+
+
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
         ("/absent.jsonl", "no such file"),
+        ("~nobody_1/x.jsonl", "no such file"),
+        ("~nobody_1/x", "no such file"),
         ("absent-*.jsonl", "no such file"),
         ("absent/absent", "no such file or folder, and not found on the hub"),
     ],
