@@ -10,11 +10,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import date, time, timedelta
+from decimal import Decimal
 from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import yaml
 
 from common.config.extra import load_named
@@ -64,8 +67,8 @@ class Shard(NamedTuple):
         row."""
         try:
             if not isinstance(self.content, Path):
-                is_table = hasattr(self.content, "to_list")  # not if it is streamed
-                numbered = enumerate(self.content.to_list() if is_table else self.content, 1)
+                is_list = isinstance(self.content, list)
+                numbered = enumerate(self.content if is_list else _table_rows(self.content), 1)
             elif kind_of(self.content) in JSON:
                 numbered = _json_rows(self.label, self.content, bad)
             elif kind_of(self.content) in SEPARATORS:
@@ -380,13 +383,77 @@ def _csv_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]
 
 def _parquet_rows(path: Path) -> Iterator[dict]:
     """Yield the rows of a table with types."""
+    import pyarrow
+    from datasets import Features
     from pyarrow import parquet
 
-    for batch in parquet.ParquetFile(path).iter_batches():
-        yield from batch.to_pylist()
+    file = parquet.ParquetFile(path)
+    maps = None
+    try:
+        kinds = dict(Features.from_arrow_schema(file.schema_arrow))
+    except ValueError:  # `datasets` knows no maps
+        maps = "strict"  # as objects; slower
+        kinds = {}
+        for field in file.schema_arrow:
+            with suppress(ValueError):
+                kinds |= Features.from_arrow_schema(pyarrow.schema([field]))
+    for batch in file.iter_batches():
+        yield from _shown(batch.to_pylist(maps_as_pydicts=maps), kinds)
 
 
 # ---- the library `datasets` ----
+
+
+def _table_rows(table) -> Iterator[dict]:
+    """Yield the rows of a `Dataset`, or of an `IterableDataset` as it reads them."""
+    import datasets
+
+    if isinstance(table, datasets.Dataset):
+        for batch in table.with_format("arrow").iter(1000):
+            yield from _shown(batch.to_pylist(), table.features)
+    else:
+        yield from _shown(table, table.features or {})
+
+
+def _shown(rows: Iterable[dict], kinds: dict) -> Iterator[dict]:
+    """Yield rows with the values that the author of the table sees, see `_value`."""
+    same = {name for name, kind in kinds.items() if _is_shown_as_stored(kind)}
+    for row in rows:
+        changed = {name: _value(row[name], kinds.get(name)) for name in row if name not in same}
+        yield row | changed if changed else row
+
+
+def _is_shown_as_stored(kind: object) -> bool:
+    import datasets
+
+    if isinstance(kind, dict):
+        return all(map(_is_shown_as_stored, kind.values()))
+    if isinstance(kind, datasets.List | datasets.LargeList):
+        return _is_shown_as_stored(kind.feature)
+    others = ("float16", "float32", "date", "time", "duration", "decimal")
+    return isinstance(kind, datasets.Value) and not kind.dtype.startswith(others)
+
+
+def _value(value: object, kind: object) -> object:
+    """Return a value of a type of `datasets`: the name of a class, None for -1, 0.1 if it is the
+    nearest to 0.10000000149 in 32 bits, and a date, a time or a decimal as text."""
+    import datasets
+
+    if isinstance(value, dict):
+        kinds = kind if isinstance(kind, dict) else {}
+        return {name: _value(member, kinds.get(name)) for name, member in value.items()}
+    if isinstance(value, list):
+        kind = getattr(kind, "feature", None)
+        return [_value(member, kind) for member in value]
+    if isinstance(value, str | None):
+        return json.loads(value) if value and isinstance(kind, datasets.Json) else value
+    if isinstance(kind, datasets.ClassLabel):
+        return None if value == -1 else kind.int2str(value)
+    if isinstance(value, float) and getattr(kind, "dtype", None) in ("float16", "float32"):
+        return float(str(np.dtype(kind.dtype).type(value)))
+    if isinstance(value, date | time | timedelta | Decimal):
+        return str(value)
+    return value
 
 
 def _is_saved(folder: Path) -> bool:
@@ -420,7 +487,8 @@ def _hub_shards(
             columns = dict(config=name) if config == "*" else {}
             if streaming:
                 for i in range(count := table.num_shards):
-                    part = table.shard(count, i).decode(False)
+                    part = table.shard(count, i)
+                    part = part.decode(False) if part.features else part
                     whole = f"{place}/{i}" if count > 1 else place
                     shards.append(Shard(label, whole, part, columns))
             else:

@@ -3,18 +3,24 @@ row."""
 
 import csv
 import json
+import math
 import os
 import re
 import socket
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from common.config.flags import datasets_by_name, eval_sets_of, sources_of
 from common.config.groups import TrainArgs
 from common.text import files
-from common.text.files import open_split
+from common.text.files import BadRows, open_split
 from common.text.rows import (
     KTO_COLUMNS,
     PAIR_COLUMNS,
@@ -118,8 +124,6 @@ def test_truncated_or_plain_content_of_a_compressed_file_is_refused(end, tmp_pat
 
 
 def test_tables_load_with_their_types(tmp_path):
-    import datasets
-
     rows = [
         dict(prompt="a", n=7, x=0.5, t="07", b=True, l=[1, 2]),
         dict(prompt="b", n=None, x=None, t=None, b=None, l=None),
@@ -133,6 +137,89 @@ def test_tables_load_with_their_types(tmp_path):
     assert sources(tmp_path / "rows.parquet") == ["rows.parquet:1", "rows.parquet:2"]
     assert load(tmp_path / "both", "test") == rows[1:] and load(tmp_path / "one", "test") is None
     assert sources(tmp_path / "one") == [f"{tmp_path}/one/train:1", f"{tmp_path}/one/train:2"]
+
+
+TYPED = {  # type in pyarrow or `datasets` -> stored values, and those of the rows
+    "float32": (pa.float32(), [0.1, None, 3.0], [0.1, None, 3.0]),
+    "float16": (pa.float16(), [np.float16(0.1), None, np.float16("inf")], [0.1, None, math.inf]),
+    "floats": (pa.list_(pa.float32()), [[0.1, None], None, []], [[0.1, None], None, []]),
+    "inner": (
+        pa.struct({"a": pa.float32(), "d": pa.list_(pa.date32())}),
+        [dict(a=0.7, d=[date(2024, 2, 20)]), None, dict(a=None, d=None)],
+        [dict(a=0.7, d=["2024-02-20"]), None, dict(a=None, d=None)],
+    ),
+    "day": (pa.date32(), [date(2024, 2, 20)] * 3, ["2024-02-20"] * 3),
+    "moment": (
+        pa.timestamp("ns"),
+        [datetime(2024, 2, 20, 1, 2, 3)] * 3,
+        ["2024-02-20 01:02:03"] * 3,
+    ),
+    "zone": (
+        pa.timestamp("us", tz="Europe/Berlin"),
+        [datetime(2024, 2, 20, 1, 2, 3, tzinfo=UTC)] * 3,
+        ["2024-02-20 02:02:03+01:00"] * 3,
+    ),
+    "hour": (pa.time64("us"), [time(1, 2)] * 3, ["01:02:00"] * 3),
+    "while": (pa.duration("s"), [timedelta(hours=30)] * 3, ["1 day, 6:00:00"] * 3),
+    "price": (pa.decimal128(5, 2), [Decimal("1.50")] * 3, ["1.50"] * 3),
+    "category": (pa.dictionary(pa.int8(), pa.string()), ["b", "a", None], ["b", "a", None]),
+    "count": (pa.int8(), [1, None, -1], [1, None, -1]),
+    "picture": (pa.binary(), [b"a", None, b""], [b"a", None, b""]),
+}
+CLASSES = datasets.ClassLabel(names=["good", "bad"])
+
+
+def typed_table() -> datasets.Dataset:
+    columns = {name: pa.array(x, kind) for name, (kind, x, _) in TYPED.items()}
+    columns["category"] = columns["category"].cast(pa.string())  # a Dataset has no categories
+    table = datasets.Dataset(pa.table(columns))
+    classes = dict(label=CLASSES, tags=datasets.List(CLASSES), other=datasets.Json())
+    values = dict(label=[1, 0, -1], tags=[[0, 1], [], None], other=[[1, "a"], dict(b=2), None])
+    extra = datasets.Dataset.from_dict(values, features=datasets.Features(classes))
+    return datasets.concatenate_datasets([table, extra], axis=1)
+
+
+def typed_rows() -> list[dict]:
+    shown = {name: values for name, (_, _, values) in TYPED.items()}
+    shown |= dict(label=["bad", "good", None], tags=[["good", "bad"], [], None])
+    shown |= dict(other=[[1, "a"], dict(b=2), None])
+    return [{name: shown[name][i] for name in shown} for i in range(3)]
+
+
+@pytest.mark.parametrize("place", ["parquet", "disk", "hub", "stream"])
+def test_stored_types_survive(place, tmp_path, monkeypatch):
+    """Names of classes, the width of a float, dates: rows have what their author sees."""
+    table = typed_table()
+    dataset = str(tmp_path / "rows.parquet")
+    streaming = place == "stream"
+    if place == "parquet":
+        table.to_parquet(dataset)
+    elif place == "disk":
+        dataset = str(tmp_path / "disk")
+        table.save_to_disk(dataset)
+    else:
+        dataset = "some/rows"
+        found = table.to_iterable_dataset() if streaming else table
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
+    (shard,) = open_split("--dataset", dataset, "train", streaming=streaming)
+    rows = [{k: v for k, v in row.items() if k[0] != "_"} for row in shard.rows(BadRows("error"))]
+    assert rows == typed_rows()
+    for row in rows:
+        json.dumps(row | dict(picture=None))
+
+
+def test_types_of_a_parquet_file_of_others_survive(tmp_path):
+    """pandas writes categories, and only pyarrow maps, which are objects."""
+    columns = {name: pa.array(x, kind) for name, (kind, x, _) in TYPED.items()}
+    rows = [{name: TYPED[name][2][i] for name in TYPED} for i in range(3)]
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    assert load(tmp_path / "rows.parquet") == rows
+    columns["map"] = pa.array([[("a", 1)], [], None], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    maps = dict(a=1), {}, None
+    assert load(tmp_path / "rows.parquet") == [
+        row | dict(map=m) for row, m in zip(rows, maps, strict=True)
+    ]
 
 
 CELLS = '07|NA|None|nan|1.0||True| a |say "x"|two\nlines|a,b|\u2028|2|' + "x" * 200_000
@@ -167,7 +254,6 @@ def test_pattern_sorts_its_files_and_tells_them_apart(tmp_path):
 
 def test_all_configurations_of_a_hub_dataset_are_read(monkeypatch):
     """In lukaemon/bbh, each task is a configuration; `main` is the default one of openai/gsm8k."""
-    import datasets
 
     def load_dataset(_, name, split, **__):
         if name is None:
@@ -343,8 +429,6 @@ def test_lack_of_memory_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_missing_dataset_is_refused_by_name(dataset, words, monkeypatch):
-    import datasets
-
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError) as error:
         open_split("--eval_dataset", dataset, "train")

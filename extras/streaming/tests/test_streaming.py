@@ -11,6 +11,7 @@ from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 
 import sft
 from common.model.tiny import tiny_model
+from common.text.files import BadRows, open_split
 from common.text.load import load_samples
 from common.text.rows import SFT_COLUMNS, held_out_rows
 from common.text.tokenizer import load_tokenizer
@@ -133,6 +134,44 @@ def test_data_without_streaming_support_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             samples_of(dataset)
+
+
+def test_a_stream_of_the_hub_reads_a_row_for_a_row(monkeypatch):
+    """A column may be null in the first thousands. The library's `to_list` would read all rows."""
+    read = []
+
+    def rows():
+        for i in range(3000):
+            read.append(i)
+            yield dict(question=f"{i}?", answer="x", note=None if i < 2000 else "a")
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    (shard,) = open_split("--dataset", "some/rows", "train", streaming=True)
+    numbered = shard.rows(BadRows("error"))
+    assert next(numbered)["_source"] == "some/rows/train:1" and read == [0]
+    assert [row["note"] for row in numbered] == [None] * 1999 + ["a"] * 1000
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_rows_of_the_hub_are_read_alike_in_memory_and_as_a_stream(data, streams, monkeypatch):
+    """The library opens the folder, in which the README names two files, in place of a repository
+    of two shards."""
+    folder = str(data.parent)
+    (data.parent / "README.md").write_text(
+        "---\nconfigs: [{config_name: x, data_files: [a.jsonl, b.jsonl.gz]}]\n---\n"
+    )
+    load_dataset = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda _, *a, **k: load_dataset(folder, *a, **k))
+    samples = samples_of("some/rows", streams=streams)
+    groups = [samples[i] for i in (samples.draw(18) if streams else range(18))]
+    found = {s.row["_source"]: (s.ids, s.loss_mask) for group in groups for s in group}
+    files = samples_of(folder, streams=False)
+    sizes = (
+        {"some/rows/train/0": 7, "some/rows/train/1": 11} if streams else {"some/rows/train": 18}
+    )
+    places = [f"{place}:{i + 1}" for place, size in sizes.items() for i in range(size)]
+    assert [found[place] for place in places] == [(s.ids, s.loss_mask) for [s] in files]
 
 
 @pytest.mark.slow
