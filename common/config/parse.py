@@ -24,7 +24,6 @@ from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs, check_ran
 from common.parallel import distributed, process
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
-LONGEST = 1000  # characters of an error
 
 
 class FileArgs:
@@ -52,7 +51,7 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         planned = args.planned_ranks if isinstance(args, TrainArgs) else None
         check_ranks(args, planned or distributed.world_size())
     except ValueError as error:
-        distributed.fail(brief(one_line(error)))
+        distributed.fail(one_line(error))
     for name, value in given.items():
         words = value if isinstance(value, tuple) else (value,)
         if any("\\n" in str(x) for x in words) and name not in ("stop", "hint_template"):
@@ -208,12 +207,6 @@ def one_line(error: ValueError) -> str:
     if not first["loc"]:
         return message
     return " ".join(filter(None, [f"--{first['loc'][0]}", shown(first["input"]), message]))
-
-
-def brief(text: str) -> str:
-    """Return a message without the middle of a very long one, which has a user's value."""
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]} [...] {text[-half:]}"
 
 
 # ---- --help ----

@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+LONGEST = 1000  # characters of an error
 PROJECT = Path(__file__).resolve().parents[2]
 # The disk is full, fails, or is read-only.
 DISK_ERROR = re.compile(
@@ -32,6 +33,13 @@ UNSEEN = re.compile(
 def visible(text: str) -> str:
     r"""Return text whose control characters are escapes, such as \x1b. Line feeds and tabs stay."""
     return UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def brief(text: str) -> str:
+    """Return a message without the middle of a very long one, which has a user's value or the names
+    of many columns."""
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]} [...] {text[-half:]}"
 
 
 def print_any_text() -> None:
@@ -120,7 +128,7 @@ def fail(message: str) -> NoReturn:
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
         time.sleep(60)
     else:
-        print(f"error: {visible(message)}", file=sys.stderr)
+        print(f"error: {visible(brief(message))}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -154,7 +162,7 @@ def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: o
 def explain(error: BaseException, rank: int) -> tuple[int, str]:
     """Return the exit code and the text for an uncaught exception: one line for bad input, which is
     a ValueError raised by the project, and for what happens to a run. A bug keeps its traceback."""
-    line = " ".join(str(error).splitlines())  # file names may have line breaks
+    line = brief(" ".join(str(error).splitlines()))  # file names may have line breaks
     if isinstance(error, ValueError):
         file = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
         if file.is_relative_to(PROJECT) and "site-packages" not in file.parts:
@@ -164,6 +172,8 @@ def explain(error: BaseException, rank: int) -> tuple[int, str]:
     if type(error).__name__ == "OutOfMemoryError":  # torch raises it on CUDA
         advice = "lower --pack_tokens, or see --dry_run for what fits"
         return 1, f"error: rank {rank}: {line.partition('. GPU')[0]}; {advice}"
+    if isinstance(error, MemoryError):
+        return 1, f"error: rank {rank}: {first_line(error)}"
     stacks = "".join(traceback.format_exception(error)).rstrip()
     # A library may raise another error while it handles the disk's.
     if problem := DISK_ERROR.search(stacks):

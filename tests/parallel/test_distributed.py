@@ -134,6 +134,8 @@ def test_end_of_a_run_a_lost_rank_a_full_gpu_and_a_vanished_file_are_one_line(ca
             "rank 0: CUDA out of memory. Tried to allocate 2.00 GiB; "
             "lower --pack_tokens, or see --dry_run for what fits",
         ),
+        (MemoryError(), "rank 0: out of memory"),
+        (distributed.RunError(9000 * "a" + 9000 * "b"), f"{500 * 'a'} [...] {500 * 'b'}"),
         (missing, "[Errno 2] No such file or directory: '/gone/metrics.jsonl'"),
     ):
         assert exit_of(error, capfd) == (1, f"error: {said}\n")

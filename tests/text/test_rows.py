@@ -237,6 +237,13 @@ def test_values_of_a_text_table_are_the_text_in_the_file(kind, separator, tmp_pa
     ]
 
 
+def test_table_may_have_many_columns(tmp_path):
+    """A square of their number would take minutes."""
+    names = [f"c{i}" for i in range(50_000)]
+    path = write(tmp_path / "rows.csv", "\n".join([",".join(names)] * 2))
+    assert load(path) == [dict(zip(names, names, strict=True))]
+
+
 def test_pattern_sorts_its_files_and_tells_them_apart(tmp_path):
     for name in ("part-2", "part-10", "part-1", "other", "b/part-1"):
         write(tmp_path / f"{name}.jsonl", json.dumps(dict(text=name)))
