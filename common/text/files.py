@@ -28,7 +28,9 @@ from common.text.tasks import TASKS
 
 KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .csv or .tsv"
 ADDED_COLUMNS = ("_dataset", "_folder", "_images")  # we add these columns; the data's are ignored
-LONGEST_LINE = 100_000_000  # characters of a line; a file that never ends one is refused
+# Characters; more are refused: a small .gz file may hold any number of them.
+LONGEST_LINE = 100_000_000
+LARGEST_FILE = 4_000_000_000  # of one value, such as a list of rows
 
 
 class BadRows:
@@ -223,10 +225,14 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
                     raise ValueError(f"{label}: {problem}") from None
     if not any(splits.values()):
         raise ValueError(f"{label}: no {KINDS} files with a split in it")
-    return {
-        name: [folder / os.path.relpath(file, root) for file in dict.fromkeys(files)]
-        for name, files in splits.items()
+    names = {
+        split: [os.path.relpath(file, root) for file in dict.fromkeys(files)]
+        for split, files in splits.items()
     }
+    for name in chain.from_iterable(names.values()):
+        if Path(name).parts[0] == "..":
+            raise ValueError(f"{label}: README.md lists {name}, which is outside of the folder")
+    return {split: [folder / name for name in names[split]] for split in names}
 
 
 def _listed_files(
@@ -291,8 +297,9 @@ def _json_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, obje
     """Yield the value of each line or, if the file begins with `[`, the members of this list. A
     .json file may also be one object, over any number of lines."""
     with _opened(path) as stream:
-        start = next((x for x in iter(lambda: stream.read(1), "") if not x.isspace()), "")
-    if start == "[":
+        parts = (part.lstrip() for part in iter(lambda: stream.read(10_000), ""))
+        start = next(filter(None, parts), "")
+    if start.startswith("["):
         yield from enumerate(_json_value(label, path), 1)
     elif kind_of(path).split(".")[1] == "json" and _is_one_object(path):
         value = _json_value(label, path)
@@ -318,9 +325,13 @@ def _is_one_object(path: Path) -> bool:
 
 def _json_value(label: str, path: Path):
     """Return the one value of a file."""
+    with _opened(path) as stream:
+        text = stream.read(LARGEST_FILE + 1)
+    if len(text) > LARGEST_FILE:
+        problem = f"one value of more than {LARGEST_FILE:,} characters"
+        raise ValueError(f"{label}: {problem}; write one object a line")
     try:
-        with _opened(path) as stream:
-            return json.load(stream, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise _not_json(label, error, getattr(error, "lineno", 1)) from error
 
@@ -457,7 +468,8 @@ def _value(value: object, kind: object) -> object:
 
 
 def _is_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+    # unlike Path.is_file, also of names that are too long
+    return any(os.path.isfile(folder / name) for name in ("dataset_dict.json", "state.json"))
 
 
 def _saved_splits(label: str, folder: Path) -> dict:

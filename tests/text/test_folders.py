@@ -118,6 +118,7 @@ CARDS = {  # of a folder with these files
         - {config_name: default, data_files: [{split: test, path: b.jsonl}]}""",
     "absent file": "configs: [{config_name: default, data_files: [a.jsonl, z.jsonl]}]",
     "no file of a pattern": "configs: [{config_name: default, data_files: [a.jsonl, z*]}]",
+    "a folder above": "configs: [{config_name: default, data_files: [a.jsonl, ../above.jsonl]}]",
     "no kind": "configs: [{config_name: default, data_files: notes.txt}]",
     "two defaults": """
         configs:
@@ -150,6 +151,7 @@ CARDS = {  # of a folder with these files
 }  # fmt: skip
 REFUSED = {  # by us alone: a part of the data would be missing, be read twice or be on another disk
     "no file of a pattern": "README.md lists z*: no ",
+    "a folder above": "README.md lists ../above.jsonl, which is outside of the folder",
     "no kind": "README.md lists notes.txt: no ",
     "both splits": "a.jsonl belongs to the splits train and test",
     "parameters": "README.md: the configuration default has field; ",
@@ -158,7 +160,7 @@ REFUSED = {  # by us alone: a part of the data would be missing, be read twice o
 
 
 def with_card(folder, text: str) -> None:
-    write(folder, NAMES)
+    write(folder, [*NAMES, "../above.jsonl"])
     (folder / "notes.txt").write_text("x")
     if text[0] not in "-#":
         text = f"---\n{textwrap.dedent(text)}\n---\n"
@@ -171,6 +173,7 @@ def with_card(folder, text: str) -> None:
 )
 def test_readme_decides_splits_as_in_datasets(card, config, tmp_path):
     """The same rows in the same order, or one line that names README.md."""
+    tmp_path /= "folder"
     with_card(tmp_path, CARDS[card])
     if card == ".huggingface.yaml":
         (tmp_path / card).write_text(CARDS["patterns"])
@@ -195,6 +198,7 @@ def test_readme_decides_splits_as_in_datasets(card, config, tmp_path):
 
 
 def test_configurations_are_named_with_their_flag(tmp_path):
+    tmp_path /= "folder"
     with_card(tmp_path, CARDS["two"])
     words = "README.md: has the configurations one, default; name one with --dataset_config"
     with pytest.raises(ValueError, match=words):

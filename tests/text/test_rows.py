@@ -344,10 +344,15 @@ def test_bad_rows_raise_or_are_skipped_and_counted_by_kind(tmp_path, capsys):
         ("a.json", "5", "a.json:1 is not an object"),
         ("a.jsonl", '{"a": [{"b": 1, "b": 1}]}', "line 1 is not .* object has the key b twice"),
         ("a.jsonl", '{"a": "a"}\n[1, 2]\n', "a.jsonl:2 is not an object"),
+        ("a.json", '[{"a": "a"}, 3]', "a.json:2 is not an object"),
+        ("a.jsonl", '{"a": 1}\n' + "[" * 100_000, "line 2 is not valid JSON: maximum recursion"),
+        ("a.json", '{"a":' * 100_000, "line 1 is not valid JSON: maximum recursion"),
+        ("a.jsonl", '{"a": ' + "1" * 5000 + "}", "line 1 is not valid JSON: Exceeds the limit"),
         ("a.jsonl", b"\xff\xfe", "can't decode"),
         ("a.parquet", "not parquet", "cannot be read"),
         ("a.txt", "a", "expected a .jsonl, .json .these also as .gz or .zst., .parquet, .csv"),
         ("a.csv", "\n\n", "cannot be read: it is empty"),
+        ("a.csv", 'a,b\n1,"2"x\n', "cannot be read: ',' expected after"),
         ("a.csv", "a,b\n1,2\n3\n", "row 2 has 1 values for 2 columns"),
         ("a.csv", "a,b,a\n1,2,3\n", "two columns have the name a"),
         ("a.csv", 'a,b\n1,"2\n', "cannot be read: unexpected end of data"),
@@ -413,6 +418,16 @@ def test_line_without_an_end_is_refused(name, content, problem, tmp_path, monkey
     if ".json" in name:
         rows = write(tmp_path / "list.json", json.dumps([dict(text="x" * 200)]))
         assert load(rows) == [dict(text="x" * 200)]  # one line of many rows
+        monkeypatch.setattr(files, "LARGEST_FILE", 100)
+        words = "one value of more than 100 characters; write one object a line"
+        with pytest.raises(ValueError, match=f"^--dataset {rows}: {words}"):
+            load(rows)
+
+
+def test_name_of_a_file_that_is_not_utf_8_is_refused(tmp_path):
+    os.close(os.open(os.fsencode(tmp_path) + b"/\xff.jsonl", os.O_CREAT))
+    with pytest.raises(ValueError, match="^--dataset .*codec can't encode character"):
+        load(tmp_path)
 
 
 def test_lack_of_memory_is_named(tmp_path, monkeypatch):
@@ -432,6 +447,7 @@ def test_lack_of_memory_is_named(tmp_path, monkeypatch):
         ("~nobody_1/x.jsonl", "no such file"),
         ("~nobody_1/x", "no such file"),
         ("absent-*.jsonl", "no such file"),
+        ("/x" * 2500 + ".jsonl", "no such file"),
         ("absent/absent", "no such file or folder, and not found on the hub"),
     ],
 )
