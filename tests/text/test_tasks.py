@@ -3,7 +3,11 @@ it."""
 
 from collections import Counter
 
-from common.text.tasks import arithmetic_rows
+import pytest
+
+from common.config.extra import has_extra
+from common.text.files import BadRows, open_split
+from common.text.tasks import TASKS, arithmetic_rows
 
 
 def test_arithmetic_rows_suit_imitation_and_rewards():
@@ -17,3 +21,18 @@ def test_arithmetic_rows_suit_imitation_and_rewards():
         assert answer == row["answer"] == row["chosen"] != row["rejected"]
     solved = sum(row["completion"] == row["answer"] for row in train) / len(train)
     assert 0.3 < solved < 0.7  # imitation can learn a part, and rewards the rest
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_has_the_same_rows_at_every_start(name):
+    package, folder, _ = TASKS[name].split(".", 2)
+    if package == "extras" and not has_extra(folder):
+        pytest.skip(f"without extras/{folder}")
+
+    def places_and_texts() -> list[tuple[str, str]]:
+        (shard,) = open_split("--dataset", name, "test")
+        return [(row["_source"], str(row["prompt"])) for row in shard.rows(BadRows("error"))]
+
+    first = places_and_texts()
+    assert places_and_texts() == first and len({place for place, _ in first}) == len(first) >= 200
+    assert open_split("--dataset", name, "validation") is None
