@@ -63,6 +63,7 @@ class Shard(NamedTuple):
     name: str  # how the places of its rows begin
     content: Path | Iterable[object]
     columns: dict = {}  # further columns of each row
+    classes: dict = {}  # types of columns with names of classes, beside those in a table
 
     def rows(self, bad: BadRows) -> Iterator[dict]:
         """Yield the rows. Raises `ValueError` if it cannot be read or, unless skipped, for a bad
@@ -81,6 +82,8 @@ class Shard(NamedTuple):
                 place = f"{self.name}:{number}"
                 if isinstance(row, dict):
                     own = {column: row[column] for column in row if column not in ADDED_COLUMNS}
+                    for column in self.classes.keys() & own:
+                        own[column] = _value(own[column], self.classes[column])
                     yield own | self.columns | dict(_source=place)
                 else:
                     bad.add(ValueError(f"{self.label}: {place} is not an object"), self.label)
@@ -108,8 +111,11 @@ def open_split(
     if _is_saved(path):
         table = _saved_splits(label, path).get(split)
         return None if table is None else [Shard(label, f"{path}/{split}", table)]
+    classes: dict = {}
     if os.path.isdir(path):
-        files = _files_of_folder(label, path, split, config)
+        card = _card(label, path, config)
+        files = _files_of_folder(label, path, split, card)
+        classes = card.classes
         names = [str(file.relative_to(path)) for file in files]
     elif files := files_named(dataset):
         files = files if split == "train" else []
@@ -126,7 +132,7 @@ def open_split(
         names = [str(file) for file in files]
     return [
         # paths in the rows are relative to the folder of the file
-        Shard(f"{flag} {file}", name, file, dict(_folder=str(file.parent)))
+        Shard(f"{flag} {file}", name, file, dict(_folder=str(file.parent)), classes)
         for file, name in zip(files, names, strict=True)
     ] or None
 
@@ -140,7 +146,7 @@ def splits_of(label: str, dataset: str, config: str | None = None) -> list[str]:
     if _is_saved(path):
         return [*_saved_splits(label, path)]
     if os.path.isdir(path):
-        return [*_splits_of_folder(label, path, config)]
+        return [*_splits_of_folder(label, path, _card(label, path, config))]
     if files_named(dataset) or _is_name_of_file(dataset):
         return ["train"]
     return _hub_splits(label, dataset, config)
@@ -169,12 +175,20 @@ def _require_regular(label: str, file: Path) -> None:
 # ---- folders ----
 
 
-def _files_of_folder(label: str, folder: Path, split: str, config: str | None) -> list[Path]:
+class Card(NamedTuple):
+    """What README.md of a folder says about a configuration."""
+
+    folder: str = ""  # of its files
+    files: dict[str, list[str]] | None = None  # patterns of each split; None: names decide
+    classes: dict = {}  # see Shard
+
+
+def _files_of_folder(label: str, folder: Path, split: str, card: Card) -> list[Path]:
     """Return the files of a split. Raises `ValueError` for a file that is in two splits, and for
     files of several kinds."""
     from datasets.data_files import SPLIT_KEYWORDS
 
-    splits = _splits_of_folder(label, folder, config)
+    splits = _splits_of_folder(label, folder, card)
     if split not in splits:  # dev is validation
         words = SPLIT_KEYWORDS.items()
         split = next((str(name) for name, others in words if split in others), split)
@@ -191,21 +205,20 @@ def _files_of_folder(label: str, folder: Path, split: str, config: str | None) -
     return own
 
 
-def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str, list[Path]]:
-    """Return the files of each split by the rules of `datasets`: those that README.md lists for the
-    configuration, else by names such as `math_train/` or `test_2.jsonl`; without them, all are
-    train. Raises `ValueError` for a folder without files that can be read."""
+def _splits_of_folder(label: str, folder: Path, card: Card) -> dict[str, list[Path]]:
+    """Return the files of each split by the rules of `datasets`: those that README.md lists, else
+    by names such as `math_train/` or `test_2.jsonl`; without them, all are train. Raises
+    `ValueError` for a folder without files that can be read."""
     from datasets import data_files
 
     for file in folder.rglob("*"):  # `datasets` would leave out what is no file
         if kind_of(file) and file.name[0] != "." and not file.is_dir():
             _require_regular(f"{label}: {file.relative_to(folder)}", file)
-    inside, listed = _listed_files(label, folder, config)
     root = os.path.abspath(folder)
-    base = glob.escape(os.path.join(root, inside))
+    base = glob.escape(os.path.join(root, card.folder))
     kinds = [".jsonl", ".json", *SEPARATORS, ".parquet"]
     splits: dict[str, list[str]] = {}
-    if listed is None:
+    if card.files is None:
         try:
             patterns = data_files.get_data_patterns(base)
         except data_files.EmptyDatasetError:
@@ -213,7 +226,7 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
         found = data_files.DataFilesDict.from_patterns(patterns, base, kinds)
         splits = {str(name): sorted({*files}) for name, files in found.items()}
     else:
-        for name, patterns in listed.items():
+        for name, patterns in card.files.items():
             splits[name] = []
             for pattern in patterns:
                 try:
@@ -235,24 +248,28 @@ def _splits_of_folder(label: str, folder: Path, config: str | None) -> dict[str,
     return {split: [folder / name for name in names[split]] for split in names}
 
 
-def _listed_files(
-    label: str, folder: Path, config: str | None
-) -> tuple[str, dict[str, list[str]] | None]:
-    """Return the folder and the files of each split that README.md lists for the configuration
-    `config`, by default its default one or `main`; None if it lists no files."""
+def _card(label: str, folder: Path, config: str | None) -> Card:
+    """Read README.md about the configuration `config`, by default its default one or `main`."""
     from datasets.data_files import sanitize_patterns
+    from datasets.info import DatasetInfosDict
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard, DatasetCardData
 
     readme, further = folder / "README.md", folder / ".huggingface.yaml"
     try:
-        card = DatasetCard.load(readme).data if readme.is_file() else DatasetCardData()
+        data = DatasetCard.load(readme).data if readme.is_file() else DatasetCardData()
         if further.is_file():
-            card = DatasetCardData(**card.to_dict() | yaml.safe_load(further.read_text("utf-8")))
-        configs = MetadataConfigs.from_dataset_card_data(card)
-        name = config or configs.get_default_config_name() or "main"
+            data = DatasetCardData(**data.to_dict() | yaml.safe_load(further.read_text("utf-8")))
+        configs = MetadataConfigs.from_dataset_card_data(data)
+        infos = DatasetInfosDict.from_dataset_card_data(data)
+        name = config or configs.get_default_config_name()
+        name = name or (next(iter(infos)) if len(infos) == 1 and not configs else "main")
+        features = infos[name].features if name in infos else None
+        classes = {
+            column: kind for column, kind in (features or {}).items() if "ClassLabel" in repr(kind)
+        }
         if not configs:
-            return "", None
+            return Card(classes=classes)
         if name not in configs:
             problem = f"has the configurations {', '.join(configs)}"
             raise ValueError(f"{problem}; name one with --dataset_config")
@@ -262,7 +279,7 @@ def _listed_files(
             problem = f"the configuration {name} has {', '.join(sorted(unread))}"
             raise ValueError(f"{problem}; name its files with --dataset and --eval_dataset")
         listed = chosen.get("data_files")
-        return chosen.get("data_dir") or "", listed and sanitize_patterns(listed)
+        return Card(chosen.get("data_dir") or "", listed and sanitize_patterns(listed), classes)
     except Exception as error:  # no text, no YAML, or values of other types
         problem = getattr(error, "problem", None) or first_line(error)
         raise ValueError(f"{label}: README.md: {problem}") from error
@@ -456,10 +473,11 @@ def _value(value: object, kind: object) -> object:
     if isinstance(value, list):
         kind = getattr(kind, "feature", None)
         return [_value(member, kind) for member in value]
+    if isinstance(kind, datasets.ClassLabel) and value is not None:
+        number = kind.str2int(value) if isinstance(value, str) else value
+        return None if number == -1 else kind.int2str(number)
     if isinstance(value, str | None):
         return json.loads(value) if value and isinstance(kind, datasets.Json) else value
-    if isinstance(kind, datasets.ClassLabel):
-        return None if value == -1 else kind.int2str(value)
     if isinstance(value, float) and getattr(kind, "dtype", None) in ("float16", "float32"):
         return float(str(np.dtype(kind.dtype).type(value)))
     if isinstance(value, date | time | timedelta | Decimal):

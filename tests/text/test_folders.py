@@ -197,6 +197,30 @@ def test_readme_decides_splits_as_in_datasets(card, config, tmp_path):
         assert ours(tmp_path, split, dataset_config=config) == expected.get(split, [])
 
 
+@pytest.mark.parametrize("configs", ["", "configs: [{config_name: default, data_files: a*}]"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"label": 1, "tags": [0]}\n{"label": 0, "tags": []}\n{"label": -1}'),
+        ("a.csv", "label,tags\n1,\ngood,\n-1,\n"),
+    ],
+)
+def test_readme_names_classes_as_in_datasets(configs, name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    names = "{class_label: {names: {'0': good, '1': bad}}}"
+    label, tags = f"{{name: label, dtype: {names}}}", f"{{name: tags, list: {names}}}"
+    if name == "a.csv":
+        tags = "{name: tags, dtype: string}"
+    info = f"dataset_info: {{features: [{label}, {tags}]}}"
+    (tmp_path / "README.md").write_text(f"---\n{configs}\n{info}\n---\n")
+    rows = load_rows("--dataset", str(tmp_path), "train", TrainArgs())
+    theirs = datasets.load_dataset(str(tmp_path), split="train", streaming=True)
+    kind = theirs.features["label"]
+    assert [row["label"] for row in theirs] == [1, 0, -1]
+    assert [row["label"] for row in rows] == [kind.int2str(1), kind.int2str(0), None]
+    assert [row.get("tags") for row in rows][0] == (["good"] if name == "a.jsonl" else None)
+
+
 def test_configurations_are_named_with_their_flag(tmp_path):
     tmp_path /= "folder"
     with_card(tmp_path, CARDS["two"])
