@@ -100,7 +100,8 @@ class DataArgs:
     dataset_split: str = "train"
     """split to train on; a file without splits is the split train"""
     dataset_config: str | None = None
-    """configuration of a Hugging Face data set; default: main, if there are several; *: all"""
+    """configuration of a Hugging Face data set, or of a folder with a README.md that lists some;
+    default: its default or main, if there are several; *: all of the hub's"""
     columns: Several[str] = ()
     """renamed columns of training and held-out rows, as new=old: prompt=problem answer=solution"""
     on_bad_row: Literal["error", "skip"] = "error"
