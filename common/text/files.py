@@ -557,6 +557,8 @@ def _hub(label: str) -> Iterator[None]:
     except Exception as error:  # the disk, the network, the hub, pyarrow and datasets raise others
         missing = "no such file or folder, and not found on the hub: "
         missing = missing if isinstance(error, OSError) else ""
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            error = error.__cause__ or error  # its own message is only that it happened
         raise ValueError(f"{label}: {missing}{first_line(error)}") from error
 
 
