@@ -42,7 +42,8 @@ def ours(folder, split: str, **flags) -> list[str]:
 
 def theirs(folder) -> dict[str, list[str]]:
     """Return the files of each split in `datasets`, which lists some of them twice."""
-    files = datasets.load_dataset_builder(str(folder)).config.data_files
+    builder = datasets.load_dataset_builder(str(folder), cache_dir=f"{folder}_cache")
+    files = builder.config.data_files
     return {
         str(s): sorted({os.path.relpath(f, folder) for f in found}) for s, found in files.items()
     }
@@ -167,6 +168,10 @@ def with_card(folder, text: str) -> None:
     (folder / "README.md").write_text(text)
 
 
+def library(folder: str, config: str | None = None):
+    return datasets.load_dataset(folder, config, streaming=True, cache_dir=f"{folder}_cache")
+
+
 @pytest.mark.parametrize(
     ("card", "config"),
     [(card, None) for card in CARDS] + [("two", "one"), ("two", "default"), ("no default", "two")],
@@ -181,7 +186,7 @@ def test_readme_decides_splits_as_in_datasets(card, config, tmp_path):
     expected = {}
     if card not in REFUSED:
         try:
-            found = datasets.load_dataset(str(tmp_path), config, streaming=True)
+            found = library(str(tmp_path), config)
             expected = {str(name): [row["text"] for row in found[name]] for name in found}
         except Exception:
             pass
@@ -214,7 +219,7 @@ def test_readme_names_classes_as_in_datasets(configs, name, text, tmp_path):
     info = f"dataset_info: {{features: [{label}, {tags}]}}"
     (tmp_path / "README.md").write_text(f"---\n{configs}\n{info}\n---\n")
     rows = load_rows("--dataset", str(tmp_path), "train", TrainArgs())
-    theirs = datasets.load_dataset(str(tmp_path), split="train", streaming=True)
+    theirs = library(str(tmp_path))["train"]
     kind = theirs.features["label"]
     assert [row["label"] for row in theirs] == [1, 0, -1]
     assert [row["label"] for row in rows] == [kind.int2str(1), kind.int2str(0), None]

@@ -9,6 +9,7 @@ import re
 import socket
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -286,8 +287,10 @@ def test_all_configurations_of_a_hub_dataset_are_read(monkeypatch):
 def test_what_the_library_cannot_read_is_said(tmp_path, monkeypatch):
     """Its error says only that one occurred. The library opens a folder in place of the hub."""
     write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": oops}\n')
-    load_dataset, folder = datasets.load_dataset, str(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", lambda _, *a, **k: load_dataset(folder, *a, **k))
+    library = partial(datasets.load_dataset, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda _, *a, **k: library(str(tmp_path), *a, **k)
+    )
     with pytest.raises(ValueError, match="^--dataset some/rows: .*JSON"):
         load("some/rows")
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 from collections import Counter
+from functools import partial
 
 import datasets
 import pytest
@@ -161,8 +162,8 @@ def test_rows_of_the_hub_are_read_alike_in_memory_and_as_a_stream(data, streams,
     (data.parent / "README.md").write_text(
         "---\nconfigs: [{config_name: x, data_files: [a.jsonl, b.jsonl.gz]}]\n---\n"
     )
-    load_dataset = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda _, *a, **k: load_dataset(folder, *a, **k))
+    library = partial(datasets.load_dataset, cache_dir=f"{folder}_cache")
+    monkeypatch.setattr(datasets, "load_dataset", lambda _, *a, **k: library(folder, *a, **k))
     samples = samples_of("some/rows", streams=streams)
     groups = [samples[i] for i in (samples.draw(18) if streams else range(18))]
     found = {s.row["_source"]: (s.ids, s.loss_mask) for group in groups for s in group}
