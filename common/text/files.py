@@ -212,8 +212,9 @@ def _splits_of_folder(label: str, folder: Path, card: Card) -> dict[str, list[Pa
     from datasets import data_files
 
     for file in folder.rglob("*"):  # `datasets` would leave out what is no file
-        if kind_of(file) and file.name[0] != "." and not file.is_dir():
-            _require_regular(f"{label}: {file.relative_to(folder)}", file)
+        name = file.relative_to(folder)
+        if kind_of(file) and not file.is_dir() and not any(part[0] == "." for part in name.parts):
+            _require_regular(f"{label}: {name}", file)
     root = os.path.abspath(folder)
     base = glob.escape(os.path.join(root, card.folder))
     kinds = [".jsonl", ".json", *SEPARATORS, ".parquet"]
@@ -253,8 +254,9 @@ def _card(label: str, folder: Path, config: str | None) -> Card:
     from datasets.data_files import sanitize_patterns
     from datasets.info import DatasetInfosDict
     from datasets.utils.metadata import MetadataConfigs
-    from huggingface_hub import DatasetCard, DatasetCardData
+    from huggingface_hub import DatasetCard, DatasetCardData, logging
 
+    logging.set_verbosity_error()  # not a warning of a page without metadata
     readme, further = folder / "README.md", folder / ".huggingface.yaml"
     try:
         data = DatasetCard.load(readme).data if readme.is_file() else DatasetCardData()
@@ -358,6 +360,8 @@ def _not_json(label: str, error: Exception, line: int) -> ValueError:
     problem = getattr(error, "msg", None) or first_line(error)
     if problem == "Extra data":
         problem = "more than one value; write one object a line"
+    if problem.startswith("Expecting property name"):  # after {, most often at the end of the line
+        problem += "; write one object a line"
     return ValueError(f"{label}: line {line} is not valid JSON: {problem}")
 
 

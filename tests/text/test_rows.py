@@ -352,6 +352,7 @@ def test_bad_rows_raise_or_are_skipped_and_counted_by_kind(tmp_path, capsys):
         ("a.json", '[{"a": "a"},\n {"a":}]', "line 2 is not valid JSON: Expecting value"),
         ("a.json", '{\n"a":\n "a" "b"}', "line 3 is not valid JSON: Expecting ',' delimiter"),
         ("a.json", '{\n"a": 1\n}\n{\n"a": 1\n}', "line 4 is not .* than one value; write one"),
+        ("a.jsonl", '{\n"a": 1\n}', "line 1 is not .* double quotes; write one object a line"),
         ("a.json", '{"a": 1}\n{"a":\n', "line 2 is not valid JSON: Expecting value"),
         ("a.json", "5", "a.json:1 is not an object"),
         ("a.jsonl", '{"a": [{"b": 1, "b": 1}]}', "line 1 is not .* object has the key b twice"),
@@ -395,6 +396,8 @@ def test_what_is_no_regular_file_is_refused_before_it_is_opened(tmp_path, monkey
         write(folder / "train.jsonl", '{"text": "a"}')
         make(folder / name)
         (folder / f".#{name}").symlink_to("absent")  # of an editor
+        (folder / ".old").mkdir()
+        (folder / ".old" / name).symlink_to("absent")
         of_folder = f"{folder}: {name}"
         for dataset, place in (
             (folder / name, folder / name),
