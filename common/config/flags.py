@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -179,6 +179,25 @@ class TreeLoader(yaml.SafeLoader):
             raise yaml.YAMLError("nested too deeply") from None
 
 
+# Texts that are no strings in YAML 1.2, but for numbers that begin with 0, which may be names.
+SCALARS = dict(
+    null="~|null|Null|NULL",
+    bool="true|True|TRUE|false|False|FALSE",
+    int="[-+]?(0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+",
+    float=r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+)
+
+
+class ValueLoader(TreeLoader):
+    """Reads YAML 1.2. In YAML 1.1, which the library reads, no is false and 12:30 is 750."""
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+
+for tag, pattern in SCALARS.items():
+    ValueLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"({pattern})$"), None)
+
+
 # ---- values with a form of their own ----
 
 HIDDEN = "***"
@@ -222,13 +241,14 @@ def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
 
 
 def values_of(flag: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the pairs of `--flag name=value ...` with values as in YAML: true, 3, 0.5, null or
-    `{"a": 1}`; anything else is text."""
+    """Return the pairs of `--flag name=value ...` with values as in YAML 1.2: true, 3, 0.5, null,
+    `{"a": 1}` or, in quotation marks, "3"; anything else is text: no, 12:30, 0042, 2026-11-28."""
     values: dict[str, Any] = {}
     for name, text in pairs_of(flag, pairs).items():
         values[name] = text
-        with contextlib.suppress(yaml.YAMLError):
-            values[name] = yaml.load(text, TreeLoader)
+        if text[0] in "[{\"'" or re.fullmatch("|".join(SCALARS.values()), text):
+            with contextlib.suppress(yaml.YAMLError, ValueError):  # an integer may be too long
+                values[name] = yaml.load(text, ValueLoader)
     return values
 
 

@@ -23,6 +23,7 @@ from common.config.flags import (
     Real,
     Several,
     check_needs,
+    values_of,
 )
 from common.config.parse import one_line
 
@@ -151,3 +152,25 @@ def test_a_missing_import_of_an_extra_is_one_line(module, words):
 def test_a_wrong_import_is_a_bug(module):
     with pytest.raises(ModuleNotFoundError), extra("images", "--x"):
         raise ModuleNotFoundError(name=module)
+
+
+# ---- values of name=value ----
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *[(text, text) for text in """
+            no off yes on No y n 12:30 1:2:3 0042 -007 1_000 0b11 00.5 2024-02-20 2024-02-30
+            2001-12-14t21:59:43Z x x:y a=b << = !x *x &x - ? @x `x 3% +- . 3,5 [1 {a nan inf
+        """.split()],
+        *[(text, text) for text in ("a: b", "- a", "3 # three", "# x", " 3", "'a' b", "9" * 5000)],
+        ("true", True), ("False", False), ("null", None), ("~", None), ("3", 3), ("-3", -3),
+        ("0", 0), ("0x1f", 31), ("0.5", 0.5), (".5", 0.5), ("1e-3", 0.001), ("-2.", -2.0),
+        (".inf", math.inf), ("[1, no, 12:30]", [1, "no", "12:30"]), ('"3"', "3"),
+        ('{"a": {"b": [true, "no"]}}', dict(a=dict(b=[True, "no"]))), ("{a: no}", dict(a="no")),
+    ],
+)  # fmt: skip
+def test_values_are_those_of_yaml_1_2_or_text(text, value):
+    found = values_of("template_kwargs", (f"x={text}",))["x"]
+    assert found == value and type(found) is type(value)
