@@ -4,6 +4,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from common.config.flags import weights_of
 from common.config.online import OnlineArgs, SamplingArgs
@@ -158,11 +159,12 @@ def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
 
     def make(row: dict) -> str:
         kind = group_of(row)
-        others = [x for x in examples[kind] if any(x.get(key) != row.get(key) for key in PLACE)]
-        if len(others) < args.shots:
+        others = (x for x in examples[kind] if any(x.get(key) != row.get(key) for key in PLACE))
+        shots = [*islice(others, args.shots)]
+        if len(shots) < args.shots:
             of_kind = f" with {column} {kind!r:.80}" if column else ""
-            problem = f"--shots_split {args.shots_split} has {len(others)} other rows{of_kind}"
+            problem = f"--shots_split {args.shots_split} has {len(shots)} other rows{of_kind}"
             raise ValueError(f"{row['_source']}: --shots {args.shots}: {problem}")
-        return fill(row | dict(shots="".join(map(fill_shot, others[: args.shots]))))
+        return fill(row | dict(shots="".join(map(fill_shot, shots))))
 
     return make
