@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.config.flags import NotNegative, Positive
+from common.config.flags import MAX_FLOAT, NotNegative, Positive
 from common.config.groups import PrefixArgs, TrainArgs
 from common.config.parse import parse
 from common.evaluate.offline import held_out_accuracy
@@ -114,7 +114,7 @@ def margin_of(row: dict) -> float:
         number = math.nan if isinstance(margin, bool) else float(margin)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= MAX_FLOAT:
         raise ValueError(
             f"{row['_source']}: column margin is {margin!r:.50}, expected a finite number"
         )
