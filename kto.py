@@ -21,7 +21,7 @@ on all ranks, R rows of the data. Per-token tensors are aligned with the *target
 the prediction of targets_T[t]."""
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import ClassVar, Literal
 
 import torch
@@ -126,37 +126,52 @@ def label_of(row: dict) -> bool:
     label = str(row.get("label")).lower()
     if label not in ("true", "1", "1.0", "false", "0", "0.0"):
         raise ValueError(
-            f"{row['_source']}: column label is {row.get('label')!r}, expected true or false"
+            f"{row['_source']}: column label is {row.get('label')!r:.50}, expected true or false"
         )
     return label in ("true", "1", "1.0")
 
 
-def with_mismatches(rows: Samples, args: Args) -> Samples:
+def with_mismatches(rows: Samples, args: Args, others: Samples | None = None) -> Samples:
     """Return [completion, mismatch] for each completion; for pairs, all desirable ones come first.
     A mismatch is the same prompt with the completion of the next row that has another prompt: its
-    log-ratio estimates the KL. apo_zero_unpaired needs none: [completion] alone."""
+    log-ratio estimates the KL. Rows with a single prompt take a completion of `others`.
+    apo_zero_unpaired needs none: [completion] alone."""
     count = len(rows) * (len(rows[0]) if rows else 1)
 
     def completion(i: int) -> Sample:
         return rows[i % len(rows)][i // len(rows)]
 
+    another = None  # a completion for rows with a single prompt
+    if rows and args.loss == "kto":
+        prompts = (completion(i % count).prompt_ids for i in range(count + 1))
+        next_R = next_differing([x != y for x, y in pairwise(prompts)])
+        if next_R[0] is None:
+            prompt = completion(0).prompt_ids
+            another = next((x for x, *_ in others or () if x.prompt_ids != prompt), None)
+            if another is None:
+                problem = "all rows have one prompt, the baseline needs completions of others"
+                raise ValueError(f"--loss kto: {problem}; --loss apo_zero_unpaired has none")
+
     def group(i: int) -> list[Sample]:
         sample = completion(i)
         if args.loss == "apo_zero_unpaired":
             return [sample]
-        later = (completion(j % count) for j in range(i + 1, i + count))
-        candidates = (x for x in later if x.prompt_ids != sample.prompt_ids)
-        other = next(candidates, None)
-        if other is None:
-            why = "its baseline takes completions of other ones"
-            raise ValueError(f"kto.py needs rows with different prompts: {why}")
+        other = another or completion(next_R[i])
         mask = bytes(sample.prompt_length) + other.loss_mask[other.prompt_length :]
         mismatch = Sample(sample.prompt_ids + other.completion_ids, mask)
         return [sample, truncate(mismatch, args.max_length)]
 
-    if rows:
-        group(0)  # errors come before the model is loaded
     return Samples(rows.rows * (count // max(1, len(rows))), group)
+
+
+def next_differing(differs: list[bool]) -> list[int | None]:
+    """Return for each item of a circle the number of the next one that is not equal to it; None if
+    all are equal. `differs[i]`: whether item i and the one after it are not equal."""
+    count = len(differs)
+    found: list[int | None] = [None] * count
+    for i in reversed(range(2 * count)):  # twice around: the last items look at the first
+        found[i % count] = (i + 1) % count if differs[i % count] else found[(i + 1) % count]
+    return found
 
 
 def describe_labels(rows: Samples, args: Args) -> list[str]:
@@ -260,7 +275,8 @@ def main(args: Args) -> None:
     (rows, counts), (eval_rows, eval_counts) = load_samples(
         encode_row, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args
     )
-    groups, eval_groups = (with_mismatches(x, args) for x in (rows, eval_rows))
+    groups = with_mismatches(rows, args)
+    eval_groups = with_mismatches(eval_rows, args, others=rows)
     balance = describe_labels(rows, args)
     if args.dry_run:
         return dry_run(args, path, tokenizer, groups, eval_groups, counts=counts + eval_counts)

@@ -214,7 +214,8 @@ KTO = ("prompt", "completion", "label")
         ([("2", True), ("3", None)], "x:1: column label is None, expected true or false"),
         ([("2", True), ("3", 0.5)], "x:1: column label is 0.5, expected true or false"),
         ([("2", True), ("", False)], "x:1: column completion is empty"),
-        ([("2", True)], "kto.py needs rows with different prompts"),
+        ([("2", True), ("3", 10**400)], "x:1: column label is 10{49}, expected true or false"),
+        ([("2", True)], "--loss kto: all rows have one prompt, the baseline needs completions of"),
     ],
 )
 def test_bad_kto_rows_are_refused(rows, words, tokenizer):
@@ -225,7 +226,7 @@ def test_bad_kto_rows_are_refused(rows, words, tokenizer):
         kto.describe_labels(found, args)
 
 
-@pytest.mark.parametrize("margin", ["x", "nan", None, float("nan"), True, 10**400])
+@pytest.mark.parametrize("margin", ["x", "nan", None, float("nan"), True, 10**400, "1e300"])
 def test_bad_margins_are_refused(margin, tokenizer):
     for rows, bad in (([{}, dict(margin=1)], 0), ([dict(margin="1"), dict(margin=margin)], 1)):
         with pytest.raises(ValueError, match=f"x:{bad}: column margin is .*, expected a finite"):

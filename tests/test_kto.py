@@ -1,10 +1,14 @@
 """kto.py: baseline and loss by hand; pairs and labelled rows are equivalent."""
 
 import math
+from array import array
+from itertools import pairwise
 
 import pytest
 import torch
-from helpers import read_rows
+from helpers import metrics, read_rows, write_rows
+from hypothesis import given
+from hypothesis import strategies as st
 from test_dpo import disturbed, naive_logps
 
 import kto
@@ -12,8 +16,9 @@ from common.metrics.meter import Meter
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.packs.packing import pack
+from common.packs.sample import Sample
 from common.text.encode import Encoder
-from common.text.load import encode_all
+from common.text.load import Samples, encode_all
 from common.text.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.text.tokenizer import load_tokenizer
 
@@ -129,6 +134,58 @@ def test_mismatch_is_the_completion_of_the_next_row_with_another_prompt():
         ]
     _, short = encode(rows, KTO_COLUMNS[0], max_length=6, overlong="truncate")
     assert all(len(sample.ids) <= 6 for group in short for sample in group)
+
+
+def naive_mismatches(prompts: list[str]) -> list[int]:
+    count = len(prompts)
+    return [
+        next(j % count for j in range(i + 1, i + count) if prompts[j % count] != prompts[i])
+        for i in range(count)
+    ]
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=8).filter(lambda x: len({*x}) > 1))
+def test_next_differing_prompt_equals_a_search(prompts):
+    differs = [x != y for x, y in pairwise([*prompts, prompts[0]])]
+    assert kto.next_differing(differs) == naive_mismatches(prompts)
+
+
+def test_each_completion_is_read_a_few_times_whatever_the_order():
+    """Rows sorted by prompt: a search from each row would read 40,000 rows."""
+    rows = [dict(prompt=f"{i // 200}+1=", completion=str(i), label=i % 2 == 0) for i in range(400)]
+    args, _ = encode(rows[:201], KTO_COLUMNS[0])
+    samples = [Sample(array("i", [i // 200, 9]), bytes([0, 1]), 1, row) for i, row in enumerate(rows)]
+    reads = []
+    made = Samples(rows, lambda i: reads.append(i) or [samples[i]])
+    assert len(list(kto.with_mismatches(made, args))) == 400 and len(reads) < 2000
+
+
+def test_held_out_rows_of_one_prompt_take_completions_of_training_rows():
+    rows = [
+        dict(prompt=f"{p}+1=", completion=f"<{p}{i}>", label=i == 0) for p in (1, 2) for i in (0, 1)
+    ]
+    args, _ = encode(rows, KTO_COLUMNS[0])
+    encoder = Encoder(load_tokenizer(tiny_model()), args)
+    rows = [row | dict(_source=f"rows:{i}") for i, row in enumerate(rows)]
+    train, held_out = (
+        encode_all(kto.encode_row, part, KTO_COLUMNS[0], encoder, args)[0]
+        for part in (rows, rows[:2])
+    )
+    groups = kto.with_mismatches(held_out, args, others=train)
+    told = [encoder.tokenizer.decode(m.ids, skip_special_tokens=True) for _, m in groups]
+    assert told == ["1+1=<20>"] * 2
+
+
+def test_run_with_few_rows_and_one_held_out_prompt(main, tmp_path):
+    """Ten rows leave one held-out row; a prompt with two answers has no other prompt beside it."""
+    rows = [dict(prompt=f"{n}+1=", completion=str(n), label=n % 2 == 0) for n in range(10)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    held_out = [dict(prompt="7+7=", completion=str(n), label=n == 14) for n in (14, 15)]
+    one = write_rows(tmp_path / "one.jsonl", held_out)
+    flags = ("--max_steps", 1, "--batch_size", 2, "--save_every", 99)
+    for name, more in (("few", ()), ("one", ("--eval_dataset", one))):
+        main("kto", "--dataset", data, *flags, *more, "--output_dir", tmp_path / name)
+        assert math.isfinite(metrics(tmp_path / name)[-1]["eval_loss"])
 
 
 def test_value_and_gradient_equal_a_calculation_by_hand():
