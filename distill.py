@@ -57,6 +57,7 @@ from common.packs.packing import (
 )
 from common.packs.sample import Group, Sample
 from common.parallel import distributed
+from common.rewards.registry import columns_of_rewards
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups
@@ -64,7 +65,7 @@ from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
 from common.text.encode import Encoder, truncate
-from common.text.rows import SFT_COLUMNS, encode_each, require_columns
+from common.text.rows import SFT_COLUMNS, choose_columns, encode_each, require_all_read
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps
@@ -193,7 +194,10 @@ def read_samples(
     pairs = [columns for columns in SFT_COLUMNS if len(columns) == 2]
     columns = next((pair for pair in pairs if all({*pair} <= row.keys() for row in rows)), None)
     if needed:
-        columns = require_columns(args.dataset_flag, rows, pairs)
+        columns = choose_columns(args.dataset_flag, rows, pairs)
+        named, _ = columns_of_rewards(args, rows)
+        if "_prompt" not in rows[0]:
+            require_all_read(args.dataset_flag, rows, columns, {*named, args.teacher_column})
     if columns is None:
         return []
 
@@ -273,7 +277,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     folders = find_teachers(args, path, tokenizer)  # by the teacher's name
     context = min(context_length(each, args) for each in (path, *folders.values()))
-    prompts, held_out = load_prompts(args, tokenizer, context)
+    prompts, held_out = load_prompts(args, tokenizer, context, also_read=[args.teacher_column])
     rows = prompts.rows + held_out.rows
     encoder = Encoder(tokenizer, args)
     num_sampled = args.own_prompts  # prompts of a step that the student completes

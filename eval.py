@@ -50,7 +50,13 @@ from common.rewards.total import Rewards
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes
-from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show_first
+from common.rollout.prompts import (
+    Prompts,
+    encode_prompts,
+    prompt_columns,
+    say_not_named,
+    show_first,
+)
 from common.rollout.weights import whole_weights
 from common.text.encode import Encoder
 from common.text.rows import rows_of_split
@@ -247,7 +253,8 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
         "--dataset", args.dataset, "--dataset_split", args.dataset_split, args, whole_file=True
     )
     rows = rows[: args.eval_size]
-    columns = prompt_columns(args, rows)
+    columns = prompt_columns(args, rows, also_read=["domain"])
+    say_not_named(args, rows, columns, also_read=["domain"])
     max_prompt_length = context_length(path, args) - args.max_new_tokens
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), max_prompt_length, args)
     show_first(prompts, tokenizer)

@@ -1,11 +1,11 @@
 """The built-in reward functions: `(completion text, row) -> float`, or None where the reward does
 not apply to the row.
 
-A function may have four attributes: `columns`, the names of the columns it reads (a dataset
-without them is refused at start); `check`, which is called with every row at start and raises
-`ValueError` naming `row["_source"]` for a row that it cannot use; `reads`, its part of the text
-(thoughts.py), by default the answer without thoughts; and `vote`, which returns the answer that it
-reads in a completion, or None, for majority votes.
+A function may have five attributes: `columns`, the names of the columns it reads (a dataset
+without them is refused at start); `may_read`, those of further columns; `check`, which is called
+with every row at start and raises `ValueError` naming `row["_source"]` for a row that it cannot
+use; `reads`, its part of the text (thoughts.py), by default the answer without thoughts; and
+`vote`, which returns the answer that it reads in a completion, or None, for majority votes.
 
 A completion may be any text: no function raises, or takes more than linear time. Worker processes
 import this module (common/workers), so it imports nothing heavy."""

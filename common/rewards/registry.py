@@ -15,6 +15,7 @@ from common.config.online import SamplingArgs
 from common.packs.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
+from common.text.filler import columns_of
 from common.text.thoughts import Thoughts
 from common.workers.pool import Pool
 from common.workers.user_code import load_callable
@@ -107,6 +108,25 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
             require_usable_row(name, load_reward(name), row)
 
     return check
+
+
+def columns_of_rewards(args: SamplingArgs, rows: Iterable[dict]) -> tuple[set[str], bool]:
+    """Return the columns that rewards read, and whether these are all: a function without the
+    attribute `columns` may read any."""
+    names = set(args.reward)
+    columns: set[str] = set()
+    if "by_row" in names:
+        columns.add("reward")
+        names |= {str(row.get("reward")) for row in rows} & {*BUILT_IN}
+    if any(name.startswith(JUDGE_KINDS) for name in names):
+        columns |= {"rubric"} | columns_of("--judge_prompt", args.judge_prompt or "")
+    is_all = "environment" not in names
+    for name in names - {"by_row", "environment"}:
+        if not name.startswith(MODEL_KINDS):
+            function = load_reward(name)
+            columns |= {*getattr(function, "columns", ()), *getattr(function, "may_read", ())}
+            is_all &= hasattr(function, "columns") or name in REWARDS
+    return columns, is_all
 
 
 # Names of the second parameter, which gets the row. One letter and a name with _ will do too.

@@ -18,7 +18,7 @@ from common.parallel.distributed import first_line
 from common.rewards.registry import load_judges
 from common.text.chat import ChatTemplate, rendered
 from common.text.encode import Encoder
-from common.text.rows import PROMPT_COLUMNS, require_columns
+from common.text.rows import PROMPT_COLUMNS, choose_columns
 from common.text.tokenizer import eos_token_ids, load_tokenizer
 from common.text.turns import as_read, turns_of
 from common.workers.worker import Result
@@ -83,7 +83,7 @@ class RewardModel:
             raise ValueError(f"{self.flag}: {problem}")
         self.column = "_prompt"
         if "_prompt" not in rows[0]:
-            self.column = require_columns("--dataset", rows, PROMPT_COLUMNS)[0]
+            self.column = choose_columns("--dataset", rows, PROMPT_COLUMNS)[0]
         self.encoder = Encoder(policy_tokenizer, self.args)
         self.chat = None
         if self.tokenizer.chat_template is not None:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -10,11 +10,11 @@ from common.config.flags import weights_of
 from common.config.online import OnlineArgs, SamplingArgs
 from common.packs.sample import Sample
 from common.parallel import distributed
-from common.rewards.registry import row_check
+from common.rewards.registry import columns_of_rewards, row_check
 from common.rollout.environments import prompt_maker_of_environment
 from common.rollout.episodes import partner_of
 from common.text.encode import Encoder
-from common.text.filler import template_filler
+from common.text.filler import columns_of, template_filler
 from common.text.rows import (
     PROMPT_COLUMNS,
     Columns,
@@ -23,6 +23,7 @@ from common.text.rows import (
     require_held_out,
     rows_of_split,
     train_and_eval_rows,
+    unread_columns,
 )
 
 
@@ -45,13 +46,16 @@ class Prompts:
         return f"{len(self)} prompts ({self.dropped} too long)"
 
 
-def load_prompts(args: OnlineArgs, tokenizer, max_length: int) -> tuple[Prompts, Prompts]:
+def load_prompts(
+    args: OnlineArgs, tokenizer, max_length: int, also_read: Sequence[str] = ()
+) -> tuple[Prompts, Prompts]:
     """Return the prompts of the training rows and of the held-out ones. A prompt and
-    `--max_new_tokens` have at most `max_length` tokens. Raises `ValueError` naming the flag or the
-    row."""
+    `--max_new_tokens` have at most `max_length` tokens. `also_read`: columns that the script reads
+    besides. Raises `ValueError` naming the flag or the row."""
     row_check(args)  # refuses unknown rewards before anything slow
     rows, held_out_rows = train_and_eval_rows(args)
-    columns = prompt_columns(args, rows)
+    columns = prompt_columns(args, [*rows, *held_out_rows], also_read)
+    say_not_named(args, rows, columns, also_read)
     encoder = Encoder(tokenizer, args)
     room = max_length - args.max_new_tokens
     prompts, held_out = (
@@ -72,16 +76,33 @@ def show_first(prompts: Prompts, tokenizer) -> None:
     distributed.say(f"the first prompt:\n{text}")
 
 
-def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
+def prompt_columns(args: SamplingArgs, rows: list[dict], also_read: Sequence[str] = ()) -> Columns:
     """Return the column that holds the prompts: `_prompt`, which `encode_prompts` makes, with
     `--prompt_template` or `--environment`, else one of `PROMPT_COLUMNS`; none with `--agent`, whose
-    prompts are empty. Raises `ValueError` if the data has none."""
+    prompts are empty. Raises `ValueError` if the data has none, and for a part of the prompt that
+    neither it nor a reward reads."""
     if args.agent is not None:
         partner_of(args).load(args.agent)  # refuses a bad file before anything slow
         return ()
     if args.environment is not None or args.prompt_template is not None:
         return ("_prompt",)
-    return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS)
+    named = {*columns_of_rewards(args, rows)[0], *also_read}
+    return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS, named)
+
+
+def say_not_named(
+    args: SamplingArgs, rows: list[dict], columns: Columns, also_read: Sequence[str] = ()
+) -> None:
+    """Print the columns that nothing reads, unless the user's code may read them."""
+    named, is_all = columns_of_rewards(args, rows)
+    template = columns_of("--prompt_template", args.prompt_template or "")
+    if args.environment is not None or args.agent is not None or "lettered_options" in template:
+        return
+    if args.shots:
+        template |= {args.shots_by} | columns_of("--shot_template", args.shot_template)
+    unread = unread_columns(rows, (*columns, *named, *template, *also_read))
+    if unread and is_all:
+        distributed.say(f"columns that neither the prompt nor a reward reads: {', '.join(unread)}")
 
 
 def encode_prompts(

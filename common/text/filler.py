@@ -1,5 +1,6 @@
 """Templates with the columns of a row in braces, and lettered options."""
 
+import re
 import string
 from collections.abc import Callable
 
@@ -7,14 +8,20 @@ from common.config.extra import extra
 from common.parallel import distributed
 
 
+def columns_of(flag: str, template: str) -> set[str]:
+    """Return the columns in braces of a template. Raises `ValueError` if braces do not match."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+    return {re.split(r"[.\[]", field)[0] if field else field for field in fields} - {None}
+
+
 def template_filler(flag: str, template: str) -> Callable[[dict], str]:
     """Return the function that replaces columns in braces by a row's values. The columns may also
     be `lettered_options` and `right_letter`, of a row with options. Raises `ValueError` if braces
     do not match or are empty."""
-    try:
-        fields = {field for _, field, _, _ in string.Formatter().parse(template)}
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from error
+    fields = columns_of(flag, template)
     if "" in fields:
         raise ValueError(f"{flag}: {{}} names no column")
     has_options = bool(fields & {"lettered_options", "right_letter"})

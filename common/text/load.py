@@ -66,7 +66,7 @@ def load_samples(
             from extras.streaming.streaming import load_stream
         return load_stream(encode_row, choices, tokenizer, args, apart)
     train, held_out = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train, choices)
+    columns = require_columns(args.dataset_flag, [*train, *held_out], choices)
     say_unread(train, (*columns, *optional))
     encoder = Encoder(tokenizer, args)
     loaded = []

@@ -216,6 +216,8 @@ def bare(text: str) -> str:
     return str(value_of(text)).lower()
 
 
+choice.may_read = (*OPTION_COLUMNS, *ANSWER_COLUMNS, *GPQA_COLUMNS)
+choice.columns = ()  # `options_of` requires some of them
 choice.check = options_of
 choice.vote = vote_of_choice
 stated.vote = vote_of_stated

@@ -28,7 +28,7 @@ from common.rewards.functions import from_json
 from common.text.encode import Encoder
 from common.text.filler import template_filler
 from common.text.messages import opened_thought
-from common.text.rows import PROMPT_COLUMNS, require_columns
+from common.text.rows import PROMPT_COLUMNS, choose_columns
 from common.text.thoughts import Thoughts
 from common.text.tokenizer import load_tokenizer
 from common.workers.worker import Result
@@ -115,7 +115,7 @@ class Judge:
         self.reads_prompt = "{prompt}" in template
         self.column = "_prompt"
         if self.reads_prompt and "_prompt" not in rows[0]:
-            self.column = require_columns("--dataset", rows, PROMPT_COLUMNS)[0]
+            self.column = choose_columns("--dataset", rows, PROMPT_COLUMNS)[0]
         self.policy_encoder = Encoder(policy_tokenizer, self.args)
         self.thoughts = Thoughts(policy_tokenizer, cut=self.args.thoughts == "cut")
         for row in rows:

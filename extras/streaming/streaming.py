@@ -27,10 +27,13 @@ from common.text.load import (
 )
 from common.text.rows import (
     Columns,
-    held_out_rows,
+    prompt_digest,
     rename_columns,
+    require_all_read,
     require_columns,
     require_held_out,
+    require_old_names,
+    rows_of_eval_sets,
 )
 from common.text.tasks import TASKS
 from common.train.inputs import digest_of_file
@@ -46,16 +49,13 @@ def load_stream(
     """Return a stream of training samples, whose counts are empty, and held-out samples in memory,
     see `load_samples`. Collective. Raises `ValueError` for bad data at the start of the stream."""
     encoder = Encoder(tokenizer, args)
-    rows = held_out_rows(args) if args.eval_every else []
-    columns = choices[0]
-    if rows:
-        flag = f"--eval_dataset {' '.join(args.eval_dataset)}"
-        columns = require_columns(flag, rows, choices)
-    held_out, counts = encode_all(encode_row, rows, columns, encoder, args, apart)
+    rows = rows_of_eval_sets(args) if args.eval_every else []
+    stream = StreamedSamples(encode_row, choices, encoder, args, apart, rows)
+    rows = rename_columns(rows, args.columns)
+    held_out, counts = encode_all(encode_row, rows, stream.columns, encoder, args, apart)
     require_held_out(rows, held_out.rows, f": {reasons(counts)}")
     held_out.all_rows = rows
-    training = StreamedSamples(encode_row, choices, encoder, args, apart)
-    return [(training, Counter()), (held_out, counts)]
+    return [(stream, Counter()), (held_out, counts)]
 
 
 class StreamedSamples:
@@ -66,14 +66,19 @@ class StreamedSamples:
     rows = ()  # unknown at the start
 
     def __init__(
-        self, encode_row: EncodeRow, choices: Sequence[Columns], encoder: Encoder, args, apart: bool
-    ):
+        self, encode_row: EncodeRow, choices: Sequence[Columns], encoder: Encoder, args,
+        apart: bool, held_out: Sequence[dict] = (),
+    ):  # fmt: skip
+        """`held_out`: rows in memory under the data's own names of columns. The first
+        `SHUFFLE_BUFFER` rows and they decide which of `choices` are read."""
         self.encode_row = encode_row
         self.apart = apart
         self.choices = choices
         self.encoder = encoder
         self.args = args
-        self.has_said = False
+        self.columns: Columns | None = None
+        self.held_out = held_out
+        self.held_out_prompts = {*map(prompt_digest, rename_columns(held_out, args.columns))}
         self.shards = []
         options = dict(streaming=True, is_alone=len(args.dataset) == 1)
         split = args.dataset_split
@@ -88,10 +93,12 @@ class StreamedSamples:
         self.files = distributed.from_main(self._digests() if distributed.is_main() else None)
         self._continue_from(0, 0)
         self.draw(1)
+        self.columns = distributed.from_main(self.columns)
         self._continue_from(0, 0)
 
     def _continue_from(self, epoch: int, drawn: int) -> None:
         self.position = (epoch, drawn)
+        self._begin_counts()
         self.groups = self._groups(epoch, drawn)
 
     def order(self, args: TrainArgs) -> "StreamedSamples":
@@ -111,25 +118,38 @@ class StreamedSamples:
     def __getitem__(self, i: int) -> SampleGroup:
         return whole(self.batch[i])
 
+    def _begin_counts(self) -> None:
+        self.bad = BadRows(self.args.on_bad_row)
+        self.counts: Counter = Counter()
+        self.reported: tuple[int, Counter] = (0, Counter())
+
+    def _report(self, when: str) -> None:
+        """Print what was dropped or changed in this pass, if it is more than at the last time."""
+        if self.reported != (now := (len(self.bad.errors), self.counts.copy())):
+            for reason, rows in self.counts.items():
+                print(f"{rows} training rows {when} {reason}", flush=True)
+            self.bad.report()
+        self.reported = now
+
     def _groups(self, epoch: int, drawn: int) -> Iterator[tuple[SampleGroup, tuple[int, int]]]:
         """Yield the groups after a position, pass after pass, each with the position after it.
         Report at the end of a pass what was dropped or changed. Raises `ValueError` if a whole pass
         has no sample."""
         for number in count(epoch):
-            bad = BadRows(self.args.on_bad_row)
-            counts: Counter = Counter()
             kept = drawn
-            for place, (row, columns) in enumerate(self._rows(number, bad), 1):
+            for place, row in enumerate(self._rows(number), 1):
                 if place <= drawn:
                     continue
                 try:
                     group, notes = encode(
-                        self.encode_row, row, columns, self.encoder, self.args, self.apart
+                        self.encode_row, row, self.columns, self.encoder, self.args, self.apart
                     )
                 except ValueError as error:
-                    bad.add(error, row["_source"])
+                    self.bad.add(error, row["_source"])
                     continue
-                counts.update(notes)
+                self.counts.update(notes)
+                if self.held_out_prompts and prompt_digest(row) in self.held_out_prompts:
+                    self.counts["have the prompt of a held-out row"] += 1
                 if group:
                     kept += 1
                     for sample in group:  # the other columns would go to all ranks
@@ -137,34 +157,45 @@ class StreamedSamples:
                         names = {"_source", "_images"} & whole.keys()
                         sample.row = {name: whole[name] for name in names}
                     yield group, (number, place)
-            for reason, rows in counts.items():
-                print(f"{rows} training rows of pass {number + 1} {reason}", flush=True)
-            bad.report()
+            self._report(f"of pass {number + 1}")
             if not kept:
-                problem = f"no rows are left: {reasons(counts)}"
+                problem = f"no rows are left: {reasons(self.counts)}"
                 raise ValueError(f"{self.args.dataset_flag}: {problem}")
             drawn = 0
+            self._begin_counts()
 
-    def _rows(self, epoch: int, bad: BadRows) -> Iterator[tuple[dict, Columns]]:
-        """Yield the rows of a pass, each with its columns."""
+    def _rows(self, epoch: int) -> Iterator[dict]:
+        """Yield the rows of a pass. Raises `ValueError` for one with columns of another kind than
+        the first rows."""
         draw = random.Random(distributed.fold_seed(self.args.seed, epoch))
         shards = draw.sample(self.shards, len(self.shards))
-        reader = chain.from_iterable(shard.rows(bad) for shard in shards)
+        reader = chain.from_iterable(shard.rows(self.bad) for shard in shards)
         flag = self.args.dataset_flag
         while buffer := [*islice(reader, SHUFFLE_BUFFER)]:
-            rows = rename_columns(flag, buffer, self.args.columns)
-            columns = require_columns(flag, rows, self.choices)
-            if not self.has_said:
-                say_unread(rows, columns)
-            self.has_said = True
+            rows = rename_columns(buffer, self.args.columns)
+            if self.columns is None:
+                self.columns = self._choose_columns(buffer, rows)
+            require_all_read(flag, rows, self.columns)
             draw.shuffle(rows)
-            yield from ((row, columns) for row in rows)
+            yield from rows
+
+    def _choose_columns(self, buffer: list[dict], rows: list[dict]) -> Columns:
+        flag = self.args.dataset_flag
+        # A mapping of --columns may be for one of several files.
+        others = (row for shard in self.shards for row in islice(shard.rows(BadRows("skip")), 1))
+        require_old_names(flag, chain(buffer, self.held_out, others), self.args.columns)
+        held_out = rename_columns(self.held_out, self.args.columns)
+        columns = require_columns(flag, [*rows, *held_out], self.choices)
+        say_unread(rows, columns)
+        return columns
 
     def epochs(self) -> dict[str, float]:
         """Return the number of whole passes."""
         return dict(epoch=self.position[0])
 
     def state_dict(self) -> dict:
+        """Return the position, and report what was dropped up to it."""
+        self._report(f"of pass {self.position[0] + 1} so far")
         return dict(position=self.position, num_shards=len(self.shards), files=self.files)
 
     def _digests(self) -> dict[str, str]:

@@ -26,7 +26,7 @@ from common.packs.packing import PackedBatch, pack_groups
 from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
 from common.text.encode import Encoder, format_of
-from common.text.rows import PROMPT_COLUMNS, require_columns
+from common.text.rows import PROMPT_COLUMNS, choose_columns
 from common.text.tokenizer import eos_token_ids
 
 
@@ -95,7 +95,7 @@ class ForeignTeacher(Teacher):
             self.encoder = Encoder(tokenizer, args)
             self.column = "_prompt"
             if "_prompt" not in rows[0]:
-                self.column = require_columns(args.dataset_flag, rows, PROMPT_COLUMNS)[0]
+                self.column = choose_columns(args.dataset_flag, rows, PROMPT_COLUMNS)[0]
             self.encoder.prompt(rows[0], (self.column,))
 
     @torch.no_grad()

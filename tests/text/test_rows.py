@@ -32,6 +32,8 @@ from common.text.rows import (
     rename_columns,
     require_columns,
     require_held_out,
+    require_old_names,
+    rows_of_split,
     train_and_eval_rows,
 )
 
@@ -274,7 +276,7 @@ def test_all_configurations_of_a_hub_dataset_are_read(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: ["dates", "snarks"])
     args = TrainArgs(dataset_config="*", columns=("answer=target",))
-    rows = load_rows("--dataset", "some/tasks", "test", args)
+    rows = rows_of_split("--dataset", ["some/tasks"], "--dataset_split", "test", args)
     assert [(row["input"], row["config"], row["_source"]) for row in rows] == [
         (f"{name}{i}", name, f"some/tasks/{name}/test:{i + 1}")
         for name in ("dates", "snarks")
@@ -600,6 +602,11 @@ def test_empty_held_out_set_is_refused():
 # ---- columns ----
 
 
+def said(*texts: str) -> list[dict]:
+    """Return a message of the user, and of the model."""
+    return [dict(role=r, content=x) for r, x in zip(("user", "assistant"), texts, strict=False)]
+
+
 def columns_of(row: dict, choices, **more) -> tuple[str, ...]:
     return require_columns("--dataset x", [dict(_source="x:1") | row], choices, **more)
 
@@ -619,11 +626,12 @@ PAIR = ("prompt", "completion")
         (dict(prompt="a", completion="a", input=" ", context=None, history=[]), SFT_COLUMNS, PAIR),
         (dict(prompt="a", completion="a", _context="a"), SFT_COLUMNS, PAIR),
         # whole conversations and texts
-        (dict(instruction="a", input="b", output="c", text="abc"), SFT_COLUMNS, ("text",)),
-        (dict(messages=[1], input="a", instruction="a"), SFT_COLUMNS, ("messages",)),
-        (dict(question="a", chosen=[1], rejected=[1]), PAIR_COLUMNS, PAIR_COLUMNS[1]),
+        (dict(instruction="a", input="b", output="c", text="(a): b c"), SFT_COLUMNS, ("text",)),
+        (dict(messages=said("a"), input="a", instruction="a"), SFT_COLUMNS, ("messages",)),
+        (dict(question="a", chosen=said("a"), rejected=said("a", "c")), PAIR_COLUMNS,
+         PAIR_COLUMNS[1]),
     ],
-)
+)  # fmt: skip
 def test_columns_are_recognised(row, choices, columns):
     assert columns_of(row, choices) == columns
 
@@ -657,7 +665,7 @@ def test_column_that_changes_the_meaning_and_is_not_read_is_refused(row, choices
     with pytest.raises(ValueError, match=rf"^--dataset: nothing reads {unread} {place} beside"):
         require_columns("--dataset", rows, choices)
     names = unread.split(" and ")
-    ignored = rename_columns("", rows, [f"_{name}={name}" for name in names])
+    ignored = rename_columns(rows, [f"_{name}={name}" for name in names])
     assert require_columns("--dataset", ignored, choices)
 
 
@@ -675,13 +683,52 @@ def test_columns_that_are_needed_are_named():
 
 def test_columns_can_be_swapped_and_copied_but_not_overwritten():
     rows = [dict(a=1, b=2, _source="x:1"), dict(a=3, _source="x:2")]
-    assert rename_columns("--dataset", rows, ("a=b", "b=a", "c=a")) == [
+    assert rename_columns(rows, ("a=b", "b=a", "c=a")) == [
         dict(a=2, b=1, c=1, _source="x:1"), dict(b=3, c=3, _source="x:2")
     ]  # fmt: skip
     for pair, words in (
         ("prompt=problem", "no column problem; --dataset x has a, b"),
-        ("a=b", "--dataset x has a column a already"),
+        ("a=b", "x:1 has a column a already; --columns a=b _a=a ignores that one"),
         ("_source=a", "--dataset x has a column _source already"),
     ):
         with pytest.raises(ValueError, match=f"^--columns {pair}: {words}$"):
-            rename_columns("--dataset x", rows, [pair])
+            require_old_names("--dataset x", rows, [pair])
+            rename_columns(rows, [pair])
+    assert rename_columns(rows[:1], ("a=b", "_a=a")) == [dict(a=2, _a=1, _source="x:1")]
+
+
+NESTED = {
+    "reward_model": {"ground_truth": "4", "a.b": {"c": 5}},
+    "extra.info": "own",
+    "extra": {"info": "inner"},
+    "answers": {"text": ["x", "y"]},
+    "turns": [{"content": "hi"}],
+    "_source": "x:1",
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "value"),
+    [
+        ("reward_model.ground_truth", "4"),
+        ("reward_model.a.b.c", 5),
+        ("extra.info", "own"),
+        ("answers.text.1", "y"),
+        ("turns.0.content", "hi"),
+        ("reward_model.gold", "reward_model is an object with ground_truth, a.b"),
+        ("turns.1.content", "turns is a list"),
+        ("extra.info.x", "extra is an object with info"),
+        ("nothing.x", "--dataset x has reward_model, extra.info, extra, answers, turns"),
+    ],
+)
+def test_column_inside_another_can_be_named(old, value):
+    """A column whose own name has a dot comes first. The outer column stays."""
+    pairs = (f"answer={old}",)
+    if " " not in str(value):
+        require_old_names("--dataset x", [NESTED], pairs)
+        (row,) = rename_columns([NESTED], pairs)
+        outer = {} if old in NESTED else NESTED
+        assert row["answer"] == value and row.items() >= {**outer, "_source": "x:1"}.items()
+    else:
+        with pytest.raises(ValueError, match=f"^--columns answer={old}: no column {old}; {value}$"):
+            require_old_names("--dataset x", [NESTED], pairs)
