@@ -409,11 +409,11 @@ def require_all_read(
 ) -> None:
     """Raise `ValueError` for a part of a prompt or of an answer that nothing reads, unless its text
     stands in what is read."""
-    parts = {*ASKED} - {*columns, *also_read}
+    parts = {*ASKED, *ANSWERED} - {*columns, *also_read}
     if columns in PROMPT_COLUMNS:
-        parts -= {*CONVERSATIONS}  # with the answer
-    else:
-        parts |= {*ANSWERED} - {*columns, *(["completion"] if "chosen" in columns else [])}
+        parts -= {*CONVERSATIONS, *ANSWERED}  # they have the answer
+    elif "chosen" in columns:
+        parts -= {"completion"}
     lost: dict[str, str] = {}
     for row in rows:
         names = [name for name in row if name in parts and not is_blank(row[name])]

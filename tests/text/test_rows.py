@@ -5,11 +5,13 @@ import csv
 import json
 import math
 import os
+import random
 import re
 import socket
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import datasets
@@ -29,6 +31,7 @@ from common.text.rows import (
     SFT_COLUMNS,
     encode_each,
     load_rows,
+    prompt_digest,
     rename_columns,
     require_columns,
     require_held_out,
@@ -36,6 +39,12 @@ from common.text.rows import (
     rows_of_split,
     train_and_eval_rows,
 )
+
+
+def said(*texts: str) -> list[dict]:
+    """Return a message of the user, and of the model."""
+    return [dict(role=r, content=x) for r, x in zip(("user", "assistant"), texts, strict=False)]
+
 
 # ---- files ----
 
@@ -525,6 +534,129 @@ def test_rows_set_aside_are_disjoint_and_do_not_depend_on_the_seed(flags, sizes,
     assert sizes == [len(train), len(held_out)]
 
 
+@pytest.mark.parametrize(
+    ("of_each", "size", "count", "words"),
+    [
+        (1, 6, 6, None),
+        (4, 8, 8, None),
+        (4, 6, 4, None),  # a second prompt would be too much
+        (4, 3, 3, "of 3 held-out rows have a prompt that is trained too, such as rows.jsonl:"),
+        (40, 8, 8, "8 of 8 held-out rows have a prompt that is trained too"),
+    ],
+)
+def test_rows_of_a_prompt_are_on_one_side(of_each, size, count, words, tmp_path, capsys):
+    rows = [dict(prompt=f"{n // of_each}?", completion=str(n)) for n in range(40)]
+    path = write(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    train, held_out = train_and_eval_rows(TrainArgs(dataset=str(path), eval_size=size))
+    assert len(held_out) == count and len(train) == 40 - count
+    shared = {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    assert bool(shared) == (words is not None)
+    assert (words or "") in capsys.readouterr().out
+    if of_each == 1:  # as before
+        drawn = [*range(40)]
+        random.Random(0).shuffle(drawn)
+        assert [int(row["completion"]) for row in held_out + train] == drawn
+
+
+@pytest.mark.parametrize("own", ["split", "set"])
+def test_held_out_rows_that_are_trained_are_counted(own, tmp_path, capsys):
+    """A prompt is the same as a text or as a message; the answer does not matter."""
+    train = [dict(messages=said(f" {n}?", "a")) for n in range(10)]
+    train[9]["messages"] = [*train[9]["messages"], *said("and?", "b")]
+    held_out = [dict(prompt=f"{n}?", completion="c") for n in (3, 8, 9, 11)]
+    for name, rows in (("train", train), ("test", held_out)):
+        write(tmp_path / "d" / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    more = dict(eval_dataset=str(tmp_path / "d" / "test.jsonl")) if own == "set" else {}
+    train_and_eval_rows(TrainArgs(dataset=str(tmp_path / "d"), **more))
+    words = "2 of 4 held-out rows have a prompt that is trained too, such as test.jsonl:"
+    assert words in capsys.readouterr().out
+    if own == "set":
+        flags = dict(dataset=more["eval_dataset"], eval_dataset=more["eval_dataset"])
+        train_and_eval_rows(TrainArgs(**flags))
+        assert "4 of 4 held-out rows" in capsys.readouterr().out
+
+
+def test_prompts_of_rows_are_told_apart_by_every_part():
+    same = [
+        dict(prompt="a", chosen="b", rejected="c"),
+        dict(question="a ", answer="d"),
+        dict(messages=said("a", "e")),
+        dict(conversations=[{"from": "human", "value": "a"}, {"from": "gpt", "value": "f"}]),
+        dict(chosen=said("a", "b"), rejected=said("a", "c")),
+        dict(text="a"),
+    ]
+    assert len({*map(prompt_digest, same)}) == 1
+    other = [
+        dict(prompt="a", system="s"),
+        dict(prompt="a", context="s2"),
+        dict(prompt="a", image=b"1"),
+        dict(prompt="a", image=b"2"),
+        dict(seed=3, size=4),
+        dict(seed=3, size=5),
+        dict(messages=said("a", "b") + said("c", "d")),
+    ]
+    assert len({*map(prompt_digest, other)}) == len(other)
+
+
+def test_unread_split_of_a_folder_is_named(tmp_path, capsys):
+    import datasets
+
+    for name in ("train", "validation"):
+        numbered(tmp_path / "folder" / f"{name}.jsonl", 20)
+    table = datasets.Dataset.from_list([dict(text=str(n)) for n in range(20)])
+    datasets.DatasetDict(train=table, valid=table, latest=table).save_to_disk(tmp_path / "saved")
+    for name, split in (("folder", "validation"), ("saved", "valid")):
+        place = str(tmp_path / name)
+        others = dict(eval_split=split), dict(eval_every=0), dict(eval_dataset="arithmetic")
+        for more in ({}, *others):
+            train_and_eval_rows(TrainArgs(dataset=place, **more))
+            line = f"--dataset {place}: the split {split} is not read, training rows are set aside"
+            line += f"; see --eval_split {split}\n"
+            assert (line in capsys.readouterr().out) == (more == {})
+
+
+def test_unread_split_of_the_hub_is_named_by_what_is_loaded(tmp_path, capsys, monkeypatch):
+    import datasets
+
+    for name in ("train", "test_prefs"):
+        numbered(tmp_path / f"{name}.jsonl", 20)
+    table = datasets.Dataset.from_list([dict(text=str(n)) for n in range(20)])
+    table.info.splits = dict(train=None, test_prefs=None)
+
+    def load_dataset(_, name, split, **__):
+        if split != "train":
+            raise ValueError(f'Unknown split "{split}"')
+        return table
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    train_and_eval_rows(TrainArgs(dataset="some/prefs"))
+    assert "the split test_prefs is not read" in capsys.readouterr().out
+
+
+def test_columns_are_renamed_in_the_data_sets_that_have_them(tmp_path):
+    a = write(tmp_path / "a.jsonl", '{"problem": "1", "completion": "2"}\n' * 10)
+    b = write(tmp_path / "b.jsonl", '{"prompt": "3", "completion": "4"}\n' * 10)
+    c = write(tmp_path / "c.jsonl", '{"problem": "5", "prompt": "6", "completion": "7"}\n' * 10)
+    flags = dict(columns=("prompt=problem",), eval_size=2)
+    for own in (
+        dict(dataset=(str(a), str(b))),
+        dict(dataset=(f"{a}:1", f"{b}:1")),
+        dict(dataset=str(tmp_path / "[ab].jsonl")),
+        dict(dataset=str(a), eval_dataset=str(b)),
+        dict(dataset=str(b), eval_dataset=str(a)),
+    ):
+        for rows in train_and_eval_rows(TrainArgs(**flags, **own)):
+            assert {row["prompt"] for row in rows} <= {"1", "3"}
+    with pytest.raises(ValueError, match="^--columns prompt=problem: no column problem; --dataset"):
+        train_and_eval_rows(TrainArgs(dataset=str(b), **flags))
+    words = "c.jsonl:1 has a column prompt already; --columns prompt=problem _prompt=prompt"
+    with pytest.raises(ValueError, match=words):
+        train_and_eval_rows(TrainArgs(dataset=str(c), **flags))
+    flags["columns"] = ("prompt=problem", "_prompt=prompt")
+    rows, _ = train_and_eval_rows(TrainArgs(dataset=str(c), **flags))
+    assert {row["prompt"] for row in rows} == {"5"}
+
+
 def test_each_dataset_with_a_weight_has_its_own_held_out_rows(tmp_path):
     a, b = numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 20, start=30)
     train, held_out = train_and_eval_rows(TrainArgs(dataset=(f"{a}:3", f"{b}:1"), eval_size=9))
@@ -602,11 +734,6 @@ def test_empty_held_out_set_is_refused():
 # ---- columns ----
 
 
-def said(*texts: str) -> list[dict]:
-    """Return a message of the user, and of the model."""
-    return [dict(role=r, content=x) for r, x in zip(("user", "assistant"), texts, strict=False)]
-
-
 def columns_of(row: dict, choices, **more) -> tuple[str, ...]:
     return require_columns("--dataset x", [dict(_source="x:1") | row], choices, **more)
 
@@ -667,6 +794,97 @@ def test_column_that_changes_the_meaning_and_is_not_read_is_refused(row, choices
     names = unread.split(" and ")
     ignored = rename_columns(rows, [f"_{name}={name}" for name in names])
     assert require_columns("--dataset", ignored, choices)
+
+
+@pytest.mark.parametrize(
+    ("row", "mapping", "choices", "unread"),
+    [
+        (dict(instruction="Translate", input="chat", output="cat"), "prompt=input answer=output",
+         PROMPT_COLUMNS, "instruction"),
+        (dict(instruction="Translate", input="chat", output="cat"),
+         "prompt=input completion=output", SFT_COLUMNS, "instruction"),
+        (dict(instruction="Translate", input="chat", output="cat"), "question=input answer=output",
+         SFT_COLUMNS, "instruction"),
+        (dict(instruction="Translate", question="chat", answer="cat"), "", PROMPT_COLUMNS,
+         "instruction"),
+        (dict(question="chat", problem="Translate", answer="cat"), "", SFT_COLUMNS, "problem"),
+        (dict(question="chat", problem="Translate", answer="cat"), "prompt=problem",
+         PROMPT_COLUMNS, "question"),
+        (dict(query="a", prompt="b", completion="c", label=True), "", KTO_COLUMNS, "query"),
+        (dict(question="a", prompt="b", chosen="c", rejected="d"), "", PAIR_COLUMNS, "question"),
+        (dict(conversations=said("a"), chosen="c", rejected="d"), "", PAIR_COLUMNS,
+         "conversations"),
+        (dict(passage="a", question="b", answer="c"), "", SFT_COLUMNS, "passage"),
+        (dict(choices=["3", "4"], question="1+2?", answer="A"), "", PROMPT_COLUMNS, "choices"),
+        (dict(instruction="Translate", text="chat"), "", SFT_COLUMNS, "instruction"),
+        (dict(messages=said("a", "Paris"), context="Paris"), "", SFT_COLUMNS, "context"),
+        (dict(prompt="a", messages=said("b", "c")), "", SFT_COLUMNS, "prompt"),
+        (dict(text="a b", prompt="a"), "", SFT_COLUMNS, "prompt"),
+        (dict(question="a", answer="b", completion="c"), "", SFT_COLUMNS, "completion"),
+    ],
+)  # fmt: skip
+def test_part_of_a_prompt_is_read_or_refused_whatever_its_name(row, mapping, choices, unread):
+    rows = rename_columns([row | dict(_source="x:1")], mapping.split())
+    with pytest.raises(ValueError, match=rf"^--dataset: nothing reads {unread} \(x:1\) beside"):
+        require_columns("--dataset", rows, choices)
+    assert require_columns("--dataset", rows, choices, also_read=[unread])
+    ignored = rename_columns(rows, [f"_{unread}={unread}"])
+    assert require_columns("--dataset", ignored, choices)
+
+
+@pytest.mark.parametrize(
+    ("row", "choices"),
+    [
+        (dict(prompt="a  b?", messages=said("a\nb?", "c")), SFT_COLUMNS),
+        (dict(prompt="a", chosen="b", rejected="c", messages=said("a", "b")), PAIR_COLUMNS),
+        (dict(prompt="a", messages=said("a", "long answer")), PROMPT_COLUMNS),
+        (dict(question="Q: 1+1? (A) 2", options=["2"], context=None), PROMPT_COLUMNS),
+        (dict(prompt="a", completion="<think>b</think>c", thinking="b"), SFT_COLUMNS),
+    ],
+)  # fmt: skip
+def test_column_whose_text_stands_in_what_is_read_is_not_lost(row, choices):
+    assert columns_of(row, choices) == columns_of(row, choices[:2])
+
+
+MESSAGES, TEXT = dict(messages=said("a", "b")), dict(text="c")
+P, C = dict(prompt="Q", chosen="Q a b", rejected="Q a c"), dict(chosen="Q a b", rejected="Q a c")
+
+
+@pytest.mark.parametrize(
+    ("rows", "choices", "columns"),
+    [
+        ([dict(prompt="a"), dict(prompt="a", completion="b")], SFT_COLUMNS, PAIR),
+        ([dict(messages=None), MESSAGES], SFT_COLUMNS, ("messages",)),
+        ([dict(messages=None) | TEXT, MESSAGES | TEXT, MESSAGES], SFT_COLUMNS, ("messages",)),
+        ([dict(completion=None, prompt="x") | TEXT, dict(prompt="a", completion="b")] * 2,
+         SFT_COLUMNS, PAIR),
+        ([C | dict(prompt=None), P, P], PAIR_COLUMNS, PAIR_COLUMNS[0]),
+        ([C | dict(prompt=None), P], PAIR_COLUMNS, PAIR_COLUMNS[0]),
+        ([C | dict(prompt=None)] * 2, PAIR_COLUMNS, PAIR_COLUMNS[1]),
+        ([MESSAGES, *[dict(prompt="a", completion="b")] * 2], SFT_COLUMNS, PAIR),
+        ([dict(question="a")] * 2 + [dict(prompt="a")], PROMPT_COLUMNS, ("question",)),
+    ],
+)  # fmt: skip
+def test_most_rows_decide_in_any_order(rows, choices, columns):
+    """Others are bad rows, which end the run or are skipped."""
+    rows = [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)]
+    for order in permutations(rows[:3]):
+        assert require_columns("--dataset", [*order, *rows[3:]], choices) == columns
+
+
+@pytest.mark.parametrize(
+    ("rows", "choices", "words"),
+    [
+        ([TEXT, TEXT, TEXT | MESSAGES], SFT_COLUMNS, "nothing reads messages (x:2) beside text"),
+        ([TEXT] * 2 + [TEXT | dict(prompt="c", completion="")], SFT_COLUMNS, "nothing reads pro"),
+        ([C, C, C | dict(prompt="W")], PAIR_COLUMNS, "nothing reads prompt (x:2) beside chosen"),
+    ],
+)  # fmt: skip
+def test_a_column_that_few_rows_have_is_not_ignored(rows, choices, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        require_columns(
+            "--dataset", [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)], choices
+        )
 
 
 def test_columns_that_are_needed_are_named():

@@ -128,6 +128,83 @@ def test_dropped_rows_are_reported_at_the_end_of_a_pass(data, capsys):
         samples_of(data, on_bad_row="skip", max_length=3)
 
 
+def lines(path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+MESSAGES = [dict(role="user", content="1+1="), dict(role="assistant", content="2")]
+
+
+@pytest.mark.parametrize("bad", [0, 4, 9])
+@pytest.mark.parametrize("more", [{}, dict(text="1+1=2")])
+def test_unusable_row_decides_nothing_wherever_it_is(bad, more, tmp_path, capsys):
+    """As in memory. Row 5 is the first of the second buffer."""
+    rows = [dict(messages=MESSAGES) | more for _ in range(12)]
+    rows[bad] |= dict(messages=None)
+    file = lines(tmp_path / "rows.jsonl", rows)
+    flags = dict(prompt_format="chat", on_bad_row="skip")
+    stream = samples_of(file, **flags)
+    found = {s.row["_source"]: (s.ids, s.loss_mask) for i in stream.draw(11) for s in stream[i]}
+    in_memory = samples_of(file, streams=False, **flags)
+    assert found == {s.row["_source"]: (s.ids, s.loss_mask) for group in in_memory for s in group}
+    assert len(found) == 11 and f"rows.jsonl:{bad + 1}" not in found
+    for streams in (False, True):
+        with pytest.raises(ValueError, match=f"rows.jsonl:{bad + 1}: column messages"):
+            drawn(samples_of(file, streams=streams, prompt_format="chat"), 12)
+
+
+def test_columns_of_later_rows_are_not_ignored(tmp_path):
+    """The stream refuses what it would have read in another sense."""
+    text, both = dict(text="1+1=2"), dict(text="1+1=2", messages=MESSAGES)
+    for name, late in (("messages", both), ("context", text | dict(context="Paris"))):
+        file = lines(tmp_path / "rows.jsonl", [text] * 9 + [late])
+        for streams in (False, True):
+            flags = dict(streams=streams, prompt_format="chat")
+            with pytest.raises(ValueError, match=rf"nothing reads {name} \(rows.jsonl:10\) beside"):
+                drawn(samples_of(file, **flags), 10)
+
+
+def test_columns_are_renamed_where_they_are(tmp_path):
+    """Of a column that only one of several files, or the held-out rows, have."""
+    a = lines(tmp_path / "a.jsonl", [dict(problem=f"{i}?", completion="x") for i in range(9)])
+    b = lines(tmp_path / "b.jsonl", [dict(prompt=f"{i}!", completion="x") for i in range(9)])
+    for seed in range(3):
+        stream = samples_of(f"{tmp_path}/[ab].jsonl", columns=("prompt=problem",), seed=seed)
+        assert len({*drawn(stream, 18)}) == 18
+    with pytest.raises(ValueError, match="^--columns prompt=problem: no column problem; --dataset"):
+        samples_of(b, columns=("prompt=problem",))
+    flags = dict(columns=("prompt=problem",), eval_dataset=(a,), eval_every=1)
+    args = sft.Args(dataset=(b,), max_length=100, max_steps=1, streaming=True, **flags)
+    tokenizer = load_tokenizer(tiny_model())
+    (_, _), (held_out, _) = load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args, streams=True)
+    assert len(held_out) == 9
+
+
+def test_dropped_rows_are_reported_at_a_checkpoint(data, capsys):
+    stream = samples_of(data, max_length=26, on_bad_row="skip")
+    drawn(stream, 15)
+    capsys.readouterr()
+    stream.state_dict()
+    said = capsys.readouterr().out
+    assert "training rows of pass 1 so far dropped as too long (--max_length)" in said
+    stream.state_dict()
+    assert capsys.readouterr().out == ""
+
+
+def test_rows_with_a_held_out_prompt_are_counted(data, tmp_path, capsys):
+    held_out = lines(
+        tmp_path / "held_out.jsonl", [ROWS[3], ROWS[20], dict(question="a", answer="b")]
+    )
+    flags = dict(eval_dataset=(held_out,), eval_every=1, streaming=True, max_steps=1)
+    args = sft.Args(dataset=(str(data),), max_length=100, **flags)
+    tokenizer = load_tokenizer(tiny_model())
+    (stream, _), _ = load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args, streams=True)
+    drawn(stream, 31)
+    said = capsys.readouterr().out
+    assert "2 training rows of pass 1 have the prompt of a held-out row" in said
+
+
 def test_data_without_streaming_support_is_refused():
     for dataset, words in (
         ("arithmetic", "--dataset arithmetic: a built-in task cannot be streamed"),
