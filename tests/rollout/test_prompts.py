@@ -6,7 +6,13 @@ import pytest
 from helpers import tiny_tokenizer, write_rows
 from in_process import Args
 
-from common.rollout.prompts import encode_prompts, load_prompts, prompt_columns, show_first
+from common.rollout.prompts import (
+    encode_prompts,
+    load_prompts,
+    prompt_columns,
+    say_not_named,
+    show_first,
+)
 from common.text.encode import Encoder
 
 TOKENIZER = tiny_tokenizer()
@@ -114,3 +120,64 @@ def test_script_gets_training_and_held_out_prompts(tmp_path):
     args = dataclasses.replace(args, prompt_template="Q: {prompt}")
     texts = {TOKENIZER.decode(ids) for ids in load_prompts(args, TOKENIZER, 2048)[0].ids}
     assert texts <= {f"Q: {row['prompt']}" for row in rows} and len(texts) == 26
+
+
+OWN = """
+def judged(completion, row):
+    return 1.0
+judged.columns = ("context",)
+
+def anything(completion, row):
+    return 1.0
+"""
+READ = "columns that neither the prompt nor a reward reads: "
+
+
+@pytest.mark.parametrize(
+    ("flags", "unread"),
+    [
+        (dict(), "rubric, level, extra"),
+        (dict(reward=("exact_match", "format")), "rubric, level, extra"),
+        (dict(reward=("judge:x",)), "answer, level, extra"),
+        (dict(reward=("judge:x",), judge_prompt="{completion} {level}"), "answer, extra"),
+        (dict(reward=("model:x",)), "answer, rubric, level, extra"),
+        (dict(reward=("by_row",)), "rubric, level, extra"),  # of row a:1 is exact_match
+        (dict(prompt_template="{level} {extra[0]}"), "prompt, rubric"),
+        (dict(prompt_template="{shots}", shots=1, shots_by="level", shot_template="{extra}"),
+         "prompt, rubric"),
+        (dict(reward=("own.py:judged",)), "answer, rubric, level, extra"),
+        # these may read any column
+        (dict(reward=("own.py:judged", "own.py:anything")), None),
+        (dict(reward=("environment",), environment="own.py:World"), None),
+    ],
+)  # fmt: skip
+def test_columns_that_nothing_reads_are_named(flags, unread, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN + WORLD)
+    row = dict(prompt="1+1=", answer="2", rubric="r", level=1, extra=["x"], _source="a:1", _id=3)
+    if flags.get("reward") == ("by_row",):
+        row["reward"] = "exact_match"
+    args = Args(**flags)
+    say_not_named(args, [row], prompt_columns(args, [row]))
+    assert capsys.readouterr().out == (f"{READ}{unread}\n" if unread else "")
+
+
+def test_parts_of_a_prompt_are_read_or_refused(tmp_path, monkeypatch):
+    """A reward, a template or an environment may read them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN + WORLD)
+    rows = [dict(prompt="Who?", context="Paris", answer="2", _source="a:1")]
+    words = r"^--dataset .*: nothing reads context \(a:1\) beside prompt; join it with the prompt, "
+    for reward in ("exact_match", "own.py:anything"):
+        with pytest.raises(ValueError, match=words):
+            prompt_columns(Args(reward=(reward,)), rows)
+    assert prompt_columns(Args(reward=("own.py:judged",)), rows) == ("prompt",)
+    assert prompt_columns(Args(), rows, also_read=["context"]) == ("prompt",)
+    assert prompt_columns(Args(prompt_template="{prompt}"), rows) == ("_prompt",)
+
+
+def test_columns_that_nothing_reads_are_named_at_the_start(tmp_path, capsys):
+    rows = [dict(prompt=f"{n}+1=", answer="2", level=n) for n in range(20)]
+    args = Args(dataset=str(write_rows(tmp_path / "rows.jsonl", rows)), eval_size=2)
+    load_prompts(args, TOKENIZER, 2000)
+    assert f"{READ}level\n" in capsys.readouterr().out

@@ -183,7 +183,7 @@ def test_columns_are_renamed_where_they_are(tmp_path):
 
 def test_dropped_rows_are_reported_at_a_checkpoint(data, capsys):
     stream = samples_of(data, max_length=26, on_bad_row="skip")
-    drawn(stream, 15)
+    drawn(stream, 10)
     capsys.readouterr()
     stream.state_dict()
     said = capsys.readouterr().out
