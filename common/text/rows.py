@@ -47,6 +47,7 @@ ASKED = tuple(
 )
 ANSWERED = ("completion", "reasoning", "thinking")
 CONVERSATIONS = ("messages", "conversations")
+PROMPT_PARTS = (*ASKED, "system", "system_prompt", "image", "images")
 OUR_COLUMNS = ("_source", *ADDED_COLUMNS)
 EVAL_SIZE = 256  # default of --eval_size; at most a tenth of the training rows is set aside
 # Names of splits for an evaluation, such as test_prefs.
@@ -211,20 +212,26 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
     require_old_names(args.dataset_flag, everything, args.columns)
     for name, rows in train.items():
         train[name] = rename_columns(rows, args.columns)
+    are_apart = len(sources) == 1  # the prompts of both sides
     for name, rows in held_out.items():
         if rows:
+            are_apart = False
             # not --seed: runs with other seeds are evaluated on the same rows
             chosen = random.Random(0).sample(rows, min(size // len(sources), len(rows)))
             held_out[name] = rename_columns(chosen, args.columns)
         else:
-            train[name], held_out[name] = _set_aside(train[name], size // len(sources), args)
+            train[name], held_out[name], is_by_prompt = _set_aside(
+                train[name], size // len(sources), args
+            )
+            are_apart &= is_by_prompt
             _say_unread_splits({x: shards[x] for x in sources[name]}, args)
     training, chosen = (
         [row for name, rows in each.items() for row in _with_dataset(rows, name)]
         for each in (train, held_out)
     )
     chosen += rename_columns(eval_sets, args.columns)
-    if chosen and (shared := shared_prompts(training, chosen)):
+    are_apart &= not eval_sets
+    if not are_apart and (shared := shared_prompts(training, chosen)):
         problem = f"{len(shared)} of {len(chosen)} held-out rows have a prompt that is trained too"
         distributed.say(f"{problem}, such as {shared[0]['_source']}")
     return training, chosen
@@ -238,29 +245,28 @@ def _own_split(datasets: Sequence[str], args: TrainArgs) -> list[dict]:
     return rows
 
 
-def _set_aside(rows: list[dict], size: int, args: TrainArgs) -> tuple[list[dict], list[dict]]:
-    """Return training rows and `size` other rows. All rows of a prompt are on one side, unless
-    prompts have so many rows that less than half of `size` would be set aside."""
+def _set_aside(rows: list[dict], size: int, args: TrainArgs) -> tuple[list[dict], list[dict], bool]:
+    """Return training rows, at most `size` other rows, and whether all rows of a prompt are on one
+    side. They are not if prompts have so many rows that less than half of `size` would be set
+    aside."""
     if args.eval_size is None:
         size = max(1, min(size, len(rows) // 10))
     if len(rows) <= size:
         problem = f"no training rows left of {len(rows)}"
         raise ValueError(f"--eval_size {size}: {problem}; lower it or set --eval_every 0")
-    random.Random(0).shuffle(rows)
-    prompts = [prompt_digest(row) for row in rows]
-    counts = Counter(prompts)
-    chosen: dict[bytes, int] = {}
+    pairs = [(row, prompt_digest(row)) for row in rows]
+    random.Random(0).shuffle(pairs)  # not --seed, see above
+    counts = Counter(prompt for _, prompt in pairs)
+    chosen: set[bytes] = set()
     left = size
-    for prompt in prompts:
+    for _, prompt in pairs:
         if prompt not in chosen and counts[prompt] <= left:
-            chosen[prompt] = counts[prompt]
+            chosen.add(prompt)
             left -= counts[prompt]
     if left > size // 2 or len(chosen) == len(counts):
-        return rows[size:], rows[:size]
-    sides: tuple[list[dict], list[dict]] = ([], [])
-    for row, prompt in zip(rows, prompts, strict=True):
-        sides[prompt in chosen].append(row)
-    return sides
+        return [row for row, _ in pairs[size:]], [row for row, _ in pairs[:size]], False
+    train = [row for row, prompt in pairs if prompt not in chosen]
+    return train, [row for row, prompt in pairs if prompt in chosen], True
 
 
 def _say_unread_splits(shards: dict[str, list[Shard]], args: TrainArgs) -> None:
@@ -312,6 +318,8 @@ def require_held_out(rows: Iterable[dict], left: Iterable[dict], why: str) -> No
 
 def shared_prompts(rows: Iterable[dict], held_out: Collection[dict]) -> list[dict]:
     """Return the held-out rows whose prompt one of the rows has."""
+    if not held_out:
+        return []
     digests = [prompt_digest(row) for row in held_out]
     prompts = {*digests}
     shared = {digest for row in rows if (digest := prompt_digest(row)) in prompts}
@@ -321,42 +329,41 @@ def shared_prompts(rows: Iterable[dict], held_out: Collection[dict]) -> list[dic
 def prompt_digest(row: dict) -> bytes:
     """Return a digest of what the model is asked in a row: the same for a text and a user's message
     with it. A row without a column for it is taken whole."""
-    asked: list[object] = []
-    for name in (*ASKED, "system", "system_prompt", "image", "images"):
-        value = row.get(name)
-        if name in CONVERSATIONS and isinstance(value, list):
-            value = value[:-1]  # the last turn is the answer
-        asked.append(value)
-    texts = [*chain(*map(texts_of, asked))]
+    asked = [
+        row[name][:-1] if name in CONVERSATIONS and isinstance(row[name], list) else row[name]
+        for name in PROMPT_PARTS
+        if name in row
+    ]  # the last turn of a conversation is the answer
+    texts = texts_of(asked)
     texts = texts or common_start(row.get("chosen"), row.get("rejected"))
-    texts = texts or [*texts_of(row.get("text"))]
-    texts = texts or [*texts_of([row[name] for name in sorted(row) if name[0] != "_"])]
+    texts = texts or texts_of(row.get("text"))
+    texts = texts or texts_of([row[name] for name in sorted(row) if name[0] != "_"])
     return hashlib.blake2b("\0".join(texts).encode(errors="replace"), digest_size=16).digest()
 
 
 def common_start(chosen: object, rejected: object) -> list[str]:
     """Return the texts with which both sides of a pair begin."""
     if isinstance(chosen, str) and isinstance(rejected, str):
-        return [*filter(None, [os.path.commonprefix([chosen, rejected])])]
+        return texts_of(os.path.commonprefix([chosen, rejected]))
     if isinstance(chosen, list) and isinstance(rejected, list):
         pairs = zip(chosen, rejected, strict=False)
-        return [*texts_of([x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)])]
+        return texts_of([x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)])
     return []
 
 
-def texts_of(value: object) -> Iterator[str]:
-    """Yield the texts in a value, of messages their contents, without white space at the ends."""
+def texts_of(value: object) -> list[str]:
+    """Return the texts in a value, of messages their contents, without white space at the ends."""
+    if isinstance(value, str):
+        return [text] if (text := value.strip()) else []
     if isinstance(value, dict):
-        role = value.get("role", value.get("from"))
-        content = value.get("content", value.get("value"))
-        value = [*value.values()] if role is None else [content]
+        is_message = "role" in value or "from" in value
+        content = value.get("content", value.get("value")) if is_message else [*value.values()]
+        return texts_of(content)
     if isinstance(value, list | tuple):
-        for member in value:
-            yield from texts_of(member)
-    elif isinstance(value, bytes):
-        yield hashlib.blake2b(value, digest_size=16).hexdigest()
-    elif value is not None and (text := str(value).strip()):
-        yield text
+        return [text for member in value for text in texts_of(member)]
+    if isinstance(value, bytes):
+        return [hashlib.blake2b(value, digest_size=16).hexdigest()]
+    return [] if value is None else [str(value)]
 
 
 # ---- columns ----
@@ -442,16 +449,17 @@ def _stands_in(row: dict, name: str, columns: Columns) -> bool:
     if columns[0] == "chosen":
         read = common_start(row["chosen"], row["rejected"])
     elif name in (*ANSWERED, *CONVERSATIONS) or columns == ("text",):
-        read = [*texts_of([row[column] for column in columns])]
+        read = texts_of([row[column] for column in columns])
     elif columns[0] in CONVERSATIONS and isinstance(row[columns[0]], list):
         turns = [x for x in row[columns[0]] if isinstance(x, dict)]
         answers = ("assistant", "gpt")
-        read = [*texts_of([x for x in turns if x.get("role", x.get("from")) not in answers])]
+        read = texts_of([x for x in turns if x.get("role", x.get("from")) not in answers])
     else:
-        read = [*texts_of(row[columns[0]])]
+        read = texts_of(row[columns[0]])
     read += texts_of([row.get("system"), row.get("system_prompt")])
-    whole = " ".join(" ".join(read).split())
-    return all(_is_in(" ".join(text.split()), whole) for text in texts_of(row[name]))
+    texts = [text for text in texts_of(row[name]) if text not in read]
+    whole = " ".join(" ".join(read).split()) if texts else ""
+    return all(_is_in(" ".join(text.split()), whole) for text in texts)
 
 
 def _is_in(words: str, text: str) -> bool:
