@@ -12,7 +12,7 @@ from PIL import Image
 
 from common.config.groups import TrainArgs
 from common.text.messages import messages_field
-from common.text.rows import load_rows
+from common.text.rows import load_rows, rows_of_split
 from extras.images.image_files import IMAGE, digest, require_image, stored, take_images
 from extras.images.tests.checkpoints import picture
 
@@ -101,7 +101,7 @@ def test_paths_are_relative_to_the_data(folder):
             dict(photo=URL, prompt="?")]  # fmt: skip
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     args = TrainArgs(columns=("image=photo",))
-    found = load_rows("--dataset", str(folder / "rows.jsonl"), "train", args)
+    found = rows_of_split("--dataset", [str(folder / "rows.jsonl")], "", "train", args)
     assert [contents(taken(row)) for row in found] == [[ONE], [TWO], [ONE]]
 
 
