@@ -154,7 +154,9 @@ def test_each_completion_is_read_a_few_times_whatever_the_order():
     """Rows sorted by prompt: a search from each row would read 40,000 rows."""
     rows = [dict(prompt=f"{i // 200}+1=", completion=str(i), label=i % 2 == 0) for i in range(400)]
     args, _ = encode(rows[:201], KTO_COLUMNS[0])
-    samples = [Sample(array("i", [i // 200, 9]), bytes([0, 1]), 1, row) for i, row in enumerate(rows)]
+    samples = [
+        Sample(array("i", [i // 200, 9]), bytes([0, 1]), 1, row) for i, row in enumerate(rows)
+    ]
     reads = []
     made = Samples(rows, lambda i: reads.append(i) or [samples[i]])
     assert len(list(kto.with_mismatches(made, args))) == 400 and len(reads) < 2000
