@@ -64,6 +64,17 @@ def test_every_rank_gets_the_samples_that_one_rank_makes(tmp_path):
     assert "column completion is int, expected a string" in error
 
 
+def test_samples_are_made_on_access():
+    """Those of all rows at once would not fit into memory."""
+    made: list[int] = []
+    groups = load.Samples([{}] * 3, lambda i: made.append(i) or [i])
+    assert len(groups) == 3 and not made
+    assert groups[-1] == [2] and made == [2]
+    assert list(groups) == [[0], [1], [2]] and groups[1:] == [[1], [2]]
+    with pytest.raises(IndexError):
+        groups[3]
+
+
 # ---- what becomes of a row ----
 
 

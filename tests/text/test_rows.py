@@ -637,6 +637,8 @@ def test_columns_are_renamed_in_the_data_sets_that_have_them(tmp_path):
     a = write(tmp_path / "a.jsonl", '{"problem": "1", "completion": "2"}\n' * 10)
     b = write(tmp_path / "b.jsonl", '{"prompt": "3", "completion": "4"}\n' * 10)
     c = write(tmp_path / "c.jsonl", '{"problem": "5", "prompt": "6", "completion": "7"}\n' * 10)
+    for name, text in (("train", b.read_text()), ("test", a.read_text())):
+        write(tmp_path / "splits" / f"{name}.jsonl", text)
     flags = dict(columns=("prompt=problem",), eval_size=2)
     for own in (
         dict(dataset=(str(a), str(b))),
@@ -644,6 +646,7 @@ def test_columns_are_renamed_in_the_data_sets_that_have_them(tmp_path):
         dict(dataset=str(tmp_path / "[ab].jsonl")),
         dict(dataset=str(a), eval_dataset=str(b)),
         dict(dataset=str(b), eval_dataset=str(a)),
+        dict(dataset=str(tmp_path / "splits")),
     ):
         for rows in train_and_eval_rows(TrainArgs(**flags, **own)):
             assert {row["prompt"] for row in rows} <= {"1", "3"}

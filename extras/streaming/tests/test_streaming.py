@@ -205,6 +205,17 @@ def test_rows_with_a_held_out_prompt_are_counted(data, tmp_path, capsys):
     assert "2 training rows of pass 1 have the prompt of a held-out row" in said
 
 
+def test_stream_of_the_hub_is_read_by_shards(tmp_path, monkeypatch):
+    """The stream is one of the library, over files in place of a repository."""
+    names = [lines(tmp_path / f"{i}.jsonl", ROWS[3 * i : 3 * i + 3]) for i in range(3)]
+    load_dataset = datasets.load_dataset
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, **more: load_dataset("json", data_files=names, **more)
+    )
+    wanted = {f"some/data/train/{shard}:{row}" for shard in range(3) for row in (1, 2, 3)}
+    assert {*drawn(samples_of("some/data"), 9)} == wanted
+
+
 def test_data_without_streaming_support_is_refused():
     for dataset, words in (
         ("arithmetic", "--dataset arithmetic: a built-in task cannot be streamed"),
