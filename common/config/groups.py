@@ -103,7 +103,8 @@ class DataArgs:
     """configuration of a Hugging Face data set, or of a folder with a README.md that lists some;
     default: its default or main, if there are several; *: all of the hub's"""
     columns: Several[str] = ()
-    """renamed columns of training and held-out rows, as new=old: prompt=problem answer=solution"""
+    """renamed columns of training and held-out rows, as new=old: prompt=problem
+    answer=reward_model.ground_truth"""
     on_bad_row: Literal["error", "skip"] = "error"
     """treatment of rows that are malformed, empty, too long (where this is an error), or unusable
     by a prompt template, environment or reward. error: end the run; skip: leave them out, and
