@@ -105,7 +105,9 @@ class Encoder:
         """Return the ids of `messages` between two turns of the model: from after the end token of
         the first turn to the start of the second. They begin with that end token if the first turn
         stopped at another `last_token`. `calls`: tool calls of the first turn."""
-        row = dict(_source="the messages between two turns", tools=tools)
+        row = dict(_source="the messages between two turns", tools=tools, messages=messages)
+        if (messages := messages_field(row, "messages")) is None:
+            raise bad_row(row, "they are no list")
         turn = SAID | dict(content="", tool_calls=calls) if calls else SAID
         end, text = reply_of(self.chat, row, turn, self._read_messages(row, messages))
         if last_token not in (None, self.tokenizer.convert_tokens_to_ids(end)):

@@ -9,6 +9,8 @@ from typing import Annotated, Literal, NotRequired, Required
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
+from common.parallel.process import brief
+
 IMAGE = "\ufffc"  # object replacement character: where an image stands in a text
 IMAGE_TYPES = ("image", "image_url")  # a message part of this type is an image
 IMAGE_KEYS = ("image", "url", "path", "image_url")  # one of these keys of the part has the image
@@ -18,15 +20,11 @@ ROLES |= dict(human="user") | dict.fromkeys(("gpt", "chatgpt", "bot", "model", "
 RESULTS = ("observation", "tool_response", "ipython")  # other names of the role tool
 CALLS = "function_call"  # ShareGPT's role of a turn that is nothing but calls, as JSON
 SYSTEM = ("system", "developer")
-LONGEST = 400  # characters of an error about a row
 
 
 def bad_row(row: dict, problem: str) -> ValueError:
     """Return an error that begins with the place of the row, in one line."""
-    line = " ".join(problem.splitlines())
-    if len(line) > LONGEST:
-        line = f"{line[: LONGEST - 100]} ... {line[-95:]}"
-    return ValueError(f"{row.get('_source')}: {line}")
+    return ValueError(f"{row.get('_source')}: {brief(' '.join(problem.splitlines()))}")
 
 
 # ---- text ----

@@ -149,7 +149,7 @@ def test_conversation_is_rendered_as_by_the_template():
     encoder = Encoder(tokenizer, Args(prompt_format="chat"))
     end = tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
     messages = [dict(role="user", content="5?")]
-    ids = encoder.prompt(dict(prompt=messages, _source="x:1"), ("prompt",))
+    ids = [*encoder.prompt(dict(prompt=messages, _source="x:1"), ("prompt",))]
     for turn in ("12", "so <b>", ""):
         said = [dict(role="tool", content="x y"), dict(role="user", content="\nand?")]
         ids += tokenizer(turn)["input_ids"] + [end] + encoder.reply(said)
