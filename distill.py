@@ -64,8 +64,9 @@ from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
+from common.text.columns import SFT_COLUMNS, choose_columns, require_all_read
 from common.text.encode import Encoder, truncate
-from common.text.rows import SFT_COLUMNS, choose_columns, encode_each, require_all_read
+from common.text.rows import encode_each
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps

@@ -45,10 +45,10 @@ from common.objectives.preference import PER_TOKEN, READS, REFERENCE_FREE, Pairs
 from common.packs.packing import PackedBatch, pack_groups
 from common.packs.sample import Sample
 from common.parallel import distributed
+from common.text.columns import PAIR_COLUMNS
 from common.text.encode import Encoder
 from common.text.load import Samples, load_samples
 from common.text.pairs import encode_pair
-from common.text.rows import PAIR_COLUMNS
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps

@@ -39,11 +39,11 @@ from common.model.scoring import reference_logps
 from common.packs.packing import PackedBatch, pack, positions_of_share
 from common.packs.sample import Sample
 from common.parallel import distributed
+from common.text.columns import KTO_COLUMNS, PAIR_COLUMNS
 from common.text.encode import Encoder, truncate
 from common.text.load import Samples, load_samples
 from common.text.messages import messages_field
 from common.text.pairs import encode_pair
-from common.text.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps

@@ -36,10 +36,10 @@ from common.model.policy import ScalarModel, load_scalar_model
 from common.packs.packing import PackedBatch, pack_groups, positions_of_share
 from common.packs.sample import Sample, at_end
 from common.parallel import distributed
+from common.text.columns import PAIR_COLUMNS
 from common.text.encode import Encoder
 from common.text.load import Samples, load_samples
 from common.text.pairs import encode_pair
-from common.text.rows import PAIR_COLUMNS
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_data, dry_run, num_steps

@@ -31,9 +31,9 @@ from common.model.policy import Policy, load_policy
 from common.packs.packing import pack_groups
 from common.packs.sample import Sample
 from common.parallel import distributed
+from common.text.columns import SFT_COLUMNS
 from common.text.encode import Encoder
 from common.text.load import Samples, load_samples
-from common.text.rows import SFT_COLUMNS
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import cost_of_rewriting, describe_data, dry_run, num_steps

@@ -22,9 +22,10 @@ from common.config.parse import parse
 from common.model.hub import resolve_model
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
+from common.text.columns import SFT_COLUMNS, require_columns
 from common.text.encode import Encoder
 from common.text.load import encode_all
-from common.text.rows import SFT_COLUMNS, load_rows, require_columns
+from common.text.rows import load_rows
 from common.text.tokenizer import load_tokenizer
 
 

@@ -13,9 +13,10 @@ from common.model.scoring import reference_logps
 from common.model.tiny import tiny_model
 from common.objectives.preference import Pairs, preference_loss
 from common.packs.packing import pack_groups
+from common.text.columns import PAIR_COLUMNS
 from common.text.encode import Encoder
 from common.text.load import encode_all
-from common.text.rows import PAIR_COLUMNS, train_and_eval_rows
+from common.text.rows import train_and_eval_rows
 from common.text.tokenizer import load_tokenizer
 
 

@@ -17,9 +17,9 @@ from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.packs.packing import pack
 from common.packs.sample import Sample
+from common.text.columns import KTO_COLUMNS, PAIR_COLUMNS
 from common.text.encode import Encoder
 from common.text.load import Samples, encode_all
-from common.text.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.text.tokenizer import load_tokenizer
 
 

@@ -20,9 +20,10 @@ from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import load_scalar_model
 from common.model.scoring import score
 from common.parallel import distributed
+from common.text.columns import OUR_COLUMNS, PAIR_COLUMNS, require_columns
 from common.text.encode import Encoder
 from common.text.load import encode_all, reasons
-from common.text.rows import OUR_COLUMNS, PAIR_COLUMNS, require_columns, rows_of_split
+from common.text.rows import rows_of_split
 from common.text.tokenizer import load_tokenizer
 from rm import Args, encode_row
 

@@ -17,8 +17,8 @@ from common.packs.sample import Completion, Group
 from common.parallel.distributed import first_line
 from common.rewards.registry import load_judges
 from common.text.chat import ChatTemplate, rendered
+from common.text.columns import PROMPT_COLUMNS, choose_columns
 from common.text.encode import Encoder
-from common.text.rows import PROMPT_COLUMNS, choose_columns
 from common.text.tokenizer import eos_token_ids, load_tokenizer
 from common.text.turns import as_read, turns_of
 from common.workers.worker import Result

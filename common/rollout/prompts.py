@@ -13,18 +13,10 @@ from common.parallel import distributed
 from common.rewards.registry import columns_of_rewards, row_check
 from common.rollout.environments import prompt_maker_of_environment
 from common.rollout.episodes import partner_of
+from common.text.columns import PROMPT_COLUMNS, Columns, require_columns, unread_columns
 from common.text.encode import Encoder
 from common.text.filler import columns_of, template_filler
-from common.text.rows import (
-    PROMPT_COLUMNS,
-    Columns,
-    encode_each,
-    require_columns,
-    require_held_out,
-    rows_of_split,
-    train_and_eval_rows,
-    unread_columns,
-)
+from common.text.rows import encode_each, require_held_out, rows_of_split, train_and_eval_rows
 
 
 @dataclass

@@ -10,16 +10,11 @@ from common.config.groups import TrainArgs
 from common.packs.order import Order, make_order
 from common.packs.sample import Sample, kept, whole
 from common.parallel import distributed
+from common.text.columns import Columns, require_columns, unread_columns
 from common.text.encode import Encoder, truncate
 from common.text.files import BadRows
 from common.text.messages import bad_row
-from common.text.rows import (
-    Columns,
-    require_columns,
-    require_held_out,
-    train_and_eval_rows,
-    unread_columns,
-)
+from common.text.rows import require_held_out, train_and_eval_rows
 
 FIRST_ROWS = 20  # that are looked at for what a whole data set has
 ROWS_AT_ONCE = 1000  # rows that a rank encodes before the ranks exchange their samples

@@ -3,52 +3,23 @@
 A row is a dict of the dataset's columns, `_source` (`train.jsonl:17`), which is in every error
 about the row, and `_dataset` if metrics are split by dataset. Every rank reads all rows."""
 
-import hashlib
 import os
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain, takewhile
-from pathlib import Path
+from itertools import chain
 from typing import TypeVar
 
-from common.config.flags import datasets_by_name, eval_sets_of, pairs_of, sources_of, weights_of
+from common.config.flags import datasets_by_name, eval_sets_of, sources_of, weights_of
 from common.config.groups import BaseArgs, TrainArgs
 from common.parallel import distributed
-from common.text.files import ADDED_COLUMNS, BadRows, Shard, files_named, open_split, splits_of
+from common.text.columns import prompt_digest, rename_columns, require_old_names
+from common.text.files import BadRows, Shard, files_named, open_split, splits_of
 from common.text.tasks import TASKS
 
 T = TypeVar("T")
-Columns = tuple[str, ...]  # names of columns that a script reads together
 
-# Columns of each kind of script. A script uses the first of its choices that the dataset has.
-SFT_COLUMNS = (
-    ("messages",),
-    ("prompt", "completion"),
-    ("question", "answer"),
-    ("text",),
-    ("input", "output"),
-    ("conversations",),
-)
-PAIR_COLUMNS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # preferences
-KTO_COLUMNS = (
-    ("prompt", "completion", "label"),
-    ("messages", "label"),
-    ("conversations", "label"),
-)
-PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # online scripts sample from these
-# The encoder reads these beside the others.
-READ_TOO = ("tools", "system", "system_prompt", "chat_template_kwargs", "image", "images")
-# By its name, a column is a part of what the model was asked, or of what it answered.
-ASKED = tuple(
-    "prompt messages conversations instruction instructions question problem query input inputs"
-    " context contexts history document documents passage passages options choices".split()
-)
-ANSWERED = ("completion", "reasoning", "thinking")
-CONVERSATIONS = ("messages", "conversations")
-PROMPT_PARTS = (*ASKED, "system", "system_prompt", "image", "images")
-OUR_COLUMNS = ("_source", *ADDED_COLUMNS)
 EVAL_SIZE = 256  # default of --eval_size; at most a tenth of the training rows is set aside
 # Names of splits for an evaluation, such as test_prefs.
 HELD_OUT = re.compile(
@@ -124,63 +95,6 @@ def _own_rows(
         part = "train" if whole_file and files_named(dataset) else split
         rows += _read(f"{flag} {dataset}", _open(flag, dataset, split_flag, part, args), args)
     return rows
-
-
-# ---- --columns new=old ----
-
-
-def rename_columns(rows: list[dict], columns: Sequence[str]) -> list[dict]:
-    """Return rows with columns renamed as new=old, each row that has the old column. An old name
-    may lead into a column: `reward_model.ground_truth`. Raises `ValueError` if a row has a new name
-    already."""
-    old_names = pairs_of("columns", columns)
-    return [_renamed(row, old_names) for row in rows] if old_names else rows
-
-
-def _renamed(row: dict, old_names: dict[str, str]) -> dict:
-    renamed = {new: value for new, old in old_names.items() for value in _found(row, old)}
-    kept = {name: value for name, value in row.items() if name not in old_names.values()}
-    for new in (name for name in renamed if name in kept):
-        pair = f"--columns {new}={old_names[new]}"
-        advice = f"{pair} _{new}={new} ignores that one"
-        raise ValueError(f"{pair}: {row['_source']} has a column {new} already; {advice}")
-    return kept | renamed
-
-
-def _found(value: object, name: str) -> list:
-    """Return [the value of this name], or []. A name that no key is leads inside: its parts between
-    dots are keys, or numbers of members from 0."""
-    if isinstance(value, list):
-        value = {str(i): member for i, member in enumerate(value)}
-    if not isinstance(value, dict):
-        return []
-    if name in value:
-        return [value[name]]
-    dots = [i for i, character in enumerate(name) if character == "."]
-    inside = (_found(value[name[:i]], name[i + 1 :]) for i in dots if name[:i] in value)
-    return next(filter(None, inside), [])
-
-
-def require_old_names(data: str, rows: Iterable[dict], columns: Sequence[str]) -> None:
-    """Raise `ValueError` for a pair new=old of `--columns` if no row has the old name, or if the
-    new one is ours. Reads rows until all are found."""
-    missing = pairs_of("columns", columns)
-    for new in (name for name in missing if name in OUR_COLUMNS):
-        raise ValueError(f"--columns {new}={missing[new]}: {data} has a column {new} already")
-    values: dict[str, object] = {}  # an example of each column
-    for row in rows if missing else ():
-        values |= {name: value for name, value in row.items() if values.get(name) is None}
-        missing = {new: old for new, old in missing.items() if not _found(row, old)}
-        if not missing:
-            return
-    for new, old in missing.items():
-        there = f"{data} has {', '.join(name for name in values if name not in OUR_COLUMNS)}"
-        outer = old.partition(".")[0]
-        if outer != old and outer in values:
-            value = values[outer]
-            keys = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
-            there = f"{outer} is {'an object with ' if isinstance(value, dict) else ''}{keys}"
-        raise ValueError(f"--columns {new}={old}: no column {old}; {there}")
 
 
 # ---- training and held-out rows ----
@@ -273,7 +187,7 @@ def _say_unread_splits(shards: dict[str, list[Shard]], args: TrainArgs) -> None:
     """Print which splits for an evaluation the datasets have, if rows of training are set aside."""
     for dataset, own in shards.items():
         names: Iterable[str] = ()
-        if os.path.isdir(Path(dataset).expanduser()) and dataset not in TASKS:
+        if os.path.isdir(os.path.expanduser(dataset)) and dataset not in TASKS:
             names = splits_of(f"--dataset {dataset}", dataset, args.dataset_config)
         elif info := getattr(own[0].content, "info", None):  # of the hub
             names = info.splits or ()
@@ -313,7 +227,7 @@ def require_held_out(rows: Iterable[dict], left: Iterable[dict], why: str) -> No
         raise ValueError(f"no held-out rows {f'of {name} ' if name else ''}are left{why}")
 
 
-# ---- the prompt of a row, whatever its columns ----
+# ---- prompts that are trained and held out ----
 
 
 def shared_prompts(rows: Iterable[dict], held_out: Collection[dict]) -> list[dict]:
@@ -324,166 +238,3 @@ def shared_prompts(rows: Iterable[dict], held_out: Collection[dict]) -> list[dic
     prompts = {*digests}
     shared = {digest for row in rows if (digest := prompt_digest(row)) in prompts}
     return [row for row, digest in zip(held_out, digests, strict=True) if digest in shared]
-
-
-def prompt_digest(row: dict) -> bytes:
-    """Return a digest of what the model is asked in a row: the same for a text and a user's message
-    with it. A row without a column for it is taken whole."""
-    asked = [
-        row[name][:-1] if name in CONVERSATIONS and isinstance(row[name], list) else row[name]
-        for name in PROMPT_PARTS
-        if name in row
-    ]  # the last turn of a conversation is the answer
-    texts = texts_of(asked)
-    texts = texts or common_start(row.get("chosen"), row.get("rejected"))
-    texts = texts or texts_of(row.get("text"))
-    texts = texts or texts_of([row[name] for name in sorted(row) if name[0] != "_"])
-    return hashlib.blake2b("\0".join(texts).encode(errors="replace"), digest_size=16).digest()
-
-
-def common_start(chosen: object, rejected: object) -> list[str]:
-    """Return the texts with which both sides of a pair begin."""
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        return texts_of(os.path.commonprefix([chosen, rejected]))
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        pairs = zip(chosen, rejected, strict=False)
-        return texts_of([x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)])
-    return []
-
-
-def texts_of(value: object) -> list[str]:
-    """Return the texts in a value, of messages their contents, without white space at the ends."""
-    if isinstance(value, str):
-        return [text] if (text := value.strip()) else []
-    if isinstance(value, dict):
-        is_message = "role" in value or "from" in value
-        content = value.get("content", value.get("value")) if is_message else [*value.values()]
-        return texts_of(content)
-    if isinstance(value, list | tuple):
-        return [text for member in value for text in texts_of(member)]
-    if isinstance(value, bytes):
-        return [hashlib.blake2b(value, digest_size=16).hexdigest()]
-    return [] if value is None else [str(value)]
-
-
-# ---- columns ----
-
-
-def choose_columns(flag: str, rows: Iterable[dict], choices: Sequence[Columns]) -> Columns:
-    """Return the columns that a script reads: of the `choices` that every dataset has, the one that
-    is the first for most rows. Raises `ValueError` if no choice fits."""
-    names_of: dict[str | None, Counter[Columns]] = {}  # columns with values, of each dataset
-    first_rows: dict[str | None, dict] = {}
-    for row in rows:
-        dataset = row.get("_dataset")
-        first_rows.setdefault(dataset, row)
-        # Tables have None in a missing column.
-        names = tuple([name for name in row if row[name] is not None])
-        names_of.setdefault(dataset, Counter())[names] += 1
-    usable = [
-        columns
-        for columns in choices
-        if all(any({*columns} <= {*names} for names in own) for own in names_of.values())
-    ]
-    if not usable:
-        needed = ", or ".join(" and ".join(columns) for columns in choices)
-        common = set.intersection(*({*chain(*own)} for own in names_of.values()))
-        order = dict.fromkeys(chain(*chain(*names_of.values())))
-        found = ", ".join(name for name in order if name in common - {*OUR_COLUMNS})
-        sources = ", ".join(row["_source"] for row in first_rows.values())
-        problem = f"has the columns {found} ({sources}); needed: {needed}"
-        raise ValueError(f"{flag} {problem}; --columns new=old renames columns")
-    votes: Counter[Columns] = Counter()
-    for names, count in chain(*(own.items() for own in names_of.values())):
-        if fitting := [columns for columns in usable if {*columns} <= {*names}]:
-            votes[fitting[0]] += count
-    return max(usable, key=votes.__getitem__)  # the first of equals
-
-
-def require_columns(
-    flag: str, rows: Collection[dict], choices: Sequence[Columns], also_read: Collection[str] = ()
-) -> Columns:
-    """Return the columns that a script reads, see `choose_columns`; `also_read`: names of others.
-    Raises `ValueError` if a column would be ignored that is a part of the prompt or of the answer
-    by its name, such as `context`."""
-    columns = choose_columns(flag, rows, choices)
-    require_all_read(flag, rows, columns, also_read)
-    return columns
-
-
-def require_all_read(
-    flag: str, rows: Iterable[dict], columns: Columns, also_read: Collection[str] = ()
-) -> None:
-    """Raise `ValueError` for a part of a prompt or of an answer that nothing reads, unless its text
-    stands in what is read."""
-    parts = {*ASKED, *ANSWERED} - {*columns, *also_read}
-    if columns in PROMPT_COLUMNS:
-        parts -= {*CONVERSATIONS, *ANSWERED}  # they have the answer
-    elif "chosen" in columns:
-        parts -= {"completion"}
-    lost: dict[str, str] = {}
-    for row in rows:
-        names = [name for name in row if name in parts and not is_blank(row[name])]
-        if names and all(row.get(name) is not None for name in columns):  # else it is a bad row
-            for name in names:
-                if not _stands_in(row, name, columns):
-                    lost.setdefault(name, row["_source"])
-    if lost:
-        place = next(iter(lost.values()))
-        problem = f"nothing reads {' and '.join(lost)} ({place}) beside {' and '.join(columns)}"
-        advice = "join it with the prompt or the answer"
-        if columns[0] == "chosen":
-            advice = "make a column prompt of it"
-        elif columns in PROMPT_COLUMNS:
-            advice = "join it with the prompt, name it in the `columns` of a reward"
-        advice += f", or ignore it by --columns {' '.join(f'_{name}={name}' for name in lost)}"
-        raise ValueError(f"{flag}: {problem}; {advice}")
-
-
-def _stands_in(row: dict, name: str, columns: Columns) -> bool:
-    """Return whether all texts of a column are whole words of what is read: of the prompt, for a
-    part of the answer also of the answer. Where `text` is read, it does not tell what is trained.
-    """
-    if columns == ("text",) and name in ("prompt", "completion", *CONVERSATIONS):
-        return False
-    if columns[0] == "chosen":
-        read = common_start(row["chosen"], row["rejected"])
-    elif name in (*ANSWERED, *CONVERSATIONS) or columns == ("text",):
-        read = texts_of([row[column] for column in columns])
-    elif columns[0] in CONVERSATIONS and isinstance(row[columns[0]], list):
-        turns = [x for x in row[columns[0]] if isinstance(x, dict)]
-        answers = ("assistant", "gpt")
-        read = texts_of([x for x in turns if x.get("role", x.get("from")) not in answers])
-    else:
-        read = texts_of(row[columns[0]])
-    read += texts_of([row.get("system"), row.get("system_prompt")])
-    texts = [text for text in texts_of(row[name]) if text not in read]
-    whole = " ".join(" ".join(read).split()) if texts else ""
-    return all(_is_in(" ".join(text.split()), whole) for text in texts)
-
-
-def _is_in(words: str, text: str) -> bool:
-    start = text.find(words)
-    while start >= 0:
-        edges = text[start - 1 : start] + words[0], words[-1] + text[start + len(words) :][:1]
-        if not any(len(edge) == 2 and edge.isalnum() for edge in edges):
-            return True
-        start = text.find(words, start + 1)
-    return False
-
-
-def is_blank(value: object) -> bool:
-    return (isinstance(value, str) and not value.strip()) or value in (None, [], {})
-
-
-def unread_columns(rows: list[dict], columns: Columns) -> dict[str, str]:
-    """Return the columns that nothing reads beside `columns`, each with the place of the first row
-    that has a value in it. Names with `_` are ours, or ignored by the user."""
-    found: dict[str, str] = {}
-    for row in rows:
-        for name, value in row.items():
-            if is_blank(value) or name.startswith("_"):
-                continue
-            if name not in (*columns, *READ_TOO):
-                found.setdefault(name, row["_source"])
-    return found

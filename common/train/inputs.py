@@ -14,7 +14,7 @@ from common.config.flags import MODEL_KINDS, eval_sets_of, public
 from common.config.groups import BaseArgs
 from common.model.hub import checkpoints_in, local_folder
 from common.model.loading import files_of, named_errors
-from common.text.rows import OUR_COLUMNS
+from common.text.columns import OUR_COLUMNS
 
 BLOCK = 2**16  # bytes that are read at once of a large file
 BLOCKS = 256  # number of these blocks

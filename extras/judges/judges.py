@@ -25,10 +25,10 @@ from common.model.scoring import log_likelihoods, require_length
 from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
 from common.rewards.functions import from_json
+from common.text.columns import PROMPT_COLUMNS, choose_columns
 from common.text.encode import Encoder
 from common.text.filler import template_filler
 from common.text.messages import opened_thought
-from common.text.rows import PROMPT_COLUMNS, choose_columns
 from common.text.thoughts import Thoughts
 from common.text.tokenizer import load_tokenizer
 from common.workers.worker import Result

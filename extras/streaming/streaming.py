@@ -14,6 +14,14 @@ from pathlib import Path
 from common.config.groups import TrainArgs
 from common.packs.sample import whole
 from common.parallel import distributed
+from common.text.columns import (
+    Columns,
+    prompt_digest,
+    rename_columns,
+    require_all_read,
+    require_columns,
+    require_old_names,
+)
 from common.text.encode import Encoder
 from common.text.files import BadRows, open_split
 from common.text.load import (
@@ -25,16 +33,7 @@ from common.text.load import (
     reasons,
     say_unread,
 )
-from common.text.rows import (
-    Columns,
-    prompt_digest,
-    rename_columns,
-    require_all_read,
-    require_columns,
-    require_held_out,
-    require_old_names,
-    rows_of_eval_sets,
-)
+from common.text.rows import require_held_out, rows_of_eval_sets
 from common.text.tasks import TASKS
 from common.train.inputs import digest_of_file
 

@@ -25,8 +25,8 @@ from common.model.logprobs import TokenStats
 from common.packs.packing import PackedBatch, pack_groups
 from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
+from common.text.columns import PROMPT_COLUMNS, choose_columns
 from common.text.encode import Encoder, format_of
-from common.text.rows import PROMPT_COLUMNS, choose_columns
 from common.text.tokenizer import eos_token_ids
 
 

@@ -8,9 +8,9 @@ from tokenizers.processors import TemplateProcessing
 
 from common.config.groups import BaseArgs
 from common.packs.sample import Sample
+from common.text.columns import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS
 from common.text.encode import Encoder
 from common.text.pairs import encode_pair
-from common.text.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS
 
 EOT, EOS = "<|end_of_turn|>", "<|eos|>"  # of the tiny tokenizer
 SOURCE = dict(_source="rows.jsonl:3")

@@ -11,9 +11,9 @@ import dpo
 import sft
 from common.model.tiny import tiny_model
 from common.text import load
+from common.text.columns import PAIR_COLUMNS, SFT_COLUMNS
 from common.text.encode import Encoder
 from common.text.load import encode_all, load_samples
-from common.text.rows import PAIR_COLUMNS, SFT_COLUMNS
 from common.text.tokenizer import load_tokenizer
 
 RANK = """

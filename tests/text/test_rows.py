@@ -23,19 +23,21 @@ import pytest
 from common.config.flags import datasets_by_name, eval_sets_of, sources_of
 from common.config.groups import TrainArgs
 from common.text import files
-from common.text.files import BadRows, open_split
-from common.text.rows import (
+from common.text.columns import (
     KTO_COLUMNS,
     PAIR_COLUMNS,
     PROMPT_COLUMNS,
     SFT_COLUMNS,
-    encode_each,
-    load_rows,
     prompt_digest,
     rename_columns,
     require_columns,
-    require_held_out,
     require_old_names,
+)
+from common.text.files import BadRows, open_split
+from common.text.rows import (
+    encode_each,
+    load_rows,
+    require_held_out,
     rows_of_split,
     train_and_eval_rows,
 )

@@ -12,9 +12,10 @@ from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 
 import sft
 from common.model.tiny import tiny_model
+from common.text.columns import SFT_COLUMNS
 from common.text.files import BadRows, open_split
 from common.text.load import load_samples
-from common.text.rows import SFT_COLUMNS, held_out_rows
+from common.text.rows import held_out_rows
 from common.text.tokenizer import load_tokenizer
 from extras.streaming import streaming
 from extras.streaming.streaming import StreamedSamples
