@@ -129,7 +129,7 @@ class Encoder:
                 raise bad_row(row, f"column {columns[0]} needs a chat template, not plain")
             if not messages:
                 raise bad_row(row, f"column {columns[0]} must be a list of messages")
-            self._require_text(row, messages)
+            self._require_text(row, messages, 0, train_on)
             messages = self._read_messages(row, self._with_system(row, messages))
             return self._conversation(row, messages, 0, train_on)
         if columns == ("text",):
@@ -169,7 +169,7 @@ class Encoder:
                 answer = [dict(role="assistant", content=self._text(row, completion))]
             if not answer or (len(answer) == 1 and self._is_blank(row, answer[0])):
                 raise bad_row(row, f"column {completion} is empty")
-            self._require_text(row, asked + answer, len(asked))
+            self._require_text(row, asked + answer, len(asked), train_on)
             messages = self._read_messages(row, asked + answer)
             return self._conversation(row, messages, len(asked), train_on)
         if given_messages(row, completion) is not None:
@@ -242,12 +242,14 @@ class Encoder:
             raise bad_row(row, f"column {column} is empty")
         return text
 
-    def _require_text(self, row: dict, messages: list[dict], first_trained: int = 0) -> None:
+    def _require_text(
+        self, row: dict, messages: list[dict], first_trained: int, train_on: str
+    ) -> None:
         """Raise `ValueError` for an empty turn of the model that is trained, or an empty question
         before it."""
-        for i in range(first_trained, len(messages)):
-            if messages[i]["role"] != "assistant" or not is_wanted(messages[i]):
-                continue
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and is_wanted(m)]
+        trained = [i for i in answers if i >= first_trained]
+        for i in trained[-1:] if train_on == "last" else trained:
             asked = [i - 1] if i > 0 and messages[i - 1]["role"] == "user" else []
             for number in [*asked, i]:
                 if self._is_blank(row, messages[number]):

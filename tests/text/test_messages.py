@@ -286,6 +286,8 @@ def test_turns_with_a_call_or_a_thought_or_without_weight_may_be_empty():
         assert spans(coder, sample) == spans(coder, scored)
     (sample,) = samples(coder, messages=[ASKED, said("", weight=0), ASKED, said("2")])
     assert spans(coder, sample) == ["2" + EOT]
+    (sample,) = samples(coder, train_on="last", messages=[ASKED, said(""), ASKED, said("2")])
+    assert spans(coder, sample) == ["2" + EOT]
     assert samples(coder, prompt=[ASKED, said(""), turn("tool", "")])
 
 
