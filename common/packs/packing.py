@@ -302,7 +302,7 @@ def _sequences(group: dict[int, Sample], together: bool) -> list[TokenSequence]:
 
 def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
     """Each sequence shares with the one before it the longest prefix that leaves it a target of its
-    own, and that has the same images."""
+    own, and that has the same images, each of them whole."""
     shared = [0] * len(group)
     for n, (before, sequence) in enumerate(pairwise(group), 1) if share_prefix else ():
         length = min(len(before.ids), len(sequence.ids))
@@ -311,6 +311,8 @@ def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
         images = {*before.images} ^ {*sequence.images}
         equal = min([equal, *(image.start for image in images)])
         prefix = min(equal, sequence.num_targets) - 1
+        cut = (image.start for image in sequence.images if image.start < prefix < image.end)
+        prefix = next(cut, prefix)
         if prefix + 1 >= share_prefix:
             shared[n] = prefix
     return GroupShape([sequence.num_targets for sequence in group], shared)

@@ -20,6 +20,16 @@ TEMPLATE = (
     "{{ '<|end_of_turn|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
 )
+
+
+def rewriting(template: str) -> str:
+    """Return `TEMPLATE` so that it drops the thoughts of earlier turns."""
+    shown = "(TEXT if m is sameas(messages[-1]) else TEXT.split('</think>')[-1])"
+    for text in ("m['content']", "p['text']"):
+        template = template.replace(f"{{{{ {text} }}}}", f"{{{{ {shown.replace('TEXT', text)} }}}}")
+    return template
+
+
 VISION = dict(hidden_size=32, intermediate_size=64, patch_size=8)
 TEXT = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
