@@ -4,16 +4,23 @@ import json
 import math
 import random
 import shutil
+from itertools import chain
 
 import pytest
-from helpers import assert_close_metrics, metrics, write_rows
+from helpers import assert_close_metrics, metrics, run, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import words
 from naive import check
+from text.chats import ASKED, END, HEAD, loop, said
 
 import sft
 from common.model.tiny import tiny_model
+from common.text.encode import Encoder
+from common.text.tokenizer import load_tokenizer
+
+# Earlier turns lose their thoughts.
+REWRITING = loop(HEAD + "{{ m.thinking if loop.last and m.thinking }}{{ m.content }}" + END)
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +84,23 @@ def test_loss_and_gradient_equal_naive_code(name, rows):
         return -weight * logp, -weight
 
     check(lambda logprobs: sft.loss(name, logprobs), naive, rows)
+
+
+def test_cost_of_a_template_that_rewrites_turns_is_said_once(small, tmp_path):
+    """Whole sequences, and the prefixes that they have in common counted once."""
+    (tmp_path / "rewriting.jinja").write_text(REWRITING)
+    chats = [[*[ASKED, said(x, thinking="hm")] * n] for n, x in enumerate(["2", "two", "II"], 1)]
+    file = write_rows(tmp_path / "chats.jsonl", [dict(messages=chat) for chat in chats])
+    args = sft.Args(prompt_format="chat", chat_template=str(tmp_path / "rewriting.jinja"))
+    encoder = Encoder(load_tokenizer(str(small[1]), args), args)
+    rows = [encoder.sft(dict(_source="x:1", messages=chat), ("messages",)) for chat in chats]
+    whole = sum(len(sample.ids) for sample in chain(*rows))
+    prefixes = [
+        {tuple(s.ids[:n]) for s in row for n in range(len(s.ids) + 1)} - {()} for row in rows
+    ]
+    template = ("--prompt_format", "chat", "--chat_template", args.chat_template)
+    flags = (*small[:2], "--dataset", file, *template, "--max_steps", 1, "--eval_every", 0)
+    done = run(2, "sft.py", *flags, "--share_prefix", 0, "--output_dir", tmp_path / "run")
+    counts = f"{whole / 3:,.0f} tokens a row are computed in place of"
+    assert done.stdout.count(f"{counts} {sum(map(len, prefixes)) / 3:,.0f};") == 1
+    assert done.stdout.count("the chat template rewrites earlier turns") == 1
