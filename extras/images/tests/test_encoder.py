@@ -134,14 +134,17 @@ def test_text_of_a_placeholder_is_no_image(family, prompt_format, encoder_of):
 
 @pytest.mark.parametrize(
     "flags",
-    [dict(environment="x"), dict(agent="x"), dict(tools=["x"]), dict(reward_models=["model:x"])],
-)
+    [dict(environment="x"), dict(agent="x"), dict(tools=["x"]), dict(shots=2),
+     dict(reward_models=["model:x"]), dict(reward_model="x"), dict(perplexity_model="x")],
+)  # fmt: skip
 def test_flags_without_support_are_refused(flags, checkpoints):
     (name,) = flags
     name = "reward model:x" if name == "reward_models" else name
     tokenizer = load_tokenizer(str(checkpoints("idefics3")))
     with pytest.raises(ValueError, match=f"^--vision frozen: --{name} does not support images"):
         ImageEncoder(tokenizer, Namespace(vision="frozen", max_pixels=None, **flags))
+    with pytest.raises(ValueError, match="--vision frozen needs --context_ranks 1"):
+        sft.Args(model="m", dataset=["-"], vision="frozen", context_ranks=2)
 
 
 @pytest.mark.parametrize("shown", ["{{ m['content'] }}", "{{ m['content'] + '' }}"])
@@ -156,15 +159,38 @@ def test_template_without_images_is_refused(shown, encoder_of, checkpoints):
         Encoder(tokenizer, args).prompt(row, ("prompt",))
 
 
-def test_what_cannot_be_read_is_refused(encoder_of):
-    for name in ("videos", "audio"):
-        row = {"_source": "x:1", name: ["a"], "prompt": "?"}
-        with pytest.raises(ValueError, match=f"x:1: column {name}: only text and images"):
-            encoder_of("qwen3_vl").prompt(row, ("prompt",))
-    encoder = Encoder(load_tokenizer(tiny_model()), sft.Args(model="tiny", dataset=["-"]))
+def chat(*parts: dict | str, said: str = "yes") -> list[dict]:
+    parts = [part if isinstance(part, dict) else dict(type="text", text=part) for part in parts]
+    return [dict(role="user", content=parts), dict(role="assistant", content=said)]
+
+
+PAD = "<|image_pad|>"
+UNREADABLE = {
+    "video": (dict(video="a.mp4", messages=chat("?")), "column video: only text and images"),
+    "sounds": (dict(audios=["a"], messages=chat("?")), "column audios: only text and images"),
+    "part": (dict(messages=chat("?", dict(type="video"))), "turn 1: .*'video' .* 'text', 'image'"),
+    "thin": (dict(image=picture(804, 4, 0), messages=chat("?")), "aspect ratio must be smaller"),
+    "asked": (dict(messages=chat(PAD)), "1 placeholders of images .* for 0 images; take the mark"),
+    "said": (dict(image=picture(8, 8, 0), messages=chat("?", said=PAD)), "1 placeholders .* 0 im"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_cannot_be_read_is_refused(kind, encoder_of):
+    row, words = UNREADABLE[kind]
+    with pytest.raises(ValueError, match=f"^x:1: .*{words}") as error:
+        encoder_of("qwen3_vl").sft(row | dict(_source="x:1"), ("messages",))
+    assert "\n" not in str(error.value)
+
+
+def test_images_without_the_flag_or_a_model_that_reads_them_are_refused():
+    flags = dict(model="tiny", dataset=["-"])
+    tokenizer = load_tokenizer(tiny_model())
     row = dict(_source="x:1", images=["no.png"], prompt="?", completion="!")
     with pytest.raises(ValueError, match="x:1: the row has images; set --vision frozen"):
-        encoder.sft(row, ("prompt", "completion"))
+        Encoder(tokenizer, sft.Args(**flags)).sft(row, ("prompt", "completion"))
+    with pytest.raises(ValueError, match="^--model .*: qwen3 reads no images here; models of"):
+        Encoder(tokenizer, sft.Args(**flags, vision="frozen"))
 
 
 def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):

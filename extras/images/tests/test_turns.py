@@ -177,3 +177,36 @@ def test_an_image_is_shared_whole_or_not_at_all(
         (mb,) = pack_groups([group], 512, device, share_prefix)
         found.append(policy(mb).logprobs_T[mb.loss_mask_T])
     torch.testing.assert_close(*found, atol=1e-5, rtol=0)
+
+
+def loaded(family: str, checkpoints, folder, **flags) -> list[list[Sample]]:
+    """Return the samples of the chats as sft.py draws them."""
+    args = Args(**train_flags(family, "frozen", checkpoints, folder) | dict(epochs=1.0) | flags)
+    tokenizer = load_tokenizer(args.model, args)
+    (samples, _), _ = load_samples(
+        encode_row, SFT_COLUMNS, tokenizer, args, streams=args.streaming, apart=True
+    )
+    order = samples.order(args)
+    groups = [samples[i] for i in order.draw(len(CHATS))]
+    return sorted(groups, key=lambda group: [sample.ids for sample in group])
+
+
+def test_a_row_that_is_cut_within_an_image_is_refused(checkpoints, folder):
+    """Between images it is cut, and the sequence that has no trained token left is left out."""
+    groups = loaded("qwen3_vl", checkpoints, folder)
+    (two,) = (group for group in groups if len(group[-1].images) == 3)
+    _, second, _ = two[-1].images
+    for length in (second.start + 1, second.end):
+        with pytest.raises(ValueError, match=r"^rows.jsonl:1: its first \d+ tokens end within an"):
+            loaded("qwen3_vl", checkpoints, folder, overlong="truncate", max_length=length)
+    groups = loaded("qwen3_vl", checkpoints, folder, overlong="truncate", max_length=second.end + 1)
+    assert [two[0].ids] in [[sample.ids for sample in group] for group in groups]
+
+
+def test_stream_has_the_images_of_data_in_memory(checkpoints, folder):
+    pytest.importorskip("extras.streaming")
+    found = []
+    for flags in ({}, dict(streaming=True, max_steps=1)):
+        groups = loaded("idefics3", checkpoints, folder, **flags)
+        found.append([[([*s.ids], s.images) for s in group] for group in groups])
+    assert found[0] == found[1] and [len(group) for group in found[0]].count(2) == 3
