@@ -126,7 +126,8 @@ def encode_all(
     for kind, note in distributed.gather_dict(encoder.said).items():
         encoder.say_once(note, kind)
     bad.report()
-    return Samples([group[0].row for group in groups], lambda i: whole(groups[i])), counts
+    # The last sequence of a conversation has all its images.
+    return Samples([group[-1].row for group in groups], lambda i: whole(groups[i])), counts
 
 
 def encode(

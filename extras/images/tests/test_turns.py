@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import assert_close_metrics, run
+from helpers import assert_close_metrics, run, write_rows
 from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -16,6 +16,7 @@ from common.packs.sample import Sample
 from common.text.columns import SFT_COLUMNS
 from common.text.load import load_samples
 from common.text.tokenizer import load_tokenizer
+from common.train.inputs import digests_of_rows
 from extras.images.tests.checkpoints import picture, rewriting
 from sft import Args, encode_row
 
@@ -210,3 +211,17 @@ def test_stream_has_the_images_of_data_in_memory(checkpoints, folder):
         groups = loaded("idefics3", checkpoints, folder, **flags)
         found.append([[([*s.ids], s.images) for s in group] for group in groups])
     assert found[0] == found[1] and [len(group) for group in found[0]].count(2) == 3
+
+
+def test_a_picture_of_any_turn_that_changed_is_noticed_when_a_run_goes_on(checkpoints, tmp_path):
+    rows = [dict(messages=messages, images=files) for messages, files in CHATS.values()]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    digests = []
+    for last in (2, 2, 3):
+        for file, seed in zip(FILES, (0, 1, last), strict=True):
+            picture(60, 40, seed).save(tmp_path / file)
+        args = Args(**train_flags("qwen3_vl", "frozen", checkpoints, tmp_path))
+        tokenizer = load_tokenizer(args.model, args)
+        (samples, _), _ = load_samples(encode_row, SFT_COLUMNS, tokenizer, args, apart=True)
+        digests.append(digests_of_rows(samples.rows))
+    assert digests[0] == digests[1] != digests[2]
