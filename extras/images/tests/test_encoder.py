@@ -11,6 +11,7 @@ from transformers import AutoImageProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
+import eval as evaluation
 import sft
 from common.model.tiny import tiny_model
 from common.text.encode import Encoder
@@ -139,6 +140,7 @@ def test_text_of_a_placeholder_is_no_image(family, prompt_format, encoder_of):
 )  # fmt: skip
 def test_flags_without_support_are_refused(flags, checkpoints):
     (name,) = flags
+    assert hasattr(evaluation.Args, name)
     name = "reward model:x" if name == "reward_models" else name
     tokenizer = load_tokenizer(str(checkpoints("idefics3")))
     with pytest.raises(ValueError, match=f"^--vision frozen: --{name} does not support images"):

@@ -193,6 +193,8 @@ def saved(image: Image.Image, kind: str, **options) -> bytes:
     return content.getvalue()
 
 
+# 16,000 x 11,000 black pixels
+WEBP = bytes.fromhex("524946461a000000574542505650384c0e0000002f7ffebd0a071011fd0f4444ff03")
 BAD = {
     "none": (None, "image 1 is missing; give a path"),
     "number": (5, "is of type int; give a path"),
@@ -204,6 +206,7 @@ BAD = {
                   "cannot be read: it has 2 pictures; give one"),
     "bomb": (saved(Image.new("1", (20_000, 10_000)), "PNG"), "more than 90,000,000 pixels"),
     "many pixels": (saved(Image.new("1", (10_000, 9_100)), "PNG"), "90,000,000 pixels; scale it"),
+    "webp": (WEBP, "more than 90,000,000 pixels; scale it down, or raise PIXELS in extras/images"),
     "http": ("https://a.b/c.png", "is not fetched; download it"),
     "file url": ("file:///etc/passwd", "is not fetched"),
     "nul": ("a\0b.png", "no such file in"),
