@@ -60,13 +60,14 @@ def test_whole_model_and_trainer_agree(family, checkpoints, flags, tmp_path, mai
 
 
 @pytest.mark.slow
-def test_a_rollout_rank_changes_nothing(checkpoints, flags, tmp_path, main):
-    """test_runs.py has several ranks that train."""
+def test_ranks_change_nothing(checkpoints, flags, tmp_path, main):
+    """Two ranks that train, of which one has most of the images, and a rollout rank."""
     model = ("--model", checkpoints("idefics3"), *flags, "--engine", "transformers")
     main("grpo", *model, "--output_dir", tmp_path / "one")
     remote = ("--rollout_ranks", 1, "--max_staleness", 0)
-    run(2, "grpo.py", *model, *remote, "--output_dir", tmp_path / "remote")
-    assert_close_metrics(tmp_path / "one", tmp_path / "remote", SAME, rel=1e-4)
+    for name, more in (("two", ("--share_prefix", 1)), ("remote", remote)):
+        run(2, "grpo.py", *model, *more, "--output_dir", tmp_path / name)
+        assert_close_metrics(tmp_path / "one", tmp_path / name, SAME, rel=1e-4)
     assert all(line[GAP] < 1e-4 for line in metrics(tmp_path / "remote")[1:])
 
 
