@@ -325,3 +325,10 @@ def test_started_script_refuses_bad_input_without_a_checkpoint(
         main(script, *flags, "--eval_every", 0)
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_data_of_bad_rows_alone_says_so(main, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", [dict(prompt="1+1=", chosen=" ", rejected="3")])
+    with pytest.raises(ValueError, match=r"rows\.jsonl: no rows are left: all are bad$"):
+        main("dpo", "--dataset", data, "--on_bad_row", "skip", "--eval_every", 0,
+             "--output_dir", tmp_path)  # fmt: skip

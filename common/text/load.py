@@ -169,5 +169,6 @@ def encode(
 
 
 def reasons(counts: Counter) -> str:
-    """Return the number of rows by reason as text: `3 dropped as too long, 1 truncated`."""
-    return ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    """Return the number of rows by reason as text: `3 dropped as too long, 1 truncated`. Bad rows
+    are not counted."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items()) or "all are bad"
