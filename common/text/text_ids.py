@@ -35,8 +35,11 @@ class TextIds:
         # Nothing before one of these tokens changes the ids after it, and it takes nothing from the
         # text before it. Not all added tokens: Gemma 3 has 6,400, and each `<` in a text would be
         # compared to them.
-        takes_blanks = {str(token) for token in tokens if token.lstrip}
-        parting = [x for x in (*self.special_tokens, *ends) if x not in takes_blanks]
+        ends = {*ends}
+        free = [x for x in tokens if not (x.lstrip or x.single_word or x.normalized)]
+        chosen = {str(x) for x in free if x.special or str(x) in ends}
+        others = " ".join(x for x in map(str, tokens) if x not in chosen)
+        parting = [x for x in chosen if x not in others]
         self._parting = any_of(parting)
         self._longest = max(map(len, parting), default=0)
         self._scanned: tuple[str, list[int]] = ("", [])  # the last text with its parting tokens

@@ -84,14 +84,18 @@ def test_what_follows_a_special_token_has_the_tokens_of_the_whole_text(tokenizer
     assert whole.tolist() == ids(tokenizer, prompt + words[-1])
 
 
-def test_a_token_that_takes_blanks_before_it_parts_no_text():
-    tokenizer = byte_level()
-    from tokenizers import AddedToken
+@pytest.mark.parametrize("option", ["lstrip", "single_word", "normalized", "in another"])
+def test_a_token_that_depends_on_the_text_before_it_parts_no_text(option):
+    """It takes blanks, is no token in a word, or is read with the normaliser's text around it."""
+    from tokenizers import AddedToken, normalizers
 
-    tokenizer.add_special_tokens(
-        dict(additional_special_tokens=[AddedToken("<m>", lstrip=True, special=True)])
-    )
-    for text in ("a <m> a", "<s> <m>4"):
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("b")
+    options = {option: True} if option != "in another" else {}
+    tokenizer.add_tokens([AddedToken("<m>", special=True, **dict(normalized=False) | options)])
+    if option == "in another":
+        tokenizer.add_tokens([AddedToken("a<m>", special=False, normalized=False)])
+    for text in ("a <m> a", "<s> <m>4", "4a<m>x<s>", "4<m>", "<s><m><m>a", "<m>"):
         assert TextIds(tokenizer).ids(text).tolist() == ids(tokenizer, text)
 
 
