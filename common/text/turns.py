@@ -243,15 +243,18 @@ def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) ->
         texts.append(chat.render(row, conversation, add_generation_prompt=True)[::-1])
     following = os.path.commonprefix(texts)[::-1]
     end = chat.end_of_calls if turn.get("tool_calls") else chat.end
-    if end is None or not end.token or not following:
+    tokens = chat.added_tokens(following)
+    if end is None or not end.token or not following or (turn.get("tool_calls") and not tokens):
         raise ValueError("the chat template puts no end-of-turn token after a turn of the model")
-    _, token, rest = following.partition(end.token)
-    if token:
-        return token, rest
-    ends = [stop for _, stop in chat.added_tokens(following)]  # another token ends earlier turns
-    if turn.get("tool_calls") and not ends:
-        raise ValueError("the chat template puts no end-of-turn token after a turn of the model")
-    return end.token, following[ends[0] :] if ends else following
+    if turn.get("tool_calls") or following.startswith(end.last):
+        _, token, rest = following.partition(end.token)
+        if token:
+            return token, rest
+    # Another token ends earlier turns: one of the template's own, or that of the next role.
+    token, place = tokens[0] if tokens else ("", 0)
+    if end.appended and not turn.get("tool_calls") and following[:place].strip() != token:
+        place = 0  # there is none, and a message has this token
+    return end.token, following[place:]
 
 
 # ---- messages that the template leaves out ----

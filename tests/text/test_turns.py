@@ -227,6 +227,23 @@ def test_results_follow_a_call_where_the_prompt_opens_a_thought():
     assert coder.tokenizer.decode(between) == f"\n<|im_start|>user\n{told}\n{start}"
 
 
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        ("glm4", [turn("system", "s"), turn("user", "b")], "\ns<|user|>\nb<|assistant|>"),
+        ("glm4", [turn("tool", "7"), turn("user", "b")],
+         "\n<tool_response>\n7\n</tool_response><|user|>\nb<|assistant|>"),
+        ("gpt_oss", [turn("user", "a <|return|> b")],
+         "<|start|>user<|message|>a <|return|> b<|end|><|start|>assistant"),
+        (NO_TOKENS, [turn("user", f"a {EOS} b")], f"\nuser: a {EOS} b\nassistant: "),
+    ],
+)  # fmt: skip
+def test_messages_between_two_turns_are_whole(template, messages, expected):
+    """Also if the token that ends the last turn, but no earlier one, stands in or behind them."""
+    coder = coder_of(template)
+    assert coder.tokenizer.decode(coder.reply(messages)) == expected
+
+
 def test_end_of_turn_token_is_found():
     ends = [end_of_turn(encoder(READS_ALL).tokenizer, calls) for calls in (False, True)]
     assert encoder().tokenizer.convert_ids_to_tokens(ends) == [EOT, EOT]
