@@ -152,7 +152,9 @@ class Encoder:
             raise bad_row(row, f"column {completion} has no assistant turn")
         if not samples[0].prompt_length:
             raise bad_row(row, f"column {prompt} is empty")
-        if len(samples) > 1 or samples[0].turns_left_out:
+        if samples[0].turns_left_out:
+            raise bad_row(row, f"column {completion}: {samples[0].turns_left_out[0]}")
+        if len(samples) > 1:
             problem = "the chat template rewrites its earlier turns, so it is no single sequence"
             advice = "let the prompt end before its last turn"
             raise bad_row(row, f"column {completion}: {problem}; {advice}")

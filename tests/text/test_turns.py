@@ -294,9 +294,7 @@ def test_a_turn_whose_prompt_and_text_contradict_each_other_is_left_out_and_coun
     )
     refused(coder, words, messages=THOUGHTS[:2])
     refused(coder, words, train_on="last", messages=THOUGHTS[:2])
-    words = (
-        "column chosen: the chat template rewrites its earlier turns, so it is no single sequence"
-    )
+    words = "column chosen: the prompt ends the thought, the row has one; set --template_kwargs"
     refused(coder, words, prompt=[ASKED], chosen=THOUGHTS[1:3] + [said("3")], rejected="4")
 
 
