@@ -138,7 +138,8 @@ class Encoder:
                     note = f"not used in training: {name}, beside the column text"
                     self.say_once(note, kind=f"column {name}")
             text = self._plain(row, self._text(row, "text"), has_end=True)
-            return [self._all_trained(row, self._with_eos(self._ids(row, text, adds_bos=True)))]
+            ids, row = self._shown(row, self._with_eos(self._ids(row, text, adds_bos=True)))
+            return [all_trained(Sample(ids, bytes(len(ids)), row=row))]
         return self._prompt_completion(row, *columns, train_on=train_on)
 
     def completion(self, row: dict, prompt: str, completion: str) -> Sample:
@@ -179,14 +180,12 @@ class Encoder:
             raise bad_row(row, f"{problem}; --prompt_format chat makes that a user turn")
         asked = self._plain(row, asked)
         answered = self._read(row, self._text(row, completion), has_end=True, has_bos=True)
-        ids = self._ids(row, asked, adds_bos=True)
-        said = self._ids(row, answered, after=asked) if asked else self._ids(row, answered)
-        said = self._with_eos(said)
-        if train_on == "all":
-            return [self._all_trained(row, ids + said)]
-        ids, row = self._shown(row, ids)
-        mask = bytes(len(ids)) + bytes([True]) * len(said)
-        return [Sample(ids + said, mask, len(ids), row)]
+        prompt_ids, row = self._shown(row, self._ids(row, asked, adds_bos=True))
+        ids = self._ids(row, answered, after=asked) if asked else self._ids(row, answered)
+        ids = self._with_eos(ids)
+        mask = [False] * len(prompt_ids) + [True] * len(ids)
+        sample = Sample(prompt_ids + ids, bytes(mask), len(prompt_ids), row)
+        return [all_trained(sample) if train_on == "all" else sample]
 
     def _conversation(
         self, row: dict, messages: list[dict], first_trained: int, train_on: str
@@ -196,7 +195,8 @@ class Encoder:
         read, messages = as_read(self.chat, row, messages)
         if train_on == "all":
             text = whole_of(self.chat, read, messages, first_trained)
-            return [self._all_trained(row, self._ids(row, text))]
+            ids, row = self._shown(row, self._ids(row, text))
+            return [all_trained(Sample(ids, bytes(len(ids)), row=row))]
         is_last = train_on == "last"
         turns, errors = turns_of(self.chat, read, messages, first_trained, is_last)
         start = rf"{re.escape(str(row['_source']))}: (turn \d+ \(\w+\): )?"
@@ -213,15 +213,6 @@ class Encoder:
             mask += bytes([True]) * len(said)
             samples.append(Sample(prompt + said, mask, length, shown, turns_left_out=reasons))
         return samples
-
-    def _all_trained(self, row: dict, ids: array) -> Sample:
-        """Return a sample that trains all ids but those of images."""
-        ids, row = self._shown(row, ids)
-        sample = Sample(ids, bytes([True]) * len(ids), row=row)
-        mask = bytearray(sample.loss_mask)
-        for span in sample.images:
-            mask[span.start : span.end] = bytes(span.end - span.start)
-        return replace(sample, loss_mask=bytes(mask))
 
     # ---- messages and text ----
 
@@ -376,6 +367,14 @@ class Encoder:
 def format_of(tokenizer, args: BaseArgs) -> str:
     """Return `--prompt_format`, as `load_tokenizer` has chosen it for the policy's tokenizer."""
     return getattr(tokenizer, "prompt_format", args.prompt_format)
+
+
+def all_trained(sample: Sample) -> Sample:
+    """Return a sample that trains all its ids but those of images."""
+    mask = bytearray([True]) * len(sample.ids)
+    for span in sample.images:
+        mask[span.start : span.end] = bytes(span.end - span.start)
+    return replace(sample, loss_mask=bytes(mask))
 
 
 def truncate(sample: Sample, length: int) -> Sample:

@@ -63,7 +63,7 @@ EXERCISES = [
             ),
         },
         (
-            {"self._with_eos(ids)": "list(ids)"},
+            {"self._with_eos(ids)": "ids"},
             {"[True] * len(ids)": "[True] * (len(ids) - 1) + [False]"},
             {"[False] * len(prompt_ids)": "[True] * len(prompt_ids)"},
         ),
