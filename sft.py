@@ -105,7 +105,7 @@ def evaluate(
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, rank, world_size = distributed.setup(args.seed)
+    device, _, world_size = distributed.setup(args.seed)
     earlier_flags = prepare_output_dir(args)  # {} unless a run is resumed
 
     # ---- data: token ids with masks, and their order ----
@@ -139,8 +139,8 @@ def main(args: Args) -> None:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
-        # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
-        batch = [samples[i] for i in order.draw(args.batch_size)[rank::world_size]]
+        # ---- 1. batch: this rank's share of the rows; packing then evens out the ranks' work ----
+        batch = [samples[i] for i in distributed.share_of(order.draw(args.batch_size))]
         micro_batches = pack_groups(
             batch, args.pack_tokens, device, policy.share_prefix, together=False
         )

@@ -36,8 +36,8 @@ class Sample:
     stored_at: int | None = None
     # Why turns of its row are not trained, one reason for each.
     turns_left_out: tuple[str, ...] = ()
-    # As it is kept (`kept`), it lacks so many ids of the sample before it, not trained.
-    shared: int = 0
+    # In memory (`kept`), so many ids in front are left out: the sample before it has them.
+    left_out: int = 0
     # Per-token lists that your own script adds: `streams["x"]` is `x_T` of a micro-batch.
     streams: dict[str, list[float]] = field(default_factory=dict)
 
@@ -165,7 +165,7 @@ def kept(group: list[Sample]) -> list[Sample]:
     """Return the samples, each without the ids that it shares with the one before it."""
     shared = [0, *(shared_start(one, other) for one, other in pairwise(group))]
     return [
-        replace(s, ids=s.ids[n:], loss_mask=s.loss_mask[n:], shared=n)
+        replace(s, ids=s.ids[n:], loss_mask=s.loss_mask[n:], left_out=n)
         for s, n in zip(group, shared, strict=True)
     ]
 
@@ -174,9 +174,9 @@ def whole(group: list[Sample]) -> list[Sample]:
     """Return copies of kept samples, each with all its ids."""
     samples: list[Sample] = []
     for s in group:
-        before = samples[-1].ids[: s.shared] if s.shared else array("i")
-        mask = bytes(s.shared) + s.loss_mask
-        samples.append(replace(s, ids=before + s.ids, loss_mask=mask, shared=0))
+        before = samples[-1].ids[: s.left_out] if s.left_out else array("i")
+        mask = bytes(s.left_out) + s.loss_mask
+        samples.append(replace(s, ids=before + s.ids, loss_mask=mask, left_out=0))
     return samples
 
 

@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 LONGEST = 1000  # characters of an error
 PROJECT = Path(__file__).resolve().parents[2]
@@ -47,6 +49,55 @@ def print_any_text() -> None:
     Programs call it first."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another one
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+# ---- a time limit ----
+
+AGAIN = 0.1  # seconds between further interruptions of a late call
+
+
+class Late(BaseException):
+    """Passes each `except Exception` of a library."""
+
+
+class Alarm:
+    """Handler of a signal: a call has reached its time limit."""
+
+    is_late = False
+
+    def __call__(self, _: int, frame: FrameType | None) -> None:
+        """Raise `Late`, but not in a finalizer, which would print and forget it."""
+        self.is_late = True
+        while frame is not None and frame.f_code.co_name != "__del__":
+            frame = frame.f_back
+        if frame is None:
+            raise Late
+
+
+def within(seconds: float, function: Callable, *args: object, **kwargs: object) -> Any:
+    """Return `function(*args, **kwargs)`. Raises `TimeoutError` after `seconds`, as soon as the
+    interpreter can be interrupted. There is no limit in a thread, nor one of its own inside another
+    limit."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or isinstance(signal.getsignal(signal.SIGALRM), Alarm):
+        return function(*args, **kwargs)
+    alarm = Alarm()
+    value = None
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+            value = function(*args, **kwargs)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except BaseException:  # whatever it makes of the interruption
+        if not alarm.is_late:
+            raise
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    if alarm.is_late:
+        raise TimeoutError(f"no end within {seconds:g} s")
+    return value
 
 
 # ---- signals ----

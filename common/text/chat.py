@@ -5,18 +5,16 @@ import contextlib
 import json
 import os
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, nodes
 from jinja2.meta import find_undeclared_variables
 
 from common.config.flags import pairs_of, values_of
 from common.parallel import distributed
+from common.parallel.process import within
 from common.text.messages import (
     IMAGE,
     RESULTS,
@@ -38,7 +36,6 @@ _X = dict(x=dict(type="integer", description="x"), s=dict(type="string", descrip
 _PROBED = dict(name="probe", description="Probe.", parameters=dict(type="object", properties=_X))
 PROBE = dict(_source="--tools", tools=[dict(type="function", function=_PROBED)])
 RENDER_SECONDS = 10.0  # of a row, and of all probes
-AGAIN = 0.1  # seconds between further interruptions of a late call
 SET_HERE = ("messages", "tools", "add_generation_prompt")  # `ChatTemplate.render` sets these
 
 
@@ -47,7 +44,6 @@ class TurnEnd(NamedTuple):
 
     token: str  # the last token of the turn that the model samples
     last: str  # what the model samples after its answer: other tokens, if any, and `token`
-    tail: str  # all text after the answer of the last turn; begins with `last`
     appended: bool = False  # the template writes no token after a last turn, so we add it
 
 
@@ -107,9 +103,9 @@ class ChatTemplate:
             kwargs = kwargs | {name: value for name, value in own.items() if value is not None}
         has_images = bool(row.get("images"))
         messages = [self._as_read(message, has_images) for message in messages]
-        label = f"{label} has images" if has_images else label
+        label = f"{label}: the row has images, the" if has_images else f"{label}: the"
         options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
-        return rendered(self.tokenizer, messages, f"{label}: the", **options, **kwargs)
+        return rendered(self.tokenizer, messages, label, **options, **kwargs)
 
     def _as_read(self, message: dict, has_images: bool) -> dict:
         """Return a message in the form that the template reads."""
@@ -168,6 +164,10 @@ class ChatTemplate:
             return "system"
         return "tool" if role in RESULTS and "tool" in self.words else role
 
+    def end_of(self, turn: dict) -> TurnEnd | None:
+        """Return how the template ends a turn of the model like `turn`."""
+        return self.end_of_calls if turn.get("tool_calls") else self.end
+
     def added_tokens(self, text: str) -> list[tuple[str, int]]:
         """Return the special and added tokens in a text, each with the place where it ends."""
         return [(match[0], match.end()) for match in self._added.finditer(text)]
@@ -177,10 +177,10 @@ class ChatTemplate:
     def _reads_parts(self, label: str) -> bool:
         """Return whether the template reads content as a list of parts. Raises `ValueError` if it
         does not render a plain conversation."""
-        for messages in ([ASKED, SAID], [in_parts(ASKED), in_parts(SAID)]):
+        for reads_parts, form in ((False, dict), (True, in_parts)):
             with contextlib.suppress(ValueError):
-                if MARK in rendered(self.tokenizer, messages, label):
-                    return messages[0] is not ASKED
+                if MARK in rendered(self.tokenizer, [form(ASKED), form(SAID)], label):
+                    return reads_parts
         rendered(self.tokenizer, [ASKED, SAID], f"{label}: the")
         return False
 
@@ -209,13 +209,13 @@ class ChatTemplate:
         appends = mark != MARK and self.end is not None and self.end.appended
         if chosen and not appends:
             ((token, end),) = chosen
-            return TurnEnd(token, tail[:end], tail)
+            return TurnEnd(token, tail[:end])
         # GLM writes no end: the model stops with the token of the next role.
         following = earlier[len(shared) :]
         token, end = next(iter(self.added_tokens(following)), ("", 0))
         if not token or following[:end].strip() != token or token == self.tokenizer.bos_token:
             token = self.tokenizer.eos_token or ""
-        return TurnEnd(token, tail + token, tail + token, appended=True)
+        return TurnEnd(token, tail + token, appended=True)
 
 
 def _names_read(tokenizer) -> tuple[set[str], set[str]]:
@@ -259,50 +259,6 @@ def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
         problem = distributed.first_line(error)
         problem += f" (line {error.lineno})" if hasattr(error, "lineno") else ""
         raise ValueError(f"{label} chat template refuses the messages: {problem}") from error
-
-
-class Late(BaseException):
-    """Passes each `except Exception` of a library."""
-
-
-class Alarm:
-    """Handler of a signal: a call has reached its time limit."""
-
-    is_late = False
-
-    def __call__(self, _: int, frame: FrameType | None) -> None:
-        """Raise `Late`, but not in a finalizer, which would print and forget it."""
-        self.is_late = True
-        while frame is not None and frame.f_code.co_name != "__del__":
-            frame = frame.f_back
-        if frame is None:
-            raise Late
-
-
-def within(seconds: float, function: Callable, *args: object, **kwargs: object) -> Any:
-    """Return `function(*args, **kwargs)`. Raises `TimeoutError` after `seconds`, as soon as the
-    interpreter can be interrupted. There is no limit in a thread, nor one of its own inside another
-    limit."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or isinstance(signal.getsignal(signal.SIGALRM), Alarm):
-        return function(*args, **kwargs)
-    alarm = Alarm()
-    value = None
-    before = signal.signal(signal.SIGALRM, alarm)
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
-            value = function(*args, **kwargs)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except BaseException:  # whatever it makes of the interruption
-        if not alarm.is_late:
-            raise
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    if alarm.is_late:
-        raise TimeoutError(f"no end within {seconds:g} s")
-    return value
 
 
 def use_template(tokenizer, file: str) -> None:

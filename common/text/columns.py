@@ -8,6 +8,7 @@ from itertools import chain, takewhile
 
 from common.config.flags import pairs_of
 from common.text.files import ADDED_COLUMNS
+from common.text.messages import CONVERSATIONS, role_of
 
 Columns = tuple[str, ...]  # names of columns that a script reads together
 
@@ -35,7 +36,6 @@ ASKED = tuple(
     " context contexts history document documents passage passages options choices".split()
 )
 ANSWERED = ("completion", "reasoning", "thinking")
-CONVERSATIONS = ("messages", "conversations")
 PROMPT_PARTS = (*ASKED, "system", "system_prompt", "image", "images")
 OUR_COLUMNS = ("_source", *ADDED_COLUMNS)
 
@@ -126,8 +126,7 @@ def _stands_in(row: dict, name: str, columns: Columns) -> bool:
         read = texts_of([row[column] for column in columns])
     elif columns[0] in CONVERSATIONS and isinstance(row[columns[0]], list):
         turns = [x for x in row[columns[0]] if isinstance(x, dict)]
-        answers = ("assistant", "gpt")
-        read = texts_of([x for x in turns if x.get("role", x.get("from")) not in answers])
+        read = texts_of([x for x in turns if role_of(x) != "assistant"])
     else:
         read = texts_of(row[columns[0]])
     read += texts_of([row.get("system"), row.get("system_prompt")])

@@ -10,8 +10,10 @@ from common.packs.sample import Sample
 from common.parallel import distributed
 from common.text.chat import SAID, ChatTemplate, any_of
 from common.text.messages import (
+    CONVERSATIONS,
     IMAGE,
     ROLES,
+    SYSTEM,
     bad_row,
     given_messages,
     messages_field,
@@ -123,7 +125,7 @@ class Encoder:
         """Encode a supervised row as the sequences of its conversation, one or several. Trained
         are, by `train_on`, `completion`: the completion or every turn of the model, with its end;
         `last`: the last turn of the model alone; `all`: everything but images, as one sequence."""
-        if columns in (("messages",), ("conversations",)):  # ShareGPT has conversations
+        if len(columns) == 1 and columns[0] in CONVERSATIONS:
             messages = self._messages(row, columns[0])
             if self.chat is None:
                 raise bad_row(row, f"column {columns[0]} needs a chat template, not plain")
@@ -145,12 +147,9 @@ class Encoder:
     def completion(self, row: dict, prompt: str, completion: str) -> Sample:
         """Encode a prompt and a completion, for objectives that score completions. Raises
         `ValueError` for a completion without text, or that is not one sequence."""
-        messages = messages_field(row, completion)
-        if messages and not any(message["role"] == "assistant" for message in messages):
-            raise bad_row(row, f"column {completion} has no assistant turn")
         samples = self._prompt_completion(row, prompt, completion)
         if not samples:
-            raise bad_row(row, f"column {completion} has no assistant turn")
+            raise bad_row(row, f"column {completion}: no turn of the model is trained (weight 0)")
         if not samples[0].prompt_length:
             raise bad_row(row, f"column {prompt} is empty")
         if samples[0].turns_left_out:
@@ -263,7 +262,7 @@ class Encoder:
         own, *other = [text_field(row, column) for column in columns] or [None]
         if other not in ([], [own]):
             raise bad_row(row, "the columns system and system_prompt differ; take one out")
-        if messages and messages[0]["role"] in ("system", "developer"):
+        if messages and messages[0]["role"] in SYSTEM:
             if own not in (None, messages[0]["content"]):
                 raise bad_row(row, "it has a system text, its messages begin with another one")
             return messages
@@ -379,6 +378,7 @@ def all_trained(sample: Sample) -> Sample:
 
 def truncate(sample: Sample, length: int) -> Sample:
     """Return the first `length` tokens of a sample. Raises `ValueError` if an image is cut."""
+    # The model reads all ids but the last one.
     if any(span.start < length <= span.end for span in sample.images):
         problem = f"its first {length} tokens end within an image; set --overlong drop"
         raise bad_row(sample.row, problem)

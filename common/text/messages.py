@@ -20,6 +20,7 @@ ROLES |= dict(human="user") | dict.fromkeys(("gpt", "chatgpt", "bot", "model", "
 RESULTS = ("observation", "tool_response", "ipython")  # other names of the role tool
 CALLS = "function_call"  # ShareGPT's role of a turn that is nothing but calls, as JSON
 SYSTEM = ("system", "developer")
+CONVERSATIONS = ("messages", "conversations")  # columns; ShareGPT has the latter
 
 
 def bad_row(row: dict, problem: str) -> ValueError:
@@ -194,7 +195,7 @@ def _image_of(part: dict) -> object:
 
 # ---- messages or text ----
 
-# The prompt of a column that answers it.
+# Which column asks what this one answers.
 PROMPT_OF = dict(completion="prompt", chosen="prompt", rejected="prompt", answer="question",
                  output="input")  # fmt: skip
 
@@ -205,13 +206,14 @@ def given_messages(row: dict, column: str) -> list | None:
 
     In `messages` and `conversations` all JSON is messages. Elsewhere it may be what the user asks
     for, so each role must be known, and a prompt has a turn of the user. An answer is messages if
-    its prompt is JSON text as well, or if it repeats the prompt. Raises `ValueError` for such an
-    answer to a prompt that is a list: it may be either."""
+    it holds the prompt (the row has no prompt column), if it repeats the prompt, or if its prompt
+    is JSON text as well. Raises `ValueError` if only some messages have a known form, and for an
+    answer in JSON text to a prompt that is a list."""
     value = row.get(column)
     if not isinstance(value, str):
         return value if isinstance(value, list) else None
     messages = _json_list(value)
-    if messages is None or column in ("messages", "conversations"):
+    if messages is None or column in CONVERSATIONS:
         return messages
     prompt = PROMPT_OF.get(column)
     has_prompt = prompt is not None and row.get(prompt) is None  # else `prompt` has it
@@ -222,7 +224,7 @@ def given_messages(row: dict, column: str) -> list | None:
     if not all(known):
         return None
     if column == "prompt":
-        return messages if any(_role(message) == "user" for message in messages) else None
+        return messages if any(role_of(message) == "user" for message in messages) else None
     if prompt is None:
         return None
     if has_prompt:
@@ -245,7 +247,8 @@ def _json_list(text: str) -> list | None:
     return None
 
 
-def _role(message: dict) -> object:
+def role_of(message: dict) -> object:
+    """Return the usual name of a role, which may have another one; None if it is no text."""
     role = message["role"] if "role" in message else message.get("from")
     return ROLES.get(role.lower(), role) if isinstance(role, str) else None
 
@@ -256,7 +259,7 @@ def _has_known_role(message: object) -> bool:
         return False
     forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
     has_form = any(message.keys() >= form for form in forms)
-    return has_form and _role(message) in {*ROLES.values(), *RESULTS, CALLS}
+    return has_form and role_of(message) in {*ROLES.values(), *RESULTS, CALLS}
 
 
 def prompt_apart(row: dict, prompt: str, answers: tuple[str, ...]) -> dict:

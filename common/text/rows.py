@@ -1,4 +1,4 @@
-"""Datasets -> training rows and held-out rows, and the columns that a script reads.
+"""Datasets -> training rows and held-out rows.
 
 A row is a dict of the dataset's columns, `_source` (`train.jsonl:17`), which is in every error
 about the row, and `_dataset` if metrics are split by dataset. Every rank reads all rows."""
@@ -101,9 +101,9 @@ def _own_rows(
 
 
 def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
-    """Read the training rows and at most `--eval_size` held-out rows. The two are disjoint:
-    held-out rows are from each `--eval_dataset`, from the dataset's own `--eval_split`, or removed
-    from the training rows. A line says how many have a prompt that is trained too.
+    """Read the training rows, and at most `--eval_size` rows of each held-out set. The two are
+    disjoint: held-out rows are from each `--eval_dataset`, from the dataset's own `--eval_split`,
+    or removed from the training rows. A line says how many have a prompt that is trained too.
 
     Datasets with weights have equal parts of the held-out rows. The column `_dataset` names the
     dataset of a row if training datasets have weights, and the held-out set if there are several or
@@ -197,13 +197,9 @@ def _say_unread_splits(shards: dict[str, list[Shard]], args: TrainArgs) -> None:
             distributed.say(f"--dataset {dataset}: {problem}; see --eval_split {names[0]}")
 
 
-def held_out_rows(args: TrainArgs) -> list[dict]:
-    """Read at most `--eval_size` rows of each `--eval_dataset`."""
-    return rename_columns(rows_of_eval_sets(args), args.columns)
-
-
 def rows_of_eval_sets(args: TrainArgs) -> list[dict]:
-    """Read the rows of `held_out_rows` under the data's own names of columns."""
+    """Read at most `--eval_size` rows of each `--eval_dataset`, under the data's own names of
+    columns."""
     held_out: list[dict] = []
     sets = eval_sets_of(args.eval_dataset)
     flags = ("--eval_split", args.eval_split, args)

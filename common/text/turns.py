@@ -59,8 +59,9 @@ def is_answer(messages: list[dict]) -> bool:
 def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> str:
     """Return the text from which the model's next turn is sampled. A turn of the model at the end
     of `messages` is continued: its text stands after what the template writes before an answer.
-    (`continue_final_message` would drop blanks at its end.) Raises
-    `ValueError` if the template leaves a message out."""
+    (`continue_final_message` would drop blanks at its end.)
+
+    Raises `ValueError` if the template leaves a message out."""
     begun = messages[-1] if is_answer(messages) else None
     asked = messages[:-1] if begun else messages
     require_shown(chat, row, asked)
@@ -73,6 +74,20 @@ def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> str:
         if mark and head.startswith(prompt):
             return head + begun["content"]
     return prompt + _begun_after(prompt, begun)
+
+
+def _begun_after(prompt: str, message: dict) -> str:
+    """Return a message as the model begins it after `prompt`, which may have opened the thought."""
+    thought = message.get("reasoning_content")
+    answer = message["content"]
+    tag = opened_thought(prompt)
+    if tag is None:
+        return with_thought(thought, answer) if thought else answer
+    if not thought and closing(tag) in answer and tag not in answer:
+        return answer
+    if not thought and answer.lstrip().startswith(tag):
+        return answer.lstrip().removeprefix(tag).removeprefix("\n" if prompt.endswith("\n") else "")
+    return f"{thought or ''}\n{closing(tag)}\n\n{answer}"
 
 
 def turns_of(
@@ -111,17 +126,9 @@ def turns_of(
     return said, errors
 
 
-def whole_of(chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int = 0) -> str:
-    """Return the text of a conversation, with the token that ends a last turn of the model. Raises
-    `ValueError` if the template leaves a message out."""
-    if _is_continued(messages, first_trained):
-        said = _continuation(chat, row, messages, first_trained)
-        return said.prompt + said.text
-    require_shown(chat, row, messages)
-    text = chat.render(row, messages)
-    end = chat.end_of_calls if messages[-1].get("tool_calls") else chat.end
-    is_appended = messages[-1]["role"] == "assistant" and end is not None and end.appended
-    return text + end.token if is_appended else text
+def is_wanted(message: dict) -> bool:
+    """Return whether a turn of the model is trained, by `weight` (OpenAI) or `train` (Axolotl)."""
+    return all(message.get(key, True) for key in ("weight", "train"))
 
 
 def _is_continued(messages: list[dict], first_trained: int) -> bool:
@@ -130,9 +137,16 @@ def _is_continued(messages: list[dict], first_trained: int) -> bool:
     return is_answer(begun) and completion["role"] == "assistant"
 
 
-def is_wanted(message: dict) -> bool:
-    """Return whether a turn of the model is trained, by `weight` (OpenAI) or `train` (Axolotl)."""
-    return all(message.get(key, True) for key in ("weight", "train"))
+def _continuation(chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int) -> Said:
+    """Return the only trained message, which continues the turn before it."""
+    turn = f"turn {first_trained + 1}"
+    completion = messages[first_trained]
+    if len(messages) > first_trained + 1:
+        raise bad_row(row, f"{turn}: no further turn may follow one that is continued")
+    if completion.get("tool_calls") or completion.get("reasoning_content") or chat.end is None:
+        raise bad_row(row, f"{turn}: only text can continue a turn of the model")
+    prompt = prompt_of(chat, row, messages[:first_trained])
+    return Said(prompt, completion["content"] + chat.end.last, first_trained)
 
 
 def said_of(chat: ChatTemplate, row: dict, messages: list[dict], prompt: str) -> str:
@@ -158,17 +172,18 @@ def said_of(chat: ChatTemplate, row: dict, messages: list[dict], prompt: str) ->
     header = chat.header.strip()
     if header and said.lstrip().startswith(header):
         raise bad_row(row, f"{where} chat template writes the head of the turn behind its prompt")
-    end = chat.end_of_calls if turn.get("tool_calls") else chat.end
+    end = chat.end_of(turn)
     if end is None or not end.token:
         raise bad_row(row, f"{where} chat template changes its text or does not end it")
     said = said + end.token if end.appended else said
     said, token, _ = said.rpartition(end.token)
     place = 0
     for part in (turn.get("reasoning_content") or "", *re.split("</?think>", turn["content"])):
-        place = said.find(part.strip(), place) + len(part.strip())
-        if not token or place < len(part.strip()):
+        at = said.find(part.strip(), place)
+        if not token or at < 0:
             problem = "chat template changes its text, drops its thought or does not end it"
             raise bad_row(row, f"{where} {problem}")
+        place = at + len(part.strip())
     return said + token
 
 
@@ -201,30 +216,17 @@ def _with_thought_opened(tag: str, turn: dict, shown: str) -> str:
     return f"{thought}\n{closing(tag)}\n\n{shown}"
 
 
-def _continuation(chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int) -> Said:
-    """Return the only trained message, which continues the turn before it."""
-    turn = f"turn {first_trained + 1}"
-    completion = messages[first_trained]
-    if len(messages) > first_trained + 1:
-        raise bad_row(row, f"{turn}: no further turn may follow one that is continued")
-    if completion.get("tool_calls") or completion.get("reasoning_content") or chat.end is None:
-        raise bad_row(row, f"{turn}: only text can continue a turn of the model")
-    prompt = prompt_of(chat, row, messages[:first_trained])
-    return Said(prompt, completion["content"] + chat.end.last, first_trained)
-
-
-def _begun_after(prompt: str, message: dict) -> str:
-    """Return a message as the model begins it after `prompt`, which may have opened the thought."""
-    thought = message.get("reasoning_content")
-    answer = message["content"]
-    tag = opened_thought(prompt)
-    if tag is None:
-        return with_thought(thought, answer) if thought else answer
-    if not thought and closing(tag) in answer and tag not in answer:
-        return answer
-    if not thought and answer.lstrip().startswith(tag):
-        return answer.lstrip().removeprefix(tag).removeprefix("\n" if prompt.endswith("\n") else "")
-    return f"{thought or ''}\n{closing(tag)}\n\n{answer}"
+def whole_of(chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int = 0) -> str:
+    """Return the text of a conversation, with the token that ends a last turn of the model. Raises
+    `ValueError` if the template leaves a message out."""
+    if _is_continued(messages, first_trained):
+        said = _continuation(chat, row, messages, first_trained)
+        return said.prompt + said.text
+    require_shown(chat, row, messages)
+    text = chat.render(row, messages)
+    end = chat.end_of(messages[-1])
+    is_appended = messages[-1]["role"] == "assistant" and end is not None and end.appended
+    return text + end.token if is_appended else text
 
 
 def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) -> tuple[str, str]:
@@ -242,7 +244,7 @@ def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) ->
         conversation = [messages[0], said, *messages[2:]]
         texts.append(chat.render(row, conversation, add_generation_prompt=True)[::-1])
     following = os.path.commonprefix(texts)[::-1]
-    end = chat.end_of_calls if turn.get("tool_calls") else chat.end
+    end = chat.end_of(turn)
     tokens = chat.added_tokens(following)
     if end is None or not end.token or not following or (turn.get("tool_calls") and not tokens):
         raise ValueError("the chat template puts no end-of-turn token after a turn of the model")

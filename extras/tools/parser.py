@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from common.config.online import SamplingArgs
 from common.parallel import distributed
-from common.text.chat import ASKED, CALL, PROBE, SAID, ChatTemplate, within
+from common.parallel.process import within
+from common.text.chat import ASKED, CALL, PROBE, SAID, ChatTemplate
 from common.text.messages import arguments_of
 from common.text.thoughts import answer_of, template_text, thought_marks
 from common.text.turns import as_read, prompt_of, require_shown, said_of

@@ -28,7 +28,7 @@ from text.chats import (
 
 from common.config.groups import BaseArgs
 from common.model.tiny import tiny_model
-from common.text.chat import within
+from common.parallel.process import within
 from common.text.encode import Encoder
 from common.text.tokenizer import load_tokenizer
 

@@ -15,7 +15,7 @@ from common.model.tiny import tiny_model
 from common.text.columns import SFT_COLUMNS
 from common.text.files import BadRows, open_split
 from common.text.load import load_samples
-from common.text.rows import held_out_rows
+from common.text.rows import rows_of_eval_sets
 from common.text.tokenizer import load_tokenizer
 from extras.streaming import streaming
 from extras.streaming.streaming import StreamedSamples
@@ -74,7 +74,7 @@ def test_held_out_rows_that_train_nothing_are_known(data, streams):
     args = sft.Args(dataset=(str(data),), streaming=streams, **flags)
     task = (sft.encode_row, SFT_COLUMNS, load_tokenizer(tiny_model()), args)
     _, (held_out, counts) = load_samples(*task, streams=streams)
-    assert held_out.all_rows == held_out_rows(args) and len(held_out.all_rows) == 19
+    assert held_out.all_rows == rows_of_eval_sets(args) and len(held_out.all_rows) == 19
     assert len(held_out) == 19 - counts.total() < 19
 
 
