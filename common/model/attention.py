@@ -19,7 +19,7 @@ VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # varlen_attn accepts fewer key he
 def packed_inputs(tokens: ModelTokens) -> dict:
     """Return the keyword arguments of a Hugging Face model whose attention is
     `packed_attention`."""
-    keys = tokens.keys or tokens
+    keys, device = tokens.keys or tokens, tokens.input_ids_T.device
     return dict(
         input_ids=tokens.input_ids_T[None],
         position_ids=tokens.position_ids_T[None],
@@ -27,6 +27,7 @@ def packed_inputs(tokens: ModelTokens) -> dict:
         cu_seq_lens_q=tokens.cu_seqlens_N1,
         max_length_q=tokens.max_seqlen,
         key_rows_K=None if tokens.keys is None else tokens.keys.rows_K,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         cu_seq_lens_k=keys.cu_seqlens_N1,
         max_length_k=keys.max_seqlen,
         # A list of offsets would make torch.compile compile the block again for each list.
@@ -42,9 +43,9 @@ def packed_attention(
     `query` is [1, heads, T, head_dim], `key` and `value` may have fewer heads (grouped-query
     attention); the offsets come through the model's keyword arguments. Queries after a shared
     prefix attend to the keys of the prefix and their own. They are consecutive tokens: masks and
-    windows are exact if the last query is aligned with the last key. CUDA has FlashAttention's
-    varlen kernel, which aligns them so; other devices have one SDPA call for neighbours of one
-    length. Neither has a `softcap` on the scores (Gemma 2) or sinks (`s_aux`, gpt-oss)."""
+    windows are exact if the last query is aligned with the last key. FlashAttention's varlen kernel
+    aligns them so; where it is missing (`has_flash_kernel`), there is one SDPA call for neighbours
+    of one length. Neither has a `softcap` on the scores (Gemma 2) or sinks (`s_aux`, gpt-oss)."""
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError(f"{type(module).__name__} needs position_bias in attention")
     if not getattr(module, "is_causal", True):
@@ -54,9 +55,10 @@ def packed_attention(
     if group is not None:
         query, key, value, sinks_H = divide_heads(query, key, value, sinks_H, group)
     if rows_K is not None:
-        key, value = (gather_keys(x, rows_K) for x in (key, value))
+        key, value = (GatherKeys.apply(x, rows_K) for x in (key, value))
     is_plain = softcap is None and sinks_H is None
-    if query.is_cuda and query.dtype != torch.float32 and is_plain:
+    kind = (kwargs["capability"], query.dtype, query.shape[-1], value.shape[-1])
+    if is_plain and has_flash_kernel(*kind):
         out = varlen_attention(query, key, value, scaling, sliding_window, kwargs)
     else:
         variant = (scaling, sliding_window, softcap, sinks_H)
@@ -64,6 +66,15 @@ def packed_attention(
     if group is not None:  # [1, all tokens, H / R, d] -> [1, t, H, d]
         out = exchange(out[0], group)[None]
     return out, None
+
+
+def has_flash_kernel(
+    capability: tuple[int, int], dtype: torch.dtype, key_width: int, value_width: int
+) -> bool:
+    """Return whether FlashAttention's varlen kernel takes such heads on a GPU of this compute
+    capability (0, 0 is a CPU). Gemma 4 has some of 512, DeepSeek V3 keys of 192, values of 128."""
+    has_width = key_width == value_width <= 256 and key_width % 8 == 0
+    return capability >= (8, 0) and has_width and dtype in (torch.bfloat16, torch.float16)
 
 
 def varlen_attention(
@@ -78,19 +89,27 @@ def varlen_attention(
     if VARLEN_HAS_GQA:
         options["enable_gqa"] = True
     else:
-        groups = query.shape[1] // key.shape[1]
-        key = key.repeat_interleave(groups, 1)
-        value = value.repeat_interleave(groups, 1)
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     return varlen_attn(q, k, v, *(offsets[name] for name in names), **options)[None]
 
 
-def gather_keys(x: Tensor, rows_K: Tensor) -> Tensor:
-    """Return rows of keys or values, [1, heads, T, head_dim] -> [1, heads, K, head_dim]. Gradients
-    of a row that is taken several times add up in float32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide).index_select(2, rows_K).to(x.dtype)
+class GatherKeys(torch.autograd.Function):
+    """Rows of keys or values, [1, heads, T, head_dim] -> [1, heads, K, head_dim]. Gradients of a
+    row that is taken several times add up in float32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rows_K: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_K)
+        ctx.shape = x.shape
+        return x.index_select(2, rows_K)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(ctx.shape, dtype=wide)
+        return total.index_add_(2, ctx.saved_tensors[0], grad.to(wide)).to(grad.dtype), None
 
 
 # torch.compile would compile this function again for every list of offsets.
@@ -133,11 +152,12 @@ def causal_attention(
     if not is_plain or before or num_keys > window:
         mask = query.new_ones(num_queries, num_keys, dtype=torch.bool)
         mask = mask.tril(before).triu(before + 1 - window)
+    # Of CUDA's kernels for float32 and for wide heads, none takes fewer key heads.
+    if query.is_cuda or not is_plain:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     if is_plain:
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-        )
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        options = dict(is_causal=mask is None, scale=scaling, enable_gqa=not query.is_cuda)
+        return F.scaled_dot_product_attention(query, key, value, mask, **options)
     scores = query @ key.transpose(-1, -2) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -41,10 +41,12 @@ def separate(query, key, value, mb, window):
 
 
 def draw(device, dtype, heads, head_dim, tokens, outputs) -> list[torch.Tensor]:
-    """Return query, key and value of `tokens`, and weights of the outputs."""
-    generator = torch.Generator().manual_seed(head_dim)
-    shapes = [(1, n, tokens, head_dim) for n in (heads[0], heads[1], heads[1])]
-    shapes.append((outputs, heads[0], head_dim))
+    """Return query, key and value of `tokens`, and weights of the outputs. `head_dim` is a number
+    or (that of keys, that of values)."""
+    width, of_values = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    generator = torch.Generator().manual_seed(width)
+    shapes = [(1, heads[0], tokens, width), *((1, heads[1], tokens, w) for w in (width, of_values))]
+    shapes.append((outputs, heads[0], of_values))
     return [torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
@@ -65,7 +67,7 @@ def errors(
             out = checkpoint(function, *inputs, mb, of, use_reentrant=False)
         else:
             out = function(*inputs, mb, of)
-        assert out.shape == (T, heads[0], head_dim) and (function is separate or out.dtype == dtype)
+        assert out.shape == weights.shape and (function is separate or out.dtype == dtype)
         results.append([out, *torch.autograd.grad((out * weights.to(out.dtype)).sum(), inputs)])
     assert all(x.isfinite().all() for x in results[0])
     return [relative_error(ours, exact) for ours, exact in zip(*results, strict=True)]
@@ -82,6 +84,15 @@ def test_packed_attention_and_its_gradient_equal_separate_attention(
     (four queries per key here), windows and head widths. Recomputation in the backward, as with
     --activation_checkpointing, is included."""
     found = errors(device, dtype, (8, 2), head_dim, window, LENGTHS, recompute)
+    assert max(found) < BOUNDS[dtype], found
+
+
+@pytest.mark.parametrize(("device", "dtype"), [*HERE_AND_THERE, ("cpu", torch.bfloat16)])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
+@pytest.mark.parametrize(("head_dim", "window"), [(512, None), (512, 16), ((192, 128), None)])
+def test_heads_that_flash_attention_does_not_take(device, dtype, head_dim, window, heads):
+    """Those of Gemma 4 and DeepSeek V3 (tests/model/test_attention.py)."""
+    found = errors(device, dtype, heads, head_dim, window, LENGTHS, True)
     assert max(found) < BOUNDS[dtype], found
 
 
