@@ -256,6 +256,7 @@ def engine(flags, device, dtype) -> list[dict]:
         max_new_tokens=flags.new,
         pack_tokens=flags.tokens,
         engine_args=("gpu_memory_utilization=0.4",),
+        compile=False,
     )
     policy, tokenizer = load_policy(flags.model, args, device), load_tokenizer(flags.model)
     sampler = make_engine(flags.model, args, tokenizer, device)

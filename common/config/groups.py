@@ -53,8 +53,9 @@ class ModelArgs:
     """data type of forward and backward passes; master weights, gradient reduction and the loss are
     always float32. auto: bfloat16 on CUDA, float32 elsewhere. float16 has more digits but a smaller
     range than bfloat16: gradients are scaled, and a step whose gradients overflow is skipped"""
-    compile: MayChange[bool] = False
-    """torch.compile for every transformer block and for the log-probs"""
+    compile: MayChange[bool | None] = None
+    """torch.compile for every transformer block and for the log-probs: faster steps, but the first
+    ones take longer; default: on CUDA"""
     pack_tokens: MayChange[Positive[int]] = 8192
     """maximum tokens per forward pass on one rank; bounds memory. The same rows give the same
     gradient; a small value lowers the default of max_length"""

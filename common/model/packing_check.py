@@ -39,7 +39,8 @@ def check_packing(model: nn.Module) -> None:
     groups = [first, second], [other, second], [second]
     *packs, alone = (pack_groups([samples], 100, model.device)[0] for samples in groups)
     logits_TV = None
-    with named_errors(f"{model_type} has no packed forward"):
+    compiled = ", or cannot be compiled; try --compile false" * model.compiled
+    with named_errors(f"{model_type} has no packed forward{compiled}"):
         x_T, y_T = (logprobs_or_scalars(model(mb))[-second.num_targets :] for mb in packs)
         if model.hf.get_output_embeddings() is not None:
             model.unshard()  # the head belongs to the root, and this is not the root's forward

@@ -187,6 +187,8 @@ def load_policy(
             fill(head, torch.randn(head.shape, generator=generator) / (head.shape[1] + 1) ** 0.5)
         if has_adapters:
             fill_adapters(hf, adapter, args.seed)
+        if model.compiled and trainable:
+            distributed.say("--compile: the first steps take longer, until all blocks are compiled")
 
         # ---- packs equal their sequences ----
         check_packing(model)
@@ -252,14 +254,14 @@ def shard(
 
     model.device = device
     model.compute_dtype = compute_dtype(args, device)
-    model.compiled = args.compile
+    model.compiled = device.type == "cuda" if args.compile is None else args.compile
     options = dict(
         mesh=distributed.shard_mesh(device, args.shard_ranks),
         mp_policy=fsdp.MixedPrecisionPolicy(model.compute_dtype, reduce_dtype=torch.float32),
     )
     if args.offload == "all":
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for block in model.hf.get_decoder().layers if args.compile else ():
+    for block in model.hf.get_decoder().layers if model.compiled else ():
         # The router decides the sizes of experts, and inductor fails to compile them in float32
         # (torch 2.13).
         for name, module in block.named_modules():

@@ -147,7 +147,8 @@ def test_bad_files_are_refused(text, what, tmp_path, capsys):
     [
         *((flags, dict(compile=True)) for flags in (
             "--compile", "--compile --seed 3", "--compile True", "--compile=TRUE")),
-        *((flags, dict(compile=False)) for flags in ("", "--compile False", "--compile=false")),
+        *((flags, dict(compile=False)) for flags in ("--compile False", "--compile=false")),
+        ("", dict(compile=None)),  # on CUDA true
         ("--max-steps 3 --pack-tokens=4096", dict(max_steps=3, pack_tokens=4096)),
         ("--max_steps None --system_prompt=-a=b", dict(max_steps=None, system_prompt="-a=b")),
         ("--reward gsm8k format --reward-weights 1 -5e-1 --log wandb",

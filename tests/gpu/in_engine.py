@@ -38,7 +38,7 @@ class Both:
         # A part of the GPU that fits beside other programs.
         part = ("gpu_memory_utilization=0.3",)
         self.args = OnlineArgs(
-            engine=kind, dtype=dtype, max_new_tokens=24, engine_args=part, lr=1e-2
+            engine=kind, dtype=dtype, max_new_tokens=24, engine_args=part, lr=1e-2, compile=False
         )
         tokenizer = load_tokenizer(path)
         self.policy = load_policy(path, self.args, self.device)

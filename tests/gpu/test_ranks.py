@@ -18,7 +18,9 @@ pytestmark = gpu(2, shared=True)
 # vLLM does not share a GPU.
 ENGINES = ("transformers", pytest.param("vllm", marks=[needs_vllm, gpu(2)]))
 STEPS = 2 if ON_CPU else 3
-SHORT = ("--max_steps", STEPS, "--eval_size", 16, "--save_every", 100)
+# Compiling takes longer than these steps; test_models.py compiles.
+EAGER = ("--compile", "false")
+SHORT = ("--max_steps", STEPS, "--eval_size", 16, "--save_every", 100, *EAGER)
 OFFLINE = ("sft", "dpo", "kto", "rm")
 ONLINE = ("grpo", "dapo", "reinforce", "rloo", "ppo", "online_dpo", "bok", "distill",
           "self_distill")  # fmt: skip
@@ -93,7 +95,7 @@ def test_context_ranks_train_like_one_gpu(script, tmp_path):
     another, must not deadlock: more steps than in other tests, and recomputed blocks. Loss and
     gradient norm of the first steps are those of one GPU."""
     sampling = ("--engine", "transformers") if script == "grpo" else ()
-    flags = ("--max_steps", STEPS if ON_CPU else 20, "--eval_size", 16, "--save_every", 100)
+    flags = ("--max_steps", STEPS if ON_CPU else 20, "--eval_size", 16, "--save_every", 100, *EAGER)
     for ranks in (1, 2):
         where = ("--context_ranks", ranks, "--pack_tokens", 8192 // ranks)
         where += ("--output_dir", tmp_path / str(ranks))
@@ -128,7 +130,10 @@ def test_dedicated_rollout_ranks_respect_staleness(engine, staleness, tmp_path):
 @pytest.mark.parametrize("victim", [0, 1], ids=["trains", "generates"])
 def test_killed_rank_ends_the_run(victim, tmp_path):
     """NCCL waits for dead ranks; ranks of the other role and torchrun must not."""
-    flags = "--engine transformers --rollout_ranks 1 --max_steps 5000 --eval_every 0".split()
+    flags = (
+        *"--engine transformers --rollout_ranks 1 --max_steps 5000 --eval_every 0".split(),
+        *EAGER,
+    )
     with started(2, "grpo.py", *flags, "--output_dir", tmp_path) as process:
         try:
             until(lambda: process.poll() is not None or logged(tmp_path, 2))
@@ -169,7 +174,7 @@ def test_tensor_parallel_engine_agrees_with_the_trainer(tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_gpu_resumes_a_run_of_two_and_samples_from_its_export(engine, tmp_path):
     """One GPU reads the shards of two and continues the run as two would."""
-    flags = ("--dtype", "float32", "--save_every", STEPS, "--eval_size", 16)
+    flags = ("--dtype", "float32", "--save_every", STEPS, "--eval_size", 16, *EAGER)
     whole, resumed = (("--output_dir", tmp_path / name) for name in ("whole", "resumed"))
     launch(2, "sft.py", *flags, "--max_steps", 2 * STEPS, *whole)
     launch(2, "sft.py", *flags, "--max_steps", STEPS, *resumed)

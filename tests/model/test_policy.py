@@ -286,6 +286,19 @@ def test_fsdp_does_not_copy_the_pack(device):
 # ---- --compile ----
 
 
+def test_model_that_cannot_be_compiled_is_refused_with_advice(device):
+    """By default it is compiled on CUDA only."""
+    assert not load_policy(tiny_model(), TrainArgs(), device).compiled
+
+    def backend(graph, _):
+        raise RuntimeError("no C compiler")
+
+    message = "or cannot be compiled; try --compile false: .*no C compiler"
+    with torch.compiler.set_stance("default", force_backend=backend):
+        with pytest.raises(ValueError, match=message):
+            load_policy(tiny_model(), TrainArgs(compile=True), device)
+
+
 @pytest.mark.slow
 def test_blocks_are_compiled_once_and_without_their_experts(tmp_path, device):
     """After two packs of each kind, with and without shared prefixes, packs of other shapes and
