@@ -24,7 +24,9 @@ from common.parallel import distributed
 
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
-    """Return weight + scale b a, computed in float32 and rounded to the dtype of the weight."""
+    """Return weight + scale b a, added up in float32 and rounded once to the dtype of all three."""
+    if weight_OI.is_cuda:  # one matrix product does so, and moves 8 bytes a weight, not 28
+        return torch.addmm(weight_OI, b_OR, a_RI, alpha=scale)
     merged_OI = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
     return merged_OI.to(weight_OI.dtype)
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import common.model.logprobs
 from bench.models import VOCABULARY, checkpoint
 from common.config.groups import TrainArgs
+from common.model.lora import _MergedLinear, merge
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.packs.packing import pack
@@ -28,7 +29,7 @@ def samples(lengths=(130, 77, 77, 40, 23, 3)) -> list[Sample]:
 
 def ours(device, **flags) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and the gradient of their sum over the trained tokens."""
-    policy = load_policy(tiny_model(), TrainArgs(**flags), device)
+    policy = load_policy(tiny_model(), TrainArgs(**flags, compile=False), device)
     (mb,) = pack(samples(), 1000, device)
     logprobs_T, *_ = policy(mb)
     (logprobs_T * mb.loss_mask_T).sum().backward()
@@ -62,6 +63,24 @@ def test_logprobs_and_gradient_equal_those_of_transformers(dtype, recompute, dev
     assert relative_error(gradient, exact) < GRADIENT[dtype]
 
 
+@pytest.mark.parametrize("rank", [4, 8, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_merged_weight_of_an_adapter_is_rounded_once(dtype, rank, device):
+    """As if it were added up in float32. A compiled layer multiplies by the same bits: the engine
+    and hf/ get them from a layer that is not compiled."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (512, 256), (rank, 256), (512, rank)
+    weight, a, b = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    merged, scale = merge(weight, a, b, 2.0), 2.0
+    exact = weight.double() + scale * b.double() @ a.double()
+    terms = weight.double().abs() + scale * b.double().abs() @ a.double().abs()
+    limit = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-6 * terms
+    assert ((merged.double() - exact).abs() <= limit).all()
+    layer = torch.compile(_MergedLinear.apply)
+    eye = torch.eye(256, device=device, dtype=dtype)
+    assert torch.equal(layer(eye, weight, None, a, b, scale), merged.T)
+
+
 @pytest.mark.parametrize("lengths", [(2,), (2, 3), (40, 7)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
@@ -71,7 +90,7 @@ def test_experts_without_tokens_have_zero_gradients(model_type, dtype, lengths, 
     tokens has none. Three packs, because the first one may find fresh memory."""
     path, gradients = checkpoint(model_type, tmp_path), []
     for where in (device, torch.device("cpu")):
-        policy = load_policy(path, TrainArgs(dtype=dtype), where)
+        policy = load_policy(path, TrainArgs(dtype=dtype, compile=False), where)
         for _ in range(3):
             policy.zero_grad()
             rows = [Sample([i % VOCABULARY for i in s.ids], s.loss_mask) for s in samples(lengths)]
@@ -107,7 +126,7 @@ def test_compiled_blocks_give_equal_logprobs_and_compile_few_times(recompute, de
     torch._dynamo.reset()
     counters.clear()
     compiled = load_policy(tiny_model(), TrainArgs(compile=True, **args), device)
-    plain, compilations = load_policy(tiny_model(), TrainArgs(**args), device), []
+    plain, compilations = load_policy(tiny_model(), TrainArgs(compile=False, **args), device), []
     for n in range(4 if ON_CPU else 20):
         lengths = (2,) if n == 3 else (130 - 5 * n, *(20 + 3 * i for i in range(2 + n % 5)))
         (mb,) = pack(samples(lengths), 1000, device)
