@@ -73,10 +73,10 @@ class PackedModel(nn.Module):
 
     def _output(self, mb: PackedBatch, output: Output) -> Output:
         """Return the output of a forward, whose gradient is multiplied by `loss_scale`."""
-        scale = 1.0 if self.loss_scale is None else float(self.loss_scale[0])
+        scale = None if self.loss_scale is None else self.loss_scale[0]
         if self.watch is not None and torch.is_grad_enabled():
-            self.watch(mb, output, scale)
-        if self.loss_scale is not None:
+            self.watch(mb, output, 1.0 if scale is None else float(scale))
+        if scale is not None:  # a tensor: reading its value would wait for the GPU
             for x in (output,) if isinstance(output, Tensor) else output:
                 if x is not None and x.requires_grad:
                     x.register_hook(lambda grad: None if grad is None else grad * scale)

@@ -47,7 +47,7 @@ def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
 
 class HostAdamW(torch.optim.AdamW):
     """AdamW with moments on the host, copied to the parameter's device one parameter at a time
-    during the step."""
+    during the step. The host waits once, at the end: then a checkpoint may read them."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -65,7 +65,9 @@ class HostAdamW(torch.optim.AdamW):
                     maximize=False,
                 )  # fmt: skip
                 for x, copy in zip(on_host, copies, strict=True):
-                    x.copy_(copy)
+                    x.copy_(copy, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
@@ -92,21 +94,23 @@ def optimizer_step(
     scale alone."""
     if not getattr(model, "is_averaged", True):
         raise distributed.RunError("run the micro-batches of a minibatch in order, and all of them")
-    loss = distributed.all_sum(loss)
+    total = distributed.all_sum(loss)
     if model.loss_scale is not None:
+        scale = model.loss_scale[0].item()
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad /= model.loss_scale[0].item()
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
-    if model.loss_scale is not None and math.isfinite(loss):
+                parameter.grad /= scale
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor()
+    total_loss, grad_norm = torch.stack([total, norm.to(total)]).tolist()  # waits once for the GPU
+    if model.loss_scale is not None and math.isfinite(total_loss):
         change_scale(model.loss_scale, math.isfinite(grad_norm))
         if not math.isfinite(grad_norm):
             optimizer.zero_grad(set_to_none=True)
             return grad_norm
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    if not (math.isfinite(total_loss) and math.isfinite(grad_norm)):
         problem = f"the gradient norm is {grad_norm}"
-        if not math.isfinite(loss):
-            problem = f"the loss is {float(loss)}"
+        if not math.isfinite(total_loss):
+            problem = f"the loss is {total_loss}"
         advice = "stopped before the optimizer step; earlier checkpoints are intact"
         raise distributed.RunError(f"{problem}: {advice}")
     for group in optimizer.param_groups:

@@ -5,6 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.config.groups import TrainArgs
 from common.model.loading import whole
@@ -125,3 +126,35 @@ def test_states_are_allocated_before_the_first_step_and_change_nothing(model):
         assert torch.equal(whole(p), whole(q))
         moments = (whole(o.state[x]["exp_avg"]) for o, x in ((ours, p), (plain, q)))
         assert ours.state[p]["step"] == 3 and torch.equal(*moments)
+
+
+class Waits(TorchDispatchMode):
+    """Counts reads of single numbers, each of which waits for a GPU, and blocking copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = self.blocking = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        self.blocking += func is torch.ops.aten.copy_.default and args[2:] != (True,)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("dtype", "offload", "reads"), [
+    ("float32", "none", 0), ("float32", "optimizer", 0), ("float16", "none", 1),
+])  # fmt: skip
+def test_waits_do_not_grow_with_the_number_of_parameters(dtype, offload, reads, device):
+    """Loss and gradient norm are read together, by `tolist`, which is not counted here."""
+    args = TrainArgs(dtype=dtype, offload=offload)
+    model = load_policy(tiny_model(), args, device)
+    optimizer = adamw(model, args)
+    (mb,) = pack([Sample(ids=[5, 6, 7, 8], loss_mask=[True] * 4)], 10, device)
+    with Waits() as forward:
+        loss = -model(mb)[0].sum()
+    loss.backward()
+    with Waits() as step:
+        optimizer_step(model, optimizer, 1e-3, 1.0, loss.detach())
+    assert forward.reads == 0 and step.reads == reads
+    if offload == "optimizer":
+        assert step.blocking == 0
