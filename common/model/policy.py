@@ -269,7 +269,7 @@ def shard(
                 module.forward = torch.compiler.disable(module.forward)
         # Blocks run with and without a graph, with and without shared prefixes, in many sizes.
         torch._dynamo.config.recompile_limit = 32
-        block.compile()
+        block.compile(options=dict(emulate_precision_casts=True))  # rounds as eager code does
     for unit in units:
         fsdp.fully_shard(unit, **options)
     fsdp.fully_shard(model, reshard_after_forward=reshard_root, **options)
