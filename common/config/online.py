@@ -28,8 +28,9 @@ from common.config.groups import CHAT, BaseArgs, EvalSampleArgs, PrefixArgs, Tra
 # Requests that an engine runs at the same time. Their float32 logits (156 MB for 151,936 tokens)
 # exist several times.
 SLOTS = 256
-# Default share of a GPU's memory for an engine: on ranks that also train, and on other ranks.
-BESIDE_TRAINER = 0.4
+# Shares of a GPU's memory: CUDA graphs and the allocator's pools are not predicted; the default for
+# an engine on a rank that only samples.
+USABLE = 0.92
 ALONE = 0.9
 # Default of --max_logprob_difference by compute dtype.
 LOGPROB_DIFFERENCE = dict(float32=1e-3, bfloat16=0.5, float16=0.1)
@@ -176,7 +177,7 @@ class EngineArgs:
     """number of ranks that share one vLLM engine; must divide the number of generating ranks"""
     engine_args: Annotated[Several[str], VLLM] = ()
     """options of vLLM as name=value, by vLLM's names: max_num_seqs=64 gpu_memory_utilization=0.5
-    (default: 0.4 on ranks that also train, 0.9 on others); see docs/grpo.md"""
+    (default: what is free, at most 0.9); see docs/grpo.md"""
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class EngineArgs:
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        memory = self.engine_options.get("gpu_memory_utilization", BESIDE_TRAINER)
+        memory = self.engine_options.get("gpu_memory_utilization", ALONE)
         if not (isinstance(memory, float) and 0 < memory < 1):
             problem = "must be greater than 0 and less than 1"
             raise ValueError(f"--engine_args gpu_memory_utilization={memory}: {problem}")

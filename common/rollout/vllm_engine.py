@@ -12,13 +12,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from common.config.extra import extra
-from common.config.online import ALONE, BESIDE_TRAINER, SLOTS
+from common.config.online import ALONE, SLOTS, USABLE
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
 from common.model.hub import context_length
 from common.model.loading import has_images, hub_weights, load_config, model_class, open_model
 from common.parallel import distributed
 from common.rollout.engine import Engine, Request, SampledTurn
+from common.rollout.weights import gathered_bytes
 
 
 def lost_asleep(worker) -> list[str]:
@@ -45,6 +46,19 @@ def forget_packed_experts(worker) -> None:
     for module in worker.get_model().modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None
+
+
+def free_share(capacity: float, used: float, gathered: float) -> float:
+    """Return the share of a GPU that is free for an engine on all ranks, beside the bytes in use
+    and those that a weight sync gathers. vLLM's share is one of the whole GPU, beside what was in
+    use when it started (vllm/v1/worker/utils.py:request_memory). Collective.
+
+    Raises `ValueError` if nothing is free."""
+    taken = float(distributed.all_max((used + gathered) / capacity))
+    if taken >= USABLE:
+        problem = f"{taken:.0%} of a GPU are in use, {USABLE:.0%} are usable"
+        raise ValueError(f"--engine vllm: {problem}; --offload, --lora_rank or more GPUs help")
+    return min(ALONE, USABLE - taken)
 
 
 @contextlib.contextmanager
@@ -166,8 +180,11 @@ class VLLMEngine(Engine):
         for name in ("model", "tokenizer", "load_format", *options):
             if name in flags:
                 raise ValueError(f"--engine_args {name}={flags[name]}: the run sets it")
-        beside_trainer = self.trained and not distributed.is_rollout_rank()
-        options["gpu_memory_utilization"] = BESIDE_TRAINER if beside_trainer else ALONE
+        options["gpu_memory_utilization"] = ALONE
+        if not (on_cpu or distributed.is_rollout_rank() or "gpu_memory_utilization" in flags):
+            used, capacity = distributed.used_memory(self.device)
+            gathered = gathered_bytes(self.model, self.dtype) if self.trained else 0
+            options["gpu_memory_utilization"] = free_share(capacity, used, gathered)
         options["max_num_seqs"] = SLOTS
         if on_cpu:
             options |= dict(

@@ -9,6 +9,14 @@ from torch import Tensor, nn
 from common.model.lora import LoRALinear
 
 
+def gathered_bytes(hf: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes that `whole_weights` has on a GPU at most: all outside of blocks, and two
+    blocks."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in hf.get_decoder().layers]
+    outside = sum(p.numel() for p in hf.parameters()) - sum(blocks)
+    return dtype.itemsize * (outside + 2 * max(blocks))
+
+
 def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the policy, whole, by name, in the same order on every rank.
     Collective.

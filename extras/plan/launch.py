@@ -9,15 +9,14 @@ from typing import NamedTuple
 from torch import nn
 
 from common.config.groups import TrainArgs
-from common.config.online import ALONE, BESIDE_TRAINER, SLOTS, OnlineArgs
+from common.config.online import ALONE, SLOTS, USABLE, OnlineArgs
 from common.model.flops import attention_shape, num_delta_nets
 from common.model.hub import context_length
 from common.model.policy import PackedModel
+from common.rollout.weights import gathered_bytes
 from extras.plan.memory import (
     GIB,
-    USABLE,
     Bytes,
-    block_and_root,
     is_capped,
     num_weights,
     total,
@@ -162,11 +161,14 @@ class Launch:
         update = self.update_memory(self.recompute)
         if not self.has_vllm or self.rollout_ranks:
             return update
+        return max(update, self.sampling | dict(engine=self.engine), key=total)
+
+    @property
+    def sampling(self) -> Bytes:
+        """The bytes on a training rank beside a colocated engine, by use."""
+        update, policy = self.update_memory(self.recompute), self.trained[0]
         sampling = {name: update[name] for name in ("weights", "frozen models", "Adam")}
-        models = [*self.trained, *self.frozen]
-        parts = [(model.compute_dtype.itemsize, *block_and_root(model)) for model in models]
-        sampling["gathered weights"] = max(size * (root + 2 * block) for size, block, root in parts)
-        return max(update, sampling | dict(engine=self.engine), key=total)
+        return sampling | {"gathered weights": gathered_bytes(policy.hf, policy.compute_dtype)}
 
     def describe_memory(self) -> str:
         """Return the memory of a training rank in GiB, in one line, the largest use first."""
@@ -185,9 +187,12 @@ class Launch:
 
     @property
     def engine(self) -> float:
-        """Bytes of an engine."""
-        default = ALONE if self.rollout_ranks else BESIDE_TRAINER
-        return self.gpu.memory * self.args.engine_options.get("gpu_memory_utilization", default)
+        """Bytes of an engine: without the flag, what is free while sampling."""
+        given = self.args.engine_options.get("gpu_memory_utilization")
+        if given or self.rollout_ranks:
+            return (given or ALONE) * self.gpu.memory
+        free = USABLE * self.gpu.memory - total(self.sampling)
+        return max(0.0, min(ALONE * self.gpu.memory, free))
 
     @property
     def engine_weights(self) -> float:
@@ -210,7 +215,7 @@ class Launch:
 
     def problem(self) -> str | None:
         """Return the reason why the run does not fit or vLLM does not start, if so."""
-        if total(self.memory) > USABLE * self.gpu.memory:
+        if round(total(self.memory)) > round(USABLE * self.gpu.memory):
             needs = f"{self.describe_memory()} on each GPU, of which {USABLE:.0%} are usable"
             return f"needs {needs}; --offload, --lora_rank or more GPUs save memory"
         if not self.has_vllm:

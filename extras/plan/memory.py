@@ -3,21 +3,18 @@
 docs/memory.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of
 a training step on fake tensors. launch.py adds what lies on a GPU already."""
 
-import gc
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from common.config.groups import TrainArgs
+from common.config.online import USABLE
 from common.model.flops import attention_shape, num_delta_nets
 from common.model.loading import towers_of
 from common.model.logprobs import chunk_size
 from common.parallel import distributed
 
 GIB = 2**30
-# Of a GPU's memory: CUDA graphs and the allocator's pools are not predicted.
-USABLE = 0.92
 
 Bytes = dict[str, float]  # bytes by use
 
@@ -27,10 +24,7 @@ def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> 
     GPU, unless the flag is given. Return a line about memory. Call it when models and optimizers
     are loaded and a colocated engine sleeps. Collective."""
     ranks = next(trained[0].parameters()).device_mesh.size(-1)  # (shards,) or (copies, shards)
-    gc.collect()  # a model that was dropped is a reference cycle
-    torch.cuda.empty_cache()  # what stays reserved may belong to the engine
-    free, capacity = torch.cuda.mem_get_info(trained[0].device)
-    used = capacity - free
+    used, capacity = distributed.used_memory(trained[0].device)
     if args.offload != "all":
         used += 4 / ranks * sum(num_weights(model, trained=True) for model in trained)  # gradients
 

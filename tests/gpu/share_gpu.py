@@ -2,6 +2,8 @@
 
     torchrun --standalone --nproc_per_node 2 tests/gpu/share_gpu.py grpo.py ...
 
+Each engine would take all that is free: give vLLM `--engine_args gpu_memory_utilization=0.3`.
+
 NCCL refuses two ranks on one GPU unless they seem to be on different hosts. Then they talk over
 sockets, on the loopback interface. This shows that the collectives are right; it says nothing about
 their speed."""

@@ -4,12 +4,18 @@ import os
 from unittest import mock
 
 import pytest
+import torch
 from engines import RANK_0_OF_1
+from helpers import run
 from in_process import Args
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from common.config.online import ALONE
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rollout.engines import make_engine
+from common.rollout.vllm_engine import free_share
+from common.rollout.weights import gathered_bytes
 from common.text.tokenizer import load_tokenizer
 
 
@@ -59,3 +65,41 @@ def test_without_vllm_transformers_samples(device, monkeypatch, capsys):
     monkeypatch.setattr(distributed, "is_rollout_rank", lambda: True)
     assert type(make_engine(path, Args(), tokenizer, device)).__name__ == "TransformersEngine"
     assert "vllm is not installed: sampling with transformers" in capsys.readouterr().out
+
+
+# ---- memory of an engine on a GPU ----
+
+
+def test_an_engine_takes_what_is_free():
+    """In GiB of a GPU: what the trainer has while sampling, and what a weight sync gathers, leave
+    the rest of the usable 92%, but not more than an engine alone gets."""
+    assert free_share(80, 0.5, 0) == ALONE
+    assert free_share(80, 12, 4) == pytest.approx(0.92 - 0.2)
+    for used in (76, 80):
+        refused = f"{used / 80:.0%} of a GPU are in use, 92% are usable; --offload, .* help$"
+        with pytest.raises(ValueError, match=refused):
+            free_share(80, used, 0)
+
+
+LEAST = """
+from common.parallel import distributed
+from common.rollout.vllm_engine import free_share
+distributed.setup(0)
+assert abs(free_share(80, 12 + 4 * distributed.rank(), 4) - (0.92 - 0.25)) < 1e-9
+distributed.cleanup()
+"""
+
+
+def test_engines_take_the_least_that_is_free_on_any_rank():
+    run(2, LEAST)
+
+
+def test_a_weight_sync_gathers_the_root_and_two_blocks():
+    sizes = dict(hidden_size=8, intermediate_size=16, num_attention_heads=2, head_dim=4,
+                 num_key_value_heads=1, num_hidden_layers=3, vocab_size=100)  # fmt: skip
+    for tied in (True, False):
+        with torch.device("meta"):
+            hf = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=tied))
+        block = 2 * 8 * 8 + 2 * 8 * 4 + 2 * 4 + 3 * 8 * 16 + 2 * 8
+        outside = (1 if tied else 2) * 100 * 8 + 8
+        assert gathered_bytes(hf, torch.bfloat16) == 2 * (outside + 2 * block)

@@ -5,11 +5,11 @@ import torch
 from helpers import run
 
 from common.config.groups import TrainArgs
+from common.config.online import USABLE
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from extras.plan.memory import (
     GIB,
-    USABLE,
     keep_activations_that_fit,
     num_weights,
     total,

@@ -18,13 +18,14 @@ import ppo
 from bench.memory_plan import CONFIGS, UNTIED, meta_model
 from bench.recipes import rows
 from common.config.groups import TrainArgs, check_ranks
+from common.config.online import USABLE
 from common.model.attention import packed_attention
 from common.model.flops import forward_flops
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
 from extras.plan.launch import GPUS, Gpu, Launch, bytes_in_cache, flops_per_token
-from extras.plan.memory import GIB, USABLE, num_weights, total
+from extras.plan.memory import GIB, num_weights, total
 from extras.plan.plan import build, describe_memory, gpus_of
 
 SETTINGS = dict(dtype="bfloat16", prompts_per_step=64, samples_per_prompt=8, pack_tokens=20_000)
@@ -220,10 +221,10 @@ def test_models_are_sharded_over_a_machine(folders):
     assert launch_of(path, "8xH100", rollout_ranks=4, prompts_per_step=64).ranks == 4
 
 
-def test_eight_billion_parameters_have_room_for_eight_long_completions(folders):
+def test_eight_billion_parameters_have_room_for_nineteen_long_completions(folders):
     launch = launch_of(folders["8B"], max_new_tokens=16_300)
     *_, line = describe_memory(launch)
-    expected = "engines: 8 x 31.6 GiB per GPU (weights 15.3, cache at most 16.4): 7 completions"
+    expected = "engines: 8 x 58.3 GiB per GPU (weights 15.3, cache at most 43.0): 19 completions"
     assert line == expected + " of 16,384 tokens at a time, of 64 of a step"
     two = launch_of(folders["8B"], max_new_tokens=16_300, tensor_parallel_size=2)
     assert two.engine_weights == launch.engine_weights / 2 and two.engines == 4
@@ -277,10 +278,10 @@ def test_times_by_hand(folders):
     assert scored["update"] == pytest.approx(3 * forward)
     args = replace(launch.args, epochs_per_rollout=4)
     assert replace(launch, args=args, trained_share=0.25).seconds() == launch.seconds()
-    token = launch.engine_weights + 64 / 10 * launch.cached(84 + 8150)  # in ten waves of at most 7
+    token = launch.engine_weights + 64 / 4 * launch.cached(84 + 8150)  # in four waves of at most 19
     prompts = 8 * 84 * flops_per_token(model, 84) / (0.27 * 989e12)
     assert launch.seconds()["rollout"] == pytest.approx(
-        10 * 16_300 * token / (0.8 * 3.35e12) + prompts
+        4 * 16_300 * token / (0.8 * 3.35e12) + prompts
     )
 
 
