@@ -24,7 +24,7 @@ from common.model import distill, logprobs
 from common.model.policy import Policy, shard
 from common.objectives.divergence import reverse_kl
 from common.packs.packing import PackedBatch
-from extras.plan.memory import GIB, num_weights, training_peak
+from extras.plan.memory import GIB, keep_activations, num_weights, training_peak
 
 
 def qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool = False, **changes):
@@ -91,18 +91,18 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def measured(
-    policy: Policy, teacher: Policy | None, tokens: int, ranks: int, recompute: bool, splits: bool
+    policy: Policy, teacher: Policy | None, tokens: int, ranks: int, kept: int, splits: bool
 ) -> float:  # fmt: skip
     """Return the bytes at the peak of forward and backward of one micro-batch, without Adam's
-    moments. `splits`: whether all ranks share the pack, as with `--context_ranks`."""
+    moments. `kept`: blocks that keep their activations; `splits`: whether all ranks share the pack,
+    as with `--context_ranks`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     args = TrainArgs(dtype="bfloat16", shard_ranks=ranks)
     device = torch.device("cpu")
-    if recompute:
-        options = dict(use_reentrant=False)
-        policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    policy.hf.gradient_checkpointing_enable(dict(use_reentrant=False))
+    keep_activations(policy, kept)
     shard(policy.train(), policy.hf.get_decoder().layers, args, device, reshard_root=False)
     if teacher is not None:
         shard(teacher, teacher.hf.get_decoder().layers, args, device, reshard_root=True)
@@ -141,23 +141,23 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
         if layers is not None:
             config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
         distils = name == "distilled"
-        for recompute in (True, False):
+        count = config.num_hidden_layers
+        for kept in (0, count // 2, count):
             policy = meta_model(config, Student if distils else Policy)
             teacher = meta_model(config, Teacher, torch.bfloat16) if distils else None
             parts = {"weights and gradients": 8 * num_weights(policy) / ranks}
             if teacher is not None:
                 parts["teacher"] = 2 * num_weights(teacher.requires_grad_(False)) / ranks
-            parts |= training_peak(policy, ranks, tokens, recompute)
+            parts |= training_peak(policy, ranks, tokens, kept)
             ours = sum(parts.values())
             splits = name == "context"
-            theirs = measured(policy, teacher, tokens, ranks, recompute, splits)
+            theirs = measured(policy, teacher, tokens, ranks, kept, splits)
             worst = max(worst, abs(ours / theirs - 1))
             listed = [f"{part} {size / GIB:.2f}" for part, size in parts.items()]
-            mode = "recomputed" if recompute else "kept"
             print(
-                f"{name}, {config.num_hidden_layers} layers, {ranks} ranks, {tokens} tokens, "
-                f"{mode}: fake tensors "
-                f"{theirs / GIB:.2f} GiB, predicted {ours / GIB:.2f} ({ours / theirs - 1:+.1%}):",
+                f"{name}, {ranks} ranks, {tokens} tokens, {kept} of {count} blocks kept: "
+                f"fake tensors {theirs / GIB:.2f} GiB, "
+                f"predicted {ours / GIB:.2f} ({ours / theirs - 1:+.1%}):",
                 ", ".join(listed),
                 flush=True,
             )

@@ -52,11 +52,11 @@ def launch_of(recipe: str, folders: dict[str, str]) -> tuple[str, Launch]:
         rewards = (f"model:{folders[name]}" if name in folders else name for name in args.reward)
         args = replace(args, reward=tuple(rewards))
         frozen += [policy] if getattr(args, "beta", 0) else []
-        own_forwards = args.updates_per_rollout > 1
+        own_forwards = 1 - 1 / args.minibatches  # grpo.py
     paths = (None, policy) if script.__name__ == "rm" else (policy, None)
     trained, others = build(args, *paths, frozen, kind=getattr(script, "Student", Policy))
     return command[0], Launch(
-        args, gpus, GPUS[kind], gpus, trained, others, [trained[0]] * own_forwards + others,
+        args, gpus, GPUS[kind], gpus, trained, others, others, own_forwards=own_forwards,
         prompt=PROMPT if isinstance(args, OnlineArgs) else args.max_length,
         each=args.samples_per_prompt if isinstance(args, OnlineArgs) else 2,
     )  # fmt: skip

@@ -202,7 +202,7 @@ class OptimArgs:
     """maximum global norm of the gradient; a longer gradient is scaled down to it; 1e9: off"""
     activation_checkpointing: MayChange[bool | None] = None
     """recomputation of activations in the backward pass: far less memory, a third more compute;
-    default: on CUDA, true unless extras/plan predicts that the run fits without it"""
+    default: on CUDA, in the blocks whose activations do not fit by the prediction of extras/plan"""
     offload: MayChange[Literal["none", "optimizer", "all"]] = "none"
     """state in host memory. optimizer: Adam moments, copied to the GPU one parameter at a time;
     all: weights and gradients too, with the step on the host. Never changes the gradient"""

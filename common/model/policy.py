@@ -157,7 +157,7 @@ def load_policy(
             if model.images is None:  # the tower is only exported
                 tower.to(base_dtype(path))
         recomputed = args.activation_checkpointing if trainable else False
-        # By default on CUDA, until `keep_activations_that_fit` (extras/plan) turns it off.
+        # By default on CUDA, until `keep_activations_that_fit` (extras/plan) keeps what fits.
         if device.type == "cuda" if recomputed is None else recomputed:
             hf.get_decoder().gradient_checkpointing_enable(dict(use_reentrant=False))
         model.train()  # activation checkpointing needs it, and there is no dropout

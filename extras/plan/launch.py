@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import NamedTuple
 
 from torch import nn
@@ -17,14 +18,15 @@ from common.rollout.weights import gathered_bytes
 from extras.plan.memory import (
     GIB,
     Bytes,
-    is_capped,
+    blocks_to_keep,
+    num_blocks,
     num_weights,
     total,
     training_peak,
 )
 
 # Shares of the published rates that are reached, and the band around the time that they give.
-TRAINING = 0.27  # of FLOP/s
+EAGER, COMPILED = 0.27, 0.38  # of FLOP/s: 271 and 378 of 989 TFLOP/s (docs/log.md)
 DECODING = 0.8  # of bandwidth
 BAND = (0.5, 2.0)
 MACHINE = 8  # GPUs of a planned machine
@@ -91,6 +93,7 @@ class Launch:
     prompt: float  # mean tokens of a prompt; without sampling, of a sequence
     each: int  # sequences of a row
     trained_share: float = 1.0  # of the sequences
+    own_forwards: float = 0.0  # how often the trained model scores them before the update
 
     @property
     def samples(self) -> bool:
@@ -128,22 +131,19 @@ class Launch:
         return self.args.shard_ranks or whole
 
     @cached_property
-    def recompute(self) -> bool:
-        """Whether activations are recomputed: without the flag, if they would not fit."""
-        flag = self.args.activation_checkpointing
-        if flag is not None or not self.gpu.memory:
-            return bool(flag)
-        too_large = total(self.update_memory(False)) > USABLE * self.gpu.memory
-        return any(map(is_capped, [*self.trained, *self.frozen])) or too_large
+    def kept(self) -> list[int]:
+        """The number of blocks of each trained model that keep their activations."""
+        if not self.gpu.memory and self.args.activation_checkpointing is None:
+            return [num_blocks(model) for model in self.trained]
+        room = USABLE * self.gpu.memory - total(self.states)
+        return [blocks_to_keep(model, room, self.ranks, self.args) for model in self.trained]
 
-    def update_memory(self, recompute: bool) -> Bytes:
-        """Return the bytes on a training rank at the peak of an update, by use. Trained models are
-        updated one after the other, so that only one has activations."""
+    @property
+    def states(self) -> Bytes:
+        """The bytes on a training rank during an update, beside those of a micro-batch, by use."""
         args = self.args
         on_gpu = 0 if args.offload == "all" else 1 / self.ranks
         numbers = sum(num_weights(model, trained=True) for model in self.trained)
-        settings = self.ranks, args.pack_tokens, recompute
-        peaks = [training_peak(model, *settings) for model in self.trained]
         has_copy = self.samples and not self.rollout_ranks and not self.has_vllm
         return {
             "weights": sum(map(size_of, self.trained)) * on_gpu,
@@ -152,22 +152,28 @@ class Launch:
             "Adam": 8 * numbers / self.ranks if args.offload == "none" else 0,
             "gradients": 4 * numbers * on_gpu,
             "engine": self.engine_weights if has_copy else 0,
-        } | max(peaks, key=total)
+        }
+
+    @property
+    def update_memory(self) -> Bytes:
+        """The bytes on a training rank at the peak of an update, by use. Trained models are updated
+        one after the other, so that only one has activations."""
+        settings = repeat(self.ranks), repeat(self.args.pack_tokens), self.kept
+        return self.states | max(map(training_peak, self.trained, *settings), key=total)
 
     @cached_property
     def memory(self) -> Bytes:
         """The bytes on a training rank at the peak of a step, by use: the larger peak of the update
         and, with a colocated engine, of sampling."""
-        update = self.update_memory(self.recompute)
         if not self.has_vllm or self.rollout_ranks:
-            return update
-        return max(update, self.sampling | dict(engine=self.engine), key=total)
+            return self.update_memory
+        return max(self.update_memory, self.sampling | dict(engine=self.engine), key=total)
 
     @property
     def sampling(self) -> Bytes:
         """The bytes on a training rank beside a colocated engine, by use."""
-        update, policy = self.update_memory(self.recompute), self.trained[0]
-        sampling = {name: update[name] for name in ("weights", "frozen models", "Adam")}
+        sampling = {name: self.states[name] for name in ("weights", "frozen models", "Adam")}
+        policy = self.trained[0]
         return sampling | {"gathered weights": gathered_bytes(policy.hf, policy.compute_dtype)}
 
     def describe_memory(self) -> str:
@@ -229,12 +235,22 @@ class Launch:
 
     # ---- time ----
 
+    @property
+    def training(self) -> float:
+        """The share of the GPU's FLOP/s that training reaches."""
+        return EAGER if self.args.compile is False else COMPILED
+
     def seconds(self) -> dict[str, float]:
         """Return the time of each phase of a step, all completions at full length."""
-        tokens = self.sequences * self.length / self.trainers / (TRAINING * self.gpu.flops)
+        tokens = self.sequences * self.length / self.trainers / (self.training * self.gpu.flops)
         times = dict(rollout=self.rollout_seconds()) if self.has_vllm else {}
-        times["log-probs"] = tokens * sum(flops_per_token(m, self.length) for m in self.scorers)
-        trained = sum(flops_per_token(m, self.length) * self.passes(m) for m in self.trained)
+        own = self.own_forwards * flops_per_token(self.trained[0], self.length)
+        scored = own + sum(flops_per_token(m, self.length) for m in self.scorers)
+        times["log-probs"] = tokens * scored
+        trained = sum(
+            flops_per_token(model, self.length) * self.passes(model, kept)
+            for model, kept in zip(self.trained, self.kept, strict=True)
+        )
         epochs = self.args.epochs_per_rollout if self.samples else 1
         times["update"] = epochs * self.trained_share * tokens * trained
         return times
@@ -250,16 +266,17 @@ class Launch:
         rest = sum(phases.values()) - rollout
         return max(rollout, rest) if self.overlaps else rollout + rest
 
-    def passes(self, model: PackedModel) -> int:
-        """Return how many forwards forward and backward take: 2 if only adapters are trained."""
+    def passes(self, model: PackedModel, kept: int) -> float:
+        """Return how many forwards forward and backward take: 2 if only adapters are trained, and
+        the recomputation of all blocks but the `kept` ones."""
         is_whole = next(model.hf.parameters()).requires_grad
-        return (3 if is_whole else 2) + self.recompute
+        return (3 if is_whole else 2) + 1 - kept / num_blocks(model)
 
     def rollout_seconds(self) -> float:
         """Return the time in which an engine samples its share. A token of all running completions
         takes as long as reading the weights and the cache, half full, or as computing it."""
         policy = self.trained[0]
-        rate = TRAINING * self.gpu.flops * self.args.tensor_parallel_size
+        rate = EAGER * self.gpu.flops * self.args.tensor_parallel_size  # not measured in vLLM
         prompts = self.args.rows_per_step * self.prompt / self.engines
         count = self.sequences / self.engines
         waves = math.ceil(count / self.running)

@@ -4,12 +4,15 @@ docs/memory.md explains the arithmetic; `bench/memory_plan.py` compares it with 
 a training step on fake tensors. launch.py adds what lies on a GPU already."""
 
 from collections.abc import Sequence
+from itertools import repeat
 
+import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.config.groups import TrainArgs
 from common.config.online import USABLE
-from common.model.flops import attention_shape, num_delta_nets
+from common.model.flops import attention_shape
 from common.model.loading import towers_of
 from common.model.logprobs import chunk_size
 from common.parallel import distributed
@@ -20,27 +23,47 @@ Bytes = dict[str, float]  # bytes by use
 
 
 def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> str:
-    """Turn activation checkpointing off if the activations fit beside all that is already on the
+    """Turn activation checkpointing off for as many blocks as fit beside all that is already on the
     GPU, unless the flag is given. Return a line about memory. Call it when models and optimizers
     are loaded and a colocated engine sleeps. Collective."""
     ranks = next(trained[0].parameters()).device_mesh.size(-1)  # (shards,) or (copies, shards)
     used, capacity = distributed.used_memory(trained[0].device)
     if args.offload != "all":
         used += 4 / ranks * sum(num_weights(model, trained=True) for model in trained)  # gradients
+    room = USABLE * capacity - used
+    recomputed = [num_blocks(model) - blocks_to_keep(model, room, ranks, args) for model in trained]
+    recomputed = distributed.all_max(torch.tensor(recomputed)).tolist()
+    kept = [num_blocks(model) - n for model, n in zip(trained, recomputed, strict=True)]
+    for model, count in zip(trained, kept, strict=True):
+        keep_activations(model, count)
+    peaks = map(training_peak, trained, repeat(ranks), repeat(args.pack_tokens), kept)
+    size = used + max(map(total, peaks))  # models are updated one after the other
+    blocks = f"{sum(kept)} of {sum(map(num_blocks, trained))} blocks"
+    memory = f"{size / GIB:.1f} GiB of {capacity / GIB:.1f}"
+    return f"memory per GPU, activations of {blocks} kept: {memory}"
 
-    def needed(recompute: bool) -> float:
-        peaks = (training_peak(model, ranks, args.pack_tokens, recompute) for model in trained)
-        return used + max(map(total, peaks))  # models are updated one after the other
 
-    recompute = args.activation_checkpointing
-    if recompute is None:
-        too_large = any(map(is_capped, trained)) or needed(recompute=False) > USABLE * capacity
-        recompute = bool(distributed.all_max(too_large))
-        for model in () if recompute else trained:
-            model.hf.gradient_checkpointing_disable()
-    kept = "recomputed" if recompute else "kept"
-    size = needed(recompute) / GIB
-    return f"memory per GPU, activations {kept}: {size:.1f} GiB of {capacity / GIB:.1f}"
+def blocks_to_keep(model: nn.Module, room: float, ranks: int, args: TrainArgs) -> int:
+    """Return the number of blocks whose activations are not recomputed: all or none by the flag,
+    else as many as fit in `room` bytes."""
+    count = num_blocks(model)
+    if args.activation_checkpointing is not None:
+        return 0 if args.activation_checkpointing else count
+    if is_capped(model):
+        return 0
+    has_switches = isinstance(model.hf.get_decoder().layers[0], GradientCheckpointingLayer)
+    choices = range(count + 1) if has_switches else (0, count)
+    peaks = {kept: total(training_peak(model, ranks, args.pack_tokens, kept)) for kept in choices}
+    return max((kept for kept, peak in peaks.items() if peak <= room), default=0)
+
+
+def keep_activations(model: nn.Module, count: int) -> None:
+    """Turn activation checkpointing off for the last `count` blocks. Their backward is the first:
+    when an earlier block is recomputed, their activations are gone."""
+    if count == num_blocks(model):
+        model.hf.gradient_checkpointing_disable()
+    for block in model.hf.get_decoder().layers[num_blocks(model) - count :]:
+        block.gradient_checkpointing = False
 
 
 def is_capped(model: nn.Module) -> bool:
@@ -48,21 +71,23 @@ def is_capped(model: nn.Module) -> bool:
     return getattr(model.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def training_peak(model: nn.Module, ranks: int, pack_tokens: int, recompute: bool) -> Bytes:
-    """Return the memory of one micro-batch of a model that is sharded over `ranks`, beside weights,
-    gradients and Adam's moments, at the largest of three times: the backward of the head, of a
-    block, and of the root, which FSDP holds until the end. A student also has a copy of its
-    teacher's head, which counts like its own."""
+def training_peak(model: nn.Module, ranks: int, pack_tokens: int, kept: int) -> Bytes:
+    """Return the memory of one micro-batch of a model that is sharded over `ranks` and keeps the
+    activations of the last `kept` blocks, beside weights, gradients and Adam's moments. It is that
+    of the largest of three times: the backward of the head, of a block, and of the root, which FSDP
+    holds until the end. A student also has a copy of its teacher's head, which counts like its
+    own."""
     size = model.compute_dtype.itemsize
     config = model.hf.config.get_text_config()
-    blocks = model.hf.get_decoder().layers
     block, root = block_and_root(model)
     block_trained, root_trained = block_and_root(model, trained=True)
-    kept = kept_by_blocks(model)
-    inputs = len(blocks) * size * config.hidden_size if recompute else sum(kept)
+    of_blocks = kept_by_blocks(model)
+    recomputed = len(of_blocks) - kept
+    inputs = recomputed * size * config.hidden_size
+    saved = inputs + sum(of_blocks[recomputed:])
+    again = inputs + max(of_blocks[:recomputed], default=0)  # the blocks behind it are done
     last = (4 + 2 * size) * config.hidden_size  # the last norm and the head
     of_tower = 0 if model.images is None else size * model.images.kept_numbers()
-    saved = (inputs + last + of_tower) * pack_tokens
     head = model.hf.get_output_embeddings()
     num_head = 0 if head is None else head.weight.numel()  # 0: a scalar head
     head_trained = num_head if root_trained else 0
@@ -75,12 +100,12 @@ def training_peak(model: nn.Module, ranks: int, pack_tokens: int, recompute: boo
     of_head = max(2 * logits, 4 * head_trained + copies * logits)
     at_head = {
         "gathered weights": size * (root + block),
-        "activations": saved,
+        "activations": (saved + last + of_tower) * pack_tokens,
         "logits and head": of_head + size * num_head * model.distils,
     }
     at_block = {
         "gathered weights": size * (root + 2 * block),
-        "activations": saved + max(kept) * pack_tokens * recompute,
+        "activations": (max(saved, again) + last + of_tower) * pack_tokens,
         "gradients in reduction": size * head_trained + (size + 4) * block_trained,
     }
     # From the compute dtype to float32, and from there to shards.
@@ -108,9 +133,9 @@ def kept_by_blocks(model: nn.Module) -> list[float]:
     normed = 2 * config.hidden_size + (queries + keys) * has_norms
     attention = size * (2 * queries + 2 * keys)
     others = size * (config.hidden_size * (1 + copies) + 4 * inner) + (4 + size) * normed
-    delta_nets = num_delta_nets(config)  # in place of attention
-    kept = [attention + others] * (config.num_hidden_layers - delta_nets)
-    return kept + [4 * getattr(model.hf, "kept_by_delta_net", 0) + others] * delta_nets
+    delta_net = 4 * getattr(model.hf, "kept_by_delta_net", 0)  # in place of attention
+    kinds = getattr(config, "layer_types", None) or [""] * len(blocks)
+    return [others + (delta_net if kind == "linear_attention" else attention) for kind in kinds]
 
 
 def block_and_root(model: nn.Module, trained: bool = False) -> tuple[int, int]:
@@ -120,6 +145,10 @@ def block_and_root(model: nn.Module, trained: bool = False) -> tuple[int, int]:
     towers = towers_of(model.hf) if model.images is None else []
     apart = sum(blocks) + sum(num_weights(tower, trained) for tower in towers)
     return max(blocks), num_weights(model, trained) - apart
+
+
+def num_blocks(model: nn.Module) -> int:
+    return len(model.hf.get_decoder().layers)
 
 
 def num_weights(module: nn.Module, trained: bool = False) -> int:

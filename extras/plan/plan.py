@@ -21,8 +21,8 @@ from common.packs.sample import Completion, Sample
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.train.overview import num_steps, repetitions
-from extras.plan.launch import BAND, DECODING, GPUS, MACHINE, TRAINING, Gpu, Launch
-from extras.plan.memory import GIB
+from extras.plan.launch import BAND, DECODING, GPUS, MACHINE, Gpu, Launch
+from extras.plan.memory import GIB, num_blocks
 
 META = torch.device("meta")
 # Columns with an answer; the first one that a row has is used.
@@ -32,7 +32,7 @@ ANSWERS = ("answer", "solution", "completion", "canonical_solution", "code", "ou
 def dry_run(
     args: TrainArgs, path: str | None, tokenizer, data, held_out: Sized,
     rewards: Rewards | None = None, frozen: Sequence[str] = (), *, value_path: str | None = None,
-    kind: type[Policy] = Policy, moving: bool = False, own_forwards: int = 0,
+    kind: type[Policy] = Policy, moving: bool = False, own_forwards: float = 0,
     trained_share: float = 1.0, counts: Counter | None = None,
 ) -> None:  # fmt: skip
     """Print the first row of the run, the rewards of ten rows and the plan.
@@ -40,8 +40,8 @@ def dry_run(
     `data`: the samples, or the prompts of a script with `rewards`; `counts`: dropped rows by
     reason. `path`: the trained policy, of this `kind`; `value_path`: the trained scalar model;
     `frozen`: policies in memory, in float32 if they are `moving`, which score the sequences of a
-    step once. `own_forwards`: how often a step runs trained models without a gradient;
-    `trained_share`: the share of its sequences that are trained.
+    step once. `own_forwards`: how often a step runs trained models on all of them without a
+    gradient; `trained_share`: the share of its sequences that are trained.
 
     Collective. Raises `ValueError` if the run does not fit, or a model is not supported, and
     `RunError` if rewards cannot be computed."""
@@ -59,11 +59,11 @@ def dry_run(
     samples = [*chain.from_iterable(groups)]
     launch = Launch(
         args, gpus, gpu, machine, trained, others,
-        scorers=[trained[0]] * own_forwards + others,
+        scorers=others,
         prompt=sum(len(sample.ids) for sample in samples) / len(samples),
         each=(args.samples_per_prompt if isinstance(args, OnlineArgs)
               else math.ceil(len(samples) / len(groups))),
-        trained_share=trained_share,
+        trained_share=trained_share, own_forwards=own_forwards,
     )  # fmt: skip
     lines += [*repetitions(args, data), *describe_memory(launch)]
     problem = launch.problem() if gpu.memory else None
@@ -179,8 +179,8 @@ def describe_memory(launch: Launch) -> Iterator[str]:
     updates = args.updates_per_rollout if launch.samples else 1
     size = f"{args.rows_per_step} rows x {launch.each} = {launch.sequences} sequences, {tokens}"
     yield f"step: {size}; training ranks: {launch.trainers}; optimizer steps: {updates}"
-    recomputed = "recomputed" if launch.recompute else "kept"
-    yield f"memory of a training rank: {launch.describe_memory()}; activations {recomputed}"
+    blocks = f"{sum(launch.kept)} of {sum(map(num_blocks, launch.trained))} blocks"
+    yield f"memory of a training rank: {launch.describe_memory()}; activations of {blocks} kept"
     if launch.has_vllm and launch.gpu.memory:
         cache = max(0.0, launch.engine - launch.engine_weights)
         parts = f"weights {launch.engine_weights / GIB:.1f}, cache at most {cache / GIB:.1f}"
@@ -204,7 +204,7 @@ def describe_time(launch: Launch, name: str, steps: int) -> Iterator[str]:
     hours = band(steps * step * launch.gpus / 3600)
     others = "without start, evaluations and checkpoints"
     yield f"time of the run: {span(steps * step)}, {hours} GPU-hours: {steps} steps, {others}"
-    rates = f"training at {TRAINING:.0%} of {gpu.flops / 1e12:g} TFLOP/s"
+    rates = f"training at {launch.training:.0%} of {gpu.flops / 1e12:g} TFLOP/s"
     if launch.samples:
         rates += f", decoding at {DECODING:.0%} of {gpu.bandwidth / 1e9:,.0f} GB/s, all"
         rates += f" completions of {launch.new:,} tokens"

@@ -25,7 +25,7 @@ from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
 from extras.plan.launch import GPUS, Gpu, Launch, bytes_in_cache, flops_per_token
-from extras.plan.memory import GIB, num_weights, total
+from extras.plan.memory import GIB, num_blocks, num_weights, total
 from extras.plan.plan import build, describe_memory, gpus_of
 
 SETTINGS = dict(dtype="bfloat16", prompts_per_step=64, samples_per_prompt=8, pack_tokens=20_000)
@@ -175,26 +175,30 @@ def test_activations_are_planned_as_a_run_chooses_them():
     memory is not predicted."""
     policy, capped = model(), model()
     capped.hf.config.attn_logit_softcapping = 50.0
-    kept = small_launch([policy], gpus=8, pack_tokens=8192, activation_checkpointing=False)
-    capacity = total(kept.memory) / USABLE
-    for flag, one, size, recomputed in (
-        (None, policy, capacity + 1, False), (None, policy, capacity - 1, True),
-        (None, policy, 0, False), (True, policy, capacity + 1, True),
-        (False, policy, capacity - 1, False), (None, capped, capacity + 1, True),
+    all_kept = small_launch([policy], gpus=8, pack_tokens=8192, activation_checkpointing=False)
+    capacity = total(all_kept.memory) / USABLE
+    for flag, one, size, kept in (
+        (None, policy, capacity + 1, 3), (None, policy, capacity - 1, 2), (None, policy, 1, 0),
+        (None, policy, 0, 3), (True, policy, capacity + 1, 0), (False, policy, capacity - 1, 3),
+        (None, capped, capacity + 1, 0),
     ):  # fmt: skip
         flags = dict(gpus=8, memory=size, pack_tokens=8192, activation_checkpointing=flag)
-        assert small_launch([one], **flags).recompute == recomputed
+        assert small_launch([one], **flags).kept == [kept]
 
 
 def test_a_step_needs_the_larger_of_update_and_sampling(folders):
-    """A colocated engine shares the GPU with weights and Adam, not with gradients. That of
-    transformers stays: it counts as a copy of the policy."""
+    """A colocated engine shares the GPU with weights and Adam, not with gradients, and takes all
+    that they leave. That of transformers stays: it counts as a copy of the policy."""
     launch = launch_of(folders["1.7B"], pack_tokens=4096)
-    update, sampling = launch.update_memory(launch.recompute), launch.memory
+    update, sampling = launch.update_memory, launch.memory
+    assert total(sampling) == pytest.approx(USABLE * launch.gpu.memory)
+    assert launch.problem() is None
     assert sampling["engine"] == launch.engine and "gradients" not in sampling
     assert [sampling[name] for name in ("weights", "Adam")] == [update["weights"], update["Adam"]]
     small = replace(launch, args=replace(launch.args, engine_args=("gpu_memory_utilization=0.01",)))
     assert small.memory == update
+    full = replace(launch, gpu=Gpu(total(sampling | dict(engine=0)) / USABLE))
+    assert full.engine == 0 and full.problem().startswith("needs ")
     assert not launch_of(folders["1.7B"], rollout_ranks=4).memory["engine"]
     copy = launch_of(folders["1.7B"], engine="transformers")
     assert copy.memory["engine"] == 2 * num_weights(copy.trained[0])
@@ -211,7 +215,7 @@ def test_models_beside_the_policy_are_counted(folders):
     trained, others = build(args, path, path, [path])
     launch = Launch(args, 8, GPUS["H100"], 8, trained, others, [], 100, 8)
     assert len(trained) == 2 and not others
-    assert launch.passes(trained[0]) == 2 + launch.recompute
+    assert launch.passes(trained[0], kept=7) == 2 + 1 - 7 / num_blocks(trained[0])
 
 
 def test_models_are_sharded_over_a_machine(folders):
@@ -273,9 +277,11 @@ def test_times_by_hand(folders):
     launch = launch_of(folders["8B"], max_new_tokens=16_300, activation_checkpointing=False)
     (model,) = launch.trained
     forward = 64 * 8 * 16_384 / 8 * flops_per_token(model, 16_384) / (0.27 * 989e12)
-    scored = replace(launch, scorers=[model, model]).seconds()
-    assert scored["log-probs"] == pytest.approx(2 * forward)
+    scored = replace(launch, scorers=[model, model], own_forwards=0.5).seconds()
+    assert scored["log-probs"] == pytest.approx(2.5 * forward)
     assert scored["update"] == pytest.approx(3 * forward)
+    compiled = replace(launch, args=replace(launch.args, compile=True)).seconds()
+    assert compiled["update"] == pytest.approx(3 * forward * 0.27 / 0.38)
     args = replace(launch.args, epochs_per_rollout=4)
     assert replace(launch, args=args, trained_share=0.25).seconds() == launch.seconds()
     token = launch.engine_weights + 64 / 4 * launch.cached(84 + 8150)  # in four waves of at most 19
