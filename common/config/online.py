@@ -28,8 +28,8 @@ from common.config.groups import CHAT, BaseArgs, EvalSampleArgs, PrefixArgs, Tra
 # Requests that an engine runs at the same time. Their float32 logits (156 MB for 151,936 tokens)
 # exist several times.
 SLOTS = 256
-# Shares of a GPU's memory: CUDA graphs and the allocator's pools are not predicted; the default for
-# an engine on a rank that only samples.
+# Shares of a GPU's memory: what is predicted may take the first, because CUDA graphs and the
+# allocator's pools are not; an engine on a rank that only samples takes the second.
 USABLE = 0.92
 ALONE = 0.9
 # Default of --max_logprob_difference by compute dtype.

@@ -16,6 +16,7 @@ from common.packs.packing import pack_groups
 from common.packs.sample import Sample
 from extras.plan.memory import (
     GIB,
+    blocks_to_keep,
     keep_activations,
     keep_activations_that_fit,
     num_blocks,
@@ -60,6 +61,15 @@ def test_only_blocks_that_do_not_fit_are_recomputed(device, monkeypatch):
         assert switches(policy) == [True] * (count - kept) + [False] * kept
         assert line.startswith(f"memory per GPU, activations of {kept} of {count} blocks kept: ")
         assert line.endswith(f"GiB of {capacity / GIB:.1f}")
+
+
+def test_blocks_without_a_switch_of_their_own_are_all_kept_or_none(device, monkeypatch):
+    policy = load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
+    count, args = num_blocks(policy), TrainArgs()
+    room = total(training_peak(policy, 1, args.pack_tokens, count))
+    assert [blocks_to_keep(policy, room - less, 1, args) for less in (0, 1)] == [count, count - 1]
+    monkeypatch.setattr("extras.plan.memory.GradientCheckpointingLayer", torch.nn.Embedding)
+    assert [blocks_to_keep(policy, room - less, 1, args) for less in (0, 1)] == [count, 0]
 
 
 LEAST = """
