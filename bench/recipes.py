@@ -44,7 +44,7 @@ def launch_of(recipe: str, folders: dict[str, str]) -> tuple[str, Launch]:
     gpus, script = int(command[1]), importlib.import_module(command[2])
     kind, _ = RECIPES[recipe]
     args = script.Args(**read_file(script.Args, str(path)), dry_run=f"{gpus}x{kind}")
-    args = replace(args, dtype="bfloat16")
+    args = replace(args, dtype="bfloat16", compile=True)  # the defaults on CUDA
     policy = folders[args.model]
     frozen = [folders[teacher] for teacher in getattr(args, "teacher", ())]
     own_forwards = 0

@@ -247,10 +247,7 @@ class Launch:
         own = self.own_forwards * flops_per_token(self.trained[0], self.length)
         scored = own + sum(flops_per_token(m, self.length) for m in self.scorers)
         times["log-probs"] = tokens * scored
-        trained = sum(
-            flops_per_token(model, self.length) * self.passes(model, kept)
-            for model, kept in zip(self.trained, self.kept, strict=True)
-        )
+        trained = sum(flops_per_token(m, self.length) * self.passes(m) for m in self.trained)
         epochs = self.args.epochs_per_rollout if self.samples else 1
         times["update"] = epochs * self.trained_share * tokens * trained
         return times
@@ -266,10 +263,11 @@ class Launch:
         rest = sum(phases.values()) - rollout
         return max(rollout, rest) if self.overlaps else rollout + rest
 
-    def passes(self, model: PackedModel, kept: int) -> float:
+    def passes(self, model: PackedModel) -> float:
         """Return how many forwards forward and backward take: 2 if only adapters are trained, and
-        the recomputation of all blocks but the `kept` ones."""
+        a part for the blocks that are recomputed."""
         is_whole = next(model.hf.parameters()).requires_grad
+        kept = self.kept[self.trained.index(model)]
         return (3 if is_whole else 2) + 1 - kept / num_blocks(model)
 
     def rollout_seconds(self) -> float:
