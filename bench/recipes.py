@@ -52,7 +52,8 @@ def launch_of(recipe: str, folders: dict[str, str]) -> tuple[str, Launch]:
         rewards = (f"model:{folders[name]}" if name in folders else name for name in args.reward)
         args = replace(args, reward=tuple(rewards))
         frozen += [policy] if getattr(args, "beta", 0) else []
-        own_forwards = 1 - 1 / args.minibatches  # grpo.py
+        # The KL in the rewards of rloo.py reads all old log-probs.
+        own_forwards = 1 if command[2] == "rloo" else 1 - 1 / args.minibatches
     paths = (None, policy) if script.__name__ == "rm" else (policy, None)
     trained, others = build(args, *paths, frozen, kind=getattr(script, "Student", Policy))
     return command[0], Launch(

@@ -279,8 +279,10 @@ def test_times_by_hand(folders):
     launch = launch_of(folders["8B"], **flags)
     (model,) = launch.trained
     forward = 64 * 8 * 16_384 / 8 * flops_per_token(model, 16_384) / (0.27 * 989e12)
-    scored = replace(launch, scorers=[model, model], own_forwards=0.5).seconds()
-    assert scored["log-probs"] == pytest.approx(2.5 * forward)
+    scored = replace(launch, scorers=[model, model]).seconds()
+    assert scored["log-probs"] == pytest.approx(2 * forward)
+    half = replace(launch, own_forwards=0.5).seconds()
+    assert half["log-probs"] == pytest.approx(forward / 2)
     assert scored["update"] == pytest.approx(3 * forward)
     compiled = replace(launch, args=replace(launch.args, compile=True)).seconds()
     assert compiled["update"] == pytest.approx(3 * forward * 0.27 / 0.38)
