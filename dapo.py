@@ -210,7 +210,6 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
-    needs_old = args.updates_per_rollout > 1
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
@@ -218,7 +217,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         frozen = [path] * args.log_kl
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
-                       own_forwards=needs_old)  # fmt: skip
+                       own_forwards=1 - 1 / args.minibatches)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
@@ -247,7 +246,7 @@ def main(args: Args) -> None:
         kept = drawn.kept
 
         # ---- 2. advantages; pack: kept completions move to the ranks that train on them ----
-        advantages_BG = advantages(drawn.rewards_BG)[kept]
+        advantages_BG = advantages(drawn.rewards_BG)[kept].to(device)
         positions = [position for position, i in enumerate(kept) if i in groups]  # this rank's
         own = [i for i in kept if i in groups]
         kept_groups = without_unscored([groups[i] for i in own], drawn.scores_BG[own])
@@ -258,9 +257,10 @@ def main(args: Args) -> None:
             kept_groups, positions, count, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
-        old = policy if checks_engine or needs_old else None  # None: the update computes them
         with meter.time("logprobs"):
-            minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
+            minibatches = with_logprobs(
+                minibatches, args.temperature, old=policy, ref=reference, old_of_first=checks_engine
+            )
         if checks_engine:
             require_agreement(minibatches, step, args, device)
 
@@ -272,11 +272,10 @@ def main(args: Args) -> None:
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    old_logprobs_T = mb.old_logprobs_T
-                    if old_logprobs_T is None:  # on policy
-                        old_logprobs_T = logprobs_T.detach()
+                    if mb.old_logprobs_T is None:  # the first minibatch, before any update
+                        mb.old_logprobs_T = logprobs_T.detach()
                     share_T, logged = loss(
-                        logprobs_T, old_logprobs_T, mb.rollout_logprobs_T,
+                        logprobs_T, mb.old_logprobs_T, mb.rollout_logprobs_T,
                         mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
                         tokens, args,
                     )  # fmt: skip
@@ -286,7 +285,7 @@ def main(args: Args) -> None:
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
-                    measure_mismatch(meter, old_logprobs_T, mb)
+                    measure_mismatch(meter, mb.old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
@@ -299,7 +298,7 @@ def main(args: Args) -> None:
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         shown_BG = torch.zeros(drawn.rewards_BG.shape, dtype=torch.float64)
-        shown_BG[kept] = advantages_BG  # samples.jsonl has all groups that were drawn
+        shown_BG[kept] = advantages_BG.cpu()  # samples.jsonl has all groups that were drawn
         positions = list(groups)
         run.show_samples(
             step + 1, list(groups.values()), positions, drawn.scores_BG[positions],

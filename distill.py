@@ -84,7 +84,7 @@ SAMPLED = Needs(estimator="sampled")
 
 
 def loss(
-    comparison: Comparison, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor | None,
+    comparison: Comparison, old_logprobs_T: Tensor | None, rollout_logprobs_T: Tensor | None,
     mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of L, a mean over the `tokens` of the *global* minibatch, and
@@ -343,10 +343,9 @@ def main(args: Args) -> None:
             share = positions_of_share(len(from_data))
             written = pack_by_teacher(from_data, share, teachers, meter, args, device)
         checks_engine = num_sampled > 0 and run.checks_engine(step)
-        with meter.time("logprobs"):  # without them, the update's own are the old ones
-            needs_old = checks_engine or args.updates_per_rollout > 1
-            old = policy if num_sampled and needs_old else None
-            sampled = {k: with_logprobs(x, args.temperature, old=old) for k, x in sampled.items()}
+        with meter.time("logprobs"):
+            old = dict(old=policy if num_sampled else None, old_of_first=checks_engine)
+            sampled = {k: with_logprobs(x, args.temperature, **old) for k, x in sampled.items()}
         if checks_engine:
             require_agreement([*chain(*sampled.values())], step, args, device)
 
@@ -361,21 +360,20 @@ def main(args: Args) -> None:
                     comparison = policy.distill(
                         mb, teacher.teach(mb), compare_with, args.top_k, args.temperature
                     )
-                    old_logprobs_T = mb.old_logprobs_T
-                    if old_logprobs_T is None:  # on policy
-                        old_logprobs_T = comparison.logprobs_T.detach()
+                    is_sampled = mb.rollout_logprobs_T is not None
+                    if is_sampled and mb.old_logprobs_T is None:  # no update yet
+                        mb.old_logprobs_T = comparison.logprobs_T.detach()
                     share_T, logged = loss(
-                        comparison, old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T,
+                        comparison, mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T,
                         mb.sequence_ids_T, tokens, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
-                    is_sampled = mb.rollout_logprobs_T is not None
                     prefix = "" if is_sampled else "data/"
                     meter.tokens(mb, logged | compared(comparison, prefix), share_T)
                     if is_sampled:
-                        measure_mismatch(meter, old_logprobs_T, mb)
+                        measure_mismatch(meter, mb.old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks

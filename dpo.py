@@ -173,7 +173,7 @@ def evaluate(
     meter = Meter()
     share = [pairs[i] for i in distributed.share_of(indices)]
     for mb in pack_groups(share, args.pack_tokens, device, policy.share_prefix):
-        forward(policy, mb, ref_logps_B2[indices], args, meter, "eval_")
+        forward(policy, mb, ref_logps_B2, args, meter, "eval_")
     return meter
 
 
@@ -221,12 +221,13 @@ def main(args: Args) -> None:
         drawn = order.draw(args.batch_size)
         batch = [pairs[i] for i in drawn[rank::world_size]]
         micro_batches = pack_groups(batch, args.pack_tokens, device, policy.share_prefix)
+        ref_logps_B2 = ref_logps_R2[drawn].to(device)
 
         # ---- 2. update: one optimizer step; the loss is a mean over the pairs of all ranks ----
         with meter.time("train"):
             batch_loss = torch.zeros((), device=device)
             for mb in micro_batches:
-                mb_loss = forward(policy, mb, ref_logps_R2[drawn], args, meter) / args.batch_size
+                mb_loss = forward(policy, mb, ref_logps_B2, args, meter) / args.batch_size
                 # FSDP averages gradients over ranks; undo that.
                 (mb_loss * world_size).backward()
                 batch_loss += mb_loss.detach()
@@ -239,7 +240,7 @@ def main(args: Args) -> None:
             metrics |= evaluate_sets(
                 eval_pairs,
                 lambda indices: evaluate(
-                    policy, eval_pairs, indices, eval_ref_logps_R2, args, device
+                    policy, eval_pairs, indices, eval_ref_logps_R2[indices].to(device), args, device
                 ),
             )
             if generation:

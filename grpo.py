@@ -155,7 +155,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """source of pi_old. trainer: a forward pass before the updates; engine: its log-probs"""
+    """source of pi_old. trainer: forwards before the first update; engine: its log-probs"""
 
     def __post_init__(self) -> None:
         if self.loss in BY_COMPLETION and self.reduction not in ("sequence", "sequence_sum"):
@@ -195,7 +195,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
-    needs_old = args.updates_per_rollout > 1 and args.old_logprobs == "trainer"
+    needs_old = args.old_logprobs == "trainer"
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
@@ -203,7 +203,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
-                       own_forwards=needs_old)  # fmt: skip
+                       own_forwards=needs_old * (1 - 1 / args.minibatches))  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
@@ -235,7 +235,7 @@ def main(args: Args) -> None:
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
         rewards_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
-        advantages_BG = ADVANTAGES[args.advantage](rewards_BG)
+        advantages_BG = ADVANTAGES[args.advantage](rewards_BG).to(device)
 
         # ---- 3. pack: completions move to the ranks that train on them; fixed log-probs ----
         trained = without_unscored(groups, rewards_PG)
@@ -243,9 +243,11 @@ def main(args: Args) -> None:
             trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
-        old = policy if checks_engine or needs_old else None  # None: the update computes them
+        old = policy if checks_engine or needs_old else None
         with meter.time("logprobs"):
-            minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
+            minibatches = with_logprobs(
+                minibatches, args.temperature, old=old, ref=reference, old_of_first=checks_engine
+            )
         if checks_engine:
             require_agreement(minibatches, step, args, device)
 
@@ -257,13 +259,11 @@ def main(args: Args) -> None:
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    old_logprobs_T = mb.old_logprobs_T
-                    if old_logprobs_T is None:  # no pass before the update computed them
-                        old_logprobs_T = logprobs_T.detach()
-                    if mb.old_logprobs_T is not None or args.updates_per_rollout == 1:
-                        measure_mismatch(meter, old_logprobs_T, mb)  # before any update
-                    if args.old_logprobs == "engine":
-                        old_logprobs_T = mb.rollout_logprobs_T
+                    if mb.old_logprobs_T is None and minibatch is minibatches[0]:  # no update yet
+                        mb.old_logprobs_T = logprobs_T.detach()
+                    if mb.old_logprobs_T is not None:
+                        measure_mismatch(meter, mb.old_logprobs_T, mb)
+                    old_logprobs_T = mb.old_logprobs_T if needs_old else mb.rollout_logprobs_T
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,

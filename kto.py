@@ -225,8 +225,8 @@ def forward(
     logged["loss"] = loss_N
     meter.rows(mb, logged, loss_N / args.batch_size, prefix)
     for name, side_N in (("chosen", desirable_N), ("rejected", ~desirable_N)):
-        meter.mean(f"{prefix}rewards/{name}", rewards_N[side_N].sum(), side_N.sum())
-        meter.mean(f"{prefix}logps/{name}", logps_N.detach()[side_N].sum(), side_N.sum())
+        meter.masked_mean(f"{prefix}rewards/{name}", rewards_N, side_N)
+        meter.masked_mean(f"{prefix}logps/{name}", logps_N, side_N)
     meter.tokens(mb, {f"{prefix}entropy": entropy_T})
     return loss_N.sum()
 
@@ -239,7 +239,7 @@ def pack_with_baseline(
     of all ranks are desirable, [B]; and the baseline z0. Collective."""
     completions = pack([group[0] for group in groups], args.pack_tokens, device)
     desirable_P = torch.tensor([completion.row["label"] for completion, *_ in groups])
-    desirable_B = distributed.gather_rows(desirable_P, positions_of_share(len(groups)))
+    desirable_B = distributed.gather_rows(desirable_P, positions_of_share(len(groups))).to(device)
     if args.loss == "apo_zero_unpaired":
         return completions, desirable_B, torch.zeros((), device=device)
     mismatches = pack([group[1] for group in groups], args.pack_tokens, device)
@@ -254,7 +254,7 @@ def evaluate(
     """Measure this rank's share of the held-out completions with these indices."""
     meter = Meter()
     share = [groups[i] for i in distributed.share_of(indices)]
-    ref_logps_B2 = ref_logps_B2[indices]
+    ref_logps_B2 = ref_logps_B2[indices].to(device)
     micro_batches, desirable_B, baseline = pack_with_baseline(
         policy, share, ref_logps_B2, args, device
     )
@@ -307,7 +307,7 @@ def main(args: Args) -> None:
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
         drawn = order.draw(args.batch_size)
         batch = [groups[i] for i in drawn[rank::world_size]]
-        ref_logps_B2 = ref_logps_R2[drawn]
+        ref_logps_B2 = ref_logps_R2[drawn].to(device)
         with meter.time("logprobs"):
             micro_batches, desirable_B, baseline = pack_with_baseline(
                 policy, batch, ref_logps_B2, args, device

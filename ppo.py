@@ -280,7 +280,7 @@ def main(args: Args) -> None:
             rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         scores_PG = rewards_PG + truncation_penalties(groups, args.missing_eos_penalty)
-        scores_BG = distributed.gather_rows(scores_PG, positions)
+        scores_BG = distributed.gather_rows(scores_PG, positions).to(device)
         if args.has_turns:
             for sample in chain(*(sample.sequences for sample in chain(*groups))):
                 sample.streams["turn_rewards"] = sample.rewards_before_last_turn()

@@ -219,7 +219,6 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
     measures_kl = needs_reference and args.kl_in != "loss"  # before the update
-    needs_old = measures_kl or args.updates_per_rollout > 1
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
@@ -227,7 +226,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
-                       own_forwards=needs_old)  # fmt: skip
+                       own_forwards=1 if measures_kl else 1 - 1 / args.minibatches)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
@@ -263,9 +262,11 @@ def main(args: Args) -> None:
             trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
-        old = policy if checks_engine or needs_old else None  # None: the update computes them
+        needs_all = checks_engine or measures_kl
         with meter.time("logprobs"):
-            minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
+            minibatches = with_logprobs(
+                minibatches, args.temperature, old=policy, ref=reference, old_of_first=needs_all
+            )
         if checks_engine:
             require_agreement(minibatches, step, args, device)
 
@@ -278,7 +279,7 @@ def main(args: Args) -> None:
                 kl = (mb.sequence_sums(sampled_kl(mb, args)) for mb in chain(*minibatches))
                 kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
                 rewards_BG = rewards_BG - args.beta * kl_BG
-        minibatches = with_advantages(minibatches, rewards_BG, args)
+        minibatches = with_advantages(minibatches, rewards_BG.to(device), args)
 
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
@@ -288,11 +289,10 @@ def main(args: Args) -> None:
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    old_logprobs_T = mb.old_logprobs_T
-                    if old_logprobs_T is None:  # on policy
-                        old_logprobs_T = logprobs_T.detach()
+                    if mb.old_logprobs_T is None:  # the first minibatch, before any update
+                        mb.old_logprobs_T = logprobs_T.detach()
                     share_T, logged = loss(
-                        logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
+                        logprobs_T, mb.old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.advantages_T, mb.loss_mask_T, mb.sequence_ids_T, tokens,
                         sequences, args,
                     )  # fmt: skip
@@ -300,7 +300,7 @@ def main(args: Args) -> None:
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
-                    measure_mismatch(meter, old_logprobs_T, mb)
+                    measure_mismatch(meter, mb.old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks

@@ -108,7 +108,6 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
-    needs_old = needs_reference or args.updates_per_rollout > 1
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
@@ -116,7 +115,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
-                       own_forwards=needs_old)  # fmt: skip
+                       own_forwards=1 if needs_reference else 1 - 1 / args.minibatches)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
@@ -151,9 +150,11 @@ def main(args: Args) -> None:
             trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
-        old = policy if checks_engine or needs_old else None  # None: the update computes them
+        needs_all = checks_engine or needs_reference
         with meter.time("logprobs"):
-            minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
+            minibatches = with_logprobs(
+                minibatches, args.temperature, old=policy, ref=reference, old_of_first=needs_all
+            )
         if checks_engine:
             require_agreement(minibatches, step, args, device)
 
@@ -168,7 +169,7 @@ def main(args: Args) -> None:
                 kl.append(kl_N)
             kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
             rewards_BG = rewards_BG - args.beta * kl_BG
-        advantages_BG = advantages(rewards_BG)
+        advantages_BG = advantages(rewards_BG).to(device)
 
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
@@ -178,15 +179,14 @@ def main(args: Args) -> None:
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    old_logprobs_T = mb.old_logprobs_T
-                    if old_logprobs_T is None:  # on policy
-                        old_logprobs_T = logprobs_T.detach()
+                    if mb.old_logprobs_T is None:  # the first minibatch, before any update
+                        mb.old_logprobs_T = logprobs_T.detach()
                     weights_T = importance_weights(
-                        old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T, mb.sequence_ids_T,
-                        args.correction_form,
+                        mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T,
+                        mb.sequence_ids_T, args.correction_form,
                     )  # fmt: skip
                     share_N, logged = loss(
-                        mb.sequence_sums(logprobs_T), mb.sequence_sums(old_logprobs_T),
+                        mb.sequence_sums(logprobs_T), mb.sequence_sums(mb.old_logprobs_T),
                         weights_T[mb.ends_N], mb.select(advantages_BG), num_completions, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
@@ -194,7 +194,7 @@ def main(args: Args) -> None:
                     total_loss += share_N.detach().sum()
                     meter.rows(mb, logged, share_N)
                     meter.tokens(mb, {"entropy": entropy_T})
-                    measure_mismatch(meter, old_logprobs_T, mb)
+                    measure_mismatch(meter, mb.old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
 

@@ -167,7 +167,7 @@ def evaluate(
     """Measure this rank's share of the held-out pairs with these indices."""
     meter = Meter()
     share = [pairs[i] for i in distributed.share_of(indices)]
-    margins_B2 = gather_margins(share)
+    margins_B2 = gather_margins(share).to(device)
     for mb in pack_groups(share, args.pack_tokens, device, model.share_prefix):
         forward(model, mb, margins_B2, args, meter, "eval_")
     return meter
@@ -209,7 +209,7 @@ def main(args: Args) -> None:
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves pairs ----
         batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
         micro_batches = pack_groups(batch, args.pack_tokens, device, model.share_prefix)
-        margins_B2 = gather_margins(batch)
+        margins_B2 = gather_margins(batch).to(device)
 
         # ---- 2. update: one optimizer step; the loss is a mean over the pairs of all ranks ----
         with meter.time("train"):

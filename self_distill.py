@@ -71,9 +71,9 @@ def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
     """Move the teacher's logits to the places of the student's tokens. The masks mark the same
     tokens in the same order, in the teacher's pack and in the student's. Other places get equal
     logits."""
-    hidden_TD = teacher.hidden_TD.new_zeros(len(hinted_T), teacher.hidden_TD.shape[1])
-    hidden_TD[hinted_T] = teacher.hidden_TD[hinted_S]
-    return teacher._replace(hidden_TD=hidden_TD)
+    places_S = hinted_S.logical_not().argsort(stable=True)  # those of the hinted tokens first
+    moved_TD = teacher.hidden_TD[places_S[(hinted_T.cumsum(0) - 1).clamp(min=0)]]
+    return teacher._replace(hidden_TD=torch.where(hinted_T[:, None], moved_TD, 0))
 
 
 def loss(comparison: Comparison, mask_T: Tensor, tokens: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +15,27 @@ from common.packs.packing import PackedBatch
 from common.parallel import distributed
 
 
+class Clock(NamedTuple):
+    """Seconds between two times; on CUDA between two events. A stream reaches an event after the
+    work before it, or at once if it is idle, so that nothing waits here."""
+
+    start: float | torch.cuda.Event
+    end: float | torch.cuda.Event
+
+    def __float__(self) -> float:
+        if isinstance(self.start, float):
+            return self.end - self.start
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1000  # milliseconds
+
+
 class Meter:
     """Accumulator of metrics over the micro-batches and ranks of one step. The split of the batch
     does not change the global value, because sums and weights are added up before the division."""
 
     def __init__(self) -> None:
         self.entries: dict[tuple[str, str], list[tuple]] = defaultdict(list)  # by name and kind
-        self.started: dict[str, float] = {}
+        self.started: dict[str, float | torch.cuda.Event] = {}
         # The trace takes every micro-batch, with values of its tokens and of its samples or pairs.
         self.keep: Callable[[PackedBatch, dict, dict], None] | None = None
 
@@ -90,8 +105,8 @@ class Meter:
 
     def stop(self, name: str) -> None:
         """Add the seconds since `start` to `time/name`: the sum over a step, on the slowest
-        rank."""
-        self.entries[f"time/{name}", "time"].append((_now() - self.started.pop(name),))
+        rank. `reduce` reads the clock."""
+        self.entries[f"time/{name}", "time"].append((Clock(self.started.pop(name), _now()),))
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -161,14 +176,16 @@ def _value(kind: str, total: float, weight: float = 1.0, squares: float = 0.0) -
     return mean
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def _now() -> float | torch.cuda.Event:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _on_the_host(values: list[Tensor | float]) -> list[float]:
-    """Convert tensors to numbers. The GPU is waited for once."""
+def _on_the_host(values: list[Tensor | float | Clock]) -> list[float]:
+    """Convert tensors and clocks to numbers. The GPU is waited for once."""
     values = [x.detach() if isinstance(x, Tensor) else x for x in values]
     on_gpu = [x.double() for x in values if isinstance(x, Tensor) and x.is_cuda]
     arrived = iter(torch.stack(on_gpu).tolist() if on_gpu else ())

@@ -53,13 +53,17 @@ def require_length(model: PackedModel, longest: int) -> None:
 
 def with_logprobs(
     minibatches: Minibatches, temperature: float, *, old: nn.Module | None = None,
-    ref: nn.Module | None = None,
+    ref: nn.Module | None = None, old_of_first: bool = True,
 ) -> Minibatches:  # fmt: skip
     """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`
-    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`. Collective."""
-    for model, name in ((old, "old_logprobs_T"), (ref, "ref_logprobs_T")):
-        if model is not None:
-            minibatches = _with_stream(minibatches, name, model, temperature=temperature)
+    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`. The update may leave out
+    `old_of_first`, those of the first minibatch: its own forward gives them. Collective."""
+    if ref is not None:
+        minibatches = _with_stream(minibatches, "ref_logprobs_T", ref, temperature=temperature)
+    start = 0 if old_of_first else 1
+    if old is not None and (later := minibatches[start:]):
+        later = _with_stream(later, "old_logprobs_T", old, temperature=temperature)
+        minibatches = minibatches[:start] + later
     return minibatches
 
 

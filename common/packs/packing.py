@@ -3,7 +3,7 @@
 A rank reads or samples its share of a step. The sequences then travel to the ranks that train on
 them, so that all ranks have the same work (placement.py). A number that a sample got before, such
 as its advantage, is found by its index, which counts the samples of all ranks:
-`mb.select(advantages_BG)`.
+`mb.select(advantages_BG)`. Move such numbers to the device once, before the micro-batches.
 
 Tokens are shifted here, and in tokens.py if prefixes are shared. In a `Sample`, streams are
 aligned with `ids`: `x[i]` describes the token `ids[i]`. The packer makes inputs `ids[:-1]` and
@@ -30,6 +30,7 @@ from common.packs.tokens import (
     TokenSequence,
     compact_tokens,
     joined,
+    on_device,
     padding,
     received,
     sent,
@@ -62,11 +63,15 @@ class PackedBatch(ModelTokens):
     ):
         super().__init__(*tokens)
         self.loss_mask_T = loss_mask_T  # bool
-        self.index_N = index_N  # int64, on the host: index of each sample, over all ranks
+        self.index_N = index_N  # int64: index of each sample, over all ranks
         self.num_samples = len(index_N)  # N, or 0 with one sequence of padding
         self.datasets = datasets  # name of the data set of each sample
+        device = loss_mask_T.device
+        names = sorted({name for name in datasets if name is not None})
+        are_in = {name: torch.tensor([each == name for each in datasets]) for name in names}
+        self.is_in_N = {name: on_device(x_N, device) for name, x_N in are_in.items()}  # by data set
         numbers = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        self.sequence_ids_T = torch.from_numpy(numbers).to(loss_mask_T.device)  # int64, 0..N-1
+        self.sequence_ids_T = on_device(torch.from_numpy(numbers), device)  # int64, 0..N-1
         # Samples that this rank gave to the packer, by index. Other ranks may train on them.
         self.sent: dict[int, Sample] = {}
 
@@ -94,8 +99,9 @@ class PackedBatch(ModelTokens):
 
     def select(self, values: Tensor) -> Tensor:
         """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number
-        for each packed sample of all ranks, in any shape: [B, G] for groups of completions."""
-        return values.double().flatten()[self.index_N].to(self.loss_mask_T.device)
+        for each packed sample of all ranks, in any shape: [B, G] for groups of completions. If they
+        are on the host, each call copies them, and waits for the GPU."""
+        return values.to(self.index_N.device, torch.float64).flatten()[self.index_N]
 
     def on_tokens(self, values: Tensor) -> Tensor:
         """Return, on each token, the number of its sample: [T], float32; 0 on padding. `values` as
@@ -113,12 +119,8 @@ class PackedBatch(ModelTokens):
     @property
     def source_masks_T(self) -> dict[str, Tensor]:
         """Masks of the trained tokens of each named dataset, by `/name`: [T] each, bool."""
-        masks_T = {}
-        for name in sorted({name for name in self.datasets if name is not None}):
-            is_named_N = torch.tensor([dataset == name for dataset in self.datasets])
-            is_named_T = is_named_N.to(self.loss_mask_T.device)[self.sequence_ids_T]
-            masks_T[f"/{name}"] = self.loss_mask_T & is_named_T
-        return masks_T
+        trained_T, at_T = self.loss_mask_T, self.sequence_ids_T
+        return {f"/{name}": trained_T & is_in_N[at_T] for name, is_in_N in self.is_in_N.items()}
 
     @property
     def ends_N(self) -> Tensor:
@@ -202,9 +204,10 @@ def per_sample(
     """Gather one number for each sample of all ranks, by its index: the inverse of
     `PackedBatch.select`. Branches of a completion add up. `values` has [N] for each micro-batch;
     `shape` is [B, G] for groups. Float64, on the host. Collective."""
+    pairs = [(mb.index_N, x_N) for mb, x_N in zip(micro_batches, values, strict=True)]
+    index, numbers = (torch.cat(column).detach().cpu() for column in zip(*pairs, strict=True))
     out = torch.zeros(math.prod(shape), dtype=torch.float64)
-    for mb, values_N in zip(micro_batches, values, strict=True):
-        out.index_add_(0, mb.index_N, values_N.detach().double().cpu())
+    out.index_add_(0, index, numbers.double())
     return distributed.all_sum(out).reshape(shape)
 
 
@@ -332,7 +335,7 @@ def _micro_batch(
     streams_T = {f"{x}_T": joined([s.streams[x][1:] for s in sequences], device) for x in streams}
     batch = PackedBatch(
         ids_T, targets_T, position_ids_T, lengths, loss_mask_T=loss_mask_T,
-        index_N=torch.tensor([s.index for s in trained], dtype=torch.int64),
+        index_N=joined([np.array([s.index for s in trained], np.int64)], device),
         datasets=[s.dataset for s in trained],
     )  # fmt: skip
     for name in streams:

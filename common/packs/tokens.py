@@ -96,7 +96,12 @@ def padding(num_targets: int, streams: list[str]) -> TokenSequence:
 
 
 def joined(arrays: list[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays)).to(device)
+    return on_device(torch.from_numpy(np.concatenate(arrays)), device)
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host. From pinned memory the host does not wait until the GPU is idle."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 class ModelTokens:
@@ -120,7 +125,7 @@ class ModelTokens:
         self.position_ids_T = position_ids_T  # int64: the place of a token in its sequence
         self.lengths = lengths
         self.offsets = [0, *accumulate(lengths)]  # sequence n is [offsets[n], offsets[n + 1])
-        self.cu_seqlens_N1 = torch.tensor(self.offsets, dtype=torch.int32).to(ids_T.device)
+        self.cu_seqlens_N1 = on_device(torch.tensor(self.offsets, dtype=torch.int32), ids_T.device)
         self.max_seqlen = max(lengths)  # on the host, like `offsets`: no launch waits for the GPU
 
 
@@ -130,10 +135,10 @@ class Keys:
 
     def __init__(self, rows: list[Tensor], device: torch.device):
         """`rows`: positions of the keys of each sequence among the computed tokens."""
-        self.rows_K = torch.cat(rows).to(device)
+        self.rows_K = on_device(torch.cat(rows), device)
         self.lengths = [len(row) for row in rows]
-        self.cu_seqlens_N1 = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
-        self.cu_seqlens_N1 = self.cu_seqlens_N1.to(device)
+        offsets = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+        self.cu_seqlens_N1 = on_device(offsets, device)
         self.max_seqlen = max(self.lengths)
 
 
@@ -193,7 +198,7 @@ def compact_tokens(
         joined([s.ids[s.shared + 1 :] for s in sequences], device)[here],
         joined([np.arange(s.shared, s.num_targets) for s in sequences], device)[here],
         lengths,
-        rows_T=torch.cat(own_rows).to(device),
+        rows_T=on_device(torch.cat(own_rows), device),
         context_group=context_group,
     )
     if any(sequence.shared for sequence in sequences):
