@@ -6,27 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.packs.packing import PackedBatch
 from common.parallel import distributed
-
-
-class Clock(NamedTuple):
-    """Seconds between two times; on CUDA between two events. A stream reaches an event after the
-    work before it, or at once if it is idle, so that nothing waits here."""
-
-    start: float | torch.cuda.Event
-    end: float | torch.cuda.Event
-
-    def __float__(self) -> float:
-        if isinstance(self.start, float):
-            return self.end - self.start
-        self.end.synchronize()
-        return self.start.elapsed_time(self.end) / 1000  # milliseconds
 
 
 class Meter:
@@ -106,7 +91,7 @@ class Meter:
     def stop(self, name: str) -> None:
         """Add the seconds since `start` to `time/name`: the sum over a step, on the slowest
         rank. `reduce` reads the clock."""
-        self.entries[f"time/{name}", "time"].append((Clock(self.started.pop(name), _now()),))
+        self.entries[f"time/{name}", "time"].append(((self.started.pop(name), _now()),))
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -179,14 +164,23 @@ def _value(kind: str, total: float, weight: float = 1.0, squares: float = 0.0) -
 def _now() -> float | torch.cuda.Event:
     if not torch.cuda.is_available():
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
 
-def _on_the_host(values: list[Tensor | float | Clock]) -> list[float]:
+def _on_the_host(values: list[Tensor | float | tuple]) -> list[float]:
     """Convert tensors and clocks to numbers. The GPU is waited for once."""
     values = [x.detach() if isinstance(x, Tensor) else x for x in values]
     on_gpu = [x.double() for x in values if isinstance(x, Tensor) and x.is_cuda]
     arrived = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    return [next(arrived) if isinstance(x, Tensor) and x.is_cuda else float(x) for x in values]
+    return [next(arrived) if isinstance(x, Tensor) and x.is_cuda else _number(x) for x in values]
+
+
+def _number(x: Tensor | float | tuple) -> float:
+    """A clock is a pair of times, or of events. The GPU reaches one after the work before it."""
+    match x:
+        case (float(start), float(end)):
+            return end - start
+        case (start, end):
+            end.synchronize()
+            return start.elapsed_time(end) / 1000  # milliseconds
+    return float(x)

@@ -58,12 +58,11 @@ def with_logprobs(
     """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`
     of the policy `old`, `ref_logprobs_T` of the frozen model `ref`. The update may leave out
     `old_of_first`, those of the first minibatch: its own forward gives them. Collective."""
-    if ref is not None:
-        minibatches = _with_stream(minibatches, "ref_logprobs_T", ref, temperature=temperature)
     start = 0 if old_of_first else 1
-    if old is not None and (later := minibatches[start:]):
-        later = _with_stream(later, "old_logprobs_T", old, temperature=temperature)
-        minibatches = minibatches[:start] + later
+    for model, name, first in ((old, "old_logprobs_T", start), (ref, "ref_logprobs_T", 0)):
+        if model is not None:
+            rest = _with_stream(minibatches[first:], name, model, temperature=temperature)
+            minibatches = minibatches[:first] + rest
     return minibatches
 
 

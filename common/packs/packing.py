@@ -30,7 +30,6 @@ from common.packs.tokens import (
     TokenSequence,
     compact_tokens,
     joined,
-    on_device,
     padding,
     received,
     sent,
@@ -68,10 +67,9 @@ class PackedBatch(ModelTokens):
         self.datasets = datasets  # name of the data set of each sample
         device = loss_mask_T.device
         names = sorted({name for name in datasets if name is not None})
-        are_in = {name: torch.tensor([each == name for each in datasets]) for name in names}
-        self.is_in_N = {name: on_device(x_N, device) for name, x_N in are_in.items()}  # by data set
+        self.is_in_N = {x: joined([np.array([y == x for y in datasets])], device) for x in names}
         numbers = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        self.sequence_ids_T = on_device(torch.from_numpy(numbers), device)  # int64, 0..N-1
+        self.sequence_ids_T = joined([numbers], device)  # int64, 0..N-1
         # Samples that this rank gave to the packer, by index. Other ranks may train on them.
         self.sent: dict[int, Sample] = {}
 
@@ -99,8 +97,7 @@ class PackedBatch(ModelTokens):
 
     def select(self, values: Tensor) -> Tensor:
         """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number
-        for each packed sample of all ranks, in any shape: [B, G] for groups of completions. If they
-        are on the host, each call copies them, and waits for the GPU."""
+        for each packed sample of all ranks, in any shape: [B, G] for groups of completions."""
         return values.to(self.index_N.device, torch.float64).flatten()[self.index_N]
 
     def on_tokens(self, values: Tensor) -> Tensor:
@@ -206,8 +203,7 @@ def per_sample(
     `shape` is [B, G] for groups. Float64, on the host. Collective."""
     pairs = [(mb.index_N, x_N) for mb, x_N in zip(micro_batches, values, strict=True)]
     index, numbers = (torch.cat(column).detach().cpu() for column in zip(*pairs, strict=True))
-    out = torch.zeros(math.prod(shape), dtype=torch.float64)
-    out.index_add_(0, index, numbers.double())
+    out = torch.zeros(math.prod(shape), dtype=torch.float64).index_add(0, index, numbers.double())
     return distributed.all_sum(out).reshape(shape)
 
 

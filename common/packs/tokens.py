@@ -96,11 +96,8 @@ def padding(num_targets: int, streams: list[str]) -> TokenSequence:
 
 
 def joined(arrays: list[np.ndarray], device: torch.device) -> Tensor:
-    return on_device(torch.from_numpy(np.concatenate(arrays)), device)
-
-
-def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host. From pinned memory the host does not wait until the GPU is idle."""
+    x = torch.from_numpy(np.concatenate(arrays))
+    # The host waits for a copy from other memory than pinned, and so for the GPU.
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -125,7 +122,7 @@ class ModelTokens:
         self.position_ids_T = position_ids_T  # int64: the place of a token in its sequence
         self.lengths = lengths
         self.offsets = [0, *accumulate(lengths)]  # sequence n is [offsets[n], offsets[n + 1])
-        self.cu_seqlens_N1 = on_device(torch.tensor(self.offsets, dtype=torch.int32), ids_T.device)
+        self.cu_seqlens_N1 = joined([np.array(self.offsets, np.int32)], ids_T.device)
         self.max_seqlen = max(lengths)  # on the host, like `offsets`: no launch waits for the GPU
 
 
@@ -133,12 +130,11 @@ class Keys:
     """Keys that the queries of each sequence attend to: its prefix's and its own. A plain class,
     like `ModelTokens`."""
 
-    def __init__(self, rows: list[Tensor], device: torch.device):
+    def __init__(self, rows: list[np.ndarray], device: torch.device):
         """`rows`: positions of the keys of each sequence among the computed tokens."""
-        self.rows_K = on_device(torch.cat(rows), device)
+        self.rows_K = joined(rows, device)
         self.lengths = [len(row) for row in rows]
-        offsets = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
-        self.cu_seqlens_N1 = on_device(offsets, device)
+        self.cu_seqlens_N1 = joined([np.array([0, *accumulate(self.lengths)], np.int32)], device)
         self.max_seqlen = max(self.lengths)
 
 
@@ -182,15 +178,15 @@ def compact_tokens(
     if part * R > num_tokens:  # makes the parts equal
         sequences.append(padding(part * R - num_tokens, streams))
     lengths = [s.num_targets - s.shared for s in sequences]
-    rows: list[Tensor] = []  # positions of each sequence's tokens among the computed ones
+    rows: list[np.ndarray] = []  # positions of each sequence's tokens among the computed ones
     for sequence, (begin, end) in zip(
         sequences, pairwise(accumulate(lengths, initial=0)), strict=True
     ):
-        own = torch.arange(begin, end)
-        rows.append(torch.cat([rows[-1][: sequence.shared], own]) if sequence.shared else own)
+        own = np.arange(begin, end)
+        rows.append(np.concatenate([rows[-1][: sequence.shared], own]) if sequence.shared else own)
     rest = iter(rows)
     rows_of_groups = [[*islice(rest, len(group))] for group in groups]
-    own_rows = [*chain(*rows_of_groups[r::R])] or [torch.tensor([0])]  # padding takes any result
+    own_rows = [*chain(*rows_of_groups[r::R])] or [np.array([0])]  # padding takes any result
 
     here = slice(r * part, (r + 1) * part)
     tokens = CompactTokens(
@@ -198,7 +194,7 @@ def compact_tokens(
         joined([s.ids[s.shared + 1 :] for s in sequences], device)[here],
         joined([np.arange(s.shared, s.num_targets) for s in sequences], device)[here],
         lengths,
-        rows_T=on_device(torch.cat(own_rows), device),
+        rows_T=joined(own_rows, device),
         context_group=context_group,
     )
     if any(sequence.shared for sequence in sequences):
