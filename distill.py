@@ -290,7 +290,9 @@ def main(args: Args) -> None:
     rewards = Rewards(args, rows, tokenizer, device)
     if args.dry_run:
         frozen = [*folders.values()] if args.teacher_logprobs == "live" else []
-        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, kind=Student)
+        later = 1 - 1 / args.minibatches  # the first one's own forwards give its old log-probs
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, kind=Student,
+                       own_forwards=later * num_sampled / args.prompts_per_step)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards; the teachers are frozen ----
