@@ -7,7 +7,9 @@ from helpers import assert_close_metrics, assert_same_weights, metrics, write
 import bok
 import reinforce
 import rloo
+from common.model import scoring
 from common.rollout.transformers_engine import TransformersEngine
+from common.train.run import Run
 
 pytestmark = pytest.mark.slow
 
@@ -116,3 +118,36 @@ def test_weights_are_loaded_once_per_version(script, online, main, tmp_path, mon
     assert "engine/running" not in lines[0], "an evaluation"
     if script == "grpo":
         assert [line["engine/running"] for line in lines[1:]] == [24, 24]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "passes"),
+    [
+        ("grpo", ("--preset", "gspo"), [1]),
+        ("grpo", ("--preset", "dppo"), []),
+        ("dapo", (), [1]),
+        ("reinforce", ("--preset", "reinforce++_baseline"), [1, 2]),  # the reference reads all
+        ("reinforce", ("--preset", "reinforce++"), [2, 2]),  # the KL before the update, too
+        ("rloo", ("--beta", 0), [1]),
+    ],
+)
+def test_first_minibatch_needs_no_pass_before_its_update(
+    script, flags, passes, online, main, tmp_path, monkeypatch
+):
+    """Its own forward gives its old log-probs, also for the second epoch."""
+    made, forwards = [], scoring.forwards
+
+    def counted(model, micro_batches, **options):
+        made.append(len(micro_batches := [*micro_batches]))
+        return forwards(model, micro_batches, **options)
+
+    monkeypatch.setattr(scoring, "forwards", counted)
+    flags = (*online, *flags, "--minibatches", 2, "--epochs_per_rollout", 2, "--lr", 1e-3)
+    flags += ("--max_steps", 1)
+    main(script, *flags, "--output_dir", tmp_path / "whole")
+    assert made[:1] == [2]
+    made.clear()
+    monkeypatch.setattr(Run, "checks_engine", lambda *_: False)
+    main(script, *flags, "--output_dir", tmp_path / "part")
+    assert made == passes
+    assert_same_weights(tmp_path / "part", tmp_path / "whole")

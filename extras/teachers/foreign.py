@@ -45,8 +45,9 @@ class Spans:
         `reverse_kl_T` is its estimate log pi_old - log q, the others are None."""
         old_T = student.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
         span_T = (self.starts_T.long().cumsum(0) - 1).clamp(min=0)
-        sizes = span_T.bincount()
-        means = torch.zeros_like(sizes, dtype=old_T.dtype).index_add(0, span_T, old_T) / sizes
+        zeros_T = torch.zeros_like(old_T)  # room for every span, without a copy from the device
+        sizes = zeros_T.index_add(0, span_T, torch.ones_like(old_T)).clamp(min=1)
+        means = zeros_T.index_add(0, span_T, old_T) / sizes
         teacher_T = self.shares_T + (old_T - means[span_T])
         return Comparison(
             student.logprobs_T,
