@@ -128,8 +128,8 @@ def test_nothing_is_copied_between_forward_and_optimizer_step(
     if script in ("sft", "dpo", "kto", "rm"):
         named = [write_rows(tmp_path / f"{name}.jsonl", [dict(question="1 + 1 =", answer=name)] * 9)
                  for name in ("one", "two")]  # fmt: skip
-        data = named if script == "sft" else [pairs]
-        flags += ("--dataset", *data, "--batch_size", 4, "--eval_size", 1)
+        data = [f"{path}:1" for path in named] if script == "sft" else [pairs]
+        flags += ("--dataset", *data, "--batch_size", 4, "--eval_size", 2)
     else:
         flags += ("--reward", f"{reward_file}:digits", "--prompts_per_step", 4, "--eval_every", 0)
         flags += ("--samples_per_prompt", 3, "--max_new_tokens", 12)
