@@ -71,7 +71,8 @@ def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
     """Move the teacher's logits to the places of the student's tokens. The masks mark the same
     tokens in the same order, in the teacher's pack and in the student's. Other places get equal
     logits."""
-    places_S = hinted_S.logical_not().argsort(stable=True)  # those of the hinted tokens first
+    # Hinted tokens first. (To index by a mask, the host would wait for the GPU.)
+    places_S = hinted_S.logical_not().argsort(stable=True)
     moved_TD = teacher.hidden_TD[places_S[(hinted_T.cumsum(0) - 1).clamp(min=0)]]
     return teacher._replace(hidden_TD=torch.where(hinted_T[:, None], moved_TD, 0))
 
