@@ -57,7 +57,7 @@ from common.rollout.prompts import (
     say_not_named,
     show_first,
 )
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.encode import Encoder
 from common.text.rows import rows_of_split
 from common.text.tokenizer import load_tokenizer
@@ -295,9 +295,8 @@ def answers(
         if engine is None:
             engine = make_engine(path, args, task.tokenizer, task.device, trained=False)
         else:  # a process can have only one: it gets other weights
-            engine.load_weights(
-                whole_weights(load_policy(path, args, task.device, trainable=False), engine.dtype)
-            )
+            policy = load_policy(path, args, task.device, trainable=False)
+            sync_weights(engine, whole_weights(policy, engine.dtype))
         episodes = Episodes(engine, args)
         lines = completions_file.sample_completions(
             file, lines, task.prompts, episodes, task.rewards, args, args.prompts_per_step

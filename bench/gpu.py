@@ -52,7 +52,7 @@ from common.packs.packing import PackedBatch, pack
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.rollout.engines import make_engine
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 
@@ -280,7 +280,7 @@ def engine(flags, device, dtype) -> list[dict]:
         return result
 
     for n in range(1 + flags.rounds):
-        timed("sync", lambda: sampler.load_weights(whole_weights(policy, sampler.dtype)))
+        timed("sync", lambda: sync_weights(sampler, whole_weights(policy, sampler.dtype)))
         seeds = [n * flags.prompts + i for i in range(flags.prompts)]
         groups = timed("generate", lambda seeds=seeds: complete(sampler, prompts, 1, seeds, 1.0))
         tokens = sum(

@@ -44,7 +44,7 @@ from common.packs.packing import pack, pack_groups
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.rollout.engines import make_engine
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
@@ -291,7 +291,7 @@ def against_vllm(path: str, device: torch.device) -> float:
         policy.reshard()
         for parameter in policy.parameters():
             parameter.mul_(1.05)
-        engine.load_weights(whole_weights(policy, engine.dtype))
+        sync_weights(engine, whole_weights(policy, engine.dtype))
     groups = complete(engine, rows(), 2, list(range(len(LENGTHS))), 0.7)
     worst = 0.0
     for mb in pack([sample for group in groups for sample in group], 200, device):

@@ -16,7 +16,7 @@ from common.model.tiny import tiny_model
 from common.packs.sample import Completion
 from common.rollout.engine import Engine, Request
 from common.rollout.engines import make_engine
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 
 RANK_0_OF_1 = dict(
@@ -64,7 +64,7 @@ def policy(device) -> Policy:
 
 @pytest.fixture
 def synced(engine, policy) -> Engine:
-    engine.load_weights(whole_weights(policy, engine.dtype))
+    sync_weights(engine, whole_weights(policy, engine.dtype))
     return engine
 
 

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -36,6 +36,7 @@ from common.text.tokenizer import eos_token_ids
 
 # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
 SEED_SPACING = 1 << 16
+COMPARED = 32  # columns of each weight that a sync compares with the policy's
 
 
 @dataclass(eq=False)
@@ -184,6 +185,11 @@ class Engine:
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
         """Load all policy weights by name, and wake the engine. Requests in flight continue under
         the new weights. Collective with tensor parallelism."""
+        raise NotImplementedError
+
+    def held_weights(self) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
+        """Yield the name of each weight that can be compared with the policy's, the index of a
+        part in the whole weight, and a function that reads this part."""
         raise NotImplementedError
 
     def sleep(self) -> None:

@@ -28,7 +28,7 @@ from common.parallel import distributed, process
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, OnComplete, PromptRequest
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 
 # ---- messages over gloo ----
@@ -261,7 +261,7 @@ def _sample_until_end(
             if order is None:
                 return
             if order.weights:
-                engine.load_weights(_received(order, link, engine), order.version)
+                sync_weights(engine, _received(order, link, engine), order.version)
             for request in order.requests:
                 if request.number % len(distributed.rollout_ranks) == distributed.rank():
                     episodes.add(request)

@@ -22,7 +22,7 @@ from common.rollout.episodes import Episodes, OnComplete, PromptRequest
 from common.rollout.measure import trained_counts
 from common.rollout.prompts import Prompts
 from common.rollout.remote import RolloutRanks, is_own
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 
 
 def make_sampler(
@@ -160,7 +160,8 @@ class ColocatedEngine:
         from the weights after `step` steps. Release the engine's memory at the end. Collective."""
         with meter.time("sync"):
             if step != self.version or not self.engine.keeps_weights:
-                self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
+                weights = whole_weights(self.policy, self.engine.dtype)
+                sync_weights(self.engine, weights, step)
                 self.version = step
         with meter.time("rollout"):
             own = set(own_numbers)

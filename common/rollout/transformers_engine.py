@@ -1,13 +1,14 @@
 """Engine for machines without vLLM: `model.generate` on an unsharded replica."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from common.metrics.meter import Meter
 from common.model.loading import open_model
-from common.rollout.engine import Engine, Request, SampledTurn
+from common.rollout.engine import COMPARED, Engine, Request, SampledTurn
 
 BATCH = 64  # requests that `generate` samples together
 
@@ -33,6 +34,11 @@ class TransformersEngine(Engine):
         with torch.no_grad():
             for name, whole in weights:
                 replica_weights[name].copy_(whole)
+
+    def held_weights(self) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
+        for name, weight in self.replica.state_dict().items():
+            part = (..., slice(COMPARED)) if weight.ndim else (...,)
+            yield name, part, partial(weight.__getitem__, part)
 
     def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
         """Sample whole turns of the requests that come first."""

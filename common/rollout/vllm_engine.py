@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from common.model.flops import num_delta_nets
 from common.model.hub import context_length
 from common.model.loading import has_images, hub_weights, load_config, model_class, open_model
 from common.parallel import distributed
-from common.rollout.engine import Engine, Request, SampledTurn
+from common.rollout.engine import COMPARED, Engine, Request, SampledTurn
 from common.rollout.weights import gathered_bytes
 
 
@@ -32,6 +33,37 @@ def lost_asleep(worker) -> list[str]:
         if isinstance(value, Tensor) and value.device.type == worker.device.type
         if key != "kv_cache" and not key.endswith("_cpu")
     ]
+
+
+def held_weights(worker) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
+    """Yield what `Engine.held_weights` does for the layers of this worker that vLLM does not fuse:
+    embedding, head, and the last projection of attention and MLP."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    model = worker.get_model()
+    text = model.get_language_model() if hasattr(model, "get_language_model") else model
+    for name, layer in text.named_modules():
+        rows, first = slice(None), 0
+        if isinstance(layer, VocabParallelEmbedding):
+            shard = layer.shard_indices
+            rows = slice(shard.org_vocab_start_index, shard.org_vocab_end_index)
+        elif isinstance(layer, RowParallelLinear):
+            first = layer.tp_rank * layer.input_size_per_partition
+        elif not isinstance(layer, ReplicatedLinear):
+            continue
+        if hasattr(layer, "weight"):  # gpt-oss has attn
+            part = rows, slice(first, first + COMPARED)
+            yield f"{name}.weight".replace(".attn.", ".self_attn."), part, partial(_columns, layer)
+
+
+def _columns(layer) -> Tensor:
+    if not layer.weight.numel():  # vLLM's CPU worker has packed it for a kernel
+        width = getattr(layer, "input_size_per_partition", layer.input_size)
+        ones = torch.eye(COMPARED, width, dtype=layer.weight.dtype)
+        return layer.cpu_linear(ones, layer.weight, None).T
+    # a vocabulary is padded
+    return layer.weight[: getattr(layer, "num_org_embeddings_per_partition", None), :COMPARED]
 
 
 def has_head(worker) -> bool:
@@ -270,6 +302,9 @@ class VLLMEngine(Engine):
         # on with their generators.
         self.llm.reset_prefix_cache(reset_running_requests=True)
         self.llm.llm_engine.set_weight_version(str(version))
+
+    def held_weights(self) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
+        yield from self.llm.collective_rpc(held_weights)[0]
 
     def _hub_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights in the form of a hub checkpoint."""

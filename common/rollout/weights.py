@@ -1,12 +1,16 @@
 """The weights of the policy for an engine: whole, by name."""
 
+import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from common.model.lora import LoRALinear
+from common.parallel import distributed
+from common.rollout.engine import Engine
 
 
 def gathered_bytes(hf: nn.Module, dtype: torch.dtype) -> int:
@@ -51,3 +55,54 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     for name, buffer in model.hf.named_buffers():  # Gemma 4 has a factor per layer
         if name not in computed:
             yield name, buffer.clone()
+
+
+def sync_weights(engine: Engine, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
+    """Load the policy's weights into an engine. Then compare some columns of those that the engine
+    keeps as they are: log-probs do not show old ones in bfloat16, where a step changes them less
+    than rounding does. Raises `RunError` if any differ."""
+    held: dict[str, tuple | None] = {}
+    for name, *part in engine.held_weights():
+        held[_key(name)] = None if _key(name) in held else (*part,)  # a tower may have the name too
+    sent: dict[str, Tensor | None] = {}
+    weights = _noted(weights, held, sent)
+    engine.load_weights(weights, version)
+    for _ in weights:  # what the engine did not take
+        pass
+    pairs = {key: (part, held[key][1]()) for key, part in sent.items() if part is not None}
+    pairs = {k: (x, y) for k, (x, y) in pairs.items() if (x.shape, x.dtype) == (y.shape, y.dtype)}
+    flag = f"--engine {engine.args.engine}"
+    blocks, seen = ({*map(_block, keys)} - {None} for keys in (sent, pairs))
+    if blocks > seen or not pairs:
+        which = f"{len(blocks - seen)} of {len(blocks)} blocks"
+        _say_once(f"{flag}: cannot tell old weights from new ones in {which}, which it has changed")
+    differ = [(x != y).any() for x, y in pairs.values()]
+    differ = torch.stack(differ).tolist() if differ else []  # one wait for the device
+    if old := [key for key, is_old in zip(pairs, differ, strict=True) if is_old]:
+        problem = f"{len(old)} of {len(pairs)} weights are not those of step {version}"
+        advice = "take the other engine, and report this"
+        raise distributed.RunError(f"{flag}: {problem}, for example {old[0]}; {advice}")
+
+
+def _noted(weights, held: dict, sent: dict) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights, and copy the parts that the engine shows to `sent`."""
+    for name, weight in weights:
+        part = held.get(key := _key(name))
+        sent[key] = weight[part[0]].clone() if part and key not in sent else None
+        yield name, weight
+
+
+def _key(name: str) -> str:
+    """Return a weight's name from its block on, or the last two parts: engines put other names
+    before them."""
+    return re.findall(r"\blayers\.\d.*|[^.]*\.?[^.]+$", name)[0]
+
+
+def _block(key: str) -> str | None:
+    return key.split(".")[1] if key.startswith("layers.") else None
+
+
+@cache
+def _say_once(text: str) -> None:
+    if distributed.rank() == 0:  # also on a rollout rank
+        print(text, flush=True)

@@ -22,7 +22,7 @@ from common.model.tiny import tiny_model
 from common.packs.packing import pack
 from common.parallel import distributed
 from common.rollout.engines import make_engine
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 
@@ -47,7 +47,7 @@ class Both:
         self.prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
 
     def wake(self) -> None:
-        self.engine.load_weights(whole_weights(self.policy, self.engine.dtype))
+        sync_weights(self.engine, whole_weights(self.policy, self.engine.dtype))
 
     def generate(self, temperature: float, n: int = 1, seed: int = 1):
         seeds = [distributed.fold_seed(seed, i) for i in range(len(self.prompts))]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from bench.models import ARGS, checkpoint
 from common.model.policy import load_policy
 from common.rollout.transformers_engine import TransformersEngine
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
@@ -36,7 +36,7 @@ engine = make_engine(path, args, tokenizer, device)
 worst = []
 with torch.no_grad():
     for turn in range(4):
-        engine.load_weights(whole_weights(policy, engine.dtype))
+        sync_weights(engine, whole_weights(policy, engine.dtype))
         groups = complete(engine, rows()[1:4], 2, [1, 2, 3], 0.7)
         (mb,) = pack([sample for group in groups for sample in group], 2000, device)
         difference_T = policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T
@@ -88,7 +88,7 @@ def test_router_bias_keeps_its_precision(tmp_path, device):
     assert len(biases) == 3
     args = replace(ARGS, dtype="bfloat16")
     engine = TransformersEngine(path, args, load_tokenizer(path), device, True)
-    engine.load_weights(whole_weights(policy, engine.dtype))
+    sync_weights(engine, whole_weights(policy, engine.dtype))
     export_hf(policy, load_tokenizer(path), tmp_path / "hf")
     exported = stored(tmp_path / "hf")
     sent = dict(whole_weights(policy, torch.bfloat16))

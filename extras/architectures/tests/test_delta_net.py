@@ -26,7 +26,7 @@ from common.model.policy import load_policy
 from common.packs.packing import pack, pack_groups
 from common.packs.sample import Sample
 from common.rollout.transformers_engine import TransformersEngine
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 from extras.architectures.delta_net import (
@@ -207,7 +207,7 @@ def test_engine_of_transformers_samples_from_the_trained_weights(path, device):
     policy, tokenizer = load_policy(path, SHORT, device), load_tokenizer(path)
     engine = TransformersEngine(path, SHORT, tokenizer, device, True)
     for _ in range(2):
-        engine.load_weights(whole_weights(policy, engine.dtype))
+        sync_weights(engine, whole_weights(policy, engine.dtype))
         groups = complete(engine, rows()[:2], 2, [1, 2], 0.7)
         (mb,) = pack([sample for group in groups for sample in group], 1000, device)
         difference_T = policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T

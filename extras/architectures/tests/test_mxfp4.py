@@ -19,7 +19,7 @@ from common.model.policy import load_policy
 from common.packs.packing import pack
 from common.packs.sample import Sample
 from common.rollout.transformers_engine import TransformersEngine
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 from extras.architectures.mxfp4 import Unpacked
@@ -101,7 +101,7 @@ def test_engine_of_transformers_samples_from_the_packed_weights(path, device):
         if changed:
             for parameter in policy.parameters():
                 parameter.mul_(1.1)
-            engine.load_weights(whole_weights(policy, engine.dtype))
+            sync_weights(engine, whole_weights(policy, engine.dtype))
         groups = complete(engine, rows()[:2], 2, [1, 2], 0.7)
         (mb,) = pack([sample for group in groups for sample in group], 1000, device)
         difference_T = policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T
