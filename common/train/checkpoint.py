@@ -9,13 +9,13 @@ ranks must share the folder."""
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 
 import torch
 import yaml
-from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,6 +32,7 @@ from common.train.export_files import config_file, generation_file, tokenizer_fi
 
 CARD = "README.md"
 BYTES_PER_FILE = 2**30  # of a rank, which holds its file in memory while it writes it
+BYTES_PER_EXPORT = 5 * 10**9  # of a file of hf/, which rank 0 holds in memory likewise
 PATHS = re.compile(r"(?<![^\s=:'\"])[~/]\S*/(?=[^/\s])")  # absolute paths up to their last name
 
 
@@ -235,20 +236,35 @@ onefile, where flags.yaml is:
     return PATHS.sub("", text).encode()
 
 
-def write_model(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
+def write_model(
+    model: PackedModel, files: dict[str, bytes], folder: Path, limit: int = BYTES_PER_EXPORT
+) -> None:
     """Write a model's `files` and weights to a new folder: safetensors of at most 5 GB in the dtype
-    of config.json, an index if there are several, and checksums. Weights are gathered one block at
-    a time, to rank 0's host only; adapters are merged into their base, and a tied head is the
-    embedding. Buffers keep their dtype: a router's bias (GLM-4.5) does not fit in bfloat16.
-    Collective."""
-    hf = model.hf
-    weights = {}
+    of config.json, an index if there are several, and checksums. Collective."""
+    dtype = None
     if distributed.is_main():
         folder.mkdir(parents=True)
         for name, content in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
-        dtype = load_config(folder).dtype or torch.float32
+        dtype = load_config(folder).dtype
+    weights = exported_weights(model, distributed.from_main(dtype) or torch.float32)
+    if distributed.is_main():
+        write_weights(weights, folder, limit)
+        for file in folder.glob("*.safetensors"):
+            shutil.copymode(folder / "config.json", file)  # safetensors lets only the owner read
+        durable.write_checksums(folder)
+    for _ in weights:  # other ranks take part in the gathers
+        pass
+    distributed.barrier()
+
+
+def exported_weights(model: PackedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of an export, on the host, by their names in files; nothing but on rank 0.
+    They are gathered one block at a time, in `dtype`. Adapters are merged into their base, and a
+    tied head is the embedding. Buffers keep their dtype: a router's bias (GLM-4.5) does not fit in
+    bfloat16. Collective."""
+    hf = model.hf
     buffers = dict(hf.named_buffers())
     names = [n for n in hf.state_dict() if n not in hf.all_tied_weights_keys and ".lora_" not in n]
     # Only weights of one block share a tensor in files.
@@ -258,16 +274,41 @@ def write_model(model: PackedModel, files: dict[str, bytes], folder: Path) -> No
             module, _, kind = name.rpartition(".")
             layer = hf.get_submodule(module)
             if isinstance(layer, LoRALinear) and kind == "weight":
-                tensor = layer.merged(model.compute_dtype)
+                tensors[name] = layer.merged(model.compute_dtype).to(dtype)
             else:
-                tensor = whole(getattr(layer, kind).detach())
-            if distributed.is_main():
-                tensors[name] = tensor if name in buffers else tensor.to(dtype)
-        for name, tensor in hub_weights(hf, tensors).items():
-            weights[name] = tensor.to("cpu", copy=True)
-    if distributed.is_main():
-        save_torch_state_dict(weights, folder)
-        for file in folder.glob("*.safetensors"):
-            shutil.copymode(folder / "config.json", file)  # safetensors lets only the owner read
-        durable.write_checksums(folder)
-    distributed.barrier()
+                tensor = getattr(layer, kind).detach()
+                tensors[name] = whole(tensor if name in buffers else tensor.to(dtype))
+        if distributed.is_main():
+            for name, tensor in hub_weights(hf, tensors).items():
+                yield name, tensor.to("cpu", copy=True).contiguous()
+
+
+def write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, limit: int) -> None:
+    """Write the files of weights that transformers expects, each as soon as it is full."""
+    files: list[list[str]] = []  # names of the weights in each
+    total = 0
+    for tensors in _by_file(weights, limit):
+        save_file(tensors, folder / f"{len(files)}.tmp", metadata=dict(format="pt"))
+        files.append([*tensors])
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) == 1:
+        (folder / "0.tmp").rename(folder / "model.safetensors")
+        return
+    places = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (folder / f"{number}.tmp").rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    index = dict(metadata=dict(total_size=total), weight_map=places)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _by_file(weights: Iterator[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights of each file: of at most `limit` bytes, or a single one."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if tensors and sum(x.nbytes for x in tensors.values()) + tensor.nbytes > limit:
+            yield tensors
+            tensors = {}
+        tensors[name] = tensor
+    yield tensors

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, save_torch_state_dict
 from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +25,14 @@ from common.model.hub import checkpoints_in, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.text.tokenizer import load_tokenizer
-from common.train.checkpoint import Checkpointer, export_hf, model_card
+from common.train.checkpoint import (
+    Checkpointer,
+    export_hf,
+    exported_weights,
+    hf_files,
+    model_card,
+    write_model,
+)
 from common.train.optim import adamw
 from common.train.run_folder import begin_run, prepare_output_dir, unlock
 
@@ -51,6 +58,33 @@ def test_export_of_an_untrained_model_equals_the_checkpoint(dtype, computed, tmp
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (path, tmp_path / "hf")]
     assert tokenizers[0]("1+1=\u00e9") == tokenizers[1]("1+1=\u00e9")
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_large_export_is_written_in_files_as_they_fill(tmp_path, device):
+    """Files and index are those of the hub's library, in which transformers finds every weight."""
+    path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "source", torch.bfloat16)
+    policy = load_policy(path, ARGS, device)
+    files = hf_files(policy, AutoTokenizer.from_pretrained(path), "auto")
+    whole_size = sum(x.nbytes for x in load_file(f"{path}/model.safetensors").values())
+    for limit in (whole_size, whole_size - 1, 60_000, 1):
+        write_model(policy, files, tmp_path / str(limit), limit)
+        theirs = tmp_path / f"theirs_{limit}"
+        theirs.mkdir()
+        save_torch_state_dict(dict(exported_weights(policy, torch.bfloat16)), theirs,
+                              max_shard_size=limit)  # fmt: skip
+        names = {file.name for file in theirs.iterdir()}
+        assert len(names) == 1 if limit == whole_size else "model.safetensors.index.json" in names
+        extra = {*files, durable.CHECKSUMS}
+        assert {file.name for file in (tmp_path / str(limit)).iterdir()} == names | extra
+        for name in names:
+            ours = tmp_path / str(limit) / name
+            assert ours.read_bytes() == (theirs / name).read_bytes(), (limit, name)
+            if name.endswith(".safetensors"):
+                assert ours.stat().st_mode == (ours.parent / "config.json").stat().st_mode
+        resolve_model(str(tmp_path / str(limit)))  # checks the checksums
+        models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (path, ours.parent)]
+        before, after = (model.state_dict() for model in models)
+        assert all(torch.equal(after[name], before[name]) for name in before | after)
 
 
 def test_model_card_repeats_the_run_without_absolute_paths(main, sums, tmp_path, monkeypatch):
