@@ -383,8 +383,8 @@ def main(args: Args) -> None:
         # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups, *from_data), lr=lr)
         if run.evaluates(step + 1):
-            metrics |= evaluate_prompts(rollouts, step + 1, reward_prompts, rewards)
             metrics |= evaluate(policy, teachers, held_samples, args, device)
+            metrics |= evaluate_prompts(rollouts, step + 1, reward_prompts, rewards)
         run.log(step + 1, metrics)
         if num_sampled:
             none_PG = torch.zeros_like(rewards_PG)  # no completion has an advantage

@@ -142,6 +142,8 @@ class ColocatedEngine:
     ):
         self.policy = policy
         self.version: int | None = None  # version of the weights in the engine
+        self.shares_memory = bool(args.reward_models)  # with them, when completions are rewarded
+        self.trains = False  # whether completions were trained on
         self.on_complete = on_complete
         self.engine = make_engine(policy.path, args, tokenizer, policy.device)
         self.episodes = Episodes(self.engine, args)
@@ -157,9 +159,14 @@ class ColocatedEngine:
         self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter
     ) -> list[Group]:
         """Return the groups of this rank's `own_numbers` among the `requests` of all ranks, sampled
-        from the weights after `step` steps. Release the engine's memory at the end. Collective."""
+        from the weights after `step` steps. Collective.
+
+        Then release the engine's memory. After held-out prompts it stays awake for the next step,
+        which has the same weights, unless reward models need memory before or none comes."""
+        is_held_out = any(request.number < 0 for request in requests)
+        self.trains |= not is_held_out
         with meter.time("sync"):
-            if step != self.version or not self.engine.keeps_weights:
+            if step != self.version:
                 weights = whole_weights(self.policy, self.engine.dtype)
                 sync_weights(self.engine, weights, step)
                 self.version = step
@@ -167,5 +174,7 @@ class ColocatedEngine:
             own = set(own_numbers)
             prompts = [request for request in requests if request.number in own]
             groups = self.episodes.generate(prompts, meter, self.on_complete)
-            self.engine.sleep()
+            if not (is_held_out and self.trains) or self.shares_memory:
+                self.engine.sleep()
+                self.version = step if self.engine.keeps_weights else None
         return groups

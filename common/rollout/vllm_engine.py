@@ -124,6 +124,7 @@ class VLLMEngine(Engine):
     """vLLM with `external_launcher`: the torchrun ranks are its workers."""
 
     def _start(self) -> None:
+        self.keeps_weights = self.device.type == "cpu"
         config = load_config(self.path)
         with torch.device("meta"):
             self.model = model_class(config).from_config(config)
@@ -313,7 +314,9 @@ class VLLMEngine(Engine):
                 yield from hub_weights(self.model, {name: whole}).items()
 
     def sleep(self) -> None:
-        if self.device.type != "cpu":  # vLLM's CPU worker cannot sleep
+        if self.device.type == "cpu":  # vLLM's CPU worker cannot sleep
+            self.llm.reset_prefix_cache()
+        else:
             while self.llm.llm_engine.engine_core.engine_core.batch_queue:
                 self.llm.llm_engine.step()  # drop what was computed ahead for ended turns
             self.llm.sleep(level=2)

@@ -17,15 +17,19 @@ from transformers import AutoModelForCausalLM
 
 from bench.completions import complete
 from common.config.online import SLOTS
+from common.metrics.meter import Meter
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
 from common.packs.packing import pack
 from common.packs.sample import Completion, Sample
+from common.parallel import distributed
 from common.rollout import transformers_engine
 from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.engines import make_engine
+from common.rollout.episodes import PromptRequest
+from common.rollout.sampler import ColocatedEngine
 from common.rollout.vllm_engine import lost_asleep
-from common.rollout.weights import whole_weights
+from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=")
@@ -189,6 +193,68 @@ def test_unsynced_weights_are_detected(synced, policy, device):
     assert stale > 1e-2 and fresh < 1e-4
     synced.load_weights(whole_weights(policy, synced.dtype))
     assert ids(sampled(synced)) == ids(groups)
+
+
+def silent_sync(engine: Engine, without: str):
+    """Return a `load_weights` that leaves out names with `without`, and says nothing."""
+    original = engine.load_weights
+
+    def load(weights, version=0):
+        kept = [(name, weight) for name, weight in weights if without not in name]
+        if kept:
+            original(iter(kept), version)
+
+    return load
+
+
+@pytest.mark.parametrize("without", ["", "layers.2."])
+def test_a_sync_without_effect_ends_the_run(without, synced, policy, monkeypatch):
+    """Of all weights, or of one block, which would change log-probs less than rounding does."""
+    with (
+        scaled(policy, "hf.model.layers.2.mlp.down_proj.weight", 1 + 2**-10),
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(synced, "load_weights", silent_sync(synced, without))
+        words = r"--engine \w+: 1 of \d+ weights are not those of step 7, for example layers.2.mlp"
+        with pytest.raises(distributed.RunError, match=words):
+            sync_weights(synced, whole_weights(policy, synced.dtype), 7)
+    sync_weights(synced, whole_weights(policy, synced.dtype))
+
+
+def test_layouts_that_hide_weights_are_told(synced, policy, monkeypatch, capsys):
+    monkeypatch.setattr(synced, "held_weights", lambda: iter(()))
+    for _ in range(2):
+        sync_weights(synced, whole_weights(policy, synced.dtype))
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and "cannot tell old weights from new ones in 4 of 4 blocks" in said[0]
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_weights_around_an_evaluation_are_sent_once(sleeps, engine, policy, monkeypatch):
+    """Also if they are lost when the engine sleeps: it stays awake until the next rollout."""
+    calls: list[str] = []
+    for name in ("load_weights", "sleep"):
+        original = getattr(engine, name)
+        monkeypatch.setattr(
+            engine, name, lambda *args, n=name, f=original: (calls.append(n), f(*args))
+        )
+    monkeypatch.setattr(engine, "keeps_weights", not sleeps)
+    monkeypatch.setattr("common.rollout.sampler.make_engine", lambda *_: engine)
+    source = ColocatedEngine(policy, Args(max_new_tokens=4), engine.tokenizer)
+    prompt = prompts(engine)[0]
+    for numbers, step in (([0], 0), ([-1], 1), ([1], 1), ([2], 1), ([3], 2), ([-1], 3)):
+        requests = [PromptRequest(number, prompt, {}, number, 2, 1.0) for number in numbers]
+        groups = source.complete(requests, numbers, step, Meter())
+        assert len(groups[0]) == 2
+    source.episodes.close()
+    load, sleep = "load_weights", "sleep"
+    of_steps = [
+        [load, sleep],
+        [load, sleep, *([load] if sleeps else []), sleep],
+        [load, sleep],
+        [load],
+    ]
+    assert calls == [*chain(*of_steps)]
 
 
 def test_prefixes_of_old_weights_are_not_reused(synced, policy, device):

@@ -113,6 +113,36 @@ def test_buffers_in_float32_reach_the_rollout_ranks_of_a_run_in_bfloat16(flags, 
     assert line["sampling/sampling_logp_difference/max"] < 0.1
 
 
+# Program of a rank: grpo.py whose engine takes no weights after the first ones.
+STALE = """
+import grpo
+from common.config.parse import parse
+from common.parallel import distributed
+from common.rollout.transformers_engine import TransformersEngine
+original = TransformersEngine.load_weights
+def load(engine, weights, version=0):
+    if version == 0:
+        original(engine, weights, version)
+TransformersEngine.load_weights = load
+grpo.main(parse(grpo.Args))
+distributed.end_process()
+"""
+
+
+@pytest.mark.parametrize("rollout_ranks", [0, 1])
+def test_old_weights_end_a_run_in_bfloat16_in_its_second_step(rollout_ranks, flags, tmp_path):
+    """At this rate log-probs change less than bfloat16 rounds."""
+    own = ("--dtype", "bfloat16", "--lr", 1e-6, "--warmup_steps", 0, "--max_steps", 4)
+    own += ("--eval_every", 0, "--rollout_ranks", rollout_ranks, "--output_dir", tmp_path)
+    own += ("--max_staleness", 0) if rollout_ranks else ()
+    with Ranks(1 + rollout_ranks, STALE, *flags, *FAST, *own) as ranks:
+        done = ranks.end()
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert len(said) == 1 and "weights are not those of step 1" in said[0], done.stderr
+    assert len(metrics(tmp_path)) == 1
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_dead_rank_of_either_role_ends_the_job(victim, flags, tmp_path):
     """All ranks end by themselves: under several launchers, on several machines, none would end
