@@ -142,8 +142,8 @@ class ColocatedEngine:
     ):
         self.policy = policy
         self.version: int | None = None  # version of the weights in the engine
-        self.shares_memory = bool(args.reward_models)  # with them, when completions are rewarded
-        self.trains = False  # whether completions were trained on
+        self.shares_memory = bool(args.reward_models)  # which run after an evaluation too
+        self.trains = False  # whether the run is one that samples for its steps
         self.on_complete = on_complete
         self.engine = make_engine(policy.path, args, tokenizer, policy.device)
         self.episodes = Episodes(self.engine, args)
@@ -159,10 +159,8 @@ class ColocatedEngine:
         self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter
     ) -> list[Group]:
         """Return the groups of this rank's `own_numbers` among the `requests` of all ranks, sampled
-        from the weights after `step` steps. Collective.
-
-        Then release the engine's memory. After held-out prompts it stays awake for the next step,
-        which has the same weights, unless reward models need memory before or none comes."""
+        from the weights after `step` steps. Release the engine's memory at the end, but not between
+        an evaluation and a step from the same weights. Collective."""
         is_held_out = any(request.number < 0 for request in requests)
         self.trains |= not is_held_out
         with meter.time("sync"):

@@ -36,8 +36,8 @@ def lost_asleep(worker) -> list[str]:
 
 
 def held_weights(worker) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
-    """Yield what `Engine.held_weights` does for the layers of this worker that vLLM does not fuse:
-    embedding, head, and the last projection of attention and MLP."""
+    """Yield the parts of `Engine.held_weights` of the layers that vLLM does not fuse: embedding,
+    head, and the last projection of attention and MLP."""
     from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -52,18 +52,17 @@ def held_weights(worker) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
             first = layer.tp_rank * layer.input_size_per_partition
         elif not isinstance(layer, ReplicatedLinear):
             continue
-        if hasattr(layer, "weight"):  # gpt-oss has attn
-            part = rows, slice(first, first + COMPARED)
-            yield f"{name}.weight".replace(".attn.", ".self_attn."), part, partial(_columns, layer)
+        if hasattr(layer, "weight"):
+            name = f"{name}.weight".replace(".attn.", ".self_attn.")  # of gpt-oss
+            yield name, (rows, slice(first, first + COMPARED)), partial(_columns, layer)
 
 
 def _columns(layer) -> Tensor:
-    if not layer.weight.numel():  # vLLM's CPU worker has packed it for a kernel
+    weight = layer.weight
+    if not weight.numel():  # vLLM's CPU worker has packed it for a kernel
         width = getattr(layer, "input_size_per_partition", layer.input_size)
-        ones = torch.eye(COMPARED, width, dtype=layer.weight.dtype)
-        return layer.cpu_linear(ones, layer.weight, None).T
-    # a vocabulary is padded
-    return layer.weight[: getattr(layer, "num_org_embeddings_per_partition", None), :COMPARED]
+        return layer.cpu_linear(torch.eye(COMPARED, width, dtype=weight.dtype), weight, None).T
+    return weight[: getattr(layer, "num_org_embeddings_per_partition", None), :COMPARED]
 
 
 def has_head(worker) -> bool:

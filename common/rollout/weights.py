@@ -12,6 +12,8 @@ from common.model.lora import LoRALinear
 from common.parallel import distributed
 from common.rollout.engine import Engine
 
+print_once = cache(print)
+
 
 def gathered_bytes(hf: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes that `whole_weights` has on a GPU at most: all outside of blocks, and two
@@ -58,51 +60,35 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 
 def sync_weights(engine: Engine, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
-    """Load the policy's weights into an engine. Then compare some columns of those that the engine
-    keeps as they are: log-probs do not show old ones in bfloat16, where a step changes them less
-    than rounding does. Raises `RunError` if any differ."""
-    held: dict[str, tuple | None] = {}
-    for name, *part in engine.held_weights():
-        held[_key(name)] = None if _key(name) in held else (*part,)  # a tower may have the name too
-    sent: dict[str, Tensor | None] = {}
-    weights = _noted(weights, held, sent)
-    engine.load_weights(weights, version)
-    for _ in weights:  # what the engine did not take
+    """Load the policy's weights into an engine. Then compare some columns of those that it keeps as
+    they are: in bfloat16 a step changes log-probs less than rounding does. Raises `RunError` if
+    any differ."""
+    held = {_key(name): part for name, *part in engine.held_weights()}
+    sent: dict[str, Tensor] = {}
+
+    def noted() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights:
+            if (key := _key(name)) in held:
+                sent[key] = weight[held[key][0]].clone()
+            yield name, weight
+
+    to_engine = noted()
+    engine.load_weights(to_engine, version)
+    for _ in to_engine:  # what the engine did not take
         pass
-    pairs = {key: (part, held[key][1]()) for key, part in sent.items() if part is not None}
+    pairs = {key: (part, held[key][1]()) for key, part in sent.items()}
     pairs = {k: (x, y) for k, (x, y) in pairs.items() if (x.shape, x.dtype) == (y.shape, y.dtype)}
     flag = f"--engine {engine.args.engine}"
-    blocks, seen = ({*map(_block, keys)} - {None} for keys in (sent, pairs))
-    if blocks > seen or not pairs:
-        which = f"{len(blocks - seen)} of {len(blocks)} blocks"
-        _say_once(f"{flag}: cannot tell old weights from new ones in {which}, which it has changed")
-    differ = [(x != y).any() for x, y in pairs.values()]
-    differ = torch.stack(differ).tolist() if differ else []  # one wait for the device
-    if old := [key for key, is_old in zip(pairs, differ, strict=True) if is_old]:
+    if not any(key.startswith("layers.") for key in pairs) and distributed.rank() == 0:
+        print_once(f"{flag}: its layout of the blocks hides whether their weights are the newest")
+    differs = torch.stack([(x != y).any() for x, y in pairs.values()]).tolist() if pairs else []
+    if old := [key for key, differ in zip(pairs, differs, strict=True) if differ]:
         problem = f"{len(old)} of {len(pairs)} weights are not those of step {version}"
         advice = "take the other engine, and report this"
         raise distributed.RunError(f"{flag}: {problem}, for example {old[0]}; {advice}")
-
-
-def _noted(weights, held: dict, sent: dict) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, and copy the parts that the engine shows to `sent`."""
-    for name, weight in weights:
-        part = held.get(key := _key(name))
-        sent[key] = weight[part[0]].clone() if part and key not in sent else None
-        yield name, weight
 
 
 def _key(name: str) -> str:
     """Return a weight's name from its block on, or the last two parts: engines put other names
     before them."""
     return re.findall(r"\blayers\.\d.*|[^.]*\.?[^.]+$", name)[0]
-
-
-def _block(key: str) -> str | None:
-    return key.split(".")[1] if key.startswith("layers.") else None
-
-
-@cache
-def _say_once(text: str) -> None:
-    if distributed.rank() == 0:  # also on a rollout rank
-        print(text, flush=True)

@@ -286,21 +286,20 @@ def exported_weights(model: PackedModel, dtype: torch.dtype) -> Iterator[tuple[s
 def write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, limit: int) -> None:
     """Write the files of weights that transformers expects, each as soon as it is full."""
     files: list[list[str]] = []  # names of the weights in each
-    total = 0
+    total, places = 0, {}
     for tensors in _by_file(weights, limit):
         save_file(tensors, folder / f"{len(files)}.tmp", metadata=dict(format="pt"))
         files.append([*tensors])
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(files) == 1:
-        (folder / "0.tmp").rename(folder / "model.safetensors")
-        return
-    places = {}
     for number, names in enumerate(files):
         file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        if len(files) == 1:
+            file = "model.safetensors"
         (folder / f"{number}.tmp").rename(folder / file)
         places |= dict.fromkeys(names, file)
-    index = dict(metadata=dict(total_size=total), weight_map=places)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    if len(files) > 1:
+        index = dict(metadata=dict(total_size=total), weight_map=places)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def _by_file(weights: Iterator[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
