@@ -24,9 +24,9 @@ def require_agreement(
     """Compare the log-probs of engine and trainer on all tokens that were sampled from the weights
     after `step` steps. Collective.
 
-    This detects a wrong temperature, a stale head or a missing weight before the update. Rounding
-    passes: in bfloat16 the largest difference of many tokens is large, but the mean and the 99.9th
-    percentile are small. Raises `RunError` if the 99.9th percentile is above
+    This detects a wrong temperature or a missing weight before the update; `sync_weights` detects
+    old ones. Rounding passes: in bfloat16 the largest difference of many tokens is large, but the
+    mean and the 99.9th percentile are small. Raises `RunError` if the 99.9th percentile is above
     `--max_logprob_difference`, or the mean above a tenth of it."""
     dtype = str(compute_dtype(args, device)).removeprefix("torch.")
     limit = args.max_logprob_difference or LOGPROB_DIFFERENCE[dtype]

@@ -34,6 +34,10 @@ def noisy(weights: Iterator[tuple[str, Tensor]], noise: float) -> Iterator[tuple
     generator = torch.Generator().manual_seed(0)
     for name, weight in weights:
         error = torch.randn(weight.shape, generator=generator).to(weight)
+        if name.endswith("embed_tokens.weight"):
+            of_embedding = error
+        if name == "lm_head.weight":  # the same weight
+            error = of_embedding
         yield name, weight * (1 + noise * error)
 
 
