@@ -287,27 +287,20 @@ def write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, limit: in
     """Write the files of weights that transformers expects, each as soon as it is full."""
     files: list[list[str]] = []  # names of the weights in each
     total, places = 0, {}
-    for tensors in _by_file(weights, limit):
+    following = next(weights, None)
+    while following is not None:
+        tensors = dict([following])
+        size = following[1].nbytes
+        while (following := next(weights, None)) and (size := size + following[1].nbytes) <= limit:
+            tensors |= [following]
         save_file(tensors, folder / f"{len(files)}.tmp", metadata=dict(format="pt"))
         files.append([*tensors])
         total += sum(tensor.nbytes for tensor in tensors.values())
-    for number, names in enumerate(files):
-        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        if len(files) == 1:
-            file = "model.safetensors"
-        (folder / f"{number}.tmp").rename(folder / file)
+    for number, names in enumerate(files, start=1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        file = file if len(files) > 1 else "model.safetensors"
+        (folder / f"{number - 1}.tmp").rename(folder / file)
         places |= dict.fromkeys(names, file)
     if len(files) > 1:
         index = dict(metadata=dict(total_size=total), weight_map=places)
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _by_file(weights: Iterator[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of each file: of at most `limit` bytes, or a single one."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        if tensors and sum(x.nbytes for x in tensors.values()) + tensor.nbytes > limit:
-            yield tensors
-            tensors = {}
-        tensors[name] = tensor
-    yield tensors
