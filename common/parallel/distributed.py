@@ -5,6 +5,7 @@ it. `--rollout_ranks` divides the launch into two roles, training ranks and roll
 has its own process group, so that everything here and in the libraries spans the ranks of one role;
 `link` joins ranks of both."""
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -13,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
@@ -31,6 +33,7 @@ NCCL_TIMEOUT = timedelta(minutes=30)
 
 # `setup` sets these. They are ranks of the launch; RANK and WORLD_SIZE become ranks of the role.
 _store: dist.Store | None = None
+_ring: "Ring | None" = None  # None if the launch has one rank
 _launch_rank = 0
 training_ranks = range(1)
 rollout_ranks = range(0)
@@ -69,7 +72,7 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
     torchrun sets; plain `python script.py` is one rank. Collectives of CUDA tensors (NCCL) time out
     after `NCCL_TIMEOUT`, those on the host (gloo) after a day, for a download or the longest
     completion. Every rank gets the same seed: initial weights must not depend on the rank."""
-    global _store, _launch_rank, training_ranks, rollout_ranks
+    global _store, _ring, _launch_rank, training_ranks, rollout_ranks
     process.print_any_text()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process as SIGTERM does
     if "RANK" not in os.environ:  # without torchrun; the engine reads these variables too
@@ -106,8 +109,10 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         fail(f"rank {_launch_rank} cannot reach the other ranks: {first_line(error)}")
     if device.type == "cuda":
         set_timeout(dist.group.WORLD, device, NCCL_TIMEOUT)
-    # init_process_group has wrapped the hook that it found.
-    sys.excepthook = functools.partial(process.report_and_exit, _store, _launch_rank)
+    # init_process_group has wrapped the hook that it found. A thread may wait in the store, which
+    # then answers no other on the same connection.
+    sys.excepthook = functools.partial(process.report_and_exit, _store.clone(), _launch_rank)
+    _ring = Ring(ranks) if ranks > 1 else None
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # 1 is PR_SET_PDEATHSIG: if torchrun is killed, its ranks end too.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -164,16 +169,68 @@ def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup
     return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
 
+STOP, FAREWELL = -1, -2  # words in the ring; from 0 on: the number of a rank that has ended
+
+
+class Ring:
+    """All ranks of the launch in a ring. A thread of each listens to the next rank and passes on
+    what it hears to the previous one, whatever the main thread does: all ranks hear of a stop
+    signal, and end if one of them ends without a farewell."""
+
+    def __init__(self, ranks: int):
+        """Collective over all ranks of the launch."""
+        self.link = link("ring", list(range(ranks)), torch.device("cpu"))
+        self.previous, self.next = (_launch_rank - 1) % ranks, (_launch_rank + 1) % ranks
+        self.said: set[int] = set()
+        self.lock = threading.Lock()
+        self.thread = threading.Thread(target=self._listen, daemon=True)
+        self.thread.start()
+
+    def say(self, word: int) -> None:
+        """Send a word to the previous rank, once, and nothing after a farewell."""
+        with self.lock:
+            if word not in self.said and FAREWELL not in self.said:
+                self.said.add(word)
+                self.link.send([torch.tensor([word])], self.previous, 0).wait()
+
+    def _listen(self) -> None:
+        word = torch.tensor([STOP])
+        while word != FAREWELL:
+            try:
+                self.link.recv([word], self.next, 0).wait()
+            except RuntimeError:
+                word[0] = self.next
+            if word == STOP:
+                process.stop_signalled = True
+            if word != FAREWELL:
+                with contextlib.suppress(RuntimeError):  # the previous rank has ended too
+                    self.say(int(word))
+            if word >= 0:
+                problem = f"rank {_launch_rank} lost another rank: rank {int(word)} has ended"
+                process.fail_in_thread(RunError(problem))
+
+
 def cleanup() -> None:
-    """Leave the process group, unless vLLM's shutdown has already left it."""
+    """Leave the ring, and the process group unless vLLM's shutdown has already left it."""
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
+    if _ring is not None:
+        _ring.say(FAREWELL)
+        _ring.thread.join()
 
 
 def stop_requested() -> bool:
     """Return whether any rank has received a stop signal. Collective."""
     return bool(all_max(int(process.stop_signalled)))
+
+
+def stop_heard() -> bool:
+    """Return whether this rank knows that a rank has received a stop signal; then tell the others.
+    Not collective: they may hear of it a moment later."""
+    if process.stop_signalled and _ring is not None:
+        _ring.say(STOP)
+    return process.stop_signalled
 
 
 # ---- reductions: plain numbers or tensors in, the same value on every rank out ----

@@ -143,7 +143,7 @@ def test_old_weights_end_a_run_in_bfloat16_in_its_second_step(rollout_ranks, fla
     assert len(metrics(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, 1, 2])
 def test_dead_rank_of_either_role_ends_the_job(victim, flags, tmp_path):
     """All ranks end by themselves: under several launchers, on several machines, none would end
     those of another."""
