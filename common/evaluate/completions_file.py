@@ -108,6 +108,8 @@ def sample_completions(
             )
             for n, temperature in ((1, 0.0), (args.samples_per_prompt, args.temperature))
         )  # fmt: skip
+        if distributed.all_max(len(sampled) < len(own)):  # a signal has stopped a rank
+            break
         groups = [one + others for one, others in zip(greedy, sampled, strict=True)]
         lines += make_lines(groups, rewards, greedy=True)
         if distributed.is_main():

@@ -193,7 +193,7 @@ class Engine:
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Release memory for the trainer, if the engine can. Nothing may be running."""
+        """Release memory for the trainer, if the engine can. Turns in flight are dropped."""
 
     def close(self) -> None:
         """Shut down, on every rank, before `distributed.cleanup`."""

@@ -104,21 +104,26 @@ class Episodes:
         return {number: self.prompts.pop(number).result() for number in done}
 
     def generate(
-        self, prompts: list[PromptRequest], meter: Meter, on_complete: OnComplete | None = None
-    ) -> list[Group]:
+        self, prompts: list[PromptRequest], meter: Meter, on_complete: OnComplete | None = None,
+        stops: bool = True,
+    ) -> list[Group]:  # fmt: skip
         """Return the completions of this rank's prompts, in order. Each group goes to `on_complete`
-        as soon as it is complete. Nothing else may be in flight. Collective with tensor
-        parallelism."""
+        as soon as it is complete. If it `stops`, a signal ends this after a round, without the
+        groups in flight. Nothing else may be in flight. Collective with tensor parallelism."""
         for prompt in prompts:
             self.add(prompt)
         groups = {}
-        while any(self.engine.gather_in_engine(bool(self.prompts))):
+        while True:
+            state = bool(self.prompts), stops and distributed.stop_heard()
+            is_busy, is_stopped = map(any, zip(*self.engine.gather_in_engine(state), strict=True))
+            if is_stopped or not is_busy:
+                break
             complete = self.advance(meter)
             groups |= complete
             if on_complete is not None:
                 for group in complete.values():
                     on_complete(group)
-        return [groups[prompt.number] for prompt in prompts]
+        return [groups[prompt.number] for prompt in prompts if prompt.number in groups]
 
     def close(self) -> None:
         """End the completions in flight, and the partner."""

@@ -8,6 +8,7 @@ train on it. A step waits for the groups that it needs.
 Before that, rank 0 broadcasts the present weights. Their version is the number of finished steps.
 The rollout ranks interrupt their completions, load the weights and go on."""
 
+import contextlib
 import pickle
 import queue
 import threading
@@ -27,7 +28,7 @@ from common.packs.sample import Group
 from common.parallel import distributed, process
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
-from common.rollout.episodes import Episodes, OnComplete, PromptRequest
+from common.rollout.episodes import WAIT, Episodes, OnComplete, PromptRequest
 from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 
@@ -52,15 +53,12 @@ class SampledGroup:
     group: Group
     meter: Meter
     """metrics of the rollout rank since its last message"""
-    stop: bool
-    """whether the rollout rank received a signal to stop"""
 
 
 class Channel:
     """Messages between the training ranks and the rollout ranks.
 
-    A thread listens to each sender, so that a message is taken at once, whatever this rank does. If
-    a sender dies, its thread ends this process."""
+    A thread listens to each sender, so that a message is taken at once, whatever this rank does."""
 
     def __init__(self, receive: Callable[[object], None]) -> None:
         """`receive` is called with each message, in the threads. Collective over all ranks of the
@@ -145,28 +143,31 @@ class RolloutRanks:
         close_link(self.link)
 
     def complete(
-        self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter
-    ) -> list[Group]:
+        self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter,
+        stops: bool = True,
+    ) -> list[Group]:  # fmt: skip
         """Send the prompts of all ranks and the weights after `step` steps, unless they are there.
         Return the groups of this rank's `own_numbers`, some of which may have been requested
-        before. Measure the ages of their weights, and how long both roles waited since the last
-        call. Collective."""
+        before; after a stop signal only those that are here, if it `stops`. Measure the ages of
+        their weights, and how long both roles waited since the last call. Collective."""
         self.rows |= {each.number: each.row for each in requests if is_own(each.number)}
         distributed.barrier()  # no group comes to a rank before it knows the rows
         self._send(requests, step, meter)
         began = time.perf_counter()
         with meter.time("rollout"):
             while not self.arrived.keys() >= set(own_numbers):
-                message = self.inbox.get()
-                self.arrived[message.group[0].number] = message
-                process.stop_signalled |= message.stop
+                if stops and distributed.stop_heard():
+                    break
+                with contextlib.suppress(queue.Empty):
+                    message = self.inbox.get(timeout=WAIT)
+                    self.arrived[message.group[0].number] = message
         now = time.perf_counter()
         if any(each.number < 0 for each in requests):  # held-out: this time does not count
             self.last_wait += now - began
         else:
             meter.mean("idle/training_ranks", now - began, now - self.last_wait)
             self.last_wait = now
-        messages = [self.arrived.pop(number) for number in own_numbers]
+        messages = [self.arrived.pop(number) for number in own_numbers if number in self.arrived]
         for message in messages:
             meter.add(message.meter)
         groups = [message.group for message in messages]
@@ -245,6 +246,7 @@ def _sample_until_end(
     meter = Meter()
     last = time.monotonic()
     while True:
+        distributed.stop_heard()
         is_idle = not any(engine.gather_in_engine(bool(episodes.prompts)))
         began = time.monotonic()
         orders = []
@@ -267,7 +269,7 @@ def _sample_until_end(
                     episodes.add(request)
         for number, group in episodes.advance(meter).items():
             trainer = number % len(distributed.training_ranks)  # as in `is_own`
-            channel.send(SampledGroup(group, meter, process.stop_signalled), trainer)
+            channel.send(SampledGroup(group, meter), trainer)
             meter = Meter()
 
 

@@ -98,15 +98,16 @@ class Sampler:
         own_numbers = [number for number in taken if is_own(number)]
         self.positions = [taken.index(number) for number in own_numbers]
         groups = self.source.complete(requests, own_numbers, step, meter)
-        meter.sum("sampled", int(trained_counts(groups).sum()))
-        if distributed.stop_requested():
+        if distributed.stop_requested():  # then some may be missing
             self.load_state_dict(self.before_step)
             return None
+        meter.sum("sampled", int(trained_counts(groups).sum()))
         return groups
 
     def complete_held_out(self, step: int, prompts: Prompts) -> list[Group]:
         """Return `--eval_samples` completions of every `ranks`-th prompt, from number `rank` on,
-        sampled at `--eval_temperature` from the weights after `step` steps. Collective."""
+        sampled at `--eval_temperature` from the weights after `step` steps, also after a stop
+        signal. Collective."""
         args = self.args
         ranks = distributed.world_size()
         # Numbers below 0 are never those of the run. The first one belongs to rank 0.
@@ -117,7 +118,7 @@ class Sampler:
             for i in range(len(prompts))
         ]  # fmt: skip
         own_numbers = [request.number for request in requests if is_own(request.number)]
-        return self.source.complete(requests, own_numbers, step, Meter())
+        return self.source.complete(requests, own_numbers, step, Meter(), stops=False)
 
     # ---- resume ----
 
@@ -156,13 +157,14 @@ class ColocatedEngine:
         self.engine.close()
 
     def complete(
-        self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter
-    ) -> list[Group]:
+        self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter,
+        stops: bool = True,
+    ) -> list[Group]:  # fmt: skip
         """Return the groups of this rank's `own_numbers` among the `requests` of all ranks, sampled
-        from the weights after `step` steps. Release the engine's memory at the end, but not between
-        an evaluation and a step from the same weights. Collective."""
-        is_held_out = any(request.number < 0 for request in requests)
-        self.trains |= not is_held_out
+        from the weights after `step` steps; after a stop signal only the complete ones, if it
+        `stops`. Release the engine's memory at the end, but not between an evaluation, which does
+        not stop, and a step from the same weights. Collective."""
+        self.trains |= stops
         with meter.time("sync"):
             if step != self.version:
                 weights = whole_weights(self.policy, self.engine.dtype)
@@ -171,8 +173,8 @@ class ColocatedEngine:
         with meter.time("rollout"):
             own = set(own_numbers)
             prompts = [request for request in requests if request.number in own]
-            groups = self.episodes.generate(prompts, meter, self.on_complete)
-            if not (is_held_out and self.trains) or self.shares_memory:
+            groups = self.episodes.generate(prompts, meter, self.on_complete, stops)
+            if stops or self.shares_memory or not self.trains:
                 self.engine.sleep()
                 self.version = step if self.engine.keeps_weights else None
         return groups

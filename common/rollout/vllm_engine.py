@@ -316,6 +316,7 @@ class VLLMEngine(Engine):
         if self.device.type == "cpu":  # vLLM's CPU worker cannot sleep
             self.llm.reset_prefix_cache()
         else:
+            self.llm.llm_engine.abort_request([*self.running])  # of a stopped rollout
             while self.llm.llm_engine.engine_core.engine_core.batch_queue:
                 self.llm.llm_engine.step()  # drop what was computed ahead for ended turns
             self.llm.sleep(level=2)

@@ -22,7 +22,7 @@ class Source:
         self.begun: list[int] = []
         self.requests = {}
 
-    def complete(self, requests, own, step, meter):
+    def complete(self, requests, own, step, meter, stops=True):
         self.begun += [request.number for request in requests]
         self.seeds = {request.number: request.seed for request in requests}
         self.requests |= {request.number: request for request in requests}

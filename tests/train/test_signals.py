@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from helpers import SIGNAL_AT, assert_same_weights, metrics, run
 
+from common.parallel import process
+from common.rollout import transformers_engine
+from common.rollout.engine import Engine
+
 pytestmark = pytest.mark.slow
 
 SFT = ["--batch_size", 4, "--eval_every", 0, "--save_every", 1000, "--lr", 1e-3]
@@ -36,16 +40,61 @@ def test_signal_to_one_rank_stops_all_and_the_same_command_resumes(signals, smal
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 6))
 
 
-def test_rollout_stopped_by_a_signal_is_repeated(small, main, tmp_path):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    flags = [*GRPO, *small]
+def test_rollout_ends_after_the_round_in_which_a_stop_is_heard(small, main, tmp_path, monkeypatch):
+    """A turn in each round: four of an evaluation, then eight in each step. The resumed run has the
+    weights of one that was never stopped."""
+    monkeypatch.setattr(transformers_engine, "BATCH", 1)
+    whole, stopped, rounds, step = tmp_path / "whole", tmp_path / "stopped", [], Engine.step
+    flags = [*GRPO, *small, "--max_steps", 2]
+
+    def counted(engine, meter):
+        step(engine, meter)
+        rounds.append(1)
+        process.stop_signalled |= len(rounds) == 4 + 8 + 3
+
     main("grpo", *flags, "--output_dir", whole)
-    step = "common.rollout.transformers_engine.TransformersEngine.step"
-    moment = (0, step, stopped, 2, int(signal.SIGINT))
-    done = run(1, SIGNAL_AT, *moment, "grpo.py", *flags, "--output_dir", stopped)
-    assert stopped_at(stopped) == 2 and "stopped after step 2" in done.stdout
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "stop_signalled", False)
+        patch.setattr(Engine, "step", counted)
+        main("grpo", *flags, "--output_dir", stopped)
+    assert len(rounds) == 4 + 8 + 3 and stopped_at(stopped) == 1
     main("grpo", *flags, "--output_dir", stopped)
     assert_same_weights(whole, stopped)
+
+
+# From step 3 on no turn ends, and then one rank gets a signal.
+ENDLESS = """
+import os, runpy, signal, sys
+from common.parallel import distributed
+from common.rollout.remote import RolloutRanks
+from common.rollout.transformers_engine import TransformersEngine
+rank, *sys.argv = sys.argv[1:]
+step, send = TransformersEngine._step, RolloutRanks._send
+def signalled():
+    if distributed._launch_rank == int(rank):
+        os.kill(os.getpid(), signal.SIGUSR1)
+def endless(engine, meter):
+    if engine.version < 2:
+        return step(engine, meter)
+    signalled()
+    return []
+def sending(source, requests, number, meter):
+    send(source, requests, number, meter)
+    if number == 2:
+        signalled()
+TransformersEngine._step, RolloutRanks._send = endless, sending
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("ranks", "rollout_ranks", "rank"), [(2, 0, 1), (3, 1, 1), (2, 1, 1)])
+def test_stop_of_one_rank_ends_the_rollouts_of_all(ranks, rollout_ranks, rank, small, tmp_path):
+    """Of an engine beside the trainer, of a training rank that waits, of a rollout rank."""
+    flags = [*GRPO, *small, "--output_dir", tmp_path]
+    if rollout_ranks:
+        flags += ["--rollout_ranks", rollout_ranks, "--max_staleness", 0]
+    done = run(ranks, ENDLESS, rank, "grpo.py", *flags)
+    assert stopped_at(tmp_path) == 2 and "stopped after step 2" in done.stdout
 
 
 def test_second_signal_stops_at_once(small, tmp_path):
