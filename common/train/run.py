@@ -10,10 +10,12 @@ Nothing here depends on the algorithm."""
 
 import math
 import shlex
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -101,6 +103,7 @@ class Run:
         """Yield the remaining steps, counted from 0. A step that the loop leaves with `break` does
         not count."""
         process.note_signals()
+        last_save = time.monotonic()
         while self.finished < self.total_steps:
             for model in self.models:
                 model.flops = 0.0  # an evaluation counted its own
@@ -112,11 +115,16 @@ class Run:
             if self.trace is not None and self.trace.on:
                 with self.meter.time("trace"):  # logged with the next step
                     self.trace.end(self.finished)
-            self.stop_requested = distributed.stop_requested()
+            minutes = (time.monotonic() - last_save) / 60 if distributed.is_main() else 0.0
+            is_due = minutes >= self.args.save_minutes > 0
+            requests = torch.tensor([process.stop_signalled, is_due])
+            self.stop_requested, is_due = distributed.all_max(requests).bool().tolist()
             if self.stop_requested:
                 return
-            if self.finished % self.args.save_every == 0 or self.finished == self.total_steps:
+            is_due |= self.finished % self.args.save_every == 0
+            if is_due or self.finished == self.total_steps:
                 self._save()
+                last_save = time.monotonic()
 
     def _save(self) -> None:
         with self.meter.time("save"):  # logged with the next step

@@ -53,8 +53,8 @@ def test_numeric_flags_have_bounds(args_class):
 
 
 MAY_CHANGE = {
-    "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "trace_every",
-    "keep_last", "resume", "log", "keep_best", "shard_ranks", "offload",
+    "max_steps", "epochs", "pack_tokens", "save_every", "save_minutes", "eval_every",
+    "trace_every", "keep_last", "resume", "log", "keep_best", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
     "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout",
     "eval_generate", "eval_samples", "eval_temperature", "dry_run", "share_prefix",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import metrics
+from helpers import Clock, metrics
 from model.test_policy import whole
 from safetensors.torch import load_file
 
@@ -20,6 +20,7 @@ from common.packs.order import Order
 from common.packs.sample import Sample
 from common.parallel import process
 from common.text.tokenizer import load_tokenizer
+from common.train import run
 from common.train.optim import adamw
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
@@ -121,6 +122,19 @@ def test_evaluations_follow_eval_every(parts, tmp_path):
     for every, expected in ((0, []), (2, [0, 2, 4, 5]), (5, [0, 5]), (100, [0, 5])):
         run = Steps(parts, tmp_path, eval_every=every).run
         assert [step for step in range(TOTAL + 1) if run.evaluates(step)] == expected
+
+
+@pytest.mark.parametrize(("flags", "saves"), [({}, [2, 3, 5]), (dict(save_minutes=0), [3, 5])])
+def test_step_that_ends_long_after_the_last_save_saves(flags, saves, parts, tmp_path, monkeypatch):
+    """Steps of 16 minutes. The third one is due by `--save_every`, and the minutes begin anew."""
+    clock = Clock(monkeypatch, run)
+    steps = Steps(parts, tmp_path, save_every=3, **flags)
+    draw = steps.order.draw
+    monkeypatch.setattr(
+        steps.order, "draw", lambda n: (setattr(clock, "ahead", clock.ahead + 960), draw(n))
+    )
+    steps.go()
+    assert steps.saves == saves
 
 
 @pytest.mark.slow
