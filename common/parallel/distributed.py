@@ -173,12 +173,11 @@ STOP, FAREWELL = -1, -2  # words in the ring; from 0 on: the number of a rank th
 
 
 class Ring:
-    """All ranks of the launch in a ring. A thread of each listens to the next rank and passes on
-    what it hears to the previous one, whatever the main thread does: all ranks hear of a stop
-    signal, and end if one of them ends without a farewell."""
+    """All ranks of a launch. A thread of each listens to the next rank and passes on what it hears
+    to the previous one, whatever the main thread does: all hear of a stop signal, and end if one
+    of them ends without a farewell. Collective."""
 
     def __init__(self, ranks: int):
-        """Collective over all ranks of the launch."""
         self.link = link("ring", list(range(ranks)), torch.device("cpu"))
         self.previous, self.next = (_launch_rank - 1) % ranks, (_launch_rank + 1) % ranks
         self.said: set[int] = set()
@@ -226,8 +225,7 @@ def stop_requested() -> bool:
 
 
 def stop_heard() -> bool:
-    """Return whether this rank knows that a rank has received a stop signal; then tell the others.
-    Not collective: they may hear of it a moment later."""
+    """Return whether this rank knows of a stop signal to any rank, and pass it on. Not collective."""
     if process.stop_signalled and _ring is not None:
         _ring.say(STOP)
     return process.stop_signalled

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 LONGEST = 1000  # characters of an error
+REPORT = threading.Lock()  # taken for ever by the first thread that fails
 PROJECT = Path(__file__).resolve().parents[2]
 # The disk is full, fails, or is read-only.
 DISK_ERROR = re.compile(
@@ -188,15 +189,12 @@ def fail_in_thread(error: BaseException) -> None:
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-_reporting = threading.Lock()  # taken for ever by the first thread that fails
-
-
 def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: object) -> NoReturn:
     """Handle an uncaught exception: `sys.excepthook` of every rank, with the store of the launch.
 
     The exit is immediate, as exit hooks of vLLM and NCCL wait for ranks that may be gone. Then the
     collectives of the other ranks fail, or the launcher ends them."""
-    _reporting.acquire()
+    REPORT.acquire()
     code = 1
     try:
         if threading.current_thread() is threading.main_thread():

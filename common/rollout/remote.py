@@ -8,7 +8,6 @@ train on it. A step waits for the groups that it needs.
 Before that, rank 0 broadcasts the present weights. Their version is the number of finished steps.
 The rollout ranks interrupt their completions, load the weights and go on."""
 
-import contextlib
 import pickle
 import queue
 import threading
@@ -28,7 +27,7 @@ from common.packs.sample import Group
 from common.parallel import distributed, process
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
-from common.rollout.episodes import WAIT, Episodes, OnComplete, PromptRequest
+from common.rollout.episodes import Episodes, OnComplete, PromptRequest
 from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 
@@ -124,7 +123,6 @@ class RolloutRanks:
         self.dtype = compute_dtype(args, policy.device)
         self.rows: dict[int, dict] = {}  # prompts in flight that this rank will train on
         self.arrived: dict[int, SampledGroup] = {}  # complete, and no step has taken them yet
-        self.inbox: queue.Queue[SampledGroup] = queue.Queue()
         self.channel = Channel(self._receive)  # waits until the rollout ranks have started
         self.link = weights_link(policy.device) if distributed.is_main() else None
         self.weights = [(name, x.shape, x.dtype) for name, x in whole_weights(policy, self.dtype)]
@@ -158,9 +156,7 @@ class RolloutRanks:
             while not self.arrived.keys() >= set(own_numbers):
                 if stops and distributed.stop_heard():
                     break
-                with contextlib.suppress(queue.Empty):
-                    message = self.inbox.get(timeout=WAIT)
-                    self.arrived[message.group[0].number] = message
+                time.sleep(0.005)
         now = time.perf_counter()
         if any(each.number < 0 for each in requests):  # held-out: this time does not count
             self.last_wait += now - began
@@ -198,7 +194,7 @@ class RolloutRanks:
             for sequence in chain(*(completion.sequences for completion in message.group)):
                 sequence.row = row
             self.on_complete(message.group)
-            self.inbox.put(message)
+            self.arrived[message.group[0].number] = message
 
 
 def is_own(number: int) -> bool:

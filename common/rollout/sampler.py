@@ -106,8 +106,7 @@ class Sampler:
 
     def complete_held_out(self, step: int, prompts: Prompts) -> list[Group]:
         """Return `--eval_samples` completions of every `ranks`-th prompt, from number `rank` on,
-        sampled at `--eval_temperature` from the weights after `step` steps, also after a stop
-        signal. Collective."""
+        sampled at `--eval_temperature` from the weights after `step` steps. Collective."""
         args = self.args
         ranks = distributed.world_size()
         # Numbers below 0 are never those of the run. The first one belongs to rank 0.
@@ -161,9 +160,8 @@ class ColocatedEngine:
         stops: bool = True,
     ) -> list[Group]:  # fmt: skip
         """Return the groups of this rank's `own_numbers` among the `requests` of all ranks, sampled
-        from the weights after `step` steps; after a stop signal only the complete ones, if it
-        `stops`. Release the engine's memory at the end, but not between an evaluation, which does
-        not stop, and a step from the same weights. Collective."""
+        from the weights after `step` steps (see `generate`). Release the engine's memory at the
+        end, but not between an evaluation, which never `stops`, and the next step. Collective."""
         self.trains |= stops
         with meter.time("sync"):
             if step != self.version:
