@@ -225,7 +225,7 @@ def stop_requested() -> bool:
 
 
 def stop_heard() -> bool:
-    """Return whether this rank knows of a stop signal to any rank, and pass it on. Not collective."""
+    """Return whether this rank knows of a stop signal to any rank; pass it on. Not collective."""
     if process.stop_signalled and _ring is not None:
         _ring.say(STOP)
     return process.stop_signalled
