@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -309,17 +312,23 @@ def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_
             checkpointer.load_latest()
 
 
-def test_checkpoint_that_cannot_be_read_is_no_damaged_one(checkpointer, tmp_path):
+def test_checkpoint_that_cannot_be_read_is_no_damaged_one(checkpointer, tmp_path, monkeypatch):
     """It stays, as do those of an earlier version, which are named whatever else they lack."""
     folder = tmp_path / "checkpoints"
     before = steps_in(tmp_path)
     checksums = folder / "step_000003" / "checksums.json"
     checksums.unlink()
     checksums.mkdir()
-    words = "cannot be read, and stays as it is: .*Is a directory"
-    with pytest.raises(ValueError, match=f"^{folder}/step_000003: {words}"):
+    words = f"^{folder}/step_000003: cannot be read, and stays as it is: .*"
+    with pytest.raises(ValueError, match=f"{words}Is a directory"):
         checkpointer.load_latest()
     checksums.rmdir()
+    shutil.copy(folder / "step_000002" / "checksums.json", checksums)
+    with monkeypatch.context() as patch:  # a network disk
+        gone = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        patch.setattr(durable, "fingerprint", mock.Mock(side_effect=gone))
+        with pytest.raises(ValueError, match=f"{words}Stale file handle"):
+            checkpointer.load_latest()
     (folder / "step_000003" / "__0_0.distcp").touch()
     with pytest.raises(ValueError, match=f"^{folder}/step_000003: an earlier version of onefile"):
         checkpointer.load_latest()
