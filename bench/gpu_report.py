@@ -2,8 +2,8 @@
 
     python bench/gpu_report.py --tests 'ranks or logprobs' --bench '--layers 8'
 
-The report replaces the previous one, between two marks in the page. ONEFILE_GPU_TESTS_ON_CPU=1
-tries it on a CPU."""
+The report replaces the previous one, between two marks in the page. It has the results of the tests
+also if bench/gpu.py fails. ONEFILE_GPU_TESTS_ON_CPU=1 tries it on a CPU."""
 
 import argparse
 import os
@@ -102,16 +102,21 @@ def main() -> None:
     )
     options = parser.parse_args()
     (runs := ROOT / "runs").mkdir(exist_ok=True)
-    junit, began = runs / "gpu.xml", facts()
+    junit, speed, began = runs / "gpu.xml", runs / "gpu.md", facts()
+    for earlier in (junit, speed):
+        earlier.unlink(missing_ok=True)
     tests = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", f"--junitxml={junit}"]
     subprocess.run(
         [*tests, *(["-k", options.tests] if options.tests else [])], cwd=ROOT, check=False
     )
     bench = [sys.executable, "bench/gpu.py", *shlex.split(options.bench)]
-    subprocess.run(bench, cwd=ROOT, check=True, env=os.environ)
-    report = f"{began}\n\n{table_of_tests(junit)}\n\n{(runs / 'gpu.md').read_text().strip()}"
-    options.page.write_text(replaced(options.page.read_text(), report))
+    code = subprocess.run(bench, cwd=ROOT, check=False, env=os.environ).returncode
+    parts = [began, table_of_tests(junit)]
+    parts += [speed.read_text().strip()] if speed.is_file() else []
+    parts += [f"bench/gpu.py failed with exit code {code}."] if code else []
+    options.page.write_text(replaced(options.page.read_text(), "\n\n".join(parts)))
     print(f"wrote {options.page}")
+    sys.exit(int(code != 0))
 
 
 if __name__ == "__main__":
