@@ -21,6 +21,8 @@ from common.model.tiny import tiny_model
 from common.packs.sample import Completion, Sample
 from common.parallel import process
 from common.rewards.total import Rewards
+from common.rollout import transformers_engine
+from common.rollout.engine import Engine
 from common.rollout.prompts import Prompts
 from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import Checkpointer, export_hf
@@ -257,6 +259,28 @@ def checkpoints(models, device):
         saves.save(step)
     (models / "run/checkpoints/step_000030.tmp").mkdir()  # an unfinished save
     return models / "run/checkpoints"
+
+
+@pytest.mark.slow
+def test_stop_within_a_batch_leaves_it_to_the_next_start(
+    one_rank, flags, main, tmp_path, monkeypatch
+):
+    """A batch has a round for its greedy completions and four for the sampled ones."""
+    rounds, step = [], Engine.step
+
+    def counted(engine, meter):
+        step(engine, meter)
+        rounds.append(1)
+        process.stop_signalled |= len(rounds) == 5 + 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers_engine, "BATCH", 4)
+        patch.setattr(process, "stop_signalled", False)
+        patch.setattr(Engine, "step", counted)
+        main("eval", *flags, "--output_dir", tmp_path)
+    assert len(completions(tmp_path)) == 4 and len(rounds) == 5 + 2
+    main("eval", *flags, "--output_dir", tmp_path)
+    assert completions(tmp_path) == completions(one_rank)
 
 
 @pytest.mark.slow
