@@ -244,7 +244,7 @@ def test_weights_around_an_evaluation_are_sent_once(sleeps, engine, policy, monk
     prompt = prompts(engine)[0]
     for numbers, step in (([0], 0), ([-1], 1), ([1], 1), ([2], 1), ([3], 2), ([-1], 3)):
         requests = [PromptRequest(number, prompt, {}, number, 2, 1.0) for number in numbers]
-        groups = source.complete(requests, numbers, step, Meter())
+        groups = source.complete(requests, numbers, step, Meter(), stops=numbers[0] >= 0)
         assert len(groups[0]) == 2
     source.episodes.close()
     load, sleep = "load_weights", "sleep"
