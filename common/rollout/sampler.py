@@ -172,7 +172,8 @@ class ColocatedEngine:
             own = set(own_numbers)
             prompts = [request for request in requests if request.number in own]
             groups = self.episodes.generate(prompts, meter, self.on_complete, stops)
-            if stops or self.shares_memory or not self.trains:
+            keeps = self.engine.keeps_weights  # a resumed run finds no prefixes of an evaluation
+            if stops or self.shares_memory or keeps or not self.trains:
                 self.engine.sleep()
-                self.version = step if self.engine.keeps_weights else None
+                self.version = step if keeps else None
         return groups
