@@ -286,21 +286,29 @@ def exported_weights(model: PackedModel, dtype: torch.dtype) -> Iterator[tuple[s
 def write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, limit: int) -> None:
     """Write the files of weights that transformers expects, each as soon as it is full."""
     files: list[list[str]] = []  # names of the weights in each
-    total, places = 0, {}
-    following = next(weights, None)
-    while following is not None:
-        tensors = dict([following])
-        size = following[1].nbytes
-        while (following := next(weights, None)) and (size := size + following[1].nbytes) <= limit:
-            tensors |= [following]
+    tensors: dict[str, Tensor] = {}  # of the next file
+    total = size = 0
+
+    def write() -> None:
         save_file(tensors, folder / f"{len(files)}.tmp", metadata=dict(format="pt"))
         files.append([*tensors])
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    for number, names in enumerate(files, start=1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        file = file if len(files) > 1 else "model.safetensors"
-        (folder / f"{number - 1}.tmp").rename(folder / file)
-        places |= dict.fromkeys(names, file)
-    if len(files) > 1:
-        index = dict(metadata=dict(total_size=total), weight_map=places)
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        tensors.clear()
+
+    for name, tensor in weights:
+        total += tensor.nbytes
+        size += tensor.nbytes
+        if size > limit and tensors:
+            write()
+            size = tensor.nbytes
+        tensors[name] = tensor
+    write()
+    if len(files) == 1:
+        (folder / "0.tmp").rename(folder / "model.safetensors")
+        return
+    file_of = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (folder / f"{number}.tmp").rename(folder / file)
+        file_of |= dict.fromkeys(names, file)
+    index = dict(metadata=dict(total_size=total), weight_map=file_of)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
