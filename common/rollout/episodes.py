@@ -114,9 +114,9 @@ class Episodes:
             self.add(prompt)
         groups = {}
         while True:
-            state = bool(self.prompts), stops and distributed.stop_heard()
-            is_busy, is_stopped = map(any, zip(*self.engine.gather_in_engine(state), strict=True))
-            if is_stopped or not is_busy:
+            is_stopped = stops and distributed.stop_heard()
+            states = self.engine.gather_in_engine((bool(self.prompts), is_stopped))
+            if not any(busy for busy, _ in states) or any(stopped for _, stopped in states):
                 break
             complete = self.advance(meter)
             groups |= complete

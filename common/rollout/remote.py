@@ -153,9 +153,8 @@ class RolloutRanks:
         self._send(requests, step, meter)
         began = time.perf_counter()
         with meter.time("rollout"):
-            while not self.arrived.keys() >= set(own_numbers):
-                if stops and distributed.stop_heard():
-                    break
+            needed = set(own_numbers)
+            while not (needed <= self.arrived.keys() or (stops and distributed.stop_heard())):
                 time.sleep(0.005)
         now = time.perf_counter()
         if any(each.number < 0 for each in requests):  # held-out: this time does not count
