@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -115,12 +114,11 @@ class Run:
             if self.trace is not None and self.trace.on:
                 with self.meter.time("trace"):  # logged with the next step
                     self.trace.end(self.finished)
-            minutes = (time.monotonic() - last_save) / 60 if distributed.is_main() else 0.0
-            is_due = minutes >= self.args.save_minutes > 0
-            requests = torch.tensor([process.stop_signalled, is_due])
-            self.stop_requested, is_due = distributed.all_max(requests).bool().tolist()
+            self.stop_requested = distributed.stop_requested()
             if self.stop_requested:
                 return
+            minutes = distributed.from_main((time.monotonic() - last_save) / 60)
+            is_due = minutes >= self.args.save_minutes > 0
             is_due |= self.finished % self.args.save_every == 0
             if is_due or self.finished == self.total_steps:
                 self._save()
