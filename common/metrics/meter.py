@@ -168,19 +168,16 @@ def _now() -> float | torch.cuda.Event:
 
 
 def _on_the_host(values: list[Tensor | float | tuple]) -> list[float]:
-    """Convert tensors and clocks to numbers. The GPU is waited for once."""
-    values = [x.detach() if isinstance(x, Tensor) else x for x in values]
-    on_gpu = [x.double() for x in values if isinstance(x, Tensor) and x.is_cuda]
+    """Convert tensors, and start and end of clocks, to numbers. The GPU is waited for once."""
+    values = [_seconds(*x) if isinstance(x, tuple) else x for x in values]
+    on_gpu = [x.detach().double() for x in values if isinstance(x, Tensor) and x.is_cuda]
     arrived = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    return [next(arrived) if isinstance(x, Tensor) and x.is_cuda else _number(x) for x in values]
+    return [next(arrived) if isinstance(x, Tensor) and x.is_cuda else float(x) for x in values]
 
 
-def _number(x: Tensor | float | tuple) -> float:
-    """A clock is a pair of times, or of events. The GPU reaches one after the work before it."""
-    match x:
-        case (float(start), float(end)):
-            return end - start
-        case (start, end):
-            end.synchronize()
-            return start.elapsed_time(end) / 1000  # milliseconds
-    return float(x)
+def _seconds(start, end) -> float:
+    """Return the time between two results of `_now`."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()  # the GPU reaches an event after the work before it
+    return start.elapsed_time(end) / 1000  # milliseconds
