@@ -58,11 +58,12 @@ def with_logprobs(
     """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`
     of the policy `old`, `ref_logprobs_T` of the frozen model `ref`. The update may leave out
     `old_of_first`, those of the first minibatch: its own forward gives them. Collective."""
-    start = 0 if old_of_first else 1
-    for model, name, first in ((old, "old_logprobs_T", start), (ref, "ref_logprobs_T", 0)):
-        if model is not None:
-            rest = _with_stream(minibatches[first:], name, model, temperature=temperature)
-            minibatches = minibatches[:first] + rest
+    if old is not None:
+        first = [] if old_of_first else minibatches[:1]
+        rest = minibatches[len(first) :]
+        minibatches = first + _with_stream(rest, "old_logprobs_T", old, temperature=temperature)
+    if ref is not None:
+        minibatches = _with_stream(minibatches, "ref_logprobs_T", ref, temperature=temperature)
     return minibatches
 
 
