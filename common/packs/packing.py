@@ -116,8 +116,8 @@ class PackedBatch(ModelTokens):
     @property
     def source_masks_T(self) -> dict[str, Tensor]:
         """Masks of the trained tokens of each named dataset, by `/name`: [T] each, bool."""
-        trained_T, at_T = self.loss_mask_T, self.sequence_ids_T
-        return {f"/{name}": trained_T & is_in_N[at_T] for name, is_in_N in self.is_in_N.items()}
+        is_in_T = {name: is_in_N[self.sequence_ids_T] for name, is_in_N in self.is_in_N.items()}
+        return {f"/{name}": self.loss_mask_T & x_T for name, x_T in is_in_T.items()}
 
     @property
     def ends_N(self) -> Tensor:
@@ -201,9 +201,9 @@ def per_sample(
     """Gather one number for each sample of all ranks, by its index: the inverse of
     `PackedBatch.select`. Branches of a completion add up. `values` has [N] for each micro-batch;
     `shape` is [B, G] for groups. Float64, on the host. Collective."""
-    pairs = [(mb.index_N, x_N) for mb, x_N in zip(micro_batches, values, strict=True)]
-    index, numbers = (torch.cat(column).detach().cpu() for column in zip(*pairs, strict=True))
-    out = torch.zeros(math.prod(shape), dtype=torch.float64).index_add(0, index, numbers.double())
+    index = torch.cat([mb.index_N for mb in micro_batches]).cpu()
+    numbers = torch.cat([*values]).detach().cpu().double()
+    out = torch.zeros(math.prod(shape), dtype=torch.float64).index_add(0, index, numbers)
     return distributed.all_sum(out).reshape(shape)
 
 
