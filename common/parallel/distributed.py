@@ -193,17 +193,18 @@ class Ring:
                 self.link.send([torch.tensor([word])], self.previous, 0).wait()
 
     def _listen(self) -> None:
-        word = torch.tensor([STOP])
-        while word != FAREWELL:
+        word = torch.tensor([0])
+        while True:
             try:
                 self.link.recv([word], self.next, 0).wait()
             except RuntimeError:
                 word[0] = self.next
+            if word == FAREWELL:
+                return
             if word == STOP:
                 process.stop_signalled = True
-            if word != FAREWELL:
-                with contextlib.suppress(RuntimeError):  # the previous rank has ended too
-                    self.say(int(word))
+            with contextlib.suppress(RuntimeError):  # the previous rank has ended too
+                self.say(int(word))
             if word >= 0:
                 problem = f"rank {_launch_rank} lost another rank: rank {int(word)} has ended"
                 process.fail_in_thread(RunError(problem))
