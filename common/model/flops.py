@@ -1,5 +1,6 @@
-"""Arithmetic and memory of a step, as numbers for metrics.jsonl."""
+"""Arithmetic of a step, and memory."""
 
+import gc
 import resource
 import sys
 
@@ -79,3 +80,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((rate for part, rate in BFLOAT16_PEAK.items() if part in name), None)
+
+
+def used_memory(device: torch.device) -> tuple[int, int]:
+    """Return the bytes in use on a GPU, without torch's cache, and its capacity."""
+    gc.collect()  # a model that was dropped is a reference cycle
+    torch.cuda.empty_cache()
+    free, capacity = torch.cuda.mem_get_info(device)
+    return capacity - free, capacity

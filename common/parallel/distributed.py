@@ -8,7 +8,6 @@ has its own process group, so that everything here and in the libraries spans th
 import contextlib
 import ctypes
 import functools
-import gc
 import hashlib
 import os
 import pickle
@@ -125,14 +124,6 @@ def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedel
     backend = group._get_backend(device)
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
     getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
-
-
-def used_memory(device: torch.device) -> tuple[int, int]:
-    """Return the bytes in use on a GPU, without torch's cache, and its capacity."""
-    gc.collect()  # a model that was dropped is a reference cycle
-    torch.cuda.empty_cache()
-    free, capacity = torch.cuda.mem_get_info(device)
-    return capacity - free, capacity
 
 
 @functools.cache  # all models share communicators

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.config.extra import extra
 from common.config.online import ALONE, SLOTS, USABLE
 from common.metrics.meter import Meter
-from common.model.flops import num_delta_nets
+from common.model.flops import num_delta_nets, used_memory
 from common.model.hub import context_length
 from common.model.loading import has_images, hub_weights, load_config, model_class, open_model
 from common.parallel import distributed
@@ -214,7 +214,7 @@ class VLLMEngine(Engine):
                 raise ValueError(f"--engine_args {name}={flags[name]}: the run sets it")
         options["gpu_memory_utilization"] = ALONE
         if not (on_cpu or distributed.is_rollout_rank() or "gpu_memory_utilization" in flags):
-            used, capacity = distributed.used_memory(self.device)
+            used, capacity = used_memory(self.device)
             gathered = gathered_bytes(self.model, self.dtype) if self.trained else 0
             options["gpu_memory_utilization"] = free_share(capacity, used, gathered)
         options["max_num_seqs"] = SLOTS

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.config.groups import TrainArgs
 from common.config.online import USABLE
-from common.model.flops import attention_shape
+from common.model.flops import attention_shape, used_memory
 from common.model.loading import towers_of
 from common.model.logprobs import chunk_size
 from common.parallel import distributed
@@ -27,7 +27,7 @@ def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> 
     GPU, unless the flag is given. Return a line about memory. Call it when models and optimizers
     are loaded and a colocated engine sleeps. Collective."""
     ranks = next(trained[0].parameters()).device_mesh.size(-1)  # (shards,) or (copies, shards)
-    used, capacity = distributed.used_memory(trained[0].device)
+    used, capacity = used_memory(trained[0].device)
     if args.offload != "all":
         used += 4 / ranks * sum(num_weights(model, trained=True) for model in trained)  # gradients
     room = USABLE * capacity - used

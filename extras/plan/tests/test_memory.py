@@ -78,6 +78,7 @@ from common.config.online import USABLE
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.parallel import distributed
+from extras.plan import memory
 from extras.plan.memory import keep_activations_that_fit, num_weights, total, training_peak
 device, rank, ranks = distributed.setup(0)
 args = TrainArgs(dtype="float32")
@@ -86,7 +87,7 @@ gradients = 4 / ranks * sum(map(num_weights, models))
 room = 1 + gradients + total(training_peak(models[0], ranks, args.pack_tokens, 2 + rank))
 for model in models:
     model.hf.get_decoder().gradient_checkpointing_enable()
-distributed.used_memory = lambda _: (0, room / USABLE)  # rank 1 has more
+memory.used_memory = lambda _: (0, room / USABLE)  # rank 1 has more
 keep_activations_that_fit(models, args)
 switches = [block.gradient_checkpointing for block in models[0].hf.get_decoder().layers]
 assert switches == [True, True, False, False], switches
