@@ -287,7 +287,7 @@ def write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, limit: in
     """Write the files of weights that transformers expects, each as soon as it is full."""
     files: list[list[str]] = []  # names of the weights in each
     tensors: dict[str, Tensor] = {}  # of the next file
-    total = size = 0
+    total = 0
 
     def write() -> None:
         save_file(tensors, folder / f"{len(files)}.tmp", metadata=dict(format="pt"))
@@ -295,12 +295,10 @@ def write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, limit: in
         tensors.clear()
 
     for name, tensor in weights:
-        total += tensor.nbytes
-        size += tensor.nbytes
-        if size > limit and tensors:
+        if tensors and sum(x.nbytes for x in [*tensors.values(), tensor]) > limit:
             write()
-            size = tensor.nbytes
         tensors[name] = tensor
+        total += tensor.nbytes
     write()
     if len(files) == 1:
         (folder / "0.tmp").rename(folder / "model.safetensors")
