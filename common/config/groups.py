@@ -215,8 +215,8 @@ class CheckpointArgs:
     save_every: MayChange[Positive[int]] = 100
     """steps between checkpoints; there is always one after the last step"""
     save_minutes: MayChange[NotNegative[float]] = 30.0
-    """a step that ends so many minutes after the last checkpoint, by rank 0's clock, is saved too,
-    although --save_every steps are not over; 0: off"""
+    """a step that ends so many minutes after the last checkpoint is saved too, by rank 0's clock;
+    0: off"""
     eval_every: MayChange[NotNegative[int]] = 100
     """steps between evaluations; there is always one after the last step; 0: off"""
     keep_last: MayChange[Positive[int]] = 2
