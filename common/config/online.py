@@ -28,10 +28,9 @@ from common.config.groups import CHAT, BaseArgs, EvalSampleArgs, PrefixArgs, Tra
 # Requests that an engine runs at the same time. Their float32 logits (156 MB for 151,936 tokens)
 # exist several times.
 SLOTS = 256
-# Shares of a GPU's memory: what is predicted may take the first, because CUDA graphs and the
-# allocator's pools are not; an engine on a rank that only samples takes the second.
-USABLE = 0.92
-ALONE = 0.9
+# Shares of a GPU's memory.
+USABLE = 0.92  # for what is predicted: CUDA graphs and the allocator's pools are not
+ALONE = 0.9  # of an engine on a rank that only samples
 # Default of --max_logprob_difference by compute dtype.
 LOGPROB_DIFFERENCE = dict(float32=1e-3, bfloat16=0.5, float16=0.1)
 

@@ -19,7 +19,8 @@ VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # varlen_attn accepts fewer key he
 def packed_inputs(tokens: ModelTokens) -> dict:
     """Return the keyword arguments of a Hugging Face model whose attention is
     `packed_attention`."""
-    keys, device = tokens.keys or tokens, tokens.input_ids_T.device
+    keys = tokens.keys or tokens
+    device = tokens.input_ids_T.device
     return dict(
         input_ids=tokens.input_ids_T[None],
         position_ids=tokens.position_ids_T[None],
@@ -57,8 +58,8 @@ def packed_attention(
     if rows_K is not None:
         key, value = (GatherKeys.apply(x, rows_K) for x in (key, value))
     is_plain = softcap is None and sinks_H is None
-    kind = (kwargs["capability"], query.dtype, query.shape[-1], value.shape[-1])
-    if is_plain and has_flash_kernel(*kind):
+    widths = query.shape[-1], value.shape[-1]
+    if is_plain and has_flash_kernel(kwargs["capability"], query.dtype, *widths):
         out = varlen_attention(query, key, value, scaling, sliding_window, kwargs)
     else:
         variant = (scaling, sliding_window, softcap, sinks_H)

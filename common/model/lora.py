@@ -25,7 +25,7 @@ from common.parallel import distributed
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """Return weight + scale b a, added up in float32 and rounded once to the dtype of all three."""
-    if weight_OI.is_cuda:  # one matrix product does so, and moves 8 bytes a weight, not 28
+    if weight_OI.is_cuda:  # one matrix product does this: it moves 8 bytes a weight, not 28
         return torch.addmm(weight_OI, b_OR, a_RI, alpha=scale)
     merged_OI = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
     return merged_OI.to(weight_OI.dtype)

@@ -67,6 +67,7 @@ class PackedBatch(ModelTokens):
         self.datasets = datasets  # name of the data set of each sample
         device = loss_mask_T.device
         names = sorted({name for name in datasets if name is not None})
+        # Of each named data set: whether a sample is in it, bool.
         self.is_in_N = {x: joined([np.array([y == x for y in datasets])], device) for x in names}
         numbers = np.repeat(np.arange(len(self.lengths)), self.lengths)
         self.sequence_ids_T = joined([numbers], device)  # int64, 0..N-1

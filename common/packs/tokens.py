@@ -97,7 +97,7 @@ def padding(num_targets: int, streams: list[str]) -> TokenSequence:
 
 def joined(arrays: list[np.ndarray], device: torch.device) -> Tensor:
     x = torch.from_numpy(np.concatenate(arrays))
-    # The host waits for a copy from other memory than pinned, and so for the GPU.
+    # A copy from memory that is not pinned makes the host wait for the GPU.
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 

@@ -241,7 +241,7 @@ def _sample_until_end(
     meter = Meter()
     last = time.monotonic()
     while True:
-        distributed.stop_heard()
+        distributed.stop_heard()  # passes a signal on to the training ranks
         is_idle = not any(engine.gather_in_engine(bool(episodes.prompts)))
         began = time.monotonic()
         orders = []

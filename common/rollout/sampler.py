@@ -143,7 +143,7 @@ class ColocatedEngine:
         self.policy = policy
         self.version: int | None = None  # version of the weights in the engine
         self.shares_memory = bool(args.reward_models)  # which run after an evaluation too
-        self.trains = False  # whether the run is one that samples for its steps
+        self.trains = False  # whether the run samples for its steps
         self.on_complete = on_complete
         self.engine = make_engine(policy.path, args, tokenizer, policy.device)
         self.episodes = Episodes(self.engine, args)

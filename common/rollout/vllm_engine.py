@@ -54,10 +54,10 @@ def held_weights(worker) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
             continue
         if hasattr(layer, "weight"):
             name = f"{name}.weight".replace(".attn.", ".self_attn.")  # of gpt-oss
-            yield name, (rows, slice(first, first + COMPARED)), partial(_columns, layer)
+            yield name, (rows, slice(first, first + COMPARED)), partial(_first_columns, layer)
 
 
-def _columns(layer) -> Tensor:
+def _first_columns(layer) -> Tensor:
     weight = layer.weight
     if not weight.numel():  # vLLM's CPU worker has packed it for a kernel
         width = getattr(layer, "input_size_per_partition", layer.input_size)

@@ -16,8 +16,7 @@ print_once = cache(print)
 
 
 def gathered_bytes(hf: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes that `whole_weights` has on a GPU at most: all outside of blocks, and two
-    blocks."""
+    """Return the most bytes that `whole_weights` gathers: two blocks, and all outside of blocks."""
     blocks = [sum(p.numel() for p in block.parameters()) for block in hf.get_decoder().layers]
     outside = sum(p.numel() for p in hf.parameters()) - sum(blocks)
     return dtype.itemsize * (outside + 2 * max(blocks))
