@@ -123,14 +123,15 @@ def moments(trace: list[list[str]], copies: Path) -> Iterator[Moment]:
             entries.setdefault(name, Node())
         elif operation == "unlink":
             entries.pop(name, None)
-        elif operation == "fsync":  # safetensors renames by a system call that the shim cannot see
+        elif operation == "fsync":
             entries.setdefault(name, Node()).content = copies / str(i)
         elif operation == "fsync_folder":
             entries[name].synced_entries = dict(entries[name].entries)
         elif operation == "rename":
             yield Moment(f"{i}-before-{path}", root, saved)
             there, new = find(second)
-            there[new] = entries.pop(name)
+            # safetensors gives files their names by a system call that the shim cannot see
+            there[new] = entries.pop(name, None) or Node()
             if found := re.fullmatch(r"checkpoints/step_(\d+)", second):
                 saved = int(found[1])
             yield Moment(f"{i}-after-{path}", root, saved)
