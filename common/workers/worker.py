@@ -83,12 +83,16 @@ def running(workers: set[int]) -> set[int]:
 def fork(connection: socket.socket, target: str, argument: str) -> int:
     """Make a worker, and return its process id."""
     server = os.getpid()
-    if pid := os.fork():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it may not raise inside a fork
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return pid
     try:
         # a process group, to kill it as a whole; and Linux divides a busy CPU among sessions
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         end_with(server, signal.SIGKILL)
         if "numpy.random" in sys.modules:  # reseeded, as Python does with its own generator
             sys.modules["numpy.random"].seed()
