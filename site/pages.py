@@ -26,8 +26,10 @@ LANGUAGES = {
     ".txt": "text",
     "": "text",
 }
-START = ("README", "docs/your_data", "docs/launch", "course/reading_order",
-         "course/changes/README")  # fmt: skip
+START = (
+    "README", "docs/real_model", "docs/your_data", "docs/launch", "configs/README", "docs/trouble",
+    "course/reading_order", "course/changes/README", "CONTRIBUTING",
+)  # fmt: skip
 COURSE = (
     "course/README", "course/primer", "course/one_step", "course/lessons/*", "course/exercises/*",
     "course/glossary", "objectives",
@@ -350,7 +352,8 @@ class Pages(dict[str, str]):
 def make(target: Path) -> None:
     """Write all pages to the empty folder `target`."""
     site, scripts = Pages(), list(equations()["scripts"])
-    for place in ("README.md", "docs/**/*.md", "course/**/*.md", "extras/*/README.md"):
+    pages = ("README.md", "CONTRIBUTING.md", "configs/README.md", "docs/**/*.md", "course/**/*.md")
+    for place in (*pages, "extras/*/README.md"):
         for path in sorted(ROOT.glob(place)):
             site.markdown(path)
     docs = [
