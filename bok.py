@@ -1,7 +1,7 @@
 r"""Best-of-k fine-tuning, also known as rejection sampling (Dong et al. 2023, RAFT,
 arXiv:2304.06767; asynchronously: Noukhovitch et al. 2024, arXiv:2410.18252).
 
-    torchrun --nproc_per_node 8 bok.py --config configs/qwen3_grpo.yaml --output_dir runs/qwen3_bok
+    torchrun --nproc_per_node 8 bok.py --config configs/qwen3_1.7b_bok.yaml
 
 The policy samples G completions of every prompt and learns the best ones by maximum likelihood, as
 in sft.py. No term of the objective lowers the probability of the others:

@@ -1,6 +1,6 @@
 r"""DAPO: GRPO for long chains of thought (Yu et al. 2025, arXiv:2503.14476).
 
-    torchrun --nproc_per_node 8 dapo.py --config configs/qwen3_dapo.yaml
+    torchrun --nproc_per_node 8 dapo.py --config configs/qwen3_1.7b_dapo.yaml
 
 Groups of G completions are compared as in grpo.py, with four changes: a wider upper clip bound
 (clip-higher), a mean over all tokens of the batch, a penalty near the length limit (overlong

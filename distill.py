@@ -1,7 +1,7 @@
 r"""On-policy distillation: a student learns from a teacher on what it writes itself (GKD, Agarwal
 et al. 2023, arXiv:2306.13649; MiniLLM, Gu et al. 2023, arXiv:2306.08543).
 
-    torchrun --nproc_per_node 8 distill.py --config configs/qwen3_distill.yaml
+    torchrun --nproc_per_node 8 distill.py --config configs/qwen3_1.7b_distill.yaml
 
 The student pi samples, and on each of its tokens its distribution is pulled towards the teacher's,
 q:

@@ -1,8 +1,7 @@
 r"""Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and the objectives that
 followed it.
 
-    torchrun --nproc_per_node 8 dpo.py --model Qwen/Qwen3-1.7B \
-        --dataset trl-lib/ultrafeedback_binarized
+    torchrun --nproc_per_node 8 dpo.py --config configs/qwen3_1.7b_dpo.yaml
 
 The policy learns from pairs: a prompt with a chosen and a rejected completion, y_c and y_r. The
 log-ratio to a frozen reference is an implicit reward, and the loss makes it larger for the chosen

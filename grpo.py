@@ -1,6 +1,6 @@
 r"""GRPO: reinforcement learning with verifiable rewards (Shao et al. 2024, arXiv:2402.03300).
 
-    torchrun --nproc_per_node 8 grpo.py --config configs/qwen3_grpo.yaml
+    torchrun --nproc_per_node 8 grpo.py --config configs/qwen3_1.7b_grpo.yaml
 
 The policy samples G completions of every prompt. Each is compared with the others of its group:
 

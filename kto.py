@@ -1,7 +1,7 @@
 """KTO: learning from single completions that were good or bad (Ethayarajh et al. 2024,
 arXiv:2402.01306).
 
-    torchrun --nproc_per_node 8 kto.py --model Qwen/Qwen3-1.7B --dataset trl-lib/kto-mix-14k
+    torchrun --nproc_per_node 8 kto.py --config configs/qwen3_1.7b_kto.yaml
 
 As in dpo.py, the implicit reward of a completion y is its log-ratio to a frozen reference. Without
 pairs it is compared with a baseline z0:

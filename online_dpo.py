@@ -1,8 +1,7 @@
 r"""Online DPO against a reward (Guo et al. 2024, arXiv:2402.04792; asynchronous: Noukhovitch et al.
 2024, arXiv:2410.18252).
 
-    torchrun --nproc_per_node 8 online_dpo.py --config configs/qwen3_grpo.yaml \
-        --output_dir runs/qwen3_online_dpo
+    torchrun --nproc_per_node 8 online_dpo.py --config configs/qwen3_1.7b_online_dpo.yaml
 
 The policy samples G completions of every prompt. The best and the worst of them are a pair, y_c and
 y_r, and the loss of dpo.py makes the policy prefer the one to the other more than the starting

@@ -1,7 +1,7 @@
 r"""PPO for language models (Schulman et al. 2017, arXiv:1707.06347; for RLHF: Ziegler et al. 2019,
 arXiv:1909.08593).
 
-    torchrun --nproc_per_node 8 ppo.py --config configs/qwen3_ppo.yaml
+    torchrun --nproc_per_node 8 ppo.py --config configs/qwen3_1.7b_ppo.yaml
 
 Each token y_t of a sampled completion is an action. A second model predicts its value V_t, the sum
 of future rewards:

@@ -1,7 +1,6 @@
 r"""REINFORCE for language models (Williams 1992), REINFORCE++ (Hu et al. 2025, arXiv:2501.03262).
 
-    torchrun --nproc_per_node 8 reinforce.py --config configs/qwen3_grpo.yaml \
-        --output_dir runs/qwen3_reinforce
+    torchrun --nproc_per_node 8 reinforce.py --config configs/qwen3_1.7b_reinforce.yaml
 
 The policy makes rewarded completions more likely. REINFORCE++ needs neither a group nor a value
 model: it compares the reward of a completion, less its KL to the starting model, with all rewards

@@ -1,6 +1,6 @@
 r"""REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 
-    torchrun --nproc_per_node 8 rloo.py --config configs/qwen3_rloo.yaml
+    torchrun --nproc_per_node 8 rloo.py --config configs/qwen3_1.7b_rloo.yaml
 
 The policy samples G completions of every prompt. A whole completion y is one action, and its reward
 R is compared with the rewards of the prompt's other completions:

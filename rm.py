@@ -1,8 +1,7 @@
 r"""Reward models (Bradley-Terry, as in Ouyang et al. 2022, arXiv:2203.02155 Eq. 1): one number that
 rates an answer.
 
-    torchrun --nproc_per_node 8 rm.py --model Qwen/Qwen3-1.7B \
-        --dataset trl-lib/ultrafeedback_binarized
+    torchrun --nproc_per_node 8 rm.py --config configs/qwen3_1.7b_rm.yaml
 
 A language model with a scalar head reads its reward r at the last token of prompt and completion.
 It learns from pairs of a chosen and a rejected completion, with rewards r_c and r_r:

@@ -1,8 +1,7 @@
 r"""Self-distillation: a model with a hint in its prompt teaches itself to do without (SDFT,
 arXiv:2601.19897; OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802; all of 2026).
 
-    torchrun --nproc_per_node 8 self_distill.py --config configs/qwen3_grpo.yaml --hint sibling \
-        --output_dir runs/qwen3_self_distill
+    torchrun --nproc_per_node 8 self_distill.py --config configs/qwen3_1.7b_self_distill.yaml
 
 The student pi samples completions y of a prompt x. The teacher q scores the same tokens after a
 prompt with a hint. On each token the student is pulled to the teacher's distribution:

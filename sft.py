@@ -1,7 +1,6 @@
 r"""Supervised fine-tuning: next-token cross-entropy on completions, packed without padding.
 
-    torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3-1.7B-Base --dataset trl-lib/Capybara \
-        --batch_size 128
+    torchrun --nproc_per_node 8 sft.py --config configs/qwen3_1.7b_sft.yaml
 
 The policy imitates the completions of the data. Its loss is a mean over the M trained tokens y_t of
 the global batch, on any number of ranks and in any packing:

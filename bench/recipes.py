@@ -26,14 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = {  # kind of GPU, and the case
     "qwen3_8b_grpo_lora": ("H100", "GRPO of 8B with LoRA, completions of 8,192 tokens"),
     "qwen3_8b_grpo": ("H100", "GRPO of all weights of 8B"),
-    "qwen3_grpo_24gb": ("4090", "GRPO of 1.7B with LoRA on one card of 24 GB"),
+    "qwen3_1.7b_grpo_24gb": ("4090", "GRPO of 1.7B with LoRA on one card of 24 GB"),
     "qwen3_8b_dpo": ("H100", "DPO of 8B"),
     "qwen3_8b_rm": ("H100", "reward model of 8B"),
-    "qwen3_code_grpo": ("H100", "code with tests, 1.7B"),
-    "qwen3_rloo_rm": ("H100", "RLOO of 1.7B on a reward model of 1.7B"),
-    "qwen3_8b_distill": ("H100", "distillation of 8B into 1.7B"),
+    "qwen3_1.7b_grpo_code": ("H100", "code with tests, 1.7B"),
+    "qwen3_1.7b_rloo_rm": ("H100", "RLOO of 1.7B on a reward model of 1.7B"),
+    "qwen3_1.7b_distill": ("H100", "distillation of 8B into 1.7B"),
 }
-SIZES = {"Qwen/Qwen3-1.7B": "1.7B", "Qwen/Qwen3-8B": "8B", "model:runs/qwen3_rm/hf": "1.7B"}
+SIZES = {"Qwen/Qwen3-1.7B": "1.7B", "Qwen/Qwen3-8B": "8B", "model:runs/qwen3_1.7b_rm/hf": "1.7B"}
 PROMPT = 200  # tokens
 
 

@@ -62,7 +62,7 @@ PYTHIA = dict(kind="gpt_neox", words="smollm2", template=None, ends=["<|endoftex
 whole = cache(tokenizer)
 MODELS: dict[str, dict] = {
     "Qwen/Qwen3-0.6B": QWEN3, "Qwen/Qwen3-1.7B": QWEN3, "Qwen/Qwen3-8B": QWEN3,
-    "Qwen/Qwen3-1.7B-Base": BASE,
+    "Qwen/Qwen3-1.7B-Base": BASE, "Qwen/Qwen3-8B-Base": BASE,
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN3 | dict(kind="qwen2", template="qwen2_5"),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": QWEN3 | DELTA | dict(
         kind="qwen3_next", template="qwen3_instruct_2507"
@@ -81,8 +81,7 @@ MODELS: dict[str, dict] = {
     "meta-llama/Llama-3.1-8B-Instruct": dict(
         kind="llama", words="llama3", template="llama3_1", ends=["<|eot_id|>"]
     ),
-    "EleutherAI/pythia-410m-deduped": PYTHIA, "EleutherAI/pythia-1b-deduped": PYTHIA,
-    "EleutherAI/pythia-6.9b-deduped": PYTHIA,
+    "EleutherAI/pythia-410m-deduped": PYTHIA, "EleutherAI/pythia-6.9b-deduped": PYTHIA,
 }  # fmt: skip
 
 
@@ -203,9 +202,6 @@ HUB = {
     "trl-lib/tldr": dict(default=(ALL, lambda i: dict(
         prompt=f"POST: {i} cats.\n\nTL;DR:", completion=f" I have {i} cats"))),
     "trl-lib/tldr-preference": dict(default=(("train", "validation"), pair_of_texts)),
-    "trl-lib/hh-rlhf-helpful-base": dict(default=(BOTH, lambda i: dict(
-        prompt=chat(f"Say {i}"), chosen=chat("", f"It is {i}.")[1:],
-        rejected=chat("", "No.")[1:]))),
     "agentica-org/DeepScaleR-Preview-Dataset": dict(default=(("train",), lambda i: problem(
         i, solution=f"It is \\boxed{{{2 * i}}}."))),
     "HuggingFaceH4/aime_2024": dict(default=(("train",), lambda i: problem(
@@ -351,16 +347,15 @@ LOCAL_MODELS = {"./my_model": "Qwen/Qwen3-1.7B", "MODEL": "Qwen/Qwen3-1.7B"}  # 
 
 EIGHT = "torchrun --nproc_per_node 8"
 MADE = [
-    f"{EIGHT} grpo.py --config configs/qwen3_grpo.yaml --lora_rank 4 --output_dir runs/grpo",
-    f"{EIGHT} grpo.py --config configs/qwen3_grpo.yaml --lora_rank 4 --output_dir grpo",
-    f"{EIGHT} sft.py --config configs/qwen3_sft.yaml --output_dir runs/sft",
-    f"{EIGHT} sft.py --config configs/qwen3_sft.yaml --output_dir sft",
-    f"{EIGHT} rm.py --config configs/qwen3_rm.yaml --output_dir runs/rm",
-    f"{EIGHT} rm.py --config configs/qwen3_rm.yaml --output_dir rm",
+    f"{EIGHT} grpo.py --config configs/qwen3_1.7b_grpo.yaml --lora_rank 4 --output_dir runs/grpo",
+    f"{EIGHT} grpo.py --config configs/qwen3_1.7b_grpo.yaml --lora_rank 4 --output_dir grpo",
+    f"{EIGHT} sft.py --config configs/qwen3_1.7b_sft.yaml --output_dir runs/sft",
+    f"{EIGHT} sft.py --config configs/qwen3_1.7b_sft.yaml --output_dir sft",
+    f"{EIGHT} rm.py --config configs/qwen3_1.7b_rm.yaml --output_dir runs/rm",
+    f"{EIGHT} rm.py --config configs/qwen3_1.7b_rm.yaml --output_dir rm",
     f"{EIGHT} eval.py --model Qwen/Qwen3-1.7B --dataset test.jsonl --max_new_tokens 1024 "
     "--template_kwargs enable_thinking=false --output_dir runs/base",
     f"{EIGHT} rm.py --config configs/tldr_rm.yaml --output_dir runs/tldr_gold",
-    f"{EIGHT} rm.py --config configs/hh_rm.yaml --output_dir runs/hh_gold",
     *(f"python grpo.py --seed {i} --output_dir runs/{name}{i}" for name in "ab" for i in range(3)),
     *(f"python grpo.py --output_dir runs/{name}" for name in "ab"),
     *(f"python sft.py --seed {i} --lr {lr} --output_dir runs/lr{lr}_{i}"

@@ -121,7 +121,7 @@ def test_chat_model_can_answer(command):
     require_room_and_form(command)
 
 
-ADVISED = re.compile(r"configs/(demo_\w+|squares_\w+|qwen3_grpo|qwen3_rm)\.yaml$")
+ADVISED = re.compile(r"configs/(demo_\w+|squares_\w+|qwen3_1.7b_grpo|qwen3_1.7b_rm)\.yaml$")
 
 
 @pytest.mark.parametrize("command", [x for x in RUNS if ADVISED.search(x.text)], ids=identity)
