@@ -4,6 +4,7 @@ sums bound the whole. Whoever adds must delete."""
 import ast
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -214,3 +215,10 @@ def test_objectives_take_tensors_and_numbers():
             if names & {"args", "meter", "model", "policy"} or arguments.vararg:
                 wrong.add(f"{dotted(path)}.{function.name}")
     assert wrong == set()
+
+
+def test_page_of_recipes_names_every_recipe():
+    page = (ROOT / "configs/README.md").read_text(encoding="utf-8")
+    named = {name for line in page.splitlines() if line[:3] == "| `"
+             for name in re.findall(r"`(\w[\w.]+)`", line.split("|")[1])}  # fmt: skip
+    assert named == {path.stem for path in ROOT.glob("configs/*.yaml")}

@@ -342,7 +342,7 @@ def test_other_models_have_the_usual_defaults(capsys, tmp_path):
 def test_recipe_is_valid_for_the_script_in_its_launch_line(recipe, monkeypatch):
     """The launch line in the recipe's comment names the script and the number of ranks."""
     launch = re.search(
-        r"torchrun --nproc_per_node (\d+) (\w+)\.py --config configs/(\w+)\.yaml",
+        r"torchrun --nproc_per_node (\d+) (\w+)\.py --config configs/([\w.]+)\.yaml",
         recipe.read_text(),
     )
     ranks, script, name = launch.groups()
