@@ -2,7 +2,7 @@ r"""Measure a checkpoint: prompts solved, pass@k, majority vote, reward-model sc
 perplexity.
 
     torchrun --nproc_per_node 8 eval.py --model runs/grpo/hf --config configs/eval_gsm8k.yaml \
-        --samples_per_prompt 16
+        --template_kwargs enable_thinking=false
 
 Every prompt gets one greedy completion and `--samples_per_prompt` sampled ones, with the engine,
 sampling and rewards of training. A completion solves its prompt if its first reward is at least 1.

@@ -68,6 +68,7 @@ def short(command: Command) -> list[str]:
             found[name] = most if given is None else min(int(given), most)
     if samples and command.text not in WITH_VLLM:
         found["engine"] = "transformers"
+        found |= dict(tensor_parallel_size=1) if "tensor_parallel_size" in flags else {}
     if script == "eval":
         del found["eval_size"]  # files of completions have all rows
     elif samples:

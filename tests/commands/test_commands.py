@@ -90,24 +90,38 @@ FORMS = dict(
 SAMPLES = {x for x in SCRIPTS if hasattr(importlib.import_module(x).Args, "max_turns")} | {"chat"}
 
 
+def made_by(command: Command, model: str) -> list[Command]:
+    """Return the command that trained the model, unless it is one of the hub or built in."""
+    model = LOCAL_MODELS.get(model, model)
+    is_named = model in MODELS or model in BUILT_IN_MODELS
+    return [] if is_named else makers(os.path.normpath(model), command, RUNS)
+
+
 def behind(command: Command, model: str) -> str:
     """Return the model of the hub that a folder comes from."""
     model = LOCAL_MODELS.get(model, model)
     if model in MODELS or model in BUILT_IN_MODELS:
         return model
-    (maker,) = makers(os.path.normpath(model), command, RUNS)
+    (maker,) = made_by(command, model)
     return behind(maker, maker.flags().get("model", ["tiny"])[0])
 
 
 def require_room_and_form(command: Command) -> None:
-    """A thinking model has thinking off or room for a thought. On data of the hub, the prompt asks
-    for the form that the reward reads."""
+    """A model has room for an answer, and for a thought unless thinking is off. What a run trained
+    is asked as in training. On data of the hub, the prompt asks for the form that the reward
+    reads."""
     flags = command.flags()
     model = behind(command, flags.get("model", ["tiny"])[0])
     if flags.get("prompt_format") == ["plain"]:
         return
-    if model in THINKING and "enable_thinking=false" not in flags.get("template_kwargs", []):
-        assert int(flags.get("max_new_tokens", [256])[0]) >= 2048, f"{command.text}: no room"
+    switches = flags.get("template_kwargs", [])
+    if model.startswith("Qwen/Qwen3-") and "VL" not in model:
+        thinks = model in THINKING and "enable_thinking=false" not in switches
+        room = int(flags.get("max_new_tokens", [2048 if like(command) == "chat" else 256])[0])
+        assert room >= (2048 if thinks else 1024), f"{command.text}: no room"
+        if flags["model"][0].startswith("runs/"):
+            (maker,) = made_by(command, flags["model"][0])
+            assert switches == maker.flags().get("template_kwargs", []), command.text
     asked = " ".join(flags.get(name, [""])[0] for name in ("prompt_template", "system_prompt"))
     if (model in THINKING or "Instruct" in model) and flags.get("dataset", [""])[0] in HUB:
         for reward in flags.get("reward", ["exact_match"]):
@@ -115,7 +129,7 @@ def require_room_and_form(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [x for x in RUNS if Path(x.script).stem in SAMPLES], ids=identity
+    "command", [x for x in COMMANDS if Path(x.script).stem in SAMPLES], ids=identity
 )
 def test_chat_model_can_answer(command):
     require_room_and_form(command)
