@@ -1,8 +1,12 @@
 """The patches of course/changes apply to the scripts, are short, equal their formulas, and change
 the metrics of a short run as described."""
 
+import ast
 import importlib
 import math
+import re
+import runpy
+import shutil
 import statistics
 import subprocess
 from itertools import chain, combinations
@@ -73,7 +77,55 @@ def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
         assert done.returncode == 0 and "offset" not in done.stdout and "fuzz" not in done.stdout
 
 
+def test_pairs_of_patches_apply_in_both_orders_but_for_those_that_the_page_names(tmp_path):
+    page = (ROOT / "course/changes/README.md").read_text()
+    listed = re.search(r"These pairs do not combine: (.*?)\. ", page)[1]
+    named = {frozenset(pair) for pair in re.findall(r"`([\w-]+)` with `([\w-]+)`", listed)}
+    copy, failed = tmp_path / "mine.py", set()
+    for first in PATCHES:
+        once = tmp_path / f"{first.stem}.py"
+        subprocess.run(["patch", "-s", "-o", once, script_of(first), first], check=True)
+        for second in PATCHES:
+            if second != first and script_of(second) == script_of(first):
+                command = ["patch", "-s", "-r", "-", "-o", copy, once, second]
+                if subprocess.run(command, capture_output=True).returncode:
+                    failed.add(frozenset((first.stem, second.stem)))
+                else:
+                    ast.parse(copy.read_text())
+    assert failed == named
+
+
+def test_a_loss_and_an_advantage_of_two_patches_are_both_choices(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("new-advantage", "vespo", "pass-at-k", "new-loss")
+    shutil.copy(ROOT / "grpo.py", script := tmp_path / "mine_of_four.py")
+    for name in names:
+        patch = ROOT / f"course/changes/{name}.patch"
+        subprocess.run(["patch", script, patch], check=True, capture_output=True)
+    mine = importlib.import_module("mine_of_four")
+    assert {"median", "pass_at_k"} < {*mine.ADVANTAGES} and {"spo", "vespo"} < {*mine.LOSSES}
+    assert not {"median", "pass_at_k"} & {*grpo.ADVANTAGES} and "spo" not in grpo.LOSSES
+
+
 # ---- formulas ----
+
+
+@pytest.mark.slow
+def test_naive_code_agrees_with_a_changed_loss_and_finds_an_error_in_it(tmp_path, monkeypatch):
+    shutil.copy(ROOT / "grpo.py", script := tmp_path / "mine.py")
+    patch = ROOT / "course/changes/new-loss.patch"
+    subprocess.run(["patch", script, patch], check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    compare = runpy.run_path(str(ROOT / "course/changes/naive_loss.py"))[
+        "test_loss_equals_naive_code"
+    ]
+    compare()
+    mine = importlib.import_module("mine")
+    right = mine.LOSSES["spo"]
+    monkeypatch.setitem(mine.LOSSES, "spo", lambda x: right(x._replace(A_T=x.A_T * 1.01)))
+    with pytest.raises(AssertionError, match=r"\(-"):
+        compare()
 
 
 def naive_gain(group, i, k):

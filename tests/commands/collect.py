@@ -122,7 +122,7 @@ def collect() -> list[Command]:
             line = first + text[: match.start() + joined[: match.start()].count("\0")].count("\n")
             words = (match[1] or match[2]).replace("\0", " ")
             words = " ".join(re.sub(r"\s#\s.*|\s{4,}\S.*$", "", words).split())
-            words = re.sub(r" *(&|; wait)$", "", words)
+            words = re.sub(r" *(&|; wait)$", "", words).replace("$seed", "1")  # of a loop
             if not FRAGMENT.search(words):
                 found.setdefault(words, Command(words)).places.append(f"{name}:{line}")
     return list(found.values())
