@@ -9,6 +9,7 @@ ranks must share the folder."""
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -31,6 +32,7 @@ from common.text.tokenizer import eos_token_ids
 from common.train.export_files import config_file, generation_file, tokenizer_files
 
 CARD = "README.md"
+CHECKSUM = b"<!-- CRC %08x: a later export replaces this card unless it is edited -->\n"
 BYTES_PER_FILE = 2**30  # of a rank, which holds its file in memory while it writes it
 BYTES_PER_EXPORT = 5 * 10**9  # of a file of hf/, which rank 0 holds in memory likewise
 PATHS = re.compile(r"(?<![^\s=:'\"])[~/]\S*/(?=[^/\s])")  # absolute paths up to their last name
@@ -60,7 +62,6 @@ class Checkpointer:
             warn_of_rounding(model)
             prompt_format = format_of(tokenizer, args)
             self.files = hf_files(model, tokenizer, prompt_format, args.stop_token_ids)
-            self.files[CARD] = model_card(args)
 
     def load_latest(self) -> int:
         """Load the newest intact checkpoint and return its number of finished steps; 0 without
@@ -136,7 +137,7 @@ class Checkpointer:
         if distributed.is_main():
             state = {name: item.state_dict() for name, item in self.stateful.items()}
             (work / STATE).write_text(json.dumps(dict(step=step) | state))
-        write_model(self.model, self.files, work / "hf")
+        write_model(self.model, self.files | {CARD: model_card(self.args, step)}, work / "hf")
         names = sorted(file.name for file in work.iterdir() if file.is_file())  # hf/ has its own
         share = durable.fingerprints(work, distributed.share_of(names))
         checksums = distributed.gather_dict(share)
@@ -149,19 +150,19 @@ class Checkpointer:
                 shutil.rmtree(dropped)
         distributed.barrier()
 
-    def export_hf(self, name: str = "hf", saved: int | None = None) -> None:
-        """Write the present model to `hf/` or `best/`: safetensors in the base's dtype, config,
-        tokenizer and model card. The checkpoint of step `saved` has it already, if given. The card
-        of an earlier export stays, as the user may have edited it. Adapters are merged, and also
-        written alone to `adapter/` or `best_adapter/`. Collective."""
+    def export_hf(self, step: int, name: str = "hf", saved: bool = False) -> None:
+        """Write the model after `step` steps to `hf/` or `best/`: safetensors in the base's dtype,
+        config, tokenizer and model card; `saved`: the checkpoint of the step has it already. The
+        card of an earlier export stays if the user edited it. Adapters are merged, and also written
+        alone to `adapter/` or `best_adapter/`. Collective."""
         folder = self.folder / name
         work = folder.with_suffix(".tmp")
-        if saved is None:
-            write_model(self.model, self.files, work)
+        if not saved:
+            write_model(self.model, self.files | {CARD: model_card(self.args, step)}, work)
         if distributed.is_main():
-            if saved is not None:
-                shutil.copytree(self.checkpoints / f"step_{saved:06d}" / "hf", work)
-            if (folder / CARD).is_file():
+            if saved:
+                shutil.copytree(self.checkpoints / f"step_{step:06d}" / "hf", work)
+            if (folder / CARD).is_file() and is_edited((folder / CARD).read_bytes()):
                 shutil.copy(folder / CARD, work)
             durable.replace(work, folder)
         distributed.barrier()
@@ -212,9 +213,9 @@ def hf_files(
     } | files
 
 
-def model_card(args: TrainArgs) -> bytes:
-    """Return README.md of an export: base, script, and the flags that differ from their defaults.
-    Absolute paths are cut to their last name."""
+def model_card(args: TrainArgs, step: int) -> bytes:
+    """Return README.md of an export after `step` steps: base, script, the flags that differ from
+    their defaults, and a checksum (`is_edited`). Absolute paths are cut to their last name."""
     script = script_of(type(args)).name
     defaults = flags_of(type(args)())
     flags = {name: x for name, x in flags_of(args).items() if x != defaults[name]}
@@ -223,17 +224,27 @@ def model_card(args: TrainArgs) -> bytes:
     hub_id = re.fullmatch(r"([\w-]+/[\w.-]+)(@.+)?", args.model)
     if hub_id and not Path(args.model).exists():
         metadata["base_model"] = hub_id[1]
+    ranks = distributed.world_size()
+    length = f"{step} step{'s' * (step != 1)} on {ranks} rank{'s' * (ranks > 1)}"
     text = f"""---
 {yaml.safe_dump(metadata)}---
 # {Path(args.output_dir).resolve().name}
 
-{args.model}, trained on {distributed.world_size()} ranks with `{script} --config flags.yaml` of
+{args.model}, trained for {length} with `{script} --config flags.yaml` of
 onefile, where flags.yaml is:
 
 ```yaml
 {yaml.safe_dump(flags, sort_keys=False, allow_unicode=True)}```
+
 """
-    return PATHS.sub("", text).encode()
+    card = PATHS.sub("", text).encode()
+    return card + CHECKSUM % zlib.crc32(card)
+
+
+def is_edited(card: bytes) -> bool:
+    """Return whether a model card is not as `model_card` wrote it."""
+    text, start, _ = card.rpartition(CHECKSUM[:5])
+    return not start or card != text + CHECKSUM % zlib.crc32(text)
 
 
 def write_model(

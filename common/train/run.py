@@ -213,7 +213,7 @@ class Run:
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
         self.best = value
-        self.checkpointer.export_hf("best")
+        self.checkpointer.export_hf(finished, "best")
         folder = f"{self.args.output_dir}/best"
         self.message(f"best {name} so far: {value:.4g} after step {finished}, in {folder}")
 
@@ -236,7 +236,7 @@ class Run:
         if self.finished > self.saved:
             self._save()
         if self.finished or not stopped:  # something was trained
-            self.checkpointer.export_hf(saved=self.finished)
+            self.checkpointer.export_hf(self.finished, saved=True)
         if summary and not stopped:
             self.message(summary)
         if stopped:

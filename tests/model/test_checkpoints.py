@@ -67,7 +67,7 @@ def test_checkpoint_has_the_export_of_its_step(name, dtype, load, tmp_path, devi
     run = saved(tmp_path / "run", device, path, load)
     (tmp_path / "run" / "hf").mkdir()
     (tmp_path / "run" / "hf" / "stale").touch()
-    run.export_hf()
+    run.export_hf(1)
     shutil.rmtree(path)  # the starting model may be another run's checkpoint
     run.save(2)
     found = [Path(resolve_model(str(run.checkpoints / f"step_00000{step}"))) for step in (1, 2)]

@@ -131,7 +131,7 @@ def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, d
 
     compute, stored = getattr(torch, dtype), load_file(Path(path) / "model.safetensors")
     run = Checkpointer(args, policy, adamw(policy, args), load_tokenizer(tiny_model()))
-    run.export_hf()
+    run.export_hf(1)
     run.save(1)
     as_model = Path(resolve_model(str(tmp_path / "checkpoints" / "step_000001")))
     exported, named = (

@@ -108,18 +108,25 @@ def test_model_card_repeats_the_run_without_absolute_paths(main, sums, tmp_path,
     before = flags_of(parse(sft.Args, given))
     before["max_length"] = again["max_length"]  # the run has set it
     assert again == before
-    of_hub = ModelCard(model_card(sft.Args(model="Qwen/Qwen3-0.6B@main")).decode())
+    of_hub = ModelCard(model_card(sft.Args(model="Qwen/Qwen3-0.6B@main"), 1).decode())
     assert of_hub.data.base_model == "Qwen/Qwen3-0.6B" and card.data.base_model is None
 
 
-def test_model_card_may_be_edited(main, small, tmp_path):
-    command = ("sft", *small, "--max_steps", 1, "--batch_size", 8, "--eval_size", 16)
-    main(*command, "--output_dir", tmp_path)
+def test_model_card_is_that_of_the_last_step_until_it_is_edited(main, small, tmp_path):
+    command = ("sft", *small, "--batch_size", 8, "--eval_size", 16, "--output_dir", tmp_path)
     card = tmp_path / "hf" / "README.md"
-    card.write_text("mine\n")
+    for steps, length in enumerate(("1 step on 1 rank", "2 steps on 1 rank"), 1):
+        main(*command, "--keep_last", 1, "--max_steps", steps)
+        assert f"trained for {length} with" in card.read_text()
+        assert f"max_steps: {steps}\n" in card.read_text()
+    with card.open("a") as file:
+        file.write("mine\n")
+    edited = card.read_text()
     resolve_model(str(tmp_path / "hf"))  # raises if a file with a checksum was changed
-    main(*command, "--output_dir", tmp_path)
-    assert card.read_text() == "mine\n"
+    main(*command, "--keep_last", 1, "--max_steps", 3)
+    assert card.read_text() == edited
+    whole = tmp_path / "checkpoints" / "step_000003" / "hf" / "README.md"
+    assert "trained for 3 steps" in whole.read_text()
 
 
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float32], ids=str)
@@ -136,7 +143,7 @@ def test_weights_are_rounded_to_the_dtype_of_the_base(base, tmp_path, device, ca
     run = Checkpointer(args, policy, adamw(policy, args), AutoTokenizer.from_pretrained(path))
     warned = "warning: hf/ has bfloat16, training float32: small" in capsys.readouterr().out
     assert warned == (base == torch.bfloat16)
-    run.export_hf()
+    run.export_hf(1)
     run.save(1)
     before = load_file(tmp_path / "source" / "model.safetensors")
     for folder in ("run/hf", "run/checkpoints/step_000001"):

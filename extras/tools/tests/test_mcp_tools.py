@@ -162,7 +162,7 @@ def test_values_of_the_environment_are_neither_stored_nor_shown(given, public, t
     """They are secrets: args.yaml, the model card and trackers have `KEY=***`, as error lines."""
     args = Args(tools=(given,), prompt_format="chat", output_dir=str(tmp_path))
     assert flags_of(args)["tools"] == [public]
-    assert yaml.safe_load(model_card(args).decode().split("```")[1][5:])["tools"] == [public]
+    assert yaml.safe_load(model_card(args, 1).decode().split("```")[1][5:])["tools"] == [public]
     with pytest.raises(ValueError) as error:
         Args(tools=(given,), prompt_format="plain")
     assert one_line(error.value).startswith(f"--tools {public} has no effect with --prompt_format")
