@@ -1,10 +1,13 @@
 """Scripts that sample: what the penalties do, with and without a reference."""
 
+import importlib
+
 import pytest
 import torch
 from helpers import assert_close_metrics, assert_same_weights, metrics, write
 
 import bok
+import grpo
 import reinforce
 import rloo
 from common.model import scoring
@@ -151,3 +154,36 @@ def test_first_minibatch_needs_no_pass_before_its_update(
     main(script, *flags, "--output_dir", tmp_path / "part")
     assert made == passes
     assert_same_weights(tmp_path / "part", tmp_path / "whole")
+
+
+TABLES = {
+    ("grpo", "advantages"): (grpo.ADVANTAGES, "group"),
+    ("reinforce", "less_mean"): (reinforce.LESS_BASELINE, "reinforce++"),
+}
+OF_SAMPLES = r"of shape \[.*\] for samples of shape \[8, 3\]; advantages"
+
+
+@pytest.mark.parametrize(
+    ("script", "function", "change", "words"),
+    [
+        ("grpo", "advantages", lambda x: x.T, OF_SAMPLES),
+        ("grpo", "advantages", lambda x: x.mean(-1), OF_SAMPLES),
+        ("rloo", "advantages", lambda x: x.T, OF_SAMPLES),
+        ("rloo", "advantages", lambda x: x.sum(), OF_SAMPLES),
+        ("reinforce", "less_mean", lambda x: x.T, OF_SAMPLES),
+        ("ppo", "advantages", lambda x: (x[0][:-1], x[1]), "^advantages_T has shape "),
+        ("grpo", "loss", lambda x: (x[0].sum(), x[1]), r"^loss\(\): its first value has shape"),
+        ("rloo", "loss", lambda x: (x[0][:, None], x[1]), r"^loss\(\): its first value has shape"),
+        ("ppo", "loss", lambda x: (x[0], x[1] | dict(ratio=x[0][:1])), "its ratio has shape"),
+    ],
+)  # fmt: skip
+def test_own_function_that_returns_another_shape_is_refused(
+    script, function, change, words, online, main, tmp_path, monkeypatch
+):
+    module = importlib.import_module(script)
+    own = getattr(module, function)
+    monkeypatch.setattr(module, function, lambda *args, **kwargs: change(own(*args, **kwargs)))
+    table, name = TABLES.get((script, function), ({}, ""))
+    monkeypatch.setitem(table, name, getattr(module, function))
+    with pytest.raises(ValueError, match=words):
+        main(script, *online, "--max_steps", 1, "--output_dir", tmp_path)

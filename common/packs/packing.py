@@ -46,6 +46,7 @@ class PackedBatch(ModelTokens):
 
     is_last = True  # of its minibatch: hybrid sharding averages gradients over copies in it
     compact: CompactTokens | None = None  # what the model runs on, if it is not these tokens
+    shape_of_samples: tuple[int, ...] = ()  # [B, G], or flat if groups differ in size
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     versions_T: Tensor | None = None  # training steps of the weights that sampled a token
     turn_rewards_T: Tensor | None = None  # of the environment, for earlier turns: set by ppo.py
@@ -98,7 +99,14 @@ class PackedBatch(ModelTokens):
 
     def select(self, values: Tensor) -> Tensor:
         """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number
-        for each packed sample of all ranks, in any shape: [B, G] for groups of completions."""
+        for each packed sample of all ranks: [B, G] for groups of completions, or flat. Raises
+        `ValueError` for another shape."""
+        shape = self.shape_of_samples
+        is_table = values.dim() > 1 and len(shape) > 1
+        if shape and (values.numel() != math.prod(shape) or is_table and values.shape != shape):
+            problem = f"of shape {[*values.shape]} for samples of shape {[*shape]}"
+            advice = "advantages() or what else computes them must return one number for each"
+            raise ValueError(f"advantages, or other numbers of samples, {problem}; {advice}")
         return values.to(self.index_N.device, torch.float64).flatten()[self.index_N]
 
     def on_tokens(self, values: Tensor) -> Tensor:
@@ -109,7 +117,12 @@ class PackedBatch(ModelTokens):
         return padded[self.sequence_ids_T].float()
 
     def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
-        """Return this micro-batch with further streams, [T] each."""
+        """Return this micro-batch with further streams, [T] each. Raises `ValueError` for another
+        length."""
+        for name, x_T in streams_T.items():
+            if x_T.shape[:1] != self.loss_mask_T.shape:
+                problem = f"has shape {[*x_T.shape]} for {len(self.loss_mask_T)} tokens"
+                raise ValueError(f"{name} {problem}; return one number for each token")
         batch = copy.copy(self)
         vars(batch).update(streams_T)
         return batch
@@ -179,6 +192,11 @@ def pack_minibatches(
             if position in chosen and group
         ]
         minibatches.append(_pack(by_index, pack_tokens, device, share_prefix, together))
+    num_samples = sum(sizes.values())
+    same_size = len({*sizes.values()}) == 1
+    for mb in chain(*minibatches) if num_samples else ():
+        G = num_samples // len(sizes)
+        mb.shape_of_samples = (len(sizes), G) if same_size else (num_samples,)
     return minibatches
 
 

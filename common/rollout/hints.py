@@ -65,7 +65,7 @@ def divide(mb: PackedBatch) -> tuple[PackedBatch, PackedBatch]:
             mb.lengths[start::2], loss_mask_T=mb.loss_mask_T[here_T],
             index_N=mb.index_N[start::2] // 2, datasets=mb.datasets[start::2],
         )  # fmt: skip
-        half.is_last = mb.is_last
+        half.is_last, half.shape_of_samples = mb.is_last, ()
         half.sent = {index // 2: s for index, s in mb.sent.items() if index % 2 == start}
         streams_T = {name: x_T[here_T] for name, x_T in vars(mb).items() if name not in vars(half)}
         halves.append(half.with_streams(**streams_T))
