@@ -2,9 +2,9 @@
 
     python extras/trace/doctor.py runs/demo/grpo
 
-Ten rules read metrics.jsonl and args.yaml. A rule looks at metrics, whichever script logged them,
-and does not apply if they are missing. "At the start" and "at the end" are means over the first and
-the last third of the steps."""
+Twelve rules read metrics.jsonl and args.yaml. A rule looks at metrics, whichever script logged
+them, and is not checked if they are missing. "At the start" and "at the end" are means over the
+first and the last third of the steps."""
 
 import math
 import sys
@@ -154,9 +154,34 @@ def length_drifts(run: Run) -> str | None:
     return None
 
 
+def held_out_falls(run: Run) -> str | None:
+    """try: samples.jsonl, whether the reward has a hole; a higher `--beta`, `--keep_best
+    eval/solved`, a higher `--eval_size`"""
+    before, after = early(run, "reward"), late(run, "reward")
+    solved, errors = (curve(run, f"eval/solved{end}", 2) for end in ("", "_stderr"))
+    change, half = solved[-1] - solved[0], 1.96 * math.hypot(errors[0], errors[-1])
+    if after < before + 0.05 * abs(before) or change > -half / 2 or change == 0:
+        return None
+    fell = f"eval/solved fell from {solved[0]:.3g} to {solved[-1]:.3g}"
+    what = f"reward rose from {before:.3g} to {after:.3g}, and {fell}"
+    if change < -half:
+        return what
+    interval = f"{change - half:.3g} to {change + half:.3g}"
+    chance = f"the 95% interval of the change is {interval}; evaluate more rows"
+    return f"{what}, which may be chance: {chance}"
+
+
+def overfits(run: Run) -> str | None:
+    """try: fewer `--epochs`, a lower `--lr`, `--keep_best eval_loss`"""
+    held_out = curve(run, "eval_loss", 3)
+    if late(run, "loss") < early(run, "loss") and held_out[-1] > 1.1 * min(held_out):
+        return f"eval_loss was {min(held_out):.3g} and is {held_out[-1]:.3g}, while loss falls"
+    return None
+
+
 RULES = (
     not_finite, explodes, truncated, equal_rewards, reward_errors, engine_differs,
-    entropy_collapses, kl_grows, clips_often, length_drifts,
+    entropy_collapses, kl_grows, clips_often, length_drifts, held_out_falls, overfits,
 )  # fmt: skip
 
 
@@ -186,7 +211,8 @@ def main() -> None:
     found = {rule: what for rule, what in seen.items() if what is not None}
     for rule, what in found.items():
         print(visible(f"{rule.__name__}: {what}\n    {' '.join(rule.__doc__.split())}"))
-    print(f"{len(found) or 'no'} findings; {len(seen)} of {len(RULES)} rules apply")
+    count = f"{len(found) or 'no'} finding{'s' * (len(found) != 1)}"
+    print(f"{count}; {len(seen)} of {len(RULES)} rules checked")
 
 
 if __name__ == "__main__":

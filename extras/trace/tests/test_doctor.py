@@ -38,6 +38,14 @@ def steps(before: float, after: float, count: int = 30) -> list[float]:
 
 
 FALLS = dict(reward=steps(0.5, 0.47))
+RISES = dict(reward=steps(0.4, 0.9))
+
+
+def solved(before: float, after: float, stderr: float) -> dict[str, list[float]]:
+    """Return a reward that rises, and two evaluations."""
+    return RISES | {"eval/solved": [before, after], "eval/solved_stderr": [stderr, stderr]}
+
+
 GAP, CLIPPED = "sampling/sampling_logp_difference/mean", "completions/clipped_ratio"
 CASES = {  # beyond the threshold, just below it
     "not_finite": (dict(loss=[1.0, float("nan")]), dict(loss=[1.0, 2.0])),
@@ -52,6 +60,8 @@ CASES = {  # beyond the threshold, just below it
     "entropy_collapses": tuple(FALLS | dict(entropy=steps(1.0, x)) for x in (0.09, 0.11)),
     "kl_grows": tuple(FALLS | dict(kl=steps(0.0, x)) for x in (1.1, 0.9)),
     "clips_often": tuple({"clip_ratio/region_mean": [x] * 3} for x in (0.51, 0.49)),
+    "held_out_falls": (solved(0.5, 0.4, 0.03), solved(0.5, 0.46, 0.03)),
+    "overfits": tuple(dict(loss=steps(1.0, 0.2), eval_loss=[1.0, 0.8, x]) for x in (0.9, 0.85)),
     "length_drifts": tuple(FALLS | {"completions/mean_length": steps(10, x)} for x in (15.1, 14.9)),
 }
 
@@ -69,6 +79,16 @@ def test_rule_names_what_is_beyond_its_threshold(name, tmp_path):
 
 def test_reward_that_never_changes_is_named(tmp_path):
     assert found(run(tmp_path, reward=[0.0] * 3, reward_std=[0.0] * 3)) == ["equal_rewards"]
+
+
+def test_few_held_out_rows_are_named_where_their_answers_may_fall_by_chance(tmp_path):
+    """12 rows: a newcomer took 0.583 -> 0.333 for a broken run."""
+    seen = doctor.examine(read_run(run(tmp_path, **solved(0.583, 0.333, 0.14))))
+    what = "reward rose from 0.4 to 0.9, and eval/solved fell from 0.583 to 0.333, which may be "
+    what += "chance: the 95% interval of the change is -0.638 to 0.138; evaluate more rows"
+    assert seen[doctor.held_out_falls] == what
+    assert found(run(tmp_path / "more", **solved(0.583, 0.4, 0.14))) == []
+    assert found(run(tmp_path / "falls", **solved(0.5, 0.4, 0.03) | FALLS)) == []
 
 
 def test_loss_that_rises_is_named_unless_the_run_has_rewards(tmp_path):
@@ -119,7 +139,7 @@ def test_command_prints_numbers_and_remedies_of_a_running_run(tmp_path, monkeypa
     first, second, last = out.splitlines()
     assert first == "truncated: 80% of the completions reach --max_new_tokens"
     assert second.startswith("    try: a higher `--max_new_tokens`")
-    assert last == "1 findings; 2 of 10 rules apply"
+    assert last == "1 finding; 2 of 12 rules checked"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "args.yaml"])
