@@ -39,6 +39,7 @@ class RunLogger:
         self.show = show
         self.curves = curves
         self.shown: dict[str, tuple[float, float]] = {}  # first and latest value of these metrics
+        self.errors: dict[str, float] = {}  # latest standard error, of a mean over held-out rows
         self.trackers = []
         self.draw_at = time.monotonic() + DRAW_EVERY
         if not self.active:
@@ -78,13 +79,16 @@ class RunLogger:
         for name in metrics.keys() & set(self.show):
             first, _ = self.shown.get(name, (metrics[name], None))
             self.shown[name] = first, metrics[name]
+            self.errors[name] = metrics.get(f"{name}_stderr", 0.0)
 
     def _value(self, name: str) -> str:
         """Return the first and the latest value of a metric, `reward 0.4 -> 0.8`; one value of
-        speeds or if they are equal."""
+        speeds or if they are equal. Half of the latest one's 95% interval follows, if known."""
         first, latest = (f"{value:.3g}" for value in self.shown[name])
         is_single = name.startswith(SPEEDS) or first == latest
-        return f"{name} {latest}" if is_single else f"{name} {first} -> {latest}"
+        values = latest if is_single else f"{first} -> {latest}"
+        half = 1.96 * self.errors[name]
+        return f"{name} {values} ±{half:.2g}" if half else f"{name} {values}"
 
     def summary(self) -> str:
         """Return the first and the latest value of each metric but speeds. Rank 0 only."""

@@ -129,3 +129,14 @@ def test_console_shows_values_only_on_the_lines_where_they_were_measured(tmp_pat
     evaluations = [line[0] for line in lines if "eval_loss 0.5" in line]
     assert evaluations == [f"step {step}/100" for step in (33, 66, 99)]
     assert len(lines) == 23 and all(line[-1].startswith("loss 1") for line in lines)
+
+
+def test_console_shows_the_interval_of_an_evaluation(tmp_path, capsys):
+    """12 held-out rows: 0.583 -> 0.333 alone looks like a loss."""
+    log = RunLogger(TrainArgs(output_dir=str(tmp_path)), 0, 4, ("eval/solved", "loss"), ())
+    log.log(0, {"eval/solved": 0.5833, "eval/solved_stderr": 0.1423})
+    log.log(4, {"eval/solved": 0.3333, "eval/solved_stderr": 0.1361, "loss": 1.0})
+    shown = ["eval/solved 0.583 ±0.28", "eval/solved 0.583 -> 0.333 ±0.27  loss 1"]
+    assert [x.partition("  ")[2] for x in capsys.readouterr().out.splitlines()] == shown
+    resumed = RunLogger(TrainArgs(output_dir=str(tmp_path)), 4, 4, ("eval/solved",), ())
+    assert resumed.summary() == "eval/solved 0.583 -> 0.333 ±0.27"
