@@ -1,0 +1,15 @@
+"""The reward of the task bills in rows.py: 0.2 for an object with the keys of the question, 1 if its values are
+right too."""
+
+import json
+
+
+def right_object(completion, row):
+    try:
+        found = json.loads(completion)
+    except ValueError:
+        return 0.0
+    wanted = json.loads(row["answer"])
+    if not isinstance(found, dict) or found.keys() != wanted.keys():
+        return 0.0
+    return 1.0 if found == wanted else 0.2
