@@ -1,4 +1,4 @@
-"""The reward of the task bills in rows.py: 0.2 for an object with the keys of the question, 1 if its values are
+"""Reward of the task bills (rows.py): 0.2 for an object with the right keys, 1 if its values are
 right too."""
 
 import json

@@ -1,8 +1,9 @@
-"""Write the rows of a task: sft.jsonl, and with other questions rl.jsonl and test.jsonl.
+"""Write the rows of a task: word problems with numbers below 20, or bills that are wanted as JSON.
 
-    python bench/results/rows.py words runs/words    # word problems with numbers below 20
-    python bench/results/rows.py bills runs/bills    # questions that want JSON with given keys
-"""
+    python bench/results/rows.py words runs/words
+    python bench/results/rows.py bills runs/bills
+
+The files sft.jsonl, rl.jsonl and test.jsonl have no question in common."""
 
 import json
 import random

@@ -1,0 +1,83 @@
+"""The picture, the table and the answers of docs/results.md, from three seeds of words.sh and of
+bills.sh.
+
+    python bench/results/report.py runs/words runs/bills --picture docs/results.png
+
+The answers are those to the first questions of test.jsonl."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common.metrics.curves import read_metrics
+
+SEEDS = 0, 1, 2
+ANSWERS = 10
+
+
+def solved(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())["overall"]["solved"]
+
+
+def cell(folder: Path) -> str:
+    value = solved(folder)
+    return f"{value['mean']:.1%} ({100 * value['low']:.1f} to {100 * value['high']:.1f})"
+
+
+def answers(folder: Path) -> list[str]:
+    """Return the first answers of a model, marked if they are right."""
+    found = []
+    for line in (folder / "completions.jsonl").read_text().splitlines()[:ANSWERS]:
+        completion = json.loads(line)["completions"][0]
+        text = " ".join(completion["text"].split()).replace("|", "\\|")
+        short = text if len(text) <= 90 else f"{text[:60]} ... {text[-25:]}"
+        found.append(f"{'**right** ' if completion['score'] >= 1 else ''}{short}")
+    return found
+
+
+def draw(tasks: list[Path], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(tasks), figsize=(9, 3), sharey=True, layout="constrained")
+    for axis, task in zip(axes, tasks, strict=True):
+        for seed in SEEDS:
+            lines = [x for x in read_metrics(task / f"grpo_{seed}/metrics.jsonl") if "reward" in x]
+            steps = [line["step"] for line in lines]
+            axis.plot(steps, [x["reward"] for x in lines], color=f"C{seed}", label=f"seed {seed}")
+            for step, name in ((0, "after_sft"), (steps[-1] + 1, "after_grpo")):
+                value = solved(task / f"{name}_{seed}")
+                bar = [[value["mean"] - value["low"]], [value["high"] - value["mean"]]]
+                place = step + (seed - 1) / 4
+                axis.errorbar(place, value["mean"], bar, fmt="o", color=f"C{seed}", capsize=2)
+        axis.axhline(solved(task / "before")["mean"], color="grey", ls=":", label="chat model")
+        axis.set(title=task.name, xlabel="step of grpo.py", ylim=(0, 1))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("reward; dots: solved, held out")
+    axes[0].legend(fontsize=7, loc="lower right")
+    figure.savefig(picture, dpi=90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tasks", nargs="+", type=Path)
+    parser.add_argument("--picture", type=Path, required=True)
+    options = parser.parse_args()
+    for task in options.tasks:
+        for seed in SEEDS:
+            cells = [cell(task / x) for x in ("before", f"after_sft_{seed}", f"after_grpo_{seed}")]
+            print("|", task.name, "|", seed, "|", " | ".join(cells), "|")
+        rows = [json.loads(line) for line in (task / "test.jsonl").read_text().splitlines()]
+        found = [answers(task / name) for name in ("before", "after_sft_0", "after_grpo_0")]
+        for row, *texts in zip(rows, *found, strict=False):
+            print("|", " | ".join([row["prompt"], *texts]), "|")
+    draw(options.tasks, options.picture)
+
+
+if __name__ == "__main__":
+    main()
