@@ -3,7 +3,7 @@
 #   bash bench/results/bills.sh path/to/SmolLM2-135M-Instruct SEED
 set -eu
 model=$1 seed=$2 out=runs/bills
-test="--dataset $out/test.jsonl --reward bench/results/bills_reward.py:right_object --max_new_tokens 256 --samples_per_prompt 0"
+test="--dataset $out/test.jsonl --reward bench/results/bills_reward.py:right_object --max_new_tokens 128 --samples_per_prompt 0"
 
 python bench/results/rows.py bills $out
 [ -e $out/before/results.json ] || python eval.py --model $model $test --output_dir $out/before

@@ -12,39 +12,33 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-COUNTS = dict(test=200, sft=200, rl=1000)
+COUNTS = dict(test=200, sft=128, rl=1000)
 NAMES = "Ada Ben Cleo Dan Eva Finn Gina Hugo Iris Jon Kim Leo Mia Nils Olga Paul".split()
 THINGS = "apples pens books shells coins cards eggs stamps cups nuts keys bricks".split()
-# a question about the numbers x, y, z, and the steps that answer it; r: the result of the last step
+# a question about the x, y, z and few, and the steps that answer it; r: the last result
+CITIES = "Rome Oslo Lima Cairo Paris Delhi Quito Turin".split()
 PROBLEMS = [
+    ("{name} has {x} {things} and finds {y}. How many does {name} have now?", "x + y"),
+    ("{name} had {x} {things} and lost {y}. How many are left?", "x - y"),
+    ("{name} sells {x} {things} on Monday and {y} on Friday. How many in all?", "x + y"),
+    ("{x} {things} are on a table. {name} takes {y}. How many stay there?", "x - y"),
+    ("A bag has {x} {things}, a box {y} more than the bag. How many are in the box?", "x + y"),
+    ("{name} owns {x} {things}, a friend {y} fewer. How many does the friend own?", "x - y"),
+    ("Each of {few} friends brings {y} {things}. How many come together?", "few * y"),
     ("{name} has {x} {things}, finds {y} and loses {z}. How many are left?", "x + y", "r - z"),
-    ("{x} {things} are on a table. {name} takes {y}, then puts {z} there. How many are there now?",
-     "x - y", "r + z"),
-    ("{name} fills {x} bags with {y} {things} each and keeps {z} more in a box. How many in all?",
-     "x * y", "r + z"),
-    ("{name} packs {x} boxes of {y} {things} and gives away {z}. How many remain?",
-     "x * y", "r - z"),
-    ("One day {name} sells {x} {things}, the next day {y} more than that. How many in two days?",
-     "x + y", "x + r"),
-    ("{name} owns {x} {things}, a friend {y} fewer, a sister {z}. How many do the three own?",
-     "x - y", "x + r", "r + z"),
-    ("Each of {x} friends brings {y} {things}, and {name} brings {z}. How many come together?",
-     "x * y", "r + z"),
-    ("{name} had {x} {things}, used {y} on Monday and {z} on Friday. How many does {name} have?",
-     "x - y", "r - z"),
+    ("{name} packs {few} boxes of {y} {things} and keeps {z} more. How many in all?",
+     "few * y", "r + z"),
 ]  # fmt: skip
 BILL = (
-    "{buyer} buys {count} {item} at {price} coins each and pays with {paid} coins. Reply with a "
-    "JSON object with the keys {keys} and nothing else."
+    "{buyer} buys {count} {item} at {price} coins each in {city}. Reply with a JSON object with the "
+    "keys {keys} and nothing else."
 )
 
 
 def words(rng: random.Random) -> dict | None:
     """Return a word problem with worked steps, or None if a step's result is negative."""
     text, *steps = rng.choice(PROBLEMS)
-    given = {name: rng.randrange(2, 20) for name in "xyz"}
-    if "x * y" in steps:
-        given["x"] = rng.randrange(2, 5)
+    given = {name: rng.randrange(2, 20) for name in "xyz"} | {"few": rng.randrange(2, 5)}
     worked, result = "", 0
     for step in steps:
         left, sign, right = step.split()
@@ -58,12 +52,11 @@ def words(rng: random.Random) -> dict | None:
 
 
 def bills(rng: random.Random) -> dict:
-    count, price, change = rng.randrange(2, 10), rng.randrange(2, 10), rng.randrange(1, 20)
-    total = count * price
+    count, price = rng.randrange(2, 10), rng.randrange(2, 10)
     bill = dict(buyer=rng.choice(NAMES), item=rng.choice(THINGS), count=count, price=price,
-                total=total, change=change)  # fmt: skip
+                city=rng.choice(CITIES), total=count * price)  # fmt: skip
     keys = rng.sample(list(bill), 3)
-    question = BILL.format(**bill, paid=total + change, keys=", ".join(keys))
+    question = BILL.format(**bill, keys=", ".join(keys))
     answer = json.dumps({key: bill[key] for key in keys})
     return dict(prompt=question, completion=answer, answer=answer)
 

@@ -3,7 +3,7 @@
 #   bash bench/results/words.sh path/to/SmolLM2-135M-Instruct SEED
 set -eu
 model=$1 seed=$2 out=runs/words
-test="--dataset $out/test.jsonl --reward gsm8k_flexible --max_new_tokens 256 --samples_per_prompt 0"
+test="--dataset $out/test.jsonl --reward gsm8k_flexible --max_new_tokens 128 --samples_per_prompt 0"
 
 python bench/results/rows.py words $out
 [ -e $out/before/results.json ] || python eval.py --model $model $test --output_dir $out/before
