@@ -15,8 +15,8 @@ from pathlib import Path
 COUNTS = dict(test=200, sft=128, rl=1000)
 NAMES = "Ada Ben Cleo Dan Eva Finn Gina Hugo Iris Jon Kim Leo Mia Nils Olga Paul".split()
 THINGS = "apples pens books shells coins cards eggs stamps cups nuts keys bricks".split()
-# a question about the x, y, z and few, and the steps that answer it; r: the last result
 CITIES = "Rome Oslo Lima Cairo Paris Delhi Quito Turin".split()
+# a question about x, y, z and few, and the steps that answer it; r: the result of the last step
 PROBLEMS = [
     ("{name} has {x} {things} and finds {y}. How many does {name} have now?", "x + y"),
     ("{name} had {x} {things} and lost {y}. How many are left?", "x - y"),
@@ -30,8 +30,8 @@ PROBLEMS = [
      "few * y", "r + z"),
 ]  # fmt: skip
 BILL = (
-    "{buyer} buys {count} {item} at {price} coins each in {city}. Reply with a JSON object with the "
-    "keys {keys} and nothing else."
+    "{buyer} buys {count} {item} at {price} coins each in {city}. Reply with a JSON object with "
+    "the keys {keys} and nothing else."
 )
 
 
