@@ -1,14 +1,13 @@
 """Draw your runs of a lesson over stored ones (README.md).
 
     python course/lesson.py 6            # after the commands of course/lessons/06_*.md
-    python course/lesson.py 6 --store    # every arm with three seeds: curves, picture and table
+    python course/lesson.py 6 --store    # every arm with its seeds: curves, picture and table
 
 A lesson has four files in course/lessons: page (.md), description (.yaml), stored curves (.json),
-picture (.png). The band of a metric is the 95% t interval for one more run with another seed."""
+picture (.png). The band of a metric is the range of the stored runs, which differ in the seed."""
 
 import itertools
 import json
-import math
 import os
 import shlex
 import shutil
@@ -28,7 +27,6 @@ from tools.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "course/lessons"
-SEEDS = (1, 2, 3)  # a reader's run has the default, 0
 
 
 class Lesson(NamedTuple):
@@ -40,6 +38,7 @@ class Lesson(NamedTuple):
     metrics: list[str]  # to show; "a over b" draws a over b in place of a over the step
     yours: list[str]  # arms that a reader runs; default: all
     flags: str = ""  # flags of all arms
+    seeds: int = 3  # stored runs of each arm have the seeds 1, 2, ...; a reader's run has 0
     before: dict[
         str, str
     ] = {}  # commands by the folder that each of them makes; they run once, before all runs
@@ -103,7 +102,7 @@ def store(lesson: Lesson) -> None:
         if not (ROOT / made).exists():
             launch(command)
     stored: dict[str, dict[str, dict]] = {arm: {} for arm in lesson.arms}
-    for seed, arm in itertools.product(SEEDS, stored):
+    for seed, arm in itertools.product(range(1, lesson.seeds + 1), stored):
         kept = (folder := ROOT / lesson.folder(arm, seed)) / "seconds"
         if not kept.is_file():
             shutil.rmtree(folder, ignore_errors=True)
@@ -139,13 +138,6 @@ def ends(runs: list[Run], name: str) -> np.ndarray:
     """Return the last value of a metric in each run; except for eval* the mean of the last 10
     logged ones."""
     return values_of(runs, name)[1][:, -1 if name.startswith("eval") else -10 :].mean(1)
-
-
-def band_of_one_more(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 95% t interval for one more run: that of the mean, sqrt(runs + 1) times as
-    wide."""
-    half = (band(values)[1] - band(values)[0]) / 2 * math.sqrt(len(values) + 1)
-    return values.mean(0) - half, values.mean(0) + half
 
 
 def table(lesson: Lesson) -> str:
@@ -206,12 +198,10 @@ def draw(lesson: Lesson, mine: dict[str, Run], picture: Path) -> None:
                     linewidth=2.5,
                     label=f"{arm}, yours",
                 )
-        axis.set_ylim(axis.get_ylim())  # that of the curves: a band of three runs may be much wider
         for number, runs in enumerate([] if x else stored.values()):
             steps, values_RT = values_of(runs, y)
-            axis.fill_between(
-                steps, *band_of_one_more(values_RT), color=f"C{number}", alpha=0.12, linewidth=0
-            )
+            low_T, high_T = values_RT.min(0), values_RT.max(0)
+            axis.fill_between(steps, low_T, high_T, color=f"C{number}", alpha=0.12, linewidth=0)
         axis.set(title=y, xlabel=x or "step")
     figure.legend(
         *axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8
@@ -221,13 +211,15 @@ def draw(lesson: Lesson, mine: dict[str, Run], picture: Path) -> None:
 
 
 def verdicts(lesson: Lesson, mine: dict[str, Run]) -> list[str]:
-    """Return a line for each last value of the reader's runs: whether it lies in the band."""
+    """Return a line for each last value of the reader's runs: whether it lies in the range of the
+    stored runs."""
     lines, stored = [], read_stored(lesson)
     for arm, name in itertools.product(mine, lesson.names):
-        end, (low, high) = ends([mine[arm]], name)[0], band_of_one_more(ends(stored[arm], name))
+        end, values_R = ends([mine[arm]], name)[0], ends(stored[arm], name)
+        low, high = values_R.min(), values_R.max()
         where = (
-            f"{'in' if low <= end <= high else 'outside'} the band {low:.3g} to {high:.3g} of "
-            "the stored seeds"
+            f"{'in' if low <= end <= high else 'outside'} the range {low:.3g} to {high:.3g} of "
+            f"the {len(values_R)} stored runs"
         )
         lines.append(f"{arm}: {name} {end:.3g} at step {max(mine[arm].metrics[name])} is {where}")
     return lines
@@ -238,7 +230,7 @@ def main() -> None:
     parser = Options(__doc__)
     parser.add_argument("name", help="number of the lesson, or the name of its files")
     parser.add_argument(
-        "--store", action="store_true", help="run every arm with three seeds, and store the curves"
+        "--store", action="store_true", help="run every arm with its seeds, and store the curves"
     )
     options = parser.parse_args()
     try:

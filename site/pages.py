@@ -31,8 +31,8 @@ START = (
     "course/reading_order", "course/changes/README", "CONTRIBUTING",
 )  # fmt: skip
 COURSE = (
-    "course/README", "course/primer", "course/one_step", "course/lessons/*", "course/exercises/*",
-    "course/glossary", "objectives",
+    "course/README", "course/primer", "course/one_step", "course/one_pair", "course/lessons/*",
+    "course/exercises/*", "course/glossary", "course/teaching", "objectives",
 )  # fmt: skip
 GREEK = {"rho": "ρ", "pi": "π", "beta": "β", "gamma": "γ", "lambda": "λ", "sigma": "σ"}
 # Not the articles: "a", and "A" in front of a word.

@@ -2,12 +2,10 @@
 
     python grpo.py --dataset runs/course/data/splits --reward course/lessons/counts.py:splits ...
 
-The full commands are in 09_entropy_length.md.
+The full commands are in 09_entropy.md.
 """
 
 import re
-
-from common.rewards.functions import gsm8k_flexible
 
 SPLIT = re.compile(r"([1-9][0-9]{0,14})\+([1-9][0-9]{0,14})")
 
@@ -26,14 +24,3 @@ def splits(completions: list[str], row: dict) -> list[tuple[float, dict[str, flo
     right = {completion for completion, reward in zip(completions, rewards, strict=True) if reward}
     numbers = dict(distinct=float(len(right)), any_right=float(bool(right)))
     return [(reward, numbers) for reward in rewards]
-
-
-def chains(completion: str, row: dict, ids: list[int]) -> tuple[float, dict[str, float]]:
-    """Return the reward `gsm8k_flexible`. The numbers, for right and wrong completions apart:
-    length in tokens, and number of checks."""
-    reward = gsm8k_flexible(completion, row)
-    name = "right" if reward else "wrong"
-    return reward, {
-        f"{name}_length": float(len(ids)),
-        f"{name}_checks": float(completion.count("?")),
-    }

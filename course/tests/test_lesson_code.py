@@ -27,14 +27,6 @@ def test_counts_of_a_group():
     assert COUNTS["splits"](["47"], dict(target=47)) == [(0, dict(distinct=0, any_right=0))]
 
 
-def test_lengths_of_right_and_wrong_chains():
-    row = dict(answer="264")
-    right = COUNTS["chains"]("247+9=256+8=264?264", row, [5] * 20)
-    assert right == (1, dict(right_length=20, right_checks=1))
-    wrong = COUNTS["chains"]("247+9=256+8=254", row, [5] * 16)
-    assert wrong == (0, dict(wrong_length=16, wrong_checks=0))
-
-
 pair = st.tuples(st.floats(-5, 5), st.floats(0, 1))
 
 

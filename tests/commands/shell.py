@@ -30,7 +30,7 @@ def values(command: Command) -> list[str]:
 def like(command: Command) -> str:
     """The name of the script that it runs, or of which it runs a copy."""
     name = Path(command.script).stem
-    return dict(mine="grpo", noisy_engine="reinforce").get(name, name)
+    return dict(mine="grpo").get(name, name)
 
 
 def ranks_of(command: Command) -> int:
