@@ -6,10 +6,13 @@
 A second model predicts the value V_t of each prefix: the rewards that are still to come.
 
     r_t = -beta log(pi_old(y_t) / pi_ref(y_t)), plus the score at the last token     token_rewards()
-    A_t = sum_j lambda^j (r_{t+j} + V_{t+j+1} - V_{t+j})                                       gae()
+    A_t = sum_j lambda^j (r_{t+j} + V_{t+j+1} - V_{t+j})              no discount: gamma is 1  gae()
     R_t = A_t + V_t; then A_t gets mean 0 and standard deviation 1
     L   = mean_t [ -min(rho_t A_t, clip(rho_t, 0.8, 1.2) A_t) ]      rho_t = pi(y_t) / pi_old(y_t)
     L_V = mean_t [ max((v_t - R_t)^2, (clip(v_t, V_t - 0.2, V_t + 0.2) - R_t)^2) / 2 ]
+
+pi_ref is the starting model. A rollout serves several updates: pi_old and V_t are from before the
+first of them, pi and v_t change with each.
 
 Shapes: N sequences of L tokens, V vocabulary, D hidden size. Position t of a log-prob, a value or a
 mask is about token t + 1."""
@@ -17,6 +20,7 @@ mask is about token t + 1."""
 import argparse
 import copy
 import json
+from functools import partial
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -77,18 +81,21 @@ class ValueModel(torch.nn.Module):
 
 
 def token_rewards(scores_N, old_logprobs_NL, ref_logprobs_NL, mask_NL, beta):
+    """Return r_t: a penalty for each token that pi_ref finds unlikely, and the score at the end."""
     rewards_NL = -beta * (old_logprobs_NL - ref_logprobs_NL) * mask_NL
-    last_N = mask_NL.shape[1] - 1 - mask_NL.flip(1).int().argmax(1)
+    last_N = mask_NL.shape[1] - 1 - mask_NL.flip(1).int().argmax(1)  # position of the last token
     rewards_NL[torch.arange(len(last_N)), last_N] += scores_N
     return rewards_NL
 
 
 def gae(rewards_NL, values_NL, mask_NL, gae_lambda=0.95):
+    """Return A_t, from the last token to the first: A_t = delta_t + lambda A_{t+1}."""
     advantages_NL = torch.zeros_like(rewards_NL)
-    A_N = next_value_N = torch.zeros(len(rewards_NL))
+    A_N = next_value_N = torch.zeros(len(rewards_NL))  # after the last token
     for t in reversed(range(rewards_NL.shape[1])):
-        A_N = rewards_NL[:, t] + next_value_N - values_NL[:, t] + gae_lambda * A_N
-        A_N = advantages_NL[:, t] = A_N * mask_NL[:, t]  # 0 on the padding after the last token
+        delta_N = rewards_NL[:, t] + next_value_N - values_NL[:, t]
+        A_N = (delta_N + gae_lambda * A_N) * mask_NL[:, t]  # stays 0 on the padding
+        advantages_NL[:, t] = A_N
         next_value_N = values_NL[:, t] * mask_NL[:, t]
     return advantages_NL
 
@@ -100,12 +107,14 @@ def loss(logprobs_NL, old_logprobs_NL, advantages_NL, mask_NL):
 
 
 def value_loss(values_NL, old_values_NL, returns_NL, mask_NL):
+    """Return L_V. Like L, it has no gradient where v_t went far from V_t towards its target."""
     clipped_NL = values_NL.clamp(old_values_NL - 0.2, old_values_NL + 0.2)
     errors_NL = torch.max((values_NL - returns_NL) ** 2, (clipped_NL - returns_NL) ** 2)
     return errors_NL[mask_NL].mean() / 2
 
 
 def update(model, optimizer, loss):
+    """Take one optimizer step, and return the loss."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -116,8 +125,8 @@ def update(model, optimizer, loss):
 def train(model, tokenizer, rows, steps=120, P=80, epochs=4, new_tokens=3, lr=1e-3, beta=0.05):
     """Train the model, and return the loss of each update."""
     reference, value_model = copy.deepcopy(model), ValueModel(model)
-    pairs = [(x, torch.optim.AdamW(x.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0))
-             for x in (model, value_model)]  # fmt: skip
+    adamw = partial(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    policy_optimizer, value_optimizer = adamw(model.parameters()), adamw(value_model.parameters())
     losses = []
     for step in range(steps):
         sequences, masks, scores = [], [], []
@@ -140,9 +149,9 @@ def train(model, tokenizer, rows, steps=120, P=80, epochs=4, new_tokens=3, lr=1e
             advantages_NL = (advantages_NL - trained.mean()) / (trained.std() + 1e-6)
         for _ in range(epochs):
             policy_loss = loss(logprobs(model, ids_NL), old_NL, advantages_NL, mask_NL)
-            losses.append(update(*pairs[0], policy_loss))
-            values_NL = value_model(ids_NL)
-            update(*pairs[1], value_loss(values_NL, old_values_NL, returns_NL, mask_NL))
+            losses.append(update(model, policy_optimizer, policy_loss))
+            error = value_loss(value_model(ids_NL), old_values_NL, returns_NL, mask_NL)
+            update(value_model, value_optimizer, error)
         if step % 20 == 0 or step == steps - 1:
             print(f"step {step + 1}: reward {sum(scores) / len(scores):.3f}")
     return losses

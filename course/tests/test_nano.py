@@ -82,7 +82,7 @@ ERRORS = dict(
         "gae_lambda * A_N": "A_N",
         "returns_NL = advantages_NL + old_values_NL": "returns_NL = advantages_NL",
         " / (trained.std() + 1e-6)": "",
-        "update(*pairs[1], value_loss(": "(value_loss(",
+        "update(value_model, value_optimizer, error)": "",
     },
 )
 
@@ -157,7 +157,7 @@ def test_short_script_has_losses_and_weights_of_the_script(name, model, main, tm
 @pytest.mark.parametrize("name", SOURCES)
 def test_short_script_is_short_and_stands_alone(name):
     lines = SOURCES[name].splitlines()
-    assert len(lines) <= (166 if name == "ppo" else 120) and max(map(len, lines)) <= 100
+    assert len(lines) <= (175 if name == "ppo" else 120) and max(map(len, lines)) <= 100
     imported = set()
     for node in ast.walk(ast.parse(SOURCES[name])):
         if isinstance(node, ast.Import):
