@@ -74,6 +74,7 @@ def _from_hub(model: str, weights: bool) -> Path:
     """Return the folder of a model of the hub in the local cache, which one rank of each machine
     fills. A repository may have further copies of the weights, which stay there. Collective."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     repo_id, _, revision = model.partition("@")
     is_path = repo_id.startswith((".", "/", "~")) or repo_id.count("/") > 1
@@ -81,13 +82,21 @@ def _from_hub(model: str, weights: bool) -> Path:
         raise ValueError("no such folder")
 
     def download() -> Path:
-        with named_errors("no such folder, and not on the hub"):
-            options = dict(revision=revision or None, allow_patterns=BESIDE_WEIGHTS)
+        options = dict(revision=revision or None, allow_patterns=BESIDE_WEIGHTS)
+        try:
             folder = Path(snapshot_download(repo_id, **options))
             if weights:  # from the same commit, which is the folder's name
                 names = [file.name for file in files_of(folder)]
                 snapshot_download(repo_id, revision=folder.name, allow_patterns=names)
             return folder
+        except Exception as error:
+            problem, advice = "no such folder, and not on the hub", ""
+            if not isinstance(error, HfHubHTTPError | HFValidationError):  # the hub has not spoken
+                problem = "no such folder, and the hub cannot be reached"
+                files = "config.json and tokenizer files"
+                advice = f"; name a folder with {files}{' and weights' * weights}"
+            line = distributed.first_line(error)
+            raise ValueError(f"{problem}: {line}{advice}") from error
 
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         download()

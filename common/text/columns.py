@@ -108,6 +108,8 @@ def require_all_read(
         advice = "join it with the prompt or the answer"
         if columns[0] == "chosen":
             advice = "make a column prompt of it"
+            if len(lost) == 1 and "prompt" not in lost:
+                advice = f"make it the prompt by --columns prompt={min(lost)}"
         elif columns in PROMPT_COLUMNS:
             advice = "join it with the prompt, name it in the `columns` of a reward"
         advice += f", or ignore it by --columns {' '.join(f'_{name}={name}' for name in lost)}"

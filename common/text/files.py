@@ -559,8 +559,9 @@ def _hub(label: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the disk, the network, the hub, pyarrow and datasets raise others
-        missing = "no such file or folder, and not found on the hub: "
-        missing = missing if isinstance(error, OSError) else ""
+        found = isinstance(error, FileNotFoundError)  # others: the hub has not answered
+        on_hub = "not found on the hub" if found else "the hub cannot be reached"
+        missing = f"no such file or folder, and {on_hub}: " if isinstance(error, OSError) else ""
         if isinstance(error, datasets.exceptions.DatasetGenerationError):
             error = error.__cause__ or error  # its own message is only that it happened
         raise ValueError(f"{label}: {missing}{first_line(error)}") from error

@@ -289,8 +289,8 @@ REFUSED = [
     *(
         (dict(prompt=prompt, chat_template_kwargs=variables), f"column chat_template_k.* {words}")
         for prompt, variables, words in (
-            ([ASKED], dict(breif=True), "breif: the chat template does not read it"),
-            ([ASKED], dict(messages=[]), "messages: .* the data determines it"),
+            ([ASKED], dict(breif=True), "breif: the chat template does not read it; lea"),
+            ([ASKED], dict(messages=[]), "messages: the rows set it; leave it out"),
             ([ASKED], "brief", "is no object"),
         )
     ),

@@ -476,7 +476,7 @@ def test_lack_of_memory_is_named(tmp_path, monkeypatch):
         ("~nobody_1/x", "no such file"),
         ("absent-*.jsonl", "no such file"),
         ("/x" * 2500 + ".jsonl", "no such file"),
-        ("absent/absent", "no such file or folder, and not found on the hub"),
+        ("absent/absent", "no such file or folder, and the hub cannot be reached: Couldn't"),
     ],
 )
 def test_missing_dataset_is_refused_by_name(dataset, words, monkeypatch):
@@ -883,6 +883,7 @@ def test_most_rows_decide_in_any_order(rows, choices, columns):
         ([TEXT, TEXT, TEXT | MESSAGES], SFT_COLUMNS, "nothing reads messages (x:2) beside text"),
         ([TEXT] * 2 + [TEXT | dict(prompt="c", completion="")], SFT_COLUMNS, "nothing reads pro"),
         ([C, C, C | dict(prompt="W")], PAIR_COLUMNS, "nothing reads prompt (x:2) beside chosen"),
+        ([C | dict(question="W")], PAIR_COLUMNS, "make it the prompt by --columns prompt=qu"),
     ],
 )  # fmt: skip
 def test_a_column_that_few_rows_have_is_not_ignored(rows, choices, words):
