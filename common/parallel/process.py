@@ -45,6 +45,11 @@ def brief(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:half]} [...] {text[-half:]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `1 step`, `2 steps`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def print_any_text() -> None:
     """Make stdout print characters that its encoding lacks as escapes, as stderr does anyway.
     Programs call it first."""

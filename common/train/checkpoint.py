@@ -27,6 +27,7 @@ from common.model.loading import base_dtype, hub_weights, load_config, named_err
 from common.model.lora import LoRALinear, save_adapter
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
+from common.parallel.process import counted
 from common.text.encode import format_of
 from common.text.tokenizer import eos_token_ids
 from common.train.export_files import config_file, generation_file, tokenizer_files
@@ -150,6 +151,11 @@ class Checkpointer:
                 shutil.rmtree(dropped)
         distributed.barrier()
 
+    def size(self, step: int) -> float:
+        """Return the gigabytes of a checkpoint."""
+        files = (self.checkpoints / f"step_{step:06d}").rglob("*")
+        return sum(file.stat().st_size for file in files) / 1e9
+
     def export_hf(self, step: int, name: str = "hf", saved: bool = False) -> None:
         """Write the model after `step` steps to `hf/` or `best/`: safetensors in the base's dtype,
         config, tokenizer and model card; `saved`: the checkpoint of the step has it already. The
@@ -183,7 +189,7 @@ def warn_of_rounding(model: PackedModel) -> None:
     if torch.promote_types(*dtypes) != dtypes[0]:
         narrow, wide = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         loss = f"hf/ has {narrow}, training {wide}: small updates are rounded away"
-        distributed.say(f"warning: {loss}; start from a {wide} copy of --model to keep them")
+        distributed.say(f"warning: {loss}; start from a {wide} copy of --model (docs/after.md)")
 
 
 def hf_files(
@@ -224,8 +230,7 @@ def model_card(args: TrainArgs, step: int) -> bytes:
     hub_id = re.fullmatch(r"([\w-]+/[\w.-]+)(@.+)?", args.model)
     if hub_id and not Path(args.model).exists():
         metadata["base_model"] = hub_id[1]
-    ranks = distributed.world_size()
-    length = f"{step} step{'s' * (step != 1)} on {ranks} rank{'s' * (ranks > 1)}"
+    length = f"{counted(step, 'step')} on {counted(distributed.world_size(), 'rank')}"
     text = f"""---
 {yaml.safe_dump(metadata)}---
 # {Path(args.output_dir).resolve().name}

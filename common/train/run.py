@@ -27,6 +27,7 @@ from common.model.flops import peak_flops, peak_memory
 from common.model.policy import PackedModel, Policy
 from common.packs.sample import Group, Sample
 from common.parallel import distributed, process
+from common.parallel.process import counted
 from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
 from common.train.run_folder import unlock
@@ -128,6 +129,10 @@ class Run:
         with self.meter.time("save"):  # logged with the next step
             self.logger.sync()
             self.checkpointer.save(self.finished)
+        if self.saved == self.first_step:
+            size, keep = self.checkpointer.size(self.finished), self.args.keep_last
+            kept = f"the newest {keep} stay (--keep_last)"
+            self.message(f"{self.checkpointer.checkpoints}: {size:.2g} GB each; {kept}")
         self.saved = self.finished
         self.logger.draw_curves()
 
@@ -254,7 +259,7 @@ class Run:
         next."""
         folder = self.args.output_dir
         changed = self.logger.summary()
-        lines = [f"after {self.finished} steps: {changed}"] if changed else []
+        lines = [f"after {counted(self.finished, 'step')}: {changed}"] if changed else []
         names = ("curves.png", "samples.jsonl")
         files = [f"{folder}/{name}" for name in names if Path(folder, name).is_file()]
         if files:
@@ -266,5 +271,4 @@ class Run:
             if self.args.template_kwargs:
                 chat += ["--template_kwargs", *self.args.template_kwargs]
             lines.append(f"next: {shlex.join(chat)}")
-        lines.append(f"upload: hf upload USER/NAME {folder}/hf --private")
         return [*lines, f"done: {folder}/hf"]

@@ -15,7 +15,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.config.online import LOGPROB_DIFFERENCE
-from common.parallel.process import print_any_text, visible
+from common.parallel.process import counted, print_any_text, visible
 from tools.compare import Run, read_run
 from tools.options import Options
 
@@ -59,7 +59,8 @@ def not_finite(run: Run) -> str | None:
     for name in ("loss", "grad_norm", "value_loss", "reward", "kl", "entropy"):
         steps = [step for step, x in run.metrics.get(name, {}).items() if not math.isfinite(x)]
         if steps:
-            return f"{name} is not finite in {len(steps)} steps, first in step {min(steps)}"
+            count = counted(len(steps), "step")
+            return f"{name} is not finite in {count}, first in step {min(steps)}"
     return None
 
 
@@ -211,7 +212,7 @@ def main() -> None:
     found = {rule: what for rule, what in seen.items() if what is not None}
     for rule, what in found.items():
         print(visible(f"{rule.__name__}: {what}\n    {' '.join(rule.__doc__.split())}"))
-    count = f"{len(found) or 'no'} finding{'s' * (len(found) != 1)}"
+    count = counted(len(found), "finding") if found else "no findings"
     print(f"{count}; {len(seen)} of {len(RULES)} rules checked")
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from helpers import ROOT
 from huggingface_hub import ModelCard, save_torch_state_dict
 from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
 from safetensors.torch import load_file
@@ -34,6 +35,7 @@ from common.train.checkpoint import (
     exported_weights,
     hf_files,
     model_card,
+    warn_of_rounding,
     write_model,
 )
 from common.train.optim import adamw
@@ -141,8 +143,9 @@ def test_weights_are_rounded_to_the_dtype_of_the_base(base, tmp_path, device, ca
         for parameter in policy.parameters():
             parameter.mul_(1.0001)
     run = Checkpointer(args, policy, adamw(policy, args), AutoTokenizer.from_pretrained(path))
-    warned = "warning: hf/ has bfloat16, training float32: small" in capsys.readouterr().out
-    assert warned == (base == torch.bfloat16)
+    warning = "warning: hf/ has bfloat16, training float32: small updates are rounded away; start "
+    warning += "from a float32 copy of --model (docs/after.md)\n"
+    assert (warning in capsys.readouterr().out) == (base == torch.bfloat16)
     run.export_hf(1)
     run.save(1)
     before = load_file(tmp_path / "source" / "model.safetensors")
@@ -151,6 +154,25 @@ def test_weights_are_rounded_to_the_dtype_of_the_base(base, tmp_path, device, ca
         for name, weight in before.items():
             expected = (weight * 1.0001).to(base) if base == torch.float32 else weight
             assert after[name].dtype == base and torch.equal(after[name], expected), name
+
+
+def test_command_of_the_page_makes_a_float32_copy(tmp_path, device, monkeypatch, capsys):
+    path = shutil.copytree(tiny_model(), tmp_path / "source")
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+    page = (ROOT / "docs" / "after.md").read_text()
+    (code,) = re.findall("python -c '(.*)' MODEL COPY", page)
+    monkeypatch.setattr("sys.argv", ["-c", str(path), str(tmp_path / "copy")])
+    exec(code, {})
+    capsys.readouterr()
+    before, after = (load_policy(str(x), ARGS, device) for x in (path, tmp_path / "copy"))
+    warn_of_rounding(before)
+    assert "rounded away" in capsys.readouterr().out
+    warn_of_rounding(after)
+    assert not capsys.readouterr().out
+    weights = after.state_dict()
+    assert all(torch.equal(x, weights[name]) for name, x in before.state_dict().items())
+    vocabularies = [load_tokenizer(str(x)).get_vocab() for x in (path, tmp_path / "copy")]
+    assert vocabularies[0] == vocabularies[1]
 
 
 # ---- the folder ----
