@@ -2,6 +2,7 @@
 
     python tools/compare.py runs/a0 runs/a1 runs/a2 runs/b0 runs/b1 runs/b2
     python tools/compare.py runs/a* runs/b* --metrics eval/solved 'reward*' --last 20 --out ab.png
+    python tools/compare.py runs/eval_before runs/eval_after     # of eval.py: paired by question
 
 Runs of one script, with one code, form a group if they differ only in the flags seed, output_dir
 and resume. Runs whose seed is repeated are separate groups. Curves and numbers of a group use the
@@ -22,6 +23,7 @@ import numpy as np
 import yaml
 
 from common.config.flags import TreeLoader
+from common.evaluate.estimators import SOLVED, mean_and_interval
 from common.metrics.curves import distinct
 from common.parallel.process import print_any_text, visible
 from tools.options import Options
@@ -31,6 +33,10 @@ CAPTION = "mean over seeds; band: 95% t interval of the mean, range for 2 seeds"
 COLUMNS = (
     "metric", "group", "seeds", "step", "first -> last", "95% interval",
     "difference to the first group",
+)  # fmt: skip
+EVALUATION = (
+    "solved", "evaluation", "questions", "mean", "95% interval", "difference to the first",
+    "gained, lost",
 )  # fmt: skip
 
 
@@ -120,24 +126,33 @@ def t_quantile(df: float) -> float:
 
 def band(values_RT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the 95% t interval of the mean of the runs, or the range of 1 or 2 runs."""
-    count = len(values_RT)
-    if count < 3:
-        return values_RT.min(0), values_RT.max(0)
-    mean = values_RT.mean(0)
-    half = t_quantile(count - 1) * values_RT.std(0, ddof=1) / math.sqrt(count)
+    return interval(values_RT) if len(values_RT) > 2 else (values_RT.min(0), values_RT.max(0))
+
+
+def interval(values_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the 95% t interval of the mean of at least 2 values."""
+    count, mean = len(values_R), values_R.mean(0)
+    half = t_quantile(count - 1) * values_R.std(0, ddof=1) / math.sqrt(count)
     return mean - half, mean + half
 
 
+def shown_interval(values_R: np.ndarray) -> str:
+    if len(values_R) < 2:
+        return "needs 2 seeds"
+    low, high = interval(values_R)
+    return f"[{low:.4g}, {high:.4g}]"
+
+
 def difference(base: dict[str, float], other: dict[str, float]) -> str:
-    """Return the difference of the means of values by seed, with an interval if both groups have 3
+    """Return the difference of the means of values by seed, with an interval if both groups have 2
     seeds."""
     a, b = np.array([*base.values()]), np.array([*other.values()])
     mean = b.mean() - a.mean()
-    if min(len(a), len(b)) < 3:
+    if min(len(a), len(b)) < 2:
         return f"{mean:+.4g}"
     if base.keys() == other.keys():
-        low, high = band(np.array([other[seed] - base[seed] for seed in base]))
-        return f"{mean:+.4g} [{low:.4g}, {high:.4g}] paired"
+        differences = np.array([other[seed] - base[seed] for seed in base])
+        return f"{mean:+.4g} {shown_interval(differences)} paired"
     v, w = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
     df = (v + w) ** 2 / (v**2 / (len(a) - 1) + w**2 / (len(b) - 1)) if v + w else 1
     half = t_quantile(df) * math.sqrt(v + w)
@@ -151,7 +166,6 @@ def rows_of(groups: list[list[Run]], labels: list[str], name: str, last: int) ->
     for label, group in zip(labels, groups, strict=True):
         steps, values_RT = values_of(group, name)
         ends_R = values_RT[:, -1 if name.startswith("eval") else -last :].mean(1)
-        low, high = band(ends_R)
         ends = by_seed(group, ends_R)
         rows.append(
             [
@@ -160,11 +174,61 @@ def rows_of(groups: list[list[Run]], labels: list[str], name: str, last: int) ->
                 str(len(group)),
                 str(steps[-1]),
                 f"{values_RT[:, 0].mean():.4g} -> {ends_R.mean():.4g}",
-                f"[{low:.4g}, {high:.4g}]" if len(group) > 2 else "-",
+                shown_interval(ends_R),
                 difference(base, ends) if base else "",
             ]
         )
         base = base or ends
+    return rows
+
+
+# ---- evaluations ----
+
+
+def solved_of(folder: Path) -> dict[str, dict[str, float]]:
+    """Return the fraction of solved completions of each question in a folder of eval.py, of greedy
+    and of sampled ones. Those without a reward (None) are left out."""
+    values: dict[str, dict[str, float]] = dict(greedy={}, sampled={})
+    file = folder / "completions.jsonl"
+    try:
+        for line in map(json.loads, file.read_text(encoding="utf-8").split("\n")[:-1]):
+            for kind, own in values.items():
+                scores = [
+                    (c["score"] or 0) >= SOLVED
+                    for c in line["completions"]
+                    if c["greedy"] == (kind == "greedy")
+                    and (c["score"] is not None or c["reward_errors"])
+                ]
+                if scores:
+                    own[line["source"]] = sum(scores) / len(scores)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file}: no completions of eval.py: {error!r}") from error
+    return {kind: own for kind, own in values.items() if own}
+
+
+def bootstrapped(values: list[float]) -> tuple[str, str]:
+    """Return the mean over questions, and its 95% bootstrap interval as in eval.py."""
+    x = mean_and_interval(values, [1] * len(values), seed=0)
+    return f"{x['mean']:.4g}", f"[{x['low']:.4g}, {x['high']:.4g}]"
+
+
+def rows_of_evaluations(folders: list[Path]) -> list[list[str]]:
+    """Return the rows of a table with a cell for each of `EVALUATION`, paired by question."""
+    values = [solved_of(folder) for folder in folders]
+    rows = []
+    for kind in values[0]:
+        base = values[0][kind]
+        for folder, of_kinds in zip(folders, values, strict=True):
+            own = of_kinds.get(kind, {})
+            if own.keys() != base.keys():
+                problem = f"not the questions of {folders[0]}; evaluate both on the same rows"
+                raise ValueError(f"{folder}: {len(own)} {kind} answers: {problem}")
+            cells = [kind, str(folder), str(len(own)), *bootstrapped([*own.values()])]
+            changes = [own[question] - base[question] for question in base]
+            mean, interval = bootstrapped(changes)
+            gained, lost = sum(x > 0 for x in changes), sum(x < 0 for x in changes)
+            change = [f"{float(mean):+.4g} {interval} paired", f"{gained}, {lost}"]
+            rows.append(cells + (["", ""] if own is base else change))
     return rows
 
 
@@ -213,6 +277,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.last < 1:
         parser.error(f"--last {options.last}: must be at least 1")
+    if all((folder / "results.json").is_file() for folder in options.runs):
+        try:
+            rows = rows_of_evaluations(options.runs)
+        except ValueError as error:
+            parser.error(" ".join(str(error).split()))
+        return print_table(EVALUATION, rows, str(options.runs[-1]))
     try:
         runs = [read_run(folder) for folder in options.runs]
         shared = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
@@ -228,18 +298,24 @@ def main() -> None:
         draw(groups, labels, names, picture)
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
+    print_table(COLUMNS, rows, labels[-1])
+    print("95%: t interval of the mean over seeds, or of the differences of equal seeds (paired)")
+    print(f"last: the mean of the last {options.last} logged values; of eval* the last one")
+    print(visible(f"curves: {picture}"))
+
+
+def print_table(columns: Iterable[str], rows: list[list[str]], last: str) -> None:
+    """Print a table. A section ends with a row about `last`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*COLUMNS)
+    table = Table(*columns)
     for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row), end_section=row[1] == labels[-1])
+        table.add_row(*(Text(visible(cell)) for cell in row), end_section=row[1] == last)
     console = Console()
     console.width = console.width if console.is_terminal else 200
     console.print(table)
-    print(f"last: the mean of the last {options.last} logged values; of eval* the last one")
-    print(visible(f"curves: {picture}"))
 
 
 if __name__ == "__main__":

@@ -104,8 +104,9 @@ def test_band_is_drawn_over_the_steps_that_all_seeds_have(tmp_path, compare, mon
     with Image.open(tmp_path / "compare.png") as picture:
         assert picture.width > 400
     assert rows == [
-        ["eval/solved", "lr 1", "2", "2", "0.2 -> 0.25", "-", ""],
-        ["eval/solved", "lr 2", "1", "2", "0.7 -> 0.8", "-", "+0.55"],
+        # The mean of 0.3 and 0.2, and 12.7062 times 0.05.
+        ["eval/solved", "lr 1", "2", "2", "0.2 -> 0.25", "[-0.3853, 0.8853]", ""],
+        ["eval/solved", "lr 2", "1", "2", "0.7 -> 0.8", "needs 2 seeds", "+0.55"],
     ]
 
 
@@ -127,6 +128,47 @@ def test_difference_is_paired_for_equal_seeds_and_welch_for_others(tmp_path, com
     assert rows[0][4:] == ["0 -> 4", f"[{4 - half:.4g}, {4 + half:.4g}]", ""]
     assert rows[1][6] == f"+2 [{2 - paired_half:.4g}, {2 + paired_half:.4g}] paired"
     assert rows[2][6] == f"+0 [{-welch:.4g}, {welch:.4g}] Welch"
+
+
+def test_two_seeds_have_a_wide_interval(tmp_path, compare):
+    first, other = (seeds(tmp_path, lr, {0: 1.0 + lr, 1: 3.0 + 2 * lr}) for lr in (1, 2))
+    assert compare(*first, *other)[0][1][6] == "+1.5 [-4.853, 7.853] paired"
+
+
+# ---- evaluations ----
+
+
+def evaluation(folder: Path, scores: Sequence[Sequence[float | None]]) -> Path:
+    """Write what eval.py writes: the first score of a question is that of the greedy answer."""
+    folder.mkdir()
+    (folder / "results.json").write_text("{}")
+    lines = [
+        dict(
+            source=f"x:{i}",
+            completions=[
+                dict(greedy=g == 0, score=score, reward_errors={}) for g, score in enumerate(group)
+            ],
+        )
+        for i, group in enumerate(scores, 1)
+    ]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return folder
+
+
+def test_evaluations_are_paired_by_question(tmp_path, compare):
+    before = evaluation(tmp_path / "a", [[0, 0, 1], [0.5, 0, 0], [1, 1, 1], [1, 1, None]])
+    after = evaluation(tmp_path / "b", [[1, 1, 1], [0, 0, 0], [1, 0, 1], [1, 1, None]])
+    rows, _ = compare(before, after)
+    # Differences of greedy answers 1, 0, 0, 0: the bootstrap's mean is 0 in 32% of draws, and above
+    # 3/4 in 0.4%.
+    assert rows[1][0::2] == ["greedy", "4", "[0.25, 1]", "1, 0"]
+    assert rows[1][5] == "+0.25 [0, 0.75] paired" and rows[0][5:] == ["", ""]
+    assert rows[3][0] == "sampled" and rows[3][5].startswith("+0 [") and rows[3][6] == "1, 1"
+    fewer = evaluation(tmp_path / "c", [[1, 1, 1]])
+    said = compare(before, fewer, code=2)[1]
+    assert said.startswith(f"error: {fewer}: 1 greedy answers: not the questions of {before}")
+    (fewer / "completions.jsonl").write_text("{}\n")
+    assert "no completions of eval.py" in compare(before, fewer, code=2)[1]
 
 
 def test_welch_interval_of_unequal_variances(tmp_path, compare):
@@ -152,7 +194,7 @@ def test_last_value_is_a_mean_except_for_evaluations(tmp_path, compare):
         )
     assert [row[3:5] for row in compare(run)[0]] == [["5", "1 -> 7"], ["5", "1 -> nan"]]
     run = write(tmp_path / "b", range(1, 21), dict(seed=0), name="reward")
-    assert compare(run)[0][0][:6] == ["reward", str(run), "1", "20", "1 -> 15.5", "-"]
+    assert compare(run)[0][0][:6] == ["reward", str(run), "1", "20", "1 -> 15.5", "needs 2 seeds"]
     assert compare(run, "--last", 2)[0][0][4] == "1 -> 19.5"
     assert compare(run, "--last", 99, "--metrics", "rew*")[0][0][4] == "1 -> 10.5"
     for wrong in (0, -3):
