@@ -152,9 +152,8 @@ def measure(args: Args, lines: list[dict]) -> dict:
     )
     out |= dict(reward=mean_of(lambda c: c["reward"], greedy), pass_at_k={}, majority_at_k={})
     for k in range(1, max(map(len, right)) + 1):
-        enough = [
-            i for i, right_S in enumerate(right) if len(right_S) >= k
-        ]  # a reward may be missing
+        # A reward may be missing.
+        enough = [i for i, right_S in enumerate(right) if len(right_S) >= k]
         passes = [pass_at_k(len(right[i]), sum(right[i]), k) for i in enough]
         out["pass_at_k"][k] = interval(passes, [1] * len(enough))
         out["majority_at_k"][k] = interval([votes[i][k - 1] for i in enough], [1] * len(enough))
@@ -213,8 +212,7 @@ def print_results(results: dict) -> None:
 
 
 def left_out(results: dict, lines: list[dict]) -> list[str]:
-    """Return lines about completions that count as not solved, or in no number, for want of a
-    reward."""
+    """Return lines about completions that are cut off, count as not solved, or are in no number."""
     everything = [(line["source"], c) for line in lines for c in line["completions"]]
     said = []
     if failed := results["overall"]["failed"]:
@@ -228,6 +226,9 @@ def left_out(results: dict, lines: list[dict]) -> list[str]:
     if unscored := results["overall"]["unscored"]:
         problem = f"{unscored} of {len(everything)} completions have no reward (None)"
         said.append(f"{problem} and are in no fraction")
+    if (cut := results["overall"]["truncated"]["mean"]) > 0.1:
+        cause = "before they could answer: see --max_new_tokens"
+        said.append(f"{cut:.0%} of the completions were truncated, perhaps {cause}")
     if pairs := results.get("not_compared"):
         said.append(f"{pairs} of {len(everything)} pairs are not compared: one has no reward")
     return said
@@ -370,10 +371,8 @@ def main(args: Args) -> None:
     engine = None
     stopped = False
     other_lines = []
-    if args.against is not None:
-        other_lines = [
-            completions_file.reward_again(task.files["against"], task.prompts, task.rewards)
-        ]
+    if against := task.files.get("against"):
+        other_lines = [completions_file.reward_again(against, task.prompts, task.rewards)]
     for target, model in models:
         if target != folder and not checkpoint_curve.still_exists(model):
             continue

@@ -79,6 +79,16 @@ def completions(folder, name="completions.jsonl") -> list[dict]:
     return read_rows(folder / name)
 
 
+@pytest.mark.parametrize(("cut", "lines"), [(0.69, 1), (0.05, 0)])
+def test_truncated_completions_are_told(cut, lines):
+    """They count as wrong, which a newcomer took for what the model did not know."""
+    overall = dict(failed=0, unscored=0, truncated=dict(mean=cut))
+    said = evaluation.left_out(dict(overall=overall), [])
+    assert len(said) == lines and all(
+        line.startswith("69% of the completions were truncated") for line in said
+    )
+
+
 @pytest.mark.slow
 def test_results_equal_those_of_the_written_completions(one_rank):
     lines, found = completions(one_rank), results(one_rank)
