@@ -145,17 +145,20 @@ function showGroups() {
 // ---- right: completions, token by token ----
 
 const AROUND_ONE = ["ratio", "importance", "sampling/weight"];
+const MINIMISED = ["gradient", "loss share"]; // an update raises the log-prob where these are negative
+const RAISED = ["advantage", "ratio", ...MINIMISED];
 
 /** Return the colours of a quantity: its limit is the 98th percentile of the size of the values. */
 function scaleOf(name, values) {
   const of = AROUND_ONE.includes(name) ? Math.log : (x) => x;
+  const sign = MINIMISED.includes(name) ? -1 : 1;
   const sizes = values.filter((x) => x !== null).map((x) => Math.abs(of(x))).filter((x) => x > 0 && x < Infinity);
   sizes.sort((a, b) => a - b);
   const limit = sizes[Math.floor(sizes.length * 0.98)] ?? sizes.at(-1) ?? 1;
   const paint = (node, x) => {
     if (x === null || x === undefined || !of(x)) return;
     const strength = Math.min(1, Math.abs(of(x)) / limit) ** 0.8;
-    node.style.backgroundColor = `rgb(var(--${of(x) > 0 ? "blue" : "orange"}) / ${(0.06 + 0.6 * strength).toFixed(3)})`;
+    node.style.backgroundColor = `rgb(var(--${sign * of(x) > 0 ? "blue" : "orange"}) / ${(0.06 + 0.6 * strength).toFixed(3)})`;
   };
   const inverse = of === Math.log ? Math.exp : of;
   return { paint, marks: [-1, -0.5, 0, 0.5, 1].map((x) => inverse(x * limit)) };
@@ -198,8 +201,12 @@ async function showTrace() {
   $("pictures").replaceChildren(...picturesOf(group.completions[0]));
   const swatches = scale.marks.map((x) => el("span", null, number(x, 3)));
   swatches.forEach((node, i) => scale.paint(node, scale.marks[i]));
-  $("legend").replaceChildren(name + (theirs ? `, minus that of ${other.name} in step ${theirs.step}` : ""),
-    el("span", { class: "scale" }, ...swatches), el("span", { class: "clipped" }, "clipped"),
+  const isConstant = ({ values }, g) => (values ?? []).every((x, t) => !group.completions[g].mask[t] || x === values[
+    group.completions[g].mask.indexOf(1)]);
+  const each = found.every(isConstant) ? ", one value per completion" : "";
+  const meaning = RAISED.includes(name) && !theirs ? "blue: the update raises it, orange: lowers it" : "blue: positive";
+  $("legend").replaceChildren(name + (theirs ? `, minus that of ${other.name} in step ${theirs.step}` : each),
+    el("span", { class: "scale" }, ...swatches), meaning, el("span", { class: "clipped" }, "clipped"),
     el("span", { class: "untrained" }, "not trained"), theirs ? el("span", { class: "differs" }, "other tokens") : "");
   $("rows").replaceChildren(...group.completions.map((completion, g) => el("div", { class: "row" },
     factsOf(completion, g), tokensOf(completion, scale, found[g]))));
@@ -288,7 +295,8 @@ async function setStep(step) {
   if (trace !== nearest(run().traces, state.step)) return; // a later call was faster
   shown.trace = loaded;
   const groups = loaded?.groups ?? [];
-  await setGroup(groups.find((x) => x.group === state.group) ?? groups[0] ?? null);
+  await setGroup(groups.find((x) => x.group === state.group)
+    ?? groups.find((x) => x.chosen.includes("disputed")) ?? groups[0] ?? null);
 }
 
 function setRun(r) {

@@ -1,5 +1,7 @@
 """The viewer: the data of its page, a page in a browser if one is here, bad input."""
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -30,12 +32,17 @@ def completion(text: str, reward: float, share: float, **streams: list) -> dict:
     )  # fmt: skip
 
 
-def write_trace(folder: Path, step: int, prompt: str = "2=", share: float = 0.5, text="ab") -> None:
+def write_trace(
+    folder: Path, step: int, prompt: str = "2=", share: float = 0.5, text="ab", disputed: str = ""
+) -> None:
     completions = [completion(text, 1.0, share), completion("c", 0.0, -share, entropy=[0.25])]
     group = dict(group=3, chosen=["first", "best"], prompt=prompt, completions=completions)
+    more = dict(group=4, chosen=["disputed"], prompt=disputed, completions=completions)
     header = dict(schema=trace_file.SCHEMA, step=step, loss=[0.0])
     header |= dict(weights=[["0"]], flags={})
-    trace_file.write(folder / "trace" / f"step_{step:06}.jsonl.gz", [header, group])
+    trace_file.write(
+        folder / "trace" / f"step_{step:06}.jsonl.gz", [header, group] + [more] * bool(disputed)
+    )
 
 
 @pytest.fixture
@@ -103,6 +110,26 @@ def test_browser_shows_groups_and_tokens(run):
     assert shown.count('class="token"') == 3
     colours = [f'rgb(var(--{name}) / 0.660);">' for name in ("blue", "orange")]
     assert [shown.count(x) for x in colours] == [2 + 1, 1 + 1]  # tokens, and one of the legend
+    assert "advantage, one value per completion" in shown
+    assert "blue: the update raises it, orange: lowers it" in shown
+
+
+@needs_chromium
+def test_page_opens_on_the_most_disputed_group_and_right_answers_are_blue(run):
+    """A reader takes orange for bad: where the loss falls, a token is blue."""
+    write_trace(run, 2, disputed="3=")
+    html = built(run)
+    assert '<div id="prompt">3=</div>' in dom(html)
+    page = html.read_text().replace('|| "advantage")', '|| "loss share")')
+    (script,) = re.findall("<script>(.*)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    html.write_text(re.sub("script-src 'sha256-[^']+'", f"script-src 'sha256-{digest}'", page))
+    shown = dom(html)
+    assert "loss share, one value" in shown
+    first, second = (
+        re.findall(r"--(blue|orange)\)", row) for row in shown.split('class="row"')[1:]
+    )
+    assert first == ["orange"] * 2 and second == ["blue"]  # shares 0.5 and -0.5
 
 
 @needs_chromium
