@@ -5,7 +5,7 @@ set -eu
 model=$1 seed=$2 out=runs/bills
 test="--dataset $out/test.jsonl --reward bench/results/bills_reward.py:right_object --max_new_tokens 128 --samples_per_prompt 0"
 
-python bench/results/rows.py bills $out
+python bench/results/rows.py bills --output_dir $out
 [ -e $out/before/results.json ] || python eval.py --model $model $test --output_dir $out/before
 
 python sft.py --config configs/smollm2_135m_sft.yaml --model $model --dataset $out/sft.jsonl \

@@ -1,13 +1,13 @@
 """Write the rows of a task: word problems with numbers below 20, or bills that are wanted as JSON.
 
-    python bench/results/rows.py words runs/words
-    python bench/results/rows.py bills runs/bills
+    python bench/results/rows.py words --output_dir runs/words
+    python bench/results/rows.py bills --output_dir runs/bills
 
 The files sft.jsonl, rl.jsonl and test.jsonl have no question in common."""
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -83,4 +83,8 @@ def main(task: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    options = parser.parse_args()
+    main(options.task, options.output_dir)

@@ -5,7 +5,7 @@ set -eu
 model=$1 seed=$2 out=runs/words
 test="--dataset $out/test.jsonl --reward gsm8k_flexible --max_new_tokens 128 --samples_per_prompt 0"
 
-python bench/results/rows.py words $out
+python bench/results/rows.py words --output_dir $out
 [ -e $out/before/results.json ] || python eval.py --model $model $test --output_dir $out/before
 
 python sft.py --config configs/smollm2_135m_sft.yaml --model $model --dataset $out/sft.jsonl \

@@ -78,6 +78,9 @@ MODELS: dict[str, dict] = {
         special=["<end_of_utterance>", "<image>", "<fake_token_around_image>", "<global-img>",
                  *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7))],
     ),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": dict(
+        kind="llama", words="smollm2", template="qwen2_5", ends=["<|im_end|>"]
+    ),
     "meta-llama/Llama-3.1-8B-Instruct": dict(
         kind="llama", words="llama3", template="llama3_1", ends=["<|eot_id|>"]
     ),

@@ -26,6 +26,7 @@ CANNOT = {
     r"mcp:npx": "starts a server of npm",
     r"bench/(gpu|gpu_report|prefix|peers)\.py": "needs a GPU, or another project",
     r"bench/(faults|seeds|models|memory_plan)\.py": "takes minutes to hours",
+    r"bench/results/report\.py": "needs the runs of half an hour",
     r"lesson\.py 6 --store|mark\.py --check|one_step\.py": "takes minutes: make course-test",
 }
 RUNS = [x for x in COMMANDS if not any(re.search(pattern, x.text) for pattern in CANNOT)]
