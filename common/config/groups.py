@@ -232,7 +232,7 @@ class CheckpointArgs:
     """check flags, all data and the rewards of ten rows, print the first row and the predicted
     memory and time, and end without loading weights or writing files; 8xH100: for 8 of these GPUs,
     on any machine (extras/plan/README.md)"""
-    log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
+    log_to: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
     """destinations of metrics in addition to metrics.jsonl: wandb, which reads WANDB_PROJECT,
     WANDB_NAME, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE=offline; tensorboard"""
 

@@ -1,5 +1,5 @@
 """Metrics and samples of each step, which rank 0 writes to the run's folder, the console and the
-trackers of `--log`."""
+trackers of `--log_to`."""
 
 import json
 import math
@@ -51,10 +51,10 @@ class RunLogger:
             _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
         for line in read_metrics(self.folder / "metrics.jsonl"):
             self._remember(line)
-        if args.log:
-            with extra("trackers", f"--log {' '.join(args.log)}"):
+        if args.log_to:
+            with extra("trackers", f"--log_to {' '.join(args.log_to)}"):
                 from extras.trackers.trackers import TRACKERS
-            starts = [start for name, start in TRACKERS.items() if name in args.log]
+            starts = [start for name, start in TRACKERS.items() if name in args.log_to]
             self.trackers = [start(args, self.folder, first_step) for start in starts]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -36,7 +36,7 @@ from tools.options import Options
 
 # Beginnings of metrics that measure the machine.
 OF_THE_MACHINE = ("time/", "speed/", "idle/", "memory/", "engine/", "tokens_per_second")
-REPLACED = dict(resume="auto", log=[], dry_run=False, trace_every=1)
+REPLACED = dict(resume="auto", log_to=[], dry_run=False, trace_every=1)
 
 
 # ---- in each rank: the script's main() with another Run ----

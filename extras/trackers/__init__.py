@@ -1,1 +1,1 @@
-"""Metrics and samples of a run in wandb and tensorboard (`--log`)."""
+"""Metrics and samples of a run in wandb and tensorboard (`--log_to`)."""

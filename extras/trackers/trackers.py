@@ -17,14 +17,14 @@ class Wandb:
     def __init__(self, args: TrainArgs, folder: Path, first_step: int):
         """Raises `ValueError` without a key, for which wandb would ask, or if wandb refuses the
         run."""
-        with extra("wandb", "--log wandb"):
+        with extra("wandb", "--log_to wandb"):
             import wandb
         file = folder / "wandb_id"
         try:
             is_online = os.environ.get("WANDB_MODE", "online") == "online"
             if is_online and not wandb.login(prompt=False, verify=False):
                 advice = "run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
-                raise ValueError(f"--log wandb: no key; {advice}")
+                raise ValueError(f"--log_to wandb: no key; {advice}")
             if not file.is_file():
                 name = re.sub("[:;,#?/']", "-", folder.name)  # wandb refuses these
                 file.write_text(f"{name}-{time.time_ns():x}")
@@ -36,7 +36,7 @@ class Wandb:
                 id=file.read_text(),
             )
         except wandb.Error as error:
-            raise ValueError(f"--log wandb: {first_line(error)}") from error
+            raise ValueError(f"--log_to wandb: {first_line(error)}") from error
         self.table = wandb.Table
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -56,10 +56,10 @@ class Tensorboard:
 
     def __init__(self, args: TrainArgs, folder: Path, first_step: int):
         try:
-            with extra("tensorboard", "--log tensorboard"):
+            with extra("tensorboard", "--log_to tensorboard"):
                 from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:  # the package is too old; torch says so
-            raise ValueError(f"--log tensorboard: {first_line(error)}") from error
+            raise ValueError(f"--log_to tensorboard: {first_line(error)}") from error
         self.writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from helpers import ROOT
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
+from torch.distributed.run import get_args_parser
 
 from common.config.flags import as_tuple, needs_of
 from common.config.groups import BaseArgs, GenerateArgs, check_ranks, may_change
@@ -54,7 +55,7 @@ def test_numeric_flags_have_bounds(args_class):
 
 MAY_CHANGE = {
     "max_steps", "epochs", "pack_tokens", "save_every", "save_minutes", "eval_every",
-    "trace_every", "keep_last", "resume", "log", "keep_best", "shard_ranks", "offload",
+    "trace_every", "keep_last", "resume", "log_to", "keep_best", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
     "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout",
     "eval_generate", "eval_samples", "eval_temperature", "dry_run", "share_prefix",
@@ -181,3 +182,14 @@ def test_every_flag_is_read(script):
     read = {*re.findall(r"(?:(?<=\bargs\.)|(?<=\bself\.))\w+", sources)}
     flags = {field.name for field in dataclasses.fields(args_of(script))}
     assert flags - read <= (set() if (ROOT / "extras").is_dir() else OF_EXTRAS)
+
+
+def test_torchrun_leaves_every_flag_to_the_script():
+    """Python 3.11's argparse ends torchrun with `ambiguous option` if a flag of the script begins
+    two of torchrun's own."""
+    torchrun = get_args_parser()
+    for name in set().union(
+        *({f.name for f in dataclasses.fields(args_of(x))} for x in ALGORITHMS)
+    ):
+        given = torchrun.parse_args(["grpo.py", f"--{name}", "x"])
+        assert given.training_script_args == [f"--{name}", "x"]

@@ -65,7 +65,7 @@ EVERY_KIND = dict(
     model="some/model", dataset_config="main",
     system_prompt="Line one.\n- two: 'quoted' \"twice\" # no comment", max_steps=7, epochs=0.5,
     lr=1e-6, compile=True, reward=("gsm8k", "a/b.py:f"), reward_weights=(1.0, -0.25),
-    log=("wandb", "tensorboard"), mask_truncated=True,
+    log_to=("wandb", "tensorboard"), mask_truncated=True,
     max_logprob_difference=1e-4, lr_schedule="cosine", max_grad_norm=1e9, seed=-1,
 )  # fmt: skip
 
@@ -151,8 +151,8 @@ def test_bad_files_are_refused(text, what, tmp_path, capsys):
         ("", dict(compile=None)),  # on CUDA true
         ("--max-steps 3 --pack-tokens=4096", dict(max_steps=3, pack_tokens=4096)),
         ("--max_steps None --system_prompt=-a=b", dict(max_steps=None, system_prompt="-a=b")),
-        ("--reward gsm8k format --reward-weights 1 -5e-1 --log wandb",
-         dict(reward=("gsm8k", "format"), reward_weights=(1.0, -0.5), log=("wandb",))),
+        ("--reward gsm8k format --reward-weights 1 -5e-1 --log_to wandb",
+         dict(reward=("gsm8k", "format"), reward_weights=(1.0, -0.5), log_to=("wandb",))),
         # a list that is given twice is joined
         ("--dataset a b --seed 1 --dataset c --reward x.py:f --reward math",
          dict(dataset=("a", "b", "c"), reward=("x.py:f", "math"))),
@@ -174,7 +174,7 @@ def test_flags_are_read(flags, values):
         ("--max_steps", "--max_steps: a value is missing"),
         ("--lr nan", "--lr nan must be greater than 0"),
         ("--lr 1 2", "--lr 1 2 must be a valid number"),
-        ("--log wandb stdout", "--log stdout must be 'wandb' or 'tensorboard'"),
+        ("--log_to wandb stdout", "--log_to stdout must be 'wandb' or 'tensorboard'"),
         ("--compile maybe", "--compile maybe must be a valid boolean"),
         ("--config", "--config: a value is missing"),
         ("stray", "unknown flag stray"),

@@ -9,7 +9,7 @@ from common.metrics.logger import RunLogger
 
 
 def logger(folder, *names: str) -> RunLogger:
-    args = TrainArgs(output_dir=str(folder), log=names)
+    args = TrainArgs(output_dir=str(folder), log_to=names)
     return RunLogger(args, 0, total_steps=4, show=("loss",), curves=("loss",))
 
 
@@ -18,7 +18,7 @@ def test_a_missing_package_gives_a_one_line_error(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(
-        ValueError, match=f"^--log {name} needs the Python package {name}, which is not"
+        ValueError, match=f"^--log_to {name} needs the Python package {name}, which is not"
     ):
         logger(tmp_path, name)
 
@@ -57,5 +57,7 @@ def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(wandb, "login", lambda **_: False)
-    with pytest.raises(ValueError, match="^--log wandb: no key; run `wandb login`, or set WANDB_A"):
+    with pytest.raises(
+        ValueError, match="^--log_to wandb: no key; run `wandb login`, or set WANDB_A"
+    ):
         logger(tmp_path, "wandb")
