@@ -3,7 +3,7 @@
 FROM python:3.11-slim
 ARG CUDA=
 # A compiler and libnuma for vLLM.
-RUN apt-get update && apt-get install -y --no-install-recommends git make g++ libnuma1 \
+RUN apt-get update && apt-get install -y --no-install-recommends git make patch g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /onefile
 COPY . .
