@@ -1,5 +1,5 @@
-"""The picture, the table and the answers of docs/results.md, from three seeds of words.sh and of
-bills.sh.
+"""The picture, the table and the answers of docs/results.md, from all seeds of words.sh
+and of bills.sh.
 
     python bench/results/report.py runs/words runs/bills --picture docs/results.png
 
@@ -14,27 +14,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.metrics.curves import read_metrics
 
-SEEDS = 0, 1, 2
-ANSWERS = 10
+ANSWERS = 5
+HEAD, TAIL = 40, 24  # characters shown of a long answer
 
 
 def solved(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())["overall"]["solved"]
 
 
+def seeds_of(task: Path) -> list[int]:
+    """Return the seeds whose last evaluation is there."""
+    return sorted(int(x.parent.name[-1]) for x in task.glob("after_grpo_*/results.json"))
+
+
 def cell(folder: Path) -> str:
+    """Return percent solved, with the 95% interval."""
     value = solved(folder)
-    return f"{value['mean']:.1%} ({100 * value['low']:.1f} to {100 * value['high']:.1f})"
+    return f"{value['mean']:.1%} ({100 * value['low']:.4g} to {100 * value['high']:.4g})"
 
 
 def answers(folder: Path) -> list[str]:
-    """Return the first answers of a model, marked if they are right."""
+    """Return the first answers of a model, in bold if they are right."""
     found = []
     for line in (folder / "completions.jsonl").read_text().splitlines()[:ANSWERS]:
         completion = json.loads(line)["completions"][0]
-        text = " ".join(completion["text"].split()).replace("|", "\\|")
-        short = text if len(text) <= 90 else f"{text[:60]} ... {text[-25:]}"
-        found.append(f"{'**right** ' if completion['score'] >= 1 else ''}{short}")
+        text = " ".join(completion["text"].split())
+        short = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} ... {text[-TAIL:]}"
+        found.append(f"**{short}**" if completion["score"] >= 1 else short)
     return found
 
 
@@ -44,9 +50,11 @@ def draw(tasks: list[Path], picture: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(tasks), figsize=(9, 3), sharey=True, layout="constrained")
-    for axis, task in zip(axes, tasks, strict=True):
-        for seed in SEEDS:
+    figure, axes = plt.subplots(
+        1, len(tasks), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, task in zip(axes.flat, tasks, strict=True):
+        for seed in seeds_of(task):
             lines = [x for x in read_metrics(task / f"grpo_{seed}/metrics.jsonl") if "reward" in x]
             steps = [line["step"] for line in lines]
             axis.plot(steps, [x["reward"] for x in lines], color=f"C{seed}", label=f"seed {seed}")
@@ -58,8 +66,8 @@ def draw(tasks: list[Path], picture: Path) -> None:
         axis.axhline(solved(task / "before")["mean"], color="grey", ls=":", label="chat model")
         axis.set(title=task.name, xlabel="step of grpo.py", ylim=(0, 1))
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("reward; dots: solved, held out")
-    axes[0].legend(fontsize=7, loc="lower right")
+    axes.flat[0].set_ylabel("reward; dots: solved, held out")
+    axes.flat[0].legend(fontsize=7, loc="lower right")
     figure.savefig(picture, dpi=90)
 
 
@@ -69,13 +77,15 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, required=True)
     options = parser.parse_args()
     for task in options.tasks:
-        for seed in SEEDS:
-            cells = [cell(task / x) for x in ("before", f"after_sft_{seed}", f"after_grpo_{seed}")]
-            print("|", task.name, "|", seed, "|", " | ".join(cells), "|")
+        cells = [cell(task / "before")]
+        for name in ("after_sft", "after_grpo"):
+            cells.append(", ".join(cell(task / f"{name}_{seed}") for seed in seeds_of(task)))
+        print("|", " | ".join([task.name, *cells]), "|")
+    for task in options.tasks:
         rows = [json.loads(line) for line in (task / "test.jsonl").read_text().splitlines()]
-        found = [answers(task / name) for name in ("before", "after_sft_0", "after_grpo_0")]
-        for row, *texts in zip(rows, *found, strict=False):
-            print("|", " | ".join([row["prompt"], *texts]), "|")
+        texts = answers(task / "before"), answers(task / "after_grpo_0")
+        for row, before, after in zip(rows, *texts, strict=False):
+            print("|", " | ".join([row["prompt"], before, after]), "|")
     draw(options.tasks, options.picture)
 
 
