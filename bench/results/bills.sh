@@ -9,7 +9,7 @@ python bench/results/rows.py bills --output_dir $out
 [ -e $out/before/results.json ] || python eval.py --model $model $test --output_dir $out/before
 
 python sft.py --config configs/smollm2_135m_sft.yaml --model $model --dataset $out/sft.jsonl \
-    --seed $seed --output_dir $out/sft_$seed
+    --max_steps 3 --seed $seed --output_dir $out/sft_$seed
 python eval.py --model $out/sft_$seed/hf $test --output_dir $out/after_sft_$seed
 
 python grpo.py --config configs/smollm2_135m_grpo.yaml --model $out/sft_$seed/hf --dataset $out/rl.jsonl \
