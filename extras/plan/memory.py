@@ -1,6 +1,6 @@
 """Whether the activations of a run fit on its GPUs. Bytes, on each rank.
 
-docs/memory.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of
+README.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of
 a training step on fake tensors. launch.py adds what lies on a GPU already."""
 
 from collections.abc import Sequence

@@ -1,0 +1,178 @@
+"""Memory and speed of Qwen3 by size, method and GPU, by the plan's arithmetic: the table of
+docs/memory.md.
+
+    python extras/plan/table.py            # print it
+    python extras/plan/table.py --write    # put it between the marks of docs/memory.md
+
+Nothing here is measured. Weights are not loaded: models are built on meta from their shapes."""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from transformers import Qwen3Config
+
+import grpo
+import sft
+from common.config.groups import TrainArgs
+from common.config.online import ALONE, USABLE
+from common.model.hub import context_length
+from common.model.policy import PackedModel
+from extras.plan.launch import GPUS, Launch
+from extras.plan.memory import GIB, total
+from extras.plan.plan import build
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/memory.md"
+MARKS = "<!-- written by extras/plan/table.py -->", "<!-- end of the table -->"
+
+
+def qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool = False, **changes):
+    sizes = dict(
+        vocab_size=151936, head_dim=128, max_position_embeddings=40960, hidden_size=hidden,
+        intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return Qwen3Config(**sizes | changes)
+
+
+SHAPES = {  # as published with the checkpoints
+    "1.7B": qwen3(2048, 6144, 28, 16, tied=True),
+    "4B": qwen3(2560, 9728, 36, 32, tied=True),
+    "8B": qwen3(4096, 12288, 36, 32),
+    "14B": qwen3(5120, 17408, 40, 40),
+    "32B": qwen3(5120, 25600, 64, 64),
+}
+SIZES = ("1.7B", "4B", "8B", "32B")
+METHODS: dict[str, dict] = {
+    "full": {},
+    "LoRA": dict(lora_rank=16),
+    "offload": dict(offload="all"),
+    "LoRA, offload": dict(lora_rank=16, offload="all"),
+}
+CARDS = {24: "4090", 80: "H100", 141: "H200"}  # by GB
+FLAGS = dict(dtype="bfloat16", compile=True)  # the defaults on CUDA
+SFT = dict(batch_size=128, pack_tokens=8192, **FLAGS)
+LENGTH = 1024  # tokens of a conversation
+GRPO = dict(
+    prompts_per_step=64, samples_per_prompt=8, max_new_tokens=1024, pack_tokens=8192, **FLAGS
+)
+PROMPT = 200  # tokens
+
+
+@cache
+def folder(size: str) -> str:
+    """Return a folder with the config of a model, without weights."""
+    path = Path(tempfile.mkdtemp(prefix="plan_"), size)
+    SHAPES[size].save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return str(path)
+
+
+@cache
+def policy_of(size: str, lora_rank: int) -> PackedModel:
+    """Return the policy on meta, the same for both scripts and all GPUs."""
+    args = sft.Args(**SFT, lora_rank=lora_rank)
+    (policy,), _ = build(args, folder(size), None, [])
+    return policy
+
+
+def launch_of(script: str, size: str, method: str, gpus: int, card: int, ways: int = 1) -> Launch:
+    """Return the launch of sft.py or grpo.py; `ways`: --tensor_parallel_size."""
+    kind = CARDS[card]
+    planned = dict(dry_run=f"{gpus}x{kind}", **METHODS[method])
+    if script == "sft":
+        args: TrainArgs = sft.Args(**SFT, **planned)
+        prompt, each = LENGTH, 1
+    else:
+        args = grpo.Args(**GRPO, **planned, tensor_parallel_size=ways)
+        prompt, each = PROMPT, args.samples_per_prompt
+    policy = policy_of(size, args.lora_rank)
+    return Launch(args, gpus, GPUS[kind], gpus, [policy], [], [], prompt, each)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a launch needs of each GPU at least, and what it does on each kind of card."""
+
+    script: str
+    size: str
+    method: str
+    gpus: int
+    memory: float  # GiB of a card
+    figures: tuple[str, ...]  # of each card: tokens/s or seconds of a step, "-" if it does not fit
+
+
+def least_memory(launch: Launch) -> float:
+    """Return the GiB of the smallest card for the launch: blocks recompute their activations, and
+    an engine has room for its weights and one sequence."""
+    again = replace(launch, args=replace(launch.args, activation_checkpointing=True))
+    needed = total(again.update_memory)
+    if launch.has_vllm:
+        engine = launch.cached(context_length(launch.trained[0].path, launch.args))
+        engine += launch.engine_weights
+        needed = max(needed, total(launch.sampling) + engine, engine * USABLE / ALONE)
+    return needed / USABLE / GIB
+
+
+def figure(launches: Sequence[Launch]) -> str:
+    """Return tokens/s of sft.py on all GPUs or seconds of a step of grpo.py, to two digits, for the
+    first launch that fits. The traffic of --offload is not predicted."""
+    fits = (each for each in launches if least_memory(each) * GIB <= each.gpu.memory)
+    launch = next(fits, None)
+    if launch is None:
+        return "-"
+    if launch.args.offload != "none":
+        return "fits"
+    step = launch.step_seconds(launch.seconds())
+    if launch.samples:
+        return f"{float(f'{step:.2g}'):g}"
+    return f"{float(f'{launch.sequences * launch.length / step / 1000:.2g}'):g}k"
+
+
+def need(script: str, size: str, method: str, gpus: int) -> Need:
+    ways = (1, 2, 4, 8) if script == "grpo" and gpus == 8 else (1,)
+    cards = [[launch_of(script, size, method, gpus, card, n) for n in ways] for card in CARDS]
+    memory = min(map(least_memory, cards[0]))
+    return Need(script, size, method, gpus, memory, tuple(map(figure, cards)))
+
+
+@cache
+def needs() -> tuple[Need, ...]:
+    """Return all rows: sft.py and grpo.py, sizes, methods, 1 and 8 GPUs."""
+    cases = product(("sft", "grpo"), SIZES, METHODS, (1, 8))
+    return tuple(need(*case) for case in cases)
+
+
+def lines() -> Iterator[str]:
+    """Yield both tables: a row for a size and a method, and in each 1 GPU and then 8."""
+    of = {(n.script, n.size, n.method, n.gpus): n for n in needs()}
+    for script, unit in (("sft", "tokens/s"), ("grpo", "s/step")):
+        kinds = "|".join(f"{card} GB" for card in CARDS)
+        columns = [f"{count} needs, GiB|{kinds}" for count in ("1 GPU", "8 GPUs: each")]
+        yield f"|{script}.py, {unit}|{'|'.join(columns)}|"
+        yield "|---|" + "--:|" * 8
+        for size, method in product(SIZES, METHODS):
+            both = [of[script, size, method, gpus] for gpus in (1, 8)]
+            cells = [f"{n.memory:.1f}|{'|'.join(n.figures)}" for n in both]
+            yield f"|{size}, {method}|{'|'.join(cells)}|"
+        yield ""
+
+
+def written(page: str) -> str:
+    """Return the page with the tables between its marks."""
+    before, rest = page.split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    return "\n".join((f"{before}{MARKS[0]}", "", *lines(), f"{MARKS[1]}{after}"))
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(*lines(), sep="\n")
