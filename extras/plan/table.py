@@ -48,6 +48,7 @@ SHAPES = {  # as published with the checkpoints
     "14B": qwen3(5120, 17408, 40, 40),
     "32B": qwen3(5120, 25600, 64, 64),
 }
+SCRIPTS = ("sft", "grpo")
 SIZES = ("1.7B", "4B", "8B", "32B")
 METHODS: dict[str, dict] = {
     "full": {},
@@ -143,21 +144,22 @@ def need(script: str, size: str, method: str, gpus: int) -> Need:
 
 
 @cache
-def needs() -> tuple[Need, ...]:
-    """Return all rows: sft.py and grpo.py, sizes, methods, 1 and 8 GPUs."""
-    cases = product(("sft", "grpo"), SIZES, METHODS, (1, 8))
+def needs(sizes: Sequence[str] = SIZES, scripts: Sequence[str] = SCRIPTS) -> tuple[Need, ...]:
+    """Return the rows: scripts, sizes, methods, 1 and 8 GPUs."""
+    cases = product(scripts, sizes, METHODS, (1, 8))
     return tuple(need(*case) for case in cases)
 
 
-def lines() -> Iterator[str]:
+def lines(sizes: Sequence[str] = SIZES, scripts: Sequence[str] = SCRIPTS) -> Iterator[str]:
     """Yield both tables: a row for a size and a method, and in each 1 GPU and then 8."""
-    of = {(n.script, n.size, n.method, n.gpus): n for n in needs()}
-    for script, unit in (("sft", "tokens/s"), ("grpo", "s/step")):
+    of = {(n.script, n.size, n.method, n.gpus): n for n in needs(sizes, scripts)}
+    for script in scripts:
+        unit = dict(sft="tokens/s", grpo="s/step")[script]
         kinds = "|".join(f"{card} GB" for card in CARDS)
         columns = [f"{count} needs, GiB|{kinds}" for count in ("1 GPU", "8 GPUs: each")]
         yield f"|{script}.py, {unit}|{'|'.join(columns)}|"
         yield "|---|" + "--:|" * 8
-        for size, method in product(SIZES, METHODS):
+        for size, method in product(sizes, METHODS):
             both = [of[script, size, method, gpus] for gpus in (1, 8)]
             cells = [f"{n.memory:.1f}|{'|'.join(n.figures)}" for n in both]
             yield f"|{size}, {method}|{'|'.join(cells)}|"

@@ -24,6 +24,7 @@ from common.model.flops import forward_flops
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
+from extras.plan import table
 from extras.plan.launch import GPUS, Gpu, Launch, bytes_in_cache, flops_per_token
 from extras.plan.memory import GIB, num_blocks, num_weights, total
 from extras.plan.plan import build, describe_memory, gpus_of
@@ -307,3 +308,10 @@ def test_table_of_recipes_is_the_prediction():
     page = (ROOT / "configs/README.md").read_text()
     table = re.findall(r"^\| `(qwen3_\d\S+)` \| [^|]+ \| (.+)$", page, re.M)
     assert dict(table) == dict(rows())
+
+
+def test_table_of_models_is_the_prediction():
+    """One size; `python extras/plan/table.py --write` writes all."""
+    page = table.PAGE.read_text().splitlines()
+    for line in table.lines(("1.7B",), ("sft",)):
+        assert line in page
