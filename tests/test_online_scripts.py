@@ -171,10 +171,10 @@ OF_SAMPLES = r"of shape \[.*\] for samples of shape \[8, 3\]; advantages"
         ("rloo", "advantages", lambda x: x.T, OF_SAMPLES),
         ("rloo", "advantages", lambda x: x.sum(), OF_SAMPLES),
         ("reinforce", "less_mean", lambda x: x.T, OF_SAMPLES),
-        ("ppo", "advantages", lambda x: (x[0][:-1], x[1]), "^advantages_T has shape "),
-        ("grpo", "loss", lambda x: (x[0].sum(), x[1]), r"^loss\(\): its first value has shape"),
-        ("rloo", "loss", lambda x: (x[0][:, None], x[1]), r"^loss\(\): its first value has shape"),
-        ("ppo", "loss", lambda x: (x[0], x[1] | dict(ratio=x[0][:1])), "its ratio has shape"),
+        ("ppo", "advantages", lambda x: (x[0][:-1], x[1]), "^advantages_T: .* numbers for "),
+        ("grpo", "loss", lambda x: (x[0].sum(), x[1]), r"^loss\(\): shape"),
+        ("rloo", "loss", lambda x: (x[0][:, None], x[1]), r"^loss\(\): shape"),
+        ("ppo", "loss", lambda x: (x[0], dict(ratio=x[0][:1])), r"^loss\(\), ratio: shape \[1\]"),
     ],
 )  # fmt: skip
 def test_own_function_that_returns_another_shape_is_refused(

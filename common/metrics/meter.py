@@ -44,7 +44,7 @@ class Meter:
         """Add to the mean of each stream over the trained tokens of a micro-batch. The trace also
         gets `share_T`, each token's summand of the loss."""
         all_T = values_T | ({} if share_T is None else dict(share=share_T))
-        _require_length("token", all_T, len(mb.loss_mask_T))
+        _require_one_each(all_T, len(mb.loss_mask_T))
         for name, x_T in values_T.items():
             self.masked_mean(name, x_T, mb.loss_mask_T)
         if self.keep is not None:
@@ -58,7 +58,7 @@ class Meter:
         `share_N`, the summand of the loss of each."""
         trained_N = mb.is_trained_N
         all_N = values_N | ({} if share_N is None else dict(share=share_N))
-        _require_length("sample or pair", all_N, len(trained_N), len(trained_N) // 2)
+        _require_one_each(all_N, len(trained_N), len(trained_N) // 2)
         for name, x_N in values_N.items():
             of_pairs = len(x_N) < len(trained_N)
             self.masked_mean(prefix + name, x_N, trained_N[::2] if of_pairs else trained_N)
@@ -146,13 +146,13 @@ def evaluate_sets(samples: Sequence, evaluate: Callable[[list[int]], Meter]) -> 
     return meter.reduce()
 
 
-def _require_length(kind: str, values: dict[str, Tensor], *lengths: int) -> None:
+def _require_one_each(values: dict[str, Tensor], *lengths: int) -> None:
     """Raise `ValueError` for values that are not one number for each token, sample or pair."""
     for name, x in values.items():
-        if tuple(x.shape) not in [(length,) for length in lengths]:
-            value = "first value" if name == "share" else name
-            problem = f"has shape {[*x.shape]} for {lengths[0]} {kind.split()[0]}s"
-            raise ValueError(f"loss(): its {value} {problem}; return one number for each {kind}")
+        if x.dim() != 1 or len(x) not in lengths:
+            value = "loss()" if name == "share" else f"loss(), {name}"
+            advice = "return one number for each token, sample or pair"
+            raise ValueError(f"{value}: shape {[*x.shape]} in place of [{lengths[0]}]; {advice}")
 
 
 def _total(rows: Sequence[Sequence[float]], kind: str) -> list[float]:

@@ -93,10 +93,8 @@ def _from_hub(model: str, weights: bool) -> Path:
             problem, advice = "no such folder, and not on the hub", ""
             if not isinstance(error, HfHubHTTPError | HFValidationError):  # the hub has not spoken
                 problem = "no such folder, and the hub cannot be reached"
-                files = "config.json and tokenizer files"
-                advice = f"; name a folder with {files}{' and weights' * weights}"
-            line = distributed.first_line(error)
-            raise ValueError(f"{problem}: {line}{advice}") from error
+                advice = "; name a folder (a dry run needs config.json and tokenizer files alone)"
+            raise ValueError(f"{problem}: {distributed.first_line(error)}{advice}") from error
 
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         download()

@@ -117,12 +117,10 @@ class PackedBatch(ModelTokens):
         return padded[self.sequence_ids_T].float()
 
     def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
-        """Return this micro-batch with further streams, [T] each. Raises `ValueError` for another
-        length."""
+        """Return this micro-batch with further streams, [T] each; else raise `ValueError`."""
         for name, x_T in streams_T.items():
-            if x_T.shape[:1] != self.loss_mask_T.shape:
-                problem = f"has shape {[*x_T.shape]} for {len(self.loss_mask_T)} tokens"
-                raise ValueError(f"{name} {problem}; return one number for each token")
+            if len(x_T) != len(self.loss_mask_T):
+                raise ValueError(f"{name}: {len(x_T)} numbers for {len(self.loss_mask_T)} tokens")
         batch = copy.copy(self)
         vars(batch).update(streams_T)
         return batch
@@ -192,11 +190,9 @@ def pack_minibatches(
             if position in chosen and group
         ]
         minibatches.append(_pack(by_index, pack_tokens, device, share_prefix, together))
-    num_samples = sum(sizes.values())
-    same_size = len({*sizes.values()}) == 1
-    for mb in chain(*minibatches) if num_samples else ():
-        G = num_samples // len(sizes)
-        mb.shape_of_samples = (len(sizes), G) if same_size else (num_samples,)
+    B, count = len(sizes), sum(sizes.values())
+    for mb in chain(*minibatches) if count else ():
+        mb.shape_of_samples = (B, count // B) if len({*sizes.values()}) == 1 else (count,)
     return minibatches
 
 

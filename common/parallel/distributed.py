@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.parallel import process
-from common.parallel.process import RunError, end_process, fail, first_line  # noqa: F401
+from common.parallel.process import RunError, counted, end_process, fail, first_line  # noqa: F401
 
 DAY = timedelta(days=1)
 NCCL_TIMEOUT = timedelta(minutes=30)

@@ -124,9 +124,9 @@ class ChatTemplate:
             raise ValueError(f"{label} is no object")
         for name in [name for name, value in variables.items() if value is not None]:
             if name in SET_HERE or name not in self.reads:
-                problem = "the chat template does not read it"
-                problem = "the rows set it" if name in SET_HERE else problem
-                raise ValueError(f"{label} {name}: {problem}; leave it out")
+                unread = "the chat template does not read it"
+                why = "the rows set it" if name in SET_HERE else unread
+                raise ValueError(f"{label} {name}: {why}; leave it out")
         return variables
 
     def normal(self, messages: list[dict]) -> list[dict]:

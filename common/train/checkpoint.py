@@ -27,7 +27,6 @@ from common.model.loading import base_dtype, hub_weights, load_config, named_err
 from common.model.lora import LoRALinear, save_adapter
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
-from common.parallel.process import counted
 from common.text.encode import format_of
 from common.text.tokenizer import eos_token_ids
 from common.train.export_files import config_file, generation_file, tokenizer_files
@@ -151,11 +150,6 @@ class Checkpointer:
                 shutil.rmtree(dropped)
         distributed.barrier()
 
-    def size(self, step: int) -> float:
-        """Return the gigabytes of a checkpoint."""
-        files = (self.checkpoints / f"step_{step:06d}").rglob("*")
-        return sum(file.stat().st_size for file in files) / 1e9
-
     def export_hf(self, step: int, name: str = "hf", saved: bool = False) -> None:
         """Write the model after `step` steps to `hf/` or `best/`: safetensors in the base's dtype,
         config, tokenizer and model card; `saved`: the checkpoint of the step has it already. The
@@ -230,13 +224,13 @@ def model_card(args: TrainArgs, step: int) -> bytes:
     hub_id = re.fullmatch(r"([\w-]+/[\w.-]+)(@.+)?", args.model)
     if hub_id and not Path(args.model).exists():
         metadata["base_model"] = hub_id[1]
-    length = f"{counted(step, 'step')} on {counted(distributed.world_size(), 'rank')}"
+    ranks = distributed.counted(distributed.world_size(), "rank")
     text = f"""---
 {yaml.safe_dump(metadata)}---
 # {Path(args.output_dir).resolve().name}
 
-{args.model}, trained for {length} with `{script} --config flags.yaml` of
-onefile, where flags.yaml is:
+{args.model}, trained for {distributed.counted(step, "step")} on {ranks}
+with `{script} --config flags.yaml` of onefile, where flags.yaml is:
 
 ```yaml
 {yaml.safe_dump(flags, sort_keys=False, allow_unicode=True)}```

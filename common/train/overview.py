@@ -10,7 +10,6 @@ from common.config.extra import extra
 from common.config.groups import TrainArgs
 from common.packs.sample import kept
 from common.parallel import distributed
-from common.parallel.process import counted
 
 COST_ROWS = 256  # first rows, by which a line about costs goes
 
@@ -40,8 +39,8 @@ def repetitions(args: TrainArgs, data: Sized) -> list[str]:
 
 
 def length_of_run(args: TrainArgs, data: Sized) -> str:
-    ranks = counted(distributed.world_size(), "rank")
-    return f"{counted(num_steps(args, data), 'step')} on {ranks}"
+    ranks = distributed.counted(distributed.world_size(), "rank")
+    return f"{distributed.counted(num_steps(args, data), 'step')} on {ranks}"
 
 
 def describe_data(

@@ -27,7 +27,6 @@ from common.model.flops import peak_flops, peak_memory
 from common.model.policy import PackedModel, Policy
 from common.packs.sample import Group, Sample
 from common.parallel import distributed, process
-from common.parallel.process import counted
 from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
 from common.train.run_folder import unlock
@@ -130,9 +129,10 @@ class Run:
             self.logger.sync()
             self.checkpointer.save(self.finished)
         if self.saved == self.first_step:
-            size, keep = self.checkpointer.size(self.finished), self.args.keep_last
-            kept = f"the newest {keep} stay (--keep_last)"
-            self.message(f"{self.checkpointer.checkpoints}: {size:.2g} GB each; {kept}")
+            folder = self.checkpointer.checkpoints
+            files = (folder / f"step_{self.finished:06d}").rglob("*")
+            size = sum(file.stat().st_size for file in files) / 1e9
+            self.message(f"{folder}: {size:.2g} GB each, --keep_last {self.args.keep_last} stay")
         self.saved = self.finished
         self.logger.draw_curves()
 
@@ -259,7 +259,8 @@ class Run:
         next."""
         folder = self.args.output_dir
         changed = self.logger.summary()
-        lines = [f"after {counted(self.finished, 'step')}: {changed}"] if changed else []
+        steps = distributed.counted(self.finished, "step")
+        lines = [f"after {steps}: {changed}"] if changed else []
         names = ("curves.png", "samples.jsonl")
         files = [f"{folder}/{name}" for name in names if Path(folder, name).is_file()]
         if files:

@@ -27,7 +27,7 @@ from common.text.tokenizer import eos_token_ids, load_tokenizer
         ("/absent/folder", "no such folder"),
         (__file__, "no such folder"),
         ("absent/model", "no such folder, and the hub cannot be reached: Cannot find an appr"),
-        ("absent/model@v1", "tokenizer files and weights"),
+        ("absent/model@v1", "tokenizer files alone)"),
         ("a b", "not on the hub: Repo id must "),
     ],
 )

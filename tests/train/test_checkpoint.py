@@ -119,7 +119,7 @@ def test_model_card_is_that_of_the_last_step_until_it_is_edited(main, small, tmp
     card = tmp_path / "hf" / "README.md"
     for steps, length in enumerate(("1 step on 1 rank", "2 steps on 1 rank"), 1):
         main(*command, "--keep_last", 1, "--max_steps", steps)
-        assert f"trained for {length} with" in card.read_text()
+        assert f"trained for {length}\nwith" in card.read_text()
         assert f"max_steps: {steps}\n" in card.read_text()
     with card.open("a") as file:
         file.write("mine\n")

@@ -109,7 +109,7 @@ def test_run_saves_evaluates_and_exports(parts, tmp_path, capsys):
     assert kept == ["step_000004", "step_000005"]  # --keep_last
     assert exported(steps.folder / "hf") == TOTAL
     printed = capsys.readouterr().out
-    assert printed.count(" GB each; the newest 2 stay (--keep_last)") == 4  # runs
+    assert printed.count(" GB each, --keep_last 2 stay") == 4  # runs
     assert f"done: {steps.folder}/hf" in printed
     assert ("python extras/trace/doctor.py" in printed) == has_extra("trace")
     for n, line in enumerate(metrics(steps.folder), 1):
