@@ -99,8 +99,7 @@ class PackedBatch(ModelTokens):
 
     def select(self, values: Tensor) -> Tensor:
         """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number
-        for each packed sample of all ranks: [B, G] for groups of completions, or flat. Raises
-        `ValueError` for another shape."""
+        for each packed sample of all ranks, [B, G] for groups, or flat; else raise `ValueError`."""
         shape = self.shape_of_samples
         is_table = values.dim() > 1 and len(shape) > 1
         if shape and (values.numel() != math.prod(shape) or is_table and values.shape != shape):
