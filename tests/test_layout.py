@@ -194,8 +194,8 @@ def test_sums():
         grpo_reaches=(len(reached("grpo", doors=True)), 73),
         extras=(lines("extras/**/*.py"), 8_500),
         scripts=(lines("*.py"), 4_200),
-        bench=(lines("bench/**/*.py", "bench/**/*.c"), 3_650),
-        tools=(lines("tools/*.py"), 1_500),
+        bench=(lines("bench/**/*.py", "bench/**/*.c"), 4_000),
+        tools=(lines("tools/*.py"), 1_800),
         flags=(len(flags), 135),
         imports_in_functions=(sum(len(seams(path)) for path in FILES), 17),
     )
