@@ -279,6 +279,7 @@ def kto_baseline(logps, ref_logps):
     """Return z0 of completions with one trained token each."""
     samples = [Sample([0, 0], [False, True]) for _ in logps]
     (mb,) = pack(samples, 100, CPU)
+    mb.shape_of_samples = (len(ref_logps),)  # of all ranks
     return kto.kl_baseline(lambda mb: (double(logps)[mb.index_N],), [mb], double(ref_logps)).item()
 
 
