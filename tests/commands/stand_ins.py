@@ -307,6 +307,7 @@ FILES: dict[str, list[dict] | Callable[[], str]] = dict.fromkeys(
     "best.jsonl cities.jsonl questions.jsonl data/*.jsonl.gz".split(), ANSWERS
 ) | {
     "pairs.jsonl": PAIRS,
+    "chats.jsonl": rows(messages=chat("Say NUMBER", "NUMBER")),
     "ROWS.jsonl": [one | other for one, other in zip(ANSWERS, PAIRS, strict=True)],
     "docs/data.md:a.jsonl": rows(messages=chat("Say NUMBER", "NUMBER")),
     "docs/data.md:b.jsonl": rows(messages=chat("Say NUMBER", "NUMBER")),
@@ -320,6 +321,7 @@ FILES: dict[str, list[dict] | Callable[[], str]] = dict.fromkeys(
     ),
     "make_rows.py": lambda: block("docs/your_data.md", "random.Random(0)"),
     "docs/your_data.md:my_rewards.py": lambda: block("docs/your_data.md", "def right_date"),
+    "docs/real_model.md:my_rewards.py": lambda: block("docs/real_model.md", "def score"),
     "my_rewards.py": lambda: block("docs/rewards.md", "def score"),
     "shop.py": lambda: block("docs/environments.md", "class Shop"),
     "my_agent.py": lambda: block("extras/agents/README.md", "async def run", AGENT),
