@@ -46,6 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ARCHIVED = {  # picture -> its page, and what made it
     "async_rlhf": ("docs/log.md", "the log of commit 19c467a"),
     "calculator_seeds": ("docs/log.md", "python bench/seeds.py calculator"),
+    "results": ("docs/results.md", "python bench/results/report.py"),
     "reward_model_seeds": ("docs/log.md", "python bench/seeds.py reward_model"),
     "squares_seeds": ("docs/log.md", "python bench/seeds.py squares"),
     "tool_python_seeds": ("docs/log.md", "python bench/seeds.py tool_python"),

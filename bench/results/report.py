@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -31,6 +32,12 @@ def cell(folder: Path) -> str:
     """Return percent solved, with the 95% interval."""
     value = solved(folder)
     return f"{value['mean']:.1%} ({100 * value['low']:.4g} to {100 * value['high']:.4g})"
+
+
+def sampled(run: Path) -> str:
+    """Return the mean reward of the samples in the first and in the last five steps."""
+    rewards = [x["reward"] for x in read_metrics(run / "metrics.jsonl") if "reward" in x]
+    return f"{fmean(rewards[:5]):.2f} to {fmean(rewards[-5:]):.2f}"
 
 
 def answers(folder: Path) -> list[str]:
@@ -80,6 +87,7 @@ def main() -> None:
         cells = [cell(task / "before")]
         for name in ("after_sft", "after_grpo"):
             cells.append(", ".join(cell(task / f"{name}_{seed}") for seed in seeds_of(task)))
+        cells.append(", ".join(sampled(task / f"grpo_{seed}") for seed in seeds_of(task)))
         print("|", " | ".join([task.name, *cells]), "|")
     for task in options.tasks:
         rows = [json.loads(line) for line in (task / "test.jsonl").read_text().splitlines()]
