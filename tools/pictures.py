@@ -98,7 +98,7 @@ def planned(**flags: object):
     from bench.recipes import launch_of
     from extras.plan.table import folder
 
-    _, launch = launch_of("qwen3_8b_grpo", {"Qwen/Qwen3-8B": folder("8B")})
+    launch = launch_of("qwen3_8b_grpo", {"Qwen/Qwen3-8B": folder("8B")})
     return replace(launch, args=replace(launch.args, **flags))
 
 
@@ -437,6 +437,13 @@ SICK = {  # rule of the doctor -> the metric it names, its curve when sick and w
     "kl_grows": ("kl", (0.0, 3.0), (0.0, 0.3), {}),
     "clips_often": ("clip_ratio/region_mean", (0.4, 0.8), (0.1, 0.15), {}),
     "length_drifts": ("completions/mean_length", (100.0, 300.0), (100.0, 120.0), {}),
+    "held_out_falls": (
+        "eval/solved",
+        (0.8, 0.4),
+        (0.4, 0.8),
+        {"reward": GAINS, "eval/solved_stderr": (0.01, 0.01)},
+    ),
+    "overfits": ("eval_loss", (0.5, 0.8), (0.5, 0.35), dict(loss=(0.5, 0.3))),
 }
 
 
@@ -456,13 +463,13 @@ def doctor() -> Figure:
     """What each rule of the doctor sees: a sketch of a sick and of a healthy run."""
     from extras.trace.doctor import RULES, examine
 
-    figure, axes = plt.subplots(2, 5, figsize=(8.6, 3.6), layout="constrained")
+    figure, axes = plt.subplots(3, 4, figsize=(8.6, 5.2), layout="constrained")
     for seed, (axis, rule) in enumerate(zip(axes.flat, RULES, strict=True)):
         metric, sick, well, others = SICK[rule.__name__]
         for name, ends, reward, colour in (
             ("healthy", well, GAINS, BLUE), ("sick", sick, LOSES, ORANGE),
         ):  # fmt: skip
-            shown = dict(reward=reward, **others) | {metric: ends}
+            shown = dict(reward=reward) | others | {metric: ends}
             curves = {key: dict(enumerate(sketch(each, seed))) for key, each in shown.items()}
             run = Run(Path(name), dict(samples_per_prompt=8), "grpo.py", curves)
             found = {each.__name__ for each, what in examine(run).items() if what}
