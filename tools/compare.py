@@ -2,7 +2,7 @@
 
     python tools/compare.py runs/a0 runs/a1 runs/a2 runs/b0 runs/b1 runs/b2
     python tools/compare.py runs/a* runs/b* --metrics eval/solved 'reward*' --last 20 --out ab.png
-    python tools/compare.py runs/eval_before runs/eval_after     # of eval.py: paired by question
+    python tools/compare.py runs/before runs/after     # of eval.py: paired by question
 
 Runs of one script, with one code, form a group if they differ only in the flags seed, output_dir
 and resume. Runs whose seed is repeated are separate groups. Curves and numbers of a group use the

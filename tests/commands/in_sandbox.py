@@ -30,6 +30,7 @@ datasets.load_dataset = lambda name, *rest, **named: load(f"{hub}/{name}", *rest
 datasets.get_dataset_config_names = lambda name: names(f"{hub}/{name}")
 REWARDS["varied"] = varied
 if words[0] == "-c":
+    sys.argv = ["-c", *words[2:]]
     exec(words[1], {})
 else:
     sys.argv = words

@@ -361,6 +361,7 @@ MADE = [
     f"{EIGHT} eval.py --model Qwen/Qwen3-1.7B --dataset test.jsonl --max_new_tokens 1024 "
     "--template_kwargs enable_thinking=false --output_dir runs/base",
     f"{EIGHT} rm.py --config configs/tldr_rm.yaml --output_dir runs/tldr_gold",
+    *(f"python eval.py --dataset test.jsonl --output_dir runs/{x}" for x in ("before", "after")),
     *(f"python grpo.py --seed {i} --output_dir runs/{name}{i}" for name in "ab" for i in range(3)),
     *(f"python grpo.py --output_dir runs/{name}" for name in "ab"),
     *(f"python sft.py --seed {i} --lr {lr} --output_dir runs/lr{lr}_{i}"
