@@ -155,7 +155,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """source of pi_old. trainer: forwards before the first update; engine: its log-probs"""
+    """source of pi_old. trainer: its forward before an update; engine: its log-probs"""
 
     def __post_init__(self) -> None:
         if self.loss in BY_COMPLETION and self.reduction not in ("sequence", "sequence_sum"):

@@ -14,13 +14,13 @@ of future rewards:
             v'_t = clip(v_t, V_t - 0.2, V_t + 0.2)
     rho_t = pi(y_t) / pi_old(y_t)                   pi_old, V: the models at the time of the rollout
 
-Differences from the papers (docs/ppo.md): value and policy are separate models with an optimizer
+Differences from the papers: value and policy are separate models with an optimizer
 each, advantages are whitened over the rollout and not over a minibatch, and importance weights
 c_t = min(pi_old(y_t) / pi_engine(y_t), 2) correct for the engine, which samples.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, N completions and T packed
 tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the
-prediction of targets_T[t]; values_T[t] is the value of the prefix before it."""
+prediction of targets_T[t]; values_T[t] is V of the tokens before it."""
 
 from itertools import chain
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from statistics import fmean
 
@@ -63,15 +63,16 @@ def memory() -> Figure:
     """GiB of each GPU that a launch needs, from extras/plan/table.py."""
     from extras.plan.launch import GPUS
     from extras.plan.memory import GIB
-    from extras.plan.table import CARDS, METHODS, SIZES, needs
+    from extras.plan.table import CARDS, METHODS, SIZES, need
 
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 5), sharey=True, layout="constrained")
-    names = [f"{size}, {method}" for size in SIZES for method in METHODS]
+    cases = list(product(SIZES, METHODS))
+    names = [", ".join(case) for case in cases]
     for axis, gpus in zip(axes, (1, 8), strict=True):
         for shift, script, colour in ((-0.2, "sft", BLUE), (0.2, "grpo", ORANGE)):
-            rows = [n for n in needs() if n.gpus == gpus and n.script == script]
-            places = [names.index(f"{n.size}, {n.method}") + shift for n in rows]
-            axis.barh(places, [n.memory for n in rows], 0.38, color=colour, label=f"{script}.py")
+            places = [place + shift for place in range(len(cases))]
+            gib = [need(script, size, gpus, method).memory for size, method in cases]
+            axis.barh(places, gib, 0.38, color=colour, label=f"{script}.py")
         for card in CARDS:
             place = GPUS[CARDS[card]].memory / GIB
             axis.axvline(place, color=INK, linewidth=0.9, linestyle="--")

@@ -197,7 +197,7 @@ class RolloutRanks:
 
 
 def is_own(number: int) -> bool:
-    """Return whether this rank trains on the completions of a prompt."""
+    """Return whether this rank receives the completions of a prompt and scores them."""
     return number % distributed.world_size() == distributed.rank()
 
 

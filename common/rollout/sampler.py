@@ -6,8 +6,9 @@ A step may call `rollout` several times, each time with another number of prompt
 this process (`ColocatedEngine`) or, with `--rollout_ranks`, on other ranks (`RolloutRanks` in
 remote.py).
 
-Prompts are numbered in the order in which their rows are drawn, and prompt n belongs to training
-rank n % ranks. Seeds depend on the number alone, so samples do not depend on the ranks."""
+Prompts are numbered in the order in which their rows are drawn. Training rank n % ranks receives
+the group of prompt n and scores it; the packer may give its samples to other ranks to train. Seeds
+depend on the number alone, so samples do not depend on the ranks."""
 
 from collections import deque
 

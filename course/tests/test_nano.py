@@ -83,6 +83,8 @@ ERRORS = dict(
         "returns_NL = advantages_NL + old_values_NL": "returns_NL = advantages_NL",
         " / (trained.std() + 1e-6)": "",
         "update(value_model, value_optimizer, error)": "",
+        "rho_NL.clamp(0.8, 1.2)": "rho_NL.clamp(0.8, 1.28)",
+        "old_values_NL - 0.2, old_values_NL + 0.2": "old_values_NL - 9, old_values_NL + 9",
     },
 )
 
@@ -146,7 +148,7 @@ def test_short_script_has_losses_and_weights_of_the_script(name, model, main, tm
         *("--trace_every", 1),
     )
     main(name, *flags, *FLAGS[name])
-    assert name != "grpo" or metrics(folder)[-1]["clip_ratio/region_mean"] > 0
+    assert name not in ("grpo", "ppo") or metrics(folder)[-1]["clip_ratio/region_mean"] > 0
     source = SOURCES[name]
     assert difference(name, source, model, folder) < 1e-5
     for right, wrong in ERRORS[name].items():

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -56,6 +56,8 @@ METHODS: dict[str, dict] = {
     "offload": dict(offload="all"),
     "LoRA, offload": dict(lora_rank=16, offload="all"),
 }
+TIMED = ("full", "LoRA")  # the traffic of --offload is not predicted
+COUNTS = {"1 GPU": 1, "8 GPUs": 8}
 CARDS = {24: "4090", 80: "H100", 141: "H200"}  # by GB
 FLAGS = dict(dtype="bfloat16", compile=True)  # the defaults on CUDA
 SFT = dict(batch_size=128, pack_tokens=8192, **FLAGS)
@@ -101,10 +103,6 @@ def launch_of(script: str, size: str, method: str, gpus: int, card: int, ways: i
 class Need:
     """What a launch needs of each GPU at least, and what it does on each kind of card."""
 
-    script: str
-    size: str
-    method: str
-    gpus: int
     memory: float  # GiB of a card
     figures: tuple[str, ...]  # of each card: tokens/s or seconds of a step, "-" if it does not fit
 
@@ -123,46 +121,44 @@ def least_memory(launch: Launch) -> float:
 
 def figure(launches: Sequence[Launch]) -> str:
     """Return tokens/s of sft.py on all GPUs or seconds of a step of grpo.py, to two digits, for the
-    first launch that fits. The traffic of --offload is not predicted."""
+    first launch that fits."""
     fits = (each for each in launches if least_memory(each) * GIB <= each.gpu.memory)
     launch = next(fits, None)
     if launch is None:
         return "-"
-    if launch.args.offload != "none":
-        return "fits"
     step = launch.step_seconds(launch.seconds())
     if launch.samples:
         return f"{float(f'{step:.2g}'):g}"
     return f"{float(f'{launch.sequences * launch.length / step / 1000:.2g}'):g}k"
 
 
-def need(script: str, size: str, method: str, gpus: int) -> Need:
+@cache
+def need(script: str, size: str, gpus: int, method: str) -> Need:
     ways = (1, 2, 4, 8) if script == "grpo" and gpus == 8 else (1,)
     cards = [[launch_of(script, size, method, gpus, card, n) for n in ways] for card in CARDS]
-    memory = min(map(least_memory, cards[0]))
-    return Need(script, size, method, gpus, memory, tuple(map(figure, cards)))
+    return Need(min(map(least_memory, cards[0])), tuple(map(figure, cards)))
 
 
-@cache
-def needs(sizes: Sequence[str] = SIZES, scripts: Sequence[str] = SCRIPTS) -> tuple[Need, ...]:
-    """Return the rows: scripts, sizes, methods, 1 and 8 GPUs."""
-    cases = product(scripts, sizes, METHODS, (1, 8))
-    return tuple(need(*case) for case in cases)
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def lines(sizes: Sequence[str] = SIZES, scripts: Sequence[str] = SCRIPTS) -> Iterator[str]:
-    """Yield both tables: a row for a size and a method, and in each 1 GPU and then 8."""
-    of = {(n.script, n.size, n.method, n.gpus): n for n in needs(sizes, scripts)}
+    """Yield for each script the memory of all methods, and the speed of those whose traffic is
+    planned; in each row 1 GPU and then 8."""
     for script in scripts:
+        yield row(f"{script}.py, GiB", *map(", ".join, product(COUNTS, METHODS)))
+        yield f"|---|{'--:|' * len(METHODS) * len(COUNTS)}"
+        for size in sizes:
+            cases = product(COUNTS.values(), METHODS)
+            yield row(size, *(f"{need(script, size, *case).memory:.1f}" for case in cases))
+        yield ""
         unit = dict(sft="tokens/s", grpo="s/step")[script]
-        kinds = "|".join(f"{card} GB" for card in CARDS)
-        columns = [f"{count} needs, GiB|{kinds}" for count in ("1 GPU", "8 GPUs: each")]
-        yield f"|{script}.py, {unit}|{'|'.join(columns)}|"
-        yield "|---|" + "--:|" * 8
-        for size, method in product(sizes, METHODS):
-            both = [of[script, size, method, gpus] for gpus in (1, 8)]
-            cells = [f"{n.memory:.1f}|{'|'.join(n.figures)}" for n in both]
-            yield f"|{size}, {method}|{'|'.join(cells)}|"
+        yield row(f"{script}.py, {unit}", *(f"{n}, {card} GB" for n in COUNTS for card in CARDS))
+        yield f"|---|{'--:|' * len(CARDS) * len(COUNTS)}"
+        for size, method in product(sizes, TIMED):
+            both = (need(script, size, n, method).figures for n in COUNTS.values())
+            yield row(f"{size}, {method}", *chain(*both))
         yield ""
 
 
