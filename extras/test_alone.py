@@ -5,14 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from scripts import SCRIPTS
 
 import extras
 from bench.models import checkpoint
 
 HERE = Path(__file__).parent
 EXTRAS = sorted(path.name for path in HERE.iterdir() if (path / "tests").is_dir())
-SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 # Extras that need another one, as course/reading_order.md says.
 USES = {
     ("tools/python_tool.py", "code"), ("agents/agents.py", "tools"), ("trace/pictures.py", "images")

@@ -8,7 +8,7 @@ import warnings
 
 import torch
 import transformers.conversion_mapping as conversions
-from helpers import ROOT
+from scripts import SCRIPTS
 
 from common.config.parse import parse
 from common.metrics.logger import RunLogger
@@ -30,7 +30,7 @@ VLLM = (
     "compressed_tensors.compressors"
 )
 
-scripts = {path.stem: importlib.import_module(path.stem) for path in ROOT.glob("*.py")}
+scripts = {name: importlib.import_module(name) for name in SCRIPTS}
 # tyro imports most of its modules here
 parse(scripts["sft"].Args, ["--model", "m", "--dataset", "d"])
 # half the time of a short run; tests/metrics and tests/train draw

@@ -168,6 +168,7 @@ OF_SAMPLES = r"of shape \[.*\] for samples of shape \[8, 3\]; advantages"
     [
         ("grpo", "advantages", lambda x: x.T, OF_SAMPLES),
         ("grpo", "advantages", lambda x: x.mean(-1), OF_SAMPLES),
+        ("grpo", "advantages", lambda x: x.flatten(), OF_SAMPLES),
         ("rloo", "advantages", lambda x: x.T, OF_SAMPLES),
         ("rloo", "advantages", lambda x: x.sum(), OF_SAMPLES),
         ("reinforce", "less_mean", lambda x: x.T, OF_SAMPLES),

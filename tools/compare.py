@@ -152,6 +152,8 @@ def difference(base: dict[str, float], other: dict[str, float]) -> str:
         return f"{mean:+.4g}"
     if base.keys() == other.keys():
         differences = np.array([other[seed] - base[seed] for seed in base])
+        if not np.ptp(differences):
+            return f"{mean:+.4g} (no interval: the same for each seed)"
         return f"{mean:+.4g} {shown_interval(differences)} paired"
     v, w = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
     df = (v + w) ** 2 / (v**2 / (len(a) - 1) + w**2 / (len(b) - 1)) if v + w else 1

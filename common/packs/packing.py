@@ -99,9 +99,9 @@ class PackedBatch(ModelTokens):
 
     def select(self, values: Tensor) -> Tensor:
         """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number
-        for each packed sample of all ranks, [B, G] for groups, or flat; else raise `ValueError`."""
+        for each packed sample of all ranks, [B, G] for groups, else [B]; or raise `ValueError`."""
         shape = self.shape_of_samples
-        is_table = values.dim() > 1 and len(shape) > 1
+        is_table = len(shape) > 1 and shape[1] > 1
         if shape and (values.numel() != math.prod(shape) or is_table and values.shape != shape):
             problem = f"of shape {[*values.shape]} for samples of shape {[*shape]}"
             advice = "advantages() or what else computes them must return one number for each"

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from helpers import ROOT
+from scripts import ALGORITHMS
 
 pytestmark = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # of MyST in Sphinx
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -31,8 +32,7 @@ SCRIPTS = list(EQUATIONS["scripts"])
 
 
 def test_every_script_has_equations():
-    training = {path.stem for path in ROOT.glob("*.py")} - {"demo"}
-    assert set(SCRIPTS) == training
+    assert set(SCRIPTS) == ALGORITHMS
     assert [name for name in SCRIPTS if not 3 <= len(pages["terms"](name)) <= 10] == []
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from commands.collect import Command
 from commands.stand_ins import FILES, HUB, LOCAL_MODELS, MADE, MODELS, READS, hub, write_file
 from helpers import ROOT, Ranks, finished
+from scripts import ALGORITHMS, SCRIPTS
 
 IN_SANDBOX = ROOT / "tests" / "commands" / "in_sandbox.py"
-SCRIPTS = {path.stem for path in ROOT.glob("*.py")} - {"demo"}
-COPIED = ("course", *(path.name for path in ROOT.glob("*.py")))  # commands write beside them
+COPIED = ("course", *(path.name for path in SCRIPTS.values()))  # commands write beside them
 
 
 def values(command: Command) -> list[str]:
@@ -56,7 +56,7 @@ def short(command: Command) -> list[str]:
     """Flags that make a run of a script small: two steps, few and short completions, few rows.
     Everything else stays as printed, but for a further reward, which a random model earns."""
     script, flags, ranks = like(command), command.flags(), ranks_of(command)
-    if script not in SCRIPTS or "dry_run" in flags:
+    if script not in ALGORITHMS or "dry_run" in flags:
         return OF_TOOLS.get(command.script, [])
     defaults = {x.name: x.default for x in fields(importlib.import_module(script).Args)}
     samples = "engine" in defaults
@@ -111,7 +111,7 @@ class Shell:
         if command.text not in self.done:
             for word in [*values(command), *READS.get(command.text, ())]:
                 self.provide(word, command)
-            if like(command) in SCRIPTS:
+            if like(command) in ALGORITHMS:
                 shutil.rmtree(self.folder / command.output_dir, ignore_errors=True)  # no resumption
             self.done[command.text] = self._start(command)
         return self.done[command.text]

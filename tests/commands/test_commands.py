@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from commands.collect import Command, collect
-from commands.shell import SCRIPTS, Shell, like, makers, short
+from commands.shell import Shell, like, makers, short
 from commands.stand_ins import HUB, LOCAL_MODELS, MODELS, THINKING
 from helpers import ROOT, finished, metrics
+from scripts import ALGORITHMS
 
 from common.config.groups import BUILT_IN_MODELS
 
@@ -30,7 +31,7 @@ CANNOT = {
     r"lesson\.py 6 --store|mark\.py --check|one_step\.py": "takes minutes: make course-test",
 }
 RUNS = [x for x in COMMANDS if not any(re.search(pattern, x.text) for pattern in CANNOT)]
-TRAIN = SCRIPTS - {"eval"}
+TRAIN = ALGORITHMS - {"eval"}
 
 
 def identity(command: Command) -> str:
@@ -87,7 +88,9 @@ FORMS = dict(
     gsm8k="####", format="####", boxed="boxed", math="boxed", choice="letter|LETTER",
     stated="boxed", code="code block", code_fraction="code block", exact_match="alone",
 )  # fmt: skip
-SAMPLES = {x for x in SCRIPTS if hasattr(importlib.import_module(x).Args, "max_turns")} | {"chat"}
+SAMPLES = {x for x in ALGORITHMS if hasattr(importlib.import_module(x).Args, "max_turns")} | {
+    "chat"
+}
 
 
 def made_by(command: Command, model: str) -> list[Command]:

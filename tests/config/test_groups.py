@@ -10,6 +10,7 @@ import pytest
 from helpers import ROOT
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
+from scripts import ALGORITHMS
 from torch.distributed.run import get_args_parser
 
 from common.config.flags import as_tuple, needs_of
@@ -18,14 +19,12 @@ from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import one_line, texts
 
-ALGORITHMS = [p.stem for p in sorted(ROOT.glob("*.py")) if "\nclass Args(" in p.read_text()]
-
 
 def args_of(script: str) -> type[BaseArgs]:
     return importlib.import_module(script).Args
 
 
-@pytest.fixture(params=ALGORITHMS)
+@pytest.fixture(params=sorted(ALGORITHMS))
 def args_class(request) -> type[BaseArgs]:
     return args_of(request.param)
 

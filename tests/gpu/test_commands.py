@@ -9,6 +9,7 @@ import sys
 import pytest
 from helpers import PATIENCE, ROOT, finished, metrics
 from on_gpu import ON_CPU, gpu
+from scripts import SCRIPTS
 
 from common.config.parse import parse
 
@@ -32,7 +33,7 @@ def test_demo_learns_and_exits_cleanly(tmp_path):
     """`make demo` in a copy of the project runs SFT and GRPO with engine, evaluations, saves and
     exports. At the end of each process, closing a sleeping engine would print 'CUDA Error'. The
     final accuracy is like that on a CPU, 0.94."""
-    for path in [*ROOT.glob("*.py"), ROOT / "common", ROOT / "configs"]:
+    for path in [*SCRIPTS.values(), ROOT / "common", ROOT / "configs"]:
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
     done = subprocess.run(
         [sys.executable, "demo.py"], cwd=tmp_path, capture_output=True, text=True,

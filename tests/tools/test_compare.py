@@ -182,7 +182,7 @@ def test_welch_interval_of_unequal_variances(tmp_path, compare):
     ones, twos = (seeds(tmp_path, 3 + i, {3 * i + n: 1 + i for n in range(3)}) for i in range(2))
     assert compare(*ones, *twos)[0][1][5:] == ["[2, 2]", "+1 [1, 1] Welch"]
     same = seeds(tmp_path, 5, {0: 1.0, 1: 3.0, 2: 8.0})
-    assert compare(*first, *same)[0][1][6] == "+0 [0, 0] paired"
+    assert compare(*first, *same)[0][1][6] == "+0 (no interval: the same for each seed)"
 
 
 def test_last_value_is_a_mean_except_for_evaluations(tmp_path, compare):

@@ -8,6 +8,7 @@ import re
 import pytest
 from helpers import ROOT, metrics
 from PIL import Image
+from scripts import SCRIPTS
 
 from tools.pictures import ARCHIVED, MADE
 
@@ -28,7 +29,7 @@ def test_every_picture_has_a_maker_and_a_page():
 
 
 def test_files_and_flags_in_pictures_exist():
-    scripts = [importlib.import_module(path.stem) for path in ROOT.glob("*.py")]
+    scripts = [*map(importlib.import_module, SCRIPTS)]
     args = [script.Args for script in scripts if hasattr(script, "Args")]
     flags = {field.name for args_class in args for field in dataclasses.fields(args_class)}
     for name in MADE:

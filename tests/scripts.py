@@ -1,0 +1,12 @@
+"""The project's scripts. Each has a page; a user's copy beside them has none, and no test of the
+project looks at it."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {  # files by name
+    path.stem: path
+    for path in sorted(ROOT.glob("*.py"))
+    if path.stem == "demo" or (ROOT / "docs" / path.stem).with_suffix(".md").is_file()
+}
+ALGORITHMS = SCRIPTS.keys() - {"demo"}
