@@ -128,4 +128,5 @@ def test_planted_script_differs_from_the_script_by_the_bug(bug):
 def test_page_lists_every_exercise():
     page = (ROOT / "course/exercises/README.md").read_text()
     for number, exercise in enumerate(EXERCISES, 1):
-        assert f"| {number} | `{exercise.name}` |" in page and f"| [{exercise.section}](" in page
+        anchor = exercise.section.lower().replace(",", "").replace(" ", "-")
+        assert f"| {number} | [`{exercise.name}`](" in page and f"../primer.md#{anchor})" in page

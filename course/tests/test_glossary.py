@@ -86,7 +86,7 @@ def test_clash_is_found(clash):
 @pytest.mark.parametrize("title", ["Symbols", "Words in equations", "Terms"])
 def test_names_are_in_the_code(title):
     for *_, code in table(title):
-        sources = [(ROOT / name).read_text() for name in re.findall(r"[\w/]+\.py", code)]
+        sources = [(ROOT / name).read_text() for name in re.findall(r"\(\.\./(\S+\.py)\)", code)]
         assert [
             name for name in names(code) if not any(name in source for source in sources)
         ] == [], code
