@@ -9,6 +9,7 @@ import runpy
 import shutil
 import statistics
 import subprocess
+import sys
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -111,20 +112,29 @@ def test_a_loss_and_an_advantage_of_two_patches_are_both_choices(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_naive_code_agrees_with_a_changed_loss_and_finds_an_error_in_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "table", "name", "wrong"),
+    [
+        ("loss", "LOSSES", "spo", lambda right, x: right(x._replace(A_T=x.A_T * 1.01))),
+        ("advantage", "ADVANTAGES", "median", lambda right, x: right(x) * 1.01),
+    ],
+)
+def test_naive_code_agrees_with_a_change_and_finds_an_error_in_it(
+    kind, table, name, wrong, tmp_path, monkeypatch
+):
     shutil.copy(ROOT / "grpo.py", script := tmp_path / "mine.py")
-    patch = ROOT / "course/changes/new-loss.patch"
+    patch = ROOT / f"course/changes/new-{kind}.patch"
     subprocess.run(["patch", script, patch], check=True, capture_output=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    compare = runpy.run_path(str(ROOT / "course/changes/naive_loss.py"))[
-        "test_loss_equals_naive_code"
-    ]
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    naive = runpy.run_path(str(ROOT / f"course/changes/naive_{kind}.py"))
+    compare = naive[f"test_{kind}_equals_naive_code"]
     compare()
-    mine = importlib.import_module("mine")
-    right = mine.LOSSES["spo"]
-    monkeypatch.setitem(mine.LOSSES, "spo", lambda x: right(x._replace(A_T=x.A_T * 1.01)))
-    with pytest.raises(AssertionError, match=r"\(-"):
+    mine = getattr(importlib.import_module("mine"), table)
+    right = mine[name]
+    monkeypatch.setitem(mine, name, lambda x: wrong(right, x))
+    with pytest.raises(AssertionError):
         compare()
 
 
