@@ -1,5 +1,4 @@
-"""The picture, the table and the answers of docs/results.md, from all seeds of words.sh
-and of bills.sh.
+"""The picture, the table and the answers of docs/results.md, from all seeds of run.sh.
 
     python bench/results/report.py runs/words runs/bills --picture docs/results.png
 
@@ -31,7 +30,7 @@ def seeds_of(task: Path) -> list[int]:
 def cell(folder: Path) -> str:
     """Return percent solved, with the 95% interval."""
     value = solved(folder)
-    return f"{value['mean']:.1%} ({100 * value['low']:.4g} to {100 * value['high']:.4g})"
+    return f"{value['mean']:.1%} ({100 * value['low']:.1f} to {100 * value['high']:.1f})"
 
 
 def sampled(run: Path) -> str:
