@@ -215,8 +215,10 @@ def main(args: Args) -> None:
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=CURVES
-    )
+        args, policy, optimizer, tokenizer, total_steps,
+        rollouts=rollouts,
+        show=SHOW, curves=CURVES,
+    )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
     if run.first_step == 0:

@@ -10,15 +10,39 @@ import shutil
 import statistics
 import subprocess
 import sys
-from itertools import chain, combinations
+from itertools import chain, combinations, groupby
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, metrics, run, samples, write
-from test_grpo_objective import IDS, MASK, SEQUENCES, TOKENS, stream, streams
+from helpers import (
+    ROOT,
+    assert_resumes_exactly,
+    completion,
+    metrics,
+    run,
+    samples,
+    weights,
+    write,
+    write_rows,
+)
+from hypothesis import given
+from in_process import talkative
+from naive import check, rows
+from test_grpo_objective import (
+    IDS,
+    MASK,
+    SEQUENCES,
+    TOKENS,
+    naive_clip,
+    stream,
+    streams,
+    tokens,
+)
+from transformers import AutoModelForCausalLM
 
 import grpo
+from common.model.tiny import tiny_model
 from common.objectives.reduction import sequence_mean
 
 PATCHES = sorted(ROOT.glob("course/changes/*.patch"))
@@ -36,8 +60,21 @@ FLAGS = {
     "new-loss": ("--loss", "spo"),
     "pass-at-k": ("--advantage", "pass_at_k", "--samples_per_prompt", 5),
     "positive-nll": ("--positive_nll", 0.1),
+    "reference-sync": ("--beta", 0.1, "--sync_every", 2, "--lr", 1e-3, "--warmup_steps", 0),
+    "teacher": ("--teacher", "tiny", "--beta", 0.5, "--kl_estimator", "k2"),
+    "turn-credit": ("--max_new_tokens", 120, "--max_turns", 3, "--reward", "environment"),
+    "value-model": ("--lr", 1e-4, "--epochs_per_rollout", 4, "--warmup_steps", 0),
     "vespo": ("--loss", "vespo", "--reduction", "sequence"),
 }
+TWICE = """
+class Twice:
+    def __init__(self): self.turns = 0
+    def reset(self, row): return [{"role": "user", "content": row["prompt"]}]
+    def step(self, completion):
+        self.turns += 1
+        reward = len(completion) % 3 if self.turns == 1 else 0
+        return [{"role": "user", "content": "again!"}], reward, self.turns == 2
+"""
 NAN = math.nan
 GROUPS = ([1.0, 0.0, NAN, 0.0, 1.0], [0.25, 3.0, 0.25, 0.0, 1.5], [0.1] * 5)
 
@@ -67,7 +104,7 @@ def patched(tmp_path, monkeypatch):
 
 def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
     page = (ROOT / "course/changes/README.md").read_text()
-    assert len(PATCHES) == 15
+    assert len(PATCHES) == 21
     for patch in PATCHES:
         lines = patch.read_text().splitlines()[2:]
         changed = [line for line in lines if line[0] in "+-" and line[1:].strip()]
@@ -80,8 +117,9 @@ def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
 
 def test_pairs_of_patches_apply_in_both_orders_but_for_those_that_the_page_names(tmp_path):
     page = (ROOT / "course/changes/README.md").read_text()
-    listed = re.search(r"These pairs do not combine: (.*?)\. ", page)[1]
-    named = {frozenset(pair) for pair in re.findall(r"`([\w-]+)` with `([\w-]+)`", listed)}
+    listed = re.search(r"These pairs do not combine: (.*?)\. ", page, re.DOTALL)[1]
+    clauses = [re.findall(r"`([\w-]+)`", clause) for clause in listed.split(";")]
+    named = {frozenset((first, other)) for first, *others in clauses for other in others}
     copy, failed = tmp_path / "mine.py", set()
     for first in PATCHES:
         once = tmp_path / f"{first.stem}.py"
@@ -215,7 +253,78 @@ def test_deepseek_masks_and_weighs_the_kl(patched, threshold):
     assert keeps_T.all() == (threshold == 9.0)
 
 
+def naive_dual_clip(new, old, a):
+    return (
+        (-3 * a, 0.0) if a < 0 and math.exp(new - old) > 3 else naive_clip(new, old, a, 0.2, 0.28)
+    )
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens(patched):
+    clip = importlib.import_module(patched("dual-clip")).LOSSES["clip"]
+
+    @given(rows)
+    def equals_naive_code(tokens_of_a_batch):
+        check(lambda *x: clip(tokens(*x)).loss_T, naive_dual_clip, tokens_of_a_batch)
+
+    equals_naive_code()
+    x = tokens(double([0.0, 0.0, 0.0]), double([-1.0, -1.2, -1.2]), double([-1.0, -1.0, 1.0]))
+    assert clip(x).stopped_T.tolist() == [False, True, True]  # rho is 2.7, 3.3, 3.3
+
+
+def naive_turns(rewards_of_turns, k, i):
+    """Return the rewards of completion i from turn k on, less their mean over the completions that
+    have this turn, over their standard deviation."""
+    left = [sum(rewards[k:]) if k < len(rewards) else NAN for rewards in rewards_of_turns]
+    peers = [x for x in left if not math.isnan(x)]
+    if math.isnan(left[i]) or len({*peers}) == 1:
+        return 0.0
+    return (left[i] - statistics.fmean(peers)) / (statistics.stdev(peers) + 1e-6)
+
+
+def test_turn_credit_compares_the_rewards_to_come_of_equal_turns(patched):
+    """The last of the rewards of a completion has no place of its own: a function or a penalty may
+    add to it."""
+    script = importlib.import_module(patched("turn-credit"))
+    for turns in (
+        [[1.0, 0.5, 0.0], [0.0, 0.5], [2.0, 0.0, 0.25], [0.5]],
+        [[1.0]] * 4,
+        [[0.3], [1.0]],
+    ):
+        group = [completion(8) for _ in turns]
+        for sample, rewards in zip(group, turns, strict=True):
+            ends = [3, 5, 9][: len(rewards) - 1] + [9]
+            sample.turn_rewards = [(i, r / 0.5) for i, r in zip(ends, rewards, strict=True)]
+        totals = double([sum(rewards) for rewards in turns])
+        got = script.turn_advantages(group, totals, 0.5)
+        for k, i in ((k, i) for k in range(len(got)) for i in range(len(turns))):
+            assert got[k, i].item() == pytest.approx(naive_turns(turns, k, i), abs=1e-9)
+    torch.testing.assert_close(got, grpo.advantages(totals[None]))  # one turn
+
+
+def test_early_stopping_counts_evaluations_since_the_best(patched):
+    script = importlib.import_module(patched("early-stop"))
+    args = script.Args(stop_at=0.9, patience=2)
+    seen = script.Solved()
+    assert not seen.is_over(args)
+    over = []
+    for solved in (0.2, 0.1, 0.3, 0.3, 0.2):
+        seen.append(solved)
+        over.append(seen.is_over(args))
+    assert over == [False, False, False, False, True]
+    again = script.Solved()
+    again.load_state_dict(seen.state_dict())
+    assert again.is_over(args) and not again.is_over(script.Args(patience=3))
+    assert script.Solved([0.1, 0.9]).is_over(args)
+
+
 # ---- runs ----
+
+
+def traced(folder: Path) -> list[dict]:
+    """Return the completions in the trace of the first step."""
+    trace_file = pytest.importorskip("extras.trace.file")
+    _, *groups = trace_file.read(folder / "trace" / "step_000001.jsonl.gz")
+    return [*chain.from_iterable(group["completions"] for group in groups)]
 
 
 @pytest.mark.slow
@@ -223,7 +332,7 @@ def test_deepseek_masks_and_weighs_the_kl(patched, threshold):
 def test_patched_script_runs(patch, patched, small, reward_file, main, tmp_path):
     name, folder = patched(patch), tmp_path / "run"
     flags = (*small, *SHORT, *FLAGS.get(patch, ()), "--output_dir", folder)
-    if patch in ("gfpo", "gdpo"):
+    if patch in ("gfpo", "gdpo", "reference-sync"):
         flags += ("--reward", f"{reward_file}:digits")
     if patch == "gdpo":
         flags += (f"{reward_file}:longer",)
@@ -232,6 +341,14 @@ def test_patched_script_runs(patch, patched, small, reward_file, main, tmp_path)
             "def odd(completion, row): return len(completion) if int(row['answer']) % 2 else None"
         )
         flags += ("--reward", f"{write(tmp_path / 'odd.py', code)}:odd")
+    if patch == "turn-credit":
+        environment = write(tmp_path / "twice.py", TWICE)
+        dataset = write_rows(tmp_path / "rows.jsonl", [dict(prompt="?")] * 8)
+        model = talkative(tmp_path / "model", small[1])
+        flags += ("--model", model, "--dataset", dataset, "--environment", f"{environment}:Twice")
+    if patch == "value-model":
+        code = "def one(completion, row): return 1.0"
+        flags += ("--reward", f"{write(tmp_path / 'one.py', code)}:one")
     if patch in ("curriculum", "muon"):
         run(2, tmp_path / f"{name}.py", *flags)
     else:
@@ -245,13 +362,44 @@ def test_patched_script_runs(patch, patched, small, reward_file, main, tmp_path)
     if patch == "model-as-reward":
         assert all(line["reward"] < -1 for line in lines)
     if patch == "token-advantage":
-        trace_file = pytest.importorskip("extras.trace.file")
-        _, *traced = trace_file.read(folder / "trace" / "step_000001.jsonl.gz")
-        for completion in chain.from_iterable(group["completions"] for group in traced):
-            decay = [0.9**count for count in reversed(range(len(completion["mask"])))]
-            assert completion["fixed"]["advantages"] == pytest.approx(
-                [completion["advantage"] * x for x in decay]
+        for each in traced(folder):
+            decay = [0.9**count for count in reversed(range(len(each["mask"])))]
+            expected = [each["advantage"] * x for x in decay]
+            assert each["fixed"]["advantages"] == pytest.approx(expected)
+    if patch == "teacher":
+        teacher = AutoModelForCausalLM.from_pretrained(tiny_model())
+        for each in traced(folder):
+            ids = torch.tensor([each["ids"]])
+            logps = teacher(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+            got = each["updates"][0]
+            assert each["fixed"]["ref_logprobs"] == pytest.approx(
+                logps[each["start"] - 1 :].tolist(), abs=1e-4
             )
+            distances = zip(got["logprobs"], each["fixed"]["ref_logprobs"], strict=True)
+            assert got["kl"] == pytest.approx([(x - y) ** 2 / 2 for x, y in distances], abs=1e-5)
+        first = lines[0]
+        assert first["kl"] > 0.01 and first["loss"] == pytest.approx(0.5 * first["kl"], abs=1e-5)
+    if patch == "reference-sync":
+        kls = [line["kl"] for line in lines]
+        assert kls[0] == kls[2] == pytest.approx(0, abs=1e-9) and kls[1] > 1e-6
+    if patch == "turn-credit":  # only the first of two turns has a reward
+        unequal = 0
+        for each in traced(folder):
+            advantages = each["fixed"]["advantages"]
+            tokens_of_turns = groupby(zip(each["mask"], advantages, strict=True), lambda x: x[0])
+            turns = [{*list(zip(*turn, strict=True))[1]} for mask, turn in tokens_of_turns if mask]
+            assert turns[1:] in ([{0.0}], []) and len(turns[0]) == 1
+            assert turns[0].pop() == pytest.approx(each["advantage"], abs=1e-5)
+            unequal += len(turns) == 2 and each["advantage"] != 0
+        assert unequal
+    if patch == "value-model":  # all rewards are 1, and the group has no advantage
+        losses = []  # before each of four updates
+        for each in traced(folder):
+            losses.append([sum(update["value_loss"]) for update in each["updates"]])
+            expected = [(1 - v) ** 2 / 2 for v in each["fixed"]["values"]]
+            assert each["updates"][0]["value_loss"] == pytest.approx(expected, abs=1e-5)
+        totals = [sum(each) for each in zip(*losses, strict=True)]
+        assert totals[3] < totals[0]
     if patch == "gfpo":
         trained = [line["advantage"] != 0 for line in samples(folder)]
         groups = list(zip(*[iter(trained)] * 4, strict=True))
@@ -261,3 +409,29 @@ def test_patched_script_runs(patch, patched, small, reward_file, main, tmp_path)
         assert statistics.stdev(advantages) == pytest.approx(1, abs=1e-3)
     if patch == "metric-per-group":
         assert all("groups/reward_range" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", ["reference-sync", "value-model"])
+def test_a_run_with_a_second_model_resumes_exactly(
+    patch, patched, small, reward_file, main, tmp_path
+):
+    flags = (*small, *SHORT, *FLAGS[patch], "--save_every", 2, "--trace_every", 0)
+    flags += ("--reward", f"{reward_file}:digits")
+    main(name := patched(patch), *flags, "--output_dir", tmp_path / "run")
+    assert_resumes_exactly(main, name, *flags, folder=tmp_path / "run", finished=3)
+
+
+@pytest.mark.slow
+def test_early_stopping_ends_a_resumed_run_at_the_same_step(patched, small, main, tmp_path):
+    """Nothing is solved: the second evaluation is no better than the first."""
+    flags = (*small, *SHORT, "--max_steps", 6, "--eval_every", 1, "--eval_size", 4)
+    flags += ("--save_every", 1, "--patience", 1, "--trace_every", 0)
+    main(name := patched("early-stop"), *flags, "--output_dir", tmp_path / "run")
+    assert metrics(tmp_path / "run")[-1]["step"] == 2
+    before = weights(tmp_path / "run")
+    main(name, *flags, "--output_dir", tmp_path / "run")  # it is over
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")
+    main(name, *flags, "--output_dir", tmp_path / "run")
+    assert metrics(tmp_path / "run")[-1]["step"] == 2
+    assert all(x.equal(before[name]) for name, x in weights(tmp_path / "run").items())
