@@ -1,6 +1,6 @@
 """Is a patch of grpo.py better than grpo.py? Both run with the flags of race.yaml and equal seeds.
 
-    python course/race.py course/changes/dual-clip.patch     # or make race PATCH=...
+    make race PATCH=course/changes/dual-clip.patch
 
 The patch changes at most 15 lines of grpo.py, and its change is on by default: no run gets another
 flag. The verdict is `better` or `worse` if the 95% t interval of the paired differences in greedy
