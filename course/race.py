@@ -15,6 +15,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -59,7 +60,7 @@ def digest(*texts: bytes) -> str:
 
 def launch(script: Path, *flags: object) -> subprocess.CompletedProcess:
     """Run a script outside of the project's folder, on one core."""
-    variables = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    variables = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT))
     command = [sys.executable, str(script), *map(str, flags)]
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
 
@@ -89,11 +90,12 @@ def result(script: Path, name: str, config: Path, steps: int, seed: int) -> floa
 
 def patched(patch: Path) -> bytes:
     """Return the text of grpo.py with a patch. Raises `ValueError` if it does not apply."""
-    command = ["patch", "-s", "-f", "-r", "-", "-o", "-", str(ROOT / "grpo.py"), str(patch)]
-    done = subprocess.run(command, capture_output=True)
-    if done.returncode:
-        raise ValueError(f"{patch}: does not apply to grpo.py; make it anew with git diff grpo.py")
-    return done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "grpo.py")
+        command = ["patch", "-s", "-f", "-r", "-", "-o", out, ROOT / "grpo.py", patch]
+        if subprocess.run(command, capture_output=True).returncode == 0:
+            return out.read_bytes()
+    raise ValueError(f"{patch}: does not apply to grpo.py; make it anew with git diff grpo.py")
 
 
 def keep(code: bytes, config: Path, steps: int, folder: Path) -> Path:
@@ -148,7 +150,7 @@ def main() -> None:
     patch, steps, seeds = options.patch, options.steps, range(options.seeds)
     if len(seeds) < 2:
         parser.error(f"--seeds {options.seeds}: an interval needs 2")
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(os.cpu_count())
     try:
         lines = changed_lines(patch)
         codes = {patch.name: patched(patch), "grpo.py": (ROOT / "grpo.py").read_bytes()}
@@ -159,8 +161,9 @@ def main() -> None:
             values.append([pool.submit(result, *rest, seed) for seed in seeds])
         new, old = (np.array([run.result() for run in runs]) for runs in values)
     except (OSError, ValueError) as error:
-        pool.shutdown(wait=False, cancel_futures=True)
         parser.error(" ".join(str(error).split()))
+    finally:  # also at Ctrl-C: what has not begun never does
+        pool.shutdown(wait=False, cancel_futures=True)
     word, shown = verdict(new - old)
     name = f"{patch.name} ({digest(patch.read_bytes())}, {lines} lines)"
     budget = f"{len(seeds)} seeds, {steps} steps"

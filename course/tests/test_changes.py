@@ -129,7 +129,7 @@ def test_pairs_of_patches_apply_in_both_orders_but_for_those_that_the_page_names
                 command = ["patch", "-s", "-r", "-", "-o", copy, once, second]
                 if subprocess.run(command, capture_output=True).returncode:
                     failed.add(frozenset((first.stem, second.stem)))
-                else:
+                elif first < second:
                     ast.parse(copy.read_text())
     assert failed == named
 
