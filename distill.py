@@ -45,7 +45,7 @@ from common.model.hub import context_length, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import with_logprobs
 from common.objectives.divergence import DIVERGENCES
-from common.objectives.importance import importance_weights
+from common.objectives.importance import Level, importance_weights
 from common.objectives.policy import BY_TOKEN, PolicyInputs
 from common.packs.order import make_order
 from common.packs.packing import (
@@ -131,7 +131,7 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     loss: Annotated[Literal[tuple(BY_TOKEN)], SAMPLED] = "clip"
     clip_low: Annotated[BelowOne, SAMPLED] = 0.2
     clip_high: Annotated[NotNegative[float], SAMPLED] = 0.2
-    correction: Annotated[Literal["none", "token", "sequence"] | None, SAMPLED] = None
+    correction: Annotated[Level | None, SAMPLED] = None
     correction_high: Annotated[Positive[float], SAMPLED] = 2.0
 
     def __post_init__(self) -> None:

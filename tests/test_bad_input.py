@@ -57,6 +57,8 @@ grpo --loss gspo -> --loss gspo --reduction token: a loss by completion needs se
 grpo --preset gspo --correction token -> --correction token: a completion has one weight; use seq
 reinforce --samples_per_prompt 1 --advantage leave_one_out -> set --samples_per_prompt above 1
 rloo --correction token -> --correction token: a completion has one weight
+grpo --preset gspo --correction token_mask -> a completion has one weight; use sequence_mask
+grpo --correction sequence_mask --correction_high 0.9 -> --correction_high 0.9: sequence_mask keeps
 ppo --prompts_per_step 6 --minibatches 4 -> --prompts_per_step 6 must be a multiple of --minibatch
 ppo --value_warmup_steps 5 --max_steps 5 -> --value_warmup_steps 5 must be below --max_steps
 distill --estimator sampled --on_policy_fraction 0.5 -> sampled is for the student's own samples

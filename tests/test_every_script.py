@@ -55,7 +55,7 @@ SCRIPTS = dict(
           "--advantage", "group_mean_batch_std", "--reduction", "sequence", "--beta", 0.05,
           "--entropy_coef", 0.01, "--clip_low", 0.001, "--clip_high", 0.001, "--loss", "gmpo"),
     dapo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "longer", "--overlong_buffer", 0.5,
-          "--mask_truncated", "--correction", "sequence", "--log_kl", "--model", "talkative"),
+          "--mask_truncated", "--correction", "sequence_mask", "--log_kl", "--model", "talkative"),
     reinforce=(*SAMPLED, *GROUPED, *PENALTY, "--preset", "reinforce++", "--entropy_coef", 0.01,
                "--correction", "sequence"),
     rloo=(*SAMPLED, *GROUPED, *PENALTY, "--beta", 0.05),

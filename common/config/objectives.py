@@ -6,8 +6,10 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import STRICT, BelowOne, Needs, NotNegative, Positive
-from common.objectives.importance import Correction
+from common.objectives.importance import Correction, Level
 from common.objectives.policy import BY_TOKEN
+
+CORRECTED = Needs(correction=("token", "sequence", "token_mask", "sequence_mask", None))
 
 
 @dataclass(config=STRICT)
@@ -15,17 +17,23 @@ class CorrectionArgs:
     """Importance weights for samples of the engine"""
 
     one_weight_per_completion = False  # no flag: whether a completion always has one weight
-    correction: Literal["none", "token", "sequence"] | None = None
+    correction: Level | None = None
     """importance weights: trainer probability / engine probability of the sampled tokens. token:
-    one weight per token; sequence: one per completion; none: off; default: token, or sequence if
-    the loss has one ratio per completion"""
-    correction_high: Annotated[Positive[float], Needs(correction=("token", "sequence", None))] = 2.0
-    """upper bound of the importance weights"""
+    one weight per token; sequence: one per completion; token_mask, sequence_mask: the same, but
+    what is out of bounds has no policy gradient; none: off; default: token, or sequence if the loss
+    has one ratio per completion"""
+    correction_high: Annotated[Positive[float], CORRECTED] = 2.0
+    """upper bound of the importance weights; the lower one of the masks is its inverse"""
 
     @model_validator(mode="after")
     def _check_correction(self) -> Self:
-        if self.correction == "token" and self.one_weight_per_completion:
-            raise ValueError("--correction token: a completion has one weight; use sequence")
+        level = self.correction or ""
+        if level.startswith("token") and self.one_weight_per_completion:
+            advice = level.replace("token", "sequence")
+            raise ValueError(f"--correction {level}: a completion has one weight; use {advice}")
+        if level.endswith("mask") and self.correction_high <= 1:
+            problem = f"{level} keeps weights from its inverse to it; give more than 1"
+            raise ValueError(f"--correction_high {self.correction_high}: {problem}")
         return self
 
     @property

@@ -4,6 +4,7 @@ the engine, whose policy differs numerically from the trainer's and may be stale
 Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): sequence of each
 token, 0..N-1."""
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,13 +35,17 @@ def is_clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -
 # ---- the engine's policy ----
 
 
+Level = Literal["none", "token", "sequence", "token_mask", "sequence_mask"]
+
+
 class Correction(NamedTuple):
     """Form of the importance weights: `--correction` and the flags that begin with this word."""
 
-    level: Literal["none", "token", "sequence"]
+    level: Level
     """the ratio of the token, or of its whole completion (sequence); none: all weights are 1"""
     high: float = 2.0
-    """upper bound of a weight (IMPALA's rho, arXiv:1802.01561)"""
+    """upper bound of a weight (IMPALA's rho, arXiv:1802.01561); a mask makes weights outside of
+    [1 / high, high] 0 instead (IcePop, arXiv:2510.18855)"""
 
 
 def importance_weights(
@@ -52,6 +57,8 @@ def importance_weights(
     log_ratio_T = (old_logprobs_T - rollout_logprobs_T).detach()
     if correction.level == "none":
         return torch.ones_like(log_ratio_T)
-    if correction.level == "sequence":
+    if correction.level in ("sequence", "sequence_mask"):
         log_ratio_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T)
+    if correction.level in ("token_mask", "sequence_mask"):
+        return log_ratio_T.exp().where(log_ratio_T.abs() <= math.log(correction.high), 0)
     return log_ratio_T.exp().clamp(max=correction.high)
