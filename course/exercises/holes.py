@@ -593,7 +593,7 @@ EXERCISES = [
     Exercise(
         "importance",
         "common.objectives.importance:importance_weights",
-        ("return log_ratio_T.exp()",),
+        ("return log_ratio_T.exp().clamp",),
         "Off-policy data",
         """The engine sampled, the trainer learns. log_ratio_T is log(pi_old / pi_engine), [T],
         without gradient. Return the ratio of the two, at most correction.high.""",
