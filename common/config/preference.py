@@ -23,8 +23,8 @@ class PreferenceArgs:
     labels; hinge: SLiC; ipo: squared distance to a margin; sigmoid_norm: DPO per token; exo_pair:
     KL to smoothed labels; nca_pair, bco_pair: each side against zero; sppo_hard: each side to a
     target; apo_zero: chosen up, rejected down; apo_down: both down; discopop: logistic and
-    exponential. Without a reference: simpo: margin per token; alphapo: simpo with a bent reward;
-    orpo: odds ratio; cpo: DPO and likelihood"""
+    exponential. Without a reference: simpo: margin per token; orpo: odds ratio; cpo: DPO and
+    likelihood"""
     loss_weights: Several[NotNegative[float]] = ()
     """weight of each loss; default: all 1"""
     beta: Positive[float] = 0.1

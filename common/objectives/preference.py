@@ -53,18 +53,17 @@ class Pairs:
         return self.rejected_logps / self.rejected_lengths
 
 
-def f(u: Tensor, f_divergence: FDivergence, order: float = 0.5) -> Tensor:
+def f(u: Tensor, f_divergence: FDivergence) -> Tensor:
     """Return the derivative of the divergence's generator at the log-ratio u, up to constants that
     cancel (arXiv:2309.16240): reverse_kl u; forward_kl 1 - exp(-u); js log 2 + log sigma(u); alpha
-    (exp(a u) - 1) / a with a = order - 1."""
+    (exp(a u) - 1) / a with a = -1/2."""
     match f_divergence:
         case "js":
             return math.log(2) + logsigmoid(u)
         case "forward_kl":
             return -torch.expm1((-u).clamp(max=EXPONENT_LIMIT))
         case "alpha":
-            a = order - 1
-            return torch.expm1((a * u).clamp(max=EXPONENT_LIMIT)) / a
+            return -2 * torch.expm1((-u / 2).clamp(max=EXPONENT_LIMIT))
     return u
 
 
@@ -83,12 +82,11 @@ READS: dict[str, tuple[str, ...]] = {
     "apo_down": (),
     "discopop": ("f_divergence",),
     "simpo": (),
-    "alphapo": (),
     "orpo": (),
     "cpo": (),
 }
-REFERENCE_FREE = {"simpo", "alphapo", "orpo", "cpo"}
-PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "alphapo", "orpo"}  # implicit reward per token
+REFERENCE_FREE = {"simpo", "orpo", "cpo"}
+PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "orpo"}  # implicit reward per token
 
 
 def preference_loss(
@@ -133,10 +131,6 @@ def preference_loss(
             return -(-z / tau).sigmoid() * logsigmoid(z) + torch.exp(logsigmoid(z / tau) - z)
         case "simpo":  # arXiv:2405.14734 Eq. 6
             return -logsigmoid(beta * (p.mean_pc - p.mean_pr) - SIMPO_GAMMA)
-        case "alphapo":  # arXiv:2501.03884: SimPO with (1 - P^-alpha) / alpha for log P, per token
-            order = 1 - 0.25  # 1 - alpha
-            gap = f(p.mean_pc, "alpha", order) - f(p.mean_pr, "alpha", order)
-            return -logsigmoid(beta * gap - SIMPO_GAMMA)
         case "orpo":  # arXiv:2403.07691 Eq. 6-7
             return -p.mean_pc - beta * logsigmoid(_log_odds(p.mean_pc) - _log_odds(p.mean_pr))
         case "cpo":  # arXiv:2401.08417
