@@ -188,9 +188,9 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     beta: NotNegative[float] = 0.01
     """weight of the KL penalty to the starting model (--kl_in); 0: no penalty, and no reference
     model in memory"""
-    kl_in: Annotated[Literal["loss", "reward", "return"], KL] = "return"
-    """place of the KL penalty. loss: on each token of the loss; reward: summed over a completion,
-    in its reward; return: summed from a token on, in the advantage of this token (REINFORCE++)"""
+    kl_in: Annotated[Literal["loss", "return"], KL] = "return"
+    """place of the KL penalty. loss: on each token of the loss; return: summed from a token on, in
+    the advantage of this token (REINFORCE++)"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
@@ -274,10 +274,6 @@ def main(args: Args) -> None:
         if measures_kl:
             for mb in chain(*minibatches):
                 meter.masked_mean("kl", sampled_kl(mb, args), mb.loss_mask_T)
-            if args.kl_in == "reward":  # the KL of the whole completion
-                kl = (mb.sequence_sums(sampled_kl(mb, args)) for mb in chain(*minibatches))
-                kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
-                rewards_BG = rewards_BG - args.beta * kl_BG
         minibatches = with_advantages(minibatches, rewards_BG.to(device), args)
 
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----

@@ -223,7 +223,7 @@ PENALTIES = dict(beta=0.3, kl_estimator="k2", entropy_coef=0.2)
         (reinforce, with_all, dict(loss="clip", kl_in="loss", **PENALTIES), (0.2, 0.2)),
         (reinforce, with_all, dict(loss="reinforce", reduction="sequence_sum", kl_in="loss",
                                    **PENALTIES), (0.2, 0.2)),
-        (reinforce, with_all, dict(kl_in="reward", **PENALTIES), (0.2, 0.2)),
+        (reinforce, with_all, dict(kl_in="return", **PENALTIES), (0.2, 0.2)),
         (dapo, of_dapo, {}, (0.2, 0.28)),
         (ppo, of_ppo, dict(entropy_coef=0.2, clip_low=0.1, clip_high=0.3), (0.1, 0.3)),
     ],
@@ -232,7 +232,7 @@ def test_objective_equals_naive_code(script, call, changed, bounds):
     """The importance weight is at most 2 and multiplies the policy loss alone."""
     args, x = script.Args(**changed), streams()
     new, old, engine, ref, entropy = x
-    beta = 0 if changed.get("kl_in") == "reward" else changed.get("beta", 0)
+    beta = 0 if changed.get("kl_in") == "return" else changed.get("beta", 0)
     bonus, count = changed.get("entropy_coef", 0), TOKENS
     if changed.get("reduction"):
         count = SEQUENCES
