@@ -228,16 +228,6 @@ def exact_match(completion: str, row: dict) -> float:
     return float(completion.strip() in [answer.strip() for answer in gold_answers(row)])
 
 
-def characters(completion: str, row: dict) -> float:
-    """Return the fraction of characters that agree with the `answer` column, out of the longer of
-    the two: a reward that an untrained model can climb."""
-    return max(
-        sum(a == b for a, b in zip(completion, answer, strict=False))
-        / max(len(completion), len(answer), 1)
-        for answer in gold_answers(row)
-    )
-
-
 def gsm8k(completion: str, row: dict) -> float:
     """Return 1 if the last `#### n` or `A: n` of the completion is the same number as in the
     `answer` column, which may be the number alone. Several numbers, such as `#### 18 or 20`, are no
@@ -393,9 +383,9 @@ def tag_format(completion: str, row: dict) -> float:
 
 REWARDS: dict[str, Reward] = {
     function.__name__: function
-    for function in (exact_match, characters, gsm8k, gsm8k_flexible, boxed, format, tag_format)
+    for function in (exact_match, gsm8k, gsm8k_flexible, boxed, format, tag_format)
 }
-for function in (exact_match, characters, gsm8k, gsm8k_flexible, boxed):
+for function in (exact_match, gsm8k, gsm8k_flexible, boxed):
     function.columns = ("answer",)
     function.check = check_answer
 gsm8k.check = gsm8k_flexible.check = check_number

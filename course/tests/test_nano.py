@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, metrics, weights
+from helpers import ROOT, metrics, weights, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.model.tiny import tiny_model
@@ -39,16 +39,22 @@ ROWS = {
     name: [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for name, columns in COLUMNS.items()
 }
+# That of nano_grpo.py and nano_ppo.py, as grpo.py and ppo.py call it.
+REWARD = """
+def characters(completion, row):
+    right = sum(a == b for a, b in zip(completion, row["answer"]))
+    return right / max(len(completion), len(row["answer"]))
+"""
 FLAGS = dict(
     sft=("--batch_size", P),
     dpo=("--batch_size", P),
     grpo=(
         *("--prompts_per_step", P, "--samples_per_prompt", G, "--epochs_per_rollout", EPOCHS),
-        *("--reward", "characters", "--max_new_tokens", 5, "--engine", "transformers"),
+        *("--max_new_tokens", 5, "--engine", "transformers"),
     ),
     ppo=(
         *("--prompts_per_step", P, "--minibatches", 1, "--epochs_per_rollout", EPOCHS),
-        *("--reward", "characters", "--max_new_tokens", 5, "--engine", "transformers"),
+        *("--max_new_tokens", 5, "--engine", "transformers"),
         *("--value_lr", LR, "--clip_high", 0.2),
     ),
 )
@@ -147,6 +153,8 @@ def test_short_script_has_losses_and_weights_of_the_script(name, model, main, tm
         *("--max_steps", STEPS, "--lr", LR, "--eval_every", 0),
         *("--trace_every", 1),
     )
+    if "answer" in COLUMNS[name]:
+        flags += ("--reward", f"{write(tmp_path / 'reward.py', REWARD)}:characters")
     main(name, *flags, *FLAGS[name])
     assert name not in ("grpo", "ppo") or metrics(folder)[-1]["clip_ratio/region_mean"] > 0
     source = SOURCES[name]

@@ -137,9 +137,7 @@ def test_exact_match_compares_the_stripped_text():
 
 # ---- types of the column `answer` ----
 
-READ_ANSWER = dict(
-    exact_match="{}", characters="{}", gsm8k="#### {}", gsm8k_flexible="{}", boxed=r"\boxed{{{}}}"
-)
+READ_ANSWER = dict(exact_match="{}", gsm8k="#### {}", gsm8k_flexible="{}", boxed=r"\boxed{{{}}}")
 
 
 @pytest.mark.parametrize("name", READ_ANSWER)
@@ -200,13 +198,6 @@ def test_answers_without_a_number_are_refused_where_numbers_are_compared(name, v
 ])  # fmt: skip
 def test_tag_format_scores_each_tag(completion, reward):
     assert tag_format(completion, {}) == reward
-
-
-@pytest.mark.parametrize(("completion", "worth"), [
-    ("12", 1), ("1", 0.5), ("13", 0.5), ("123", 2 / 3), ("21", 0), ("", 0),
-])  # fmt: skip
-def test_characters_reward_compares_positions(completion, worth):
-    assert REWARDS["characters"](completion, dict(answer="12")) == pytest.approx(worth)
 
 
 # ---- any text ----

@@ -41,7 +41,7 @@ def rows_of(name: str) -> dict:
 
 
 TEXTS = {
-    "exact_match": "18", "characters": "18", "gsm8k": "#### 18", "gsm8k_flexible": "18",
+    "exact_match": "18", "gsm8k": "#### 18", "gsm8k_flexible": "18",
     "boxed": RIGHT, "math": RIGHT, "format": "#### 18",
 }  # fmt: skip
 FOUND_ANYWHERE = ("gsm8k", "gsm8k_flexible", "boxed", "math")  # in `<think>` too
@@ -72,7 +72,7 @@ def require_no_answers_in_thoughts(name: str, right: str, found_anywhere: bool) 
         if thoughts == "cut":
             assert values[:3] == [1, 0, 0]
         else:
-            assert values[1] == found_anywhere or name == "characters"
+            assert values[1] == found_anywhere
 
 
 def test_every_builtin_reward_reads_the_answer_or_says_what_it_reads():

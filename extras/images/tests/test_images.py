@@ -14,7 +14,7 @@ GAP = "sampling/sampling_logp_difference/max"
 
 
 @pytest.fixture(scope="module")
-def flags(pictures):
+def flags(pictures, reward_file):
     """Prompts with no, one and two images."""
     rows = [json.loads(line) for line in pictures.read_text().splitlines()]
     prompts = pictures.with_name("prompts.jsonl")
@@ -22,7 +22,7 @@ def flags(pictures):
              for row in rows]  # fmt: skip
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return (
-        "--dataset", prompts, "--reward", "characters", "--missing_eos_penalty", 1,
+        "--dataset", prompts, "--reward", f"{reward_file}:digits", "--missing_eos_penalty", 1,
         "--vision", "train",
         "--prompts_per_step", 6, "--samples_per_prompt", 4, "--max_new_tokens", 12,
         "--max_steps", 2, "--lr", 1e-2, "--eval_every", 0,

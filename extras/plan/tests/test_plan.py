@@ -87,11 +87,11 @@ def test_dry_run_needs_no_weights_and_leaves_no_files(script, dry, sums, tmp_pat
 
 def test_the_plan_has_the_first_row_the_step_and_the_rewards(dry, sums, tmp_path):
     flags = "--prompts_per_step 16 --samples_per_prompt 4 --max_new_tokens 10 --minibatches 2"
-    flags += " --epochs_per_rollout 3 --rollout_ranks 4 --reward characters format"
+    flags += " --epochs_per_rollout 3 --rollout_ranks 4 --reward exact_match format"
     text = dry("grpo", "--model", "tiny", *flags.split())
     for line in (
         "the first prompt:\n",
-        "reward characters, mean of 10 rows: 1 for column answer, 0 for empty completions\n",
+        "reward exact_match, mean of 10 rows: 1 for column answer, 0 for empty completions\n",
         "warning: reward format: column answer scores no better than empty completions\n",
         "step: 16 rows x 4 = 64 sequences, at most ",
         "; training ranks: 4; optimizer steps: 6\n",
