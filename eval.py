@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 from common import durable
 from common.config.flags import MayChange, Needs, NotNegative, Positive
 from common.config.groups import ImageArgs
-from common.config.online import SamplingArgs, TruncationArgs
+from common.config.online import SamplingArgs, ShotArgs, TruncationArgs
 from common.config.parse import parse
 from common.evaluate import checkpoint_curve, completions_file
 from common.evaluate.estimators import (
@@ -67,7 +67,7 @@ OWN_FILE = "completions.jsonl"
 
 
 @dataclass
-class Args(ImageArgs, TruncationArgs, SamplingArgs):
+class Args(ImageArgs, ShotArgs, TruncationArgs, SamplingArgs):
     decodes_greedily = True
     model: str = "tiny-sft"
     """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints,

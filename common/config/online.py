@@ -58,14 +58,6 @@ class CompletionArgs:
     prompt_template: Annotated[str | None, Needs(environment=None), Needs(agent=None)] = None
     """text of the prompt with columns of the data in braces, e.g. `{problem} Put the answer in
     \\boxed{{}}.`; default: the column prompt, or question"""
-    shots: NotNegative[int] = 0
-    """number of solved examples, the first rows of shots_split, for {shots} in prompt_template"""
-    shots_split: str = "dev"
-    """split of the data with the examples"""
-    shots_by: str | None = None
-    """column whose value examples share with the prompt, such as subject"""
-    shot_template: str | None = None
-    """text of an example, with columns in braces"""
     overlong: Annotated[Literal["error", "drop"], Needs(agent=None)] = "error"
     """treatment of prompts that leave no room for max_new_tokens in the model's context or in a
     pack. error: end the run; drop: leave them out"""
@@ -111,10 +103,6 @@ class CompletionArgs:
 
     @model_validator(mode="after")
     def _check_episodes(self) -> Self:
-        if self.shots and "{shots}" not in (self.prompt_template or ""):
-            raise ValueError(f"--shots {self.shots} needs {{shots}} in --prompt_template")
-        if self.shots and self.shot_template is None:
-            raise ValueError(f"--shots {self.shots} needs --shot_template")
         if self.tools and self.environment is not None:
             raise ValueError("--tools and --environment exclude each other; give one of them")
         return self
@@ -224,6 +212,28 @@ class RolloutArgs:
 
 
 @dataclass(config=STRICT)
+class ShotArgs:
+    """Solved examples in prompts"""
+
+    shots: NotNegative[int] = 0
+    """number of solved examples, the first rows of shots_split, for {shots} in prompt_template"""
+    shots_split: str = "dev"
+    """split of the data with the examples"""
+    shots_by: str | None = None
+    """column whose value examples share with the prompt, such as subject"""
+    shot_template: str | None = None
+    """text of an example, with columns in braces"""
+
+    @model_validator(mode="after")
+    def _check_shots(self) -> Self:
+        if self.shots and "{shots}" not in (self.prompt_template or ""):
+            raise ValueError(f"--shots {self.shots} needs {{shots}} in --prompt_template")
+        if self.shots and self.shot_template is None:
+            raise ValueError(f"--shots {self.shots} needs --shot_template")
+        return self
+
+
+@dataclass(config=STRICT)
 class TruncationArgs:
     """Truncated sampling"""
 
@@ -253,6 +263,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     """Flags of every script that samples completions."""
 
     truncation = None  # `TruncationArgs` has flags for it
+    shots = 0  # `ShotArgs` has flags for it
     decodes_greedily = False  # whether each prompt has a greedy completion beside the sampled ones
     PACKS_BRANCHES: ClassVar[bool] = True
     """whether the script can train on the branches of an agent's episode"""

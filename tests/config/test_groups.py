@@ -90,8 +90,6 @@ def test_max_staleness_may_change_unless_both_runs_depend_on_it():
         (dict(agent="x", tools="y"), "--agent excludes --environment and --tools; give one"),
         (dict(environment="x", tools="y"), "--tools and --environment exclude each other"),
         (dict(agent="x", overlong="drop"), "--overlong drop has no effect with --agent x"),
-        (dict(shots=2), "--shots 2 needs {shots} in --prompt_template"),
-        (dict(shots=2, prompt_template="{shots}"), "--shots 2 needs --shot_template"),
         (dict(stop=("###", "")), "--stop is empty"),
         (dict(max_new_tokens=9, pack_tokens=9), "--max_new_tokens 9 leaves no room for a prompt"),
         (dict(minibatches=3), "--prompts_per_step 64 must be a multiple of --minibatches (3)"),

@@ -1,6 +1,7 @@
 """Prompts of rows: prompts that fit, the row of each, and errors that name the row."""
 
 import dataclasses
+import importlib
 
 import pytest
 from helpers import tiny_tokenizer, write_rows
@@ -157,7 +158,8 @@ def test_columns_that_nothing_reads_are_named(flags, unread, tmp_path, monkeypat
     row = dict(prompt="1+1=", answer="2", rubric="r", level=1, extra=["x"], _source="a:1", _id=3)
     if flags.get("reward") == ("by_row",):
         row["reward"] = "exact_match"
-    args = Args(**flags)
+    with_shots = importlib.import_module("eval").Args
+    args = (with_shots if "shots" in flags else Args)(**flags)
     say_not_named(args, [row], prompt_columns(args, [row]))
     assert capsys.readouterr().out == (f"{READ}{unread}\n" if unread else "")
 

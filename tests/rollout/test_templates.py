@@ -1,16 +1,18 @@
 """Prompts from templates: solved examples, which rows and in which order, and bad flags."""
 
+import importlib
 import json
 
 import pytest
 
-from common.config.online import SamplingArgs
 from common.rollout import prompts
 from common.rollout.prompts import template_maker
 from common.text.rows import load_rows
 
+Args = importlib.import_module("eval").Args  # `import eval` would hide the builtin
 
-def args_of(folder, **flags) -> SamplingArgs:
+
+def args_of(folder, **flags) -> Args:
     """Return flags for a folder with eight examples of two subjects in the split dev."""
     for split, count in (("dev", 8), ("test", 2)):
         rows = [dict(question=f"{split}{i}", subject="ab"[i % 2], answer=i) for i in range(count)]
@@ -18,7 +20,7 @@ def args_of(folder, **flags) -> SamplingArgs:
         (folder / f"{split}.jsonl").write_text(text)
     flags = dict(shots=2, shot_template="{question}={answer}\n") | flags
     flags = dict(prompt_template="{shots}{question}=", dataset=(str(folder),)) | flags
-    return SamplingArgs(**flags)
+    return Args(**flags)
 
 
 ROW = dict(question="7", subject="b", _source="test.jsonl:1")
