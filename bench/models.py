@@ -177,12 +177,6 @@ ARCHITECTURES: dict[str, dict] = dict(
         model_type="qwen3_5_moe_text", num_experts=4, shared_expert_intermediate_size=32,
         **DELTA | EXPERTS,
     ),
-    deepseek_v3=EXPERTS | dict(
-        n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=2, q_lora_rank=32,
-        kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, head_dim=16,
-        topk_method="noaux_tc",
-        num_key_value_heads=4,
-    ),
 )  # fmt: skip
 
 

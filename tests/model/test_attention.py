@@ -13,10 +13,10 @@ from common.model.attention import GatherKeys, causal_attention, has_flash_kerne
 HOPPER, AMPERE, TURING, VOLTA = (9, 0), (8, 0), (7, 5), (7, 0)
 FLASH, SDPA, SCORES = "FlashAttention", "SDPA", "all scores"
 # docs/models.md, "Attention on a GPU". The families that it does not name have FlashAttention.
-EXCEPTIONS = dict(gemma2={SCORES}, gpt_oss={SCORES}, gemma4_text={FLASH, SDPA}, deepseek_v3={SDPA})
+EXCEPTIONS = dict(gemma2={SCORES}, gpt_oss={SCORES}, gemma4_text={FLASH, SDPA})
 FAMILIES = """llama mistral qwen2 qwen3 qwen3_5_text olmo2 olmo3 gemma2 gemma3_text gemma4_text phi
     phi3 smollm3 glm4 granite cohere gpt_neox qwen3_moe qwen3_next qwen3_5_moe_text mixtral olmoe
-    gpt_oss glm4_moe granitemoe deepseek_v3 qwen3_vl_text qwen2_5_vl_text""".split()
+    gpt_oss glm4_moe granitemoe qwen3_vl_text qwen2_5_vl_text""".split()
 PUBLISHED = dict(glm4_moe=dict(head_dim=128))  # where the class has another default
 
 
@@ -28,10 +28,7 @@ def attention_of(config, capability=HOPPER, dtype=torch.bfloat16) -> set[str]:
     kinds = set()
     for layer in layers:
         width = getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        widths = width, width
-        if config.model_type == "deepseek_v3":
-            widths = config.qk_head_dim, config.v_head_dim
-        kinds.add(FLASH if has_flash_kernel(capability, dtype, *widths) else SDPA)
+        kinds.add(FLASH if has_flash_kernel(capability, dtype, width, width) else SDPA)
     return kinds
 
 
