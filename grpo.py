@@ -28,7 +28,7 @@ from torch import Tensor
 from common.config.flags import AtLeast2, BelowOne, Needs, NotNegative, Positive
 from common.config.groups import ImageArgs
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
-from common.config.online import OnlineArgs
+from common.config.online import OnlineArgs, TruncationArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import context_length, resolve_model
@@ -111,7 +111,7 @@ def loss(
 
 
 @dataclass
-class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
+class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "grpo": PPO_CLIP | dict(reduction="sequence", advantage="group", beta=0.04),
         "dr_grpo": PPO_CLIP | dict(reduction="constant", advantage="group_mean"),
@@ -163,6 +163,12 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
             raise ValueError(f"--loss {self.loss} --reduction {self.reduction}: {problem}")
         if self.old_logprobs == "engine" and self.correction != "none":
             raise ValueError("--correction must be none with --old_logprobs engine")
+        if self.truncation and self.top_k == 0:
+            problem = "training keeps what each token could be"
+            raise ValueError(f"--top_p {self.top_p} --min_p {self.min_p}: {problem}; give --top_k")
+        if self.top_k and self.agent:
+            raise ValueError(f"--top_k {self.top_k} --agent: not for agents; leave out --top_k")
+        object.__setattr__(self, "support", self.top_k)
 
     @property
     def clip_bounds(self) -> tuple[float, float]:

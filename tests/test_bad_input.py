@@ -56,6 +56,8 @@ grpo --old_logprobs engine -> --correction must be none with --old_logprobs engi
 grpo --loss gspo -> --loss gspo --reduction token: a loss by completion needs sequence
 grpo --preset gspo --correction token -> --correction token: a completion has one weight; use seq
 reinforce --samples_per_prompt 1 --advantage leave_one_out -> set --samples_per_prompt above 1
+grpo --top_p 0.9 -> --top_p 0.9 --min_p 0.0: training keeps what each token could be; g
+grpo --top_k 9 --agent x.py:f -> --top_k 9 --agent: not for agents; leave out --top_k
 rloo --correction token -> --correction token: a completion has one weight
 grpo --preset gspo --correction token_mask -> a completion has one weight; use sequence_mask
 grpo --correction sequence_mask --correction_high 0.9 -> --correction_high 0.9: sequence_mask keeps

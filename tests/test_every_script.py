@@ -53,7 +53,8 @@ SCRIPTS = dict(
     rm=(*ROWS, *GROUPED, "--dataset", "pairs", "--lr", 1e-4, "--center_coefficient", 0.01),
     grpo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "digits", "first", "--reward_weights", 1, 0.5,
           "--advantage", "group_mean_batch_std", "--reduction", "sequence", "--beta", 0.05,
-          "--entropy_coef", 0.01, "--clip_low", 0.001, "--clip_high", 0.001, "--loss", "gmpo"),
+          "--entropy_coef", 0.01, "--clip_low", 0.001, "--clip_high", 0.001, "--loss", "gmpo",
+          "--top_p", 0.9, "--top_k", 20),
     dapo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "longer", "--overlong_buffer", 0.5,
           "--mask_truncated", "--correction", "sequence_mask", "--log_kl", "--model", "talkative"),
     reinforce=(*SAMPLED, *GROUPED, *PENALTY, "--preset", "reinforce++", "--entropy_coef", 0.01,
@@ -195,6 +196,9 @@ def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
         assert any(line.get(name) for line in metrics(one)), name
     if script in ("reinforce", "rloo", "bok"):
         assert abs(metrics(one)[0]["kl"]) < 1e-6, "the policy starts at the reference"
+    if script == "grpo":  # every sampled token, though top_p leaves some out
+        gaps = [line["sampling/sampling_logp_difference/max"] for line in metrics(one)]
+        assert max(gaps) < 1e-4
     if script == "ppo":
         assert "grad_norm" not in metrics(one)[0], "the value model warms up"
     assert_resumes_exactly(main, script, *own, folder=one, finished=metrics(one)[-1]["step"])

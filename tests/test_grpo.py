@@ -18,6 +18,7 @@ def flags(reward_file, sums):
         "--prompts_per_step", 8, "--samples_per_prompt", 4, "--minibatches", 2,
         "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
         "--save_every", 100, "--max_logprob_difference", 1e-4, "--share_prefix", 1,
+        "--top_p", 0.9, "--top_k", 20,
     )  # fmt: skip
 
 

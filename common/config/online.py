@@ -264,6 +264,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
 
     truncation = None  # `TruncationArgs` has flags for it
     shots = 0  # `ShotArgs` has flags for it
+    support = 0  # number of ids that are kept with each token, with `--top_k` in training
     decodes_greedily = False  # whether each prompt has a greedy completion beside the sampled ones
     PACKS_BRANCHES: ClassVar[bool] = True
     """whether the script can train on the branches of an agent's episode"""

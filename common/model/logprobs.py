@@ -142,9 +142,10 @@ def logprobs_or_scalars(output: TokenStats | Tensor) -> Tensor:
 
 
 def token_logprobs(
-    logits: Logits, targets_T: Tensor, temperature: float = 1.0, compiled: bool = False
-) -> TokenStats:
-    """Return statistics of softmax(logits / temperature). `compiled`: with fused kernels.
+    logits: Logits, targets_T: Tensor, temperature: float = 1.0, compiled: bool = False,
+    support_TK: Tensor | None = None,
+) -> TokenStats:  # fmt: skip
+    """Return statistics of softmax(logits / temperature) on `support_TK`; `compiled`: with fusion.
 
     The logits are float32 even if hidden states and head are bfloat16, as in the engine: in
     bfloat16, sampling and scoring would differ most here. Their gradient is rounded to bfloat16
@@ -153,16 +154,27 @@ def token_logprobs(
     if compiled:
         of_chunk, its_gradient = fused(statistics_of_copy), fused(gradient)
 
-    def forward(logits_CV: Tensor, c: slice, targets_T: Tensor) -> tuple[Tensor, ...]:
-        return of_chunk(logits_CV, targets_T[c])
+    def forward(logits_CV: Tensor, c: slice, targets_T: Tensor, support_TK) -> tuple[Tensor, ...]:
+        return of_chunk(on_support(logits_CV, support_TK, c), targets_T[c])
 
     def backward(logits_CV: Tensor, c: slice, grads_T, tensors, out_T) -> Tensor:
         _, entropy_T, _, largest_T, sum_T = out_T
         grad_logprob_T = torch.zeros_like(sum_T) if grads_T[0] is None else grads_T[0]
-        numbers_T = *tensors, largest_T, sum_T, entropy_T, grad_logprob_T, grads_T[1]
+        numbers_T = tensors[0], largest_T, sum_T, entropy_T, grad_logprob_T, grads_T[1]
+        logits_CV = on_support(logits_CV, tensors[1], c)
         return its_gradient(logits_CV, *(None if x_T is None else x_T[c] for x_T in numbers_T))
 
-    return TokenStats(*by_chunk(logits, temperature, forward, backward, 2, (targets_T,))[:3])
+    tensors = targets_T, support_TK
+    return TokenStats(*by_chunk(logits, temperature, forward, backward, 2, tensors)[:3])
+
+
+def on_support(logits_CV: Tensor, support_TK: Tensor | None, c: slice) -> Tensor:
+    """Make the probabilities of all ids but those of a chunk's support 0, in place."""
+    if support_TK is None:
+        return logits_CV
+    ids_CK = support_TK[c].long()
+    kept_CK = logits_CV.gather(1, ids_CK)
+    return logits_CV.fill_(-1e30).scatter_(1, ids_CK, kept_CK)
 
 
 def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:

@@ -89,8 +89,9 @@ class Policy(PackedModel):
 
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> TokenStats:
         """Return log-probs and further statistics of the targets."""
-        targets_T = mb.model_tokens.targets_T
-        stats = token_logprobs(self._logits(mb), targets_T, temperature, self.compiled)
+        tokens = mb.model_tokens
+        about = tokens.targets_T, temperature, self.compiled, tokens.support_T
+        stats = token_logprobs(self._logits(mb), *about)
         return self._output(mb, TokenStats(*mb.expand(stats)))
 
     def _logits(self, mb: PackedBatch) -> Logits:

@@ -243,9 +243,9 @@ def _pack(
     rank, ranks, R = distributed.rank(), distributed.world_size(), context_group_size()
     sequences = [_sequences(group, together) for group in groups]
     shapes = [_shape(group, share_prefix) for group in sequences]
-    names = {name for sequence in chain(*sequences) for name in sequence.streams}
-    shapes_of_ranks, names_of_ranks = zip(*distributed.gather_objects((shapes, names)), strict=True)
-    streams = sorted(set().union(*names_of_ranks))
+    zeros = {x: np.zeros_like(each[:1]) for s in chain(*sequences) for x, each in s.streams.items()}
+    shapes_of_ranks, zeros_of_ranks = zip(*distributed.gather_objects((shapes, zeros)), strict=True)
+    streams = {x: row for each in zeros_of_ranks for x, row in each.items()}  # with a row of zeros
     parts, micro_batches = place_groups(shapes_of_ranks, ranks // R, pack_tokens * R, together)
     _require_streams(chain(*sequences), streams)
     rest = chain(*sequences)  # a group is split in order, so each part has the next ones
@@ -268,7 +268,7 @@ def _pack(
     return packs
 
 
-def _require_streams(sequences: Iterable[TokenSequence], streams: list[str]) -> None:
+def _require_streams(sequences: Iterable[TokenSequence], streams: Iterable[str]) -> None:
     """Raise `ValueError` for a sequence without one number for each id in a stream."""
     for name, sequence in product(streams, sequences):
         count, length = len(sequence.streams.get(name, ())), len(sequence.ids)
@@ -293,7 +293,7 @@ def _exchange(
 
 
 def _join(
-    parts: list[list[TokenSequence]], streams: list[str], device: torch.device
+    parts: list[list[TokenSequence]], streams: dict[str, np.ndarray], device: torch.device
 ) -> PackedBatch:
     """Return a micro-batch of this rank. The ranks of a context group compute the same `parts`, and
     divide them for the loss."""
@@ -320,6 +320,9 @@ def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
     for n, (before, sequence) in enumerate(pairwise(group), 1) if share_prefix else ():
         length = min(len(before.ids), len(sequence.ids))
         differs = before.ids[:length] != sequence.ids[:length]
+        if "support" in sequence.streams:
+            one, other = (s.streams["support"][:length] for s in (before, sequence))
+            differs |= (one != other).any(1)
         equal = int(differs.argmax()) if differs.any() else length
         images = {*before.images} ^ {*sequence.images}
         equal = min([equal, *(image.start for image in images)])
@@ -332,7 +335,7 @@ def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
 
 
 def _micro_batch(
-    trained: list[TokenSequence], streams: list[str], device: torch.device
+    trained: list[TokenSequence], streams: dict[str, np.ndarray], device: torch.device
 ) -> PackedBatch:
     """Join sequences. The model reads all ids of each but the last, and predicts all but the first.
     Without any there is padding."""

@@ -92,6 +92,8 @@ class Completion(Sample):
     # had after them. Tokens that were not sampled have 0 and -1.
     rollout_logprobs: list[float] | None = None
     versions: list[int] | None = None
+    # With truncated sampling: the ids that could have been sampled, for each sampled token.
+    support: list[np.ndarray] = field(default_factory=list)
     # `stop`: it ends with an EOS or a stop string. `length`: max_new_tokens or max_turns cut it.
     finish_reason: str = ""
     text: str = ""  # decoded completion, or its last turn, for rewards and logs

@@ -39,7 +39,7 @@ class TokenSequence(NamedTuple):
     index: int  # number of the sample, counted over all ranks
     ids: np.ndarray  # int32
     loss_mask: np.ndarray  # bool
-    streams: dict[str, np.ndarray]  # float32; `stored_at` is int64
+    streams: dict[str, np.ndarray]  # float32; `stored_at` is int64, `support` int32 [., K]
     dataset: str | None = None
     images: list[ImageSpan] = []  # all its images, also those in a shared prefix
     shared: int = 0  # it shares its first `shared` targets with the sequence before it
@@ -59,6 +59,9 @@ def sequence_of(index: int, sample: Sample) -> TokenSequence:
         places = accumulate(sample.loss_mask[1:-1], initial=sample.stored_at)
         streams["stored_at"] = np.array([0, *places], np.int64)
     ids, loss_mask = np.array(sample.ids, np.int32), np.frombuffer(bytes(sample.loss_mask), bool)
+    if support := getattr(sample, "support", None):  # no other token has an alternative
+        streams["support"] = np.repeat(ids[:, None], len(support[0]), axis=1)
+        streams["support"][streams["versions"] >= 0] = support
     dataset = sample.row.get("_dataset")
     return TokenSequence(index, ids, loss_mask, streams, dataset, sample.images)
 
@@ -87,11 +90,10 @@ def received(part: list[TokenSequence]) -> list[TokenSequence]:
     return whole
 
 
-def padding(num_targets: int, streams: list[str]) -> TokenSequence:
+def padding(num_targets: int, streams: dict[str, np.ndarray]) -> TokenSequence:
     """Return a sequence of zeros without trained tokens."""
     zeros = np.zeros(num_targets + 1, np.int32)
-    types = {name: np.int64 if name == "stored_at" else np.float32 for name in streams}
-    streams_of_zeros = {name: zeros.astype(dtype) for name, dtype in types.items()}
+    streams_of_zeros = {x: np.repeat(like, len(zeros), axis=0) for x, like in streams.items()}
     return TokenSequence(-1, zeros, zeros.astype(bool), streams_of_zeros)
 
 
@@ -112,6 +114,7 @@ class ModelTokens:
     image_sequences: list[TokenSequence] | None = None  # the sequences, if any of them has images
     images: Any = None  # PackedImages (extras/images/packed.py), made from them when needed
     next: "ModelTokens | None" = None  # with images, the tokens that the model runs on next
+    support_T: Tensor | None = None  # int32 [T, K]: the ids that a target could have been
     stored_at_T: Tensor | None = None  # int64: places of targets in the teacher's stored log-probs
 
     def __init__(
@@ -164,7 +167,7 @@ class CompactTokens(ModelTokens):
 
 
 def compact_tokens(
-    groups: list[list[TokenSequence]], streams: list[str], device: torch.device,
+    groups: list[list[TokenSequence]], streams: dict[str, np.ndarray], device: torch.device,
     context_group: dist.ProcessGroup | None,
 ) -> CompactTokens:  # fmt: skip
     """Return the tokens that this rank computes for the `groups` of its micro-batch. The ranks of a
@@ -199,7 +202,7 @@ def compact_tokens(
     )
     if any(sequence.shared for sequence in sequences):
         tokens.keys = Keys(rows, device)
-    if "stored_at" in streams:
-        places = [s.streams["stored_at"][s.shared + 1 :] for s in sequences]
-        tokens.stored_at_T = joined(places, device)[here]
+    for name in {"stored_at", "support"} & streams.keys():
+        own = [s.streams[name][s.shared + 1 :] for s in sequences]
+        setattr(tokens, f"{name}_T", joined(own, device)[here])
     return tokens

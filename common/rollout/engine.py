@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -63,6 +63,7 @@ class SampledTurn(NamedTuple):
     versions: list[int]
     """of the weights that sampled each token"""
     finish_reason: str
+    support: Sequence[np.ndarray] = ()  # see Completion
 
 
 def empty_completion(prompt: list[int], row: dict | None = None) -> Completion:
@@ -146,6 +147,7 @@ class Engine:
             completion.loss_mask += [True] * len(turn.ids)
             completion.rollout_logprobs += turn.logprobs
             completion.versions += turn.versions
+            completion.support.extend(turn.support)
             completion.finish_reason = turn.finish_reason
             completion.text = self.text_of(turn.ids)
             ended = self.ended.pop(request, None)

@@ -64,7 +64,8 @@ class TransformersEngine(Engine):
             of_images = self.images.generation_arguments(completions, input_ids)
         truncation = (self.args.truncation or {}) if temperature > 0 else {}
         seeds = [request.seed for request in requests]
-        sampler = _SeededSampler(seeds, temperature, truncation, self.device)
+        size = self.args.support if temperature > 0 else 0
+        sampler = _SeededSampler(seeds, temperature, truncation, size, self.device)
         stopped: dict[int, int] = {}  # length of the turns that a stop string has ended
 
         def are_stopped(input_ids: Tensor, scores: Tensor, **_) -> Tensor:
@@ -86,6 +87,7 @@ class TransformersEngine(Engine):
             **{name: x.to(self.device) for name, x in of_images.items()},
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
+        support = torch.stack(sampler.support, 1).cpu().numpy() if size else [()] * len(requests)
         turns = []
         for i, tokens in enumerate(out[:, longest:].tolist()):
             ends = [k + 1 for k, token in enumerate(tokens) if token in self.eos_ids]
@@ -93,7 +95,8 @@ class TransformersEngine(Engine):
             length = min([requests[i].max_tokens, *ends])
             versions = [self.version] * length
             reason = "stop" if length in ends else "length"
-            turns.append(SampledTurn(tokens[:length], logprobs[i][:length], versions, reason))
+            turn = SampledTurn(tokens[:length], logprobs[i][:length], versions, reason)
+            turns.append(turn._replace(support=support[i][:length]))
         return turns
 
 
@@ -102,13 +105,14 @@ class _SeededSampler:
     noise) ~ p. Each completion has a noise generator of its own, so that samples do not depend on
     batches and ranks."""
 
-    def __init__(self, seeds: list[int], temperature: float, truncation: dict, device):
-        """`truncation`: values of `TruncationArgs`, by name."""
+    def __init__(self, seeds: list[int], temperature: float, truncation: dict, size: int, device):
+        """`truncation`: values of `TruncationArgs`, by name; `size`: ids of each support, or 0."""
         from transformers.generation import logits_process as hf
 
         self.temperature = temperature
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.logprobs: list[Tensor] = []
+        self.size, self.support = size, list[Tensor]()  # [requests, K] for each token
         # Each sets the logits of the tokens that it leaves out to -inf. The order is vLLM's
         # (vllm/v1/sample/sampler.py).
         self.truncate = hf.LogitsProcessorList()
@@ -123,6 +127,12 @@ class _SeededSampler:
         logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
         if self.truncate:
             logprobs = self.truncate(input_ids, logprobs).log_softmax(dim=-1)
+        if self.size:
+            best = logprobs.topk(min(self.size, logprobs.shape[-1]))
+            kept = torch.full_like(logprobs, -torch.inf).scatter(1, best.indices, best.values)
+            logprobs = kept.log_softmax(dim=-1)  # of equal logits top_k may keep more
+            ids = best.indices.where(best.values > -torch.inf, best.indices[:, :1])
+            self.support.append(ids.int())
         chosen = logprobs
         if self.temperature > 0:
             noise = [

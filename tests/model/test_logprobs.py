@@ -6,25 +6,38 @@ import torch
 from common.model.logprobs import CPU_CHUNK, Logits, token_logprobs
 
 
-def naive(hidden_TD, head_VD, targets_T, temperature):
-    logp_TV = (hidden_TD @ head_VD.T / temperature).log_softmax(-1)
-    return logp_TV.gather(-1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
+def naive(hidden_TD, head_VD, targets_T, temperature, support_TK=None):
+    logits_TV = hidden_TD @ head_VD.T / temperature
+    if support_TK is not None:
+        kept_TV = torch.zeros_like(logits_TV, dtype=torch.bool).scatter(1, support_TK.long(), True)
+        logits_TV = torch.where(kept_TV, logits_TV, -torch.inf)
+    logp_TV = logits_TV.log_softmax(-1)
+    terms_TV = logp_TV.exp() * logp_TV.clamp(min=-1e9)
+    return logp_TV.gather(-1, targets_T[:, None])[:, 0], -terms_TV.sum(-1)
 
 
 @pytest.mark.parametrize("through", ["logprobs", "entropy", "both"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("tokens", [1, CPU_CHUNK, 2 * CPU_CHUNK + 3])
-def test_token_logprobs_and_gradient_equal_naive_code(tokens, temperature, through):
+@pytest.mark.parametrize("size", [None, 1, 5])
+def test_token_logprobs_and_gradient_equal_naive_code(tokens, temperature, through, size):
+    """`size`: ids of each token's support, some of them twice; the target is among them."""
     generator = torch.Generator().manual_seed(tokens)
     hidden_TD = torch.randn(tokens, 8, dtype=torch.float64, generator=generator).requires_grad_()
     head_VD = torch.randn(37, 8, dtype=torch.float64, generator=generator).requires_grad_()
     targets_T = torch.randint(37, (tokens,), generator=generator)
     weights = torch.randn(2, tokens, dtype=torch.float64, generator=generator)  # of each token
     weights *= torch.tensor([[through != "entropy"], [through != "logprobs"]])
+    support_TK = None
+    if size is not None:
+        support_TK = torch.randint(37, (tokens, size), generator=generator, dtype=torch.int32)
+        support_TK[:, 0] = targets_T
     results = []
     for values in (
-        token_logprobs(Logits(hidden_TD, head_VD), targets_T, temperature)[:2],
-        naive(hidden_TD, head_VD, targets_T, temperature),
+        token_logprobs(Logits(hidden_TD, head_VD), targets_T, temperature, support_TK=support_TK)[
+            :2
+        ],
+        naive(hidden_TD, head_VD, targets_T, temperature, support_TK),
     ):
         used = [(v * w).sum() for v, w in zip(values, weights, strict=True) if w.any()]
         results.append([*values, *torch.autograd.grad(sum(used), (hidden_TD, head_VD))])
