@@ -122,7 +122,7 @@ EXERCISES = [
             f"{LOGPROBS}::test_extreme_logits_do_not_overflow": (
                 "some log-prob of extreme logits is wrong"
             ),
-            f"{LOGPROBS}::test_token_logprobs_and_gradient_equal_naive_code[1-1.0-logprobs]": (
+            f"{LOGPROBS}::test_token_logprobs_and_gradient_equal_naive_code[None-1-1.0-logprobs]": (
                 GRADIENT
             ),
         },
@@ -148,7 +148,9 @@ EXERCISES = [
             "test_entropy_is_at_most_log_V": (
                 "an entropy is above log V: are these probabilities normalised?"
             ),
-            f"{LOGPROBS}::test_token_logprobs_and_gradient_equal_naive_code[1-1.0-entropy]": VALUE,
+            f"{LOGPROBS}::test_token_logprobs_and_gradient_equal_naive_code[None-1-1.0-entropy]": (
+                VALUE
+            ),
         },
         (
             {"logits_CV.mul_(exp_CV).sum(-1) / sum_C": "target_C"},
