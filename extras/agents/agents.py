@@ -30,11 +30,11 @@ from common.text.thoughts import TAIL
 from common.workers.pool import Process
 from common.workers.user_code import load_callable
 from common.workers.worker import Result
+from extras.agents.dialects import Refusal
 from extras.agents.endpoint import (
     MODEL,
     SOURCE,
     Endpoint,
-    Refusal,
     continues,
     ignored_parameters,
     limit_of,
@@ -104,7 +104,7 @@ class Agents:
         self.encoder = Encoder(engine.tokenizer, args)
         self.room = context_length(engine.path, args) - args.max_new_tokens  # for a prompt
         self.agents: dict[str, Agent] = {}  # that play, by key
-        self.endpoint = Endpoint(self.serve, self.agents)
+        self.endpoint = Endpoint(self.serve, self.count, self.agents)
         self.serving: asyncio.Task | None = None  # from the first episode on
         self.server = episode_server(args.agent)
         self.slots = asyncio.Semaphore(SLOTS)
@@ -137,8 +137,9 @@ class Agents:
             await asyncio.gather(*agent.turns)
         return self._completion(agent, result, died)
 
-    async def serve(self, key: str, body: dict) -> dict:
-        """Return the answer to a request, a sampled turn. Raises `Refusal`."""
+    async def serve(self, key: str, body: dict, read: Callable[[dict], dict]) -> dict:
+        """Return the answer to a request, a sampled turn. `read` makes the body of its dialect one
+        of chat completions. Raises `Refusal`."""
         agent = self.agents.get(key)
         if agent is None:  # it has ended while it sent the request
             raise Refusal(OVER, 401)
@@ -148,7 +149,7 @@ class Agents:
         number = agent.requests
         agent.requests += 1
         try:
-            request, branch, messages = self._request(agent, number, body)
+            request, branch, messages = self._request(agent, number, read(body))
         except Refusal as refusal:
             agent.at_limit = refusal.code is not None
             raise
@@ -157,6 +158,11 @@ class Agents:
         if key not in self.agents:
             raise Refusal(OVER, 401)
         return self._answer(agent, number, request, branch, messages)
+
+    def count(self, key: str, body: dict) -> int:
+        """Return the number of tokens before the turn that a request would get."""
+        completion, _ = self._next(self.agents[key], messages_of(body), tools_of(body))
+        return len(completion.ids)
 
     def close(self) -> None:
         self.server.close()
@@ -172,19 +178,33 @@ class Agents:
         self._report(ignored_parameters(body))
         limit = limit_of(body, self.args.max_new_tokens)
         messages, tools = messages_of(body), tools_of(body)
-        row = dict(_source=SOURCE, messages=messages, tools=tools)
-        for branch in agent.branches:
-            if branch.tools == tools and continues(branch.history, messages):
-                completion = self._continued(branch, row)
-                branch.history = []
-                break
-        else:
-            completion = self._begun(row)
+        completion, branch = self._next(agent, messages, tools)
+        asked, length = completion.prompt_length, len(completion.completion_ids)
+        room = self.args.max_new_tokens - length
+        _require_room(self.room - asked, f"the prompt has {asked} tokens")
+        _require_room(room - 1, f"the conversation has {length} tokens after its prompt")
+        if branch is None:
             branch = Branch(tools)
             agent.branches.append(branch)
-        room = self.args.max_new_tokens - len(completion.completion_ids)
+        branch.history = []
         request = agent.prompt.turn(completion, agent.index, number, min(room, limit))
         return request, branch, messages
+
+    def _next(
+        self, agent: Agent, messages: list[dict], tools: list[dict]
+    ) -> tuple[Completion, Branch | None]:
+        """Return a completion of the ids before a turn, and the branch that it continues."""
+        for branch in agent.branches:
+            if branch.tools == tools and continues(branch.history, messages):
+                completion = copy.deepcopy(branch.completion)
+                calls = branch.history[-1].get("tool_calls")
+                new, last = messages[len(branch.history) :], last_token(completion, self.args)
+                completion.append_reply(self.encoder.reply(new, last, calls, tools))
+                return completion, branch
+        if tools and self.parser is None:
+            self.parser = make_parser(self.encoder.tokenizer, self.args)
+        row = dict(_source=SOURCE, messages=messages, tools=tools)
+        return empty_completion([*self.encoder.prompt(row, ("messages",))]), None
 
     def _report(self, ignored: list[str]) -> None:
         """Report parameters that have no effect, once."""
@@ -194,27 +214,6 @@ class Agents:
                 f"--agent: {names} of requests have no effect; the run's distribution is sampled"
             )
         self.reported.update(ignored)
-
-    def _begun(self, row: dict) -> Completion:
-        """Return a completion of the messages in `row` without tokens."""
-        if row["tools"] and self.parser is None:
-            self.parser = make_parser(self.encoder.tokenizer, self.args)
-        ids = [*self.encoder.prompt(row, ("messages",))]
-        _require_room(self.room - len(ids), f"the prompt has {len(ids)} tokens")
-        return empty_completion(ids)
-
-    def _continued(self, branch: Branch, row: dict) -> Completion:
-        """Return a copy of the completion of a branch with the new messages in `row`."""
-        completion = branch.completion
-        new = row["messages"][len(branch.history) :]
-        calls = branch.history[-1].get("tool_calls")
-        ids = self.encoder.reply(new, last_token(completion, self.args), calls, row["tools"])
-        length = len(completion.completion_ids) + len(ids)
-        room = self.args.max_new_tokens - length
-        _require_room(room - 1, f"the conversation has {length} tokens after its prompt")
-        continued = copy.deepcopy(completion)
-        continued.append_reply(ids)
-        return continued
 
     # ---- answers ----
 
@@ -250,7 +249,8 @@ class Agents:
             name = call.id or f"call{agent.calls:05}"  # as long as the ids of Mistral
             function = dict(name=call.name, arguments=call.arguments)
             calls.append(dict(id=name, type="function", function=function))
-        return message | dict(content=turn.content, tool_calls=calls), "tool_calls"
+        content = turn.content if turn.content.strip() else ""  # Messages has no blank texts
+        return message | dict(content=content, tool_calls=calls), "tool_calls"
 
     # ---- the end of an episode ----
 

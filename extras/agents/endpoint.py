@@ -1,4 +1,5 @@
-"""The endpoint of `--agent`: chat completions over HTTP, on this machine only.
+"""The endpoint of `--agent`: chat completions over HTTP, on this machine only, and their dialects
+(dialects.py).
 
 It runs in the event loop of the episodes: the handler of a request is the coroutine that awaits its
 turn from the engine."""
@@ -14,6 +15,7 @@ from aiohttp import web
 
 from common.text.messages import messages_field
 from common.workers.worker import one_line
+from extras.agents.dialects import BILLING, DIALECTS, Refusal, of_messages, stream
 
 LARGEST = 1 << 22  # bytes of a request
 STRANGERS = 1024  # connections without a key; beyond these, the oldest one is closed
@@ -23,33 +25,31 @@ QUIET = logging.Logger(__name__, logging.CRITICAL)  # a client may send anything
 
 # Parameters of a request that are read, or change nothing.
 NAMES = ("model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store",
-         "max_tokens", "max_completion_tokens", "parallel_tool_calls")  # fmt: skip
-# Parameters of sampling, without effect: training needs the distribution of the run.
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
-            "frequency_penalty")  # fmt: skip
-# Parameters that may have one value.
-ONLY = dict(n=1, tool_choice="auto", response_format=dict(type="text"))
+         "max_tokens", "max_completion_tokens", "max_output_tokens", "parallel_tool_calls",
+         "cache_control", "client_metadata", "diagnostics", "inference_geo", "prompt_cache_key",
+         "prompt_cache_retention", "safety_identifier", "service_tier", "speed")  # fmt: skip
+# Parameters without effect: the run's flags say how it samples and thinks, and training needs that.
+IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
+           "frequency_penalty", "thinking", "reasoning", "output_config", "text",
+           "context_management", "is_error", BILLING)  # fmt: skip
+# Parameters that may have these values.
+ONLY = dict(n=[1], tool_choice=["auto", dict(type="auto")], response_format=[dict(type="text")],
+            truncation=["disabled"], include=[["reasoning.encrypted_content"]])  # fmt: skip
+COUNT = "/v1/messages/count_tokens"
 FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
-
-
-class Refusal(ValueError):
-    """Why a request has no completion, in the form of the API."""
-
-    def __init__(self, message: str, status: int = 400, code: str | None = None):
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        kind = "authentication_error" if status == 401 else "invalid_request_error"
-        self.body = dict(error=dict(message=message, type=kind, param=None, code=code))
 
 
 class Endpoint:
     """HTTP server on a free port of 127.0.0.1."""
 
-    def __init__(self, serve: Callable[[str, dict], Awaitable[dict]], keys: Container[str]):
-        """`serve(key, body)` returns the answer to a request, or raises `Refusal`. `keys`: of the
-        episodes in progress."""
+    def __init__(
+        self, serve: Callable[..., Awaitable[dict]], count: Callable[..., int],
+        keys: Container[str],
+    ):  # fmt: skip
+        """`serve(key, body, read)` returns the answer to the request that `read` makes of a body,
+        `count(key, request)` its tokens; both raise `Refusal`. `keys`: of the running episodes."""
         self.serve = serve
+        self.count = count
         self.keys = keys
         self.known: set[asyncio.BaseProtocol] = set()  # connections with a key
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -90,23 +90,28 @@ class Endpoint:
         return web.json_response(refusal.body, status=refusal.status)
 
     async def _respond(self, request: web.BaseRequest) -> web.Response:
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        key = bearer if bearer in self.keys else request.headers.get("x-api-key")
         if key not in self.keys:
             raise Refusal("api_key: of no episode in progress", 401)
         self.known.add(request.protocol)
-        match request.method, request.path:
-            case "GET", "/v1/models":
-                return web.json_response(dict(object="list", data=[dict(id=MODEL, object="model")]))
-            case "POST", "/v1/chat/completions":
-                body = json.loads(await request.read())
-                if not isinstance(body, dict):
-                    raise Refusal("the request is not a JSON object")
-                answer = await self.serve(key, body)
-                if not body.get("stream"):
-                    return web.json_response(answer)
-                events = "".join(_events(answer, body.get("stream_options")))
-                return web.Response(text=events, content_type="text/event-stream")
-        raise Refusal(f"{request.method} {request.path}: there is no such page", 404)
+        path = request.path.replace("/v1/v1/", "/v1/")  # clients of Messages add a /v1
+        if (request.method, path) == ("GET", "/v1/models"):
+            return web.json_response(dict(object="list", data=[dict(id=MODEL, object="model")]))
+        if request.method != "POST" or path not in ("/v1/chat/completions", COUNT, *DIALECTS):
+            raise Refusal(f"{request.method} {request.path}: there is no such page", 404)
+        body = json.loads(await request.read())
+        if not isinstance(body, dict):
+            raise Refusal("the request is not a JSON object")
+        if path == COUNT:
+            return web.json_response(dict(input_tokens=self.count(key, of_messages(body))))
+        read, write, events = DIALECTS.get(path, (dict, dict, None))
+        answer = write(await self.serve(key, body, read))
+        if not body.get("stream"):
+            return web.json_response(answer)
+        chunks = _events(answer, body.get("stream_options"))
+        text = "".join(chunks if events is None else stream(events(answer)))
+        return web.Response(text=text, content_type="text/event-stream")
 
 
 def _events(answer: dict, options: object) -> Iterator[str]:
@@ -134,9 +139,9 @@ def ignored_parameters(body: dict) -> list[str]:
     absent = ("None", "False", "[]", "{}")
     given = {name: value for name, value in body.items() if repr(value) not in absent}
     for name, value in given.items():
-        if name not in NAMES + SAMPLING and ONLY.get(name) != value:
+        if name not in NAMES + IGNORED and value not in ONLY.get(name, ()):
             raise Refusal(f"{name} {value!r:.50}: not supported; leave it out")
-    return [name for name in SAMPLING if name in given]
+    return [name for name in IGNORED if name in given]
 
 
 def messages_of(body: dict) -> list[dict]:
@@ -146,6 +151,8 @@ def messages_of(body: dict) -> list[dict]:
         raise Refusal("messages: expected a list of messages")
     if messages[-1]["role"] == "assistant":
         raise Refusal("messages: the last one is the model's; a turn cannot be continued")
+    if any("images" in message for message in messages):
+        raise Refusal("messages: an image: not supported; give text")
     names = {}  # of the functions that calls name
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -165,7 +172,8 @@ def tools_of(body: dict) -> list[dict]:
 
 def limit_of(body: dict, most: int) -> int:
     """Return the most tokens of a turn: what the request asks for, or `most`."""
-    limits = (body.get("max_completion_tokens"), body.get("max_tokens"), most)
+    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    limits = (*map(body.get, names), most)
     limit = next(limit for limit in limits if limit is not None)
     if type(limit) is not int or limit < 1:
         raise Refusal(f"max_tokens {limit!r:.50}: must be a positive integer")

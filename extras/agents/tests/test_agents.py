@@ -4,6 +4,9 @@ agent that plays an environment has the environment's episodes; bad agents cost 
 import asyncio
 import json
 import math
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -24,7 +27,8 @@ from common.rollout.prompts import encode_prompts, prompt_columns
 from common.text.encode import Encoder
 from common.text.tokenizer import load_tokenizer
 from extras.agents.agents import load_agent
-from extras.agents.endpoint import Refusal, ignored_parameters
+from extras.agents.dialects import Refusal, of_messages, of_responses
+from extras.agents.endpoint import ignored_parameters, limit_of, messages_of
 
 CLIENT = """
 import asyncio, random, httpx
@@ -186,6 +190,7 @@ async def play(row, base_url, api_key):
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     return float(text) + chunks[-1].usage.completion_tokens
 """
+SPEAKERS = (Path(__file__).parent / "speakers.py").read_text()
 TROUBLES = "silent exit raise none text left long greedy liar".split()
 with_one_engine = pytest.mark.parametrize("engine", ["transformers"], indirect=True)
 
@@ -222,6 +227,12 @@ class Play:
         ]
         with short_turns(self.engine):
             return self.episodes.generate(requests, Meter())
+
+    def one_by_one(self, seed: int) -> list[Completion]:
+        """Return one completion of each prompt, which the engine samples alone."""
+        requests = [PromptRequest(i, *x, seed, 1, 1.0) for i, x in enumerate(self.prompts)]
+        with short_turns(self.engine):
+            return [self.episodes.generate([x], Meter())[0][0] for x in requests]
 
 
 def flat(groups):
@@ -408,9 +419,9 @@ async def play(row, base_url, api_key):
         writer.write(text.encode("latin-1"))
         return (await reader.read(9999)).decode() if wait else (reader, writer)
 
-    def post(body, head=key):
+    def post(body, head=key, page="chat/completions"):
         length = f"content-length: {len(body)}\\r\\n\\r\\n"
-        return send("POST /v1/chat/completions HTTP/1.1\\r\\n" + head + length + body)
+        return send(f"POST /v1/{page} HTTP/1.1\\r\\n" + head + length + body)
 
     for line in ("garbage\\r\\n\\r\\n", "GET\\r\\n\\r\\n", "\\x16\\x03\\x01\\r\\n\\r\\n"):
         assert "HTTP/1" in await send(line)
@@ -420,6 +431,12 @@ async def play(row, base_url, api_key):
                  said + ', "\\\\ud800x": 1}', said + ', "max_tokens": true}',
                  said + ', "tools": "\\\\ud800"}'):
         assert " 400 " in await post(body), body
+    for body in ("{}", '{"messages": 3}', '{"messages": [3]}', '{"messages": [{"role": 3}]}',
+                 '{"messages": [{"role": "user", "content": [3]}]}', '{"input": [[]]}',
+                 '{"input": {"a": 1}}', '{"messages": [], "system": [{"type": "text"}]}'):
+        for page in ("messages", "messages/count_tokens", "responses"):
+            answer = await post(body, page=page)
+            assert " 400 " in answer and '"type": "error"' in answer, answer
     assert " 413 " in await post(said + ', "user": "' + "a" * (1 << 22) + '"}')
     assert " 404 " in await send(f"GET /v1/nothing HTTP/1.1\\r\\n{key}\\r\\n")
     begun = "GET /v1/models HTTP/1.1\\r\\nx: " + "a" * 5000
@@ -447,10 +464,10 @@ async def play(row, base_url, api_key):
 def test_the_endpoint_answers_whatever_is_sent(play, monkeypatch, capfd):
     """In silence: the terminal is the run's."""
     monkeypatch.setattr("extras.agents.endpoint.STRANGERS", 20)
-    hostile = play(HOSTILE, [dict(_source="rows:1")], max_turns=20, max_new_tokens=60)
+    hostile = play(HOSTILE, [dict(_source="rows:1")], max_turns=40, max_new_tokens=60)
     ((sample,),) = hostile(1)
     assert not sample.error and sample.turn_rewards[0][1] == 1.0
-    assert sample.requests == 6, "of which the key is right and the body an object"
+    assert sample.requests == 22, "of which the key is right and the body an object"
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -505,3 +522,107 @@ def test_calls_of_tools_are_served_and_their_results_continue_the_branch(play, s
     (same,) = calls.encoder.sft(row, ("messages",))
     assert sample.ids == [*same.ids] and sample.loss_mask == [*same.loss_mask]
     assert sample.turns == 2
+
+
+# ---- dialects ----
+
+
+def spoken(ways: list[tuple[str, str]], **said: object) -> list[dict]:
+    """Return rows for speakers.py, each with the same conversation."""
+    said = dict(system=["be brief", ", or not"], functions=[], _source="rows:1") | said
+    return [dict(dialect=dialect, way=way) | said for dialect, way in ways]
+
+
+BY_HTTP = [("chat", "whole"), *product(("messages", "responses"), ("whole", "stream"))]
+CLIENTS = {"messages": "anthropic", "responses": "openai"}
+
+
+def assert_same_episodes(samples: list[Completion], turns: int) -> None:
+    first = samples[0]
+    for sample in samples:
+        assert not sample.error and not sample.branches and sample.turns == turns
+        assert sample.requests == turns and sample.turn_rewards == [(len(first.ids) - 1, turns)]
+        assert sample.ids == first.ids and sample.loss_mask == first.loss_mask
+        assert sample.rollout_logprobs == first.rollout_logprobs
+
+
+@with_one_engine
+def test_a_sampled_episode_has_the_same_tokens_in_each_dialect(play, capfd):
+    samples = play(SPEAKERS, spoken(BY_HTTP, asks=["a?", "b", "c"])).one_by_one(seed=7)
+    assert_same_episodes(samples, turns=3)
+    assert len({*samples[0].rollout_logprobs}) > 10
+    ignored = "--agent: thinking, output_config, x-anthropic-billing-header of requests have no"
+    assert capfd.readouterr().out.count(ignored) == 1
+
+
+@with_one_engine
+def test_an_episode_with_calls_has_the_same_tokens_in_each_dialect(play, synced, monkeypatch):
+    """The official clients read the streams, if they are installed."""
+    args = Args(chat_template=str(ROOT / "configs/templates/tiny_tools.jinja"))
+    tokenizer = load_tokenizer(tiny_model(), args)
+    monkeypatch.setattr(synced, "tokenizer", tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
+    calls = [dict(name="add", arguments=dict(a=a, b=[1.5, "é"])) for a in (2, 3)]
+    one, two = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls]
+    texts = [f"\n{one}", f"two\n{one}{two}", "5", "bye"]
+
+    def write(meter: Meter) -> list[tuple[str, SampledTurn]]:
+        """Return the text of each turn in place of a sampled one."""
+        turns = []
+        for name, request in synced.running.items():
+            ids = [*tokenizer(texts[request.completion.turns - 1])["input_ids"], end]
+            turns.append((name, SampledTurn(ids, [-1.0] * len(ids), [0] * len(ids), "stop")))
+        return turns
+
+    monkeypatch.setattr(synced, "_step", write)
+    monkeypatch.setattr(synced, "_add", lambda name, request: None)
+    schema = dict(type="object", properties=dict(a=dict(type="integer")))
+    functions = [dict(name="add", description="Add.", parameters=schema)]
+    found = {dialect: name for dialect, name in CLIENTS.items() if find_spec(name)}
+    ways = [*BY_HTTP, *product(found, ["client"])]
+    imports = "".join(f"import {name}\n" for name in found.values())
+    rows = spoken(ways, functions=functions, asks=["2 + 3?", "thanks"])
+    samples = flat(play(imports + SPEAKERS, rows, max_new_tokens=600)(1))
+    assert_same_episodes(samples, turns=4)
+
+
+ASKED = [dict(role="user", content="a")]
+IMAGE = dict(type="image", source=dict(type="url", url="http://a/b.png"))
+
+
+@pytest.mark.parametrize(("read", "body", "problem"), [
+    (dict, dict(messages=[dict(role="user", content=[dict(type="image_url", image_url="a")])]),
+     "messages: an image: not supported"),
+    (of_messages, dict(messages=[dict(role="user", content=[IMAGE])]),
+     "content of type image: not supported; give text, calls and their results"),
+    (of_messages, dict(messages=ASKED, stop_sequences=["a"]), "stop_sequences .*: not supported"),
+    (of_messages, dict(messages=ASKED, tool_choice=dict(type="any")), "tool_choice .*: not supp"),
+    (of_messages, dict(messages=ASKED, output_config=dict(format=dict(type="json_schema"))),
+     "response_format .*: not supported"),
+    (of_messages, dict(messages=ASKED, tools=[dict(type="web_search_20250305", name="a")]),
+     "tools: web_search_20250305 has no schema; give tools that the agent runs"),
+    (of_messages, dict(messages=[*ASKED, dict(role="assistant", content="b")]),
+     "a turn cannot be continued"),
+    (of_messages, dict(messages=ASKED, max_tokens=0), "max_tokens 0: must be a positive integer"),
+    (of_responses, dict(input="a", previous_response_id="b"), "previous_response_id .*: not supp"),
+    (of_responses, dict(input=[dict(type="reasoning", summary=[])]), "content of type reasoning"),
+    (of_responses, dict(input="a", tools=[dict(type="web_search")]), "tools: web_search has no sc"),
+    (of_responses, dict(input="a", text=dict(format=dict(type="json_object"))), "response_format"),
+    (of_responses, dict(input="a", truncation="auto"), "truncation 'auto': not supported"),
+])  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_in_one_line(read, body, problem):
+    with pytest.raises(Refusal, match=problem):
+        request = read(body)
+        ignored_parameters(request)
+        limit_of(request, 9)
+        messages_of(request)
+
+
+def test_what_has_no_effect_is_named():
+    result = dict(type="tool_result", tool_use_id="a", is_error=True)
+    body = dict(messages=[dict(role="user", content=[result])], thinking=dict(type="adaptive"),
+                context_management=dict(edits=[]), service_tier="auto", system="a")  # fmt: skip
+    ignored = ["thinking", "context_management", "is_error"]
+    assert ignored_parameters(of_messages(body)) == ignored
+    body = dict(input="a", reasoning=dict(effort="low"), text=dict(verbosity="low"), store=True)
+    assert ignored_parameters(of_responses(body)) == ["reasoning", "text"]

@@ -1,0 +1,197 @@
+"""Dialects of clients: Anthropic's Messages (Claude Code) and OpenAI's Responses (Codex). A request
+is written as one for a chat completion, and the answer is written back.
+
+What chat completions cannot say keeps its name, which endpoint.py reports or refuses."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+
+BILLING = "x-anthropic-billing-header"  # begins a line of Claude Code, another one each time
+STOPS = dict(stop="end_turn", length="max_tokens", tool_calls="tool_use")
+KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+
+
+class Refusal(ValueError):
+    """Why a request has no completion, in a form that all clients read."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        kind = KINDS.get(status, "invalid_request_error")
+        error = dict(message=message, type=kind, param=None, code=code)
+        self.body = dict(type="error", error=error)
+
+
+def stream(events: Iterable[tuple[str, dict]]) -> Iterator[str]:
+    """Write events, each of a type and other fields. Responses number them."""
+    for number, (name, fields) in enumerate(events):
+        event = dict(type=name, sequence_number=number) | fields
+        yield f"event: {name}\ndata: {json.dumps(event)}\n\n"
+
+
+# ---- Messages ----
+
+
+def of_messages(body: dict) -> dict:
+    """Return a request of Messages as one for a chat completion."""
+    system = [part["text"] for part in _texts(body.get("system"))]
+    shown = [re.sub(rf"\A{BILLING}.*\n?", "", text) for text in system]
+    messages = [dict(role="system", content="".join(shown))] if any(shown) else []
+    for turn in body["messages"]:
+        _add(messages, turn["role"], turn["content"])
+    is_error = any(message.pop("is_error", None) for message in messages)
+    tools = [*map(_tool, body.get("tools") or [])]
+    form = (body.get("output_config") or {}).get("format")
+    chat = dict(messages=messages, tools=tools, response_format=form, is_error=is_error)
+    return body | {"system": None, BILLING: shown != system} | chat
+
+
+def _add(messages: list[dict], role: str, content: str | list) -> None:
+    """Add a turn to the messages of a chat. The result of a tool is a message of its own."""
+    texts, calls, results = [], [], []
+    for block in [dict(type="text", text=content)] if isinstance(content, str) else content:
+        match block:
+            case {"type": "tool_use", "id": key, "name": name, "input": arguments}:
+                function = dict(name=name, arguments=arguments)
+                calls.append(dict(id=key, type="function", function=function))
+            case {"type": "tool_result", "tool_use_id": key}:
+                result = dict(role="tool", tool_call_id=key, is_error=block.get("is_error"))
+                results.append(result | dict(content=_texts(block.get("content"))))
+            case _:
+                texts += _texts([block])
+    messages += results
+    if calls and not texts and messages and messages[-1]["role"] == role:
+        messages[-1]["tool_calls"] += calls
+    elif texts or calls or not results:
+        messages.append(dict(role=role, content=texts, tool_calls=calls))
+
+
+def _texts(content: str | list | None) -> list[dict]:
+    """Return text, or blocks of text, as the parts of a message."""
+    parts = [dict(type="text", text=content)] if isinstance(content, str) else content or []
+    for part in parts:
+        if part["type"] not in ("text", "input_text", "output_text"):
+            advice = "give text, calls and their results"
+            raise Refusal(f"content of type {part['type']}: not supported; {advice}")
+    return [dict(type="text", text=part["text"]) for part in parts]
+
+
+def _tool(tool: dict) -> dict:
+    schema = tool.get("input_schema", tool.get("parameters"))
+    if schema is None:
+        raise Refusal(f"tools: {tool.get('type')} has no schema; give tools that the agent runs")
+    keys = ("name", "description", "input_examples")
+    function = {key: tool[key] for key in keys if tool.get(key) is not None}
+    return dict(type="function", function=function | dict(parameters=schema))
+
+
+def as_message(answer: dict) -> dict:
+    """Return a chat completion as an answer of Messages."""
+    (choice,) = answer["choices"]
+    text, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
+    content = [dict(type="text", text=text)] if text or not calls else []
+    for call in calls:
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        content.append(dict(type="tool_use", id=call["id"], name=name, input=arguments))
+    usage = answer["usage"]
+    usage = dict(input_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"])
+    return dict(id=answer["id"], type="message", role="assistant", model=answer["model"],
+                content=content, stop_reason=STOPS[choice["finish_reason"]], stop_sequence=None,
+                usage=usage)  # fmt: skip
+
+
+def message_events(message: dict) -> Iterator[tuple[str, dict]]:
+    """Yield the events of a message, each block of it whole."""
+    usage = message["usage"]
+    begun = dict(content=[], stop_reason=None, usage=usage | dict(output_tokens=0))
+    yield "message_start", dict(message=message | begun)
+    for index, block in enumerate(message["content"]):
+        if block["type"] == "text":
+            begun, delta = dict(text=""), dict(type="text_delta", text=block["text"])
+        else:
+            text = json.dumps(block["input"])
+            begun, delta = dict(input={}), dict(type="input_json_delta", partial_json=text)
+        yield "content_block_start", dict(index=index, content_block=block | begun)
+        yield "content_block_delta", dict(index=index, delta=delta)
+        yield "content_block_stop", dict(index=index)
+    ended = dict(stop_reason=message["stop_reason"], stop_sequence=None)
+    yield "message_delta", dict(delta=ended, usage=usage)
+    yield "message_stop", {}
+
+
+# ---- Responses, by way of Messages ----
+
+
+def of_responses(body: dict) -> dict:
+    """Return a request of Responses as one for a chat completion."""
+    items = body["input"]
+    items = [dict(role="user", content=items)] if isinstance(items, str) else items
+    turns = dict(system=body.get("instructions"), messages=[*map(_turn, items)])
+    chat = of_messages(body | turns | dict(output_config=body.get("text")))
+    return chat | dict(instructions=None, input=None, output_config=None)
+
+
+def _turn(item: dict) -> dict:
+    """Return an item of Responses as a turn of Messages."""
+    match item:
+        case {"type": "function_call", "call_id": key, "name": name, "arguments": arguments}:
+            item = dict(type="tool_use", id=key, name=name, input=arguments)
+        case {"type": "function_call_output", "call_id": key, "output": output}:
+            item = dict(type="tool_result", tool_use_id=key, content=output)
+        case {"role": _}:
+            return item
+    return dict(role="assistant", content=[item])
+
+
+def as_response(answer: dict) -> dict:
+    """Return a chat completion as an answer of Responses."""
+    message = as_message(answer)
+    is_cut = message["stop_reason"] == "max_tokens"
+    status = "incomplete" if is_cut else "completed"
+    output = []
+    for number, block in enumerate(message["content"]):
+        if block["type"] == "text":
+            part = dict(type="output_text", text=block["text"], annotations=[])
+            item = dict(type="message", role="assistant", content=[part])
+        else:
+            said = dict(name=block["name"], arguments=json.dumps(block["input"]))
+            item = dict(type="function_call", call_id=block["id"]) | said
+        output.append(item | dict(id=f"{message['id']}-{number}", status=status))
+    usage = dict(total_tokens=answer["usage"]["total_tokens"], **message["usage"],
+                 input_tokens_details=dict(cached_tokens=0, cache_write_tokens=0),
+                 output_tokens_details=dict(reasoning_tokens=0))  # fmt: skip
+    return dict(id=message["id"], object="response", created_at=answer["created"],
+                model=message["model"], output=output, status=status, error=None, usage=usage,
+                incomplete_details=dict(reason="max_output_tokens") if is_cut else None,
+                tools=[], tool_choice="auto", parallel_tool_calls=True)  # fmt: skip
+
+
+def response_events(response: dict) -> Iterator[tuple[str, dict]]:
+    """Yield the events of a response, each item of it whole."""
+    begun = dict(status="in_progress", output=[], usage=None, incomplete_details=None)
+    yield "response.created", dict(response=response | begun)
+    for index, item in enumerate(response["output"]):
+        begun = dict(content=[]) if item["type"] == "message" else dict(arguments="")
+        begun = item | begun | dict(status="in_progress")
+        yield "response.output_item.added", dict(output_index=index, item=begun)
+        place = dict(output_index=index, item_id=item["id"])
+        for number, part in enumerate(item.get("content", ())):
+            at = place | dict(content_index=number)
+            yield "response.content_part.added", at | dict(part=part | dict(text=""))
+            yield "response.output_text.delta", at | dict(delta=part["text"], logprobs=[])
+            yield "response.output_text.done", at | dict(text=part["text"], logprobs=[])
+            yield "response.content_part.done", at | dict(part=part)
+        if arguments := item.get("arguments"):
+            yield "response.function_call_arguments.delta", place | dict(delta=arguments)
+            yield "response.function_call_arguments.done", place | dict(arguments=arguments)
+        yield "response.output_item.done", dict(output_index=index, item=item)
+    yield f"response.{response['status']}", dict(response=response)
+
+
+# path -> how a request is read, and how its answer is written, whole and as a stream
+DIALECTS = {
+    "/v1/messages": (of_messages, as_message, message_events),
+    "/v1/responses": (of_responses, as_response, response_events),
+}
