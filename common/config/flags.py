@@ -43,10 +43,13 @@ def _in_float32(number: T) -> T:
     return number
 
 
-def _number_and_kind(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d*x\w+", text):
-        raise ValueError("must be a number and a kind of GPUs, such as 8xH100")
-    return text
+def _written_as(form: str, words: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(form, text):
+            raise ValueError(f"must be {words}")
+        return text
+
+    return AfterValidator(check)
 
 
 def as_tuple(value: Any) -> Any:
@@ -61,7 +64,9 @@ AtLeast2 = Annotated[int, Field(ge=2)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Gpus = Annotated[str, AfterValidator(_number_and_kind)]
+Gpus = Annotated[str, _written_as(r"[1-9]\d*x\w+", "a number and a kind of GPUs, such as 8xH100")]
+TRACKERS = r"wandb|tensorboard|.+\.py:\w+"
+Tracker = Annotated[str, _written_as(TRACKERS, "wandb, tensorboard or path/to/file.py:Class")]
 Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 
 # Marks a flag that a resumed run may change: it says how long, where or how often a run works, but

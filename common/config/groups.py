@@ -26,6 +26,7 @@ from common.config.flags import (
     NotNegative,
     Positive,
     Several,
+    Tracker,
     best_of,
     better_end,
     check_needs,
@@ -232,9 +233,9 @@ class CheckpointArgs:
     """check flags, all data and the rewards of ten rows, print the first row and the predicted
     memory and time, and end without loading weights or writing files; 8xH100: for 8 of these GPUs,
     on any machine (extras/plan/README.md)"""
-    log_to: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
-    """destinations of metrics in addition to metrics.jsonl: wandb, which reads WANDB_PROJECT,
-    WANDB_NAME, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE=offline; tensorboard"""
+    log_to: MayChange[Several[Tracker]] = ()
+    """destinations of metrics in addition to metrics.jsonl (extras/trackers/README.md):
+    path/to/file.py:Class, wandb, tensorboard"""
 
     @model_validator(mode="after")
     def _check_keep_best(self) -> Self:

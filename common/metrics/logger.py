@@ -53,9 +53,8 @@ class RunLogger:
             self._remember(line)
         if args.log_to:
             with extra("trackers", f"--log_to {' '.join(args.log_to)}"):
-                from extras.trackers.trackers import TRACKERS
-            starts = [start for name, start in TRACKERS.items() if name in args.log_to]
-            self.trackers = [start(args, self.folder, first_step) for start in starts]
+                from extras.trackers.trackers import start_trackers
+            self.trackers = start_trackers(args, self.folder, first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step. `step` is the number of finished steps."""

@@ -3,12 +3,17 @@
 import os
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs, flags_of
-from common.parallel.process import first_line
+from common.parallel.process import RunError, first_line
+from common.workers.user_code import load_callable
+from common.workers.worker import one_line
 
 
 class Wandb:
@@ -74,3 +79,31 @@ class Tensorboard:
 
 
 TRACKERS = dict(wandb=Wandb, tensorboard=Tensorboard)
+METHODS = ("log", "log_samples", "close")
+
+
+def start_trackers(args: TrainArgs, folder: Path, first_step: int) -> list:
+    """Return the trackers of `--log_to`, once each."""
+    starts = {name: TRACKERS.get(name) or partial(_own, name) for name in args.log_to}
+    return [start(args, folder, first_step) for start in starts.values()]
+
+
+def _own(spec: str, args: TrainArgs, folder: Path, first_step: int) -> SimpleNamespace:
+    """Return a user's tracker. Raises `ValueError` for a class that is none. Whatever the tracker
+    raises ends the run, in one line."""
+    file, _, name = spec.rpartition(":")
+    make = load_callable("--log_to", spec)
+    if lacks := [method for method in METHODS if not callable(getattr(make, method, None))]:
+        raise ValueError(f"--log_to {spec}: {name} has no {', '.join(lacks)}; add what is missing")
+
+    def guarded(function: Callable) -> Callable:
+        def call(*given: object) -> object:
+            try:
+                return function(*given)
+            except Exception as error:
+                raise RunError(f"--log_to {spec}: {one_line(error, file)}") from error
+
+        return call
+
+    tracker = guarded(make)(args, folder, first_step)
+    return SimpleNamespace(**{method: guarded(getattr(tracker, method)) for method in METHODS})

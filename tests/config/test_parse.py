@@ -174,7 +174,10 @@ def test_flags_are_read(flags, values):
         ("--max_steps", "--max_steps: a value is missing"),
         ("--lr nan", "--lr nan must be greater than 0"),
         ("--lr 1 2", "--lr 1 2 must be a valid number"),
-        ("--log_to wandb stdout", "--log_to stdout must be 'wandb' or 'tensorboard'"),
+        (
+            "--log_to wandb stdout",
+            "--log_to stdout must be wandb, tensorboard or path/to/file.py:Class",
+        ),
         ("--compile maybe", "--compile maybe must be a valid boolean"),
         ("--config", "--config: a value is missing"),
         ("stray", "unknown flag stray"),

@@ -1,11 +1,15 @@
-"""wandb and tensorboard get the metrics; without a package or a key there is one line."""
+"""wandb, tensorboard and a user's tracker get the metrics; without a package, a key or a method
+there is one line."""
 
+import json
 import sys
 
 import pytest
+from helpers import run, write
 
 from common.config.groups import TrainArgs
 from common.metrics.logger import RunLogger
+from common.parallel.process import RunError
 
 
 def logger(folder, *names: str) -> RunLogger:
@@ -61,3 +65,62 @@ def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
         ValueError, match="^--log_to wandb: no key; run `wandb login`, or set WANDB_A"
     ):
         logger(tmp_path, "wandb")
+
+
+TRACKER = """
+import json
+
+class Tracker:
+    def __init__(self, args, folder, first_step):
+        self.file = (folder / "mine.jsonl").open("a")
+        self.log(first_step, dict(lr=args.lr))
+
+    def log(self, step, metrics):
+        print(json.dumps([step, metrics]), file=self.file)
+
+    def log_samples(self, step, lines):
+        pass
+
+    def close(self):
+        self.file.close()
+"""
+
+
+def test_a_tracker_of_the_user_gets_the_metrics_and_goes_on_in_a_resumed_run(main, small, tmp_path):
+    (tmp_path / "mine.py").write_text(TRACKER)
+    flags = ("sft", *small, "--log_to", f"{tmp_path}/mine.py:Tracker", "--eval_every", 0)
+    for steps in (1, 2):
+        main(*flags, "--max_steps", steps, "--save_every", 1, "--output_dir", tmp_path / "run")
+    lines = [*map(json.loads, (tmp_path / "run" / "mine.jsonl").read_text().splitlines())]
+    begun, *_ = [metrics for _, metrics in lines]
+    assert [step for step, _ in lines] == [0, 1, 1, 2] and [*begun] == ["lr"]
+    logged = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [dict(step=step) | metrics for step, metrics in lines[1::2]] == logged
+
+
+@pytest.mark.parametrize(("code", "problem"), [
+    (None, "no file .*mine.py that ends in .py; the form is path/to/file.py:name"),
+    ("import nothing_of_this_name", "fails to import: ModuleNotFoundError"),
+    ("Other = 3", "has no function Tracker"),
+    ("class Tracker:\n    def log(self, step, metrics): ...",
+     "Tracker has no log_samples, close; add what is missing"),
+    (TRACKER.replace("self.log(", "1 / 0, self.log("), r"ZeroDivisionError: .* \(line 7\)"),
+    (TRACKER.replace("print(", "print[0]("), r"TypeError: .* \(line 10\)"),
+    (TRACKER.replace("(self, args, folder, first_step)", "(self)"), "TypeError: .*__init__"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_tracker_of_the_user_is_one_line(code, problem, tmp_path):
+    file = tmp_path / "mine.py"
+    if code is not None:
+        file.write_text(code)
+    with pytest.raises((ValueError, RunError), match=f"^--log_to {file}:Tracker: .*{problem}.*$"):
+        logger(tmp_path, f"{file}:Tracker").log(1, dict(loss=0.5))
+
+
+def test_what_a_tracker_raises_ends_all_ranks_with_one_line(small, tmp_path):
+    file = write(
+        tmp_path / "mine.py", TRACKER.replace("json.dumps([step", "step or json.dumps([lr")
+    )
+    flags = ("--log_to", f"{file}:Tracker", "--max_steps", 1, "--eval_every", 0)
+    done = run(2, "sft.py", *small, *flags, "--output_dir", tmp_path / "run", code=1)
+    problem = "NameError: name 'lr' is not defined (line 10)"
+    assert done.stderr == f"error: --log_to {file}:Tracker: {problem}\n"
