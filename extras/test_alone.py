@@ -70,6 +70,7 @@ CASES = [
      ("sft", "--streaming", "true", "--eval_every", 0, "--max_steps", 1)),
     ("plan", "--dry_run", ("sft", "--dry_run", "true")),
     ("trackers", "--log_to wandb", ("sft", "--log_to", "wandb", "--eval_every", 0)),
+    ("trackers", "--log_to mine.py:Mine", ("sft", "--log_to", "mine.py:Mine", "--eval_every", 0)),
     ("trace", "--trace_every", ("sft", "--trace_every", 1, "--eval_every", 0)),
     ("teachers", "--teacher_logprobs stored",
      ("distill", "--teacher", "tiny-sft", "--teacher_logprobs", "stored",

@@ -1,1 +1,1 @@
-"""Agents of the user that play an episode through an endpoint for chat completions (`--agent`)."""
+"""Agents of the user that play an episode through an endpoint of the policy (`--agent`)."""

@@ -1,7 +1,6 @@
-"""Dialects of clients: Anthropic's Messages (Claude Code) and OpenAI's Responses (Codex). A request
-is written as one for a chat completion, and the answer is written back.
-
-What chat completions cannot say keeps its name, which endpoint.py reports or refuses."""
+"""Anthropic's Messages (Claude Code) and OpenAI's Responses (Codex): requests as such for a chat
+completion, and its answer back. What it cannot say keeps its name, which endpoint.py reports or
+refuses."""
 
 import json
 import re
@@ -9,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 BILLING = "x-anthropic-billing-header"  # begins a line of Claude Code, another one each time
 STOPS = dict(stop="end_turn", length="max_tokens", tool_calls="tool_use")
-KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 class Refusal(ValueError):
@@ -19,7 +17,7 @@ class Refusal(ValueError):
         super().__init__(message)
         self.status = status
         self.code = code
-        kind = KINDS.get(status, "invalid_request_error")
+        kind = "authentication_error" if status == 401 else "invalid_request_error"
         error = dict(message=message, type=kind, param=None, code=code)
         self.body = dict(type="error", error=error)
 
@@ -31,9 +29,6 @@ def stream(events: Iterable[tuple[str, dict]]) -> Iterator[str]:
         yield f"event: {name}\ndata: {json.dumps(event)}\n\n"
 
 
-# ---- Messages ----
-
-
 def of_messages(body: dict) -> dict:
     """Return a request of Messages as one for a chat completion."""
     system = [part["text"] for part in _texts(body.get("system"))]
@@ -41,24 +36,29 @@ def of_messages(body: dict) -> dict:
     messages = [dict(role="system", content="".join(shown))] if any(shown) else []
     for turn in body["messages"]:
         _add(messages, turn["role"], turn["content"])
-    is_error = any(message.pop("is_error", None) for message in messages)
-    tools = [*map(_tool, body.get("tools") or [])]
-    form = (body.get("output_config") or {}).get("format")
-    chat = dict(messages=messages, tools=tools, response_format=form, is_error=is_error)
-    return body | {"system": None, BILLING: shown != system} | chat
+    said = dict(
+        messages=messages, tools=[*map(_tool, body.get("tools") or [])],
+        response_format=(body.get("output_config") or {}).get("format"),
+        is_error=any(message.get("is_error") for message in messages),
+    )  # fmt: skip
+    return body | said | {"system": None, BILLING: shown != system}
 
 
 def _add(messages: list[dict], role: str, content: str | list) -> None:
-    """Add a turn to the messages of a chat. The result of a tool is a message of its own."""
+    """Add a turn to the messages of a chat: text, calls as Messages or Responses have them, and
+    results of calls, of which each is a message."""
     texts, calls, results = [], [], []
     for block in [dict(type="text", text=content)] if isinstance(content, str) else content:
-        match block:
-            case {"type": "tool_use", "id": key, "name": name, "input": arguments}:
-                function = dict(name=name, arguments=arguments)
+        match block["type"]:
+            case "tool_use" | "function_call":
+                arguments = block.get("input", block.get("arguments"))
+                function = dict(name=block["name"], arguments=arguments)
+                key = block.get("call_id", block.get("id"))
                 calls.append(dict(id=key, type="function", function=function))
-            case {"type": "tool_result", "tool_use_id": key}:
+            case "tool_result" | "function_call_output":
+                key, said = block.get("tool_use_id", block.get("call_id")), block.get("output")
                 result = dict(role="tool", tool_call_id=key, is_error=block.get("is_error"))
-                results.append(result | dict(content=_texts(block.get("content"))))
+                results.append(result | dict(content=_texts(block.get("content", said))))
             case _:
                 texts += _texts([block])
     messages += results
@@ -73,8 +73,7 @@ def _texts(content: str | list | None) -> list[dict]:
     parts = [dict(type="text", text=content)] if isinstance(content, str) else content or []
     for part in parts:
         if part["type"] not in ("text", "input_text", "output_text"):
-            advice = "give text, calls and their results"
-            raise Refusal(f"content of type {part['type']}: not supported; {advice}")
+            raise Refusal(f"content of type {part['type']}: not supported; give text and calls")
     return [dict(type="text", text=part["text"]) for part in parts]
 
 
@@ -104,9 +103,7 @@ def as_message(answer: dict) -> dict:
 
 def message_events(message: dict) -> Iterator[tuple[str, dict]]:
     """Yield the events of a message, each block of it whole."""
-    usage = message["usage"]
-    begun = dict(content=[], stop_reason=None, usage=usage | dict(output_tokens=0))
-    yield "message_start", dict(message=message | begun)
+    yield "message_start", dict(message=message | dict(content=[], stop_reason=None))
     for index, block in enumerate(message["content"]):
         if block["type"] == "text":
             begun, delta = dict(text=""), dict(type="text_delta", text=block["text"])
@@ -116,33 +113,19 @@ def message_events(message: dict) -> Iterator[tuple[str, dict]]:
         yield "content_block_start", dict(index=index, content_block=block | begun)
         yield "content_block_delta", dict(index=index, delta=delta)
         yield "content_block_stop", dict(index=index)
-    ended = dict(stop_reason=message["stop_reason"], stop_sequence=None)
-    yield "message_delta", dict(delta=ended, usage=usage)
+    ended = dict(stop_reason=message["stop_reason"])
+    yield "message_delta", dict(delta=ended, usage=message["usage"])
     yield "message_stop", {}
 
 
-# ---- Responses, by way of Messages ----
-
-
 def of_responses(body: dict) -> dict:
-    """Return a request of Responses as one for a chat completion."""
+    """Return a request of Responses as one for a chat completion, by way of Messages."""
     items = body["input"]
     items = [dict(role="user", content=items)] if isinstance(items, str) else items
-    turns = dict(system=body.get("instructions"), messages=[*map(_turn, items)])
-    chat = of_messages(body | turns | dict(output_config=body.get("text")))
+    turns = [x if "role" in x else dict(role="assistant", content=[x]) for x in items]
+    said = dict(system=body.get("instructions"), messages=turns, output_config=body.get("text"))
+    chat = of_messages(body | said)
     return chat | dict(instructions=None, input=None, output_config=None)
-
-
-def _turn(item: dict) -> dict:
-    """Return an item of Responses as a turn of Messages."""
-    match item:
-        case {"type": "function_call", "call_id": key, "name": name, "arguments": arguments}:
-            item = dict(type="tool_use", id=key, name=name, input=arguments)
-        case {"type": "function_call_output", "call_id": key, "output": output}:
-            item = dict(type="tool_result", tool_use_id=key, content=output)
-        case {"role": _}:
-            return item
-    return dict(role="assistant", content=[item])
 
 
 def as_response(answer: dict) -> dict:

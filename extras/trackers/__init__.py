@@ -1,1 +1,1 @@
-"""Metrics and samples of a run in wandb and tensorboard (`--log_to`)."""
+"""Metrics and samples of a run in wandb, tensorboard or a class of yours (`--log_to`)."""

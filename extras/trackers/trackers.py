@@ -3,7 +3,6 @@
 import os
 import re
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -79,7 +78,6 @@ class Tensorboard:
 
 
 TRACKERS = dict(wandb=Wandb, tensorboard=Tensorboard)
-METHODS = ("log", "log_samples", "close")
 
 
 def start_trackers(args: TrainArgs, folder: Path, first_step: int) -> list:
@@ -89,21 +87,16 @@ def start_trackers(args: TrainArgs, folder: Path, first_step: int) -> list:
 
 
 def _own(spec: str, args: TrainArgs, folder: Path, first_step: int) -> SimpleNamespace:
-    """Return a user's tracker. Raises `ValueError` for a class that is none. Whatever the tracker
-    raises ends the run, in one line."""
-    file, _, name = spec.rpartition(":")
-    make = load_callable("--log_to", spec)
-    if lacks := [method for method in METHODS if not callable(getattr(make, method, None))]:
-        raise ValueError(f"--log_to {spec}: {name} has no {', '.join(lacks)}; add what is missing")
+    """Return a user's tracker. What it raises ends the run, in one line."""
 
-    def guarded(function: Callable) -> Callable:
-        def call(*given: object) -> object:
-            try:
-                return function(*given)
-            except Exception as error:
-                raise RunError(f"--log_to {spec}: {one_line(error, file)}") from error
+    def guarded(function, *given):
+        try:
+            return function(*given)
+        except Exception as error:
+            problem = one_line(error, spec.rpartition(":")[0])
+            raise RunError(f"--log_to {spec}: {problem}") from error
 
-        return call
-
-    tracker = guarded(make)(args, folder, first_step)
-    return SimpleNamespace(**{method: guarded(getattr(tracker, method)) for method in METHODS})
+    tracker = guarded(load_callable("--log_to", spec), args, folder, first_step)
+    methods = ("log", "log_samples", "close")
+    found = {name: partial(guarded, guarded(getattr, tracker, name)) for name in methods}
+    return SimpleNamespace(**found)

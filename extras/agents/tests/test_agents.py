@@ -594,7 +594,7 @@ IMAGE = dict(type="image", source=dict(type="url", url="http://a/b.png"))
     (dict, dict(messages=[dict(role="user", content=[dict(type="image_url", image_url="a")])]),
      "messages: an image: not supported"),
     (of_messages, dict(messages=[dict(role="user", content=[IMAGE])]),
-     "content of type image: not supported; give text, calls and their results"),
+     "content of type image: not supported; give text and calls"),
     (of_messages, dict(messages=ASKED, stop_sequences=["a"]), "stop_sequences .*: not supported"),
     (of_messages, dict(messages=ASKED, tool_choice=dict(type="any")), "tool_choice .*: not supp"),
     (of_messages, dict(messages=ASKED, output_config=dict(format=dict(type="json_schema"))),
