@@ -47,15 +47,13 @@ class ReplayRun(Run):
 
     replayed = 1  # counted from 1
 
-    @property
-    def done(self) -> bool:
-        return self.finished >= self.replayed
-
     def steps(self) -> Iterator[int]:
         for step in super().steps():
             if step + 1 == self.replayed and step > self.first_step:
                 super()._save()
             yield step
+            if step + 1 == self.replayed:
+                self.total_steps = self.replayed
 
     def _save(self) -> None:
         """Save none of the checkpoints of the run."""
