@@ -256,7 +256,7 @@ def _pack(
     }
     arrived = _exchange(own, micro_batches)
     packs = [
-        _join([arrived[key] for key in bins[rank // R]], streams, device) for bins in micro_batches
+        join([arrived[key] for key in bins[rank // R]], streams, device) for bins in micro_batches
     ]
     own_samples = {index: sample for group in groups for index, sample in group.items()}
     for mb in packs:
@@ -292,7 +292,7 @@ def _exchange(
     return arrived
 
 
-def _join(
+def join(
     parts: list[list[TokenSequence]], streams: dict[str, np.ndarray], device: torch.device
 ) -> PackedBatch:
     """Return a micro-batch of this rank. The ranks of a context group compute the same `parts`, and

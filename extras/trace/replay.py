@@ -2,6 +2,8 @@
 
     python extras/trace/replay.py runs/demo/grpo --step 132
     python extras/trace/replay.py runs/demo/grpo --step 132 --advantage group_ratio
+    python extras/trace/replay.py runs/demo/grpo --step 132 --pack step.zip
+    python extras/trace/replay.py step.zip     # computes a packed step again, without the run
 
 The script itself repeats the steps from the newest checkpoint before the step, or from the start of
 the run, on as many ranks. It writes metrics, traces and a log to `RUN/replay/`. The weights after
@@ -32,6 +34,7 @@ from common.parallel.process import print_any_text, visible
 from common.train.run import Run
 from common.train.run_folder import unlock
 from extras.trace import file as trace_file
+from extras.trace import step as packed
 from tools.options import Options
 
 # Beginnings of metrics that measure the machine.
@@ -49,11 +52,17 @@ class ReplayRun(Run):
 
     def steps(self) -> Iterator[int]:
         for step in super().steps():
-            if step + 1 == self.replayed and step > self.first_step:
+            if step + 1 < self.replayed:
+                yield step
+                continue
+            if step > self.first_step:
                 super()._save()
+            folder = Path(self.args.output_dir, packed.PARTS)
+            recorder = packed.Recorder(self, folder) if folder.is_dir() else None
             yield step
-            if step + 1 == self.replayed:
-                self.total_steps = self.replayed
+            if recorder is not None:
+                recorder.write()
+            self.total_steps = self.replayed
 
     def _save(self) -> None:
         """Save none of the checkpoints of the run."""
@@ -95,10 +104,12 @@ def launch(ranks: int, log: Path, *words: str) -> None:
         raise ValueError(f"{' '.join(errors[:1]) or 'the replay failed'} (its output: {log})")
 
 
-def repeat(run: Path, step: int, folder: Path, script: str, ranks: int, words: list[str]) -> None:
+def repeat(
+    run: Path, step: int, folder: Path, script: str, ranks: int, words: list[str], packs=False
+) -> None:
     """Repeat `run` up to this step in a new `folder`, with its flags and those in `words`."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    (folder / packed.PARTS if packs else folder).mkdir(parents=True)
     saved = checkpoints_in(run / "checkpoints")  # newest first
     before = [path for path in saved if int(path.name.removeprefix("step_")) < step]
     for start in before[:1]:
@@ -128,20 +139,25 @@ def weights_of(folder: Path, step: int) -> list | None:
     return trace_file.read(path)[0]["weights"] if path.is_file() else None
 
 
-def replay(run: Path, step: int, words: list[str]) -> None:
-    """Replay a step exactly and then, if there are changed flags in `words`, with these."""
+def replay(run: Path, step: int, words: list[str], pack: Path | None = None) -> None:
+    """Replay a step exactly, `pack` it and then, if there are changed flags in `words`, replay it
+    with these."""
     if not (run / "args.yaml").is_file():
         raise ValueError(f"{run}: no args.yaml; name the --output_dir of a training run")
     script = (run / "args.yaml").read_text(encoding="utf-8").split("\n")[0].removeprefix("# ")
     if not Path(script).is_file():
         raise ValueError(f"{run / 'args.yaml'}: the first line names no script: {script}")
+    if pack is not None and Path(script).stem not in packed.SCRIPTS:
+        raise ValueError(f"--pack: {script} is none of {', '.join(sorted(packed.SCRIPTS))}")
+    if pack is not None and (pack.suffix != ".zip" or pack.exists() or not pack.parent.is_dir()):
+        raise ValueError(f"--pack {pack}: name a new file that ends in .zip")
     then = row_of(run, step)
     traces = sorted((run / "trace").glob("step_*.jsonl.gz"))
     if not traces:
         raise ValueError(f"{run}: no trace, which has the number of ranks; set --trace_every")
     ranks = len(trace_file.read(traces[0])[0]["weights"])
     exact = run / "replay" / f"step_{step:06}"
-    repeat(run, step, exact, script, ranks, [])
+    repeat(run, step, exact, script, ranks, [], packs=pack is not None)
     now = row_of(exact, step)
     differing = [name for name in then if then[name] != now.get(name)]
     weights = "have no hash in the run, which did not trace this step"
@@ -150,6 +166,8 @@ def replay(run: Path, step: int, words: list[str]) -> None:
         weights = f"{'are bitwise' if is_same else 'DIFFER from'} those of the run"
     equal = f"{len(then) - len(differing)} of {len(then)} metrics are equal"
     print(f"step {step}: the weights after it {weights}; {equal}", *differing[:1], flush=True)
+    if pack is not None:
+        packed.pack(exact, step, pack)
     if not words:
         return
     name = re.sub(r"[^A-Za-z0-9_=.,+-]", "-", "_".join(words).replace("--", ""))[:80]
@@ -169,11 +187,22 @@ def main() -> None:
     if sys.argv[1:2] == ["--work"]:
         return work(*sys.argv[2:])
     parser = Options(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
-    parser.add_argument("--step", type=int, required=True, help="step to replay, counted from 1")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="output folder of a run, or a step.zip"
+    )
+    parser.add_argument("--step", type=int, help="step to replay, counted from 1")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="step.zip to write")
     options, words = parser.parse_known_args()
     try:
-        replay(options.run, options.step, words)
+        if options.run.suffix == ".zip":
+            if words or options.step is not None or options.pack is not None:
+                raise ValueError(
+                    f"{options.run}: a packed step is computed as it is, without flags"
+                )
+            sys.exit(packed.check(options.run))
+        if options.step is None:
+            parser.error("the following arguments are required: --step")
+        replay(options.run, options.step, words, options.pack)
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
 

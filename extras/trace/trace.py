@@ -32,11 +32,12 @@ from common.parallel import distributed
 from extras.trace.file import SCHEMA, write
 
 GROUPS = 4  # traced in a step
+DIGITS = 7  # of a number
 
 # Streams of a micro-batch that all updates of a step read.
 FIXED = (
     "rollout_logprobs", "versions", "old_logprobs", "ref_logprobs",
-    "advantages", "importance", "values", "returns",
+    "advantages", "importance", "values", "returns", "loss_mask",
 )  # fmt: skip
 
 
@@ -270,7 +271,7 @@ class Trace:
         updates = defaultdict(dict)
         for place, share in traced.shares.items():
             fixed |= numbers[place]["fixed"]
-            updates[share.update] |= numbers[place]["update"]
+            updates[share.update] |= dict(index=place[1]) | numbers[place]["update"]
         return known | dict(
             start=traced.start,
             ids=[*sample.ids],
@@ -332,10 +333,10 @@ def all_rounded(x_T: Tensor) -> list:
 
 
 def rounded(x: float | bool) -> float | int | None:
-    """Return a number with seven significant digits; None if it is not finite."""
+    """Return a number with `DIGITS` significant digits; None if it is not finite."""
     if isinstance(x, (bool, int)):
         return int(x)
-    return float(f"{x:.7g}") if math.isfinite(x) else None
+    return float(f"{x:.{DIGITS}g}") if math.isfinite(x) else None
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
     python extras/trace/view.py runs/demo/grpo                  # writes runs/demo/grpo/view.html
     python extras/trace/view.py runs/a runs/b --out pair.html
+    python extras/trace/view.py step.zip                        # a step that replay.py packed
 
 The page is one file that opens without a network. It holds the traces as they are on disk,
 compressed, and reads the trace of a step when that step is shown. page/ has its source, without
@@ -15,6 +16,7 @@ import math
 import sys
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.metrics.curves import distinct
 from common.parallel.process import print_any_text, visible
 from extras.trace import file as trace_file
+from extras.trace.step import unpack
 from tools.compare import read_run
 from tools.options import Options
 
@@ -111,9 +114,15 @@ def main() -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
     add("--out", type=Path, metavar="FILE", help="page to write; default: view.html in first RUN")
     options = parser.parse_args()
-    out = options.out or options.runs[0] / "view.html"
+    first = options.runs[0]
+    out = options.out or (first.with_suffix(".html") if first.is_file() else first / "view.html")
     try:
-        out.write_text(page(collect(options.runs)), encoding="utf-8")
+        with TemporaryDirectory() as temporary:
+            for i, run in enumerate(options.runs):
+                if run.suffix == ".zip":
+                    options.runs[i] = Path(temporary, str(i), run.stem)
+                    unpack(run, options.runs[i])
+            out.write_text(page(collect(options.runs)), encoding="utf-8")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     print(visible(f"{out}: {out.stat().st_size / 1e6:.1f} MB"))

@@ -57,7 +57,7 @@ def short(command: Command) -> list[str]:
     Everything else stays as printed, but for a further reward, which a random model earns."""
     script, flags, ranks = like(command), command.flags(), ranks_of(command)
     if script not in ALGORITHMS or "dry_run" in flags:
-        return OF_TOOLS.get(command.script, [])
+        return [] if "step.zip" in command.words[:2] else OF_TOOLS.get(command.script, [])
     defaults = {x.name: x.default for x in fields(importlib.import_module(script).Args)}
     samples = "engine" in defaults
     found: dict[str, object] = {}
@@ -142,6 +142,8 @@ class Shell:
         elif name := next((x for x in (f"{reader.page}:{word}", word) if x in FILES), None):
             if not (self.folder / word).exists():
                 write_file(name, self.folder / word)
+        elif word == "step.zip" and "--pack" not in reader.words:
+            self.run(next(x for x in self.commands if "--pack" in x.words))
         elif re.match(r"(\./|runs/)\w", word) and word != reader.output_dir:
             for maker in makers(os.path.normpath(word), reader, self.commands):
                 if not (self.folder / maker.output_dir).exists():
