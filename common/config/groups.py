@@ -265,6 +265,8 @@ class LoRAArgs:
     lora_targets: Annotated[Several[str], LORA] = ("all-linear",)
     """layers with an adapter: all-linear, attention, or endings of layer names such as q_proj
     v_proj"""
+    quantize: Annotated[Literal["nf4"] | None, LORA] = None
+    """nf4: keep the frozen weights under adapters in 4.25 bits each (extras/quantized)"""
     adapter: str | None = None
     """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT
     library; it sets lora_rank, lora_alpha and lora_targets"""

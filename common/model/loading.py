@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -152,17 +152,19 @@ def towers_of(hf: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def read_weights(
-    hf: nn.Module, path: str, rules: list, home: torch.device, device: torch.device
-) -> bool:
+    hf: nn.Module, path: str, rules: list, home: torch.device, device: torch.device,
+    change: Callable[[dict], dict] = dict,
+) -> bool:  # fmt: skip
     """Fill a sharded model on meta from the files of a folder: each rank reads its own slices to
-    `home`, by transformers' `rules`; buffers go to `device`. Return whether the folder lacks a
-    scalar head; this head and adapters get memory without values."""
+    `home`, by transformers' `rules`, after a `change` of the slices by name; buffers go to
+    `device`. Return whether the folder lacks a scalar head; this head and adapters get memory
+    without values."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     set_buffers(hf, lambda x: torch.full_like(x, unfilled(x), device=home))
     with named_errors("cannot read the checkpoint"), contextlib.ExitStack() as opened:
-        slices = slices_of(path, opened)
+        slices = change(slices_of(path, opened))
         # If the model ties its head, a head in the files would become a second parameter.
         tied = tuple(hf.all_tied_weights_keys)
         _require_tied(hf, slices)

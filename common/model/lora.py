@@ -22,6 +22,8 @@ from common.model.loading import fill, named_errors, require_unchanged, whole
 from common.packs.packing import PackedBatch
 from common.parallel import distributed
 
+Dense = Callable[[Tensor, torch.dtype], Tensor]
+
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """Return weight + scale b a, added up in float32 and rounded once to the dtype of all three."""
@@ -37,26 +39,31 @@ class _MergedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor,
-        scale: float,
+        ctx, x: Tensor, weight: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor,
+        scale: float, dense: Dense,
     ):  # fmt: skip
-        ctx.save_for_backward(x, weight_OI, a_RI, b_OR)
-        ctx.scale = scale
-        return F.linear(x, merge(weight_OI, a_RI, b_OR, scale), bias_O)
+        ctx.save_for_backward(x, weight, a_RI, b_OR)
+        ctx.scale, ctx.dense = scale, dense
+        return F.linear(x, merge(dense(weight, x.dtype), a_RI, b_OR, scale), bias_O)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight_OI, a_RI, b_OR = ctx.saved_tensors
-        grad_x = grad @ merge(weight_OI, a_RI, b_OR, ctx.scale) if ctx.needs_input_grad[0] else None
+        x, weight, a_RI, b_OR = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ merge(ctx.dense(weight, x.dtype), a_RI, b_OR, ctx.scale)
         x = x.flatten(0, -2)
         grad = grad.flatten(0, -2)
         grad_a_RI = ctx.scale * (grad @ b_OR).T @ x
         grad_b_OR = ctx.scale * grad.T @ (x @ a_RI.T)
-        return grad_x, None, None, grad_a_RI, grad_b_OR, None
+        return grad_x, None, None, grad_a_RI, grad_b_OR, None, None
 
 
 class LoRALinear(nn.Linear):
     """Linear layer with an adapter. It takes weight and bias of the layer that it replaces."""
+
+    # The matrix in a dtype. `--quantize` packs the weight, and unpacks it here.
+    dense: Dense = staticmethod(Tensor.to)
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float):
         super().__init__(layer.in_features, layer.out_features, device="meta")
@@ -68,14 +75,14 @@ class LoRALinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, **options))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _MergedLinear.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+        adapter = (self.lora_A, self.lora_B, self.scale)
+        return _MergedLinear.apply(x, self.weight, self.bias, *adapter, self.dense)
 
     def merged(self, dtype: torch.dtype) -> Tensor:
         """Return the whole matrix by which the layer multiplies in the compute dtype. Collective
         if the parameters are sharded."""
-        parts = (self.weight, self.lora_A, self.lora_B)
-        weight_OI, a_RI, b_OR = (whole(x.detach()).to(dtype) for x in parts)
-        return merge(weight_OI, a_RI, b_OR, self.scale)
+        a_RI, b_OR = (whole(x.detach()).to(dtype) for x in (self.lora_A, self.lora_B))
+        return merge(self.dense(whole(self.weight.detach()), dtype), a_RI, b_OR, self.scale)
 
 
 # ---- the adapters of a model ----

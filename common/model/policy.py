@@ -164,11 +164,15 @@ def load_policy(
         model.train()  # activation checkpointing needs it, and there is no dropout
         if args.context_ranks > 1:
             require_context_ranks(hf.config.get_text_config(), args.context_ranks)
-        adapter = {}
+        adapter, change = {}, dict
         if has_adapters:
             add_adapters(hf, args)
             # The adapter belongs to --model; a value model beside it starts with a new one.
             adapter = read_adapter(hf, args) if args.adapter and flag == "--model" else {}
+            if args.quantize is not None:
+                with extra("quantized", f"--quantize {args.quantize}"):
+                    from extras.quantized.nf4 import pack_layers
+                change = pack_layers(hf, device)
         if device.type == "meta":
             return model
 
@@ -181,7 +185,7 @@ def load_policy(
         shard(model, units, args, device, reshard_root=not trainable)
         # Only parameters may stay on the host: FSDP gathers them on the device.
         home = torch.device("cpu") if args.offload == "all" else device
-        if read_weights(hf, path, rules, home, device):  # the folder has no scalar head
+        if read_weights(hf, path, rules, home, device, change):  # the folder has no scalar head
             if not trainable:
                 raise ValueError("a language model without a reward head")
             head, generator = hf.score.weight, torch.Generator().manual_seed(args.seed)

@@ -1,0 +1,1 @@
+"""Frozen weights under adapters in 4.25 bits each (`--quantize`)."""
