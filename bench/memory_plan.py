@@ -20,10 +20,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from common.config.groups import TrainArgs
-from common.model import distill, logprobs
+from common.model import distill, logprobs, lora
+from common.model.lora import add_adapters
 from common.model.policy import Policy, shard
 from common.objectives.divergence import reverse_kl
 from common.packs.packing import PackedBatch
+from extras.plan.launch import size_of
 from extras.plan.memory import GIB, keep_activations, num_weights, training_peak
 from extras.plan.table import SHAPES as CONFIGS
 from extras.plan.table import qwen3
@@ -31,7 +33,7 @@ from extras.plan.table import qwen3
 # For the test: fixed parts dominate.
 TIED = qwen3(512, 1536, 3, 8, tied=True, vocab_size=32000, head_dim=64, num_key_value_heads=4)
 UNTIED = qwen3(1024, 4096, 3, 16, vocab_size=8000, head_dim=64, num_key_value_heads=4)
-SMALL = dict(tied=TIED, untied=UNTIED, context=UNTIED, distilled=TIED)
+SMALL = dict(tied=TIED, untied=UNTIED, context=UNTIED, distilled=TIED, nf4=UNTIED)
 
 
 class Student(distill.Student):
@@ -48,6 +50,14 @@ def meta_model(config, kind: type[Policy], dtype: torch.dtype = torch.float32) -
     model = kind(hf, "")
     model.compute_dtype = torch.bfloat16
     return model
+
+
+def with_packed_weights(policy: Policy) -> Policy:
+    from extras.quantized.nf4 import pack_layers
+
+    add_adapters(policy.hf, TrainArgs(lora_rank=16))
+    pack_layers(policy.hf, torch.device("cpu"))
+    return policy
 
 
 # ---- the check ----
@@ -98,8 +108,9 @@ def measured(
         where = dict(loss_mask_T=ids.bool(), index_N=ids[:0])
         mb = PackedBatch(ids, ids, ids, [len(ids)], **where)
         mb.context_group = torch.distributed.group.WORLD if splits else None
-        for parameter in policy.parameters():  # from earlier micro-batches
-            parameter.grad = torch.zeros_like(parameter)
+        for parameter in policy.parameters():
+            if parameter.requires_grad:  # from earlier micro-batches
+                parameter.grad = torch.zeros_like(parameter)
         tracker = FSDPMemTracker(policy)
         tracker.track_inputs((ids,))
         if teacher is not None:
@@ -121,6 +132,7 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
     chunk_size = logprobs.chunk_size
     logprobs.product, logprobs.add_product_ = float32_product, lambda total, a, b: None
     logprobs.chunk_size = lambda vocabulary, _: chunk_size(vocabulary, True)
+    lora.merge = lambda weight, a, b, scale: torch.addmm(weight, b, a, alpha=scale)
     worst = 0.0
     for name in names:
         config = (CONFIGS | SMALL)[name]
@@ -130,8 +142,11 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
         count = config.num_hidden_layers
         for kept in (0, count // 2, count):
             policy = meta_model(config, Student if distils else Policy)
+            if name == "nf4":
+                policy = with_packed_weights(meta_model(config, Policy, torch.bfloat16))
             teacher = meta_model(config, Teacher, torch.bfloat16) if distils else None
-            parts = {"weights and gradients": 8 * num_weights(policy) / ranks}
+            gradients = 4 * num_weights(policy, trained=True)
+            parts = {"weights and gradients": (size_of(policy) + gradients) / ranks}
             if teacher is not None:
                 parts["teacher"] = 2 * num_weights(teacher.requires_grad_(False)) / ranks
             parts |= training_peak(policy, ranks, tokens, kept)

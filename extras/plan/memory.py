@@ -3,7 +3,8 @@
 README.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of
 a training step on fake tensors. launch.py adds what lies on a GPU already."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -18,6 +19,7 @@ from common.model.logprobs import chunk_size
 from common.parallel import distributed
 
 GIB = 2**30
+UNPACKING = 6  # bytes per weight, while a packed matrix is unpacked
 
 Bytes = dict[str, float]  # bytes by use
 
@@ -79,8 +81,8 @@ def training_peak(model: nn.Module, ranks: int, pack_tokens: int, kept: int) -> 
     own."""
     size = model.compute_dtype.itemsize
     config = model.hf.config.get_text_config()
-    block, root = block_and_root(model)
-    block_trained, root_trained = block_and_root(model, trained=True)
+    block, root = block_and_root(model, partial(gathered_size, size=size))
+    block_trained, root_trained = block_and_root(model, partial(num_weights, trained=True))
     of_blocks = kept_by_blocks(model)
     recomputed = len(of_blocks) - kept
     inputs = recomputed * size * config.hidden_size
@@ -99,12 +101,13 @@ def training_peak(model: nn.Module, ranks: int, pack_tokens: int, kept: int) -> 
     copies = 6 if model.distils else 2 if chunk < pack_tokens else 1.5
     of_head = max(2 * logits, 4 * head_trained + copies * logits)
     at_head = {
-        "gathered weights": size * (root + block),
+        "gathered weights": root + block,
         "activations": (saved + last + of_tower) * pack_tokens,
         "logits and head": of_head + size * num_head * model.distils,
     }
     at_block = {
-        "gathered weights": size * (root + 2 * block),
+        "gathered weights": root + 2 * block,
+        "unpacked matrix": UNPACKING * max(map(num_packed, model.modules())),
         "activations": (max(saved, again) + last + of_tower) * pack_tokens,
         "gradients in reduction": size * head_trained + (size + 4) * block_trained,
     }
@@ -138,13 +141,13 @@ def kept_by_blocks(model: nn.Module) -> list[float]:
     return [others + (delta_net if kind == "linear_attention" else attention) for kind in kinds]
 
 
-def block_and_root(model: nn.Module, trained: bool = False) -> tuple[int, int]:
-    """Return the number of weights of the largest block, and of those outside of blocks that FSDP
+def block_and_root(model: nn.Module, measure: Callable[[nn.Module], int]) -> tuple[int, int]:
+    """Return the `measure` of the largest block, and of the weights outside of blocks that FSDP
     gathers: towers only if they read images."""
-    blocks = [num_weights(block, trained) for block in model.hf.get_decoder().layers]
+    blocks = [measure(block) for block in model.hf.get_decoder().layers]
     towers = towers_of(model.hf) if model.images is None else []
-    apart = sum(blocks) + sum(num_weights(tower, trained) for tower in towers)
-    return max(blocks), num_weights(model, trained) - apart
+    apart = sum(blocks) + sum(measure(tower) for tower in towers)
+    return max(blocks), measure(model) - apart
 
 
 def num_blocks(model: nn.Module) -> int:
@@ -153,7 +156,21 @@ def num_blocks(model: nn.Module) -> int:
 
 def num_weights(module: nn.Module, trained: bool = False) -> int:
     """Return the number of weights of all ranks together, or of those with a gradient."""
-    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
+    parameters = [p for p in module.parameters() if p.requires_grad or not trained]
+    packed = 0 if trained else sum(map(num_packed, module.modules()))
+    return packed + sum(p.numel() for p in parameters if p.is_floating_point())
+
+
+def num_packed(module: nn.Module) -> int:
+    """Return the number of weights that a module itself holds as bytes (`--quantize`)."""
+    is_packed = isinstance(module, nn.Linear) and not module.weight.is_floating_point()
+    return module.in_features * module.out_features if is_packed else 0
+
+
+def gathered_size(module: nn.Module, size: int) -> int:
+    """Return the bytes of all weights when FSDP has gathered them in numbers of `size` bytes;
+    packed ones are gathered as they are."""
+    return sum(p.numel() * (size if p.is_floating_point() else 1) for p in module.parameters())
 
 
 def total(uses: Bytes) -> float:

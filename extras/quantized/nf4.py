@@ -53,7 +53,7 @@ def unpack(pairs: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
     half = packed.shape[1] * 16 // 17
     codes = packed[:, :half].unflatten(1, (-1, BLOCK // 2))
     scales = packed[:, half:].contiguous().view(torch.bfloat16).float()
-    return (F.embedding(codes.int(), pairs) * scales[..., None, None]).flatten(1).to(dtype)
+    return F.embedding(codes.int(), pairs).mul_(scales[..., None, None]).flatten(1).to(dtype)
 
 
 def pack_layers(hf: nn.Module, device: torch.device) -> Callable[[dict], dict]:
