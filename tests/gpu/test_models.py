@@ -78,7 +78,7 @@ def test_merged_weight_of_an_adapter_is_rounded_once(dtype, rank, device):
     assert ((merged.double() - exact).abs() <= limit).all()
     layer = torch.compile(_MergedLinear.apply)
     eye = torch.eye(256, device=device, dtype=dtype)
-    assert torch.equal(layer(eye, weight, None, a, b, scale), merged.T)
+    assert torch.equal(layer(eye, weight, None, a, b, scale, torch.Tensor.to), merged.T)
 
 
 @pytest.mark.parametrize("lengths", [(2,), (2, 3), (40, 7)])

@@ -28,6 +28,7 @@ import common.model.lora
 from common.config.groups import TrainArgs as Args
 from common.config.parse import one_line
 from common.model.hub import resolve_model
+from common.model.loading import fill
 from common.model.lora import PREFIX, LoRALinear, save_adapter
 from common.model.policy import load_policy, load_reference, load_scalar_model
 from common.model.tiny import tiny_model
@@ -59,8 +60,8 @@ def move(model, seed: int = 5):
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            local = parameter.to_local()
-            local.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(local.device))
+            step = 0.1 * torch.randn(parameter.shape, generator=generator)
+            fill(parameter, whole(parameter.detach()).cpu() + step)
     return model
 
 
@@ -111,9 +112,13 @@ def test_gradient_equals_autograd_through_the_merged_weight(name, recompute, tmp
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, device, monkeypatch):
+    args = replace(ARGS, dtype=dtype, output_dir=str(tmp_path))
+    assert_same_weights_everywhere(path, args, device, monkeypatch)
+
+
+def assert_same_weights_everywhere(path, args, device, monkeypatch):
     """Equal bit for bit: the matrices of the layers' products, the engine's weights, hf/, and a
     converted checkpoint."""
-    args = replace(ARGS, dtype=dtype, output_dir=str(tmp_path))
     policy, used, names = move(load_policy(path, args, device)), {}, []
     merge = common.model.lora.merge
 
@@ -129,21 +134,20 @@ def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, d
     monkeypatch.undo()
     assert used.keys() == {f"{name}.weight" for name in layers} and len(used) == 21
 
-    compute, stored = getattr(torch, dtype), load_file(Path(path) / "model.safetensors")
+    compute, stored = getattr(torch, args.dtype), load_file(Path(path) / "model.safetensors")
     run = Checkpointer(args, policy, adamw(policy, args), load_tokenizer(tiny_model()))
     run.export_hf(1)
     run.save(1)
-    as_model = Path(resolve_model(str(tmp_path / "checkpoints" / "step_000001")))
-    exported, named = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", as_model)
-    )
+    hf = run.folder / "hf"
+    as_model = Path(resolve_model(str(run.checkpoints / "step_000001")))
+    exported, named = (load_file(folder / "model.safetensors") for folder in (hf, as_model))
     for weights in (dict(whole_weights(policy, compute)), exported, named):
         assert weights.keys() == stored.keys()
         for name, weight in weights.items():
             base = stored[name].to(compute).to(weight.dtype)
             assert torch.equal(weight, base) == (name not in used), name
             assert name not in used or torch.equal(weight, used[name].to(weight.dtype)), name
-    assert {f.name for f in (tmp_path / "hf").iterdir()} == {f.name for f in as_model.iterdir()}
+    assert {f.name for f in hf.iterdir()} == {f.name for f in as_model.iterdir()}
 
 
 def test_new_adapter_is_zero_and_depends_on_the_seed(path, device):
