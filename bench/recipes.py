@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.memory_plan import CONFIGS
+from common.config.extra import has_extra
 from common.config.online import OnlineArgs
 from common.config.parse import read_file
 from common.model.distill import OwnTeacher, Student
@@ -29,6 +30,8 @@ SIZES = {
     "Qwen/Qwen3-8B-Base": "8B", "model:runs/qwen3_1.7b_rm/hf": "1.7B",
 }  # fmt: skip
 RECIPES = sorted(path.stem for path in ROOT.glob("configs/qwen3_[0-9]*.yaml"))
+if not has_extra("quantized"):
+    RECIPES = [name for name in RECIPES if not name.endswith("_nf4")]
 # How often a step runs the trained models on all sequences before it updates them, in scripts that
 # need more or less than the old log-probs of later minibatches.
 OWN_FORWARDS = dict(ppo=2, rloo=1, reinforce=1, online_dpo=0, bok=0, self_distill=0)

