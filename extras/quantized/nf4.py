@@ -74,8 +74,8 @@ def pack_layers(hf: nn.Module, device: torch.device) -> Callable[[dict], dict]:
     count = sum(weight.numel() for weight in packed.values())
     share = f"{count / 1e6:.4g} M of {total / 1e6:.4g} M weights of the blocks are packed"
     if 2 * count < total:
-        reason = "only linear layers with an adapter are, not stacked experts; leave it out"
-        raise ValueError(f"--quantize nf4: {share}, {reason}")
+        kind = f"linear layers with an adapter and a multiple of {BLOCK} inputs"
+        raise ValueError(f"--quantize nf4: {share}: {kind}, no stacked experts; leave it out")
     distributed.say(f"--quantize nf4: {share}")
     return partial(packed_slices, hub_weights(hf, packed), device)
 

@@ -61,7 +61,8 @@ PYTHIA = dict(kind="gpt_neox", words="smollm2", template=None, ends=["<|endoftex
               num_key_value_heads=4, head_dim=8)  # fmt: skip
 whole = cache(tokenizer)
 MODELS: dict[str, dict] = {
-    "Qwen/Qwen3-0.6B": QWEN3, "Qwen/Qwen3-1.7B": QWEN3, "Qwen/Qwen3-8B": QWEN3,
+    "Qwen/Qwen3-0.6B": QWEN3, "Qwen/Qwen3-1.7B": QWEN3,
+    "Qwen/Qwen3-8B": QWEN3 | dict(hidden_size=64),  # --quantize packs blocks of 64
     "Qwen/Qwen3-1.7B-Base": BASE, "Qwen/Qwen3-8B-Base": BASE,
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN3 | dict(kind="qwen2", template="qwen2_5"),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": QWEN3 | DELTA | dict(
