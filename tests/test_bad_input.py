@@ -45,6 +45,7 @@ sft --batch_size 7 -> --batch_size 7 must be a multiple of the number of trainin
 sft --model x --streaming true --eval_every 0 -> the number of rows is unknown; set --max_steps
 sft --streaming true --max_steps 3 -> sets no rows aside; name an --eval_dataset, or set --eval_ev
 sft --streaming true --max_steps 3 --eval_every 0 --dataset a:1 b:2 -> omit the weights
+sft --quantize nf4 -> --quantize nf4 has no effect with --lora_rank 0
 dpo --max_length 4098 -> --max_length 4098: 2 sequences must fit in --pack_tokens 8192
 grpo --rubric a -> --rubric a has no effect with --reward exact_match
 grpo --reward judge:x --rubric ' ' -> --rubric: a criterion is empty
