@@ -197,8 +197,8 @@ def test_sums():
         scripts=(lines(SCRIPTS.values()), 4_200),
         bench=(lines(ROOT.glob("bench/**/*.[pc]*")), 4_000),
         tools=(lines(ROOT.glob("tools/*.py")), 1_800),
-        flags=(len(flags), 135),
-        imports_in_functions=(sum(len(seams(path)) for path in FILES), 17),
+        flags=(len(flags), 136),
+        imports_in_functions=(sum(len(seams(path)) for path in FILES), 18),
     )
     assert {name: each for name, each in sums.items() if each[0] > each[1]} == {}
 
