@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.metrics.curves import read_metrics
 
 ANSWERS = 5
-HEAD, TAIL = 40, 24  # characters shown of a long answer
+HEAD, TAIL = 28, 24  # characters shown of a long answer
 
 
 def solved(folder: Path) -> dict:
@@ -45,7 +45,7 @@ def answers(folder: Path) -> list[str]:
     for line in (folder / "completions.jsonl").read_text().splitlines()[:ANSWERS]:
         completion = json.loads(line)["completions"][0]
         text = " ".join(completion["text"].split())
-        short = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} ... {text[-TAIL:]}"
+        short = text if len(text) <= HEAD + TAIL else f"{text[:HEAD].rstrip()} ... {text[-TAIL:].lstrip()}"
         found.append(f"**{short}**" if completion["score"] >= 1 else short)
     return found
 
@@ -63,11 +63,14 @@ def draw(tasks: list[Path], picture: Path) -> None:
         for seed in seeds_of(task):
             lines = [x for x in read_metrics(task / f"grpo_{seed}/metrics.jsonl") if "reward" in x]
             steps = [line["step"] for line in lines]
-            axis.plot(steps, [x["reward"] for x in lines], color=f"C{seed}", label=f"seed {seed}")
+            rewards = [line["reward"] for line in lines]
+            smooth = [fmean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+            axis.plot(steps, rewards, color=f"C{seed}", alpha=0.2)
+            axis.plot(steps, smooth, color=f"C{seed}", label=f"seed {seed}, mean of 5 steps")
             for step, name in ((0, "after_sft"), (steps[-1] + 1, "after_grpo")):
                 value = solved(task / f"{name}_{seed}")
                 bar = [[value["mean"] - value["low"]], [value["high"] - value["mean"]]]
-                place = step + (seed - 1) / 4
+                place = step + seed - 1
                 axis.errorbar(place, value["mean"], bar, fmt="o", color=f"C{seed}", capsize=2)
         axis.axhline(solved(task / "before")["mean"], color="grey", ls=":", label="chat model")
         axis.set(title=task.name, xlabel="step of grpo.py", ylim=(0, 1))
