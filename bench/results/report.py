@@ -45,7 +45,11 @@ def answers(folder: Path) -> list[str]:
     for line in (folder / "completions.jsonl").read_text().splitlines()[:ANSWERS]:
         completion = json.loads(line)["completions"][0]
         text = " ".join(completion["text"].split())
-        short = text if len(text) <= HEAD + TAIL else f"{text[:HEAD].rstrip()} ... {text[-TAIL:].lstrip()}"
+        short = (
+            text
+            if len(text) <= HEAD + TAIL
+            else f"{text[:HEAD].rstrip()} ... {text[-TAIL:].lstrip()}"
+        )
         found.append(f"**{short}**" if completion["score"] >= 1 else short)
     return found
 

@@ -78,6 +78,7 @@ class Rewards:
         self.models: dict[str, Callable[[list[Group]], list[Result]]] = {}
         self.weights: dict[str, float] = {}
         self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
+        self.has_warned = False  # of rewards that failed
         # The rewards that the rows name in their column; each row has one of them.
         by_row = "by_row" in args.reward
         self.row_rewards = sorted({reward_of_row(row) for row in rows}) if by_row else []
@@ -168,7 +169,7 @@ class Rewards:
     def _require_few_errors(
         self, results: dict[str, list[Result]], samples: list[Completion], meter: Meter
     ) -> None:
-        """Count rewards that could not be computed. Raises `RunError` if they are too many.
+        """Count rewards that could not be computed, and warn once. Raises `RunError` if too many.
         Collective."""
         failures = [
             f"{name} on {sample.row['_source']}: {result.error}"
@@ -182,11 +183,15 @@ class Rewards:
         meter.mean("reward/timeout_fraction", sum(result.timed_out for result in every), tried)
         # Of the step so far: dapo.py may draw a few prompts more.
         failed, total = map(int, distributed.all_sum(meter.total("reward/error_fraction")))
-        if failed > self.args.max_reward_errors * total:
+        are_many = failed > self.args.max_reward_errors * total
+        if are_many or failed and not self.has_warned:
             first, *_ = chain(*distributed.gather_objects(failures[:1]))
             problem = f"{failed} of {total} rewards could not be computed"
             limit = f"--max_reward_errors {self.args.max_reward_errors}"
-            raise distributed.RunError(f"{problem} ({limit}); the first: {first}")
+            if are_many:
+                raise distributed.RunError(f"{problem} ({limit}); the first: {first}")
+            distributed.say(f"warning: {problem} ({limit} tolerates some); the first: {first}")
+            self.has_warned = True
 
 
 def metric_name(name: str, rewards: Sequence[str]) -> str:

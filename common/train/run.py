@@ -226,12 +226,12 @@ class Run:
         self, finished: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor,
         advantages_PG: Tensor, named_rewards: dict[str, Tensor],
     ) -> None:  # fmt: skip
-        """Write all completions to samples.jsonl and print some, every `SAMPLES_EVERY` steps.
+        """Write all completions to samples.jsonl and print some, first and every `SAMPLES_EVERY`.
         `named_rewards`: [P, G] each, for the trace. Collective."""
         if self.trace is not None:
             numbers = dict(reward=rewards_PG, advantage=advantages_PG) | named_rewards
             self.trace.add_groups(groups, positions, numbers)
-        if finished % SAMPLES_EVERY == 0 or finished == self.total_steps:
+        if finished % SAMPLES_EVERY == 0 or finished in (1, self.total_steps):
             self.logger.samples(finished, groups, positions, rewards_PG, advantages_PG)
 
     def end(self, summary: str = "") -> None:

@@ -64,6 +64,16 @@ def odd(completion, row):
         make(names, max_errors=0.3).wait(batch, Meter())
 
 
+def test_first_failed_reward_is_said_once(tmp_path, capsys):
+    code = "def fails(completion, row): return 1 / len(completion)"
+    rewards = make((f"{user_file(tmp_path, code)}:fails",), max_errors=0.5)
+    for _ in range(2):
+        rewards.wait(groups(["a", "b", ""]), Meter())
+    said = capsys.readouterr().out
+    assert said.count("warning: 1 of 3 rewards could not be computed") == 1
+    assert "the first: fails on rows.jsonl:1: ZeroDivisionError" in said
+
+
 def test_failed_rewards_are_a_fraction_of_those_of_the_step(tmp_path):
     """dapo.py may draw a few prompts more, of which one fails; a step ends with `reduce`."""
     code = "def fails(completion, row): return 1 / len(completion)"

@@ -101,7 +101,8 @@ def test_second_signal_stops_at_once(small, tmp_path):
     twice = f"{int(signal.SIGTERM)},{int(signal.SIGTERM)}"
     flags = [*SFT, *small, "--max_steps", 4, "--output_dir", tmp_path]
     moment = (0, "torch.optim.AdamW.step", tmp_path, 2, twice)
-    run(1, SIGNAL_AT, *moment, "sft.py", *flags, code=-signal.SIGTERM)
+    done = run(1, SIGNAL_AT, *moment, "sft.py", *flags, code=-signal.SIGTERM)
+    assert "SIGTERM: saves, then ends; a second one ends without" in done.stderr
     assert metrics(tmp_path)[-1]["step"] == 2 and not list((tmp_path / "checkpoints").iterdir())
 
 
