@@ -128,9 +128,8 @@ def _note(signum: int, frame: object) -> None:
     global stop_signalled
     stop_signalled = True
     if signum in ENDING:
-        if os.environ.get("RANK", "0") == "0":
-            name = signal.Signals(signum).name
-            os.write(2, f"{name}: saves, then ends; a second one ends without\n".encode())
+        if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            os.write(2, b"Ctrl-C: saves, then ends; a second one ends at once\n")
         signal.signal(signum, signal.SIG_DFL)
     if signum == signal.SIGHUP:  # printing to a closed terminal fails
         nowhere = os.open(os.devnull, os.O_WRONLY)
