@@ -9,4 +9,4 @@ SCRIPTS = {  # files by name
     for path in sorted(ROOT.glob("*.py"))
     if path.stem == "demo" or (ROOT / "docs" / path.stem).with_suffix(".md").is_file()
 }
-ALGORITHMS = SCRIPTS.keys() - {"demo"}
+ALGORITHMS = [name for name in SCRIPTS if name != "demo"]

@@ -32,7 +32,7 @@ SCRIPTS = list(EQUATIONS["scripts"])
 
 
 def test_every_script_has_equations():
-    assert set(SCRIPTS) == ALGORITHMS
+    assert set(SCRIPTS) == {*ALGORITHMS}
     assert [name for name in SCRIPTS if not 3 <= len(pages["terms"](name)) <= 10] == []
 
 

@@ -24,7 +24,7 @@ def args_of(script: str) -> type[BaseArgs]:
     return importlib.import_module(script).Args
 
 
-@pytest.fixture(params=sorted(ALGORITHMS))
+@pytest.fixture(params=ALGORITHMS)
 def args_class(request) -> type[BaseArgs]:
     return args_of(request.param)
 
