@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -58,10 +59,8 @@ class ReplayRun(Run):
             if step > self.first_step:
                 super()._save()
             folder = Path(self.args.output_dir, packed.PARTS)
-            recorder = packed.Recorder(self, folder) if folder.is_dir() else None
-            yield step
-            if recorder is not None:
-                recorder.write()
+            with packed.recorded(self, folder) if folder.is_dir() else nullcontext():
+                yield step
             self.total_steps = self.replayed
 
     def _save(self) -> None:
@@ -148,7 +147,7 @@ def replay(run: Path, step: int, words: list[str], pack: Path | None = None) -> 
     if not Path(script).is_file():
         raise ValueError(f"{run / 'args.yaml'}: the first line names no script: {script}")
     if pack is not None and Path(script).stem not in packed.SCRIPTS:
-        raise ValueError(f"--pack: {script} is none of {', '.join(sorted(packed.SCRIPTS))}")
+        raise ValueError(f"--pack: {script} is none of {', '.join(packed.SCRIPTS)}")
     if pack is not None and (pack.suffix != ".zip" or pack.exists() or not pack.parent.is_dir()):
         raise ValueError(f"--pack {pack}: name a new file that ends in .zip")
     then = row_of(run, step)

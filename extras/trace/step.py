@@ -12,10 +12,12 @@ import shutil
 import sys
 import zipfile
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -24,12 +26,10 @@ from torch import Tensor, nn
 from common.config.groups import flags_of
 from common.metrics.meter import Meter
 from common.model.loading import load_config, named_errors, whole
-from common.model.policy import load_policy
-from common.objectives.importance import importance_weights
-from common.objectives.kl import kl_estimate
-from common.packs.packing import PackedBatch, count_trained, join, per_sample
-from common.packs.sample import Completion
-from common.packs.tokens import TokenSequence
+from common.model.policy import PackedModel, load_policy
+from common.packs.packing import PackedBatch, count_trained, join
+from common.packs.sample import Completion, Group, Sample
+from common.packs.tokens import sequence_of
 from common.parallel import distributed
 from common.parallel.process import visible
 from common.rewards.functions import REWARDS
@@ -41,10 +41,10 @@ from common.train.run import Run
 from extras.trace import file as trace_file
 from extras.trace import trace
 
-SCRIPTS = {"grpo", "dapo", "reinforce", "rloo"}
+SCRIPTS = ("grpo", "dapo")
 PARTS = "step"  # folder in that of the replay
 WEIGHTS = "hf/model.safetensors"
-NAMES = {"step.json", "trace.jsonl", "metrics.jsonl", "hf/config.json", WEIGHTS}
+NAMES = ("step.json", "trace.jsonl", "metrics.jsonl", "hf/config.json", WEIGHTS)
 LARGEST, LARGEST_MODEL = 2**28, 10**8  # bytes of all parts, and of the weights
 MOST_LAYERS = 1000
 # Rewards that are computed again: `code`, or a user's, would run what the sender wrote.
@@ -52,77 +52,75 @@ SAFE = {*REWARDS, "math", "countdown", "choice", "stated", "ifeval"}
 STREAMS = "logprobs entropy old_logprobs rollout_logprobs ref_logprobs advantages".split()
 ROUNDING = 1e-5  # a difference below this share of the largest number is none
 EXACT = 17  # digits of a number that is read as it was
-
-
-# ---- in each rank of the replay ----
-
-
-class Recorder:
-    """What a replay writes to `parts` beside its trace."""
-
-    def __init__(self, run: Run, parts: Path):
-        """Begin before the step, with its weights. Collective."""
-        trace.GROUPS, trace.DIGITS = sys.maxsize, EXACT
-        self.run, self.parts, self.gradient = run, parts, {}
-        args, model = run.args, run.models[0]
-        module = sys.modules[type(args).__module__]
-        optimizer_step = module.optimizer_step
-
-        def step(*given):
-            self.gradient = self.gradient or gradient_of(model)
-            return optimizer_step(*given)
-
-        module.optimizer_step = step
-        is_small = 4 * sum(p.numel() for p in model.parameters()) <= LARGEST_MODEL
-        if is_small and not (args.lora_rank or args.vision or args.context_ranks > 1):
-            config = json.loads(run.checkpointer.files.get("config.json", "{}"))
-            config |= dict(dtype="float32", torch_dtype="float32")
-            write_model(model, {"config.json": json.dumps(config).encode()}, parts / "hf")
-
-    def write(self) -> None:
-        """Write the rest, after the updates. Collective."""
-        args, now = self.run.args, self.run.trace
-        thoughts, rows, packs = Thoughts(now.tokenizer, cut=True), {}, []
-        for position, group in now.sampled.items():
-            row = {name: x for name, x in group[0][0].row.items() if name[:1] != "_"}
-            rows[position] = dict(row=row, texts=[thoughts.opened(c) + c.text for c, _ in group])
-        for update, mb in ((forward.update, forward.mb) for forward in now.forwards):
-            shared = [*map(int.__sub__, mb.lengths, mb.model_tokens.lengths)]
-            packs.append(dict(update=update, index=mb.index_N.tolist(), shared=shared))
-        rows, packs = distributed.gather_dict(rows), distributed.gather_objects(packs)
-        dtype = str(self.run.models[0].compute_dtype).removeprefix("torch.")
-        about = dict(
-            script=type(args).__module__, step=self.run.finished + 1, gradient=self.gradient,
-            flags=flags_of(args) | dict(dtype=dtype), template=template_text(now.tokenizer),
-            packs=[*chain(*packs)], rows=[rows[position] for position in sorted(rows)],
-        )  # fmt: skip
-        if distributed.is_main():
-            (self.parts / "step.json").write_text(json.dumps(about, default=str))
-
-
-def gradient_of(model: nn.Module) -> dict[str, list[float]]:
-    """Return the norm and the sum of the gradient of each parameter. Collective."""
-    scale = 1.0 if model.loss_scale is None else model.loss_scale[0].item()  # of float16
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    gradients = {name: whole(x).double() / scale for name, x in gradients.items()}
-    return {name: [x.norm().item(), x.sum().item()] for name, x in gradients.items()}
+CPU = torch.device("cpu")
 
 
 # ---- the file ----
 
 
+@contextmanager
+def recorded(run: Run, parts: Path) -> Iterator[None]:
+    """Write to `parts` what a replay has beside its trace: before the step its weights, after the
+    updates the rest. Collective."""
+    trace.GROUPS, trace.DIGITS = sys.maxsize, EXACT
+    args, model = run.args, run.models[0]
+    is_small = 4 * sum(p.numel() for p in model.parameters()) <= LARGEST_MODEL
+    if is_small and not (args.lora_rank or args.vision or args.context_ranks > 1):
+        config = json.loads(run.checkpointer.files.get("config.json", "{}"))
+        config |= dict(dtype="float32", torch_dtype="float32")
+        write_model(model, {"config.json": json.dumps(config).encode()}, parts / "hf")
+    script = sys.modules[type(args).__module__]
+    optimizer_step, gradient = script.optimizer_step, {}
+
+    def step(*given):
+        if not gradient:
+            gradient.update(gradient_of(model))
+        return optimizer_step(*given)
+
+    script.optimizer_step = step
+    yield
+    tokenizer, rows, packs = run.trace.tokenizer, {}, []
+    thoughts = Thoughts(tokenizer, cut=True)
+    for position, group in run.trace.sampled.items():
+        row = {name: x for name, x in group[0][0].row.items() if name[:1] != "_"}
+        texts = [thoughts.opened(c) + c.text for c, _ in group]
+        rows[position] = dict(row=row | dict(_source="its row"), texts=texts)
+    for forward in run.trace.forwards:
+        if (mb := forward.mb).num_samples:
+            shared = [*map(int.__sub__, mb.lengths, mb.model_tokens.lengths)]
+            packs.append(dict(update=forward.update, index=mb.index_N.tolist(), shared=shared))
+    rows, packs = distributed.gather_dict(rows), distributed.gather_objects(packs)
+    dtype = str(model.compute_dtype).removeprefix("torch.")
+    about = dict(
+        script=script.__name__, step=run.finished + 1, gradient=gradient,
+        flags=flags_of(args) | dict(dtype=dtype), template=template_text(tokenizer),
+        packs=[*chain(*packs)], rows=[rows[position] for position in sorted(rows)],
+    )  # fmt: skip
+    if distributed.is_main():
+        (parts / "step.json").write_text(json.dumps(about, default=str))
+
+
+def gradient_of(model: nn.Module) -> dict[str, float]:
+    """Return the norm and the sum of the gradient of each parameter. Collective."""
+    scale = 1.0 if model.loss_scale is None else model.loss_scale[0].item()  # of float16
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: whole(x).double() / scale for name, x in gradients.items()}
+    sums = {f"sum of {name}": x.sum().item() for name, x in gradients.items()}
+    return {f"norm of {name}": x.norm().item() for name, x in gradients.items()} | sums
+
+
 def pack(folder: Path, step: int, out: Path) -> None:
     """Pack what the replay in `folder` has written."""
+    parts = folder / PARTS
     lines = trace_file.read(folder / "trace" / f"step_{step:06}.jsonl.gz")
-    (folder / PARTS / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    shutil.copy(folder / "metrics.jsonl", folder / PARTS)
-    files = {name: folder / PARTS / name for name in sorted(NAMES)}
-    files = {name: path for name, path in files.items() if path.is_file()}
-    if (size := sum(path.stat().st_size for path in files.values())) > LARGEST:
+    (parts / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    shutil.copy(folder / "metrics.jsonl", parts)
+    names = [name for name in NAMES if (parts / name).is_file()]
+    if (size := sum((parts / name).stat().st_size for name in names)) > LARGEST:
         raise ValueError(f"--pack {out}: {size / 1e9:.1f} GB are too much for a file")
     with zipfile.ZipFile(out, "x", zipfile.ZIP_DEFLATED) as file:
-        for name, path in files.items():
-            file.write(path, name)
+        for name in names:
+            file.write(parts / name, name)
     print(visible(f"{out}: {out.stat().st_size / 1e6:.1f} MB"))
 
 
@@ -150,14 +148,18 @@ def unpack(path: Path, folder: Path) -> tuple[dict, list[dict]]:
 
 # ---- the step again ----
 
+Number = tuple[str, str, float | None, float | None]  # quantity; place; in the file; computed here
+
 
 def check(path: Path) -> int:
     """Compute a packed step again, print what differs, and return the exit status."""
+    found = defaultdict(list)
     with TemporaryDirectory() as temporary:
         about, groups = unpack(path, folder := Path(temporary, "step"))
         hf = folder / "hf" if (folder / WEIGHTS).is_file() else None
         with named_errors(f"{path}: no packed step"):
-            found = compute(about, groups, hf)
+            for quantity, *number in computed(about, groups, hf):
+                found[quantity].append(number)
             lines = [verdict(quantity, numbers) for quantity, numbers in found.items()]
     if others := [name for name in about["flags"]["reward"] if name not in SAFE]:
         lines.append(f"not run, but taken as recorded: reward {', '.join(others)}")
@@ -167,149 +169,126 @@ def check(path: Path) -> int:
     return int(any("DIFFER" in line for line in lines))
 
 
-def verdict(quantity: str, numbers: list[tuple[str, list, list]]) -> str:
+def verdict(quantity: str, numbers: list) -> str:
     """Say whether a quantity differs, by how much, and where first."""
-    pairs = [
-        (place.replace("#", str(t)), x, y)
-        for place, then, now in numbers
-        for t, (x, y) in enumerate(zip(then, now, strict=True))
-    ]
-    largest = max((abs(x) for _, x, _ in pairs if x is not None), default=0.0)
-    apart = [(math.inf if None in (x, y) else abs(x - y), p, x, y) for p, x, y in pairs if x != y]
+    largest = max((abs(x) for _, x, _ in numbers if x is not None), default=0.0)
+    apart = [(math.inf if None in (x, y) else abs(x - y), p, x, y) for p, x, y in numbers if x != y]
     wrong = [each for each in apart if each[0] > ROUNDING * largest]
     if not wrong:
         rounding = f", but for rounding by up to {max(apart)[0]:.1g}" if apart else ""
-        return f"{quantity}: {len(pairs)} equal{rounding}"
+        return f"{quantity}: {len(numbers)} equal{rounding}"
     _, place, x, y = wrong[0]
-    by = max(size for size, *_ in wrong)
-    count = f"{len(wrong)} of {len(pairs)} DIFFER by up to {by:.3g}"
+    count = f"{len(wrong)} of {len(numbers)} DIFFER by up to {max(wrong)[0]:.3g}"
     return f"{quantity}: {count}; first {place}: {x} in the file, {y} here"
 
 
-def compute(
-    about: dict, groups: list[dict], hf: Path | None
-) -> dict[str, list[tuple[str, list, list]]]:
-    """Compute each quantity of a step from other numbers of the file, whose model is in `hf`.
-    Return by quantity the places, the numbers of the file there, and those computed here."""
-    if (script := about["script"]) not in SCRIPTS:
+def computed(about: dict, groups: list[dict], hf: Path | None) -> Iterator[Number]:
+    """Compute each quantity of a step from other numbers of the file, whose model is in `hf`."""
+    if about["script"] not in SCRIPTS:
         raise ValueError("its script is unknown")
     trace.DIGITS = EXACT
-    module, cpu, flags = importlib.import_module(script), torch.device("cpu"), about["flags"]
+    script, flags = importlib.import_module(about["script"]), about["flags"]
     safe = [name for name in flags["reward"] if name in SAFE]
-    weights = flags["reward_weights"] if len(safe) == len(flags["reward"]) else ()
-    args = object.__new__(module.Args)  # unchecked, because checks open files that flags name
+    weights = flags["reward_weights"] if safe == flags["reward"] else ()
+    args = object.__new__(script.Args)  # unchecked, because checks open files that flags name
     vars(args).update(flags | dict(reward=safe, reward_weights=weights, max_reward_errors=1.0))
     vars(args).update(reward_workers=2, reward_timeout=10.0)
-    found = defaultdict(list)
-    samples, trained = [], {}  # trained: by update and index
-    for group, row in zip(groups, about["rows"], strict=True):
-        samples.append([])
-        for g, (c, text) in enumerate(zip(group["completions"], row["texts"], strict=True)):
-            mask, source = [False] * c["start"] + c["mask"], dict(_source="its row")
-            sample = Completion(c["ids"], mask, c["start"], row["row"] | source, text=text)
-            sample.finish_reason = c["finish_reason"]
-            samples[-1].append(sample)
-            c["place"] = f"group {group['group']}, completion {g}"
-            for u in c["updates"]:
-                known = dict(advantages=[c["advantage"]] * len(c["mask"]), row={}) | c["fixed"] | u
-                trained[u["update"], u["index"]] = c, known
-
-    def add_table(name: str, x_PG: Tensor) -> None:
-        """Add numbers of completions; no rewards that failed."""
-        for group, x_G in zip(groups, x_PG, strict=True):
-            for c, x in zip(group["completions"], trace.all_rounded(x_G), strict=True):
-                if c["updates"] if name == "advantage" else c[name] is not None:
-                    found[name].append((c["place"], [c[name]], [x]))
-
-    def add(name: str, mb: PackedBatch, x: Tensor) -> None:
-        """Add numbers of the tokens of a micro-batch or, in rloo.py, of its completions."""
-        for n, index in enumerate(mb.index_N.tolist()):
-            c, known = trained[mb.update, index]
-            place = f"{c['place']}, update {mb.update}"
-            if name in known["row"]:
-                then, now = [known["row"][name]], x[n : n + 1]
-            else:
-                then, now = known[name], x[mb.offsets[n] + c["start"] - 1 : mb.offsets[n + 1]]
-                place += ", token #"
-            found[name].append((place, then, trace.all_rounded(now)))
-
-    # ---- rewards, by built-in functions alone ----
+    samples = [samples_of(*each) for each in zip(groups, about["rows"], strict=True)]
+    found = dict(advantage=advantages(groups, samples, args, script))
     if safe:
         tokenizer = SimpleNamespace(chat_template=about["template"], decode=lambda ids: "")
-        total_PG, by_name, _ = Rewards(args, [], tokenizer, cpu).wait(samples, Meter())
-        total = dict(reward=total_PG) if len(safe) == len(flags["reward"]) else {}
-        for name, x_PG in (by_name | total).items():
-            add_table(name, x_PG)
-
-    # ---- micro-batches, as the ranks had them ----
-    updates = defaultdict(list)
-    for each in about["packs"]:
-        sequences = []
-        for index, shared in zip(each["index"], each["shared"], strict=True):
-            c, known = trained[each["update"], index]
-            padded = {name: [0] * c["start"] + known[name] for name in STREAMS if name in known}
-            streams = {name: np.array(x, np.float32) for name, x in padded.items()}
-            mask = np.array([0] * c["start"] + known["loss_mask"], bool)
-            ids = np.array(c["ids"], np.int32)
-            sequences.append(TokenSequence(index, ids, mask, streams, shared=shared))
-        if sequences:  # a rank may have none
-            mb = join([sequences], streams, cpu)
-            mb.update = each["update"]
-            updates[mb.update].append(mb)
-
-    # ---- advantages, from the rewards of the file ----
-    first = [mb for mb in chain(*updates.values()) if mb.update < args.minibatches]  # each once
-    penalties_BG = truncation_penalties(samples, args.missing_eos_penalty)
-    if script == "dapo":
-        penalties_BG = penalties_BG + module.overlong_penalties(lengths(samples), args)
-    rewards = [[c["reward"] for c in group["completions"]] for group in groups]
-    rewards_BG = torch.from_numpy(np.array(rewards, np.float64)) + penalties_BG  # None: NaN
-    if script == "rloo" and args.beta:
-        kl = [kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, "k1") for mb in first]
-        kl = [mb.sequence_sums(kl_T) for mb, kl_T in zip(first, kl, strict=True)]
-        rewards_BG = rewards_BG - args.beta * per_sample(first, kl, rewards_BG.shape)
-    if script == "reinforce":
-        for mb in chain(*module.with_advantages([first], rewards_BG, args)):
-            add("advantages", mb, mb.advantages_T)
-    else:
-        function = module.ADVANTAGES[args.advantage] if script == "grpo" else module.advantages
-        add_table("advantage", function(rewards_BG))
-
-    # ---- losses; with the model, log-probs and the gradient of the first update ----
+        total_PG, by_name, _ = Rewards(args, [], tokenizer, CPU).wait(samples, Meter())
+        found |= by_name | (dict(reward=total_PG) if safe == flags["reward"] else {})
+    for name, x_PG in found.items():
+        yield from of_completions(name, x_PG, groups)
+    policy = None
     if hf is not None:
         if load_config(hf).get_text_config().num_hidden_layers > MOST_LAYERS:
             raise ValueError("its model has too many layers")
-        policy = load_policy(str(hf), module.Args(dtype=args.dtype), distributed.setup(0)[0])
-    for mb in chain(*updates.values()):
-        mb.logprobs_T.requires_grad_()
-        mb.entropy_T.requires_grad_()
+        policy = load_policy(str(hf), script.Args(dtype=args.dtype), distributed.setup(0)[0])
+    for update, mbs in micro_batches(about["packs"], groups).items():
+        yield from of_tokens(mbs, policy if update == 0 else None, args, script)
+    for name, now in gradient_of(policy).items() if policy is not None else ():
+        yield "gradient", name, about["gradient"][name], now
+
+
+def samples_of(group: dict, row: dict) -> Group:
+    """Return a group as the script had it, and name the places of its completions."""
+    samples = []
+    for g, (c, text) in enumerate(zip(group["completions"], row["texts"], strict=True)):
+        c["place"] = f"group {group['group']}, completion {g}"
+        mask = [False] * c["start"] + c["mask"]
+        samples.append(Completion(c["ids"], mask, c["start"], row["row"], text=text))
+        samples[-1].finish_reason = c["finish_reason"]
+    return samples
+
+
+def advantages(groups: list[dict], samples: list[Group], args, script: ModuleType) -> Tensor:
+    """Return the advantages by the rewards of the file, [B, G]."""
+    rewards = [[c["reward"] for c in group["completions"]] for group in groups]
+    rewards_BG = torch.from_numpy(np.array(rewards, np.float64))  # None: NaN
+    rewards_BG += truncation_penalties(samples, args.missing_eos_penalty)
+    if script.__name__ == "grpo":
+        return script.ADVANTAGES[args.advantage](rewards_BG)
+    return script.advantages(rewards_BG + script.overlong_penalties(lengths(samples), args))
+
+
+def of_completions(name: str, x_PG: Tensor, groups: list[dict]) -> Iterator[Number]:
+    """Yield the numbers of completions; no rewards that failed, no advantages without an update."""
+    for group, x_G in zip(groups, x_PG, strict=True):
+        for c, x in zip(group["completions"], trace.all_rounded(x_G), strict=True):
+            if c["updates"] if name == "advantage" else c[name] is not None:
+                yield name, c["place"], c[name], x
+
+
+# With what the file has of each completion in it. Its lists begin with the first trained token.
+MicroBatch = tuple[PackedBatch, list[dict]]
+
+
+def micro_batches(packs: list[dict], groups: list[dict]) -> dict[int, list[MicroBatch]]:
+    """Return by update the micro-batches of all ranks, as they had them."""
+    known = {}
+    for c in chain(*(group["completions"] for group in groups)):
+        for u in c["updates"]:
+            constant = dict(advantages=[c["advantage"]] * len(c["mask"]))
+            known[u["update"], u["index"]] = c | constant | c["fixed"] | u
+    updates = defaultdict(list)
+    for pack in packs:
+        completions = [known[pack["update"], index] for index in pack["index"]]
+        sequences = []
+        for index, c, shared in zip(pack["index"], completions, pack["shared"], strict=True):
+            prompt = [0] * c["start"]
+            streams = {name: prompt + c[name] for name in STREAMS if name in c}
+            sample = Sample(c["ids"], prompt + c["loss_mask"], streams=streams)
+            sequences.append(sequence_of(index, sample)._replace(shared=shared))
+        mb = join([sequences], sequences[0].streams, CPU)
+        updates[pack["update"]].append((mb, completions))
+    return updates
+
+
+def of_tokens(
+    mbs: list[MicroBatch], policy: PackedModel | None, args, script: ModuleType
+) -> Iterator[Number]:
+    """Yield the numbers of the tokens of an update: losses, and log-probs of a policy, which then
+    has the gradient."""
+    tokens, sequences = count_trained([mb for mb, _ in mbs])
+    names = inspect.signature(script.loss).parameters
+    for mb, completions in mbs:
+        inputs = mb.logprobs_T.requires_grad_(), mb.entropy_T.requires_grad_()
         is_engine = getattr(args, "old_logprobs", None) == "engine"
-        old_T = mb.rollout_logprobs_T if is_engine else mb.old_logprobs_T
-        tokens, sequences = count_trained(updates[mb.update])
-        given = dict(old_logprobs_T=old_T, mask_T=mb.loss_mask_T, tokens=tokens, args=args)
-        given |= dict(sequences=sequences, num_completions=sequences)
-        if script == "rloo":
-            where = mb.loss_mask_T, mb.sequence_ids_T, args.correction_form
-            A = [trained[mb.update, index][0]["advantage"] for index in mb.index_N.tolist()]
-            given |= dict(
-                logprobs_N=mb.sequence_sums(mb.logprobs_T), old_logprobs_N=mb.sequence_sums(old_T),
-                weights_N=importance_weights(old_T, mb.rollout_logprobs_T, *where)[mb.ends_N],
-                advantages_N=torch.tensor(A, dtype=torch.float64),
-            )  # fmt: skip
-        names = inspect.signature(module.loss).parameters
-        share, logged = module.loss(**{x: given.get(x, getattr(mb, x, None)) for x in names})
-        share.sum().backward()
-        for name, x in (dict(share=share, logprobs_gradient=mb.logprobs_T.grad) | logged).items():
-            add(name, mb, x)
-        if hf is not None and mb.update == 0:
+        given = dict(mask_T=mb.loss_mask_T, tokens=tokens, sequences=sequences, args=args)
+        given["old_logprobs_T"] = mb.rollout_logprobs_T if is_engine else mb.old_logprobs_T
+        given = {x: given[x] if x in given else getattr(mb, x) for x in names}
+        share_T, logged = script.loss(**given)
+        gradients = torch.autograd.grad(share_T.sum(), inputs, materialize_grads=True)
+        found = dict(share=share_T, logprobs_gradient=gradients[0]) | logged
+        if policy is not None:
             logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-            computed = dict(logprobs=logprobs_T, old_logprobs=logprobs_T, entropy=entropy_T)
-            for name, x_T in computed.items():
-                add(name, mb, x_T)
-            total = (logprobs_T * mb.logprobs_T.grad).sum()
-            if mb.entropy_T.grad is not None:
-                total = total + (entropy_T * mb.entropy_T.grad).sum()
-            total.backward()
-    for name, then in about["gradient"].items() if hf is not None else ():
-        found["gradient"].append((name, then, gradient_of(policy)[name]))
-    return found
+            found |= dict(logprobs=logprobs_T, old_logprobs=logprobs_T, entropy=entropy_T)
+            torch.autograd.backward((logprobs_T, entropy_T), gradients)
+        for n, c in enumerate(completions):
+            trained = slice(mb.offsets[n] + c["start"] - 1, mb.offsets[n + 1])
+            for name, x_T in found.items():
+                pairs = zip(c[name], trace.all_rounded(x_T[trained]), strict=True)
+                for t, (then, now) in enumerate(pairs):
+                    yield name, f"{c['place']}, update {c['update']}, token {t}", then, now

@@ -22,8 +22,6 @@ REWARDS = ("--model", "tiny-sft", "--prompt_format", "plain", "--reward", "exact
 SCRIPTS = {
     "grpo": (2, *REWARDS, "--beta", 0.1, "--entropy_coef", 0.01, "--missing_eos_penalty", 0.5),
     "dapo": (1, "--overlong_buffer", 0.5),
-    "reinforce": (2, "--beta", 0.1),
-    "rloo": (1, "--beta", 0.1),
 }
 
 
@@ -196,7 +194,7 @@ def test_only_steps_of_some_scripts_are_packed_to_new_files(tmp_path, monkeypatc
     """Before anything is run again."""
     (tmp_path / "metrics.jsonl").write_text("")
     for script, file, problem in (
-        ("sft", "x.zip", f"--pack: {ROOT}/sft.py is none of dapo, grpo, reinforce, rloo"),
+        ("sft", "x.zip", f"--pack: {ROOT}/sft.py is none of grpo, dapo"),
         ("grpo", "args.yaml", f"--pack {tmp_path}/args.yaml: name a new file that ends in .zip"),
         ("grpo", "old.zip", f"--pack {tmp_path}/old.zip: name a new file that ends in .zip"),
     ):
