@@ -20,9 +20,7 @@ def make_scorer(function: Callable, name: str, args: SamplingArgs, thoughts: Tho
     """Return the scorer of a reward that runs programs. Raises `ValueError` where they cannot be
     confined."""
     unsafe = args.unsafe_code_execution
-    if not unsafe and (problem := program.problem()):
-        hint = "--unsafe_code_execution runs programs without this protection"
-        raise ValueError(f"--reward {name}: {problem}; {hint}")
+    program.require_confinement(unsafe, f"--reward {name}")
     limits = program.Limits(seconds=args.reward_timeout)
     free = asyncio.Semaphore(args.reward_workers)
 

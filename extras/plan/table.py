@@ -9,7 +9,7 @@ Nothing here is measured. Weights are not loaded: models are built on meta from 
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
@@ -99,14 +99,6 @@ def launch_of(script: str, size: str, method: str, gpus: int, card: int, ways: i
     return Launch(args, gpus, GPUS[kind], gpus, [policy], [], [], prompt, each)
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a launch needs of each GPU at least, and what it does on each kind of card."""
-
-    memory: float  # GiB of a card
-    figures: tuple[str, ...]  # of each card: tokens/s or seconds of a step, "-" if it does not fit
-
-
 def least_memory(launch: Launch) -> float:
     """Return the GiB of the smallest card for the launch: blocks recompute their activations, and
     an engine has room for its weights and one sequence."""
@@ -121,7 +113,7 @@ def least_memory(launch: Launch) -> float:
 
 def figure(launches: Sequence[Launch]) -> str:
     """Return tokens/s of sft.py on all GPUs or seconds of a step of grpo.py, to two digits, for the
-    first launch that fits."""
+    first launch that fits; "-" if none does."""
     fits = (each for each in launches if least_memory(each) * GIB <= each.gpu.memory)
     launch = next(fits, None)
     if launch is None:
@@ -133,10 +125,10 @@ def figure(launches: Sequence[Launch]) -> str:
 
 
 @cache
-def need(script: str, size: str, gpus: int, method: str) -> Need:
+def launches_of(script: str, size: str, gpus: int, method: str) -> list[list[Launch]]:
+    """Return for each card the launches in all ways to divide the engines."""
     ways = (1, 2, 4, 8) if script == "grpo" and gpus == 8 else (1,)
-    cards = [[launch_of(script, size, method, gpus, card, n) for n in ways] for card in CARDS]
-    return Need(min(map(least_memory, cards[0])), tuple(map(figure, cards)))
+    return [[launch_of(script, size, method, gpus, card, n) for n in ways] for card in CARDS]
 
 
 def row(*cells: str) -> str:
@@ -151,14 +143,15 @@ def lines(sizes: Sequence[str] = SIZES, scripts: Sequence[str] = SCRIPTS) -> Ite
         yield f"|---|{'--:|' * len(METHODS) * len(COUNTS)}"
         for size in sizes:
             cases = product(COUNTS.values(), METHODS)
-            yield row(size, *(f"{need(script, size, *case).memory:.1f}" for case in cases))
+            launches = [launches_of(script, size, *case)[0] for case in cases]
+            yield row(size, *(f"{min(map(least_memory, each)):.1f}" for each in launches))
         yield ""
         unit = dict(sft="tokens/s", grpo="s/step")[script]
         yield row(f"{script}.py, {unit}", *(f"{n}, {card} GB" for n in COUNTS for card in CARDS))
         yield f"|---|{'--:|' * len(CARDS) * len(COUNTS)}"
         for size, method in product(sizes, TIMED):
-            both = (need(script, size, n, method).figures for n in COUNTS.values())
-            yield row(f"{size}, {method}", *chain(*both))
+            cards = chain(*(launches_of(script, size, n, method) for n in COUNTS.values()))
+            yield row(f"{size}, {method}", *map(figure, cards))
         yield ""
 
 

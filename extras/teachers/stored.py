@@ -156,10 +156,8 @@ def _claim(folder: Path, digest: str) -> None:
     mark = folder / "digest"
     if distributed.is_main() and not (mark.is_file() and mark.read_text() == digest):
         folder.mkdir(exist_ok=True)
-        for old in (
-            mark,
-            *folder.glob("*.safetensors"),
-        ):  # the mark first: a kill may leave half of the files
+        # The mark first: a kill may leave half of the files.
+        for old in (mark, *folder.glob("*.safetensors")):
             old.unlink(missing_ok=True)
         durable.write_text(mark, digest)
     distributed.barrier()
@@ -174,7 +172,6 @@ def _read(file: Path, count: int) -> Tensor:
         if len(rows_MX) != count:
             raise ValueError("another number of tokens")
     except (OSError, SafetensorError, ValueError, RecursionError, KeyError) as error:
-        raise ValueError(
-            f"{file} is damaged; delete it: {distributed.first_line(error)}"
-        ) from error
+        problem = distributed.first_line(error)
+        raise ValueError(f"{file} is damaged; delete it: {problem}") from error
     return rows_MX

@@ -4,6 +4,7 @@ the calls of an episode. It is stopped between them: what a thread does then, no
 import os
 import signal
 import time
+from functools import partial
 from itertools import count
 
 from extras.code.sandbox import program
@@ -42,12 +43,7 @@ def run(number, code):
 """
 
 
-def require_confinement(unsafe: bool) -> None:
-    """Raise `ValueError` if this machine cannot confine programs, unless `unsafe`."""
-    problem = program.problem()
-    if problem and not unsafe:
-        hint = "--unsafe_code_execution runs programs without this protection"
-        raise ValueError(f"--tools python: {problem}; {hint}")
+require_confinement = partial(program.require_confinement, what="--tools python")
 
 
 class Interpreter:

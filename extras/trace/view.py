@@ -17,7 +17,6 @@ import sys
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -57,7 +56,10 @@ def collect(folders: list[Path]) -> dict:
                 images |= {str(span["digest"]): str(span["file"]) for span in spans}
             except (LookupError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}: damaged; delete it") from error
-        metrics = {name: [list(of), list(of.values())] for name, of in run.metrics.items()}
+        metrics = {
+            name: [list(of), [x if abs(x) < math.inf else None for x in of.values()]]  # no NaN
+            for name, of in run.metrics.items()
+        }
         name = run.folder.resolve().name
         found.append(dict(name=name, folder=str(run.folder), metrics=metrics, traces=traces))
     names = list(dict.fromkeys(chain(*(run.metrics for run in runs))))
@@ -72,15 +74,6 @@ def collect(folders: list[Path]) -> dict:
 
 
 # ---- the page ----
-
-
-def finite(x: Any) -> Any:
-    """Return `x` with null for numbers that JSON lacks."""
-    if isinstance(x, dict):
-        return {str(name): finite(value) for name, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def page(data: dict) -> str:
@@ -99,7 +92,7 @@ def page(data: dict) -> str:
         f"default-src 'none'; style-src 'sha256-{digest(style)}'; "
         f"script-src 'sha256-{digest(script)}'; img-src data:; base-uri 'none'; form-action 'none'"
     )
-    text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text = text.replace("<", "\\u003c")  # it stands inside a script element
     parts = dict(policy=policy, style=style, script=script, data=text)
     before, *after = source("page.html").split("{{")

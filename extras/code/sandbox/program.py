@@ -175,6 +175,9 @@ def problem() -> str | None:
     return None
 
 
-def require_confinement(unsafe: bool) -> None:
+def require_confinement(unsafe: bool, what: str = "programs cannot be run safely here") -> None:
+    """Raise `ValueError` that begins with `what` if this machine cannot confine programs, unless
+    `unsafe`."""
     if not unsafe and problem():
-        raise ValueError(f"programs cannot be run safely here: {problem()}")
+        hint = "--unsafe_code_execution runs programs without this protection"
+        raise ValueError(f"{what}: {problem()}; {hint}")
