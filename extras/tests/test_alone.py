@@ -10,7 +10,7 @@ from scripts import SCRIPTS
 import extras
 from bench.models import checkpoint
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 EXTRAS = sorted(path.name for path in HERE.iterdir() if (path / "tests").is_dir())
 # Extras that need another one, as course/reading_order.md says.
 USES = {
