@@ -415,7 +415,7 @@ def test_run_is_equal_on_one_and_two_ranks_and_resumes(model, sums, tmp_path, ma
 
 @pytest.fixture(scope="module")
 def model(request):
-    """Return the tiny model with one layer. `small` of tests/conftest.py has the name of a function
+    """Return the tiny model with one layer. `small` of the fixtures has the name of a function
     here."""
     return request.getfixturevalue("small")[1]
 
