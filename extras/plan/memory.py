@@ -51,8 +51,9 @@ def blocks_to_keep(model: nn.Module, room: float, ranks: int, args: TrainArgs) -
     count = num_blocks(model)
     if args.activation_checkpointing is not None:
         return 0 if args.activation_checkpointing else count
-    if is_capped(model):
-        return 0
+    config = model.hf.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return 0  # attention needs all scores at once, whose memory is not predicted
     has_switches = isinstance(model.hf.get_decoder().layers[0], GradientCheckpointingLayer)
     choices = range(count + 1) if has_switches else (0, count)
     peaks = {kept: total(training_peak(model, ranks, args.pack_tokens, kept)) for kept in choices}
@@ -66,11 +67,6 @@ def keep_activations(model: nn.Module, count: int) -> None:
         model.hf.gradient_checkpointing_disable()
     for block in model.hf.get_decoder().layers[num_blocks(model) - count :]:
         block.gradient_checkpointing = False
-
-
-def is_capped(model: nn.Module) -> bool:
-    """Return whether attention needs all scores at once, whose memory is not predicted."""
-    return getattr(model.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def training_peak(model: nn.Module, ranks: int, pack_tokens: int, kept: int) -> Bytes:

@@ -49,16 +49,12 @@ class Spans:
         sizes = zeros_T.index_add(0, span_T, torch.ones_like(old_T)).clamp(min=1)
         means = zeros_T.index_add(0, span_T, old_T) / sizes
         teacher_T = self.shares_T + (old_T - means[span_T])
+        unknown = ("divergence_T", "teacher_entropy_T", "teacher_mass_T", "agree_T")
         return Comparison(
-            student.logprobs_T,
-            None,
-            student.entropy_T,
-            old_T - teacher_T,
-            teacher_T,
-            None,
-            None,
-            None,
-        )
+            logprobs_T=student.logprobs_T, entropy_T=student.entropy_T,
+            reverse_kl_T=old_T - teacher_T, teacher_logprobs_T=teacher_T,
+            **dict.fromkeys(unknown),
+        )  # fmt: skip
 
 
 class Reading(NamedTuple):

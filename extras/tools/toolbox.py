@@ -35,11 +35,8 @@ class Outcome(NamedTuple):
 
 def settings_of(args: "SamplingArgs") -> dict:
     """Return the flags that a toolbox and its sources read, as plain values."""
-    return dict(
-        tools=args.tools,
-        answer_seconds=args.answer_seconds,
-        unsafe_code_execution=args.unsafe_code_execution,
-    )
+    names = ("tools", "answer_seconds", "unsafe_code_execution")
+    return {name: getattr(args, name) for name in names}
 
 
 def load_toolbox(settings: dict) -> Callable[[], "Toolbox"]:

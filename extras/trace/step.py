@@ -134,10 +134,7 @@ def unpack(path: Path, folder: Path) -> tuple[dict, list[dict]]:
         kinds = {x.compress_type for x in members} - {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
         if kinds or sum(x.file_size for x in members) > LARGEST:
             raise ValueError("its parts are too large, or compressed in another way")
-        (folder / "hf").mkdir(parents=True)
-        for member in members:
-            with file.open(member) as source, (folder / member.filename).open("wb") as target:
-                shutil.copyfileobj(source, target)
+        file.extractall(folder)
         about = json.loads((folder / "step.json").read_bytes())
         lines = [*map(json.loads, (folder / "trace.jsonl").open(encoding="utf-8"))]
         trace_path = folder / "trace" / f"step_{int(about['step']):06}.jsonl.gz"

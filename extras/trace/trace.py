@@ -58,17 +58,16 @@ class Forward:
         lengths = [len(x_N) for x_N in self.rows.values() if len(x_N)]
         return max((self.mb.num_samples // length for length in lengths), default=1)
 
-    def share(self, n: int | None = None) -> float:
-        """Return what sample n adds to the loss, or all samples. The share of a pair counts for its
-        first sample."""
+    def share(self, n: int) -> float:
+        """Return what sample n adds to the loss. The share of a pair counts for its first
+        sample."""
         total = 0.0
         if "share" in self.tokens:
-            token_slice = slice(None) if n is None else slice(*self.mb.offsets[n : n + 2])
-            total += self.tokens["share"][token_slice].double().sum().item()
-        if "share" in self.rows:
-            G = self.samples_per_row
-            row_slice = slice(None) if n is None else slice(n // G, n // G + (n % G == 0))
-            total += self.rows["share"][row_slice].double().sum().item()
+            start, end = self.mb.offsets[n : n + 2]
+            total += self.tokens["share"][start:end].double().sum().item()
+        row, index_in_row = divmod(n, self.samples_per_row)
+        if "share" in self.rows and not index_in_row:
+            total += self.rows["share"][row].item()
         return total
 
 
@@ -111,9 +110,8 @@ class Trace:
         self.on = False
         self.updates = 0
         self.forwards: list[Forward] = []
-        self.sampled: dict[
-            int, list[tuple[Completion, dict[str, float]]]
-        ] = {}  # by position in the step
+        # by position in the step
+        self.sampled: dict[int, list[tuple[Completion, dict[str, float]]]] = {}
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_) -> None:
@@ -148,11 +146,9 @@ class Trace:
     ) -> None:
         """Keep values of the tokens of a micro-batch, and of its samples or pairs."""
         if self.on:
-            forward = next(
-                (forward for forward in reversed(self.forwards) if forward.mb is mb), None
-            )
-            if forward is None:  # a script that changes its micro-batch after the forward
-                self.forwards.append(forward := Forward(self.updates, mb, {}))
+            if not any(forward.mb is mb for forward in self.forwards):
+                self.forwards.append(Forward(self.updates, mb, {}))  # changed after its forward
+            forward = [forward for forward in self.forwards if forward.mb is mb][-1]
             forward.tokens |= {name: x_T.detach() for name, x_T in values_T.items()}
             forward.rows |= {name: x_N.detach() for name, x_N in values_N.items()}
 
@@ -183,19 +179,15 @@ class Trace:
         lines = {i: self._line(i, chosen[i], groups[i], numbers) for i in chosen if i in groups}
         lines = distributed.gather_dict(lines)
         weights = distributed.gather_objects([fingerprint(model) for model in self.models])
-        header = dict(schema=SCHEMA, step=step, loss=self._losses(), weights=weights)
+        losses = [0.0] * (1 + max((share.update for share in shares.values()), default=0))
+        for share in shares.values():
+            losses[share.update] += share.loss
+        header = dict(schema=SCHEMA, step=step, loss=losses, weights=weights)
         if distributed.is_main():
             path = Path(self.args.output_dir, "trace", f"step_{step:06}.jsonl.gz")
             write(path, [header, *(lines[i] for i in chosen)])
         self.forwards = []
         self.sampled = {}
-
-    def _losses(self) -> list[float]:
-        """Return the loss of each update, of all ranks. Collective."""
-        sums = [0.0] * (1 + max((forward.update for forward in self.forwards), default=0))
-        for forward in self.forwards:
-            sums[forward.update] += forward.share()
-        return distributed.all_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
 
     # ---- samples: text and rewards are on the rank that gave them to the packer, numbers of the
     # update on the rank that trained on them
