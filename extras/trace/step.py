@@ -196,14 +196,15 @@ def computed(about: dict, groups: list[dict], hf: Path | None) -> Iterator[Numbe
         tokenizer = SimpleNamespace(chat_template=about["template"], decode=lambda ids: "")
         total_PG, by_name, _ = Rewards(args, [], tokenizer, CPU).wait(samples, Meter())
         found |= by_name | (dict(reward=total_PG) if safe == flags["reward"] else {})
+    completions = [*chain(*(group["completions"] for group in groups))]
     for name, x_PG in found.items():
-        yield from of_completions(name, x_PG, groups)
+        yield from of_completions(name, x_PG, completions)
     policy = None
     if hf is not None:
         if load_config(hf).get_text_config().num_hidden_layers > MOST_LAYERS:
             raise ValueError("its model has too many layers")
         policy = load_policy(str(hf), script.Args(dtype=args.dtype), distributed.setup(0)[0])
-    for update, mbs in micro_batches(about["packs"], groups).items():
+    for update, mbs in micro_batches(about["packs"], completions).items():
         yield from of_tokens(mbs, policy if update == 0 else None, args, script)
     for name, now in gradient_of(policy).items() if policy is not None else ():
         yield "gradient", name, about["gradient"][name], now
@@ -230,36 +231,34 @@ def advantages(groups: list[dict], samples: list[Group], args, script: ModuleTyp
     return script.advantages(rewards_BG + script.overlong_penalties(lengths(samples), args))
 
 
-def of_completions(name: str, x_PG: Tensor, groups: list[dict]) -> Iterator[Number]:
+def of_completions(name: str, x_PG: Tensor, completions: list[dict]) -> Iterator[Number]:
     """Yield the numbers of completions; no rewards that failed, no advantages without an update."""
-    for group, x_G in zip(groups, x_PG, strict=True):
-        for c, x in zip(group["completions"], trace.all_rounded(x_G), strict=True):
-            if c["updates"] if name == "advantage" else c[name] is not None:
-                yield name, c["place"], c[name], x
+    for c, x in zip(completions, trace.all_rounded(x_PG.flatten()), strict=True):
+        if c["updates"] if name == "advantage" else c[name] is not None:
+            yield name, c["place"], c[name], x
 
 
 # With what the file has of each completion in it. Its lists begin with the first trained token.
 MicroBatch = tuple[PackedBatch, list[dict]]
 
 
-def micro_batches(packs: list[dict], groups: list[dict]) -> dict[int, list[MicroBatch]]:
+def micro_batches(packs: list[dict], completions: list[dict]) -> dict[int, list[MicroBatch]]:
     """Return by update the micro-batches of all ranks, as they had them."""
     known = {}
-    for c in chain(*(group["completions"] for group in groups)):
+    for c in completions:
         for u in c["updates"]:
             constant = dict(advantages=[c["advantage"]] * len(c["mask"]))
             known[u["update"], u["index"]] = c | constant | c["fixed"] | u
     updates = defaultdict(list)
     for pack in packs:
-        completions = [known[pack["update"], index] for index in pack["index"]]
+        packed = [known[pack["update"], index] for index in pack["index"]]
         sequences = []
-        for index, c, shared in zip(pack["index"], completions, pack["shared"], strict=True):
+        for c, shared in zip(packed, pack["shared"], strict=True):
             prompt = [0] * c["start"]
             streams = {name: prompt + c[name] for name in STREAMS if name in c}
             sample = Sample(c["ids"], prompt + c["loss_mask"], streams=streams)
-            sequences.append(sequence_of(index, sample)._replace(shared=shared))
-        mb = join([sequences], sequences[0].streams, CPU)
-        updates[pack["update"]].append((mb, completions))
+            sequences.append(sequence_of(c["index"], sample)._replace(shared=shared))
+        updates[pack["update"]].append((join([sequences], streams, CPU), packed))
     return updates
 
 
