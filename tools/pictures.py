@@ -63,7 +63,7 @@ def memory() -> Figure:
     """GiB of each GPU that a launch needs, from extras/plan/table.py."""
     from extras.plan.launch import GPUS
     from extras.plan.memory import GIB
-    from extras.plan.table import CARDS, METHODS, SIZES, need
+    from extras.plan.table import CARDS, METHODS, SIZES, needed
 
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 5), sharey=True, layout="constrained")
     cases = list(product(SIZES, METHODS))
@@ -71,7 +71,7 @@ def memory() -> Figure:
     for axis, gpus in zip(axes, (1, 8), strict=True):
         for shift, script, colour in ((-0.2, "sft", BLUE), (0.2, "grpo", ORANGE)):
             places = [place + shift for place in range(len(cases))]
-            gib = [need(script, size, gpus, method).memory for size, method in cases]
+            gib = [needed(script, size, gpus, method) for size, method in cases]
             axis.barh(places, gib, 0.38, color=colour, label=f"{script}.py")
         for card in CARDS:
             place = GPUS[CARDS[card]].memory / GIB

@@ -131,6 +131,11 @@ def launches_of(script: str, size: str, gpus: int, method: str) -> list[list[Lau
     return [[launch_of(script, size, method, gpus, card, n) for n in ways] for card in CARDS]
 
 
+def needed(script: str, size: str, gpus: int, method: str) -> float:
+    """Return the GiB of the smallest card for a launch, whichever way its engines are divided."""
+    return min(map(least_memory, launches_of(script, size, gpus, method)[0]))
+
+
 def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -143,8 +148,7 @@ def lines(sizes: Sequence[str] = SIZES, scripts: Sequence[str] = SCRIPTS) -> Ite
         yield f"|---|{'--:|' * len(METHODS) * len(COUNTS)}"
         for size in sizes:
             cases = product(COUNTS.values(), METHODS)
-            launches = [launches_of(script, size, *case)[0] for case in cases]
-            yield row(size, *(f"{min(map(least_memory, each)):.1f}" for each in launches))
+            yield row(size, *(f"{needed(script, size, *case):.1f}" for case in cases))
         yield ""
         unit = dict(sft="tokens/s", grpo="s/step")[script]
         yield row(f"{script}.py, {unit}", *(f"{n}, {card} GB" for n in COUNTS for card in CARDS))
