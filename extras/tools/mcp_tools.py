@@ -12,7 +12,6 @@ import resource
 import shlex
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import cache, cached_property
 
 import anyio
@@ -29,20 +28,48 @@ VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[A-Za-z_]\w*=.*", re.DOTALL)  # of env:
 logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it reports each line that is no message
 
 
-class Server:
-    """Server that starts at its first question, and again after it has ended. Its event loop has a
-    thread."""
+class McpTools:
+    """The tools of a server, with the methods of `Functions`. It starts at its first question, and
+    again after it has ended. Its event loop has a thread."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], seconds: float):
+    def __init__(self, label: str, command: list[str], environment: dict[str, str], seconds: float):
         """`seconds`: time limit of the start and of each answer."""
+        self.label = label
         self.command = command
         self.environment = environment
         self.seconds = seconds
         self.stack = ExitStack()  # ends it
         self.client: Client | None = None  # None while it does not run
 
+    @cached_property
     def tools(self) -> list[Tool]:
-        """Return all tools. Raises `ToolError`, or `TimeoutError`."""
+        """All tools. The server ends after it has listed them. Raises `ValueError`."""
+        try:
+            tools = self._listed()
+        except (ToolError, TimeoutError) as error:
+            raise ValueError(f"{self.label}: {error}; try the command by hand") from error
+        finally:
+            self.end()
+        if not tools:
+            raise ValueError(f"{self.label}: the server has no tools")
+        return tools
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.name for tool in self.tools]
+
+    def schemas(self) -> list[dict]:
+        """Return their JSON schemas, as the server has them."""
+        functions = [
+            dict(name=t.name, description=t.description or "", parameters=t.input_schema)
+            for t in self.tools
+        ]
+        return [dict(type="function", function=function) for function in functions]
+
+    def begin(self, row: dict) -> None:
+        """Do nothing: an episode without calls needs no server."""
+
+    def _listed(self) -> list[Tool]:
         tools: list[Tool] = []
         cursor = None
         for _ in range(PAGES):
@@ -66,7 +93,7 @@ class Server:
             return json.dumps(result.structured_content, ensure_ascii=False)
         return text
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the server. It has two seconds to end by itself."""
         self.stack.close()
         self.client = None
@@ -90,7 +117,7 @@ class Server:
                 problem = f"no answer within {self.seconds:g} s"
             if is_late or code == CONNECTION_CLOSED:
                 problem += "; the next call starts the server anew"
-                self.close()
+                self.end()
             raise (TimeoutError if is_late else ToolError)(problem) from error
 
     def _start(self) -> None:
@@ -109,7 +136,7 @@ class Server:
             cause = error
             while isinstance(cause, ExceptionGroup):
                 cause = cause.exceptions[0]
-            self.close()
+            self.end()
             is_late = isinstance(cause, TimeoutError)
             problem = f"no answer within {self.seconds:g} s" if is_late else one_line(cause)
             kind = TimeoutError if is_late else ToolError
@@ -134,51 +161,6 @@ def without_memory_limit() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@dataclass(eq=False)
-class McpTools:
-    """The tools of a server, with the methods of `Functions`."""
-
-    label: str
-    command: list[str]
-    environment: dict[str, str]
-    seconds: float
-
-    @cached_property
-    def tools(self) -> list[Tool]:
-        """Tools of a server that is started to list them. Raises `ValueError`."""
-        server = Server(self.command, self.environment, self.seconds)
-        try:
-            tools = server.tools()
-        except (ToolError, TimeoutError) as error:
-            raise ValueError(f"{self.label}: {error}; try the command by hand") from error
-        finally:
-            server.close()
-        if not tools:
-            raise ValueError(f"{self.label}: the server has no tools")
-        return tools
-
-    @property
-    def names(self) -> list[str]:
-        return [tool.name for tool in self.tools]
-
-    def schemas(self) -> list[dict]:
-        """Return their JSON schemas, as the server has them."""
-        functions = [
-            dict(name=t.name, description=t.description or "", parameters=t.input_schema)
-            for t in self.tools
-        ]
-        return [dict(type="function", function=function) for function in functions]
-
-    def begin(self, row: dict) -> None:
-        self.server = Server(self.command, self.environment, self.seconds)
-
-    def call(self, name: str, arguments: dict) -> str:
-        return self.server.call(name, arguments)
-
-    def end(self) -> None:
-        self.server.close()
 
 
 @cache

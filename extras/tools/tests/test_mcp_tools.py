@@ -15,7 +15,7 @@ from common.config.groups import flags_of
 from common.config.parse import one_line
 from common.train.checkpoint import model_card
 from common.workers.pool import ForkServer, Process
-from extras.tools.mcp_tools import Server, mcp_source
+from extras.tools.mcp_tools import mcp_source
 from extras.tools.schemas import tool_schemas
 from extras.tools.sources import ToolError
 
@@ -77,13 +77,13 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def server(plain):
-    with closing(Server(mcp_source(plain, 1).command, {}, PATIENCE)) as server:
-        yield server
+    server = mcp_source.__wrapped__(plain, PATIENCE)
+    yield server
+    server.end()
 
 
 def test_results_become_text(server):
-    tools = [tool.name for tool in server.tools()]
-    assert tools == "echo mixed structured failed broken hang die".split()
+    assert server.names == "echo mixed structured failed broken hang die".split()
     assert server.call("echo", dict(text="é\n<b>")) == "é\n<b>"
     assert server.call("mixed", dict(text="a")) == "a\n[content of type image]\na"
     assert server.call("structured", {}) == '{"n": 1}'
@@ -184,7 +184,7 @@ def test_server_of_the_page(tmp_path):
     (tmp_path / "shop.py").write_text(code)
     source = mcp_source(f"mcp:{sys.executable} {tmp_path / 'shop.py'}", PATIENCE)
     source.begin({})
-    source.tools = source.server.tools()
+    source.tools = source._listed()
     (function,) = (schema["function"] for schema in source.schemas())
     assert function["name"] == "price"
     assert function["description"] == "Return the price of an item."
