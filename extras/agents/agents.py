@@ -209,10 +209,8 @@ class Agents:
     def _report(self, ignored: list[str]) -> None:
         """Report parameters that have no effect, once."""
         if not self.reported.issuperset(ignored):
-            names = ", ".join(ignored)
-            distributed.say(
-                f"--agent: {names} of requests have no effect; the run's distribution is sampled"
-            )
+            problem = f"{', '.join(ignored)} of requests have no effect"
+            distributed.say(f"--agent: {problem}; the run's distribution is sampled")
         self.reported.update(ignored)
 
     # ---- answers ----

@@ -85,8 +85,8 @@ def called_names(source: str) -> set[str]:
 def parse_tests(row: dict) -> list[Test]:
     """Return the tests of a row, at least one. Raises `ValueError` naming the row and the column if
     they are malformed."""
-    parsers = dict(input_output=parse_apps, tests=parse_list, test_list=parse_mbpp)
-    parsers["test"] = parse_humaneval
+    parsers = dict(input_output=parse_apps, tests=lambda items, _: [*map(parse_item, items)])
+    parsers |= dict(test_list=parse_mbpp, test=parse_humaneval)
     column = next((column for column in parsers if row.get(column) is not None), None)
     if column is None:
         problem = f"no tests: expected one of the columns {', '.join(parsers)}"
@@ -105,10 +105,6 @@ def parse_tests(row: dict) -> list[Test]:
     else:
         return tests
     raise ValueError(f"{row['_source']}: {column}: {problem}")
-
-
-def parse_list(items: list, row: dict) -> list[Test]:
-    return list(map(parse_item, items))
 
 
 def parse_item(item: object) -> Test:

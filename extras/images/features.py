@@ -57,9 +57,8 @@ class EngineImages:
         for span in completion.images:
             ids = torch.tensor(completion.ids[span.start : span.end])
             is_embed = ids == self.reader.image_id
-            places.append(
-                PlaceholderRange(span.start, len(ids), None if is_embed.all() else is_embed)
-            )
+            others = None if is_embed.all() else is_embed
+            places.append(PlaceholderRange(span.start, len(ids), others))
             pixels = self.reader.recent_pixels(span.file, span.digest)
             count = torch.tensor([len(pixels["pixel_values"])])  # of tiles, or of patches
             whole = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
@@ -67,10 +66,8 @@ class EngineImages:
             fields |= dict(num_patches=whole, image_grid_thw=whole)
             data = pixels | dict(num_patches=count)
             items += MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
-        digests = [span.digest for span in completion.images]
-        return mm_input(
-            [*completion.ids], dict(image=items), dict(image=digests), dict(image=places)
-        )
+        digests = dict(image=[span.digest for span in completion.images])
+        return mm_input([*completion.ids], dict(image=items), digests, dict(image=places))
 
     def after_vllm_load(self, llm) -> None:
         """Clear what vLLM keeps beside the weights, which were just loaded."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from common.config.flags import as_tuple
 from common.packs.sample import PLACEHOLDER
 from common.parallel.distributed import first_line
 from common.text.messages import IMAGE
@@ -36,7 +37,7 @@ def take_images(row: dict, messages: list[dict]) -> list[dict]:
     user. Raises `ValueError`, which begins with the row's source, for images that are missing,
     refused or not where they belong, and for another number of images than places."""
     label = row["_source"]
-    given = [*_listed(row.get("images")), *_listed(row.get("image"))]
+    given = [*chain(*(as_tuple(row.get(name)) or () for name in ("images", "image")))]
     for number, message in enumerate(messages, 1):
         parts = message.get("images", [])
         if parts and message["role"] == "assistant":
@@ -79,12 +80,6 @@ def take_images(row: dict, messages: list[dict]) -> list[dict]:
         row.pop("image", None)
         row.update(images=files, _images=[])
     return [{k: v for k, v in message.items() if k != "images"} for message in messages]
-
-
-def _listed(value: object) -> list:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
 
 
 # ---- files ----

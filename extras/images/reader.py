@@ -127,9 +127,8 @@ class Idefics3Reader(Reader):
     def limit(self, max_pixels: int) -> None:
         tile = self.processor.max_image_size["longest_edge"]
         edge = int(max_pixels**0.5) // tile * tile
-        self.processor.size["longest_edge"] = min(
-            self.processor.size["longest_edge"], max(edge, tile)
-        )
+        size = self.processor.size
+        size["longest_edge"] = min(size["longest_edge"], max(edge, tile))
 
     def process(self, image: Image.Image) -> Pixels:
         made = self.processor([image], return_tensors="pt", return_row_col_info=True)
@@ -249,10 +248,8 @@ def reader(path: str, max_pixels: int | None) -> Reader:
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
-        raise ValueError(
-            f"--model {path}: {config.model_type} reads no images here; models of the types"
-            f" {families} do"
-        )
+        problem = f"{config.model_type} reads no images here; models of the types {families} do"
+        raise ValueError(f"--model {path}: {problem}")
     try:
         return FAMILIES[config.model_type](path, config, max_pixels)
     except (OSError, ValueError) as error:

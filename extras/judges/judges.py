@@ -37,6 +37,10 @@ ABOUT_ONE = "Prompt:\n{prompt}\n\nAnswer:\n{completion}\n\nCriterion: {criterion
 YES_OR_NO = "Does the answer meet the criterion? Reply with one word: yes or no."
 ABOUT_TWO = "Prompt:\n{prompt}\n\nAnswer A:\n{first}\n\nAnswer B:\n{second}\n\n"
 WHICH = "Criterion: {criterion}\n\nWhich answer is better? Reply with one letter: A or B."
+QUESTIONS = dict(  # by kind, with the spellings of the two answers
+    judge=(ABOUT_ONE + YES_OR_NO, [("yes", "Yes"), ("no", "No")]),
+    rank=(ABOUT_TWO + WHICH, [("A",), ("B",)]),
+)
 BEST = ("overall quality", 1.0)  # criterion of pairs without a rubric
 OFF = ("enable_thinking", "thinking")  # variables by which chat templates switch thoughts off
 GROUPS_AT_ONCE = 16  # of a rank, with their questions in memory
@@ -93,12 +97,7 @@ class Judge:
         self.args = args
         self.device = device
         self.ranks = kind == "rank"
-        if self.ranks:
-            template = ABOUT_TWO + WHICH
-            answers = [("A",), ("B",)]
-        else:
-            template = ABOUT_ONE + YES_OR_NO
-            answers = [("yes", "Yes"), ("no", "No")]
+        template, answers = QUESTIONS[kind]
         self._prepare_questions(args.judge_prompt or template, rows, policy_tokenizer)
         self._prepare_answers(answers, load_tokenizer(path, flag=flag))
         if device is not None:

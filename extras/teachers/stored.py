@@ -47,9 +47,8 @@ class StoredTeacher:
         has_rest = args.top_k < vocabulary
         self.widths = (args.top_k + has_rest, args.top_k, 1, 1)  # of the parts of a row
         chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
-        for sample, before in zip(
-            samples, accumulate(map(_trained, samples), initial=0), strict=False
-        ):
+        places = accumulate(map(_trained, samples), initial=0)
+        for sample, before in zip(samples, places, strict=False):
             sample.stored_at = before
         counts = [sum(map(_trained, chunk)) for chunk in chunks]
         self.starts = [0, *accumulate(counts)]

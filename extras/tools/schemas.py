@@ -1,13 +1,13 @@
 """The JSON schemas of `--tools`, in the training process, and the tools of a data row."""
 
 import inspect
-import json
 from collections.abc import Callable
 from types import MethodType
 
 from common.config.flags import public
 from common.config.online import SamplingArgs
 from common.parallel import distributed
+from common.rewards.functions import from_json
 from common.text.messages import tools_field
 from common.workers.user_code import load_callable, load_user_file
 from extras.tools.parser import make_parser
@@ -91,12 +91,7 @@ def tool_selector(args: SamplingArgs, tokenizer) -> Callable[[dict], list[dict]]
 
 def _names(row: dict) -> list[str]:
     """Return the names in the column `tools`: a list of names or schemas, also as JSON."""
-    tools = row["tools"]
-    if isinstance(tools, str) and tools.lstrip().startswith("["):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise ValueError(f"{row['_source']}: column tools is not JSON: {error}") from error
+    tools = from_json(row["tools"])
     if isinstance(tools, list) and all(isinstance(tool, str) for tool in tools):
         return tools
     return [name_of(schema) for schema in tools_field(row | dict(tools=tools))]

@@ -195,9 +195,8 @@ def main() -> None:
     try:
         if options.run.suffix == ".zip":
             if words or options.step is not None or options.pack is not None:
-                raise ValueError(
-                    f"{options.run}: a packed step is computed as it is, without flags"
-                )
+                problem = "a packed step is computed as it is, without flags"
+                raise ValueError(f"{options.run}: {problem}")
             sys.exit(packed.check(options.run))
         if options.step is None:
             parser.error("the following arguments are required: --step")

@@ -78,9 +78,8 @@ class Child(contextlib.AbstractContextManager):
             start = self.read(self.output, len(READY))
             if start != READY:
                 problem = (start + self.read(self.output)).decode("utf-8", "replace")
-                raise RuntimeError(
-                    f"a program could not be confined: {problem or died(self.wait())}"
-                )
+                problem = problem or died(self.wait())
+                raise RuntimeError(f"a program could not be confined: {problem}")
         except BaseException as error:
             self.close()
             if isinstance(error, ProgramError):
