@@ -107,7 +107,8 @@ def loss_of(model: Policy, mb: PackedBatch, of_samples: list[float]) -> Tensor:
     those of prompts too, by its position and the number of its sample."""
     logprobs_T, entropy_T, *_ = model(mb, temperature=0.8)
     sums_N = mb.sequence_sums(logprobs_T)
-    numbers_T = mb.on_tokens(torch.tensor(of_samples))
+    of_samples = torch.tensor(of_samples).view(mb.shape_of_samples)
+    numbers_T = mb.on_tokens(of_samples)
     weights_T = torch.cos(0.1 * mb.targets_T + mb.position_ids_T + numbers_T) * bool(mb.num_samples)
     trained = ((logprobs_T.exp() - 0.1 * entropy_T) * mb.loss_mask_T).sum()
     return trained + (logprobs_T * weights_T).sum() + (sums_N**2).sum() / 100
