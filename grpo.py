@@ -155,7 +155,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs,
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """source of pi_old. trainer: its forward before an update; engine: its log-probs"""
+    """source of pi_old. trainer: before the first update; engine: its log-probs"""
 
     def __post_init__(self) -> None:
         if self.loss in BY_COMPLETION and self.reduction not in ("sequence", "sequence_sum"):
@@ -168,7 +168,6 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs,
             raise ValueError(f"--top_p {self.top_p} --min_p {self.min_p}: {problem}; give --top_k")
         if self.top_k and self.agent:
             raise ValueError(f"--top_k {self.top_k} --agent: not for agents; leave out --top_k")
-        object.__setattr__(self, "support", self.top_k)
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -190,6 +189,10 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs,
             yield "--kl_estimator k1: the expected gradient is zero and constrains nothing"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
+
+    @property
+    def support(self) -> int:
+        return self.top_k
 
 
 def main(args: Args) -> None:

@@ -44,12 +44,9 @@ def answers(folder: Path) -> list[str]:
     found = []
     for line in (folder / "completions.jsonl").read_text().splitlines()[:ANSWERS]:
         completion = json.loads(line)["completions"][0]
-        text = " ".join(completion["text"].split())
-        short = (
-            text
-            if len(text) <= HEAD + TAIL
-            else f"{text[:HEAD].rstrip()} ... {text[-TAIL:].lstrip()}"
-        )
+        short = text = " ".join(completion["text"].split())
+        if len(text) > HEAD + TAIL:
+            short = f"{text[:HEAD].rstrip()} ... {text[-TAIL:].lstrip()}"
         found.append(f"**{short}**" if completion["score"] >= 1 else short)
     return found
 

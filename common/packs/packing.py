@@ -118,8 +118,9 @@ class PackedBatch(ModelTokens):
     def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
         """Return this micro-batch with further streams, [T] each; else raise `ValueError`."""
         for name, x_T in streams_T.items():
-            if len(x_T) != len(self.loss_mask_T):
-                raise ValueError(f"{name}: {len(x_T)} numbers for {len(self.loss_mask_T)} tokens")
+            if x_T.shape[:1] != self.loss_mask_T.shape:
+                problem = f"{x_T.numel()} numbers for {len(self.loss_mask_T)} tokens"
+                raise ValueError(f"{name}: {problem}; return one number for each token")
         batch = copy.copy(self)
         vars(batch).update(streams_T)
         return batch

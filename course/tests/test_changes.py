@@ -151,14 +151,14 @@ def test_a_loss_and_an_advantage_of_two_patches_are_both_choices(tmp_path, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "table", "name", "wrong"),
+    ("kind", "table", "name", "wrong", "said"),
     [
-        ("loss", "LOSSES", "spo", lambda right, x: right(x._replace(A_T=x.A_T * 1.01))),
-        ("advantage", "ADVANTAGES", "median", lambda right, x: right(x) * 1.01),
+        ("loss", "LOSSES", "spo", lambda right, x: right(x._replace(A_T=x.A_T * 1.01)), r"\(-"),
+        ("advantage", "ADVANTAGES", "median", lambda right, x: right(x) * 1.01, r"\["),
     ],
 )
 def test_naive_code_agrees_with_a_change_and_finds_an_error_in_it(
-    kind, table, name, wrong, tmp_path, monkeypatch
+    kind, table, name, wrong, said, tmp_path, monkeypatch
 ):
     shutil.copy(ROOT / "grpo.py", script := tmp_path / "mine.py")
     patch = ROOT / f"course/changes/new-{kind}.patch"
@@ -172,7 +172,7 @@ def test_naive_code_agrees_with_a_change_and_finds_an_error_in_it(
     mine = getattr(importlib.import_module("mine"), table)
     right = mine[name]
     monkeypatch.setitem(mine, name, lambda x: wrong(right, x))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=said):
         compare()
 
 
