@@ -10,7 +10,7 @@ of the loop). There is no KL term:
     R_i   = r_i + penalty(length_i)                                             overlong_penalties()
     A_i   = (R_i - mean(R_1..R_G)) / std(R_1..R_G)                                      advantages()
     L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
-    rho_t = pi(y_t) / pi_old(y_t)                    pi_old: the policy at the time of the rollout
+    rho_t = pi(y_t) / pi_old(y_t)                         pi_old: the policy before the updates
 
 Differences from the paper (docs/dapo.md): truncated importance weights c_t = pi_old(y_t) /
 pi_engine(y_t) correct for the difference between engine and trainer, and a step trains on fewer

@@ -12,7 +12,7 @@ of future rewards:
     L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]      loss()
     L_V   = mean_t [ max((v_t - R_t)^2, (v'_t - R_t)^2) / 2 ]                           value_loss()
             v'_t = clip(v_t, V_t - 0.2, V_t + 0.2)
-    rho_t = pi(y_t) / pi_old(y_t)                   pi_old, V: the models at the time of the rollout
+    rho_t = pi(y_t) / pi_old(y_t)                        pi_old, V: the models before the updates
 
 Differences from the papers: value and policy are separate models with an optimizer
 each, advantages are whitened over the rollout and not over a minibatch, and importance weights
@@ -118,8 +118,8 @@ def loss(
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor) -> Tensor:
-    """Return the loss of each value, [T]: half the squared error, without gradient for values that
-    have moved by more than 0.2 towards their returns."""
+    """Return the loss of each value, [T]: half its squared error, or that of the value clipped to
+    0.2 around the old one, if that is larger: then it moved far enough and gets no gradient."""
     loss_T = (values_T - returns_T).square()
     clipped_T = torch.clamp(values_T, old_values_T - 0.2, old_values_T + 0.2)
     return torch.max(loss_T, (clipped_T - returns_T).square()) / 2

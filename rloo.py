@@ -8,7 +8,7 @@ R is compared with the rewards of the prompt's other completions:
     R_i   = score_i - beta log(pi_old(y_i) / pi_ref(y_i))                       rewards_BG in main()
     A_i   = R_i - mean of the other R_j of the prompt                                   advantages()
     L     = mean_i [ -c_i min(rho_i A_i, clip(rho_i, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
-    rho_i = pi(y_i) / pi_old(y_i)                    pi_old: the policy at the time of the rollout
+    rho_i = pi(y_i) / pi_old(y_i)                         pi_old: the policy before the updates
 
 There is no value model. Differences from the paper (docs/rloo.md): the clip of PPO allows several
 updates per rollout, and truncated importance weights c_i = pi_old(y_i) / pi_engine(y_i) correct for

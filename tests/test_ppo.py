@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import samples_of
+from helpers import ROOT, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import check, double
@@ -211,3 +211,22 @@ def test_completion_without_a_reward_has_no_advantage_in_strict_json(flags, main
     missing = [line for line in read if line["reward"] is None]
     assert 0 < len(missing) < len(read)
     assert all((line["advantage"] == 0) == (line["reward"] is None) for line in read)
+
+
+def test_the_page_has_the_numbers_of_its_picture():
+    values, kl = [0.3, 0.4, 0.4, 0.5, 0.6, 0.8, 0.9], [0.1, 0.0, 0.2, 0.1, 0.0, 0.3, 0.0]
+    values_T, rewards_T = torch.tensor(values), -0.1 * torch.tensor(kl)
+    rewards_T[-1] += 1
+    mask_T, ids_T = torch.ones(7, dtype=torch.bool), torch.zeros(7)
+    A_T, R_T = ppo.advantages(rewards_T, values_T, mask_T, ids_T, gae_lambda=0.9)
+    whitened_T = (A_T - A_T.mean()) / A_T.std()
+    assert [f"{x:.2f}" for x in (A_T[0], R_T[0])] == ["0.45", "0.75"]
+    assert [f"{x:.2f}" for x in (whitened_T[0], whitened_T[-1])] == ["0.86", "-1.62"]
+    v_T = torch.tensor([0.3, 0.45, 0.55, 0.95, 1.05], requires_grad=True)
+    loss_T = ppo.value_loss(v_T, torch.full_like(v_T, 0.3), R_T[:1].expand(5))
+    loss_T.sum().backward()
+    assert [f"{x:.2f}" for x in loss_T] == ["0.10", "0.04", "0.03", "0.03", "0.05"]
+    assert [g != 0 for g in v_T.grad.tolist()] == [True, True, False, False, True]
+    page = (ROOT / "docs/ppo.md").read_text()
+    for number in ("0.45 + 0.3 = 0.75", "/ 2 = 0.10 to 0.03", "v = 1.0", "0.86", "-1.62"):
+        assert number in page

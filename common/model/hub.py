@@ -46,7 +46,9 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
         for file in files + (files_of(folder) if weights else []):
             if not file.is_file():
                 refuse_adapter(model, flag, folder)
-                raise ValueError(f"the folder has no {file.name}")
+                trained = folder / "hf"  # of a run
+                advice = f"; name the model in it, {trained}" if trained.is_dir() else ""
+                raise ValueError(f"the folder has no {file.name}{advice}")
         with named_errors("config.json"):
             config = load_config(folder)
         # Quantized weights would be read without their scales.

@@ -51,7 +51,7 @@ class PackedBatch(ModelTokens):
     versions_T: Tensor | None = None  # training steps of the weights that sampled a token
     turn_rewards_T: Tensor | None = None  # of the environment, for earlier turns: set by ppo.py
     # Streams that scripts add:
-    old_logprobs_T: Tensor | None = None  # log-probs by the trainer at rollout time
+    old_logprobs_T: Tensor | None = None  # log-probs by the trainer before the updates
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
     importance_T: Tensor | None = None  # importance weight of each token, pi_old / pi_engine

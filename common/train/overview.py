@@ -79,7 +79,9 @@ def describe_rollouts(args: TrainArgs, prompts: Sized, held_out: Sized, rollouts
         mode.append(f"weights up to {args.max_staleness} steps old")
     mode = f"off-policy: {', '.join(mode)}" if mode else "on-policy"
     engine = rollouts or "no engine"
-    lines = [f"{prompts}, {held_out} held out, {length_of_run(args, prompts)}, {engine}, {mode}"]
+    rewards = f"reward {' + '.join(args.reward)}" if args.reward else "no reward"
+    run = f"{length_of_run(args, prompts)}, {engine}, {mode}, {rewards}"
+    lines = [f"{prompts}, {held_out} held out, {run}"]
     lines += repetitions(args, prompts)
     kinds = {name.partition(":")[0] for name in args.reward}
     if kinds == {"rank"} and args.eval_every and args.eval_samples == 1:

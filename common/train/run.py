@@ -237,7 +237,7 @@ class Run:
     def end(self, summary: str = "") -> None:
         """End the run after the loop: export `hf/`, after a checkpoint if the run was stopped, and
         print the `summary` of a finished run. Collective."""
-        stopped = self.stop_requested or self.finished < self.total_steps
+        stopped = self.finished < self.total_steps
         if self.finished > self.saved:
             self._save()
         if self.finished or not stopped:  # something was trained

@@ -170,6 +170,10 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
         for name, value in earlier.items()
         if value != flags.get(name) and name not in free
     )
+    others = sorted(earlier.keys() - flags.keys())
+    if others:
+        names = ", ".join(f"--{name}" for name in others[:3])
+        changes = f"also {names}, which this script does not have"
     advice = "name another --output_dir, or use --resume never to move that run aside"
     problem = f"{label}: the folder has a run with other flags ({changes}); {advice}"
     return problem if changes else None

@@ -107,7 +107,7 @@ def loss(logprobs_NL, old_logprobs_NL, advantages_NL, mask_NL):
 
 
 def value_loss(values_NL, old_values_NL, returns_NL, mask_NL):
-    """Return L_V. Like L, it has no gradient where v_t went far from V_t towards its target."""
+    """Return L_V. Where the clipped error is the larger, v_t went far enough: no gradient."""
     clipped_NL = values_NL.clamp(old_values_NL - 0.2, old_values_NL + 0.2)
     errors_NL = torch.max((values_NL - returns_NL) ** 2, (clipped_NL - returns_NL) ** 2)
     return errors_NL[mask_NL].mean() / 2

@@ -335,3 +335,10 @@ def test_an_adapter_for_a_model_is_refused_with_its_base(flag, tmp_path):
     if flag == "--model":
         advice = f"train it on with --model org/base --adapter {folder}, or {advice}"
     assert str(error.value) == f"{flag} {folder}: an adapter of org/base, not a model; {advice}"
+
+
+def test_the_folder_of_a_run_is_refused_with_the_name_of_its_model(tmp_path):
+    shutil.copytree(tiny_model(), tmp_path / "run/hf")
+    words = f"the folder has no config.json; name the model in it, {tmp_path}/run/hf$"
+    with pytest.raises(ValueError, match=words):
+        resolve_model(str(tmp_path / "run"))

@@ -137,6 +137,13 @@ def test_folder_without_a_run_stays_where_it_is(train, tmp_path):
     assert after | before == after and not list(tmp_path.glob("run.old-*"))
 
 
+def test_the_run_of_another_script_is_refused_by_flags_that_only_it_has(train, main, tmp_path):
+    train("--resume", "never")
+    words = r"other flags \(also --eval_generate, .*, which this script does not have\)"
+    with pytest.raises(ValueError, match=words):
+        main("rm", "--output_dir", tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_two_ranks_move_once_and_refuse_in_one_message(small, tmp_path):
     flags = (*small, *STEP, "--output_dir", tmp_path / "run")
