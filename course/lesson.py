@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import yaml
 
+from common.config.options import Options
+from common.metrics.runs import Run, band, by_seed, read_run, values_of
 from common.parallel.process import print_any_text
-from tools.compare import Run, band, by_seed, read_run, values_of
-from tools.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "course/lessons"

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from common.config.options import Options
+from common.metrics.runs import interval, read_run
 from common.parallel.process import print_any_text, visible
-from tools.compare import interval, read_run
-from tools.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LINES = 15

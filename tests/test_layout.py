@@ -203,6 +203,20 @@ def test_sums():
     assert {name: each for name, each in sums.items() if each[0] > each[1]} == {}
 
 
+def test_tools_and_benches_are_programs_and_no_libraries():
+    """Their own tests alone import them: each folder can be deleted."""
+    wrong = {
+        str(path.relative_to(ROOT)): found
+        for folder in ("common", "extras", "course", "site")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+        if "tests" not in path.parts
+        for found in re.findall(
+            r"^\s*(?:from|import) (?:tools|bench)\b.*", path.read_text("utf-8"), re.M
+        )
+    }
+    assert wrong == {}
+
+
 def test_objectives_take_tensors_and_numbers():
     wrong = set()
     for path in ROOT.glob("common/objectives/*.py"):

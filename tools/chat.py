@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from common.config.flags import STRICT
 from common.config.groups import BaseArgs, ImageArgs, LoRAArgs
+from common.config.options import Options
 from common.config.parse import one_line
 from common.model import lora
 from common.model.hub import GENERATION_CONFIG, fields_of, resolve_model
@@ -37,7 +38,6 @@ from common.model.loading import named_errors, open_model
 from common.parallel.process import fail, first_line, print_any_text, visible
 from common.text.encode import Encoder
 from common.text.tokenizer import eos_token_ids, load_tokenizer
-from tools.options import Options
 
 COMMANDS = "the commands are /reset, /system TEXT, /image FILE and /quit"
 

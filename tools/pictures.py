@@ -35,12 +35,12 @@ from PIL.PngImagePlugin import PngInfo
 from transformers import AutoTokenizer
 
 from common.config.groups import BaseArgs
+from common.config.options import Options
 from common.metrics.curves import draw_curves
+from common.metrics.runs import Run
 from common.model.tiny import tiny_model
 from common.objectives.advantages import gae
 from common.text.encode import Encoder
-from tools.compare import Run
-from tools.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHIVED = {  # picture -> its page, and what made it

@@ -15,9 +15,9 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.config.online import LOGPROB_DIFFERENCE
+from common.config.options import Options
+from common.metrics.runs import Run, read_run
 from common.parallel.process import counted, print_any_text, visible
-from tools.compare import Run, read_run
-from tools.options import Options
 
 LEAST = 10  # steps below which a mean over a third of them says nothing
 

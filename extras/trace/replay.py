@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import yaml
 
 from common.config.flags import TreeLoader
+from common.config.options import Options
 from common.config.parse import parse
 from common.metrics.curves import read_metrics
 from common.model.hub import checkpoints_in
@@ -36,7 +37,6 @@ from common.train.run import Run
 from common.train.run_folder import unlock
 from extras.trace import file as trace_file
 from extras.trace import step as packed
-from tools.options import Options
 
 # Beginnings of metrics that measure the machine.
 OF_THE_MACHINE = ("time/", "speed/", "idle/", "memory/", "engine/", "tokens_per_second")

@@ -20,12 +20,12 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from common.config.options import Options
 from common.metrics.curves import distinct
+from common.metrics.runs import read_run
 from common.parallel.process import print_any_text, visible
 from extras.trace import file as trace_file
 from extras.trace.step import unpack
-from tools.compare import read_run
-from tools.options import Options
 
 PAGE = Path(__file__).with_name("page")
 # Metrics that the page shows first.

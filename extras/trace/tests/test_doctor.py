@@ -9,8 +9,8 @@ import pytest
 import yaml
 from helpers import call_main
 
+from common.metrics.runs import read_run
 from extras.trace import doctor
-from tools.compare import read_run
 
 
 def run(folder: Path, flags: dict | None = None, **metrics: list[float]) -> Path:

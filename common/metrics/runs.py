@@ -1,0 +1,81 @@
+"""Output folders of runs: their flags and metrics, and intervals over runs of several seeds.
+
+Shapes: R runs, T steps."""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from common.config.flags import TreeLoader
+
+
+class Run(NamedTuple):
+    folder: Path
+    flags: dict
+    script: str  # the file's name and its code
+    metrics: dict[str, dict[int, float]]  # values by step
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run, without an unfinished last line. Raises `ValueError` if a file is missing or
+    damaged."""
+    metrics: dict[str, dict[int, float]] = {}
+    for file in (folder / "args.yaml", folder / "metrics.jsonl"):
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file}: no regular file; name the output folder of a run")
+    try:
+        written = (folder / "args.yaml").read_text(encoding="utf-8")
+        flags = dict(yaml.load(written, TreeLoader))
+        for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
+            line = json.loads(text)
+            step = line.pop("step")
+            for name, value in line.items():
+                if isinstance(value, int | float):
+                    metrics.setdefault(name, {})[step] = value
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+        raise ValueError(f"{problem}; name the output folder of a run") from error
+    except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(f"{folder}: args.yaml or metrics.jsonl is damaged: {error}") from error
+    head = [line for line in written.split("\n")[:2] if line.startswith("#")]
+    script, *code = head or [""]
+    return Run(folder, flags, " ".join([Path(script).name, *code]), metrics)
+
+
+def by_seed(group: list[Run], values: Iterable) -> dict[str, Any]:
+    return {str(run.flags.get("seed")): value for run, value in zip(group, values, strict=True)}
+
+
+def values_of(group: list[Run], name: str) -> tuple[list[int], np.ndarray]:
+    """Return the steps at which all runs have this metric, and its values [runs, steps]."""
+    steps = sorted(set.intersection(*({*run.metrics[name]} for run in group)))
+    if not steps:
+        folders = ", ".join(str(run.folder) for run in group)
+        raise ValueError(f"{folders}: no step has {name} in all of these runs")
+    values = [[run.metrics[name][step] for step in steps] for run in group]
+    return steps, np.array(values, dtype=float)
+
+
+def t_quantile(df: float) -> float:
+    """Return the 97.5% quantile of Student's t. For t = sqrt(df) tan(a), the density of a is ~
+    cos(a)^(df - 1)."""
+    a = np.linspace(0, math.pi / 2, 100_001)
+    mass = np.cumsum(np.cos((a[1:] + a[:-1]) / 2) ** (df - 1))
+    return math.sqrt(df) * math.tan(np.interp(0.95, mass / mass[-1], a[1:]))
+
+
+def band(values_RT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the 95% t interval of the mean of the runs, or the range of 1 or 2 runs."""
+    return interval(values_RT) if len(values_RT) > 2 else (values_RT.min(0), values_RT.max(0))
+
+
+def interval(values_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the 95% t interval of the mean of at least 2 values."""
+    count, mean = len(values_R), values_R.mean(0)
+    half = t_quantile(count - 1) * values_R.std(0, ddof=1) / math.sqrt(count)
+    return mean - half, mean + half
