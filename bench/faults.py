@@ -23,10 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from bench.fault_cases import disk, fuzz, kill, network
-from bench.fault_cases.case import Case, Setting, Skip, work
-from bench.fault_cases.exits import exits
-from bench.fault_cases.shim import shim
+from tests.faults import disk, fuzz, kill, network
+from tests.faults.case import Case, Setting, Skip, work
+from tests.faults.exits import exits
+from tests.faults.shim import shim
 
 SFT, GRPO = Setting("sft"), Setting("grpo", steps=4)
 KINDS = dict(

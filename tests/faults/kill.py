@@ -11,7 +11,7 @@ from pathlib import Path
 
 from helpers import Ranks, alive, descendants, kill, metrics
 
-from bench.fault_cases.case import (
+from tests.faults.case import (
     HERE,
     Case,
     Setting,

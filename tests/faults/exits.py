@@ -6,8 +6,8 @@ from pathlib import Path
 
 from helpers import BAD_ENDS, ended, start
 
-from bench.fault_cases.case import Case, inputs
-from bench.fault_cases.shim import shim
+from tests.faults.case import Case, inputs
+from tests.faults.shim import shim
 
 SFT = "sft.py --max_steps 1 --batch_size 2 --max_length 128 --eval_every 0"
 SAMPLING = "--engine transformers --max_new_tokens 4 --reward {inputs}/reward.py:digits"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from helpers import Ranks, alive, kill, logged
 
-from bench.fault_cases.case import HERE, Case, Setting, Skip, differs, reference
+from tests.faults.case import HERE, Case, Setting, Skip, differs, reference
 
 FLAGS = (("epochs", 100), ("eval_every", 4), ("shard_ranks", 2))  # as on one machine
 SETTING = Setting("sft", ranks=2, flags=FLAGS, steps=8)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from helpers import Ranks
 
-from bench.fault_cases.case import Case, Setting, illegible, inputs, outcome, reference, work
-from bench.fault_cases.disk import interrupted
 from common import durable
+from tests.faults.case import Case, Setting, illegible, inputs, outcome, reference, work
+from tests.faults.disk import interrupted
 
 SFT = Setting("sft")
 LORA = Setting("sft", flags=(("lora_rank", 2),))

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.fault_cases.case import Case, Fault, Setting, after, differs, illegible, work
+from tests.faults.case import Case, Fault, Setting, after, differs, illegible, work
 
 # ---- disk: an operation fails once, or from then on as on a full disk ----
 
