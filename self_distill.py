@@ -40,17 +40,17 @@ from common.model.hub import context_length, resolve_model
 from common.model.logprobs import Logits
 from common.model.policy import load_policy, load_reference, move_towards
 from common.objectives.divergence import DIVERGENCES
-from common.packs.packing import count_trained, pack_minibatches
+from common.packs.packing import count_trained, pack_minibatches, split_pairs
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement
-from common.rollout.hints import divide, hint_filler, hint_of_row, hinted_prompt
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts, prompt_columns
 from common.rollout.remote import serve
 from common.rollout.sampler import make_sampler
 from common.text.encode import Encoder
+from common.text.hints import hint_filler, hint_of_row, hinted_prompt
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import describe_rollouts, dry_run, num_steps
@@ -226,7 +226,7 @@ def main(args: Args) -> None:
         packed = pack_minibatches(
             pairs, places, args.minibatches, args.pack_tokens, device, together=True
         )
-        halves = [[divide(mb) for mb in mbs] for mbs in packed]
+        halves = [[split_pairs(mb) for mb in mbs] for mbs in packed]
         minibatches = [[own for own, _ in mbs] for mbs in halves]
         copies = [[copy for _, copy in mbs] for mbs in halves]
         if run.checks_engine(step):  # all completions, also those without a hint

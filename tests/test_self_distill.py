@@ -18,10 +18,10 @@ from common.model.distill import OwnTeacher, Teacher
 from common.model.policy import load_policy, load_reference, move_towards
 from common.model.tiny import tiny_model
 from common.objectives.divergence import DIVERGENCES
-from common.packs.packing import pack_minibatches
+from common.packs.packing import pack_minibatches, split_pairs
 from common.packs.sample import Completion
-from common.rollout.hints import divide, hint_filler, hinted_prompt
 from common.text.encode import Encoder
+from common.text.hints import hint_filler, hinted_prompt
 from common.text.tokenizer import load_tokenizer
 from self_distill import Args, aligned, hints_of, loss, pair
 
@@ -141,7 +141,7 @@ def packed(device):
     pairs = [pair(s, prompt) if prompt else [] for s, prompt in zip(made, hinted, strict=True)]
     (mbs,) = pack_minibatches(pairs, range(4), 1, 40, device, together=True)
     assert len(mbs) > 1
-    return made, hinted, [divide(mb) for mb in mbs]
+    return made, hinted, [split_pairs(mb) for mb in mbs]
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +217,8 @@ def test_teacher_with_adapters_is_the_policy_with_other_adapters(device, small):
 def test_only_hinted_completions_are_trained_on(online, main, tmp_path, monkeypatch):
     """In the first step none has a hint."""
     reward = write(tmp_path / "reward.py", "def never(completion, row): return 0.0")
-    packed, original = [], self_distill.divide
-    monkeypatch.setattr(self_distill, "divide", lambda mb: packed.append(mb) or original(mb))
+    packed, original = [], self_distill.split_pairs
+    monkeypatch.setattr(self_distill, "split_pairs", lambda mb: packed.append(mb) or original(mb))
     flags = (*online, "--reward", f"{reward}:never", "--hint", "sibling", "--max_steps", 1)
     main("self_distill", *flags, "--output_dir", tmp_path / "run")
     assert [mb.num_samples for mb in packed] == [0, 0], "two minibatches"

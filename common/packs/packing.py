@@ -231,6 +231,27 @@ def sent_values(micro_batches: list[PackedBatch], values: Iterable[Tensor]) -> l
     return [numbers[index] for index in sorted(own)]
 
 
+def split_pairs(mb: PackedBatch) -> tuple[PackedBatch, PackedBatch]:
+    """Split a micro-batch of pairs, packed `together`, into one of the first samples and one of the
+    second, in the same order. A sample gets the index of its pair. Padding is in both."""
+    if not mb.num_samples:
+        return mb, mb
+    assert mb.compact is None, "pairs with a shared prefix"
+    halves = []
+    for start in (0, 1):
+        here_T = mb.sequence_ids_T % 2 == start
+        half = PackedBatch(
+            mb.input_ids_T[here_T], mb.targets_T[here_T], mb.position_ids_T[here_T],
+            mb.lengths[start::2], loss_mask_T=mb.loss_mask_T[here_T],
+            index_N=mb.index_N[start::2] // 2, datasets=mb.datasets[start::2],
+        )  # fmt: skip
+        half.is_last, half.shape_of_samples = mb.is_last, ()
+        half.sent = {index // 2: s for index, s in mb.sent.items() if index % 2 == start}
+        streams_T = {name: x_T[here_T] for name, x_T in vars(mb).items() if name not in vars(half)}
+        halves.append(half.with_streams(**streams_T))
+    return halves[0], halves[1]
+
+
 # ---- one minibatch ----
 
 
