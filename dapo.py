@@ -145,7 +145,7 @@ class Drawn(NamedTuple):
 
 
 def draw_groups(
-    rollouts: Sampler, rewards: Rewards, step: int, total_steps: int, args: "Args", meter: Meter
+    sampler: Sampler, rewards: Rewards, step: int, total_steps: int, args: "Args", meter: Meter
 ) -> Drawn | None:
     """Sample prompts and score their completions until enough groups have unequal rewards. Return
     None if a stop was requested. Collective. Raises `RunError` if no group has."""
@@ -158,9 +158,10 @@ def draw_groups(
         size = next_draw(len(kept), num_drawn, args.prompts_per_step)
         if size <= 0:
             break
-        new_groups = rollouts.rollout(step, total_steps, meter, size)
-        if new_groups is None:
+        rollout = sampler.rollout(step, total_steps, meter, size)
+        if rollout is None:
             return None
+        new_groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
         with meter.time("reward"):
             scores_PG, named_PG, _ = rewards.wait(new_groups, meter)
         measure_groups(meter, new_groups, scores_PG, named_PG, warn=step == num_drawn == 0)
@@ -168,8 +169,8 @@ def draw_groups(
         penalties_PG = truncation_penalties(new_groups, args.missing_eos_penalty)
         penalties_PG = penalties_PG + overlong_penalties(lengths(new_groups), args)
         scores_P2G = torch.stack([scores_PG, scores_PG + penalties_PG], dim=1)
-        draws.append(distributed.gather_rows(scores_P2G, rollouts.positions))
-        groups |= zip((num_drawn + i for i in rollouts.positions), new_groups, strict=True)
+        draws.append(distributed.gather_rows(scores_P2G, positions))
+        groups |= zip((num_drawn + i for i in positions), new_groups, strict=True)
         scores_BG, rewards_BG = torch.cat(draws).unbind(1)
         is_unequal_B = unequal(scores_BG)
         num_drawn = len(is_unequal_B)
@@ -224,22 +225,22 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.log_kl else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
+    sampler = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     curves = (*CURVES, "dynamic_sampling/unequal_fraction")
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=curves
+        args, policy, optimizer, tokenizer, total_steps, rollouts=sampler, show=SHOW, curves=curves
     )
-    run.message(*describe_rollouts(args, prompts, held_out, rollouts))
+    run.message(*describe_rollouts(args, prompts, held_out, sampler))
     meter = run.meter
     if run.first_step == 0:
-        run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
+        run.log(0, evaluate_prompts(sampler, 0, held_out, rewards))
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollouts until enough groups have unequal rewards (dynamic sampling) ----
-        drawn = draw_groups(rollouts, rewards, step, total_steps, args, meter)
+        drawn = draw_groups(sampler, rewards, step, total_steps, args, meter)
         if drawn is None:  # a stop was requested
             break
         groups = drawn.groups
@@ -295,7 +296,7 @@ def main(args: Args) -> None:
         metrics["dynamic_sampling/draws"] = len(drawn.rewards_BG) / args.prompts_per_step
         metrics["dynamic_sampling/unequal_fraction"] = float(drawn.is_unequal_B.double().mean())
         if run.evaluates(step + 1):
-            metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
+            metrics |= evaluate_prompts(sampler, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         shown_BG = torch.zeros(drawn.rewards_BG.shape, dtype=torch.float64)
         shown_BG[kept] = advantages_BG.cpu()  # samples.jsonl has all groups that were drawn
@@ -306,7 +307,7 @@ def main(args: Args) -> None:
         )  # fmt: skip
 
     run.end()
-    rollouts.close()
+    sampler.close()
     distributed.cleanup()
 
 

@@ -299,36 +299,36 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device, kind=Student)  # trained
     teachers = load_teachers(folders, policy, tokenizer, samples + held_samples, rows, args, device)
     optimizer = adamw(policy, args)
-    rollouts = None  # nothing is sampled
+    sampler = None  # nothing is sampled
     if args.needs_engine:
-        rollouts = make_sampler(
+        sampler = make_sampler(
             policy, prompts, args.sampler_args(), tokenizer, on_complete=rewards.begin
         )
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, order=order,
-              rollouts=rollouts if num_sampled else None, show=SHOW, curves=CURVES)  # fmt: skip
+              rollouts=sampler if num_sampled else None, show=SHOW, curves=CURVES)  # fmt: skip
     run.models += teachers.values()  # counts in speed/tflops
     share = f"the student completes {num_sampled} of {args.prompts_per_step} prompts of a step"
-    run.message(*describe_rollouts(args, prompts, held_out, rollouts), share)
+    run.message(*describe_rollouts(args, prompts, held_out, sampler), share)
     if len(held_out) and not held_samples:
         run.message("no eval_loss: the held-out rows have no completions")
     meter = run.meter
     reward_prompts = held_out if args.reward else []  # prompts whose completions have a reward
     compare_with = DIVERGENCES[args.divergence]
     if run.first_step == 0:
-        first = evaluate_prompts(rollouts, 0, reward_prompts, rewards)
+        first = evaluate_prompts(sampler, 0, reward_prompts, rewards)
         run.log(0, first | evaluate(policy, teachers, held_samples, args, device))
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: completions by the student and from the data ----
         groups = []
         if num_sampled:
-            groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
-            if groups is None:  # a stop was requested
+            rollout = sampler.rollout(step, total_steps, meter)  # syncs weights, then samples
+            if rollout is None:  # a stop was requested
                 break
-            positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
+            groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
             with meter.time("reward"):
                 rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
             measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
@@ -384,15 +384,15 @@ def main(args: Args) -> None:
         metrics = run.reduce(chain(*groups, *from_data), lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate(policy, teachers, held_samples, args, device)
-            metrics |= evaluate_prompts(rollouts, step + 1, reward_prompts, rewards)
+            metrics |= evaluate_prompts(sampler, step + 1, reward_prompts, rewards)
         run.log(step + 1, metrics)
         if num_sampled:
             none_PG = torch.zeros_like(rewards_PG)  # no completion has an advantage
             run.show_samples(step + 1, groups, positions, rewards_PG, none_PG, named_rewards)
 
     run.end()
-    if rollouts is not None:
-        rollouts.close()
+    if sampler is not None:
+        sampler.close()
     distributed.cleanup()
 
 

@@ -219,26 +219,26 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
+    sampler = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     run = Run(
         args, policy, optimizer, tokenizer, total_steps,
-        rollouts=rollouts,
+        rollouts=sampler,
         show=SHOW, curves=CURVES,
     )  # fmt: skip
-    run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
+    run.message(*describe_rollouts(args, prompts, held_out, sampler), *args.cautions())
     meter = run.meter
     if run.first_step == 0:
-        run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
+        run.log(0, evaluate_prompts(sampler, 0, held_out, rewards))
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollout: G completions of each of P prompts; their rewards begin meanwhile ----
-        groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
-        if groups is None:  # a stop was requested
+        rollout = sampler.rollout(step, total_steps, meter)  # syncs weights, then samples
+        if rollout is None:  # a stop was requested
             break
-        positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
+        groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
 
         # ---- 2. rewards: wait for the last ones; advantages: from the rewards of all ranks ----
         with meter.time("reward"):
@@ -291,13 +291,13 @@ def main(args: Args) -> None:
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if run.evaluates(step + 1):
-            metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
+            metrics |= evaluate_prompts(sampler, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         advantages_PG = advantages_BG[positions]
         run.show_samples(step + 1, groups, positions, rewards_PG, advantages_PG, named_rewards)
 
     run.end()
-    rollouts.close()
+    sampler.close()
     distributed.cleanup()
 
 

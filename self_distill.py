@@ -195,25 +195,25 @@ def main(args: Args) -> None:
     if not is_own:  # frozen; with adapters, the policy with other ones
         teacher = load_reference(policy, args, device, kind=Teacher, moves=is_moving)
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
+    sampler = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
-    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
+    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=sampler, show=SHOW,
               curves=CURVES, moving=teacher if is_moving else None)  # fmt: skip
     run.models += [teacher] if type(teacher) is Teacher else []  # counts in speed/tflops
-    run.message(*describe_rollouts(args, prompts, held_out, rollouts))
+    run.message(*describe_rollouts(args, prompts, held_out, sampler))
     meter = run.meter
     reward_prompts = held_out if args.reward else []  # prompts whose completions have a reward
     if run.first_step == 0:
-        run.log(0, evaluate_prompts(rollouts, 0, reward_prompts, rewards))
+        run.log(0, evaluate_prompts(sampler, 0, reward_prompts, rewards))
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollout: G completions of each of P prompts; rewards ----
-        groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
-        if groups is None:  # a stop was requested
+        rollout = sampler.rollout(step, total_steps, meter)  # syncs weights, then samples
+        if rollout is None:  # a stop was requested
             break
-        positions = list(rollouts.positions)  # where this rank's P prompts stand among all B
+        groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
@@ -262,13 +262,13 @@ def main(args: Args) -> None:
         # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if run.evaluates(step + 1):
-            metrics |= evaluate_prompts(rollouts, step + 1, reward_prompts, rewards)
+            metrics |= evaluate_prompts(sampler, step + 1, reward_prompts, rewards)
         run.log(step + 1, metrics)
         none_PG = torch.zeros_like(rewards_PG)  # no completion has an advantage
         run.show_samples(step + 1, groups, positions, rewards_PG, none_PG, named_rewards)
 
     run.end()
-    rollouts.close()
+    sampler.close()
     distributed.cleanup()
 
 

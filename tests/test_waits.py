@@ -19,6 +19,7 @@ from common.metrics.meter import Meter
 from common.model.policy import PackedModel
 from common.packs.sample import Completion
 from common.parallel import distributed
+from common.rollout.sampler import Rollout
 
 META = torch.device("meta")
 SAMPLED = ("--beta", 0, "--minibatches", 2)
@@ -54,13 +55,14 @@ class Sampler:
 
     def __init__(self, policy, prompts, args, *_, **__):
         self.prompts, self.args = prompts, args
-        self.positions = range(args.prompts_per_step)
 
-    def rollout(self, *_) -> list[list[Completion]]:
-        return [
+    def rollout(self, *_) -> Rollout:
+        positions = [*range(self.args.prompts_per_step)]
+        groups = [
             [self.completion(*self.prompts[p], 1 + g) for g in range(self.args.samples_per_prompt)]
-            for p in self.positions
+            for p in positions
         ]
+        return Rollout(groups, positions, positions)
 
     def completion(self, prompt: list[int], row: dict, length: int) -> Completion:
         begin = [0] * len(prompt)

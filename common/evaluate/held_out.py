@@ -12,7 +12,7 @@ from common.rollout.sampler import Sampler
 
 
 def evaluate_prompts(
-    rollouts: Sampler, step: int, held_out: Prompts, rewards: Rewards
+    sampler: Sampler, step: int, held_out: Prompts, rewards: Rewards
 ) -> dict[str, float]:
     """Return the metrics of `--eval_samples` completions of each held-out prompt after `step`
     steps, greedy or sampled at `--eval_temperature`; {} without prompts.
@@ -25,7 +25,7 @@ def evaluate_prompts(
     is the metric of that set alone. Collective."""
     if not held_out:
         return {}
-    groups = rollouts.complete_held_out(step, held_out)
+    groups = sampler.complete_held_out(step, held_out)
     rewards_PS, named_rewards, numbers = rewards.wait(groups, Meter())
     first_PS = rewards.first(named_rewards)
     means = {

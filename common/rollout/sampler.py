@@ -1,6 +1,7 @@
 """Sampling for the steps of a run.
 
-    groups = rollouts.rollout(step, total_steps, meter)    completions of this rank's prompts
+    rollout = sampler.rollout(step, total_steps, meter)
+    rollout.groups                 completions of this rank's prompts
 
 A step may call `rollout` several times, each time with another number of prompts. The engine is in
 this process (`ColocatedEngine`) or, with `--rollout_ranks`, on other ranks (`RolloutRanks` in
@@ -11,6 +12,7 @@ the group of prompt n and scores it; the packer may give its samples to other ra
 depend on the number alone, so samples do not depend on the ranks."""
 
 from collections import deque
+from dataclasses import dataclass
 
 from common.config.online import OnlineArgs
 from common.metrics.meter import Meter
@@ -41,6 +43,18 @@ def make_sampler(
     return Sampler(prompts, args, make_order(prompts.rows, args), source)
 
 
+@dataclass(frozen=True)
+class Rollout:
+    """Completions for a step."""
+
+    groups: list[Group]
+    """of this rank, `samples_per_prompt` completions each; maybe none"""
+    positions: list[int]
+    """where the prompt of each of these groups stands among those of all ranks"""
+    data_rows: list[int]
+    """number of the data row of each prompt of all ranks, for a curriculum"""
+
+
 class Sampler:
     """The prompts of a run, and the engine that completes them. All ranks have the same state."""
 
@@ -57,10 +71,6 @@ class Sampler:
         self.next_to_begin = 0  # number of the first prompt that is not in flight
         self.step = -1
         self.before_step: dict = {}  # state before the present step
-        # Of the last rollout: the data rows of all ranks, for a curriculum, and the places of this
-        # rank's prompts among them.
-        self.data_rows: list[int] = []
-        self.positions: list[int] = []
 
     def __str__(self) -> str:
         return str(self.source)
@@ -71,10 +81,9 @@ class Sampler:
 
     def rollout(
         self, step: int, total_steps: int, meter: Meter, size: int | None = None
-    ) -> list[Group] | None:
-        """Return this rank's share of the completions for step `step` (from 0): groups of
-        `samples_per_prompt`, in the order of `positions`. A share may be empty. Return None if the
-        run must stop; a resumed run then samples the prompts of this step again.
+    ) -> Rollout | None:
+        """Return this rank's share of the completions for step `step` (from 0), or None if the run
+        must stop; a resumed run then samples the prompts of this step again.
 
         `size`: number of prompts on all ranks, by default `--prompts_per_step`. Collective."""
         args = self.args
@@ -95,15 +104,15 @@ class Sampler:
         self.next_to_begin = max(self.next_to_begin, end)
         taken = range(self.next_number, self.next_number + size)
         self.next_number += size
-        self.data_rows = [self.drawn.popleft() for _ in taken]
+        data_rows = [self.drawn.popleft() for _ in taken]
         own_numbers = [number for number in taken if is_own(number)]
-        self.positions = [taken.index(number) for number in own_numbers]
         groups = self.source.complete(requests, own_numbers, step, meter)
         if distributed.stop_requested():  # then some may be missing
             self.load_state_dict(self.before_step)
             return None
         meter.sum("sampled", int(trained_counts(groups).sum()))
-        return groups
+        positions = [taken.index(number) for number in own_numbers]
+        return Rollout(groups, positions, data_rows)
 
     def complete_held_out(self, step: int, prompts: Prompts) -> list[Group]:
         """Return `--eval_samples` completions of every `ranks`-th prompt, from number `rank` on,

@@ -70,15 +70,15 @@ def cost_of_rewriting(policy, samples) -> list[str]:
     return [f"{problem}: {cost}; --train_on last trains the last turn of each row alone"]
 
 
-def describe_rollouts(args: TrainArgs, prompts: Sized, held_out: Sized, rollouts) -> list[str]:
+def describe_rollouts(args: TrainArgs, prompts: Sized, held_out: Sized, sampler) -> list[str]:
     """Return lines about the data, the length, the engine and the updates of a run with flags for
     sampling, and about its preset."""
     updates = args.updates_per_rollout
     mode = [f"{updates} updates per rollout"] if updates > 1 else []
-    if rollouts is not None and args.rollout_ranks and args.max_staleness:
+    if sampler is not None and args.rollout_ranks and args.max_staleness:
         mode.append(f"weights up to {args.max_staleness} steps old")
     mode = f"off-policy: {', '.join(mode)}" if mode else "on-policy"
-    engine = rollouts or "no engine"
+    engine = sampler or "no engine"
     rewards = f"reward {' + '.join(args.reward)}" if args.reward else "no reward"
     run = f"{length_of_run(args, prompts)}, {engine}, {mode}, {rewards}"
     lines = [f"{prompts}, {held_out} held out, {run}"]

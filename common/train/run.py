@@ -56,8 +56,8 @@ class Run:
         self.models = [model] if value is None else [model, value[0]]
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
         stateful = {name: each for name, each in stateful.items() if each is not None}
-        rollouts = stateful.get("rollouts")
-        self.order = stateful["order"] if rollouts is None else rollouts.order
+        sampler = stateful.get("rollouts")
+        self.order = stateful["order"] if sampler is None else sampler.order
         self.num_tokens = 0
         self.latest: dict[str, float] = {}  # metrics of the last step
         self.best: float | None = None  # best value of --keep_best

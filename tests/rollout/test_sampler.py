@@ -53,11 +53,11 @@ class Run:
         """Return the rows of all ranks, in order."""
         rows = {}
         for sampler in self.each_rank():
-            groups = sampler.rollout(number, total, Meter(), size)
-            if groups is not None:
-                own = [completion.row["row"] for (completion,) in groups]
-                assert [sampler.data_rows[i] for i in sampler.positions] == own
-                rows |= zip(sampler.positions, own, strict=True)
+            rollout = sampler.rollout(number, total, Meter(), size)
+            if rollout is not None:
+                own = [completion.row["row"] for (completion,) in rollout.groups]
+                assert [rollout.data_rows[i] for i in rollout.positions] == own
+                rows |= zip(rollout.positions, own, strict=True)
         return [rows[i] for i in range(len(rows))]
 
     def state_dict(self) -> dict:
