@@ -3,7 +3,7 @@
 from common.metrics.meter import Meter
 from common.packs.sample import Group
 from common.rollout.engine import Engine
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episodes import Episodes, PromptRequest, in_order
 
 
 def complete(
@@ -16,6 +16,6 @@ def complete(
         for i, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
     episodes = Episodes(engine, engine.args)
-    groups = episodes.generate(requests, Meter())
+    groups = in_order(episodes.generate(requests, Meter()))
     episodes.close()
     return groups

@@ -35,7 +35,7 @@ from common.packs.sample import Completion, Group
 from common.parallel import distributed, process
 from common.rewards.registry import BUILT_IN, load_reward
 from common.rewards.total import Rewards
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episodes import Episodes, PromptRequest, in_order
 from common.rollout.prompts import Prompts
 from common.workers.worker import Result
 
@@ -101,11 +101,11 @@ def sample_completions(
         start = len(lines)
         own = distributed.share_of(range(start, min(start + batch_size, len(prompts))))
         greedy, sampled = (
-            episodes.generate(
+            in_order(episodes.generate(
                 [PromptRequest(i, *prompts[i], distributed.fold_seed(args.seed, i), n, temperature)
                  for i in own],
                 Meter(),
-            )
+            ))
             for n, temperature in ((1, 0.0), (args.samples_per_prompt, args.temperature))
         )  # fmt: skip
         if distributed.all_max(len(sampled) < len(own)):  # a signal has stopped a rank

@@ -5,7 +5,7 @@ its partner answers the model between them. Completions do not wait for each oth
 samples the turns of all of them, and a prompt is complete when its last completion has ended."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,6 +71,11 @@ class PromptRequest:
         return Request(completion, max_tokens, seed, self.temperature, self.number)
 
 
+def in_order(groups: Iterable[Group]) -> list[Group]:
+    """Return the groups in the order of the numbers of their prompts."""
+    return sorted(groups, key=lambda group: group[0].number)
+
+
 class Episodes:
     """Prompts in flight.
 
@@ -104,26 +109,19 @@ class Episodes:
         return {number: self.prompts.pop(number).result() for number in done}
 
     def generate(
-        self, prompts: list[PromptRequest], meter: Meter, on_complete: OnComplete | None = None,
-        stops: bool = True,
-    ) -> list[Group]:  # fmt: skip
-        """Return the completions of this rank's prompts, in order. Each group goes to `on_complete`
-        as soon as it is complete. If it `stops`, a signal ends this after a round, without the
-        groups in flight. Nothing else may be in flight. Collective with tensor parallelism."""
+        self, prompts: list[PromptRequest], meter: Meter, stops: bool = True
+    ) -> Iterator[Group]:
+        """Yield the completions of each of this rank's prompts as soon as they are complete. If it
+        `stops`, a signal ends this after a round, without the groups in flight. Nothing else may be
+        in flight. Collective with tensor parallelism."""
         for prompt in prompts:
             self.add(prompt)
-        groups = {}
         while True:
             is_stopped = stops and distributed.stop_heard()
             states = self.engine.gather_in_engine((bool(self.prompts), is_stopped))
             if not any(busy for busy, _ in states) or any(stopped for _, stopped in states):
                 break
-            complete = self.advance(meter)
-            groups |= complete
-            if on_complete is not None:
-                for group in complete.values():
-                    on_complete(group)
-        return [groups[prompt.number] for prompt in prompts if prompt.number in groups]
+            yield from self.advance(meter).values()
 
     def close(self) -> None:
         """End the completions in flight, and the partner."""

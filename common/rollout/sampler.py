@@ -21,7 +21,7 @@ from common.packs.order import Order, make_order
 from common.packs.sample import Group
 from common.parallel import distributed
 from common.rollout.engines import make_engine
-from common.rollout.episodes import Episodes, OnComplete, PromptRequest
+from common.rollout.episodes import Episodes, OnComplete, PromptRequest, in_order
 from common.rollout.measure import trained_counts
 from common.rollout.prompts import Prompts
 from common.rollout.remote import RolloutRanks, is_own
@@ -147,9 +147,7 @@ class ColocatedEngine:
 
     steps_ahead = 0
 
-    def __init__(
-        self, policy: Policy, args: OnlineArgs, tokenizer, on_complete: OnComplete | None = None
-    ):
+    def __init__(self, policy: Policy, args: OnlineArgs, tokenizer, on_complete: OnComplete):
         self.policy = policy
         self.version: int | None = None  # version of the weights in the engine
         self.shares_memory = bool(args.reward_models)  # which run after an evaluation too
@@ -181,9 +179,12 @@ class ColocatedEngine:
         with meter.time("rollout"):
             own = set(own_numbers)
             prompts = [request for request in requests if request.number in own]
-            groups = self.episodes.generate(prompts, meter, self.on_complete, stops)
+            groups = []
+            for group in self.episodes.generate(prompts, meter, stops):
+                self.on_complete(group)
+                groups.append(group)
             keeps = self.engine.keeps_weights  # a resumed run finds no prefixes of an evaluation
             if stops or self.shares_memory or keeps or not self.trains:
                 self.engine.sleep()
                 self.version = step if keeps else None
-        return groups
+        return in_order(groups)

@@ -241,7 +241,7 @@ def test_weights_around_an_evaluation_are_sent_once(sleeps, engine, policy, monk
         )
     monkeypatch.setattr(engine, "keeps_weights", not sleeps)
     monkeypatch.setattr("common.rollout.sampler.make_engine", lambda *_: engine)
-    source = ColocatedEngine(policy, Args(max_new_tokens=4), engine.tokenizer)
+    source = ColocatedEngine(policy, Args(max_new_tokens=4), engine.tokenizer, lambda group: None)
     prompt = prompts(engine)[0]
     for numbers, step in (([0], 0), ([-1], 1), ([1], 1), ([2], 1), ([3], 2), ([-1], 3)):
         requests = [PromptRequest(number, prompt, {}, number, 2, 1.0) for number in numbers]

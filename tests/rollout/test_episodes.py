@@ -4,6 +4,7 @@ completions, limits hold; training on episodes."""
 import asyncio
 import json
 import math
+from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate, chain, groupby
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from common.rollout.environments import (
     load_environment,
     prompt_maker_of_environment,
 )
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episodes import Episodes, PromptRequest, in_order
 from common.rollout.prompts import encode_prompts, prompt_columns
 from common.text.encode import Encoder
 
@@ -75,14 +76,15 @@ class Play:
         self.prompts = encode_prompts(rows, columns, self.encoder, 1000, self.args)
         self.engine, self.episodes = engine, Episodes(engine, self.args)
 
-    def __call__(
-        self, which=slice(None), ends=short_turns, on_complete=None
-    ) -> list[list[Completion]]:
+    def __call__(self, which=slice(None), ends=short_turns) -> list[list[Completion]]:
+        return in_order(self.each(which, ends))
+
+    def each(self, which=slice(None), ends=short_turns) -> Iterator[list[Completion]]:
         requests = [
             PromptRequest(i, *self.prompts[i], 31 * i, 3, 1.0) for i in range(len(self.prompts))
         ]
         with ends(self.engine):
-            return self.episodes.generate(requests[which], Meter(), on_complete)
+            yield from self.episodes.generate(requests[which], Meter())
 
     def text(self, turn: list[int]) -> str:
         """Return what the environment reads of a turn."""
@@ -181,16 +183,11 @@ def test_a_complete_group_is_handed_on_while_others_are_sampled(synced, user_fil
     """Its rewards begin then. The last group ends after another one was handed on."""
     gate = tmp_path / "gate"
     rows = [*ROWS[:3], ROWS[3] | dict(gate=str(gate))]
-    play, handed = Play(synced, user_file, rows), []
-
-    def hand(group: list[Completion]) -> None:
-        handed.append(group)
+    handed = []
+    for group in Play(synced, user_file, rows).each():
+        handed.append(group[0].number)
         gate.touch()
-
-    groups = play(on_complete=hand)
-    assert sorted(group[0].number for group in handed) == [0, 1, 2, 3]
-    assert all(group is groups[group[0].number] for group in handed)
-    assert handed[0][0].number != 3
+    assert sorted(handed) == [0, 1, 2, 3] and handed[0] != 3
 
 
 def test_no_rank_waits_while_another_of_its_engine_samples(synced, monkeypatch):

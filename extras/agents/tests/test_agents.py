@@ -21,7 +21,7 @@ from common.packs.packing import pack_minibatches, per_sample
 from common.packs.sample import Completion
 from common.rewards.total import WANTED, Rewards
 from common.rollout.engine import SampledTurn
-from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.episodes import Episodes, PromptRequest, in_order
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
 from common.text.encode import Encoder
@@ -226,13 +226,13 @@ class Play:
             PromptRequest(i, *self.prompts[i], 31 * i, n, 1.0) for i in range(len(self.prompts))
         ]
         with short_turns(self.engine):
-            return self.episodes.generate(requests, Meter())
+            return in_order(self.episodes.generate(requests, Meter()))
 
     def one_by_one(self, seed: int) -> list[Completion]:
         """Return one completion of each prompt, which the engine samples alone."""
         requests = [PromptRequest(i, *x, seed, 1, 1.0) for i, x in enumerate(self.prompts)]
         with short_turns(self.engine):
-            return [self.episodes.generate([x], Meter())[0][0] for x in requests]
+            return [one for x in requests for (one,) in self.episodes.generate([x], Meter())]
 
 
 def flat(groups):
