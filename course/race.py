@@ -9,6 +9,7 @@ flag. The verdict is `better` or `worse` if the 95% t interval of the paired dif
 Runs are in runs/race/, by a digest of all code and flags that they depend on. What is there is not
 run again, and an interrupted one continues, so a second race costs half. One core for each run."""
 
+import filecmp
 import hashlib
 import os
 import platform
@@ -154,12 +155,15 @@ def main() -> None:
     try:
         lines = changed_lines(patch)
         codes = {patch.name: patched(patch), "grpo.py": (ROOT / "grpo.py").read_bytes()}
-        values = []
+        values, weights = [], []
         for name, code in codes.items():  # a patch that fails does so first
             script = keep(code, options.config, steps, options.folder.resolve())
             rest = script, name, options.config, steps
             values.append([pool.submit(result, *rest, seed) for seed in seeds])
+            weights.append(script.parent / "seed_0/hf/model.safetensors")
         new, old = (np.array([run.result() for run in runs]) for runs in values)
+        if filecmp.cmp(*weights, shallow=False):
+            raise ValueError(f"{patch}: no weight differs; its change must be on by default")
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     finally:  # also at Ctrl-C: what has not begun never does

@@ -1,5 +1,6 @@
 """A race runs a script and its patch with equal seeds, each run once, and says which is better."""
 
+import difflib
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ PATCH = """--- a/grpo.py
 -r\"\"\"GRPO: reinforcement learning with verifiable rewards (Shao et al. 2024, arXiv:2402.03300).
 +r\"\"\"Mine: reinforcement learning with verifiable rewards (Shao et al. 2024, arXiv:2402.03300).
 """
+SCRIPT = (ROOT / "grpo.py").read_text()
 CONFIG = """model: {model}
 dataset: [{sums}]
 eval_size: 4
@@ -23,6 +25,15 @@ max_new_tokens: 2
 engine: transformers
 reward: ["{reward}:first"]
 """
+
+
+def patch_of(*changes: tuple[str, str]) -> tuple[str, str]:
+    """Return grpo.py with texts replaced, and the patch that does so."""
+    text = SCRIPT
+    for old, new in changes:
+        text = text.replace(old, new, 1)
+    lines = (x.splitlines(keepends=True) for x in (SCRIPT, text))
+    return text, "".join(difflib.unified_diff(*lines, "a/grpo.py", "b/grpo.py"))
 
 
 @pytest.fixture
@@ -52,10 +63,10 @@ def test_race_runs_each_seed_once(compete, small, sums, reward_file, tmp_path, m
         tmp_path / "race.yaml", CONFIG.format(model=small[1], sums=sums, reward=reward_file)
     )
     flags = ("--config", config, "--steps", 1, "--seeds", 2)
-    shown, _ = compete(PATCH, *flags)
-    script = (ROOT / "grpo.py").read_text()
-    mine = script.replace('"""GRPO:', '"""Mine:', 1)
-    assert sorted(started) == sorted((text, seed) for text in (script, mine) for seed in (0, 1))
+    coefficient = "entropy_coef: NotNegative[float] = "
+    mine, patch = patch_of((f"{coefficient}0.0", f"{coefficient}1.0"))
+    shown, _ = compete(patch, *flags)
+    assert sorted(started) == sorted((text, seed) for text in (SCRIPT, mine) for seed in (0, 1))
     assert "mine.patch: not shown: " in shown and "difference +0.0 [0.0, 0.0]" in shown
     table = (tmp_path / "race.md").read_text()
     assert table.startswith(race.TABLE)
@@ -63,14 +74,17 @@ def test_race_runs_each_seed_once(compete, small, sums, reward_file, tmp_path, m
     assert row[1].startswith("mine.patch (") and "2 lines" in row[1]
     assert row[4] == "2 seeds, 1 steps" and row[-2:] == ["+0.0 [0.0, 0.0]", "not shown"]
 
-    compete(PATCH, *flags)
+    compete(patch, *flags)
     assert len(started) == 4 and (tmp_path / "race.md").read_text() == table
 
-    broken = PATCH.replace('+r"""Mine:', '+raise ValueError("no such thing")\n+r"""Mine:')
-    _, shown = compete(broken.replace("-1 +1", "-1 +1,2"), *flags, code=2)
+    raises = '\nraise ValueError("no such thing")\n\n\ndef main('
+    _, shown = compete(patch_of(("\ndef main(", raises))[1], *flags, code=2)
     assert shown.startswith("error: mine.patch: the run of seed ") and shown.count("\n") == 1
     assert "ValueError: no such thing" in shown
-    assert len(started) <= 6 and all(text != script for text, _ in started[4:])
+    assert len(started) <= 6 and all(text != SCRIPT for text, _ in started[4:])
+    _, shown = compete(PATCH, *flags, code=2)
+    words = "mine.patch: no weight differs; its change must be on by default\n"
+    assert shown.startswith("error: ") and shown.endswith(words) and shown.count("\n") == 1
     assert (tmp_path / "race.md").read_text() == table
 
 
