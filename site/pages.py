@@ -28,7 +28,7 @@ LANGUAGES = {
 }
 START = (
     "README", "docs/real_model", "docs/your_data", "docs/launch", "configs/README", "docs/trouble",
-    "course/reading_order", "course/changes/README", "CONTRIBUTING",
+    "course/reading_order", "course/changes/README", "CONTRIBUTING", "CHANGELOG",
 )  # fmt: skip
 COURSE = (
     "course/README", "course/primer", "course/one_step", "course/one_pair", "course/lessons/*",
@@ -352,7 +352,7 @@ class Pages(dict[str, str]):
 def make(target: Path) -> None:
     """Write all pages to the empty folder `target`."""
     site, scripts = Pages(), list(equations()["scripts"])
-    pages = ("README.md", "CONTRIBUTING.md", "configs/README.md", "docs/**/*.md", "course/**/*.md")
+    pages = ("[A-Z]*.md", "configs/README.md", "docs/**/*.md", "course/**/*.md")
     for place in (*pages, "extras/*/README.md"):
         for path in sorted(ROOT.glob(place)):
             site.markdown(path)

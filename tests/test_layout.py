@@ -184,11 +184,22 @@ def reached(script: str, doors: bool) -> set[str]:
     return found
 
 
-def test_sums():
-    """Of common/ and of tests no lines are counted: a bound of lines makes code dense."""
+def all_flags() -> set[str]:
     scripts = [*map(importlib.import_module, SCRIPTS)]
     args = [script.Args for script in scripts if hasattr(script, "Args")]
-    flags = {field.name for args_class in args for field in dataclasses.fields(args_class)}
+    return {field.name for args_class in args for field in dataclasses.fields(args_class)}
+
+
+def test_changelog_sends_nobody_to_a_flag_that_is_gone():
+    page = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", page, re.MULTILINE)
+    gone = {flag for row in rows for flag in re.findall(r"--(\w+)`", row[0])}
+    use = {flag for row in rows for flag in re.findall(r"--(\w+)", row[1])}
+    assert len(gone) > 20 and gone & all_flags() == set() and use - all_flags() == set()
+
+
+def test_sums():
+    """Of common/ and of tests no lines are counted: a bound of lines makes code dense."""
     sums = dict(
         sft_reaches=(len(reached("sft", doors=False)), 45),
         sft_reaches_with_eval_generate=(len(reached("sft", doors=True)), 70),
@@ -197,7 +208,7 @@ def test_sums():
         scripts=(lines(SCRIPTS.values()), 4_200),
         bench=(lines(ROOT.glob("bench/**/*.py")), 2_700),
         tools=(lines(ROOT.glob("tools/*.py")), 1_500),
-        flags=(len(flags), 136),
+        flags=(len(all_flags()), 136),
         imports_in_functions=(sum(len(seams(path)) for path in FILES), 18),
     )
     assert {name: each for name, each in sums.items() if each[0] > each[1]} == {}
