@@ -7,7 +7,7 @@ The policy samples G completions of every prompt. Each is compared with the othe
     A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                      advantages()
     L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i)
                      + beta KL_t ]                                                            loss()
-    rho_t = pi(y_t) / pi_old(y_t)                              pi_old: the policy before the updates
+    rho_t = pi(y_t) / pi_old(y_t)                            pi_old(): the policy before the updates
 
 `--loss` (common/objectives/policy.py), `--reduction` and `--advantage` (advantages.py beside it)
 select a variant, `--preset` that of a paper: GSPO, Dr. GRPO, CISPO, ... Differences from the paper,
@@ -39,7 +39,7 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.objectives.kl import KLEstimator, kl_estimate
 from common.objectives.policy import BY_COMPLETION, POLICY_LOSSES, PolicyInputs, PolicyLoss
 from common.objectives.reduction import token_weights
-from common.packs.packing import count_trained, pack_minibatches
+from common.packs.packing import PackedBatch, count_trained, pack_minibatches
 from common.parallel import distributed
 from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -76,6 +76,14 @@ def clip(x: PolicyInputs) -> PolicyLoss:
 
 ADVANTAGES = {"group": advantages} | VARIANTS  # by --advantage
 LOSSES = POLICY_LOSSES | {"clip": clip}  # by --loss
+
+
+def pi_old(mb: PackedBatch, logprobs_T: Tensor, is_first: bool, args: "Args") -> Tensor:
+    """Return the log-probs of pi_old by `--old_logprobs`, [T]. In the first minibatch, which no
+    update precedes, they are `logprobs_T`; `mb` keeps them for the next epoch."""
+    if is_first and mb.old_logprobs_T is None:
+        mb.old_logprobs_T = logprobs_T.detach()
+    return mb.rollout_logprobs_T if args.old_logprobs == "engine" else mb.old_logprobs_T
 
 
 def loss(
@@ -270,11 +278,9 @@ def main(args: Args) -> None:
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    if mb.old_logprobs_T is None and minibatch is minibatches[0]:  # no update yet
-                        mb.old_logprobs_T = logprobs_T.detach()
-                    if mb.old_logprobs_T is not None:
+                    old_logprobs_T = pi_old(mb, logprobs_T, minibatch is minibatches[0], args)
+                    if mb.old_logprobs_T is not None:  # else pi_old is the engine's
                         measure_mismatch(meter, mb.old_logprobs_T, mb)
-                    old_logprobs_T = mb.old_logprobs_T if needs_old else mb.rollout_logprobs_T
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
