@@ -5,7 +5,7 @@ Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden 
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -139,70 +139,98 @@ def load_policy(
     errors; `kind` is the class of the result. Collective. Raises `ValueError` for a model whose
     packs are not exact."""
     with named_errors(f"{flag} {path}", ValueError):
-        # ---- the model on meta, what is trained, and what is recomputed ----
-        has_adapters = trainable and args.lora_rank > 0
-        # Weights that change are float32. FSDP would cast frozen ones, also under adapters, to the
-        # compute dtype before every forward.
-        changes = (trainable or moves) and not args.lora_rank
-        dtype = torch.float32 if changes else compute_dtype(args, device)
-        hf, rules = model_on_meta(path, dtype, kind is ScalarModel)
-        model = kind(hf, path)
-        if args.vision is not None and kind is not ScalarModel:
-            with extra("images", f"--vision {args.vision}"):
-                from extras.images.tower import Images
-            model.images = Images(hf, path, args, trainable)
-        hf.requires_grad_(trainable)
-        towers = towers_of(hf)
-        for tower in towers:
-            tower.requires_grad_(trainable and args.vision == "train")
-            if model.images is None:  # the tower is only exported
-                tower.to(base_dtype(path))
-        recomputed = args.activation_checkpointing if trainable else False
-        # By default on CUDA, until `keep_activations_that_fit` (extras/plan) keeps what fits.
-        if device.type == "cuda" if recomputed is None else recomputed:
-            hf.get_decoder().gradient_checkpointing_enable(dict(use_reentrant=False))
-        model.train()  # activation checkpointing needs it, and there is no dropout
-        if args.context_ranks > 1:
-            require_context_ranks(hf.config.get_text_config(), args.context_ranks)
-        adapter, change = {}, dict
-        if has_adapters:
-            add_adapters(hf, args)
-            # The adapter belongs to --model; a value model beside it starts with a new one.
-            adapter = read_adapter(hf, args) if args.adapter and flag == "--model" else {}
-            if args.quantize is not None:
-                with extra("quantized", f"--quantize {args.quantize}"):
-                    from extras.quantized.nf4 import pack_layers
-                change = pack_layers(hf, device)
-        if device.type == "meta":
-            return model
-
-        # ---- shards, and this rank's slices of the files ----
-        _set_threads(model, args, device)
-        setup_context_groups(args.context_ranks)
-        # A text run never gathers the towers. Those that read images belong to the root: ranks
-        # without images would not meet the others in a collective.
-        units = [*hf.get_decoder().layers, *(towers if model.images is None else ())]
-        shard(model, units, args, device, reshard_root=not trainable)
-        # Only parameters may stay on the host: FSDP gathers them on the device.
-        home = torch.device("cpu") if args.offload == "all" else device
-        if read_weights(hf, path, rules, home, device, change):  # the folder has no scalar head
-            if not trainable:
-                raise ValueError("a language model without a reward head")
-            head, generator = hf.score.weight, torch.Generator().manual_seed(args.seed)
-            fill(head, torch.randn(head.shape, generator=generator) / (head.shape[1] + 1) ** 0.5)
-        if has_adapters:
-            fill_adapters(hf, adapter, args.seed)
-        if model.compiled and trainable:
-            distributed.say("--compile: the first steps take longer, until all blocks are compiled")
-
-        # ---- packs equal their sequences ----
-        check_packing(model)
-        # A gated delta net has a state after the prefix, which attention's keys do not hold.
-        model.needs_whole_sequences = num_delta_nets(hf.config.get_text_config()) > 0
-        model.share_prefix = 0 if model.needs_whole_sequences else args.share_prefix
-        if model.share_prefix != args.share_prefix:
-            distributed.say(f"{hf.config.model_type} needs --share_prefix 0, which is taken")
+        model, source = build_on_meta(path, args, device, trainable, flag, kind, moves)
+        if device.type != "meta":
+            shard_and_fill(model, source, args, device, trainable)
+            check_packs(model, args)
         return model
+
+
+class Source(NamedTuple):
+    """What fills the weights of a model on meta, beside the files of its folder."""
+
+    rules: list
+    """transformers' rules for the names in the files"""
+    change: Callable[[dict], dict] = dict
+    """makes packed slices of the files' (`--quantize`)"""
+    adapter: dict[str, Tensor] | None = None
+    """weights of `--adapter`, none for a new adapter; None without adapters"""
+
+
+def build_on_meta(
+    path: str, args: BaseArgs, device: torch.device, trainable: bool, flag: str,
+    kind: type[PackedModel], moves: bool,
+) -> tuple[PackedModel, Source]:  # fmt: skip
+    """Return the model on meta: what is trained, in which dtype, and what is recomputed."""
+    # Weights that change are float32. FSDP would cast frozen ones, also under adapters, to the
+    # compute dtype before every forward.
+    changes = (trainable or moves) and not args.lora_rank
+    dtype = torch.float32 if changes else compute_dtype(args, device)
+    hf, rules = model_on_meta(path, dtype, kind is ScalarModel)
+    model = kind(hf, path)
+    if args.vision is not None and kind is not ScalarModel:
+        with extra("images", f"--vision {args.vision}"):
+            from extras.images.tower import Images
+        model.images = Images(hf, path, args, trainable)
+    hf.requires_grad_(trainable)
+    for tower in towers_of(hf):
+        tower.requires_grad_(trainable and args.vision == "train")
+        if model.images is None:  # the tower is only exported
+            tower.to(base_dtype(path))
+    recomputed = args.activation_checkpointing if trainable else False
+    # By default on CUDA, until `keep_activations_that_fit` (extras/plan) keeps what fits.
+    if device.type == "cuda" if recomputed is None else recomputed:
+        hf.get_decoder().gradient_checkpointing_enable(dict(use_reentrant=False))
+    model.train()  # activation checkpointing needs it, and there is no dropout
+    if args.context_ranks > 1:
+        require_context_ranks(hf.config.get_text_config(), args.context_ranks)
+    if not (trainable and args.lora_rank):
+        return model, Source(rules)
+    add_adapters(hf, args)
+    # The adapter belongs to --model; a value model beside it starts with a new one.
+    adapter = read_adapter(hf, args) if args.adapter and flag == "--model" else {}
+    if args.quantize is None:
+        return model, Source(rules, adapter=adapter)
+    with extra("quantized", f"--quantize {args.quantize}"):
+        from extras.quantized.nf4 import pack_layers
+    return model, Source(rules, pack_layers(hf, device), adapter)
+
+
+def shard_and_fill(
+    model: PackedModel, source: Source, args: BaseArgs, device: torch.device, trainable: bool
+) -> None:
+    """Shard a model on meta, and read this rank's slices of the files. Collective."""
+    hf = model.hf
+    _set_threads(model, args, device)
+    setup_context_groups(args.context_ranks)
+    # A text run never gathers the towers. Those that read images belong to the root: ranks without
+    # images would not meet the others in a collective.
+    units = [*hf.get_decoder().layers, *(towers_of(hf) if model.images is None else ())]
+    shard(model, units, args, device, reshard_root=not trainable)
+    # Only parameters may stay on the host: FSDP gathers them on the device.
+    home = torch.device("cpu") if args.offload == "all" else device
+    lacks_head = read_weights(hf, model.path, source.rules, home, device, source.change)
+    if lacks_head:
+        if not trainable:
+            raise ValueError("a language model without a reward head")
+        head, generator = hf.score.weight, torch.Generator().manual_seed(args.seed)
+        fill(head, torch.randn(head.shape, generator=generator) / (head.shape[1] + 1) ** 0.5)
+    if source.adapter is not None:
+        fill_adapters(hf, source.adapter, args.seed)
+    if model.compiled and trainable:
+        distributed.say("--compile: the first steps take longer, until all blocks are compiled")
+
+
+def check_packs(model: PackedModel, args: BaseArgs) -> None:
+    """Require that packs equal their sequences, and decide whether they share prefixes.
+    Collective."""
+    check_packing(model)
+    config = model.hf.config
+    # A gated delta net has a state after the prefix, which attention's keys do not hold.
+    model.needs_whole_sequences = num_delta_nets(config.get_text_config()) > 0
+    model.share_prefix = 0 if model.needs_whole_sequences else args.share_prefix
+    if model.share_prefix != args.share_prefix:
+        distributed.say(f"{config.model_type} needs --share_prefix 0, which is taken")
 
 
 def load_scalar_model(
