@@ -31,7 +31,7 @@ from common.config.objectives import LogKLArgs
 from common.config.online import OnlineArgs, TruncationArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
-from common.model.hub import context_length, resolve_model
+from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import without_rounding
@@ -99,7 +99,7 @@ def main(args: Args) -> None:
     needs_reference = args.beta > 0 or args.log_kl
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
+    prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:
         frozen = [path] * needs_reference

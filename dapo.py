@@ -34,7 +34,7 @@ from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
-from common.model.hub import context_length, resolve_model
+from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, centre_groups, group_std, unequal
@@ -213,7 +213,7 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
+    prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:
         frozen = [path] * args.log_kl

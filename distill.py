@@ -41,7 +41,7 @@ from common.model.distill import (
     load_teachers,
     teacher_of,
 )
-from common.model.hub import context_length, resolve_model
+from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import with_logprobs
 from common.objectives.divergence import DIVERGENCES
@@ -277,8 +277,8 @@ def main(args: Args) -> None:
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     folders = find_teachers(args, path, tokenizer)  # by the teacher's name
-    context = min(context_length(each, args) for each in (path, *folders.values()))
-    prompts, held_out = load_prompts(args, tokenizer, context, also_read=[args.teacher_column])
+    limit = min(longest_sequence(each, args) for each in (path, *folders.values()))
+    prompts, held_out = load_prompts(args, tokenizer, limit, also_read=[args.teacher_column])
     rows = prompts.rows + held_out.rows
     encoder = Encoder(tokenizer, args)
     num_sampled = args.own_prompts  # prompts of a step that the student completes

@@ -105,7 +105,7 @@ class Args(ImageArgs, PreferenceArgs, PrefixArgs, OfflineArgs):
     """Hugging Face id or folder of the reference model; default: the starting model"""
 
     def __post_init__(self) -> None:
-        self.require_fit(self.max_length, sequences=2)
+        self.pack_limit.require(self.max_length, sequences=2)
 
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:

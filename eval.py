@@ -40,7 +40,7 @@ from common.evaluate.estimators import (
     shown_ks,
     wins,
 )
-from common.model.hub import context_length, require_same_tokenizer, resolve_model
+from common.model.hub import longest_sequence, require_same_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods
 from common.parallel import distributed
@@ -256,8 +256,8 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     rows = rows[: args.eval_size]
     columns = prompt_columns(args, rows, also_read=["domain"])
     say_not_named(args, rows, columns, also_read=["domain"])
-    max_prompt_length = context_length(path, args) - args.max_new_tokens
-    prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), max_prompt_length, args)
+    limit = longest_sequence(path, args)
+    prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), limit, args)
     show_first(prompts, tokenizer)
     rewards = Rewards(args, prompts.rows, tokenizer, device)
     files = {}

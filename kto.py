@@ -102,7 +102,7 @@ class Args(OfflineArgs):
     """Hugging Face id or folder of the reference model; default: the starting model"""
 
     def __post_init__(self) -> None:
-        self.require_fit(self.max_length)
+        self.pack_limit.require(self.max_length)
 
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:

@@ -35,7 +35,7 @@ from common.config.parse import parse
 from common.config.preference import PreferenceArgs
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
-from common.model.hub import context_length, resolve_model
+from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives import preference
@@ -172,8 +172,8 @@ def main(args: Args) -> None:
     needs_reference = not set(args.loss) <= REFERENCE_FREE
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    context = context_length(path, args, sequences=2)  # a pair shares a pack
-    prompts, held_out = load_prompts(args, tokenizer, context)
+    limit = longest_sequence(path, args, sequences=2)  # a pair shares a pack
+    prompts, held_out = load_prompts(args, tokenizer, limit)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:
         frozen = [path] * needs_reference

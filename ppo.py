@@ -35,7 +35,7 @@ from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.metrics.moments import explained_variance, moments
-from common.model.hub import context_length, require_same_tokenizer, resolve_model
+from common.model.hub import longest_sequence, require_same_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy, load_reference, load_scalar_model
 from common.model.scoring import with_logprobs, with_values
 from common.objectives.advantages import EPSILON, gae
@@ -237,8 +237,8 @@ def main(args: Args) -> None:
         value_path = resolve_model(args.value_model, "--value_model", not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     require_same_tokenizer("--value_model", value_path, tokenizer)
-    context = min(context_length(path, args), context_length(value_path, args))
-    prompts, held_out = load_prompts(args, tokenizer, context)
+    limit = min(longest_sequence(path, args), longest_sequence(value_path, args))
+    prompts, held_out = load_prompts(args, tokenizer, limit)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:
         frozen = [path] * needs_reference

@@ -91,7 +91,7 @@ class Args(PrefixArgs, TrainArgs):
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
 
     def __post_init__(self) -> None:
-        self.require_fit(self.max_length, sequences=2)
+        self.pack_limit.require(self.max_length, sequences=2)
 
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:

@@ -36,7 +36,7 @@ from common.evaluate.estimators import SOLVED
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.distill import Comparison, OwnTeacher, Teacher
-from common.model.hub import context_length, resolve_model
+from common.model.hub import longest_sequence, resolve_model
 from common.model.logprobs import Logits
 from common.model.policy import load_policy, load_reference, move_towards
 from common.objectives.divergence import DIVERGENCES
@@ -148,7 +148,7 @@ def pair(sample: Completion, prompt: list[int]) -> list[Completion]:
 
 def hinted_pairs(
     groups: list[Group], rewards_PG: Tensor, make_prompt: Callable[[dict, str], list[int]],
-    context: int, meter: Meter, args: Args,
+    longest: int, meter: Meter, args: Args,
 ) -> list[list[Completion]]:  # fmt: skip
     """Return the pair of every completion, [] without a hint. Completions with a pair are counted,
     as are hinted prompts that do not fit, which are dropped. `make_prompt`: (row, hint) -> hinted
@@ -160,7 +160,8 @@ def hinted_pairs(
         for sample, hint in zip(group, hints, strict=True):
             prompt = prompts.get(hint, [])
             size = len(prompt) + len(sample.completion_ids)
-            fits = size <= context and size - 1 + sample.num_targets <= args.pack_tokens
+            pair_targets = size - 1 + sample.num_targets
+            fits = size <= longest and pair_targets <= args.pack_limit.tokens
             pairs.append(pair(sample, prompt) if prompt and fits else [])
             meter.mean("hints/used", bool(pairs[-1]))
             meter.mean("hints/too_long", bool(prompt) and not fits)
@@ -177,8 +178,8 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    context = context_length(path, args)
-    prompts, held_out = load_prompts(args, tokenizer, context, also_read=[args.hint])
+    limit = longest_sequence(path, args)
+    prompts, held_out = load_prompts(args, tokenizer, limit, also_read=[args.hint])
     (column,) = prompt_columns(args, prompts.rows, also_read=[args.hint])
     fill = hint_filler(args.hint, args.hint_template, prompts.rows)
     make_prompt = partial(hinted_prompt, Encoder(tokenizer, args), column, fill)
@@ -220,7 +221,7 @@ def main(args: Args) -> None:
 
         # ---- 2. pack: hinted completions beside their copies after hinted prompts, then apart ----
         first_PG = rewards.first(named_rewards) if args.reward else rewards_PG
-        pairs = hinted_pairs(groups, first_PG, make_prompt, context, meter, args)
+        pairs = hinted_pairs(groups, first_PG, make_prompt, limit.tokens, meter, args)
         G = args.samples_per_prompt
         places = [*chain(*(range(p * G, (p + 1) * G) for p in positions))]  # among all pairs
         packed = pack_minibatches(

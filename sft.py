@@ -79,7 +79,7 @@ class Args(ImageArgs, StreamArgs, PrefixArgs, OfflineArgs):
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
 
     def __post_init__(self) -> None:
-        self.require_fit(self.max_length)
+        self.pack_limit.require(self.max_length)
 
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:

@@ -57,17 +57,21 @@ def test_evaluation_uses_nll_with_every_loss(rows, data, tmp_path, main):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("context", "extra", "length"), [(512, (), 512), (2048, ("--pack_tokens", 300), 300)]
+    ("context", "extra", "length", "limit"),
+    [
+        (512, (), 512, "the model's context of 512 tokens"),
+        (2048, ("--pack_tokens", 300), 300, "--pack_tokens 300"),
+    ],
 )
 def test_default_max_length_adapts_to_context_and_pack(
-    context, extra, length, data, tmp_path, main, capsys
+    context, extra, length, limit, data, tmp_path, main, capsys
 ):
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | dict(max_position_embeddings=context)
     (model / "config.json").write_text(json.dumps(config))
     flags = (*data, "--model", model, "--max_steps", 1, "--batch_size", 4, "--eval_every", 0)
     main("sft", *flags, *extra, "--output_dir", tmp_path / "run")
-    said = f"--max_length {length}: the limit of context and --pack_tokens"
+    said = f"--max_length {length}: the limit of {limit}"
     assert said in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -33,6 +33,20 @@ JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 JUDGE_KINDS = ("judge:", "rank:")  # rewards that ask a chat model
 MODEL_KINDS = ("model:", *JUDGE_KINDS)  # rewards by a model
+
+
+class Limit(NamedTuple):
+    """The most tokens of a sequence, or of several, and what sets this limit."""
+
+    tokens: int
+    flag: str
+    """or the model's context, for messages"""
+
+    def require(self, max_length: int | None, sequences: int = 1) -> None:
+        """Raise `ValueError` if so many `sequences` of `--max_length` have more tokens."""
+        if max_length and sequences * max_length > self.tokens:
+            count = "a sequence" if sequences == 1 else f"{sequences} sequences"
+            raise ValueError(f"--max_length {max_length}: {count} must fit in {self.flag}")
 
 
 def _in_float32(number: T) -> T:

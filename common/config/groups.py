@@ -21,6 +21,7 @@ from common.config.flags import (
     STRICT,
     BelowOne,
     Gpus,
+    Limit,
     MayChange,
     Needs,
     NotNegative,
@@ -65,21 +66,11 @@ class ModelArgs:
     context_ranks tokens"""
 
     @property
-    def pack_capacity(self) -> int:
+    def pack_limit(self) -> Limit:
         """Maximum tokens of sequences that have to share a pack."""
-        return self.pack_tokens * self.context_ranks
-
-    def require_fit(self, max_length: int | None, sequences: int = 1) -> None:
-        """Raise `ValueError` unless as many `sequences` of `max_length` tokens fit in a pack."""
-        if max_length and sequences * max_length > self.pack_capacity:
-            count = "a sequence" if sequences == 1 else f"{sequences} sequences"
-            raise ValueError(f"--max_length {max_length}: {count} must fit in {self.pack_flags}")
-
-    @property
-    def pack_flags(self) -> str:
-        """Flags that set `pack_capacity`, for messages."""
         times = f" x --context_ranks {self.context_ranks}" if self.context_ranks > 1 else ""
-        return f"--pack_tokens {self.pack_tokens}{times}"
+        flag = f"--pack_tokens {self.pack_tokens}{times}"
+        return Limit(self.pack_tokens * self.context_ranks, flag)
 
 
 @dataclass(config=STRICT)
@@ -351,9 +342,9 @@ class GenerateArgs:
 
     @model_validator(mode="after")
     def _check_generation(self: Any) -> Any:  # reads flags of `TrainArgs`
-        if self.eval_generate and self.max_new_tokens >= self.pack_capacity:
+        if self.eval_generate and self.max_new_tokens >= self.pack_limit.tokens:
             flag = f"--max_new_tokens {self.max_new_tokens}"
-            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}")
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_limit.flag}")
         return self
 
 

@@ -281,9 +281,9 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
             raise ValueError(f"{problem}; give both or neither")
         if self.tools or self.agent is not None:
             object.__setattr__(self, "prompt_format", "chat")
-        if self.max_new_tokens >= self.pack_capacity:
+        if self.max_new_tokens >= self.pack_limit.tokens:
             flag = f"--max_new_tokens {self.max_new_tokens}"
-            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}")
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_limit.flag}")
         ranks = [name for name in self.reward if name.startswith("rank:")]
         if not all(map(str.strip, self.rubric)):
             raise ValueError("--rubric: a criterion is empty")

@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 from common.config.groups import ImageArgs, OfflineArgs
 from common.config.online import OnlineArgs
 from common.evaluate.held_out import evaluate_prompts
-from common.model.hub import context_length
+from common.model.hub import longest_sequence
 from common.model.policy import Policy
 from common.packs.order import Order
 from common.parallel import distributed
@@ -31,8 +31,8 @@ class Generation:
         # The encoder of images changes the rows that it reads.
         rows = [dict(row) for row in first_of_each_set(rows, args.eval_generate)]
         columns = prompt_columns(online, rows)
-        room = context_length(policy.path, args) - online.max_new_tokens
-        self.prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, online)
+        limit = longest_sequence(policy.path, args)
+        self.prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), limit, online)
         if len(self.prompts) < args.eval_generate:
             distributed.say(f"--eval_generate {args.eval_generate} answers {self.prompts}")
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)

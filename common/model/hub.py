@@ -5,12 +5,13 @@ import json
 import math
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common import durable
-from common.config.flags import ADAPTER_CONFIG
+from common.config.flags import ADAPTER_CONFIG, Limit
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.model.loading import (
     files_of,
@@ -205,11 +206,18 @@ def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
         raise ValueError(f"{flag} {path}: {problem}; {advice}")
 
 
-def context_length(path: str, args: BaseArgs, sequences: int = 1) -> int:
-    """Return the maximum length of a sequence in the model's context, or in a pack of several."""
+def model_limit(path: str) -> Limit:
+    """Return the length of the model's context."""
     config = load_config(path).get_text_config()
-    longest = args.pack_capacity // sequences + 1
-    return min(getattr(config, "max_position_embeddings", longest), longest)
+    tokens = getattr(config, "max_position_embeddings", sys.maxsize)
+    return Limit(tokens, f"the model's context of {tokens} tokens")
+
+
+def longest_sequence(path: str, args: BaseArgs, sequences: int = 1) -> Limit:
+    """Return the maximum length of a sequence in the model's context, or in a pack of several."""
+    tokens, flag = args.pack_limit
+    # A pack has targets, and the first token is none.
+    return min(model_limit(path), Limit(tokens // sequences + 1, flag))
 
 
 def fit_max_length(
@@ -218,12 +226,14 @@ def fit_max_length(
     """Return the flags with `--max_length`. Without it a resumed run keeps its `earlier` one. A new
     run takes 2048, or less if the model's context or a pack of so many `sequences` is smaller."""
     max_length = args.max_length or earlier.get("max_length")
-    context = context_length(path, args)
+    context, pack = model_limit(path), args.pack_limit
     if max_length is None:
-        max_length = min(2048, context, args.pack_capacity // sequences)
+        limit = min(context, Limit(pack.tokens // sequences, pack.flag))
+        max_length = min(2048, limit.tokens)
         if max_length < 2048:
-            distributed.say(f"--max_length {max_length}: the limit of context and --pack_tokens")
-    args.require_fit(max_length, sequences)
-    if max_length > context:
-        raise ValueError(f"--max_length {max_length}: the model's context has {context} tokens")
+            distributed.say(f"--max_length {max_length}: the limit of {limit.flag}")
+    pack.require(max_length, sequences)
+    if max_length > context.tokens:
+        problem = f"the model's context has {context.tokens} tokens"
+        raise ValueError(f"--max_length {max_length}: {problem}")
     return replace(args, max_length=max_length)  # pyrefly: ignore[unexpected-keyword]

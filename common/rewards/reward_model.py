@@ -110,8 +110,9 @@ class RewardModel:
             reads_ids = self.reads_policy_ids and not (is_cut and self.reads_stopped_text)
             ids = sample.ids if reads_ids else self._ids(sample)
             require_length(self.model, len(ids))
-            if len(ids) > self.args.pack_capacity:
-                problem = f"a sequence of {len(ids)} tokens is longer than {self.args.pack_flags}"
+            limit = self.args.pack_limit
+            if len(ids) > limit.tokens:
+                problem = f"a sequence of {len(ids)} tokens is longer than {limit.flag}"
                 raise ValueError(f"{self.flag}: {problem}")
         except ValueError as error:
             return first_line(error)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from common.config.flags import weights_of
+from common.config.flags import Limit, weights_of
 from common.config.online import OnlineArgs, SamplingArgs
 from common.packs.sample import Sample
 from common.parallel import distributed
@@ -39,21 +39,20 @@ class Prompts:
 
 
 def load_prompts(
-    args: OnlineArgs, tokenizer, max_length: int, also_read: Sequence[str] = ()
+    args: OnlineArgs, tokenizer, limit: Limit, also_read: Sequence[str] = ()
 ) -> tuple[Prompts, Prompts]:
-    """Return the prompts of the training rows and of the held-out ones. A prompt and
-    `--max_new_tokens` have at most `max_length` tokens. `also_read`: columns that the script reads
-    besides. Raises `ValueError` naming the flag or the row."""
+    """Return the prompts of the training rows and of the held-out ones, see `encode_prompts`.
+    `also_read`: columns that the script reads besides. Raises `ValueError` naming the flag or the
+    row."""
     row_check(args)  # refuses unknown rewards before anything slow
     rows, held_out_rows = train_and_eval_rows(args)
     columns = prompt_columns(args, [*rows, *held_out_rows], also_read)
     say_not_named(args, rows, columns, also_read)
     encoder = Encoder(tokenizer, args)
-    room = max_length - args.max_new_tokens
     prompts, held_out = (
-        encode_prompts(each, columns, encoder, room, args) for each in (rows, held_out_rows)
+        encode_prompts(each, columns, encoder, limit, args) for each in (rows, held_out_rows)
     )
-    too_long = f", {held_out.dropped} are too long: see --max_new_tokens and --pack_tokens"
+    too_long = f", {held_out.dropped} are too long: see --max_new_tokens and {limit.flag}"
     require_held_out(held_out_rows, held_out.rows, too_long)
     show_first(prompts, tokenizer)
     return prompts, held_out
@@ -98,14 +97,16 @@ def say_not_named(
 
 
 def encode_prompts(
-    rows: list[dict], columns: Columns, encoder: Encoder, room: int, args: SamplingArgs
+    rows: list[dict], columns: Columns, encoder: Encoder, limit: Limit, args: SamplingArgs
 ) -> Prompts:
     """Return the prompts of `rows`. Raises `ValueError` for a row that the template, the
-    environment or a reward cannot use, and for a prompt of more than `room` tokens; `--on_bad_row
-    skip` and `--overlong drop` leave such rows out, and at least one must be left."""
+    environment or a reward cannot use, and for a prompt that with `--max_new_tokens` is longer than
+    the `limit`; `--on_bad_row skip` and `--overlong drop` leave such rows out, and at least one
+    must be left."""
+    room = limit.tokens - args.max_new_tokens
     if rows and room < 1:
         problem = f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt"
-        raise ValueError(f"{problem} in the context (or --pack_tokens); lower it")
+        raise ValueError(f"{problem} in {limit.flag}; lower it")
     makers = {}  # functions that make a column from the row, by its name
     if args.environment is not None:
         makers["_prompt"] = prompt_maker_of_environment(args)
@@ -134,13 +135,13 @@ def encode_prompts(
             prompts.dropped += 1
         else:
             raise ValueError(
-                f"{row['_source']}: the prompt has {len(ids)} tokens, the context (or"
-                f" --pack_tokens) {room} beside --max_new_tokens {args.max_new_tokens};"
-                " --overlong drop leaves such rows out"
+                f"{row['_source']}: the prompt has {len(ids)} tokens, {limit.flag} leaves {room}"
+                f" beside --max_new_tokens {args.max_new_tokens}; --overlong drop leaves such rows"
+                " out"
             )
     if prompts.dropped and not prompts:
         problem = f"no prompt has at most {room} tokens"
-        raise ValueError(f"{problem}: see --max_new_tokens and --pack_tokens")
+        raise ValueError(f"{problem}: see --max_new_tokens and {limit.flag}")
     if rows and not prompts:
         example = f"all {len(rows)} rows, such as {rows[0]['_source']}"
         raise ValueError(f"{example}, are left out (--on_bad_row skip)")

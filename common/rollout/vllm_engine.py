@@ -17,7 +17,7 @@ from common.config.extra import extra
 from common.config.online import ALONE, SLOTS, USABLE
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets, used_memory
-from common.model.hub import context_length
+from common.model.hub import longest_sequence
 from common.model.loading import has_images, hub_weights, load_config, model_class, open_model
 from common.parallel import distributed
 from common.rollout.engine import COMPARED, Engine, Request, SampledTurn
@@ -190,7 +190,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
     def _options(self, has_delta_nets: bool) -> dict:
-        max_model_len = context_length(self.path, self.args)
+        max_model_len = longest_sequence(self.path, self.args).tokens
         on_cpu = self.device.type == "cpu"
         options = dict(
             distributed_executor_backend="external_launcher",

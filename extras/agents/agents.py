@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.config.online import SLOTS, SamplingArgs
-from common.model.hub import context_length
+from common.model.hub import longest_sequence
 from common.packs.sample import Completion
 from common.parallel import distributed
 from common.rewards.total import checked
@@ -102,7 +102,7 @@ class Agents:
         self.args = args
         self.engine = engine
         self.encoder = Encoder(engine.tokenizer, args)
-        self.room = context_length(engine.path, args) - args.max_new_tokens  # for a prompt
+        self.room = longest_sequence(engine.path, args).tokens - args.max_new_tokens  # for a prompt
         self.agents: dict[str, Agent] = {}  # that play, by key
         self.endpoint = Endpoint(self.serve, self.count, self.agents)
         self.serving: asyncio.Task | None = None  # from the first episode on

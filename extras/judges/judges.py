@@ -218,9 +218,10 @@ class Judge:
                 prompts.append(tuple(self.encoder.prompt(row, ("prompt",))))
                 length = len(prompts[-1]) + self.room
                 require_length(self.model, length)
-                if length > self.args.pack_capacity:
-                    problem = f"a question of {length} tokens is longer than"
-                    raise ValueError(f"{self.label}: {problem} {self.args.pack_flags}")
+                limit = self.args.pack_limit
+                if length > limit.tokens:
+                    problem = f"a question of {length} tokens is longer than {limit.flag}"
+                    raise ValueError(f"{self.label}: {problem}")
         except ValueError as error:
             return distributed.first_line(error)
         return prompts

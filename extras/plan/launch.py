@@ -12,7 +12,7 @@ from torch import nn
 from common.config.groups import TrainArgs
 from common.config.online import ALONE, SLOTS, USABLE, OnlineArgs
 from common.model.flops import attention_shape, num_delta_nets
-from common.model.hub import context_length
+from common.model.hub import longest_sequence
 from common.model.policy import PackedModel
 from common.rollout.weights import gathered_bytes
 from extras.plan.memory import (
@@ -226,7 +226,7 @@ class Launch:
             return f"needs {needs}; --offload, --lora_rank or more GPUs save memory"
         if not self.has_vllm:
             return None
-        longest = self.cached(context_length(self.trained[0].path, self.args))
+        longest = self.cached(longest_sequence(self.trained[0].path, self.args).tokens)
         if self.engine_weights + longest <= self.engine:
             return None
         parts = f"{self.engine_weights / GIB:.1f} GiB of weights and {longest / GIB:.1f} for the"

@@ -22,7 +22,7 @@ import grpo
 import sft
 from common.config.groups import TrainArgs
 from common.config.online import ALONE, USABLE
-from common.model.hub import context_length
+from common.model.hub import longest_sequence
 from common.model.policy import PackedModel
 from extras.plan.launch import GPUS, Launch
 from extras.plan.memory import GIB, total
@@ -105,7 +105,8 @@ def least_memory(launch: Launch) -> float:
     again = replace(launch, args=replace(launch.args, activation_checkpointing=True))
     needed = total(again.update_memory)
     if launch.has_vllm:
-        engine = launch.cached(context_length(launch.trained[0].path, launch.args))
+        longest = longest_sequence(launch.trained[0].path, launch.args)
+        engine = launch.cached(longest.tokens)
         engine += launch.engine_weights
         needed = max(needed, total(launch.sampling) + engine, engine * USABLE / ALONE)
     return needed / USABLE / GIB

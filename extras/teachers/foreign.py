@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from common.config.online import SamplingArgs
 from common.model.distill import Comparison, Teacher
-from common.model.hub import context_length
+from common.model.hub import longest_sequence
 from common.model.loading import named_errors
 from common.model.logprobs import TokenStats
 from common.packs.packing import PackedBatch, pack_groups
@@ -79,7 +79,7 @@ class ForeignTeacher(Teacher):
         self.args = args
         self.tokenizer = tokenizer
         self.has_reported = False
-        self.longest = context_length(self.path, args)
+        self.longest = longest_sequence(self.path, args)
         self.student_bytes = bytes_of_tokens(student_tokenizer)
         self.student_ends = eos_token_ids(
             student_path, student_tokenizer, args.prompt_format, args.stop_token_ids
@@ -144,8 +144,8 @@ class ForeignTeacher(Teacher):
         if None in own_pieces or b"".join(own_pieces) != text.encode():
             return "the tokens of the teacher have another text"
         own = [*prompt, *own_ids, *end_ids]
-        if len(own) > self.longest:
-            return f"it has {len(own)} tokens, more than the context of {self.longest}"
+        if len(own) > self.longest.tokens:
+            return f"it has {len(own)} tokens, more than {self.longest.flag}"
         mask = [False] * len(prompt) + [True] * (len(own) - len(prompt))
         at_end = len(text.encode()) + 1
         ends = [*accumulate(map(len, pieces)), *[at_end] * has_end]

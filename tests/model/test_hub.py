@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from common.config.flags import Limit
 from common.config.groups import TrainArgs
 from common.durable import write_json
-from common.model.hub import context_length, require_same_tokenizer, resolve_model
+from common.model.hub import longest_sequence, require_same_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.text.encode import Encoder
@@ -275,10 +276,16 @@ def test_texts_that_the_tokenizer_cannot_read_are_one_line(tmp_path):
     assert "retry-limit-in-match over" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_context_length_is_the_smaller_of_model_and_pack():
-    assert context_length(tiny_model(), TrainArgs()) == 2048
+def test_longest_sequence_is_the_smaller_of_context_and_pack():
+    context = Limit(2048, "the model's context of 2048 tokens")
+    assert longest_sequence(tiny_model(), TrainArgs()) == context
     # The first token is never predicted.
-    assert context_length(tiny_model(), TrainArgs(pack_tokens=100)) == 101
+    pack = Limit(101, "--pack_tokens 100")
+    assert longest_sequence(tiny_model(), TrainArgs(pack_tokens=100)) == pack
+    assert longest_sequence(tiny_model(), TrainArgs(pack_tokens=200), sequences=2) == (
+        101,
+        "--pack_tokens 200",
+    )
 
 
 # ---- the format of prompts ----

@@ -23,6 +23,7 @@ from helpers import (
 )
 from in_process import Args, talkative
 
+from common.config.flags import Limit
 from common.metrics.meter import Meter
 from common.packs.packing import pack
 from common.packs.sample import Completion
@@ -34,6 +35,8 @@ from common.rollout.environments import (
 from common.rollout.episodes import Episodes, PromptRequest, in_order
 from common.rollout.prompts import encode_prompts, prompt_columns
 from common.text.encode import Encoder
+
+LIMIT = Limit(1100, "--pack_tokens 1099")
 
 # Replies with the number of characters of a turn, for as many turns as the row has; with a gate not
 # before there is such a file.
@@ -73,7 +76,7 @@ class Play:
         rows = [dict(row) for row in rows]
         columns = prompt_columns(self.args, rows)
         self.encoder = Encoder(engine.tokenizer, self.args)
-        self.prompts = encode_prompts(rows, columns, self.encoder, 1000, self.args)
+        self.prompts = encode_prompts(rows, columns, self.encoder, LIMIT, self.args)
         self.engine, self.episodes = engine, Episodes(engine, self.args)
 
     def __call__(self, which=slice(None), ends=short_turns) -> list[list[Completion]]:

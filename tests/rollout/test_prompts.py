@@ -7,6 +7,7 @@ import pytest
 from helpers import tiny_tokenizer, write_rows
 from in_process import Args
 
+from common.config.flags import Limit
 from common.rollout.prompts import (
     encode_prompts,
     load_prompts,
@@ -17,18 +18,20 @@ from common.rollout.prompts import (
 from common.text.encode import Encoder
 
 TOKENIZER = tiny_tokenizer()
+LIMIT = Limit(2048, "the model's context")
 
 
 def encode(rows: list[dict], room: int = 400, **flags):
     args, rows = Args(**flags), [dict(row) for row in rows]
-    return encode_prompts(rows, prompt_columns(args, rows), Encoder(TOKENIZER, args), room, args)
+    limit = Limit(room + args.max_new_tokens, "--pack_tokens 9")
+    return encode_prompts(rows, prompt_columns(args, rows), Encoder(TOKENIZER, args), limit, args)
 
 
 def test_long_prompts_are_refused_or_dropped():
     rows = [dict(prompt="a" * n, answer="", _source=f"rows.jsonl:{n}") for n in (3, 9, 5)]
     words = (
         r"rows.jsonl:9: the prompt has 9 tokens, "
-        r"the context \(or --pack_tokens\) 5 beside --max_new_tokens 256"
+        "--pack_tokens 9 leaves 5 beside --max_new_tokens 256"
     )
     with pytest.raises(ValueError, match=words):
         encode(rows, 5)
@@ -38,14 +41,14 @@ def test_long_prompts_are_refused_or_dropped():
     assert encode(rows, 5, on_bad_row="skip") == prompts
     rows[1]["answer"] = None  # no reward reads it
     assert encode(rows, 5, overlong="drop") == prompts
-    words = "no prompt has at most 2 tokens: see --max_new_tokens and --pack_tokens"
+    words = "no prompt has at most 2 tokens: see --max_new_tokens and --pack_tokens 9"
     with pytest.raises(ValueError, match=words):
         encode(rows, 2, overlong="drop")
     for overlong in ("error", "drop"):
         with pytest.raises(ValueError, match="--max_new_tokens 256 leaves no room for a prompt in"):
             encode(rows, 0, overlong=overlong)
     args = Args()  # no held-out rows
-    assert len(encode_prompts([], ("prompt",), Encoder(TOKENIZER, args), 2, args)) == 0
+    assert len(encode_prompts([], ("prompt",), Encoder(TOKENIZER, args), LIMIT, args)) == 0
 
 
 def test_first_prompt_controls_no_terminal(capsys):
@@ -112,14 +115,14 @@ def test_script_gets_training_and_held_out_prompts(tmp_path):
     rows = [dict(prompt=f"{n}+1=", answer=str(n + 1)) for n in range(10, 40)]
     write_rows(path, rows)
     args = Args(dataset=str(path), eval_size=4, max_new_tokens=8)
-    prompts, held_out = load_prompts(args, TOKENIZER, 2048)
+    prompts, held_out = load_prompts(args, TOKENIZER, LIMIT)
     assert (len(prompts), len(held_out)) == (26, 4)
     for ids, row in zip(prompts.ids + held_out.ids, prompts.rows + held_out.rows, strict=True):
         assert TOKENIZER.decode(ids) == row["prompt"] and row["_source"].startswith("rows.jsonl:")
     with pytest.raises(ValueError, match="the prompt has 5 tokens, .* 4 beside --max_new_tokens 8"):
-        load_prompts(args, TOKENIZER, 12)
+        load_prompts(args, TOKENIZER, Limit(12, "--pack_tokens 11"))
     args = dataclasses.replace(args, prompt_template="Q: {prompt}")
-    texts = {TOKENIZER.decode(ids) for ids in load_prompts(args, TOKENIZER, 2048)[0].ids}
+    texts = {TOKENIZER.decode(ids) for ids in load_prompts(args, TOKENIZER, LIMIT)[0].ids}
     assert texts <= {f"Q: {row['prompt']}" for row in rows} and len(texts) == 26
 
 
@@ -181,5 +184,5 @@ def test_parts_of_a_prompt_are_read_or_refused(tmp_path, monkeypatch):
 def test_columns_that_nothing_reads_are_named_at_the_start(tmp_path, capsys):
     rows = [dict(prompt=f"{n}+1=", answer="2", level=n) for n in range(20)]
     args = Args(dataset=str(write_rows(tmp_path / "rows.jsonl", rows)), eval_size=2)
-    load_prompts(args, TOKENIZER, 2000)
+    load_prompts(args, TOKENIZER, LIMIT)
     assert f"{READ}level\n" in capsys.readouterr().out

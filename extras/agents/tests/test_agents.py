@@ -15,6 +15,7 @@ import torch
 from helpers import PATIENCE, ROOT, metrics, short_turns
 from in_process import Args
 
+from common.config.flags import Limit
 from common.metrics.meter import Meter
 from common.model.tiny import tiny_model
 from common.packs.packing import pack_minibatches, per_sample
@@ -29,6 +30,8 @@ from common.text.tokenizer import load_tokenizer
 from extras.agents.agents import load_agent
 from extras.agents.dialects import Refusal, of_messages, of_responses
 from extras.agents.endpoint import ignored_parameters, limit_of, messages_of
+
+LIMIT = Limit(1200, "--pack_tokens 1199")
 
 CLIENT = """
 import asyncio, random, httpx
@@ -204,7 +207,7 @@ class Play:
         self.rows = [dict(row) for row in rows]
         self.encoder = Encoder(engine.tokenizer, self.args)
         columns = prompt_columns(self.args, self.rows)
-        self.prompts = encode_prompts(self.rows, columns, self.encoder, 1000, self.args)
+        self.prompts = encode_prompts(self.rows, columns, self.encoder, LIMIT, self.args)
         self.engine, self.episodes = engine, Episodes(engine, self.args)
         self.served: list[SimpleNamespace] = []
         if self.args.agent:

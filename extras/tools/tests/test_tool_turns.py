@@ -11,6 +11,7 @@ from field.families import CHATML, IM_END, ours
 from helpers import PATIENCE, ROOT, Clock, assert_close_metrics, metrics, run
 from in_process import talkative
 
+from common.config.flags import Limit
 from common.parallel.distributed import RunError
 from common.rollout.engine import empty_completion
 from common.rollout.prompts import encode_prompts, prompt_columns
@@ -19,6 +20,8 @@ from extras.tools import turns as module
 from extras.tools.tests import episodes
 from extras.tools.tests.episodes import make_args
 from extras.tools.turns import Tools
+
+LIMIT = Limit(4256, "--pack_tokens 4255")
 
 FILE = f"""
 import os
@@ -63,7 +66,7 @@ class Play:
         self.tokenizer.model_vocab_size = self.tokenizer.convert_tokens_to_ids("<|absent|>")
         rows = [dict(prompt="1+1?", answer="2", first="cup", _source="rows:1")]
         encoder = Encoder(self.tokenizer, args)
-        prompts = encode_prompts(rows, prompt_columns(args, rows), encoder, 4000, args)
+        prompts = encode_prompts(rows, prompt_columns(args, rows), encoder, LIMIT, args)
         self.prompt = self.tokenizer.decode(prompts.ids[0])
         self.sample = empty_completion(prompts.ids[0])
         with closing(Tools(args, SimpleNamespace(tokenizer=self.tokenizer))) as tools:
