@@ -201,8 +201,8 @@ def main(args: Args) -> None:
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=sampler, show=SHOW,
-              curves=CURVES, moving=teacher if is_moving else None)  # fmt: skip
-    run.models += [teacher] if type(teacher) is Teacher else []  # counts in speed/tflops
+              curves=CURVES, moving=teacher if is_moving else None,
+              frozen=[teacher] if type(teacher) is Teacher else [])  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, sampler))
     meter = run.meter
     reward_prompts = held_out if args.reward else []  # prompts whose completions have a reward

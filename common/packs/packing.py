@@ -270,12 +270,13 @@ def _pack(
     streams = {x: row for each in zeros_of_ranks for x, row in each.items()}  # with a row of zeros
     parts, micro_batches = place_groups(shapes_of_ranks, ranks // R, pack_tokens * R, together)
     _require_streams(chain(*sequences), streams)
-    rest = chain(*sequences)  # a group is split in order, so each part has the next ones
-    own = {
-        key: [next(rest)._replace(shared=shared) for shared in part.shared]
-        for key, part in parts.items()
-        if key[0] == rank
-    }
+    own, start, in_order = {}, 0, [*chain(*sequences)]
+    for key, part in parts.items():
+        if key[0] == rank:  # groups are split in order, so this part has the next sequences
+            end = start + len(part.shared)
+            pairs = zip(in_order[start:end], part.shared, strict=True)
+            own[key] = [sequence._replace(shared=shared) for sequence, shared in pairs]
+            start = end
     arrived = _exchange(own, micro_batches)
     packs = [
         join([arrived[key] for key in bins[rank // R]], streams, device) for bins in micro_batches

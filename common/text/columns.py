@@ -178,7 +178,9 @@ def rename_columns(rows: list[dict], columns: Sequence[str]) -> list[dict]:
 def _renamed(row: dict, old_names: dict[str, str]) -> dict:
     renamed = {new: value for new, old in old_names.items() for value in _found(row, old)}
     kept = {name: value for name, value in row.items() if name not in old_names.values()}
-    for new in (name for name in renamed if name in kept):
+    taken = [name for name in renamed if name in kept]
+    if taken:
+        new = taken[0]
         pair = f"--columns {new}={old_names[new]}"
         advice = f"{pair} _{new}={new} ignores that one"
         raise ValueError(f"{pair}: {row['_source']} has a column {new} already; {advice}")
@@ -203,15 +205,18 @@ def require_old_names(data: str, rows: Iterable[dict], columns: Sequence[str]) -
     """Raise `ValueError` for a pair new=old of `--columns` if no row has the old name, or if the
     new one is ours. Reads rows until all are found."""
     missing = pairs_of("columns", columns)
-    for new in (name for name in missing if name in OUR_COLUMNS):
-        raise ValueError(f"--columns {new}={missing[new]}: {data} has a column {new} already")
+    ours = [name for name in missing if name in OUR_COLUMNS]
+    if ours:
+        pair = f"--columns {ours[0]}={missing[ours[0]]}"
+        raise ValueError(f"{pair}: {data} has a column {ours[0]} already")
     values: dict[str, object] = {}  # an example of each column
     for row in rows if missing else ():
         values |= {name: value for name, value in row.items() if values.get(name) is None}
         missing = {new: old for new, old in missing.items() if not _found(row, old)}
         if not missing:
             return
-    for new, old in missing.items():
+    if missing:
+        new, old = next(iter(missing.items()))
         there = f"{data} has {', '.join(name for name in values if name not in OUR_COLUMNS)}"
         outer = old.partition(".")[0]
         if outer != old and outer in values:

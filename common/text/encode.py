@@ -88,9 +88,11 @@ class Encoder:
         if messages is None:
             text = asked[0]["content"]
             if self.chat is None or (self.prompt_format == "auto" and column != "question"):
-                flag = ["--system_prompt"] if self.system_prompt else []
-                for name in [f"column {name}" for name in COLUMNS_OF_CHATS if row.get(name)] + flag:
-                    problem = f"{name} needs chat format, column {column} is plain text"
+                of_chats = [f"column {name}" for name in COLUMNS_OF_CHATS if row.get(name)]
+                if self.system_prompt:
+                    of_chats.append("--system_prompt")
+                if of_chats:
+                    problem = f"{of_chats[0]} needs chat format, column {column} is plain text"
                     raise bad_row(row, f"{problem}; set --prompt_format chat")
                 return text + ("\n" if column == "question" else "")
         elif self.chat is None:

@@ -42,18 +42,20 @@ class Run:
         self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer,
         total_steps: int, *, show: Sequence[str], curves: Sequence[str],
         value: tuple[PackedModel, Optimizer] | None = None, moving: nn.Module | None = None,
-        **stateful,
+        frozen: Iterable[PackedModel] = (), **stateful,
     ):  # fmt: skip
         """Load the newest intact checkpoint into the model, the optimizer and all of `stateful`:
         objects with a `state_dict`, of which `rollouts` or `order` knows the place in the data.
-        `value` is a second model with its optimizer, `moving` a frozen one that moves. The console
-        shows the metrics `show`, curves.png the metrics `curves`. Collective.
+        `value` is a second model with its optimizer, `moving` a frozen one that moves. Operations
+        of `frozen` models count in speed/tflops. The console shows the metrics `show`, curves.png
+        the metrics `curves`. Collective.
 
         Raises `ValueError` if all checkpoints are damaged."""
         self.args = args
         self.total_steps = total_steps
         self.meter = Meter()
         self.models = [model] if value is None else [model, value[0]]
+        self.counted = [*self.models, *frozen]
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
         stateful = {name: each for name, each in stateful.items() if each is not None}
         sampler = stateful.get("rollouts")
@@ -78,7 +80,7 @@ class Run:
                 from extras.trace.trace import Trace
             # The policy has no updates while a value model warms up.
             stepping = optimizer if value is None else value[1]
-            self.trace = Trace(args, [*self.models], stepping, tokenizer)
+            self.trace = Trace(args, self.models, stepping, tokenizer)
             self.meter.keep = self.trace.keep
         self.stop_requested = False
         if model.device.type == "cuda" and has_extra("plan"):
@@ -104,7 +106,7 @@ class Run:
         process.note_signals()
         last_save = time.monotonic()
         while self.finished < self.total_steps:
-            for model in self.models:
+            for model in self.counted:
                 model.flops = 0.0  # an evaluation counted its own
             if self.trace is not None:
                 self.trace.begin(self.finished + 1, last=self.finished + 1 == self.total_steps)
@@ -168,7 +170,7 @@ class Run:
         self.meter.stop("step")
         sequences = chain(*(sample.sequences for sample in samples))
         self.meter.sum("targets", sum(sequence.num_targets for sequence in sequences))
-        self.meter.sum("flops", sum(model.flops for model in self.models))
+        self.meter.sum("flops", sum(model.flops for model in self.counted))
         for name, gigabytes in peak_memory().items():
             self.meter.max(name, gigabytes)
         metrics = self.meter.reduce() | known
