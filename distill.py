@@ -62,8 +62,7 @@ from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts
-from common.rollout.remote import serve
-from common.rollout.sampler import make_sampler
+from common.rollout.sampler import make_sampler, serve
 from common.text.columns import SFT_COLUMNS, choose_columns, require_all_read
 from common.text.encode import Encoder, truncate
 from common.text.rows import encode_each

@@ -47,8 +47,7 @@ from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement
 from common.rollout.measure import measure_groups
 from common.rollout.prompts import load_prompts, prompt_columns
-from common.rollout.remote import serve
-from common.rollout.sampler import make_sampler
+from common.rollout.sampler import make_sampler, serve
 from common.text.encode import Encoder
 from common.text.hints import hint_filler, hint_of_row, hinted_prompt
 from common.text.tokenizer import load_tokenizer

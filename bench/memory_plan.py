@@ -25,6 +25,7 @@ from common.model.lora import add_adapters
 from common.model.policy import Policy, shard
 from common.objectives.divergence import reverse_kl
 from common.packs.packing import PackedBatch
+from common.parallel.context import ContextGroup
 from extras.plan.launch import size_of
 from extras.plan.memory import GIB, keep_activations, num_weights, training_peak
 from extras.plan.table import SHAPES as CONFIGS
@@ -107,7 +108,7 @@ def measured(
         ids = torch.zeros(tokens, dtype=torch.int64)
         where = dict(loss_mask_T=ids.bool(), index_N=ids[:0])
         mb = PackedBatch(ids, ids, ids, [len(ids)], **where)
-        mb.context_group = torch.distributed.group.WORLD if splits else None
+        mb.context_group = ContextGroup(torch.distributed.group.WORLD) if splits else None
         for parameter in policy.parameters():
             if parameter.requires_grad:  # from earlier micro-batches
                 parameter.grad = torch.zeros_like(parameter)

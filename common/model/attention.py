@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.packs.tokens import ModelTokens
-from common.parallel.context import divide_heads, exchange
 
 VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # varlen_attn accepts fewer key heads
 
@@ -54,7 +53,7 @@ def packed_attention(
     rows_K = kwargs["key_rows_K"]  # its KeyError refuses a model that drops these arguments
     group, sinks_H = kwargs["pack"].context_group, kwargs.get("s_aux")
     if group is not None:
-        query, key, value, sinks_H = divide_heads(query, key, value, sinks_H, group)
+        query, key, value, sinks_H = group.divide_heads(query, key, value, sinks_H)
     if rows_K is not None:
         key, value = (GatherKeys.apply(x, rows_K) for x in (key, value))
     is_plain = softcap is None and sinks_H is None
@@ -65,7 +64,7 @@ def packed_attention(
         variant = (scaling, sliding_window, softcap, sinks_H)
         out = attention_by_length(query, key, value, kwargs["pack"], variant)
     if group is not None:  # [1, all tokens, H / R, d] -> [1, t, H, d]
-        out = exchange(out[0], group)[None]
+        out = group.exchange(out[0])[None]
     return out, None
 
 

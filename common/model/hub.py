@@ -20,7 +20,6 @@ from common.model.loading import (
     named_errors,
     require_unchanged,
 )
-from common.model.tiny import tiny_model
 from common.parallel import distributed
 
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
@@ -34,6 +33,8 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
     `id@revision`. It has config.json, a tokenizer and, unless `weights` is false, safetensors. In a
     checkpoint of a run it is `hf/`. Errors name the `flag`. Collective."""
     if model in BUILT_IN_MODELS:
+        from common.model.tiny import tiny_model
+
         return tiny_model(model)
     if not model:
         raise ValueError(f"{flag} '': the name is empty; leave the flag out, or name a model")

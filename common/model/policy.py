@@ -23,11 +23,9 @@ from common.model.loading import (
     towers_of,
 )
 from common.model.logprobs import Logits, TokenStats, token_logprobs
-from common.model.lora import StartingModel, add_adapters, fill_adapters, read_adapter
 from common.model.packing_check import check_packing, require_context_ranks
 from common.packs.packing import PackedBatch
 from common.parallel import distributed
-from common.parallel.context import setup_context_groups
 
 Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
@@ -186,6 +184,8 @@ def build_on_meta(
         require_context_ranks(hf.config.get_text_config(), args.context_ranks)
     if not (trainable and args.lora_rank):
         return model, Source(rules)
+    from common.model.lora import add_adapters, read_adapter
+
     add_adapters(hf, args)
     # The adapter belongs to --model; a value model beside it starts with a new one.
     adapter = read_adapter(hf, args) if args.adapter and flag == "--model" else {}
@@ -202,7 +202,10 @@ def shard_and_fill(
     """Shard a model on meta, and read this rank's slices of the files. Collective."""
     hf = model.hf
     _set_threads(model, args, device)
-    setup_context_groups(args.context_ranks)
+    if args.context_ranks > 1:
+        from common.parallel.context import setup_context_groups
+
+        setup_context_groups(args.context_ranks)
     # A text run never gathers the towers. Those that read images belong to the root: ranks without
     # images would not meet the others in a collective.
     units = [*hf.get_decoder().layers, *(towers_of(hf) if model.images is None else ())]
@@ -216,6 +219,8 @@ def shard_and_fill(
         head, generator = hf.score.weight, torch.Generator().manual_seed(args.seed)
         fill(head, torch.randn(head.shape, generator=generator) / (head.shape[1] + 1) ** 0.5)
     if source.adapter is not None:
+        from common.model.lora import fill_adapters
+
         fill_adapters(hf, source.adapter, args.seed)
     if model.compiled and trainable:
         distributed.say("--compile: the first steps take longer, until all blocks are compiled")
@@ -250,6 +255,8 @@ def load_reference(
     if path is not None:
         return load_policy(path, args, device, trainable=False, flag="--reference_model")
     if args.lora_rank:
+        from common.model.lora import StartingModel
+
         return StartingModel(policy)
     return load_policy(policy.path, args, device, trainable=False, kind=kind, moves=moves)
 

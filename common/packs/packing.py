@@ -35,8 +35,8 @@ from common.packs.tokens import (
     sent,
     sequence_of,
 )
-from common.parallel import context, distributed
-from common.parallel.context import context_group_size
+from common.parallel import distributed
+from common.parallel.distributed import context_group_size
 
 
 class PackedBatch(ModelTokens):
@@ -323,7 +323,7 @@ def join(
     R = context_group_size()
     mb = _micro_batch([*chain(*parts[distributed.rank() % R :: R])], streams, device)
     if R > 1 or any(sequence.shared for sequence in chain(*parts)):
-        mb.compact = compact_tokens(parts, streams, device, context.group)
+        mb.compact = compact_tokens(parts, streams, device, distributed.context_group)
     if any(sequence.images for sequence in chain(*parts)):
         mb.model_tokens.image_sequences = [*chain(*parts)]
     return mb

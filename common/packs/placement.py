@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from common.parallel.context import context_group_size
+from common.parallel.distributed import context_group_size
 
 Key = tuple[int, int]
 MicroBatches = list[list[list[Key]]]  # the keys of each bin of each micro-batch

@@ -21,15 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
 
 from common.packs.sample import ImageSpan, Sample
-
-all_gather = getattr(collectives, "all_gather_single_autograd", None) or (
-    collectives.all_gather_tensor_autograd
-)
 
 
 class TokenSequence(NamedTuple):
@@ -109,7 +103,7 @@ class ModelTokens:
     A plain class: FSDP rebuilds every dataclass and tuple that a block is given, with all that it
     contains."""
 
-    context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
+    context_group: Any = None  # ContextGroup, whose ranks hold one part each of these tokens
     keys: "Keys | None" = None  # set if prefixes are shared; else each sequence has all its keys
     image_sequences: list[TokenSequence] | None = None  # the sequences, if any of them has images
     images: Any = None  # PackedImages (extras/images/packed.py), made from them when needed
@@ -144,7 +138,7 @@ class Keys:
 class CompactTokens(ModelTokens):
     """Computed tokens. Their results belong to the tokens of a micro-batch."""
 
-    def __init__(self, *tokens, rows_T: Tensor, context_group: dist.ProcessGroup | None):
+    def __init__(self, *tokens, rows_T: Tensor, context_group: Any):
         super().__init__(*tokens)
         self.rows_T = rows_T  # computed token of each token of the micro-batch, in the whole stream
         self.context_group = context_group
@@ -157,7 +151,7 @@ class CompactTokens(ModelTokens):
         group meet in its backward. Collective in the context group."""
         stacked = torch.stack([x_t.to(streams_t[0].dtype) for x_t in streams_t], dim=1)
         if self.context_group is not None:
-            stacked = all_gather(stacked, 0, self.context_group)
+            stacked = self.context_group.gather(stacked)
         # Indexing would add gradients in any order on several threads.
         expanded = stacked.index_select(0, self.rows_T)
         # Copies: the output of a module may be written to, and FSDP would not see that through a
@@ -168,13 +162,13 @@ class CompactTokens(ModelTokens):
 
 def compact_tokens(
     groups: list[list[TokenSequence]], streams: dict[str, np.ndarray], device: torch.device,
-    context_group: dist.ProcessGroup | None,
+    context_group: Any,
 ) -> CompactTokens:  # fmt: skip
     """Return the tokens that this rank computes for the `groups` of its micro-batch. The ranks of a
     context group compute their micro-batches together: group i belongs to rank i modulo R."""
     R, r = 1, 0
     if context_group is not None:
-        R, r = dist.get_world_size(context_group), dist.get_rank(context_group)
+        R, r = context_group.size, context_group.rank
     sequences = [*chain(*groups)]
     num_tokens = sum(s.num_targets - s.shared for s in sequences)
     part = math.ceil(max(1, num_tokens) / R)  # tokens of each rank of the context group

@@ -12,40 +12,49 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from common.parallel.distributed import NCCL_TIMEOUT
+from common.parallel import distributed
 
-group: dist.ProcessGroup | None = None  # None if every rank runs its packs alone
+all_gather = getattr(collectives, "all_gather_single_autograd", None) or (
+    collectives.all_gather_tensor_autograd
+)
 
 
 def setup_context_groups(context_ranks: int) -> None:
     """Make a context group of every `context_ranks` neighbours. The first call is collective."""
-    global group
-    if context_ranks > 1 and group is None:
-        group, _ = dist.new_subgroups(context_ranks, timeout=NCCL_TIMEOUT)
+    if distributed.context_group is None:
+        group, _ = dist.new_subgroups(context_ranks, timeout=distributed.NCCL_TIMEOUT)
+        distributed.context_group = ContextGroup(group)
 
 
-def context_group_size() -> int:
-    return 1 if group is None else dist.get_world_size(group)
+class ContextGroup:
+    """Ranks that run each pack together."""
 
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
 
-def divide_heads(
-    query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the inputs of attention, [1, H, t, d], for all tokens of the `group`'s ranks and this
-    rank's share of the heads: [1, H / R, all tokens, d]. Each head of gpt-oss has a sink."""
-    R = dist.get_world_size(group)
-    # If there are fewer key heads than ranks, each head goes to several ranks.
-    copies = math.lcm(key.shape[1], R) // key.shape[1]
-    key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-    query, key, value = (exchange(x[0], group)[None] for x in (query, key, value))
-    if sinks_H is not None:
-        sinks_H = sinks_H.chunk(R)[dist.get_rank(group)]
-    return query, key, value, sinks_H
+    def divide_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the inputs of attention, [1, H, t, d], for all tokens of the group's ranks and
+        this rank's share of the heads: [1, H / R, all tokens, d]. Each head of gpt-oss has a
+        sink."""
+        # If there are fewer key heads than ranks, each head goes to several ranks.
+        copies = math.lcm(key.shape[1], self.size) // key.shape[1]
+        key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+        query, key, value = (self.exchange(x[0])[None] for x in (query, key, value))
+        if sinks_H is not None:
+            sinks_H = sinks_H.chunk(self.size)[self.rank]
+        return query, key, value, sinks_H
 
+    def exchange(self, x: Tensor) -> Tensor:
+        """Exchange the first dimension for all of the second, such as heads for tokens: [H, t, d]
+        -> [H / R, all tokens, d]."""
+        parts = x.unflatten(0, (self.size, -1)).contiguous()
+        parts = collectives.all_to_all_single_autograd(parts, None, None, self.group)
+        return parts.transpose(0, 1).flatten(1, 2)
 
-def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange the first dimension for all of the second, such as heads for tokens: [H, t, d] ->
-    [H / R, all tokens, d]."""
-    parts = x.unflatten(0, (dist.get_world_size(group), -1)).contiguous()
-    parts = collectives.all_to_all_single_autograd(parts, None, None, group)
-    return parts.transpose(0, 1).flatten(1, 2)
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the rows of all ranks, with gradients."""
+        return all_gather(x, 0, self.group)

@@ -36,6 +36,7 @@ _ring: "Ring | None" = None  # None if the launch has one rank
 _launch_rank = 0
 training_ranks = range(1)
 rollout_ranks = range(0)
+context_group: Any = None  # ContextGroup (context.py); None if every rank runs its packs alone
 
 
 def world_size() -> int:
@@ -46,6 +47,11 @@ def world_size() -> int:
 def rank() -> int:
     """Return the number of this process among the ranks of its role."""
     return int(os.environ.get("RANK", 0))
+
+
+def context_group_size() -> int:
+    """Return the number of ranks that run each pack together (`--context_ranks`)."""
+    return 1 if context_group is None else context_group.size
 
 
 def is_rollout_rank() -> bool:

@@ -393,3 +393,29 @@ gsm8k.vote = lambda completion, row: stated_number(completion)
 gsm8k_flexible.vote = lambda completion, row: any_number(completion)
 boxed.vote = lambda completion, row: value_of(last_boxed(completion) or "")
 tag_format.reads = "turn"
+
+
+# ---- what a function of a user may return ----
+
+SCORES = ("score", "reward")  # keys of a reward in a dict
+
+
+def plain_value(value: object) -> object:
+    """Return an array or a tensor as numbers, and a list of one value as this value."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return plain_value(value[0])
+    return value
+
+
+def described(value: object) -> str:
+    """Return what a function returned, in a few words."""
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        return f"a dict with the keys {', '.join(map(repr, list(value)[:6]))}"
+    if hasattr(value, "shape"):
+        return f"a {kind} of shape {tuple(value.shape)}"
+    if isinstance(value, list | tuple | set):
+        return f"a {kind} of {len(value)} values"
+    return f"{value!r:.50}" if isinstance(value, str | bytes | int | float) else f"a {kind}"

@@ -5,8 +5,6 @@ A scorer computes a reward of one prompt in the event loop of `Rewards`, while o
 built-in functions there, `math` and a user's functions in processes. A built-in function may have a
 `make_scorer` of its own."""
 
-import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Iterable
 
 from common.config.extra import extra, load_named
@@ -15,15 +13,11 @@ from common.config.online import SamplingArgs
 from common.packs.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
-from common.text.filler import columns_of
 from common.text.thoughts import Thoughts
-from common.workers.pool import Pool
-from common.workers.user_code import load_callable
 from common.workers.worker import Result
 
-MATH = "common.rewards.math_reward:math"
 OTHERS = dict(
-    math=MATH,
+    math="common.rewards.math_reward:math",
     countdown="extras.graders.puzzles:countdown",
     choice="extras.graders.choice:choice",
     stated="extras.graders.choice:stated",
@@ -46,13 +40,9 @@ def load_reward(name: str) -> Reward:
         return load_named(OTHERS[name], f"--reward {name}")
     if ":" not in name:
         raise ValueError(f"--reward {name}: unknown; there are {', '.join(BUILT_IN + FORMS)}")
-    function = load_callable("--reward", name)
-    reward_form(name, function)
-    columns = getattr(function, "columns", ())
-    if not isinstance(columns, list | tuple):  # a text would be read letter by letter
-        problem = f"its attribute columns is {columns!r:.80}; write a tuple of names"
-        raise ValueError(f"--reward {name}: {problem}")
-    return function
+    from common.rewards.in_processes import load_function
+
+    return load_function(name)
 
 
 def load_judges(flag: str):
@@ -119,6 +109,8 @@ def columns_of_rewards(args: SamplingArgs, rows: Iterable[dict]) -> tuple[set[st
         columns.add("reward")
         names |= {str(row.get("reward")) for row in rows} & {*BUILT_IN}
     if any(name.startswith(JUDGE_KINDS) for name in names):
+        from common.text.filler import columns_of
+
         columns |= {"rubric"} | columns_of("--judge_prompt", args.judge_prompt or "")
     is_all = "environment" not in names
     for name in names - {"by_row", "environment"}:
@@ -127,62 +119,6 @@ def columns_of_rewards(args: SamplingArgs, rows: Iterable[dict]) -> tuple[set[st
             columns |= {*getattr(function, "columns", ()), *getattr(function, "may_read", ())}
             is_all &= hasattr(function, "columns") or name in REWARDS
     return columns, is_all
-
-
-# Names of the second parameter, which gets the row. One letter and a name with _ will do too.
-ROW_NAMES = set("row example ex sample item record entry instance datum data doc line".split())
-# Names of other tools, and of lists, that promise something else than a reward's parameters get.
-NO_COMPLETION = set("prompt prompts query queries data_source".split())
-LISTS = set("texts responses outputs answers generations predictions solutions samples".split())
-NEVER_FILLED = set(
-    "completion_ids prompt prompts prompt_ids ground_truth labels extra_info".split()
-)
-PLACES = dict(completion=0, completions=0, row=1, ids=2)
-SIGNATURES = "(completion, row) or (completions, row), and may take ids as a third parameter"
-
-
-def reward_form(name: str, function: Callable, columns: Iterable[str] = ()) -> tuple[bool, bool]:
-    """Return `(of_group, with_ids)`: how the parameters of a reward ask to be called.
-
-    The usual form is `(completion, row)`. A first parameter named `completions` gets the texts of
-    all completions of a prompt, a third one named `ids` the sampled token ids of the completion, or
-    a list of them. Raises `ValueError` for a name that promises something else, such as one of
-    `columns` or `ground_truth`: it would get the whole row; and for further parameters without a
-    default."""
-    try:
-        if inspect.isclass(function):
-            raise TypeError("it is a class; name a function, or an object that can be called")
-        if inspect.isasyncgenfunction(function):
-            raise TypeError("it is an async generator; return a number or a list")
-        signature = inspect.signature(function)
-        names = list(signature.parameters)
-        require_known_names(signature, set(columns))
-        with_ids = names[2:3] == ["ids"]
-        signature.bind("", {}, *[[]] * with_ids)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--reward {name}: a reward takes {SIGNATURES}: {error}") from error
-    return names[0] == "completions", with_ids
-
-
-def require_known_names(signature: inspect.Signature, columns: set[str]) -> None:
-    """Raise `TypeError` for a parameter whose name promises something that it does not get."""
-    for place, name in enumerate(signature.parameters):
-        if PLACES.get(name, place) != place:
-            raise TypeError(f"{name!r} stands elsewhere")
-    for place, (name, parameter) in enumerate(signature.parameters.items()):
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        is_column = name in columns and name not in PLACES
-        if place == 0 and (is_column or name in NO_COMPLETION | LISTS):
-            raise TypeError(f"{name!r} gets the text of one completion; call it completion")
-        if place == 1 and name != "row":
-            is_row = name in ROW_NAMES or len(name) == 1 or name.startswith("_")
-            if not is_row or name in columns:
-                read = f", and read row[{name!r}]" if name in columns else ""
-                raise TypeError(f"{name!r} gets the whole row; call it row{read}")
-        if place > 1 and name in columns | NEVER_FILLED:
-            advice = "call it ids" if name == "completion_ids" else "read the row"
-            raise TypeError(f"{name!r} gets nothing; {advice}")
 
 
 # ---- how they are computed ----
@@ -201,8 +137,12 @@ def make_scorer(name: str, columns: list[str], args: SamplingArgs, thoughts: Tho
     if hasattr(function, "make_scorer"):
         return function.make_scorer(name, args, thoughts)
     if name == "math":
+        from common.rewards.in_processes import of_math
+
         return of_math(args, thoughts)
     if ":" in name:
+        from common.rewards.in_processes import of_user
+
         return of_user(name, function, columns, args)
 
     async def score(group: Group) -> list[Result]:
@@ -214,90 +154,3 @@ def make_scorer(name: str, columns: list[str], args: SamplingArgs, thoughts: Tho
 async def of_environment(group: Group) -> list[Result]:
     """Return the sum of the rewards of all turns. `Rewards` counts the errors of episodes."""
     return [Result(sum(reward for _, reward in sample.turn_rewards)) for sample in group]
-
-
-def of_math(args: SamplingArgs, thoughts: Thoughts) -> Scorer:
-    """An answer that exceeds the time or memory limit is wrong; as an error it would go unpunished.
-    A gold answer that cannot be parsed is an error, and so is a process that cannot start."""
-    pool = Pool(MATH, args.reward_workers, args.reward_timeout, shared=True)
-
-    async def score_one(sample) -> Result:
-        result = await pool.call(thoughts.answer(sample), sample.row)
-        faults = "ValueError: ", f"{MATH} cannot be loaded: "
-        if result.error is None or result.error.startswith(faults):
-            return result
-        return result._replace(value=0.0, error=None)
-
-    async def score(group: Group) -> list[Result]:
-        return await asyncio.gather(*map(score_one, group))
-
-    return score
-
-
-def of_user(name: str, function: Callable, columns: list[str], args: SamplingArgs) -> Scorer:
-    """A user's function reads all text of a completion or, if it takes `completions`, of a group.
-    A call for a group has the time limit times the number of its completions."""
-    of_group, with_ids = reward_form(name, function, columns)
-    is_async = inspect.iscoroutinefunction(function)
-    pool = Pool(name, args.reward_workers, args.reward_timeout, is_async=is_async)
-
-    async def score_samples(group: Group) -> list[Result]:
-        calls = [(s.text, s.row, s.sampled_ids)[: 2 + with_ids] for s in group]
-        return await asyncio.gather(*(pool.call(*call) for call in calls))
-
-    async def score_group(group: Group) -> list[Result]:
-        texts = [sample.text for sample in group]
-        ids = [sample.sampled_ids for sample in group]
-        call = (texts, group[0].row, ids)[: 2 + with_ids]
-        result = await pool.call(*call, seconds=len(group) * pool.seconds)
-        if result.error is None:
-            values = values_of_group(result.value)
-            if values is not None and len(values) == len(group):
-                return [Result(value) for value in values]
-            came = described(result.value)
-            result = Result(error=f"returned no list of {len(group)} values but {came}")
-        return [result] * len(group)
-
-    return score_group if of_group else score_samples
-
-
-# ---- what a function of a user may return ----
-
-SCORES = ("score", "reward")  # keys of a reward in a dict
-
-
-def plain_value(value: object) -> object:
-    """Return an array or a tensor as numbers, and a list of one value as this value."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list | tuple) and len(value) == 1:
-        return plain_value(value[0])
-    return value
-
-
-def values_of_group(values: object) -> list | tuple | None:
-    """Return the values of a group, one for each completion: a list, an array, a tensor, or a dict
-    of lists, `{"rewards": [...], "words": [...]}`. None for anything else."""
-    if isinstance(values, dict):
-        lists = {key.removesuffix("s") if key in ("scores", "rewards") else key: values_of_group(x)
-                 for key, x in values.items()}  # fmt: skip
-        if not set(SCORES) & set(lists) or None in lists.values():
-            return None
-        if len(set(map(len, lists.values()))) > 1:
-            return None
-        return [dict(zip(lists, each, strict=True)) for each in zip(*lists.values(), strict=True)]
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    return values if isinstance(values, list | tuple) else None
-
-
-def described(value: object) -> str:
-    """Return what a function returned, in a few words."""
-    kind = type(value).__name__
-    if isinstance(value, dict):
-        return f"a dict with the keys {', '.join(map(repr, list(value)[:6]))}"
-    if hasattr(value, "shape"):
-        return f"a {kind} of shape {tuple(value.shape)}"
-    if isinstance(value, list | tuple | set):
-        return f"a {kind} of {len(value)} values"
-    return f"{value!r:.50}" if isinstance(value, str | bytes | int | float) else f"a {kind}"

@@ -29,15 +29,8 @@ from common.metrics.meter import Meter
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.parallel.process import fail_in_thread
-from common.rewards.registry import (
-    SCORES,
-    Scorer,
-    described,
-    make_scorer,
-    plain_value,
-    reward_of_row,
-)
-from common.rewards.reward_model import load_model
+from common.rewards.functions import SCORES, described, plain_value
+from common.rewards.registry import Scorer, make_scorer, reward_of_row
 from common.text.thoughts import Thoughts
 from common.workers.worker import Result, one_line
 
@@ -92,10 +85,13 @@ class Rewards:
                     raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
                 if not name.startswith(MODEL_KINDS):
                     self.scorers[short] = make_scorer(name, columns, args, self.thoughts)
-                elif model := load_model("--reward", name, args, rows, tokenizer, load_to):
+                else:
+                    from common.rewards.reward_model import load_model
+
+                    model = load_model("--reward", name, args, rows, tokenizer, load_to)
+                    if model is None:  # a dry run computes no models
+                        continue
                     self.models[short] = model
-                else:  # a dry run computes no models
-                    continue
                 self.weights[short] = weight
         self.begun: dict[int | None, Future] = {}  # what `begin` has started, by prompt
         self.loop = asyncio.new_event_loop()

@@ -9,7 +9,6 @@ from common.model.flops import num_delta_nets
 from common.model.loading import load_config
 from common.parallel import distributed
 from common.rollout.engine import Engine
-from common.rollout.transformers_engine import TransformersEngine
 from common.rollout.vllm_engine import VLLMEngine
 
 
@@ -37,4 +36,6 @@ def make_engine(
         raise ValueError("--tensor_parallel_size and --engine_args need --engine vllm")
     if args.engine == "auto" and distributed.rank() == 0:  # also on a rollout rank
         print(reason, flush=True)
+    from common.rollout.transformers_engine import TransformersEngine
+
     return TransformersEngine(path, args, tokenizer, device, trained)

@@ -16,8 +16,6 @@ from common.metrics.meter import Meter
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
-from common.rollout.environments import Environments
-from common.rollout.thinking import ThinkingBudget
 
 OnComplete = Callable[[Group], None]  # gets a group as soon as its last completion has ended
 WAIT = 0.02  # seconds that a round waits for a request while nothing is sampled
@@ -46,7 +44,11 @@ def partner_of(args: SamplingArgs) -> type | None:
         with extra("tools", f"--tools {shown(args.tools)}"):
             from extras.tools.turns import Tools
         return Tools
-    return Environments if args.environment is not None else None
+    if args.environment is not None:
+        from common.rollout.environments import Environments
+
+        return Environments
+    return None
 
 
 @dataclass
@@ -71,6 +73,11 @@ class PromptRequest:
         return Request(completion, max_tokens, seed, self.temperature, self.number)
 
 
+def is_own(number: int) -> bool:
+    """Return whether this rank receives the completions of a prompt and scores them."""
+    return number % distributed.world_size() == distributed.rank()
+
+
 def in_order(groups: Iterable[Group]) -> list[Group]:
     """Return the groups in the order of the numbers of their prompts."""
     return sorted(groups, key=lambda group: group[0].number)
@@ -93,6 +100,8 @@ class Episodes:
         self.prompts: dict[int, asyncio.Task[Group]] = {}  # prompts in flight, by number
         self.sample = engine.sample
         if args.thinking_budget is not None:
+            from common.rollout.thinking import ThinkingBudget
+
             self.sample = ThinkingBudget(args.thinking_budget, engine).sample
 
     def add(self, prompt: PromptRequest) -> None:

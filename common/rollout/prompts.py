@@ -11,11 +11,9 @@ from common.config.online import OnlineArgs, SamplingArgs
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.rewards.registry import columns_of_rewards, row_check
-from common.rollout.environments import prompt_maker_of_environment
 from common.rollout.episodes import partner_of
 from common.text.columns import PROMPT_COLUMNS, Columns, require_columns, unread_columns
 from common.text.encode import Encoder
-from common.text.filler import columns_of, template_filler
 from common.text.rows import encode_each, require_held_out, rows_of_split, train_and_eval_rows
 
 
@@ -86,11 +84,15 @@ def say_not_named(
 ) -> None:
     """Print the columns that nothing reads, unless the user's code may read them."""
     named, is_all = columns_of_rewards(args, rows)
-    template = columns_of("--prompt_template", args.prompt_template or "")
+    template: set[str] = set()  # columns that it reads
+    if args.prompt_template:
+        from common.text.filler import columns_of
+
+        template = columns_of("--prompt_template", args.prompt_template)
+        if args.shots:
+            template |= {args.shots_by} | columns_of("--shot_template", args.shot_template)
     if args.environment is not None or args.agent is not None or "lettered_options" in template:
         return
-    if args.shots:
-        template |= {args.shots_by} | columns_of("--shot_template", args.shot_template)
     unread = unread_columns(rows, (*columns, *named, *template, *also_read))
     if unread and is_all:
         distributed.say(f"columns that neither the prompt nor a reward reads: {', '.join(unread)}")
@@ -109,6 +111,8 @@ def encode_prompts(
         raise ValueError(f"{problem} in {limit.flag}; lower it")
     makers = {}  # functions that make a column from the row, by its name
     if args.environment is not None:
+        from common.rollout.environments import prompt_maker_of_environment
+
         makers["_prompt"] = prompt_maker_of_environment(args)
     elif args.prompt_template is not None:
         makers["_prompt"] = template_maker(args)
@@ -159,6 +163,8 @@ def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
 
     Raises `ValueError` if the data has no such split. The function raises it for a row that the
     template cannot use, or that has too few examples."""
+    from common.text.filler import template_filler
+
     fill = template_filler("--prompt_template", args.prompt_template)
     if not args.shots:
         return lambda row: fill(dict(shots="") | row)

@@ -27,7 +27,7 @@ from common.packs.sample import Group
 from common.parallel import distributed, process
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
-from common.rollout.episodes import Episodes, OnComplete, PromptRequest
+from common.rollout.episodes import Episodes, OnComplete, PromptRequest, is_own
 from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 
@@ -196,11 +196,6 @@ class RolloutRanks:
             self.arrived[message.group[0].number] = message
 
 
-def is_own(number: int) -> bool:
-    """Return whether this rank receives the completions of a prompt and scores them."""
-    return number % distributed.world_size() == distributed.rank()
-
-
 def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
     """Log the age in steps of the weights that sampled the completions of step `step`."""
     for completion in chain(*(sample.sequences for sample in chain(*groups))):
@@ -215,7 +210,7 @@ def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
 # ---- rollout ranks ----
 
 
-def serve(args: OnlineArgs, device: torch.device) -> None:
+def serve_until_end(args: OnlineArgs, device: torch.device) -> None:
     """Sample on a rollout rank until training ends."""
     path = resolve_model(args.model)
     engine = make_engine(path, args, load_tokenizer(path, args), device)

@@ -13,6 +13,9 @@ depend on the number alone, so samples do not depend on the ranks."""
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from common.config.online import OnlineArgs
 from common.metrics.meter import Meter
@@ -21,10 +24,9 @@ from common.packs.order import Order, make_order
 from common.packs.sample import Group
 from common.parallel import distributed
 from common.rollout.engines import make_engine
-from common.rollout.episodes import Episodes, OnComplete, PromptRequest, in_order
+from common.rollout.episodes import Episodes, OnComplete, PromptRequest, in_order, is_own
 from common.rollout.measure import trained_counts
 from common.rollout.prompts import Prompts
-from common.rollout.remote import RolloutRanks, is_own
 from common.rollout.weights import sync_weights, whole_weights
 
 
@@ -37,10 +39,33 @@ def make_sampler(
     `on_complete` is called with each group of this rank as soon as its last completion has ended,
     while others are sampled or, with `--rollout_ranks`, trained on."""
     if args.rollout_ranks:
+        from common.rollout.remote import RolloutRanks
+
         source = RolloutRanks(policy, args, on_complete)
     else:
         source = ColocatedEngine(policy, args, tokenizer, on_complete)
     return Sampler(prompts, args, make_order(prompts.rows, args), source)
+
+
+def serve(args: OnlineArgs, device: torch.device) -> None:
+    """Sample on a rollout rank until training ends (`--rollout_ranks`)."""
+    from common.rollout.remote import serve_until_end
+
+    serve_until_end(args, device)
+
+
+class Source(Protocol):
+    """Engines: a `ColocatedEngine`, or `RolloutRanks` (remote.py)."""
+
+    steps_ahead: int
+    """number of steps whose prompts may be in flight beside those of the present step"""
+
+    def complete(
+        self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter,
+        stops: bool = True,
+    ) -> list[Group]: ...  # fmt: skip
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +85,7 @@ class Sampler:
 
     def __init__(
         self, prompts: Prompts, args: OnlineArgs, order: Order,
-        source: "ColocatedEngine | RolloutRanks",
+        source: "Source",
     ):  # fmt: skip
         self.prompts = prompts
         self.args = args

@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from common.model.lora import LoRALinear
 from common.parallel import distributed
 from common.rollout.engine import Engine
 
@@ -47,7 +46,7 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
             if isinstance(weight, DTensor) or ".lora_" in name:
                 continue
             layer = unit.get_submodule(name.rpartition(".")[0])
-            if isinstance(layer, LoRALinear) and weight is layer.weight:
+            if hasattr(layer, "lora_A") and weight is layer.weight:
                 weight = layer.merged(model.compute_dtype)
             whole_name = prefixes.get(unit, "") + name.removeprefix("hf.")
             yield whole_name, weight.detach().to(dtype, copy=True)

@@ -24,10 +24,15 @@ from common.config.extra import load_named
 from common.config.flags import JSON, SEPARATORS, kind_of
 from common.parallel import distributed
 from common.parallel.distributed import first_line
-from common.text.tasks import TASKS
 
 KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .csv or .tsv"
 ADDED_COLUMNS = ("_dataset", "_folder", "_images")  # we add these columns; the data's are ignored
+TASKS = dict(
+    arithmetic="common.text.tasks:arithmetic_rows",
+    calculator="extras.tools.tasks:calculator_rows",
+    products="extras.tools.tasks:products_rows",
+    squares="extras.images.pictures:squares_rows",
+)  # a module is imported when its task is named; its function maps a split to rows
 # Characters; more are refused: a small .gz file may hold any number of them.
 LONGEST_LINE = 100_000_000
 LARGEST_FILE = 4_000_000_000  # of one value, such as a list of rows

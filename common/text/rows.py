@@ -15,8 +15,7 @@ from common.config.flags import datasets_by_name, eval_sets_of, sources_of, weig
 from common.config.groups import BaseArgs, TrainArgs
 from common.parallel import distributed
 from common.text.columns import prompt_digest, rename_columns, require_old_names
-from common.text.files import BadRows, Shard, files_named, open_split, splits_of
-from common.text.tasks import TASKS
+from common.text.files import TASKS, BadRows, Shard, files_named, open_split, splits_of
 
 T = TypeVar("T")
 

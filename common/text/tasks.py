@@ -1,7 +1,6 @@
-"""Built-in tasks, `--dataset arithmetic` and those of extras/. They have the same rows in the same
-order at every start.
+"""`--dataset arithmetic`, a built-in task: the same rows in the same order at every start.
 
-`arithmetic` is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that
+It is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that
 SFT, preference learning and RL each have something to learn."""
 
 import random
@@ -39,11 +38,3 @@ def arithmetic_rows(split: str) -> list[dict]:
 def _one_digit_off(number: str, rng: random.Random) -> str:
     i = rng.randrange(1, len(number))  # not the first digit, which must not become 0
     return number[:i] + rng.choice([d for d in string.digits if d != number[i]]) + number[i + 1 :]
-
-
-TASKS = dict(
-    arithmetic="common.text.tasks:arithmetic_rows",
-    calculator="extras.tools.tasks:calculator_rows",
-    products="extras.tools.tasks:products_rows",
-    squares="extras.images.pictures:squares_rows",
-)  # a module is imported when its task is named; its function maps a split to rows

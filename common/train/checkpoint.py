@@ -24,7 +24,6 @@ from common import durable
 from common.config.groups import TrainArgs, flags_of, script_of
 from common.model.hub import STATE, checkpoints_in
 from common.model.loading import base_dtype, hub_weights, load_config, named_errors, whole
-from common.model.lora import LoRALinear, save_adapter
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
 from common.text.encode import format_of
@@ -168,6 +167,8 @@ class Checkpointer:
         distributed.barrier()
         if self.args.lora_rank:
             adapter = self.folder / ("adapter" if name == "hf" else f"{name}_adapter")
+            from common.model.lora import save_adapter
+
             save_adapter(self.model.hf, self.model.path, self.args, adapter)
 
 
@@ -283,7 +284,7 @@ def exported_weights(model: PackedModel, dtype: torch.dtype) -> Iterator[tuple[s
         for name in block:
             module, _, kind = name.rpartition(".")
             layer = hf.get_submodule(module)
-            if isinstance(layer, LoRALinear) and kind == "weight":
+            if hasattr(layer, "lora_A") and kind == "weight":
                 tensors[name] = layer.merged(model.compute_dtype).to(dtype)
             else:
                 tensor = getattr(layer, kind).detach()

@@ -23,7 +23,7 @@ from common.text.columns import (
     require_old_names,
 )
 from common.text.encode import Encoder
-from common.text.files import BadRows, open_split
+from common.text.files import TASKS, BadRows, open_split
 from common.text.load import (
     EncodeRow,
     SampleGroup,
@@ -34,7 +34,6 @@ from common.text.load import (
     say_unread,
 )
 from common.text.rows import require_held_out, rows_of_eval_sets
-from common.text.tasks import TASKS
 from common.train.inputs import digest_of_file
 
 SHUFFLE_BUFFER = 10_000  # rows that are read ahead and drawn in random order

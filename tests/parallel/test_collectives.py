@@ -49,7 +49,8 @@ for rank in (0, world - 1):
     args = TrainArgs(dtype="bfloat16", **dict(shard_ranks=world) | flags)
     os.environ |= dict(WORLD_SIZE=str(world), RANK=str(rank))
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    context.setup_context_groups(args.context_ranks)
+    if args.context_ranks > 1:
+        context.setup_context_groups(args.context_ranks)
     policy, seen = load_policy(folder, args, torch.device("meta")), []
     shard(policy, policy.hf.base_model.layers, args, device, False)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -57,13 +58,13 @@ for rank in (0, world - 1):
         ids = torch.arange(16) % 30
         others = dict(loss_mask_T=ids.bool(), index_N=ids[:0])
         mb = PackedBatch(ids, ids, ids, [16 * args.context_ranks], **others)
-        mb.context_group = context.group
+        mb.context_group = distributed.context_group
         with Recorder():
             policy(mb)[0].sum().backward()
     steps.append(seen)
     dist.destroy_process_group()
     distributed.shard_mesh.cache_clear()
-    context.group = None
+    distributed.context_group = None
 print(json.dumps(steps))
 """
 

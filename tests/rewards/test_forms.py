@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.rewards.registry import reward_form
+from common.rewards.in_processes import reward_form
 
 
 async def waits(completions, row, ids): ...

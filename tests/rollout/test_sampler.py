@@ -7,9 +7,10 @@ from common.metrics.meter import Meter
 from common.packs.order import Order
 from common.packs.sample import Completion
 from common.parallel import distributed
+from common.rollout.episodes import is_own
 from common.rollout.prompts import Prompts
 from common.rollout.remote import measure_staleness
-from common.rollout.sampler import Sampler, is_own
+from common.rollout.sampler import Sampler
 
 ROWS = 10
 

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from common.config.extra import has_extra
-from common.text.files import BadRows, open_split
-from common.text.tasks import TASKS, arithmetic_rows
+from common.text.files import TASKS, BadRows, open_split
+from common.text.tasks import arithmetic_rows
 
 
 def test_arithmetic_rows_suit_imitation_and_rewards():
