@@ -40,7 +40,7 @@ from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
 from common.model.scoring import reference_logps
 from common.objectives import preference
-from common.objectives.preference import PER_TOKEN, READS, REFERENCE_FREE, Pairs
+from common.objectives.preference import READS, REFERENCE_FREE, Pairs, f
 from common.packs.packing import PackedBatch, pack_groups
 from common.packs.sample import Sample
 from common.parallel import distributed
@@ -75,9 +75,10 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
     which are added up with `--loss_weights` (as in MPO, arXiv:2411.10442)."""
     terms = {}
     for name in args.loss:
-        if name == "sigmoid" and args.f_divergence == "reverse_kl":
-            # DPO Eq. 7; with label smoothing cDPO. lc, lr: log-ratios to the reference
-            z = args.beta * (pairs.lc - pairs.lr)
+        if name == "sigmoid":  # DPO Eq. 7; with label smoothing cDPO
+            # lc, lr: log-ratios to the reference; f changes nothing unless --f_divergence is given
+            kind = args.f_divergence
+            z = args.beta * (f(pairs.lc, kind) - f(pairs.lr, kind))
             e = args.label_smoothing
             terms[name] = -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
         else:
@@ -139,12 +140,7 @@ def forward(
     nll_N = -pairs.mean_pc
     loss_N = loss_N + args.sft_weight * nll_N
 
-    chosen_N, rejected_N = preference.implicit_rewards(
-        pairs,
-        per_token=args.loss[0] in PER_TOKEN,
-        referenced=args.loss[0] not in REFERENCE_FREE,
-        beta=args.beta,
-    )
+    chosen_N, rejected_N = preference.implicit_rewards(args.loss[0], pairs, args.beta)
     logged = {
         "loss": loss_N,
         "rewards/chosen": chosen_N,

@@ -28,6 +28,7 @@ from typing import ClassVar
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from common.config.flags import AtLeast2, Positive
 from common.config.online import TINY_ONLINE, OnlineArgs
@@ -40,7 +41,7 @@ from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives import preference
 from common.objectives.advantages import unequal, without_rounding
-from common.objectives.preference import PER_TOKEN, REFERENCE_FREE, Pairs
+from common.objectives.preference import REFERENCE_FREE, Pairs, f
 from common.packs.packing import PackedBatch, pack_minibatches
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
@@ -75,10 +76,11 @@ def loss(pairs: Pairs, args: "Args") -> Tensor:
     completion, per token."""
     losses = []
     for name in args.loss:
-        if name == "sigmoid" and args.f_divergence == "reverse_kl":
-            # lc, lr: log-ratios of chosen and rejected to the reference
-            margin_N = args.beta * (pairs.lc - pairs.lr)
-            losses.append(preference.dpo_loss(margin_N, args.label_smoothing))
+        if name == "sigmoid":  # DPO, as in dpo.py. lc, lr: log-ratios to the reference
+            kind = args.f_divergence
+            z = args.beta * (f(pairs.lc, kind) - f(pairs.lr, kind))
+            e = args.label_smoothing
+            losses.append(-(1 - e) * logsigmoid(z) - e * logsigmoid(-z))
         else:
             losses.append(preference.preference_loss(name, pairs, **args.loss_settings))
     weights = args.loss_weights or [1.0] * len(losses)
@@ -136,11 +138,7 @@ def chosen_pair(group: Group, signs_G: Tensor) -> list[Completion]:
 def measured(pairs: Pairs, loss_N: Tensor, args: "Args") -> dict[str, Tensor]:
     """Return the loss, log-probs and implicit rewards of each pair to log, the latter by the first
     objective."""
-    referenced = args.loss[0] not in REFERENCE_FREE
-    per_token = args.loss[0] in PER_TOKEN
-    chosen_N, rejected_N = preference.implicit_rewards(
-        pairs, per_token=per_token, referenced=referenced, beta=args.beta
-    )
+    chosen_N, rejected_N = preference.implicit_rewards(args.loss[0], pairs, args.beta)
     kl = {"kl": (pairs.lc + pairs.lr) / 2} if set(args.loss) - REFERENCE_FREE else {}
     return kl | {
         "loss": loss_N, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,

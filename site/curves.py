@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import dpo
 import kto
 import ppo
 import rm
@@ -112,6 +113,8 @@ def preference_chart(name: str) -> dict:
     def f(chosen_X: Tensor, rejected_X: Tensor, **flags) -> Tensor:
         n = torch.full_like(chosen_X, LENGTH)
         pairs = Pairs(chosen_X, rejected_X, -n, -n, n, n)
+        if name == "sigmoid":
+            return dpo.loss(pairs, dpo.Args(**DEFAULTS | flags))[0]
         return preference_loss(name, pairs, **DEFAULTS | flags)
 
     inputs = {"chosen": margin_X / 2 - LENGTH, "rejected": -margin_X / 2 - LENGTH}

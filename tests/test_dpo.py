@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import dpo
+import online_dpo
 from common.metrics.meter import Meter
 from common.model.policy import load_policy
 from common.model.scoring import reference_logps
 from common.model.tiny import tiny_model
-from common.objectives.preference import Pairs, preference_loss
+from common.objectives.preference import Pairs
 from common.packs.packing import pack_groups
 from common.text.columns import PAIR_COLUMNS
 from common.text.encode import Encoder
@@ -93,16 +94,15 @@ def pairs_of(*columns) -> Pairs:
     return Pairs(*(torch.tensor(column, dtype=torch.float64) for column in columns))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_stated_loss_equals_the_sigmoid_objective_of_the_table(smoothing):
+@pytest.mark.parametrize("flags", [{}, dict(label_smoothing=0.1), dict(f_divergence="js")])
+def test_stated_loss_equals_that_of_online_dpo(flags):
     """The loss is ln 2 if the policy equals the reference."""
-    args = dpo.Args(beta=0.3, label_smoothing=smoothing)
+    args = dpo.Args(beta=0.3, **flags)
     logps = [-3.0, -5, -1], [-4.0, -2, -1], [-3.5, -4, -1], [-3.0, -3, -1]
     pairs = pairs_of(*logps, [3.0, 4, 1], [5.0, 2, 1])
-    flags = dict(beta=0.3, label_smoothing=smoothing, f_divergence="reverse_kl")
-    table_N = preference_loss("sigmoid", pairs, **flags)
     loss_N, parts = dpo.loss(pairs, args)
-    assert torch.equal(loss_N, table_N) and loss_N[2].item() == math.log(2)
+    assert torch.equal(loss_N, online_dpo.loss(pairs, online_dpo.Args(beta=0.3, **flags)))
+    assert loss_N[2].item() == math.log(2)
     assert list(parts) == ["sigmoid"]
 
 

@@ -1,4 +1,5 @@
-"""Objectives of preference learning, as cases of one pure function: one value per pair, float64.
+"""Objectives of preference learning besides DPO, which dpo.py and online_dpo.py state themselves:
+one value per pair, float64.
 
 Log-probs are sums over the tokens of a completion, in nats. Notation: lc, lr are the log-ratios of
 chosen and rejected to the reference, pc, pr the policy's log-probs, nc, nr the lengths in tokens,
@@ -92,14 +93,12 @@ PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "orpo"}  # implicit reward per toke
 def preference_loss(
     name: str, p: Pairs, *, beta: float, label_smoothing: float, f_divergence: FDivergence
 ) -> Tensor:
-    """Return the objective `name` of each pair, [N], float64."""
+    """Return the objective `name` of each pair, [N], float64; sigmoid, DPO's own, is in dpo.py."""
     z = beta * (f(p.lc, f_divergence) - f(p.lr, f_divergence))
     rc = beta * p.lc
     rr = beta * p.lr
     e = label_smoothing
     match name:
-        case "sigmoid":  # DPO (arXiv:2305.18290 Eq. 7); with label smoothing cDPO
-            return dpo_loss(z, e)
         case "robust":
             # robust DPO (arXiv:2403.00409): unbiased if labels are flipped with probability e
             return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
@@ -138,12 +137,6 @@ def preference_loss(
     raise ValueError(name)
 
 
-def dpo_loss(z: Tensor, label_smoothing: float) -> Tensor:
-    """Return the loss of DPO (arXiv:2305.18290 Eq. 7) for the difference z of the implicit rewards
-    of chosen and rejected; with label smoothing, the loss of cDPO."""
-    return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
-
-
 def _log_odds(mean_p: Tensor) -> Tensor:
     """Return log P / (1 - P) with log P = mean_p. P stays 1e-9 below 1, where the odds are
     infinite."""
@@ -151,15 +144,14 @@ def _log_odds(mean_p: Tensor) -> Tensor:
     return mean_p - torch.log(-torch.expm1(mean_p))
 
 
-def implicit_rewards(
-    pairs: Pairs, *, per_token: bool, referenced: bool, beta: float
-) -> tuple[Tensor, Tensor]:
-    """Return the implicit rewards of chosen and rejected: beta times the log-ratio to the
-    reference, or times the log-prob if not `referenced`; `per_token` or summed. [N] each, without
-    gradient."""
-    chosen = pairs.lc if referenced else pairs.chosen_logps
-    rejected = pairs.lr if referenced else pairs.rejected_logps
-    if per_token:
+def implicit_rewards(name: str, pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
+    """Return the implicit rewards of chosen and rejected by the objective `name`: beta times the
+    log-ratio to the reference, or times the log-prob if it has none; per token, or summed. [N]
+    each, without gradient."""
+    without = name in REFERENCE_FREE
+    chosen = pairs.chosen_logps if without else pairs.lc
+    rejected = pairs.rejected_logps if without else pairs.lr
+    if name in PER_TOKEN:
         chosen = chosen / pairs.chosen_lengths
         rejected = rejected / pairs.rejected_lengths
     return beta * chosen.detach(), beta * rejected.detach()

@@ -304,10 +304,11 @@ EXERCISES = [
     Exercise(
         "dpo",
         "dpo:loss",
-        ("pairs.lc ... logsigmoid(-z)",),
+        ("z = ... logsigmoid(-z)",),
         "Preference learning",
         """DPO: z = beta (log pi(y_c)/ref(y_c) - log pi(y_r)/ref(y_r)) and L = -log sigmoid(z), [N].
-        pairs.lc and pairs.lr are the two log-ratios, each a sum over the tokens of a completion.
+        pairs.lc and pairs.lr are the two log-ratios, each a sum over the tokens of a completion;
+        f(u, kind) is u by default.
         cDPO, with label smoothing e: a label is wrong with probability e, so L = -(1 - e) log
         sigmoid(z) - e log sigmoid(-z). Set terms[name].""",
         {
@@ -320,13 +321,18 @@ EXERCISES = [
             "test_smoothing_of_a_half_ignores_the_labels": (
                 "e = 1/2: swapping chosen and rejected must change nothing"
             ),
-            "tests/test_dpo.py::test_stated_loss_equals_the_sigmoid_objective_of_the_table": VALUE,
+            "tests/test_dpo.py::test_stated_loss_equals_that_of_online_dpo": VALUE,
         },
         (
-            {"pairs.lc - pairs.lr": "pairs.chosen_logps - pairs.rejected_logps"},
             {
-                "pairs.lc - pairs.lr": (
-                    "pairs.lc / pairs.chosen_lengths - pairs.lr / pairs.rejected_lengths"
+                "f(pairs.lc, kind) - f(pairs.lr, kind)": (
+                    "f(pairs.chosen_logps, kind) - f(pairs.rejected_logps, kind)"
+                ),
+            },
+            {
+                "f(pairs.lc, kind) - f(pairs.lr, kind)": (
+                    "f(pairs.lc / pairs.chosen_lengths, kind)"
+                    " - f(pairs.lr / pairs.rejected_lengths, kind)"
                 ),
             },
             {"- e * logsigmoid(-z)": "+ e * logsigmoid(-z)"},
