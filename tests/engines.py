@@ -1,9 +1,9 @@
 """An engine of each kind in the test process, and a policy to sample from."""
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -99,11 +99,6 @@ class Flight:
         return [request.completion for request in self.requests]
 
 
-@contextlib.contextmanager
-def stopping(engine: Engine, strings: tuple[str, ...]) -> Iterator[None]:
-    """Set `--stop`."""
-    object.__setattr__(engine.args, "stop", strings)
-    try:
-        yield
-    finally:
-        object.__setattr__(engine.args, "stop", ())
+def stopping(engine: Engine, strings: tuple[str, ...]):
+    """While this is open, the engine has `--stop`."""
+    return mock.patch.object(engine, "args", replace(engine.args, stop=strings))

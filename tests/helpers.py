@@ -14,9 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
+from string import ascii_lowercase
 from subprocess import PIPE
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -29,18 +33,13 @@ from common.packs.packing import PackedBatch
 from common.packs.sample import Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
-SIGNAL_AT = ROOT / "tests" / "signal_at.py"
 PATIENCE = 600  # seconds after which a process counts as hanging; no test depends on less
 BAD_ENDS = ("CUDA Error", "Traceback", "Aborted", "terminate called", "pure virtual")
-os.fsync = lambda _: None  # a disk takes a fifth of a short run; arm.py of the faults undoes it
 
 
 def environment(**variables: object) -> dict[str, str]:
-    return (
-        os.environ
-        | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-        | {k: str(v) for k, v in variables.items()}
-    )
+    own = dict(OMP_NUM_THREADS=1, HF_HUB_OFFLINE=1) | variables
+    return os.environ | {name: str(value) for name, value in own.items()}
 
 
 def until(event: Callable[[], object]) -> object:
@@ -110,15 +109,10 @@ def last(flags: Sequence[object]) -> list[str]:
 
 def start(ranks: int, script: str | Path, *flags: object, **variables: object) -> subprocess.Popen:
     """Start a script from its command line, under torchrun with several ranks."""
-    torchrun = (
-        []
-        if ranks == 1
-        else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
-    )
-    line = [sys.executable, *torchrun, ROOT / script, *last(flags)]
-    return subprocess.Popen(
-        line, cwd=ROOT, env=environment(**variables), stdout=PIPE, stderr=PIPE, text=True
-    )
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+    line = [sys.executable, *(torchrun if ranks > 1 else ()), ROOT / script, *last(flags)]
+    pipes = dict(stdout=PIPE, stderr=PIPE, text=True)
+    return subprocess.Popen(line, cwd=ROOT, env=environment(**variables), **pipes)
 
 
 def ended(
@@ -145,11 +139,27 @@ def finished(done: subprocess.CompletedProcess, code: int = 0) -> subprocess.Com
 
 
 def run(
-    ranks: int, script: str | Path, *flags: object, code: int = 0
-) -> subprocess.CompletedProcess:
+    ranks: int, script: str | Path, *flags: object, code: int = 0,
+    prepare: Callable[[], object] | None = None,
+) -> subprocess.CompletedProcess:  # fmt: skip
     """Run a script to its end in forked ranks, and check how it ended."""
-    with Ranks(ranks, script, *flags) as started:
+    with Ranks(ranks, script, *flags, prepare=prepare) as started:
         return finished(started.end(), code)
+
+
+def signal_at(rank: int, function: str, folder: Path, step: int, signals: list[int]) -> None:
+    """Let a rank send itself signals at a defined moment, however fast the machine is: at its first
+    calls of `function`, as `os.rename`, after `folder` has logged `step`."""
+    owner, _, name = function.rpartition(".")
+    owner, original, pending = resolve_name(owner), resolve_name(function), list(signals)
+
+    def signalling(*args, **named):
+        while pending and logged(folder, step):
+            os.kill(os.getpid(), pending.pop(0))
+        return original(*args, **named)
+
+    if os.environ.get("RANK", "0") == str(rank):
+        setattr(owner, name, signalling)
 
 
 def run_and_kill(
@@ -157,18 +167,23 @@ def run_and_kill(
 ) -> None:
     """Send SIGKILL to all ranks of a run when rank 0 first calls the function `at` after it logged
     `after_step`."""
-    with Ranks(
-        ranks, SIGNAL_AT, 0, at, folder, after_step, int(signal.SIGKILL), script, *flags
-    ) as started:
+    prepare = partial(signal_at, 0, at, folder, after_step, [signal.SIGKILL])
+    with Ranks(ranks, script, *flags, prepare=prepare) as started:
         started.processes[0].join(PATIENCE)
         assert started.processes[0].exitcode == -signal.SIGKILL, started.end()
 
 
 class Ranks:
-    """Ranks of a script, or of the text of one, without the start-up of torchrun. As a context
-    manager, it terminates all of them on exit."""
+    """Ranks of a script, or of the text of one, without the start-up of torchrun. Each calls
+    `prepare` first. As a context manager, it terminates all of them on exit."""
 
-    def __init__(self, ranks: int, script: str | Path, *flags: object):
+    def __init__(
+        self,
+        ranks: int,
+        script: str | Path,
+        *flags: object,
+        prepare: Callable[[], object] | None = None,
+    ):
         self.folder = tempfile.TemporaryDirectory()
         if "\n" in str(script):
             script = write(Path(self.folder.name, "program.py"), str(script))
@@ -187,7 +202,7 @@ class Ranks:
             )  # fmt: skip
             variables = environment(**(place if ranks > 1 else {}))
             process = warm.context().Process(
-                target=_be_a_rank, args=(words, variables, self.folder.name)
+                target=_be_a_rank, args=(words, variables, self.folder.name, prepare)
             )
             process.start()
             self.processes.append(process)
@@ -220,9 +235,8 @@ class Ranks:
             process.join(30)  # then __exit__ kills the rank
         codes, files = [process.exitcode for process in self.processes], Path(self.folder.name)
         texts = [(files / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess(
-            [], codes[0] if len(codes) == 1 else int(any(codes)), *texts
-        )
+        code = codes[0] if len(codes) == 1 else int(any(codes))
+        return subprocess.CompletedProcess([], code, *texts)
 
 
 def call_main(
@@ -242,7 +256,9 @@ def call_main(
     return shown.out, shown.err
 
 
-def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None:
+def _be_a_rank(
+    words: list[str], variables: dict[str, str], folder: str, prepare: Callable[[], object] | None
+) -> None:
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     faulthandler.register(signal.SIGUSR2)
@@ -252,6 +268,8 @@ def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None
     sys.path.insert(0, str(ROOT))
     sys.argv = words
     try:
+        if prepare:
+            prepare()
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
     except SystemExit:
         raise
@@ -268,10 +286,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Completion:
     """Return a completion after a prompt of two tokens; all tokens but the first are an
     environment's reply."""
-    trained = [True] + [False] * said + [True] * (length - 1 - said)
-    return Completion(
-        [0] * (2 + length), [False] * 2 + trained, prompt_length=2, finish_reason=finish_reason
-    )
+    mask = [False] * 2 + [True] + [False] * said + [True] * (length - 1 - said)
+    return Completion([0] * (2 + length), mask, prompt_length=2, finish_reason=finish_reason)
 
 
 def samples_of(mb: PackedBatch) -> list[Sample]:
@@ -298,11 +314,8 @@ def read_rows(path: Path) -> list[dict]:
 
 def metrics(folder: Path) -> list[dict]:
     """Return the complete lines: a run may be writing the last one."""
-    return [
-        json.loads(line)
-        for line in (folder / "metrics.jsonl").read_text().splitlines(True)
-        if line.endswith("\n")
-    ]
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
 
 
 def samples(folder: Path, step: int | None = None) -> list[dict]:
@@ -313,9 +326,8 @@ def samples(folder: Path, step: int | None = None) -> list[dict]:
 
 def logged(folder: Path, step: int) -> bool:
     """Return whether a run has logged `step`."""
-    return (folder / "metrics.jsonl").is_file() and any(
-        line["step"] >= step for line in metrics(folder)
-    )
+    has_file = (folder / "metrics.jsonl").is_file()
+    return has_file and any(line["step"] >= step for line in metrics(folder))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -359,22 +371,15 @@ def assert_resumes_exactly(
     main(script, *flags, "--output_dir", again)
     assert_same_weights(folder, again)
     timed = ("time/", "speed/", "memory/", "tokens_per_second")
-    same = [
+    lines, same = (
         [{k: v for k, v in m.items() if not k.startswith(timed)} for m in metrics(run)]
         for run in (folder, again)
-    ]
-    assert same[0] == same[1] and [line["step"] for line in same[1]] == list(range(1, finished + 1))
+    )
+    assert lines == same and [line["step"] for line in same] == list(range(1, finished + 1))
 
 
-@contextlib.contextmanager
 def short_turns(engine):
-    """Return a model of which any lower-case letter ends a turn; the untrained model hardly ever
-    ends one."""
-    eos_ids = engine.eos_ids
-    engine.eos_ids = eos_ids + [
-        engine.tokenizer.convert_tokens_to_ids(c) for c in "abcdefghijklmnopqrstuvwxyz"
-    ]
-    try:
-        yield
-    finally:
-        engine.eos_ids = eos_ids
+    """While this is open, any lower-case letter ends a turn; the untrained model hardly ever ends
+    one."""
+    letters = engine.tokenizer.convert_tokens_to_ids([*ascii_lowercase])
+    return mock.patch.object(engine, "eos_ids", engine.eos_ids + letters)

@@ -65,6 +65,13 @@ def device() -> Iterator[torch.device]:
     distributed.cleanup()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync() -> Iterator[None]:
+    """See preload.py."""
+    with mock.patch("os.fsync", lambda _: None):
+        yield
+
+
 @pytest.fixture(scope="session")
 def main(device) -> Callable[..., None]:
     """`main("sft", *flags)` runs a script in this process."""

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import importlib
+import os
 import sys
 import warnings
 
@@ -33,8 +34,9 @@ VLLM = (
 scripts = {name: importlib.import_module(name) for name in SCRIPTS}
 # tyro imports most of its modules here
 parse(scripts["sft"].Args, ["--model", "m", "--dataset", "d"])
-# half the time of a short run; tests/metrics and tests/train draw
+# Half the time of a short run; tests/metrics and tests/train draw.
 RunLogger.draw_curves = lambda _: None
+os.fsync = lambda _: None  # a fifth; faults/arm.py undoes it
 run.SAMPLES_EVERY = run.CHECK_EVERY = 1  # samples of each step, and engine = trainer
 for name in [*LATER.split(), *([] if torch.cuda.is_available() else VLLM.split())]:
     importlib.import_module(name)

@@ -42,8 +42,9 @@ def context() -> BaseContext:
 # ---- hooks of the controller ----
 
 
-def pytest_configure() -> None:
-    if sys.version_info < (3, 14):  # which asks for a key
+def pytest_configure(config: pytest.Config) -> None:
+    is_controller = config.getoption("numprocesses", None) and SHARED not in os.environ
+    if is_controller and sys.version_info < (3, 14):  # which asks for a key
         start()
         os.environ[SHARED] = forkserver._forkserver._forkserver_address
 

@@ -2,10 +2,11 @@
 kills ranks."""
 
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import SIGNAL_AT, assert_same_weights, metrics, run
+from helpers import assert_same_weights, metrics, run, signal_at
 
 from common.parallel import process
 from common.rollout import transformers_engine
@@ -31,9 +32,9 @@ def stopped_at(folder: Path) -> int:
 def test_signal_to_one_rank_stops_all_and_the_same_command_resumes(signals, small, tmp_path):
     """tests/test_every_script.py compares the weights of resumed runs."""
     flags = [*SFT, *small, "--max_steps", 5, "--output_dir", tmp_path]
-    numbers = ",".join(str(int(signal.Signals[name])) for name in signals.split())
-    moment = (1, "torch.optim.AdamW.step", tmp_path, 2, numbers)
-    done = run(2, SIGNAL_AT, *moment, "sft.py", *flags)
+    numbers = [signal.Signals[name] for name in signals.split()]
+    moment = partial(signal_at, 1, "torch.optim.AdamW.step", tmp_path, 2, numbers)
+    done = run(2, "sft.py", *flags, prepare=moment)
     assert stopped_at(tmp_path) == 3 and (tmp_path / "hf/model.safetensors").is_file()
     assert "stopped after step 3" in done.stdout
     assert "step_000003 (step 3)" in run(2, "sft.py", *flags).stdout
@@ -101,10 +102,9 @@ def test_stop_of_one_rank_ends_the_rollouts_of_all(ranks, rollout_ranks, rank, s
     ("signum", "said"), [(signal.SIGTERM, ""), (signal.SIGINT, "Ctrl-C: saves")]
 )
 def test_second_signal_stops_at_once(signum, said, small, tmp_path):
-    twice = f"{int(signum)},{int(signum)}"
     flags = [*SFT, *small, "--max_steps", 4, "--output_dir", tmp_path]
-    moment = (0, "torch.optim.AdamW.step", tmp_path, 2, twice)
-    done = run(1, SIGNAL_AT, *moment, "sft.py", *flags, code=-signum)
+    twice = partial(signal_at, 0, "torch.optim.AdamW.step", tmp_path, 2, [signum, signum])
+    done = run(1, "sft.py", *flags, code=-signum, prepare=twice)
     assert said in done.stderr and ("saves" in done.stderr) == (said != "")
     assert metrics(tmp_path)[-1]["step"] == 2 and not list((tmp_path / "checkpoints").iterdir())
 
