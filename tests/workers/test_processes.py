@@ -11,17 +11,22 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
 
 from common.workers import pool as module
 from common.workers import worker
-from common.workers.pool import ForkServer, Process
+from common.workers.pool import ForkServer, Pool, Process
 from common.workers.worker import Result, load
-from tests.workers.pools import DO, USER_FILE, WAIT, Mapper, opened
 
 pytestmark = pytest.mark.slow  # processes
+USER_FILE = Path(__file__).with_name("user_functions.py")
+DO, WAIT = f"{USER_FILE}:do", f"{USER_FILE}:wait"  # an expression; how to wait
+FORK = "os.fork() * 0 + 1"
 ENVIRONMENT = """
 import os, signal, subprocess, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -41,6 +46,38 @@ class Counter:
 """
 
 
+class Mapper:
+    """A pool in an event loop of its own."""
+
+    def __init__(self, target: str, size: int, seconds: float, **named):
+        self.pool = Pool(target, size, seconds, **dict(is_async=target == WAIT) | named)
+        self.loop = asyncio.Runner()
+
+    def map(self, calls: Sequence[tuple], seconds: Sequence[float | None] = ()) -> list[Result]:
+        """Return the results of all calls, which are made at once. `seconds`: of each."""
+
+        async def main() -> list[Result]:
+            pairs = zip(calls, seconds or [None] * len(calls), strict=True)
+            return await asyncio.gather(*(self.pool.call(*call, seconds=s) for call, s in pairs))
+
+        return self.loop.run(main())
+
+
+@contextmanager
+def opened(target: str, size: int, seconds: float = PATIENCE, **named) -> Iterator[Mapper]:
+    """Yield a pool. Check that no process is left."""
+    before = set(descendants(os.getpid()))
+    mapper = Mapper(target, size, seconds, **named)
+    try:
+        yield mapper
+    finally:
+        for process in mapper.pool.idle:
+            process.close()
+        mapper.pool.server.close()
+        mapper.loop.close()
+    assert not set(descendants(os.getpid())) - before
+
+
 def errors(results: list[Result]) -> list[str | None]:
     """Without the lines of the user's file."""
     return [result.error and re.sub(r" \(line \d+\)$", "", result.error) for result in results]
@@ -49,7 +86,7 @@ def errors(results: list[Result]) -> list[str | None]:
 def meet(pool: Mapper, folder, size: int) -> None:
     """All processes of the pool run at the same time."""
     folder.mkdir()
-    assert len({r.value for r in pool.map([("meet", str(folder), size)] * size)}) == size
+    assert len({r.value for r in pool.map([("meet(*x)", (str(folder), size))] * size)}) == size
 
 
 async def ask(process: Process, *call, seconds: float = PATIENCE) -> Result:
@@ -93,24 +130,27 @@ def counter(server, tmp_path):
 def test_values_and_errors_of_a_function(server):
     async def main():
         process = Process(server(DO))
-        assert await ask(process, "value", 3) == Result(3)
+        assert await ask(process, "x", 3) == Result(3)
         for what, text in (
-            ("recurse", "RecursionError: maximum"), ("leave_politely", "SystemExit: 5"),
-            ("interrupt", "KeyboardInterrupt"), ("refuse", "Refuses: (its text cannot be had)"),
-            ("lines", "ValueError: one"), ("long", f"ValueError: {'x' * 500} ("),
-            ("nothing", "KeyError: 'nothing'"),
-            ("function", "the result cannot be pickled: "),
-            ("mine", "the result cannot be unpickled: "), ("hoard", "MemoryError (line "),
+            ("recurse()", "RecursionError: maximum"), ("sys.exit(5)", "SystemExit: 5"),
+            ("raises(KeyboardInterrupt)", "KeyboardInterrupt"),
+            ("raises(Refuses)", "Refuses: (its text cannot be had)"),
+            ("raises(ValueError('\\none\\ntwo'))", "ValueError: one"),
+            ("raises(ValueError('x' * 999))", f"ValueError: {'x' * 500} ("),
+            ("nothing", "NameError: name 'nothing' is not defined"),
+            ("lambda: 0", "the result cannot be pickled: "),
+            ("Mine()", "the result cannot be unpickled: "),
+            ("len(bytes(8 * 2**30))", "MemoryError (line "),
         ):  # fmt: skip
             result = await ask(process, what)
             assert result.error.startswith(text) and "\n" not in result.error
         error = (await ask(process, threading.Lock())).error
         assert error.startswith("the call cannot be pickled: ") and not process.closed
-        assert (await ask(process, "fork")).value == 1
+        assert (await ask(process, FORK)).value == 1
         large = "x" * 10_000_000
-        assert (await ask(process, "value", large)).value == large
+        assert (await ask(process, "x", large)).value == large
         process.close()
-        assert (await ask(process, "pid")).error == "the process died"
+        assert (await ask(process, "os.getpid()")).error == "the process died"
 
     asyncio.run(main())
 
@@ -159,7 +199,7 @@ def test_two_hundred_processes_at_once(server):
     async def main():
         one = server(f"{USER_FILE}:do")
         processes = [Process(one) for _ in range(200)]
-        results = await asyncio.gather(*(ask(process, "pid") for process in processes))
+        results = await asyncio.gather(*(ask(process, "os.getpid()") for process in processes))
         assert len({result.value for result in results}) == 200
         for process in processes:
             process.close()
@@ -189,8 +229,8 @@ def test_file_is_loaded_and_prepared_once_in_each_process_or_for_all(shared, tmp
 
 
 def test_only_hanging_calls_are_killed(tmp_path):
-    calls = [("value", i) for i in range(40)]
-    hanging = {10: "spin", 11: "power", 39: "deaf"}
+    calls = [("x", i) for i in range(40)]
+    hanging = {10: "spin()", 11: "power()", 39: "deaf()"}
     for i, how in hanging.items():
         calls[i] = (how,)
     with opened(DO, 2) as pool:
@@ -214,7 +254,7 @@ def test_deadline_excludes_start_and_imports(shared, tmp_path):
 def test_large_rows_do_not_block_the_parent():
     """A hanging process reads nothing, so writing to it must not block."""
     row = dict(text="x" * 4_000_000)
-    calls = [("spin",), *[("size", row)] * 3, ("value", row)]
+    calls = [("spin()",), *[("len(x['text'])", row)] * 3, ("x", row)]
     with opened(DO, 1) as pool:
         late, *sizes, same = pool.map(calls, [0.2, *[None] * 4])
     assert late.timed_out and sizes == [Result(4_000_000)] * 3 and same.value == row
@@ -225,8 +265,8 @@ def test_answer_that_a_busy_parent_has_not_read_is_not_late(server):
 
     async def main():
         process = Process(server(DO))
-        await ask(process, "pid")
-        call = asyncio.ensure_future(ask(process, "value", "x" * 200_000, seconds=0.1))
+        await ask(process, "os.getpid()")
+        call = asyncio.ensure_future(ask(process, "x", "x" * 200_000, seconds=0.1))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         time.sleep(0.3)
@@ -238,11 +278,14 @@ def test_answer_that_a_busy_parent_has_not_read_is_not_late(server):
 # ---- deaths ----
 
 
-@pytest.mark.parametrize("how", [("leave", 3), ("segfault",), ("kill",), ("close_all",)])
-def test_dying_process_loses_only_its_call(how, tmp_path):
-    with opened(DO, 2, shared=how == ("kill",)) as pool:
-        calls = [("value", i) for i in range(40)]
-        calls[20] = calls[21] = calls[39] = how
+@pytest.mark.parametrize("how, shared", [
+    ("os._exit(3)", False), ("__import__('ctypes').string_at(0)", False),
+    ("os.kill(os.getpid(), signal.SIGKILL)", True), ("os.closerange(0, 1000)", False),
+])  # fmt: skip
+def test_dying_process_loses_only_its_call(how, shared, tmp_path):
+    with opened(DO, 2, shared=shared) as pool:
+        calls = [("x", i) for i in range(40)]
+        calls[20] = calls[21] = calls[39] = (how,)
         results = pool.map(calls)
         died = {i: "the process died" for i in (20, 21, 39)}
         assert {i: r.error for i, r in enumerate(results) if r.error} == died
@@ -259,15 +302,15 @@ def test_externally_killed_processes_are_replaced(tmp_path):
             kill(*pids)  # idle: no call is lost
             ended(*pids)
             mapper.loop.run(asyncio.sleep(0.1))
-            assert errors(mapper.map([("value", 1)] * 20)) == [None] * 20
+            assert errors(mapper.map([("x", 1)] * 20)) == [None] * 20
 
 
 @pytest.mark.parametrize("how", ["power", "spawn_and_hang"])
 def test_late_process_is_killed_with_its_children(server, how, tmp_path):
     async def main():
         process = Process(server(DO))
-        pid = (await ask(process, "pid")).value
-        result = await ask(process, how, str(tmp_path / "pids"), seconds=0.5)
+        pid = (await ask(process, "os.getpid()")).value
+        result = await ask(process, f"{how}(x)", str(tmp_path / "pids"), seconds=0.5)
         assert result == Result(error="no answer within 0.5 s", timed_out=True)
         assert process.closed and process.loaded
         pids = [*map(int, (tmp_path / "pids").read_text().split())]
@@ -312,15 +355,15 @@ def test_children_of_calls_end_with_them_and_of_the_file_with_the_pool(shared, t
 
 def test_cancelled_calls_leave_no_answers_for_the_next():
     with opened(DO, 2) as pool:
-        pool.map([("value", 0)] * 4)
-        calls = [("value", 100 + i) for i in range(20)] + [("spin",)] + [("value", 200)] * 20
+        pool.map([("x", 0)] * 4)
+        calls = [("x", 100 + i) for i in range(20)] + [("spin()",)] + [("x", 200)] * 20
 
         async def cancelled() -> None:
             await asyncio.wait_for(asyncio.gather(*(pool.pool.call(*call) for call in calls)), 0.5)
 
         with pytest.raises(TimeoutError):
             pool.loop.run(cancelled())
-        assert [r.value for r in pool.map([("value", i) for i in range(20)])] == list(range(20))
+        assert [r.value for r in pool.map([("x", i) for i in range(20)])] == list(range(20))
 
 
 def test_calls_end_if_no_process_can_start(monkeypatch):
@@ -343,9 +386,9 @@ sys.path.insert(0, {str(ROOT)!r})
 from common.workers.pool import Pool
 pool, loop = Pool({DO!r}, 4, 9999.0), asyncio.Runner()
 async def call(calls): await asyncio.gather(*(pool.call(*call) for call in calls))
-loop.run(call([("value", i) for i in range(100)]))
+loop.run(call([("x", i) for i in range(100)]))
 if os.fork() == 0: time.sleep(9999)
-loop.run(call([(file.rpartition("/")[2], file) for file in {list(map(str, files))!r}]))
+loop.run(call([(file.rpartition("/")[2] + "(x)", file) for file in {list(map(str, files))!r}]))
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=PIPE) as parent:
         until(lambda: all(file.is_file() for file in files) and files[2].read_text().endswith(" "))
@@ -421,7 +464,7 @@ def test_output_and_forks_do_not_affect_answers(capfd, monkeypatch):
     """Nor does the encoding of the terminal."""
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     with opened(DO, 1) as pool:
-        results = pool.map([("say", "hello⟦"), ("fork",), ("value", 1)] * 3)
+        results = pool.map([("say(x)", "hello⟦"), (FORK,), ("x", 1)] * 3)
         assert [r.value for r in results] == ["", 1, 1] * 3
     out, err = capfd.readouterr()
     assert out == "" and err.count(r"hello\u27e6") == 3 and err.count("directly") == 3
@@ -433,7 +476,7 @@ def test_worker_imports_little_and_finds_the_modules_of_the_parent(tmp_path, mon
     (tmp_path / "here.py").write_text("import beside\ndef three(): return beside.THREE\n")
     (tmp_path / "beside.py").write_text("THREE = 3\n")
     with opened(DO, 1) as pool:
-        torch, path, cwd, session, modules = pool.map([("where",)])[0].value
+        torch, path, cwd, session, modules = pool.map([("where()",)])[0].value
         assert path == [*sys.path, str(USER_FILE.parent)]
         assert not torch and cwd == str(tmp_path) and session != os.getsid(0) and not modules
     with opened("here.py:three", 1) as pool:
