@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +22,7 @@ from helpers import (
     write_rows,
 )
 from in_process import Args, talkative
+from text.chats import parts
 
 from common.config.flags import Limit
 from common.metrics.meter import Meter
@@ -99,19 +100,13 @@ class Play:
         return self.encoder.reply([result, dict(role="user", content="on")], last)
 
 
-def spans(sample: Completion) -> list[tuple[bool, list[int]]]:
-    """Return the spans of the completion: whether each is sampled, and its ids."""
-    pieces = groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0])
-    return [(sampled, [i for _, i in piece]) for sampled, piece in pieces][1:]
-
-
 def test_turns_alternate_and_replies_are_rendered_by_the_template(synced, user_file):
     play = Play(synced, user_file)
     groups = play()
     assert {s.turns for s in chain(*groups)} >= {1, 2, 3}
     for i, sample in enumerate(chain(*groups)):
         ids, row = play.prompts[i // 3]
-        pieces = spans(sample)
+        pieces = parts(sample)[1:]
         assert sample.ids[: sample.prompt_length] == ids and sample.row == row
         alternating = [n % 2 == 0 for n in range(2 * sample.turns - 1)]
         assert [sampled for sampled, _ in pieces] == alternating
@@ -138,7 +133,7 @@ def test_reply_closes_a_turn_that_ends_at_a_stop_string(synced, user_file):
     groups = play(ends=stops)
     with stops(synced):
         for sample in chain(*groups):
-            pieces = spans(sample)
+            pieces = parts(sample)[1:]
             for number, (_, ids) in enumerate(pieces[1::2], 1):
                 turn = pieces[2 * number - 2][1]
                 assert not set(letters) & set(play.text(turn))

@@ -98,11 +98,15 @@ def refused(coder: Encoder, words: str, **row: object) -> None:
     assert "\n" not in str(error.value)
 
 
+def parts(sample: Sample) -> list[tuple[bool, list[int]]]:
+    """Return the parts of a sample: whether each is trained, and its ids."""
+    found = groupby(zip(sample.loss_mask, sample.ids, strict=True), lambda token: token[0])
+    return [(bool(is_trained), [i for _, i in part]) for is_trained, part in found]
+
+
 def spans(coder: Encoder, sample: Sample) -> list[str]:
-    """Return the trained spans of a sample."""
-    tokens = zip(sample.ids, sample.loss_mask, strict=True)
-    pieces = [(is_trained, [*piece]) for is_trained, piece in groupby(tokens, lambda x: x[1])]
-    return [coder.tokenizer.decode([i for i, _ in piece]) for trained, piece in pieces if trained]
+    """Return the texts of the trained parts of a sample."""
+    return [coder.tokenizer.decode(ids) for is_trained, ids in parts(sample) if is_trained]
 
 
 def prompt(coder: Encoder, *messages: dict, **row: object) -> str:

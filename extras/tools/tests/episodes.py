@@ -1,10 +1,10 @@
 """An episode with calls beside the same conversation in sft.py."""
 
-from itertools import groupby
 from pathlib import Path
 
+from text.chats import parts
+
 from common.config.online import SamplingArgs
-from common.packs.sample import Sample
 from common.text.encode import Encoder
 from extras.tools.parser import Parser, make_parser
 from extras.tools.turns import reply_ids
@@ -72,12 +72,6 @@ def call(name: str, arguments: dict) -> dict:
     return dict(type="function", id="call00000", function=dict(name=name, arguments=arguments))
 
 
-def spans(sample: Sample) -> list[tuple[bool, list[int]]]:
-    """Return the parts of a sample: whether each is trained, and its ids."""
-    parts = groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0])
-    return [(trained, [token for _, token in part]) for trained, part in parts]
-
-
 def assert_episode_equals_sft(
     encoder: Encoder, parser: Parser, row: dict, silent: set[int]
 ) -> None:
@@ -87,7 +81,7 @@ def assert_episode_equals_sft(
     tokens that end turns."""
     asked, called, *results, _ = row["messages"]
     first, *later = encoder.sft(row, ("messages",))
-    (_, prompt), (_, turn), *rest = spans(first)
+    (_, prompt), (_, turn), *rest = parts(first)
     assert prompt == [*encoder.prompt(dict(row, prompt=[asked]), ("prompt",))]
     text = encoder.tokenizer.decode([token for token in turn if token not in silent])
     read = parser.parse(text, row["tools"], encoder.tokenizer.decode(prompt[-32:]))
@@ -97,7 +91,7 @@ def assert_episode_equals_sft(
     ]
     reply = reply_ids(encoder, row, read.calls, [result["content"] for result in results])
     if later:
-        ((_, told), (_, answer)) = spans(later[0])
+        ((_, told), (_, answer)) = parts(later[0])
         decode = encoder.tokenizer.decode
         assert len(later) == 1 and not rest and decode(told).endswith(decode(reply))
     else:
