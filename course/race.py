@@ -43,9 +43,11 @@ TABLE = """# Races
 def changed_lines(patch: Path) -> int:
     """Count the lines that a patch of grpo.py adds and removes, but for empty ones. Raises
     `ValueError` if it changes another file, too many lines or none."""
+    if not patch.is_file():
+        raise ValueError(f"{patch}: no such file; make it with diff -u grpo.py mine.py")
     lines = patch.read_text(encoding="utf-8").splitlines()
-    heads = [line.split()[1] for line in lines if re.match(r"(---|\+\+\+) \S", line)]
-    others = sorted({head.removeprefix("a/").removeprefix("b/") for head in heads} - {"grpo.py"})
+    heads = [line.split()[1] for line in lines if re.match(r"--- \S", line)]
+    others = sorted({head.removeprefix("a/") for head in heads} - {"grpo.py"})
     if others:
         raise ValueError(f"{patch}: changes {', '.join(others)}; a race is about grpo.py alone")
     body = [line for line in lines if not re.match(r"(---|\+\+\+) \S", line)]
@@ -93,10 +95,10 @@ def patched(patch: Path) -> bytes:
     """Return the text of grpo.py with a patch. Raises `ValueError` if it does not apply."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "grpo.py")
-        command = ["patch", "-s", "-f", "-r", "-", "-o", out, ROOT / "grpo.py", patch]
+        command = ["patch", "-s", "-f", "-F", "0", "-r", "-", "-o", out, ROOT / "grpo.py", patch]
         if subprocess.run(command, capture_output=True).returncode == 0:
             return out.read_bytes()
-    raise ValueError(f"{patch}: does not apply to grpo.py; make it anew with git diff grpo.py")
+    raise ValueError(f"{patch}: does not apply to grpo.py; make it anew: diff -u grpo.py mine.py")
 
 
 def keep(code: bytes, config: Path, steps: int, folder: Path) -> Path:
@@ -151,17 +153,21 @@ def main() -> None:
     patch, steps, seeds = options.patch, options.steps, range(options.seeds)
     if len(seeds) < 2:
         parser.error(f"--seeds {options.seeds}: an interval needs 2")
+    if steps < 1:
+        parser.error(f"--steps {steps}: must be at least 1")
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         lines = changed_lines(patch)
         codes = {patch.name: patched(patch), "grpo.py": (ROOT / "grpo.py").read_bytes()}
+        runs = f"{2 * len(seeds)} runs of {steps} steps"
+        print(f"{runs}; what is in {options.folder} is not run again", flush=True)
         values, weights = [], []
         for name, code in codes.items():  # a patch that fails does so first
             script = keep(code, options.config, steps, options.folder.resolve())
             rest = script, name, options.config, steps
             values.append([pool.submit(result, *rest, seed) for seed in seeds])
             weights.append(script.parent / "seed_0/hf/model.safetensors")
-        new, old = (np.array([run.result() for run in runs]) for runs in values)
+        new, old = (np.array([run.result() for run in each]) for each in values)
         if filecmp.cmp(*weights, shallow=False):
             raise ValueError(f"{patch}: no weight differs; its change must be on by default")
     except (OSError, ValueError) as error:

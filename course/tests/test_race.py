@@ -65,6 +65,7 @@ def test_race_runs_each_seed_once(compete, small, sums, reward_file, tmp_path, m
     flags = ("--config", config, "--steps", 1, "--seeds", 2)
     coefficient = "entropy_coef: NotNegative[float] = "
     mine, patch = patch_of((f"{coefficient}0.0", f"{coefficient}1.0"))
+    patch = patch.replace("+++ b/grpo.py", "+++ mine.py")  # as diff -u grpo.py mine.py writes it
     shown, _ = compete(patch, *flags)
     assert sorted(started) == sorted((text, seed) for text in (SCRIPT, mine) for seed in (0, 1))
     assert "mine.patch: not shown: " in shown and "difference +0.0 [0.0, 0.0]" in shown
@@ -93,7 +94,7 @@ def test_race_runs_each_seed_once(compete, small, sums, reward_file, tmp_path, m
     [
         (PATCH, ("--seeds", 1), "--seeds 1: an interval needs 2"),
         (PATCH.replace("grpo", "ppo"), (), "changes ppo.py; a race is about grpo.py alone"),
-        (PATCH.replace("+++ b/grpo", "+++ b/ppo"), (), "changes ppo.py; a race"),
+        (PATCH, ("--steps", 0), "--steps 0: must be at least 1"),
         (PATCH.replace("-1 +1", "-1 +1,15") + "+x = 1\n" * 14, (), "16 changed lines; a race"),
         ("", (), "0 changed lines; a race takes 1 to 15"),
         (PATCH.replace("-r", "-s"), (), "does not apply to grpo.py; make it anew"),
