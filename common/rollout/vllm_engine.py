@@ -24,18 +24,6 @@ from common.rollout.engine import COMPARED, Engine, Request, SampledTurn
 from common.rollout.weights import gathered_bytes
 
 
-def lost_asleep(worker) -> list[str]:
-    """Return the names of tensors in vLLM's model that sleep at level 2 loses: what is neither
-    weight, buffer, cache nor scale of a quantised cache (`_cpu`)."""
-    return [
-        f"{name}.{key}"
-        for name, module in worker.get_model().named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value.device.type == worker.device.type
-        if key != "kv_cache" and not key.endswith("_cpu")
-    ]
-
-
 def held_weights(worker) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
     """Yield the parts of `Engine.held_weights` of the layers that vLLM does not fuse: embedding,
     head, and the last projection of attention and MLP."""
@@ -66,20 +54,6 @@ def _first_columns(layer) -> Tensor:
     return weight[: getattr(layer, "num_org_embeddings_per_partition", None), :COMPARED]
 
 
-def has_head(worker) -> bool:
-    return any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
-
-
-def forget_packed_experts(worker) -> None:
-    """Remove the kernel of each expert layer before weights are loaded. vLLM 0.32's CPU worker
-    packs experts into the kernel's layout only when it makes the kernel
-    (UnquantizedFusedMoEMethod._setup_kernel), and would compute with reloaded, unpacked experts as
-    if they were packed. Can go when vLLM packs on reload."""
-    for module in worker.get_model().modules():
-        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-            module.quant_method.moe_kernel = None
-
-
 def free_share(capacity: float, used: float, gathered: float) -> float:
     """Return the share of a GPU that is free for an engine on all ranks, beside the bytes in use
     and those that a weight sync gathers. vLLM's share is one of the whole GPU, beside what was in
@@ -93,31 +67,136 @@ def free_share(capacity: float, used: float, gathered: float) -> float:
     return min(ALONE, USABLE - taken)
 
 
+# ---- what vLLM does unexpectedly, each with the place in vLLM 0.32 ----
+
+
 @contextlib.contextmanager
-def undone_changes(decoder: type) -> Iterator[None]:
-    """Undo what vLLM changes in this process when it starts; `decoder` is the model's class in
-    transformers."""
+def same_environment() -> Iterator[None]:
+    """Undo what the CPU worker sets for subprocesses that do not exist here (vllm/platforms/cpu.py,
+    vllm/v1/worker/cpu_worker.py)."""
     variables = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
-    set_num_threads = torch.set_num_threads
-    num_threads = torch.get_num_threads()
-    make_decoder = decoder.__init__
     try:
         yield
     finally:
-        # vLLM's CPU worker overwrites these variables for subprocesses that do not exist here, and
-        # disables set_num_threads; all workers reduce the trainer's threads (vllm/platforms/cpu.py,
-        # v1/worker/cpu_worker.py, utils/torch_utils.py).
         for name, value in variables.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def same_threads() -> Iterator[None]:
+    """Undo that the CPU worker disables `torch.set_num_threads` (vllm/v1/worker/cpu_worker.py), and
+    that all workers reduce the trainer's threads (vllm/utils/torch_utils.py)."""
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
         torch.set_num_threads = set_num_threads
         set_num_threads(num_threads)
-        # vLLM runs some models (OLMo 2, SmolLM3) with the code of transformers and makes their
-        # class a compiled one (vllm/model_executor/models/transformers/base.py). The trainer's
-        # model has the same class.
+
+
+@contextlib.contextmanager
+def same_class(decoder: type) -> Iterator[None]:
+    """Undo that vLLM makes a class of transformers a compiled one. It runs some models (OLMo 2,
+    SmolLM3) with this code (vllm/model_executor/models/transformers/base.py), and the trainer's
+    model has the same class."""
+    make_decoder = decoder.__init__
+    try:
+        yield
+    finally:
         decoder.__init__ = make_decoder
         decoder.do_not_compile = True
+
+
+def remove_shared_memory() -> None:
+    """Remove the files of the memory that the ranks of a CPU engine share, with AVX-512, under one
+    name for all launches (vllm/distributed/device_communicators/cpu_communicator.py): one that
+    stayed would stop the next launch. All ranks have mapped them when vLLM has started.
+    Collective."""
+    distributed.barrier()
+    name = os.environ["VLLM_DIST_IDENT"].lstrip("/")
+    for file in Path("/dev/shm").glob(f"{name}-*cpushm*"):
+        file.unlink(missing_ok=True)
+
+
+def lost_asleep(worker) -> list[str]:
+    """Return the names of tensors in vLLM's model that sleep at level 2 loses
+    (vllm/device_allocator/cumem.py): what is neither weight, buffer, cache nor scale of a quantised
+    cache (`_cpu`)."""
+    return [
+        f"{name}.{key}"
+        for name, module in worker.get_model().named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.device.type == worker.device.type
+        if key != "kv_cache" and not key.endswith("_cpu")
+    ]
+
+
+def require_nothing_lost(llm) -> None:
+    """Raise `ValueError` if sleep loses a tensor of the model."""
+    if lost := llm.collective_rpc(lost_asleep)[0]:
+        problem = f"sleep loses {lost[0]} of this model"
+        raise ValueError(f"--engine vllm: {problem}; use --engine transformers")
+
+
+def has_head(worker) -> bool:
+    """Return whether the model has a head. Some tied ones have the embedding alone and refuse
+    weights for a head (vllm/model_executor/models/gemma2.py)."""
+    return any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
+
+
+def cpu_options(max_model_len: int, has_delta_nets: bool) -> dict:
+    """Return the options of a CPU engine. After a prompt in two chunks vLLM rewinds the request's
+    generator, which a CPU generator cannot do (vllm/v1/worker/gpu_model_runner.py); the same error
+    comes with cached states of delta nets."""
+    return dict(
+        enforce_eager=True,
+        # Only whole blocks of a prompt are computed once for its group. vLLM's default on a CPU is
+        # 128 tokens.
+        block_size=32,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False if has_delta_nets else None,
+        max_num_batched_tokens=max(8192, max_model_len),
+    )
+
+
+def eager_sampler(device: torch.device) -> contextlib.AbstractContextManager:
+    """Around a round. Even in eager mode vLLM compiles a function of its sampler
+    (vllm/v1/sample/ops/logprobs.py), which on a CPU takes 16 seconds and a C++ compiler, for
+    nothing."""
+    is_cpu = device.type == "cpu"
+    return torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext()
+
+
+def forget_packed_experts(worker) -> None:
+    """Remove the kernel of each expert layer before weights are loaded. vLLM 0.32's CPU worker
+    packs experts into the kernel's layout only when it makes the kernel
+    (UnquantizedFusedMoEMethod._setup_kernel), and would compute with reloaded, unpacked experts as
+    if they were packed. Can go when vLLM packs on reload."""
+    for module in worker.get_model().modules():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
+
+
+def stop_requests(llm, names: list[str]) -> None:
+    """End requests, of a stopped rollout, and drop what was computed ahead for ended turns: the
+    core queues batches (vllm/v1/engine/core.py)."""
+    llm.llm_engine.abort_request(names)
+    while llm.llm_engine.engine_core.engine_core.batch_queue:
+        llm.llm_engine.step()
+
+
+def reason_of(error: Exception) -> str:
+    """Return why vLLM refuses a model or an option. pydantic's first line names only the class."""
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        return ": ".join([*map(str, problem["loc"]), problem["msg"]])
+    return distributed.first_line(error)
+
+
+# ---- the engine ----
 
 
 class VLLMEngine(Engine):
@@ -136,7 +215,7 @@ class VLLMEngine(Engine):
             self.language_model = LanguageModel(config, self.model, size)
             config, self.model = self.language_model.config, self.language_model.model
         self._set_environment()
-        with undone_changes(type(self.model.get_decoder())):
+        with same_environment(), same_threads(), same_class(type(self.model.get_decoder())):
             from vllm import LLM
 
             options = self._options(num_delta_nets(config.get_text_config()) > 0)
@@ -147,25 +226,13 @@ class VLLMEngine(Engine):
                     options |= self.language_model.vllm_options(options.get("hf_overrides", {}))
                 self.llm = LLM(model=self.path, **options)
             except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
-                reason = distributed.first_line(error)
-                if isinstance(error, ValidationError):  # its first line names only the class
-                    problem = error.errors()[0]
-                    reason = ": ".join([*map(str, problem["loc"]), problem["msg"]])
-                raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
+                refusal = f"refuses the model or a flag: {reason_of(error)}"
+                raise ValueError(f"--engine vllm: {refusal}") from error
         size = self.args.tensor_parallel_size
         if self.device.type != "cpu":
-            if lost := self.llm.collective_rpc(lost_asleep)[0]:
-                problem = f"sleep loses {lost[0]} of this model"
-                raise ValueError(f"--engine vllm: {problem}; use --engine transformers")
+            require_nothing_lost(self.llm)
         elif size > 1:
-            # With AVX-512 the ranks share memory, under one name for all launches. All ranks have
-            # mapped it now; a file that stayed would stop the next launch.
-            distributed.barrier()
-            name = os.environ["VLLM_DIST_IDENT"].lstrip("/")
-            for file in Path("/dev/shm").glob(f"{name}-*cpushm*"):
-                file.unlink(missing_ok=True)
-        # Some of vLLM's models (Gemma 2) have no head apart from the embedding and refuse weights
-        # for one.
+            remove_shared_memory()
         self.has_head = self.llm.collective_rpc(has_head)[0]
         engine = self.llm.llm_engine
         engine.set_weight_version(str(self.version))
@@ -221,18 +288,7 @@ class VLLMEngine(Engine):
             options["gpu_memory_utilization"] = free_share(capacity, used, gathered)
         options["max_num_seqs"] = SLOTS
         if on_cpu:
-            options |= dict(
-                enforce_eager=True,
-                # Only whole blocks of a prompt are computed once for its group. vLLM's default on
-                # a CPU is 128 tokens.
-                block_size=32,
-                # After a prompt in two chunks vLLM rewinds the request's generator, which a CPU
-                # generator cannot do (vllm/v1/worker/gpu_model_runner.py). The same error comes
-                # with cached states of delta nets.
-                enable_chunked_prefill=False,
-                enable_prefix_caching=False if has_delta_nets else None,
-                max_num_batched_tokens=max(8192, max_model_len),
-            )
+            options |= cpu_options(max_model_len, has_delta_nets)
         return options | flags
 
     def _add(self, name: str, request: Request) -> None:
@@ -265,10 +321,7 @@ class VLLMEngine(Engine):
 
     def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
         """Run a round. Measure also the fraction of the prompts' tokens that were in the cache."""
-        # Even in eager mode vLLM compiles one function of its sampler. On a CPU that takes 16
-        # seconds and a C++ compiler, for nothing.
-        is_cpu = self.device.type == "cpu"
-        with torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext():
+        with eager_sampler(self.device):
             outputs = self.llm.llm_engine.step()
         turns = []
         for output in outputs:
@@ -322,9 +375,7 @@ class VLLMEngine(Engine):
         if self.device.type == "cpu":  # vLLM's CPU worker cannot sleep
             self.llm.reset_prefix_cache()
         else:
-            self.llm.llm_engine.abort_request([*self.running])  # of a stopped rollout
-            while self.llm.llm_engine.engine_core.engine_core.batch_queue:
-                self.llm.llm_engine.step()  # drop what was computed ahead for ended turns
+            stop_requests(self.llm, [*self.running])
             self.llm.sleep(level=2)
 
     def close(self) -> None:
