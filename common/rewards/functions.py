@@ -21,6 +21,169 @@ from fractions import Fraction
 Reward = Callable[[str, dict], float | None]
 
 
+# ---- the rewards, in the order of their table at the end ----
+
+
+def exact_match(completion: str, row: dict) -> float:
+    """Return 1 if the completion is the `answer` column, except for white space at the ends."""
+    return float(completion.strip() in [answer.strip() for answer in gold_answers(row)])
+
+
+def gsm8k(completion: str, row: dict) -> float:
+    """Return 1 if the last `#### n` or `A: n` of the completion is the same number as in the
+    `answer` column, which may be the number alone. Several numbers, such as `#### 18 or 20`, are no
+    answer."""
+    number = stated_number(completion)
+    return float(number is not None and number in gold_numbers(row))
+
+
+def gsm8k_flexible(completion: str, row: dict) -> float:
+    """Return `gsm8k` of a completion in any form. Its answer is the first number in the last
+    \\boxed{...}, else the number after the last `####` or `A:`, else the last number."""
+    number = any_number(completion)
+    return float(number is not None and number in gold_numbers(row))
+
+
+def boxed(completion: str, row: dict) -> float:
+    """Return 1 if the last \\boxed{...} of the completion has the value of the `answer` column, or
+    of the \\boxed{...} there: as numbers if both are, else as text (`value_of`)."""
+    box = last_boxed(completion)
+    if box is None:
+        return 0.0
+    golds = (last_boxed(answer) or answer for answer in gold_answers(row))
+    value = value_of(box)
+    return float(value != "" and value in map(value_of, golds))
+
+
+def format(completion: str, row: dict) -> float:
+    """Return 1 if the completion ends with a line `#### n` (or `A: n`), for any number n."""
+    return float(FORMAT.search(plain(completion)) is not None)
+
+
+TAGS = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
+
+
+def tag_format(completion: str, row: dict) -> float:
+    """Return 1 if the completion is <think>...</think> <answer>...</answer>: each tag once, only
+    white space around and between the two parts, and an answer that is not blank."""
+    # The count also keeps the expression linear: each of its ".*?" has one place to stop at.
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    is_once = all(completion.count(tag) == 1 for tag in tags)
+    match = TAGS.fullmatch(completion.strip()) if is_once else None
+    return float(match is not None and match[1].strip() != "")
+
+
+# ---- answers in a text: announced, in a box, or its last number ----
+
+
+def stated_number(completion: str) -> Fraction | None:
+    """Return the number that `gsm8k` reads; None if there is none, or several."""
+    answers = final_answers(completion)
+    return to_number(answers[-1]) if answers else None
+
+
+def final_answers(text: str) -> list[str]:
+    """Return every number after `####` or `A:`, as its sign and digits, with what makes it more
+    than a number."""
+    found = announced(without_latex(plain(text)), FINAL_NUMBER)
+    return [sign + number for sign, number in found]
+
+
+def announced(text: str, answer: re.Pattern) -> list[tuple[str, ...]]:
+    """Return the groups of `answer` wherever it follows `####` or an `A:` that is no label."""
+    found = []
+    end = 0
+    marks = list(MARK.finditer(text))
+    labels = other_labels(text) if any(mark[0] == "A:" for mark in marks) else ()
+    for mark in marks:
+        if mark.start() < end or (mark[0] == "A:" and is_label(text, mark.start(), *labels)):
+            continue
+        if match := answer.match(text, mark.end()):
+            found.append(match.groups())
+            end = match.end()
+    return found
+
+
+def other_labels(text: str) -> tuple[int, set[str]]:
+    """Return where the last `B:` or `C:` with a number stands, without a noun, and the nouns before
+    other letters than A: `plan` for `Plan B`."""
+    last, nouns = -1, set()
+    for label in LABEL.finditer(text):
+        noun, letter, has_number = label.groups()
+        if noun and letter != "A":
+            nouns.add(noun.lower())
+        elif has_number and letter in "BC":
+            last = label.start(2)
+    return last, nouns
+
+
+def is_label(text: str, start: int, last_label: int, nouns: set[str]) -> bool:
+    """Return whether the `A:` at `start` is the label of a case: `A: 12, B: 20`, `Plan A: 12`. If
+    its noun does not begin the line, there must be a `plan B` too."""
+    if start < last_label:
+        return True
+    line = text.rfind("\n", 0, start) + 1
+    noun = NOUN_BEFORE.search(text, max(line, start - 40), start)
+    if noun is None:
+        return False
+    begins_line = text[line : noun.start()].strip(" \t*#>_-`") == ""
+    is_name = begins_line and noun[1][0].isupper() and noun[1].lower() not in ANNOUNCING
+    return is_name or noun[1].lower() in nouns
+
+
+def gold_numbers(row: dict) -> list[Fraction | None]:
+    """Return the number of each right answer: the last after `####` or `A:`, else the answer; None
+    if it is none."""
+    return [to_number((final_answers(answer) or [answer])[-1]) for answer in gold_answers(row)]
+
+
+def check_number(row: dict) -> None:
+    """Raise `ValueError` unless each right answer is a number."""
+    check_answer(row)
+    for answer, number in zip(gold_answers(row), gold_numbers(row), strict=True):
+        if number is None:
+            expected = "expected a number, or text with `#### number`"
+            raise ValueError(f"{row['_source']}: column answer: {expected}, got {answer[-80:]!r}")
+
+
+def any_number(completion: str) -> Fraction | None:
+    """Return the number that `gsm8k_flexible` reads."""
+    text = plain(completion)
+    box = last_boxed(text)
+    if box is None and final_answers(text):
+        return stated_number(completion)
+    if box is not None and "frac" in box:
+        return None
+    text = FRACTION.sub(r" \1\2/\3\4", without_latex(text if box is None else box))
+    numbers = [sign + number for sign, number, *_ in ANY_NUMBER.findall(text)]
+    value = value_of(numbers[-1 if box is None else 0]) if numbers else None
+    return value if isinstance(value, Fraction) else None
+
+
+# A box is braced; a number alone needs no braces.
+BOX = re.compile(
+    r"\\(?:boxed|fbox|framebox(?:\[[^\]\n]{0,20}\]){0,2})(?:\s*(\{)|\s*([-+]?\d[\d.,/]*))"
+)
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def last_boxed(text: str) -> str | None:
+    """Return the content of the last box (\\boxed, \\fbox, \\framebox), with balanced braces, of
+    which `\\{` is none; None without a box, or if it is not closed."""
+    boxes = list(BOX.finditer(text))
+    if not boxes:
+        return None
+    box = boxes[-1]
+    if box[2] is not None:
+        return box[2].rstrip(".,")
+    depth = 0
+    for brace in BRACE.finditer(text, box.start(1)):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[box.end(1) : brace.start()]
+    return None
+
+
 # ---- the column `answer` ----
 
 
@@ -142,6 +305,7 @@ SCALE_WORDS = (
 )
 SCALE = rf"(?:{SCALE_WORDS}|(?:[ \t]?[kK]|M)(?!{LETTER}))"
 CURRENCY = r"(?:\\?[$£€¥₹]){0,2}"  # $\$18$
+FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *[-+]?{CURRENCY}{NUMBER}\s*$")
 # A mark before an answer: `####`, or `A:` unless it is a label as in `Plan A: 12` (`is_label`).
 MARK = re.compile(rf"####|(?<!{LETTER})A:")
 # The `Plan ` of `Plan A`; after a number it is a unit.
@@ -220,166 +384,7 @@ def value_of(text: str) -> Fraction | str:
     return re.sub(r"(?<!\d) | (?!\d)", "", text) if number is None else number
 
 
-# ---- rewards ----
-
-
-def exact_match(completion: str, row: dict) -> float:
-    """Return 1 if the completion is the `answer` column, except for white space at the ends."""
-    return float(completion.strip() in [answer.strip() for answer in gold_answers(row)])
-
-
-def gsm8k(completion: str, row: dict) -> float:
-    """Return 1 if the last `#### n` or `A: n` of the completion is the same number as in the
-    `answer` column, which may be the number alone. Several numbers, such as `#### 18 or 20`, are no
-    answer."""
-    number = stated_number(completion)
-    return float(number is not None and number in gold_numbers(row))
-
-
-def stated_number(completion: str) -> Fraction | None:
-    """Return the number that `gsm8k` reads; None if there is none, or several."""
-    answers = final_answers(completion)
-    return to_number(answers[-1]) if answers else None
-
-
-def final_answers(text: str) -> list[str]:
-    """Return every number after `####` or `A:`, as its sign and digits, with what makes it more
-    than a number."""
-    found = announced(without_latex(plain(text)), FINAL_NUMBER)
-    return [sign + number for sign, number in found]
-
-
-def announced(text: str, answer: re.Pattern) -> list[tuple[str, ...]]:
-    """Return the groups of `answer` wherever it follows `####` or an `A:` that is no label."""
-    found = []
-    end = 0
-    marks = list(MARK.finditer(text))
-    labels = other_labels(text) if any(mark[0] == "A:" for mark in marks) else ()
-    for mark in marks:
-        if mark.start() < end or (mark[0] == "A:" and is_label(text, mark.start(), *labels)):
-            continue
-        if match := answer.match(text, mark.end()):
-            found.append(match.groups())
-            end = match.end()
-    return found
-
-
-def other_labels(text: str) -> tuple[int, set[str]]:
-    """Return where the last `B:` or `C:` with a number stands, without a noun, and the nouns before
-    other letters than A: `plan` for `Plan B`."""
-    last, nouns = -1, set()
-    for label in LABEL.finditer(text):
-        noun, letter, has_number = label.groups()
-        if noun and letter != "A":
-            nouns.add(noun.lower())
-        elif has_number and letter in "BC":
-            last = label.start(2)
-    return last, nouns
-
-
-def is_label(text: str, start: int, last_label: int, nouns: set[str]) -> bool:
-    """Return whether the `A:` at `start` is the label of a case: `A: 12, B: 20`, `Plan A: 12`. If
-    its noun does not begin the line, there must be a `plan B` too."""
-    if start < last_label:
-        return True
-    line = text.rfind("\n", 0, start) + 1
-    noun = NOUN_BEFORE.search(text, max(line, start - 40), start)
-    if noun is None:
-        return False
-    begins_line = text[line : noun.start()].strip(" \t*#>_-`") == ""
-    is_name = begins_line and noun[1][0].isupper() and noun[1].lower() not in ANNOUNCING
-    return is_name or noun[1].lower() in nouns
-
-
-def gold_numbers(row: dict) -> list[Fraction | None]:
-    """Return the number of each right answer: the last after `####` or `A:`, else the answer; None
-    if it is none."""
-    return [to_number((final_answers(answer) or [answer])[-1]) for answer in gold_answers(row)]
-
-
-def check_number(row: dict) -> None:
-    """Raise `ValueError` unless each right answer is a number."""
-    check_answer(row)
-    for answer, number in zip(gold_answers(row), gold_numbers(row), strict=True):
-        if number is None:
-            expected = "expected a number, or text with `#### number`"
-            raise ValueError(f"{row['_source']}: column answer: {expected}, got {answer[-80:]!r}")
-
-
-def gsm8k_flexible(completion: str, row: dict) -> float:
-    """Return `gsm8k` of a completion in any form. Its answer is the first number in the last
-    \\boxed{...}, else the number after the last `####` or `A:`, else the last number."""
-    number = any_number(completion)
-    return float(number is not None and number in gold_numbers(row))
-
-
-def any_number(completion: str) -> Fraction | None:
-    """Return the number that `gsm8k_flexible` reads."""
-    text = plain(completion)
-    box = last_boxed(text)
-    if box is None and final_answers(text):
-        return stated_number(completion)
-    if box is not None and "frac" in box:
-        return None
-    text = FRACTION.sub(r" \1\2/\3\4", without_latex(text if box is None else box))
-    numbers = [sign + number for sign, number, *_ in ANY_NUMBER.findall(text)]
-    value = value_of(numbers[-1 if box is None else 0]) if numbers else None
-    return value if isinstance(value, Fraction) else None
-
-
-def boxed(completion: str, row: dict) -> float:
-    """Return 1 if the last \\boxed{...} of the completion has the value of the `answer` column, or
-    of the \\boxed{...} there: as numbers if both are, else as text (`value_of`)."""
-    box = last_boxed(completion)
-    if box is None:
-        return 0.0
-    golds = (last_boxed(answer) or answer for answer in gold_answers(row))
-    value = value_of(box)
-    return float(value != "" and value in map(value_of, golds))
-
-
-# A box is braced; a number alone needs no braces.
-BOX = re.compile(
-    r"\\(?:boxed|fbox|framebox(?:\[[^\]\n]{0,20}\]){0,2})(?:\s*(\{)|\s*([-+]?\d[\d.,/]*))"
-)
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-
-
-def last_boxed(text: str) -> str | None:
-    """Return the content of the last box (\\boxed, \\fbox, \\framebox), with balanced braces, of
-    which `\\{` is none; None without a box, or if it is not closed."""
-    boxes = list(BOX.finditer(text))
-    if not boxes:
-        return None
-    box = boxes[-1]
-    if box[2] is not None:
-        return box[2].rstrip(".,")
-    depth = 0
-    for brace in BRACE.finditer(text, box.start(1)):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[box.end(1) : brace.start()]
-    return None
-
-
-FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *[-+]?{CURRENCY}{NUMBER}\s*$")
-TAGS = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
-
-
-def format(completion: str, row: dict) -> float:
-    """Return 1 if the completion ends with a line `#### n` (or `A: n`), for any number n."""
-    return float(FORMAT.search(plain(completion)) is not None)
-
-
-def tag_format(completion: str, row: dict) -> float:
-    """Return 1 if the completion is <think>...</think> <answer>...</answer>: each tag once, only
-    white space around and between the two parts, and an answer that is not blank."""
-    # The count also keeps the expression linear: each of its ".*?" has one place to stop at.
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
-    is_once = all(completion.count(tag) == 1 for tag in tags)
-    match = TAGS.fullmatch(completion.strip()) if is_once else None
-    return float(match is not None and match[1].strip() != "")
-
+# ---- the table ----
 
 REWARDS: dict[str, Reward] = {
     function.__name__: function
