@@ -16,7 +16,7 @@ Shapes: N sequences, T tokens of the micro-batch, t computed tokens of this rank
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,31 +166,21 @@ def compact_tokens(
 ) -> CompactTokens:  # fmt: skip
     """Return the tokens that this rank computes for the `groups` of its micro-batch. The ranks of a
     context group compute their micro-batches together: group i belongs to rank i modulo R."""
-    R, r = 1, 0
-    if context_group is not None:
-        R, r = context_group.size, context_group.rank
+    R, r = (1, 0) if context_group is None else (context_group.size, context_group.rank)
     sequences = [*chain(*groups)]
     num_tokens = sum(s.num_targets - s.shared for s in sequences)
     part = math.ceil(max(1, num_tokens) / R)  # tokens of each rank of the context group
     if part * R > num_tokens:  # makes the parts equal
         sequences.append(padding(part * R - num_tokens, streams))
-    lengths = [s.num_targets - s.shared for s in sequences]
-    rows: list[np.ndarray] = []  # positions of each sequence's tokens among the computed ones
-    for sequence, (begin, end) in zip(
-        sequences, pairwise(accumulate(lengths, initial=0)), strict=True
-    ):
-        own = np.arange(begin, end)
-        rows.append(np.concatenate([rows[-1][: sequence.shared], own]) if sequence.shared else own)
-    rest = iter(rows)
-    rows_of_groups = [[*islice(rest, len(group))] for group in groups]
-    own_rows = [*chain(*rows_of_groups[r::R])] or [np.array([0])]  # padding takes any result
-
     here = slice(r * part, (r + 1) * part)
+    rows = rows_of(sequences)
+    rows_of_groups = [rows[i:j] for i, j in pairwise([0, *accumulate(map(len, groups))])]
+    own_rows = [*chain(*rows_of_groups[r::R])] or [np.array([0])]  # padding takes any result
     tokens = CompactTokens(
         joined([s.ids[s.shared : -1] for s in sequences], device)[here],
         joined([s.ids[s.shared + 1 :] for s in sequences], device)[here],
         joined([np.arange(s.shared, s.num_targets) for s in sequences], device)[here],
-        lengths,
+        [s.num_targets - s.shared for s in sequences],
         rows_T=joined(own_rows, device),
         context_group=context_group,
     )
@@ -200,3 +190,16 @@ def compact_tokens(
         own = [s.streams[name][s.shared + 1 :] for s in sequences]
         setattr(tokens, f"{name}_T", joined(own, device)[here])
     return tokens
+
+
+def rows_of(sequences: list[TokenSequence]) -> list[np.ndarray]:
+    """Return the positions of each sequence's tokens among the computed ones, which are those of
+    all sequences without the prefixes that they share."""
+    rows: list[np.ndarray] = []
+    begin = 0
+    for sequence in sequences:
+        end = begin + sequence.num_targets - sequence.shared
+        own = np.arange(begin, end)
+        rows.append(np.concatenate([rows[-1][: sequence.shared], own]) if sequence.shared else own)
+        begin = end
+    return rows
