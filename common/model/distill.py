@@ -22,7 +22,7 @@ from common.config.flags import datasets_by_name, eval_sets_of
 from common.config.groups import TrainArgs
 from common.model.hub import read_tokenizer, require_same_tokenizer, resolve_model
 from common.model.loading import load_config
-from common.model.logprobs import Logits, by_chunk
+from common.model.logprobs import ChunkFunctions, Logits, by_chunk
 from common.model.policy import Policy, load_policy
 from common.objectives.divergence import Divergence, coarsen, reverse_kl
 from common.packs.packing import PackedBatch
@@ -85,8 +85,8 @@ def compare(
     else:
         tensors, known, beside = (), teacher, teacher.vocabulary
     forward = partial(_statistics, known, targets_T, temperature, divergence)
-    backward = partial(_gradient, forward)
-    return Comparison(*by_chunk(student, temperature, forward, backward, 2, tensors, beside))
+    comparison = ChunkFunctions(forward, partial(_gradient, forward), beside)
+    return Comparison(*by_chunk(student, temperature, comparison, *tensors))
 
 
 def _statistics(

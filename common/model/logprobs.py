@@ -3,7 +3,7 @@
 Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,52 +46,59 @@ class Logits(NamedTuple):
         return tanh_CV * (self.softcap / temperature), (1 - tanh_CV.square()) * derivative
 
 
-def by_chunk(
-    logits: Logits, temperature: float, forward: Callable, backward: Callable, differentiable: int,
-    tensors: Sequence[Tensor | None], extra: int = 0,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return statistics of each token's distribution, [T] each, without holding [T, V].
+class ChunkFunctions(NamedTuple):
+    """Functions of the logits of a chunk `c`, which both may overwrite."""
 
-    `forward(logits_CV, c, *tensors)` maps the logits of the chunk `c` to statistics, [C] each, of
-    which the first `differentiable` have a gradient. Logits are not kept: the backward pass
-    computes each chunk again, and `backward(logits_CV, c, grads_T, tensors, out_T)` returns d loss
-    / d logits. It gets d loss / d statistic (None for an unused one), the `tensors`, and all
-    statistics. Both may overwrite the logits, and need `extra` numbers for each token beside its
-    logits."""
-    settings = logits[3:], temperature, forward, backward, differentiable, logits.chunks(extra)
-    return _ByChunk.apply(*logits[:3], settings, *tensors)
+    forward: Callable
+    """(logits_CV, c, *tensors) -> statistics, [C] each. The first two have a gradient"""
+    backward: Callable
+    """(logits_CV, c, grads_T, tensors, out_T) -> d loss / d logits, by d loss / d statistic (None
+    for an unused one) and all statistics"""
+    extra: int = 0
+    """numbers of each token that they need beside its logits"""
+
+
+def by_chunk(
+    logits: Logits, temperature: float, functions: ChunkFunctions, *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return statistics of each token's distribution, [T] each, without holding [T, V]. Logits are
+    not kept: the backward pass computes each chunk again. It frees the `tensors`, which
+    the functions need."""
+    form = logits[3:]
+    return _ByChunk.apply(*logits[:3], form, temperature, functions, *tensors)
 
 
 class _ByChunk(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, settings: tuple,
-        *tensors: Tensor | None,
+        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, form: tuple,
+        temperature: float, functions: ChunkFunctions, *tensors: Tensor | None,
     ):  # fmt: skip
-        form, temperature, forward, _, differentiable, chunks = settings
         logits = Logits(hidden_TD, head_VD, bias_V, *form)
-        parts = [forward(logits.chunk(c, temperature)[0], c, *tensors) for c in chunks]
+        parts = [
+            functions.forward(logits.chunk(c, temperature)[0], c, *tensors)
+            for c in logits.chunks(functions.extra)
+        ]
         out_T = tuple(map(torch.cat, zip(*parts, strict=True)))
         ctx.save_for_backward(hidden_TD, head_VD, bias_V, *tensors, *out_T)
-        ctx.settings = settings
+        ctx.form, ctx.temperature, ctx.functions = form, temperature, functions
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out_T[differentiable:])
+        ctx.mark_non_differentiable(*out_T[2:])
         return out_T
 
     @staticmethod
     def backward(ctx, *grads_T: Tensor | None):
         """Gradients of head and bias are summed over the chunks in at least float32."""
         hidden_TD, head_VD, bias_V, *rest = ctx.saved_tensors
-        form, temperature, _, backward, differentiable, chunks = ctx.settings
-        logits = Logits(hidden_TD, head_VD, bias_V, *form)
+        logits = Logits(hidden_TD, head_VD, bias_V, *ctx.form)
         tensors, out_T = rest[: -len(grads_T)], rest[-len(grads_T) :]
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         grad_hidden_TD = torch.empty_like(hidden_TD)
         grad_head_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
-        for c in chunks:
-            logits_CV, derivative = logits.chunk(c, temperature)
-            grad_logits_CV = backward(logits_CV, c, grads_T[:differentiable], tensors, out_T)
+        for c in logits.chunks(ctx.functions.extra):
+            logits_CV, derivative = logits.chunk(c, ctx.temperature)
+            grad_logits_CV = ctx.functions.backward(logits_CV, c, grads_T[:2], tensors, out_T)
             grad_logits_CV = multiply_(grad_logits_CV, derivative)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(0)
@@ -101,7 +108,7 @@ class _ByChunk(torch.autograd.Function):
             grad_hidden_TD[c] = product(grad_logits_CV, head_VD)
             del logits_CV, grad_logits_CV  # the next chunk takes their memory
         factors = (x if x is None else x.to(hidden_TD.dtype) for x in (grad_head_VD, grad_bias_V))
-        return grad_hidden_TD, *factors, *[None] * (1 + len(tensors))
+        return grad_hidden_TD, *factors, *[None] * (3 + len(tensors))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -164,8 +171,8 @@ def token_logprobs(
         logits_CV = on_support(logits_CV, tensors[1], c)
         return its_gradient(logits_CV, *(None if x_T is None else x_T[c] for x_T in numbers_T))
 
-    tensors = targets_T, support_TK
-    return TokenStats(*by_chunk(logits, temperature, forward, backward, 2, tensors)[:3])
+    of_tokens = ChunkFunctions(forward, backward)
+    return TokenStats(*by_chunk(logits, temperature, of_tokens, targets_T, support_TK)[:3])
 
 
 def on_support(logits_CV: Tensor, support_TK: Tensor | None, c: slice) -> Tensor:
