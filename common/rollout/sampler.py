@@ -13,7 +13,6 @@ depend on the number alone, so samples do not depend on the ranks."""
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -54,20 +53,6 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
     serve_until_end(args, device)
 
 
-class Source(Protocol):
-    """Engines: a `ColocatedEngine`, or `RolloutRanks` (remote.py)."""
-
-    steps_ahead: int
-    """number of steps whose prompts may be in flight beside those of the present step"""
-
-    def complete(
-        self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter,
-        stops: bool = True,
-    ) -> list[Group]: ...  # fmt: skip
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Rollout:
     """Completions for a step."""
@@ -83,10 +68,8 @@ class Rollout:
 class Sampler:
     """The prompts of a run, and the engine that completes them. All ranks have the same state."""
 
-    def __init__(
-        self, prompts: Prompts, args: OnlineArgs, order: Order,
-        source: "Source",
-    ):  # fmt: skip
+    def __init__(self, prompts: Prompts, args: OnlineArgs, order: Order, source):
+        """`source` has the engine: a `ColocatedEngine`, or in its place `RolloutRanks`."""
         self.prompts = prompts
         self.args = args
         self.order = order
