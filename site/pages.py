@@ -1,5 +1,5 @@
-"""Markdown pages of the site, made from the repository: docs as they are, and a page for every
-source file.
+"""Markdown pages of the site, made from the repository: docs, with the equations of the docstrings
+to which they link, and a page for every source file.
 
 A script's page has its equations on one side and its source, in chapters, on the other.
 equations.yaml pairs the terms of an equation with fragments of code."""
@@ -151,6 +151,17 @@ def equation_html(script: str) -> str:
         )
     out += ["<dt>" + row(pretty(letter), glossary()[letter]) for letter in sorted(letters(script))]
     return "\n".join([*out, "</dl>", "</div>"])
+
+
+# A line of a page, which GitHub shows as a link.
+OBJECTIVE = re.compile(r"^\[The objective: first lines of (\w+)\.py\]\(\S+\)$", re.MULTILINE)
+
+
+def stated(script: str) -> str:
+    """Return the indented lines with the equations in the docstring of a script."""
+    text = ast.get_docstring(ast.parse(text_of(ROOT / f"{script}.py"))) or ""
+    blocks = re.findall(r"(?:^ {4,}\S.*\n?)+", text, re.MULTILINE)
+    return next(block for block in blocks if " = " in block)
 
 
 # ---- source in chapters ----
@@ -317,7 +328,7 @@ class Pages(dict[str, str]):
 
     def markdown(self, path: Path) -> None:
         """Add a Markdown file of the repository, with its links adapted."""
-        text = path.read_text(encoding="utf-8")
+        text = OBJECTIVE.sub(lambda m: stated(m[1]), path.read_text(encoding="utf-8"))
         text = re.sub(r"(?<=\]\()[^()\s]+(?=\))", lambda m: self.link(m[0], path.parent), text)
         if path.parent == ROOT / "docs" and path.stem in equations()["scripts"]:
             title, _, rest = text.partition("\n")

@@ -61,6 +61,20 @@ def test_equation_is_that_of_a_docstring(script):
         assert set(re.findall("<<(.*?)>>", line)) <= EQUATIONS["scripts"][script]["code"].keys()
 
 
+@pytest.mark.parametrize("script", sorted({*SCRIPTS} - {"eval"}))
+def test_page_takes_its_equations_from_the_docstring(script):
+    """... and defines nothing a second time."""
+    page = (ROOT / f"docs/{script}.md").read_text(encoding="utf-8")
+    blocks = "".join(re.findall(r"^ {4,}\S.*\n", page, re.MULTILINE))
+    defined = re.compile(r"(\S+) += ")  # symbols
+    stated = pages["stated"](script)
+    assert {*defined.findall(stated)} & {*defined.findall(blocks)} == set()
+    assert pages["OBJECTIVE"].findall(page) == [script]
+    made = pages["Pages"]()
+    made.markdown(ROOT / f"docs/{script}.md")
+    assert f"\n\n{stated}\n" in made[f"docs/{script}.md"]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_letter_has_a_meaning(script):
     assert pages["letters"](script) - pages["glossary"]().keys() == set()
