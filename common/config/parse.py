@@ -191,9 +191,20 @@ def read_file(args_class: type[BaseArgs], path: str) -> dict[str, Any]:
     }
 
 
+# Names that other libraries have for our flags.
+ELSEWHERE = dict(
+    learning_rate="lr", model_name="model", model_name_or_path="model", dataset_name="dataset",
+    per_device_train_batch_size="batch_size", num_generations="samples_per_prompt",
+    max_completion_length="max_new_tokens", max_seq_length="max_length", report_to="log_to",
+    num_train_epochs="epochs", gradient_checkpointing="activation_checkpointing",
+    save_steps="save_every", eval_steps="eval_every", reward_funcs="reward", lora_r="lora_rank",
+)  # fmt: skip
+
+
 def similar(name: str, known: list[str], mark: str = "") -> str:
-    """Return a guess for a misspelled name, for a message; empty without one."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    """Return a guess for a misspelled or another library's name, for a message; empty without
+    one."""
+    close = difflib.get_close_matches(ELSEWHERE.get(name, name), known, n=1, cutoff=0.7)
     return f" (did you mean {mark}{close[0]}?)" if close else ""
 
 

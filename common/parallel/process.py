@@ -129,7 +129,10 @@ def _note(signum: int, frame: object) -> None:
     stop_signalled = True
     if signum in ENDING:
         if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-            os.write(2, b"Ctrl-C: saves, then ends; a second one ends at once\n")
+            os.write(2, b"Ctrl-C: saves, then ends; a second one ends at once")
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                os.write(2, b", and torchrun after its --shutdown-timeout (30 s)")
+            os.write(2, b"\n")
         signal.signal(signum, signal.SIG_DFL)
     if signum == signal.SIGHUP:  # printing to a closed terminal fails
         nowhere = os.open(os.devnull, os.O_WRONLY)

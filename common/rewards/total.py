@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.config.flags import MODEL_KINDS
+from common.config.flags import MODEL_KINDS, pairs_of
 from common.config.online import SamplingArgs
 from common.metrics.meter import Meter
 from common.packs.sample import Completion, Group
@@ -183,6 +183,9 @@ class Rewards:
         if are_many or failed and not self.has_warned:
             first, *_ = chain(*distributed.gather_objects(failures[:1]))
             problem = f"{failed} of {total} rewards could not be computed"
+            for new, old in pairs_of("columns", self.args.columns).items():
+                if repr(old) in first:
+                    first += f"; --columns renames {old} to {new}"
             limit = f"--max_reward_errors {self.args.max_reward_errors}"
             if are_many:
                 raise distributed.RunError(f"{problem} ({limit}); the first: {first}")

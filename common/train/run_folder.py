@@ -173,9 +173,11 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     others = sorted(earlier.keys() - flags.keys())
     if others:
         names = ", ".join(f"--{name}" for name in others[:3])
-        changes = f"also {names}, which this script does not have"
+        which = f"of another script or version, which has {names}"
+    else:
+        which = f"with other flags ({changes})"
     advice = "name another --output_dir, or use --resume never to move that run aside"
-    problem = f"{label}: the folder has a run with other flags ({changes}); {advice}"
+    problem = f"{label}: the folder has a run {which}; {advice}"
     return problem if changes else None
 
 

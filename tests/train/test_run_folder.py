@@ -139,7 +139,7 @@ def test_folder_without_a_run_stays_where_it_is(train, tmp_path):
 
 def test_the_run_of_another_script_is_refused_by_flags_that_only_it_has(train, main, tmp_path):
     train("--resume", "never")
-    words = r"other flags \(also --eval_generate, .*, which this script does not have\)"
+    words = "a run of another script or version, which has --eval_generate, .*; name another"
     with pytest.raises(ValueError, match=words):
         main("rm", "--output_dir", tmp_path / "run")
 
