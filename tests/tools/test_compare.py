@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from helpers import ROOT, call_main
+from helpers import ROOT, call_main, write_rows
 from PIL import Image
 
 COMPARE = ROOT / "tools" / "compare.py"
@@ -151,7 +151,7 @@ def evaluation(folder: Path, scores: Sequence[Sequence[float | None]]) -> Path:
         )
         for i, group in enumerate(scores, 1)
     ]
-    (folder / "completions.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    write_rows(folder / "completions.jsonl", lines)
     return folder
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, write_rows
 
 AIME = dict(problem="What is $2 + 2$?", answer="4")
 MMLU_PRO = dict(question_id=7, question="Which is even?", options=["1", "2", "3", "N/A"])
@@ -42,7 +42,7 @@ SHOTS = dict(mmlu="dev", mmlu_pro="validation")  # split
 
 
 def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from helpers import tiny_tokenizer
+from helpers import tiny_tokenizer, write_rows
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
@@ -154,6 +154,4 @@ def dataset(folder: Path) -> Path:
         rows.append(dict(images=files, prompt=ask, completion=say))
     ask = [dict(role="user", content="Which number?")]
     rows.append(dict(prompt=ask, completion=[dict(role="assistant", content="None.")]))
-    file = folder / "pictures.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows(folder / "pictures.jsonl", rows)

@@ -2,11 +2,11 @@
 
 import contextlib
 import io
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import write_rows
 
 import sft
 from common.text.encode import Encoder
@@ -56,8 +56,8 @@ def trained(checkpoints, tmp_path_factory, main):
         dict(images=["0.png", "1.png"], prompt="Two?", completion="yes"),
         dict(prompt="None?", completion="no"),
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--model", checkpoints("idefics3"), "--dataset", folder / "rows.jsonl",
+    data = write_rows(folder / "rows.jsonl", rows)
+    flags = ("--model", checkpoints("idefics3"), "--dataset", data,
              "--vision", "frozen", "--prompt_format", "chat", "--max_steps", 1, "--batch_size", 2,
              "--eval_every", 0)  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()) as console:

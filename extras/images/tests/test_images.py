@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from helpers import assert_close_metrics, metrics, run, samples, stored, weights
+from helpers import assert_close_metrics, metrics, run, samples, stored, weights, write_rows
 
 from extras.images.reader import Reader
 from extras.images.tests.checkpoints import picture
@@ -20,7 +20,7 @@ def flags(pictures, reward_file):
     prompts = pictures.with_name("prompts.jsonl")
     lines = [dict(prompt=row["prompt"], images=row.get("images", []), answer="abcdef")
              for row in rows]  # fmt: skip
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(prompts, lines)
     return (
         "--dataset", prompts, "--reward", f"{reward_file}:digits", "--missing_eos_penalty", 1,
         "--vision", "train",
@@ -110,7 +110,7 @@ def test_images_are_not_mixed_up_in_the_caches_of_vllm(checkpoints, flags, tmp_p
         picture(40, 40, seed).save(tmp_path / f"{seed}.png")
         rows.append(rows[0] | dict(prompt=text, images=[f"{seed}.png"]))
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(prompts, rows)
     run(1, script, "--model", path, *flags, "--dataset", prompts,
         "--engine_args", "max_num_seqs=4",  # one prompt at a time
         "--prompts_per_step", 3, "--output_dir", tmp_path / "run")  # fmt: skip

@@ -5,7 +5,15 @@ import math
 
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run, stored, weights
+from helpers import (
+    assert_close_metrics,
+    assert_resumes_exactly,
+    metrics,
+    run,
+    stored,
+    weights,
+    write_rows,
+)
 
 from common.model.hub import resolve_model
 from extras.images.reader import reader
@@ -82,7 +90,7 @@ def test_dpo_on_pictures(checkpoints, pictures, tmp_path, main):
     pairs = [dict(images=row["images"], prompt=row["prompt"], chosen=row["completion"],
                   rejected=rejected) for row in rows]  # fmt: skip
     file = pictures.with_name("pairs.jsonl")
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_rows(file, pairs)
     flags = ("--dataset", file, "--vision", "frozen", "--max_steps", 1, "--max_pixels", 1024)
     main("dpo", "--model", checkpoints("idefics3"), *FLAGS, *flags, "--output_dir", tmp_path)
     assert metrics(tmp_path)[0]["loss"] == pytest.approx(math.log(2), rel=1e-4)

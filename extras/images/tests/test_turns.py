@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
     for i, size in enumerate([(60, 40), (60, 40), (90, 30)]):
         picture(*size, i).save(folder / FILES[i])
     rows = [dict(messages=messages, images=files) for messages, files in CHATS.values()]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     return folder
 
 

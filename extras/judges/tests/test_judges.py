@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from helpers import metrics, run
+from helpers import metrics, run, write_rows
 from in_process import Args
 
 from common.metrics.meter import Meter
@@ -166,7 +166,7 @@ def test_rewards_and_win_rates_do_not_depend_on_ranks(judge, main, tmp_path):
     texts = [dict(completions=[f"{row['prompt']} {n}" for n in range(2)]) for row in rows]
     others = [dict(completions=["x", "a longer one"]) for _ in rows]
     for name, lines in (("rows", rows), ("texts", texts), ("others", others)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        write_rows(tmp_path / f"{name}.jsonl", lines)
     flags = (
         "--dataset", tmp_path / "rows.jsonl", "--completions", tmp_path / "texts.jsonl",
         "--reward", f"judge:{judge}", f"rank:{judge}", "--reward_model", f"rank:{judge}",

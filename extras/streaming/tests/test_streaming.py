@@ -8,7 +8,7 @@ from functools import partial
 
 import datasets
 import pytest
-from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run, write_rows
 
 import sft
 from common.model.tiny import tiny_model
@@ -28,7 +28,7 @@ def data(tmp_path):
     """A pattern of shards in three formats."""
     folder = tmp_path / "shards"
     folder.mkdir()
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:7]))
+    write_rows(folder / "a.jsonl", ROWS[:7])
     with gzip.open(folder / "b.jsonl.gz", "wt") as file:
         file.write("".join(json.dumps(row) + "\n" for row in ROWS[7:18]))
     datasets.Dataset.from_list(ROWS[18:]).to_parquet(folder / "c.parquet")
@@ -130,7 +130,7 @@ def test_dropped_rows_are_reported_at_the_end_of_a_pass(data, capsys):
 
 
 def lines(path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return str(path)
 
 
@@ -271,7 +271,7 @@ def test_run_resumes_exactly_and_equals_a_run_on_two_ranks(
     monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 10_000)  # as in the other processes
     rng = random.Random(0)
     held_out = [dict(question=str(i), answer=str(rng.random())) for i in range(5)]
-    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    write_rows(tmp_path / "held_out.jsonl", held_out)
     flags = (
         *small[:2], "--streaming", "true", "--dataset", data,
         "--eval_dataset", tmp_path / "held_out.jsonl", "--max_steps", 6, "--batch_size", 8,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from field.families import CHATML, IM_END, ours
-from helpers import PATIENCE, ROOT, Clock, assert_close_metrics, metrics, run
+from helpers import PATIENCE, ROOT, Clock, assert_close_metrics, metrics, run, write_rows
 from in_process import talkative
 
 from common.config.flags import Limit
@@ -192,7 +192,7 @@ def test_training_on_calls_does_not_depend_on_ranks(small, main, tmp_path):
     """The trainer agrees with the engine on the sampled tokens of all turns."""
     (tmp_path / "tools.py").write_text(FILE)
     rows = [dict(prompt=f"{i}+1?", answer=str(i + 1)) for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     flags = (
         "--model", calling(tmp_path / "model", small[1]),
         "--dataset", tmp_path / "rows.jsonl", "--prompt_format", "chat",

@@ -1,13 +1,12 @@
 """Each rule of extras/trace/doctor.py names a run beyond its threshold, and is silent about one
 just below it, whichever script the run is of."""
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers import call_main
+from helpers import call_main, write_rows
 
 from common.metrics.runs import read_run
 from extras.trace import doctor
@@ -21,7 +20,7 @@ def run(folder: Path, flags: dict | None = None, **metrics: list[float]) -> Path
         dict(step=t + 1) | {name: values[t] for name, values in columns.items() if t < len(values)}
         for t in range(max(map(len, columns.values())))
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(folder / "metrics.jsonl", lines)
     (folder / "args.yaml").write_text(yaml.safe_dump(flags or {}))
     return folder
 

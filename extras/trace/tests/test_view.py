@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import call_main
+from helpers import call_main, write_rows
 
 from extras.trace import file as trace_file
 from extras.trace import view
@@ -51,7 +51,7 @@ def run(tmp_path) -> Path:
     folder.mkdir()
     lines = [{"step": step, "reward": step / 10, "rewards/x/mean": step / 10} for step in (1, 2)]
     lines[1]["loss"] = float("nan")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(folder / "metrics.jsonl", lines)
     (folder / "args.yaml").write_text(yaml.safe_dump(dict(lr=1.0)))
     write_trace(folder, 1)
     return folder
