@@ -11,21 +11,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
 
 from common.workers import pool as module
 from common.workers import worker
-from common.workers.pool import ForkServer, Pool, Process
+from common.workers.pool import ForkServer, Process
 from common.workers.worker import Result, load
+from tests.workers.pools import DO, USER_FILE, WAIT, Mapper, opened
 
 pytestmark = pytest.mark.slow  # processes
-USER_FILE = Path(__file__).with_name("user_functions.py")
-DO, WAIT = f"{USER_FILE}:do", f"{USER_FILE}:wait"  # an expression; how to wait
 FORK = "os.fork() * 0 + 1"
 ENVIRONMENT = """
 import os, signal, subprocess, time
@@ -44,38 +40,6 @@ class Counter:
         open(FILE, "w").write(str(self.count))
         if self.count == 7: time.sleep(9999)
 """
-
-
-class Mapper:
-    """A pool in an event loop of its own."""
-
-    def __init__(self, target: str, size: int, seconds: float, **named):
-        self.pool = Pool(target, size, seconds, **dict(is_async=target == WAIT) | named)
-        self.loop = asyncio.Runner()
-
-    def map(self, calls: Sequence[tuple], seconds: Sequence[float | None] = ()) -> list[Result]:
-        """Return the results of all calls, which are made at once. `seconds`: of each."""
-
-        async def main() -> list[Result]:
-            pairs = zip(calls, seconds or [None] * len(calls), strict=True)
-            return await asyncio.gather(*(self.pool.call(*call, seconds=s) for call, s in pairs))
-
-        return self.loop.run(main())
-
-
-@contextmanager
-def opened(target: str, size: int, seconds: float = PATIENCE, **named) -> Iterator[Mapper]:
-    """Yield a pool. Check that no process is left."""
-    before = set(descendants(os.getpid()))
-    mapper = Mapper(target, size, seconds, **named)
-    try:
-        yield mapper
-    finally:
-        for process in mapper.pool.idle:
-            process.close()
-        mapper.pool.server.close()
-        mapper.loop.close()
-    assert not set(descendants(os.getpid())) - before
 
 
 def errors(results: list[Result]) -> list[str | None]:
