@@ -85,7 +85,7 @@ def clip(x: PolicyInputs) -> PolicyLoss:
     return PolicyLoss(loss_T, rho_T, is_clipped(x.log_rho_T, x.A_T, x.clip_low, x.clip_high))
 
 
-LOSSES = BY_TOKEN | {"clip": clip}  # by --loss
+LOSSES = {"clip": clip} | BY_TOKEN  # by --loss
 
 
 def loss(

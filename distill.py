@@ -45,8 +45,8 @@ from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import with_logprobs
 from common.objectives.divergence import DIVERGENCES
-from common.objectives.importance import Level, importance_weights
-from common.objectives.policy import BY_TOKEN, PolicyInputs
+from common.objectives.importance import Level, bounded_exp, importance_weights, is_clipped
+from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
 from common.packs.order import make_order
 from common.packs.packing import (
     Minibatches,
@@ -82,6 +82,17 @@ SAMPLED = Needs(estimator="sampled")
 # ---- the objective ----
 
 
+def clip(x: PolicyInputs) -> PolicyLoss:
+    """Return the policy loss of each token, its ratio rho, and whether it is clipped."""
+    rho_T = bounded_exp(x.log_rho_T)
+    clipped_T = rho_T.clamp(1 - x.clip_low, 1 + x.clip_high)
+    loss_T = -torch.min(rho_T * x.A_T, clipped_T * x.A_T)
+    return PolicyLoss(loss_T, rho_T, is_clipped(x.log_rho_T, x.A_T, x.clip_low, x.clip_high))
+
+
+LOSSES = {"clip": clip} | BY_TOKEN  # by --loss
+
+
 def loss(
     comparison: Comparison, old_logprobs_T: Tensor | None, rollout_logprobs_T: Tensor | None,
     mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
@@ -99,7 +110,7 @@ def loss(
     A_T = comparison.teacher_logprobs_T - old_logprobs_T
     bounds = args.clip_low, args.clip_high
     x = PolicyInputs(comparison.logprobs_T, old_logprobs_T, A_T, *where, *bounds)
-    loss_T, ratio_T, stopped_T = BY_TOKEN[args.loss](x)
+    loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
     c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form)
     logged = {
         "ratio": ratio_T.detach(),
@@ -127,7 +138,7 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     estimator: Literal["full", "sampled"] = "full"
     """full: the divergence; sampled: a policy loss (--loss) with log(teacher / student) of each
     token as its advantage"""
-    loss: Annotated[Literal[tuple(BY_TOKEN)], SAMPLED] = "clip"
+    loss: Annotated[Literal[tuple(LOSSES)], SAMPLED] = "clip"
     clip_low: Annotated[BelowOne, SAMPLED] = 0.2
     clip_high: Annotated[NotNegative[float], SAMPLED] = 0.2
     correction: Annotated[Level | None, SAMPLED] = None

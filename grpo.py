@@ -74,7 +74,7 @@ def clip(x: PolicyInputs) -> PolicyLoss:
 
 
 ADVANTAGES = {"group": advantages} | VARIANTS  # by --advantage
-LOSSES = POLICY_LOSSES | {"clip": clip}  # by --loss
+LOSSES = {"clip": clip} | POLICY_LOSSES  # by --loss
 
 
 def pi_old(mb: PackedBatch, logprobs_T: Tensor, is_first: bool, args: "Args") -> Tensor:

@@ -37,7 +37,7 @@ from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, centre_groups, leave_one_out
-from common.objectives.importance import bounded_exp, importance_weights
+from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate
 from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
 from common.packs.packing import PackedBatch, count_trained, pack_minibatches, per_sample
@@ -119,14 +119,15 @@ def with_advantages(
     ]
 
 
-def reinforce(x: PolicyInputs) -> PolicyLoss:
-    """Return -A log pi of each token (Williams 1992), its ratio rho, and that no token is clipped.
-    The loss does not read rho, so only the first update of a rollout is unbiased."""
-    never_T = torch.zeros_like(x.mask_T)
-    return PolicyLoss(-x.A_T * x.logprobs_T, bounded_exp(x.log_rho_T), never_T)
+def clip(x: PolicyInputs) -> PolicyLoss:
+    """Return the policy loss of each token, its ratio rho, and whether it is clipped."""
+    rho_T = bounded_exp(x.log_rho_T)
+    clipped_T = rho_T.clamp(1 - x.clip_low, 1 + x.clip_high)
+    loss_T = -torch.min(rho_T * x.A_T, clipped_T * x.A_T)
+    return PolicyLoss(loss_T, rho_T, is_clipped(x.log_rho_T, x.A_T, x.clip_low, x.clip_high))
 
 
-LOSSES = BY_TOKEN | {"reinforce": reinforce}  # by --loss
+LOSSES = {"clip": clip} | BY_TOKEN  # by --loss
 
 
 def loss(

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 import dpo
+import grpo
 import kto
 import ppo
 import rm
 import sft
 from common.objectives.divergence import forward_kl, jsd, reverse_kl
 from common.objectives.kl import KLEstimator, kl_estimate
-from common.objectives.policy import POLICY_LOSSES, PolicyInputs
+from common.objectives.policy import PolicyInputs
 from common.objectives.preference import READS, Pairs, preference_loss
 
 Settings = Mapping[str, Sequence]
@@ -69,7 +70,7 @@ CLIP = (
     dict(clip_high=[0.05, 0.1, 0.2, 0.28, 0.4, 0.6, 1.0]),
     dict(clip_low=[0.05, 0.1, 0.2, 0.3, 0.5]),
 )
-SIGNED: dict[str, tuple[Settings, Settings]] = dict.fromkeys(POLICY_LOSSES, ({}, {})) | {
+SIGNED: dict[str, tuple[Settings, Settings]] = dict.fromkeys(grpo.LOSSES, ({}, {})) | {
     # flags that are read for A = 1 and for A = -1
     "clip": CLIP,
     "gspo": CLIP,
@@ -86,7 +87,7 @@ def policy_chart(name: str) -> dict:
         old_X, A_X = torch.full_like(logprobs_X, OLD), torch.full_like(logprobs_X, A)
         mask_X, ids_X = torch.ones_like(A_X).bool(), torch.arange(len(A_X))
         x = PolicyInputs(logprobs_X, old_X, A_X, mask_X, ids_X, clip_low, clip_high)
-        return POLICY_LOSSES[name](x).loss_T
+        return grpo.LOSSES[name](x).loss_T
 
     logprobs = {"log-prob": rho_X.log() + OLD}
     signs = zip((1.0, -1.0), SIGNED[name], strict=True)
@@ -195,5 +196,5 @@ def other_charts() -> list[dict]:
 
 def charts() -> list[dict]:
     """Return all charts, for site.js."""
-    policy = map(policy_chart, POLICY_LOSSES)
+    policy = map(policy_chart, grpo.LOSSES)
     return [*policy, kl_chart(), *map(preference_chart, READS), divergence_chart(), *other_charts()]

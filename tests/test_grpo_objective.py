@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from naive import check, double, rows
 
 import dapo
+import distill
 import grpo
 import ppo
 import reinforce
 from common.config.parse import parse
 from common.objectives.importance import importance_weights
-from common.objectives.policy import BY_COMPLETION, BY_TOKEN, POLICY_LOSSES, PolicyInputs
+from common.objectives.policy import BY_COMPLETION, BY_TOKEN, PolicyInputs
 from common.packs.packing import pack
 from common.packs.sample import Sample
 
@@ -73,7 +74,7 @@ NAIVE = dict(
 
 
 def test_every_loss_has_naive_code():
-    assert BY_TOKEN.keys() == NAIVE.keys()
+    assert NAIVE.keys() == {"clip", *BY_TOKEN}
     assert BY_COMPLETION.keys() == {"gspo", "gmpo", "topr"}
 
 
@@ -81,8 +82,8 @@ def test_every_loss_has_naive_code():
 @given(rows=rows, bounds=bounds)
 def test_losses_by_token_equal_naive_code(loss, rows, bounds):
     rel = 2e-6 if loss == "sapo" else 1e-9  # tau is a float32
-    scripts = (grpo, dapo, ppo, reinforce)
-    for policy_loss in {POLICY_LOSSES[loss], *(script.LOSSES[loss] for script in scripts)}:
+    scripts = (grpo, dapo, ppo, reinforce, distill)
+    for policy_loss in {script.LOSSES[loss] for script in scripts}:
         check(
             lambda new, old, a, f=policy_loss: f(tokens(new, old, a, *bounds)).loss_T,
             lambda new, old, a: NAIVE[loss](new, old, a, *bounds),
@@ -91,7 +92,7 @@ def test_losses_by_token_equal_naive_code(loss, rows, bounds):
         )
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("loss", grpo.LOSSES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [1e4, 100.0, -100.0, -1e4])
 def test_extreme_ratios_do_not_overflow(loss, advantage, log_ratio):
@@ -162,7 +163,7 @@ def test_losses_by_completion_equal_naive_code(loss, completions):
 @given(completions, bounds)
 def test_stopped_tokens_are_those_without_gradient(loss, completions, bounds):
     x = stream(completions, *bounds)
-    found = POLICY_LOSSES[loss](x)
+    found = grpo.LOSSES[loss](x)
     (slopes_T,) = torch.autograd.grad((found.loss_T * x.mask_T).sum(), x.logprobs_T)
     moves_T = x.mask_T & (x.A_T != 0)
     assert found.stopped_T[moves_T].equal((slopes_T == 0)[moves_T])
@@ -172,9 +173,9 @@ def test_stopped_tokens_are_those_without_gradient(loss, completions, bounds):
 def test_every_loss_has_the_gradient_of_reinforce_on_policy():
     some = [([(-1.0, -1.0, True), (-0.5, -0.5, False), (-2.0, -2.0, True)], 1.5),
             ([(-0.3, -0.3, True)], -0.7)]  # fmt: skip
-    for loss in POLICY_LOSSES:
+    for loss in grpo.LOSSES:
         x = stream(some, 0.2, 0.28)
-        total = (POLICY_LOSSES[loss](x).loss_T * x.mask_T).sum()
+        total = (grpo.LOSSES[loss](x).loss_T * x.mask_T).sum()
         (slopes_T,) = torch.autograd.grad(total, x.logprobs_T)
         torch.testing.assert_close(slopes_T, -x.A_T * x.mask_T, msg=loss)
 

@@ -47,7 +47,7 @@ class CorrectionArgs:
 class PolicyLossArgs:
     """Policy loss"""
 
-    loss: Literal[tuple(BY_TOKEN)] = "clip"
+    loss: Literal["clip", *BY_TOKEN] = "clip"
     """policy loss of a token with advantage A (docs/losses.md). clip: PPO; dppo: bounded
     divergence; cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi"""
     clip_low: Annotated[BelowOne, Needs(loss="clip")] = 0.2

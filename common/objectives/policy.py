@@ -49,15 +49,13 @@ def reinforce(x: PolicyInputs) -> PolicyLoss:
     return weighted(x, torch.ones_like(x.A_T), x.log_rho_T)
 
 
-def clip(x: PolicyInputs) -> PolicyLoss:
-    """PPO (arXiv:1707.06347 Eq. 7): -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)."""
-    return clipped(x, x.log_rho_T)
-
-
 def gspo(x: PolicyInputs) -> PolicyLoss:
-    """arXiv:2507.18071 Eq. 5 and 7: `clip` with s = rho_i^(1/n), the geometric mean of the ratios
-    of the n tokens of the completion."""
-    return clipped(x, sequence_mean(x.log_rho_T, x.mask_T, x.sequence_ids_T))
+    """arXiv:2507.18071 Eq. 5 and 7: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), where
+    s = rho_i^(1/n) is the geometric mean of the ratios of the n tokens of the completion."""
+    log_s_T = sequence_mean(x.log_rho_T, x.mask_T, x.sequence_ids_T)
+    s_T = bounded_exp(log_s_T)
+    loss_T = -torch.min(s_T * x.A_T, s_T.clamp(1 - x.clip_low, 1 + x.clip_high) * x.A_T)
+    return PolicyLoss(loss_T, s_T, is_clipped(log_s_T, x.A_T, x.clip_low, x.clip_high))
 
 
 def gmpo(x: PolicyInputs) -> PolicyLoss:
@@ -103,14 +101,6 @@ def topr(x: PolicyInputs) -> PolicyLoss:
     return weighted(x, weights_T, log_rho_T)
 
 
-def clipped(x: PolicyInputs, log_ratio_T: Tensor) -> PolicyLoss:
-    """Return the clipped surrogate of PPO for this log-ratio."""
-    ratio_T = bounded_exp(log_ratio_T)
-    clipped_T = ratio_T.clamp(1 - x.clip_low, 1 + x.clip_high)
-    loss_T = -torch.min(ratio_T * x.A_T, clipped_T * x.A_T)
-    return PolicyLoss(loss_T, ratio_T, is_clipped(log_ratio_T, x.A_T, x.clip_low, x.clip_high))
-
-
 def weighted(x: PolicyInputs, weights_T: Tensor, log_ratio_T: Tensor) -> PolicyLoss:
     """Return -w A log pi, without gradient of the weights."""
     loss_T = weights_T.detach() * (-x.A_T * x.logprobs_T)
@@ -118,6 +108,6 @@ def weighted(x: PolicyInputs, weights_T: Tensor, log_ratio_T: Tensor) -> PolicyL
 
 
 Table = dict[str, Callable[[PolicyInputs], PolicyLoss]]
-BY_TOKEN: Table = dict(clip=clip, dppo=dppo, cispo=cispo, sapo=sapo, reinforce=reinforce)
+BY_TOKEN: Table = dict(dppo=dppo, cispo=cispo, sapo=sapo, reinforce=reinforce)
 BY_COMPLETION: Table = dict(gspo=gspo, gmpo=gmpo, topr=topr)  # one advantage per completion
 POLICY_LOSSES = BY_TOKEN | BY_COMPLETION
