@@ -234,7 +234,7 @@ def test_changelog_sends_nobody_to_a_flag_that_is_gone():
 def test_sums():
     """Of common/ and of tests no lines are counted: a bound of lines makes code dense."""
     sums = dict(
-        sft_reaches=(len(reached("sft")), 42),
+        sft_reaches=(len(reached("sft")), 40),
         grpo_reaches=(len(reached("grpo")), 62),
         extras=(lines(ROOT.glob("extras/**/*.py")), 8_500),
         scripts=(lines(SCRIPTS.values()), 4_200),

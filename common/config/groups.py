@@ -59,8 +59,9 @@ class ModelArgs:
     """torch.compile for every transformer block and for the log-probs: faster steps, but the first
     ones take longer; default: on CUDA"""
     pack_tokens: MayChange[Positive[int]] = 8192
-    """maximum tokens per forward pass on one rank; bounds memory. The same rows give the same
-    gradient; a small value lowers the default of max_length"""
+    """maximum tokens per forward pass on one rank; bounds memory and the length of a sequence, also
+    in the engine. The same rows give the same gradient; a small value lowers the default of
+    max_length"""
     context_ranks: MayChange[Positive[int]] = 1
     """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x
     context_ranks tokens"""
