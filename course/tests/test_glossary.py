@@ -83,7 +83,9 @@ def test_clash_is_found(clash):
     assert len(offences(f"    {clash}\n", KNOWN)) == 1
 
 
-@pytest.mark.parametrize("title", ["Symbols", "Words in equations", "Terms"])
+@pytest.mark.parametrize(
+    "title", ["Symbols", "Words in equations", "Terms", "Words of the program"]
+)
 def test_names_are_in_the_code(title):
     for *_, code in table(title):
         sources = [(ROOT / name).read_text() for name in re.findall(r"\(\.\./(\S+\.py)\)", code)]
