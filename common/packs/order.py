@@ -27,7 +27,7 @@ class Order:
                 raise ValueError(f"--dataset: no rows of {name} are left")
         weights = weights or dict.fromkeys(rows, 1.0)
         total = math.fsum(weights.values())
-        self.shares = {name: weights[name] / total for name in rows}
+        self.weights = {name: weights[name] / total for name in rows}
         self.rows = rows
         self.seed = seed
         self.drawn = dict.fromkeys(rows, 0)
@@ -38,7 +38,7 @@ class Order:
         rows = []
         first = sum(self.drawn.values()) + 1
         for number in range(first, first + count):
-            name = max(self.rows, key=lambda x, n=number: self.shares[x] * n - self.drawn[x])
+            name = max(self.rows, key=lambda x, n=number: self.weights[x] * n - self.drawn[x])
             epoch, place = divmod(self.drawn[name], len(self.rows[name]))
             self.drawn[name] += 1
             if place == 0 or name not in self.passes:
