@@ -190,9 +190,9 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
         if not self.teacher:
             advice = "name a folder or a Hugging Face id with --model's tokenizer"
             raise ValueError(f"--teacher: there is none; {advice}")
-        shares = training_ranks * self.minibatches
-        if self.own_prompts % shares:
-            divisor = f"the number of training ranks times --minibatches ({shares})"
+        parts = training_ranks * self.minibatches
+        if self.own_prompts % parts:
+            divisor = f"the number of training ranks times --minibatches ({parts})"
             problem = f"{self._fraction} is {self.own_prompts}"
             raise ValueError(f"{problem}; it must be a multiple of {divisor}")
 

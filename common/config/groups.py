@@ -434,9 +434,9 @@ def check_ranks(args: BaseArgs, ranks: int) -> None:
         rows = f"--{args.ROWS_FLAG} {args.rows_per_step} must be a multiple of the number of"
         if args.rows_per_step % training:
             raise ValueError(f"{rows} training ranks ({training})")
-        shares = training * getattr(args, "minibatches", 1)
-        if args.rows_per_step % shares:
-            raise ValueError(f"{rows} training ranks times --minibatches ({shares})")
+        parts = training * getattr(args, "minibatches", 1)
+        if args.rows_per_step % parts:
+            raise ValueError(f"{rows} training ranks times --minibatches ({parts})")
     for flag, count, kind in (
         ("tensor_parallel_size", rollout_ranks or ranks, "generating"),
         ("context_ranks", training, "training"),
