@@ -37,10 +37,10 @@ def jsd(logp_CV: Tensor, logq_CV: Tensor, *, b: float = 0.5) -> Tensor:
     return b * reverse_kl(logq_CV, logm_CV) + (1 - b) * reverse_kl(logp_CV, logm_CV)
 
 
-def mixture(log_a_CV: Tensor, log_b_CV: Tensor, share: float) -> Tensor:
-    """Return log(share a + (1 - share) b), for 0 < share < 1."""
-    s = torch.tensor(share, dtype=torch.float64)
-    return torch.logaddexp(log_a_CV + s.log().item(), log_b_CV + torch.log1p(-s).item())
+def mixture(log_a_CV: Tensor, log_b_CV: Tensor, weight: float) -> Tensor:
+    """Return log(w a + (1 - w) b), for a weight 0 < w < 1."""
+    w = torch.tensor(weight, dtype=torch.float64)
+    return torch.logaddexp(log_a_CV + w.log().item(), log_b_CV + torch.log1p(-w).item())
 
 
 ALL = (reverse_kl, forward_kl, jsd)
