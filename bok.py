@@ -27,18 +27,19 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, NotNegative, Positive
-from common.config.objectives import LogKLArgs
-from common.config.online import OnlineArgs, TruncationArgs
+from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import without_rounding
+from common.objectives.kl import LogKLArgs
 from common.packs.packing import pack_minibatches, per_sample
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_rollout_agreement
+from common.rollout.engine import EngineOptions, TruncationArgs
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -90,16 +91,17 @@ class Args(TruncationArgs, LogKLArgs, OnlineArgs):
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
+    options = EngineOptions(truncation=args)
     if distributed.is_rollout_rank():
-        return serve(args, device)  # generates until training ends
-    prepare_output_dir(args)
+        return serve(args, device, options)  # generates until training ends
+    prepare_output_dir(args, args.dry_run)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
-    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
@@ -111,7 +113,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
-    sampler = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
+    sampler = make_sampler(policy, prompts, args, tokenizer, rewards.begin, options)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)

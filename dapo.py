@@ -29,7 +29,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, Fraction, Needs, NotNegative, Positive
-from common.config.objectives import CorrectionArgs, LogKLArgs, PolicyLossArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
@@ -38,9 +37,9 @@ from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, centre_groups, group_std, unequal
-from common.objectives.importance import bounded_exp, importance_weights, is_clipped
-from common.objectives.kl import kl_estimate
-from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
+from common.objectives.importance import CorrectionArgs, bounded_exp, importance_weights, is_clipped
+from common.objectives.kl import LogKLArgs, kl_estimate
+from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss, PolicyLossArgs
 from common.packs.packing import count_trained, pack_minibatches
 from common.packs.sample import Group
 from common.parallel import distributed
@@ -99,7 +98,7 @@ def loss(
     bounds = args.clip_low, args.clip_high
     x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *where, *bounds)
     loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form)
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form())
     logged = {
         "ratio": ratio_T.detach(),
         "clip_ratio/region_mean": stopped_T,
@@ -207,13 +206,13 @@ def main(args: Args) -> None:
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
-    prepare_output_dir(args)
+    prepare_output_dir(args, args.dry_run)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
-    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
         frozen = [path] * args.log_kl
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,

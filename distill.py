@@ -26,10 +26,8 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.distill import DivergenceArgs, TeacherArgs
 from common.config.flags import BelowOne, Fraction, Needs, NotNegative, Positive, Several
-from common.config.objectives import CorrectionArgs, PolicyLossArgs
-from common.config.online import TINY_ONLINE, OnlineArgs
+from common.config.online import TINY_ONLINE, OnlineArgs, refuse_agent
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
@@ -37,6 +35,7 @@ from common.model.distill import (
     Comparison,
     Student,
     Teacher,
+    TeacherArgs,
     find_teachers,
     load_teachers,
     teacher_of,
@@ -44,9 +43,15 @@ from common.model.distill import (
 from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import with_logprobs
-from common.objectives.divergence import DIVERGENCES
-from common.objectives.importance import Level, bounded_exp, importance_weights, is_clipped
-from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
+from common.objectives.divergence import DIVERGENCES, DivergenceArgs
+from common.objectives.importance import (
+    CorrectionArgs,
+    Level,
+    bounded_exp,
+    importance_weights,
+    is_clipped,
+)
+from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss, PolicyLossArgs
 from common.packs.order import make_order
 from common.packs.packing import (
     Minibatches,
@@ -111,7 +116,7 @@ def loss(
     bounds = args.clip_low, args.clip_high
     x = PolicyInputs(comparison.logprobs_T, old_logprobs_T, A_T, *where, *bounds)
     loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form)
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form())
     logged = {
         "ratio": ratio_T.detach(),
         "clip_ratio/region_mean": stopped_T,
@@ -122,7 +127,6 @@ def loss(
 
 @dataclass
 class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineArgs):
-    PACKS_BRANCHES: ClassVar[bool] = False  # teachers read whole completions
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(
         prompts_per_step=256, samples_per_prompt=1, reward="exact_match"
     )
@@ -145,6 +149,7 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     correction_high: Annotated[Positive[float], SAMPLED] = 2.0
 
     def __post_init__(self) -> None:
+        refuse_agent(self.agent)  # teachers read whole completions
         if self.missing_eos_penalty:
             raise ValueError("--missing_eos_penalty has no effect here: rewards are only measured")
         if self.on_policy_fraction == 1 and self.sft_weight:
@@ -281,12 +286,12 @@ def main(args: Args) -> None:
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     args.check_launch(world_size)
-    prepare_output_dir(args)
+    prepare_output_dir(args, args.dry_run)
 
     # ---- data: prompts as token ids; samples: completions of the data ----
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    folders = find_teachers(args, path, tokenizer)  # by the teacher's name
+    folders = find_teachers(args, path, tokenizer, args.top_k, args.estimator, args.dry_run)
     limit = min(longest_sequence(each, args) for each in (path, *folders.values()))
     prompts, held_out = load_prompts(args, tokenizer, limit, also_read=[args.teacher_column])
     rows = prompts.rows + held_out.rows
@@ -297,7 +302,7 @@ def main(args: Args) -> None:
     held_samples = read_samples(held_out.rows, encoder, args, needed=False)
     order_args = replace(args, seed=distributed.fold_seed(args.seed, 1))
     order = make_order([sample.row for sample in samples] or prompts.rows, order_args)
-    rewards = Rewards(args, rows, tokenizer, device)
+    rewards = Rewards(args, rows, tokenizer, device, args.dry_run)
     if args.dry_run:
         frozen = [*folders.values()] if args.teacher_logprobs == "live" else []
         later = 1 - 1 / args.minibatches  # the first one's own forwards give its old log-probs
@@ -307,7 +312,9 @@ def main(args: Args) -> None:
 
     # ---- models: FSDP2 shards; the teachers are frozen ----
     policy = load_policy(path, args, device, kind=Student)  # trained
-    teachers = load_teachers(folders, policy, tokenizer, samples + held_samples, rows, args, device)
+    teachers = load_teachers(
+        folders, policy, tokenizer, samples + held_samples, rows, args, device, args, args.top_k
+    )
     optimizer = adamw(policy, args)
     sampler = None  # nothing is sampled
     if args.needs_engine:

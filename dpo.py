@@ -30,17 +30,16 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.config.flags import Needs, Positive
-from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs
+from common.config.flags import NamesModels, Needs, Positive
+from common.config.groups import TINY_OFFLINE, OfflineArgs, PrefixArgs
 from common.config.parse import parse
-from common.config.preference import PreferenceArgs
 from common.evaluate.offline import held_out_accuracy, start_generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
-from common.model.policy import Policy, load_policy
+from common.model.policy import ImageArgs, Policy, load_policy
 from common.model.scoring import reference_logps
 from common.objectives import preference
-from common.objectives.preference import READS, REFERENCE_FREE, Pairs, f
+from common.objectives.preference import REFERENCE_FREE, Pairs, PreferenceArgs, f
 from common.packs.packing import PackedBatch, pack_groups
 from common.packs.sample import Sample
 from common.parallel import distributed
@@ -102,7 +101,7 @@ class Args(ImageArgs, PreferenceArgs, PrefixArgs, OfflineArgs):
     (both are counted); error: end the run"""
     lr: Positive[float] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    reference_model: Annotated[str | None, Needs(loss=tuple(READS.keys() - REFERENCE_FREE))] = None
+    reference_model: Annotated[NamesModels[str | None], Needs(loss=preference.REFERENCED)] = None
     """Hugging Face id or folder of the reference model; default: the starting model"""
 
     def __post_init__(self) -> None:
@@ -175,23 +174,24 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    earlier_flags = prepare_output_dir(args)  # {} unless a run is resumed
+    earlier_flags = prepare_output_dir(args, args.dry_run)  # {} unless a run is resumed
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
     args = fit_max_length(args, path, earlier_flags, sequences=2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
-        encode_row, PAIR_COLUMNS, tokenizer, args
+        encode_row, PAIR_COLUMNS, tokenizer, args, images=args
     )
     needs_reference = not set(args.loss) <= REFERENCE_FREE
     if args.dry_run:
-        return dry_run(args, path, tokenizer, pairs, eval_pairs, counts=counts + eval_counts)
+        counts += eval_counts
+        return dry_run(args, path, tokenizer, pairs, eval_pairs, counts=counts, images=args)
     begin_run(args, pairs.rows, eval_pairs.rows)
     order = pairs.order(args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the pairs before training ----
-    policy = load_policy(path, args, device)
+    policy = load_policy(path, args, device, images=args)
     ref_logps_R2, eval_ref_logps_R2 = reference_logps(
         policy, (pairs, eval_pairs), tokenizer, args, device, needs_reference
     )  # all R rows

@@ -27,8 +27,7 @@ from pydantic.dataclasses import dataclass
 
 from common import durable
 from common.config.flags import MayChange, Needs, NotNegative, Positive
-from common.config.groups import ImageArgs
-from common.config.online import SamplingArgs, ShotArgs, TruncationArgs
+from common.config.online import SamplingArgs
 from common.config.parse import parse
 from common.evaluate import checkpoint_curve, completions_file
 from common.evaluate.estimators import (
@@ -41,17 +40,18 @@ from common.evaluate.estimators import (
     wins,
 )
 from common.model.hub import longest_sequence, require_same_tokenizer, resolve_model
-from common.model.policy import load_policy
+from common.model.policy import ImageArgs, load_policy
 from common.model.scoring import log_likelihoods
 from common.parallel import distributed
 from common.parallel.process import visible
 from common.rewards.reward_model import load_model, path_of
 from common.rewards.total import Rewards
-from common.rollout.engine import Engine
+from common.rollout.engine import Engine, EngineOptions, TruncationArgs
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes
 from common.rollout.prompts import (
     Prompts,
+    ShotArgs,
     encode_prompts,
     prompt_columns,
     say_not_named,
@@ -68,7 +68,6 @@ OWN_FILE = "completions.jsonl"
 
 @dataclass
 class Args(ImageArgs, ShotArgs, TruncationArgs, SamplingArgs):
-    decodes_greedily = True
     model: str = "tiny-sft"
     """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints,
     which are evaluated one by one and drawn as a curve; tiny, tiny-sft: built-in models"""
@@ -101,6 +100,10 @@ class Args(ImageArgs, ShotArgs, TruncationArgs, SamplingArgs):
             raise ValueError(
                 f"--reward_model {self.reward_model} compares two models; set --against"
             )
+
+    @property
+    def completions_per_prompt(self) -> int:
+        return 1 + self.samples_per_prompt  # the greedy one
 
 
 # ---- measurements ----
@@ -255,9 +258,9 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     )
     rows = rows[: args.eval_size]
     columns = prompt_columns(args, rows, also_read=["domain"])
-    say_not_named(args, rows, columns, also_read=["domain"])
-    limit = longest_sequence(path, args)
-    prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), limit, args)
+    say_not_named(args, rows, columns, also_read=["domain"], shot_args=args)
+    encoder = Encoder(tokenizer, args, images=args)
+    prompts = encode_prompts(rows, columns, encoder, longest_sequence(path, args), args, args)
     show_first(prompts, tokenizer)
     rewards = Rewards(args, prompts.rows, tokenizer, device)
     files = {}
@@ -268,7 +271,7 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
             )
     if args.against is not None:
         own, other = files.get("completions"), len(files["against"][0]["completions"])
-        count = 1 + args.samples_per_prompt if own is None else len(own[0]["completions"])
+        count = args.completions_per_prompt if own is None else len(own[0]["completions"])
         if other != count:
             difference = f"{other} completions of a prompt, there are {count} here"
             raise ValueError(f"--against {args.against} has {difference}")
@@ -294,9 +297,10 @@ def answers(
     )
     if len(lines) < len(task.prompts):
         if engine is None:
-            engine = make_engine(path, args, task.tokenizer, task.device, trained=False)
+            options = EngineOptions(images=args, truncation=args)
+            engine = make_engine(path, args, task.tokenizer, task.device, False, options)
         else:  # a process can have only one: it gets other weights
-            policy = load_policy(path, args, task.device, trainable=False)
+            policy = load_policy(path, args, task.device, trainable=False, images=args)
             sync_weights(engine, whole_weights(policy, engine.dtype))
         episodes = Episodes(engine, args)
         lines = completions_file.sample_completions(
@@ -355,7 +359,7 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
 def main(args: Args) -> None:
     # ---- setup ----
     device, _, world_size = distributed.setup(args.seed)
-    prepare_output_dir(args)
+    prepare_output_dir(args, replaces=())
     folder = Path(args.output_dir)
 
     # ---- one model, or every checkpoint of a folder ----
@@ -364,7 +368,7 @@ def main(args: Args) -> None:
         problem = f"are of one model, --model {args.model} has {len(models)}"
         raise ValueError(f"--completions {args.completions} {problem}")
     task = load_task(args, resolve_model(models[-1][1]), device)
-    begin_run(args, task.prompts.rows)
+    begin_run(args, task.prompts.rows, keeps_rewards=True)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
     # ---- completions of each, from a file or sampled by one engine; then their results ----

@@ -26,23 +26,22 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, Needs, NotNegative, Positive
-from common.config.groups import ImageArgs
-from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
-from common.config.online import OnlineArgs, TruncationArgs
+from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import longest_sequence, resolve_model
-from common.model.policy import load_policy, load_reference
+from common.model.policy import ImageArgs, load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, VARIANTS, centre_groups, group_std
-from common.objectives.importance import bounded_exp, importance_weights, is_clipped
-from common.objectives.kl import KLEstimator, kl_estimate
+from common.objectives.importance import CorrectionArgs, bounded_exp, importance_weights, is_clipped
+from common.objectives.kl import KLEstimateArgs, KLEstimator, LogKLArgs, kl_estimate
 from common.objectives.policy import BY_COMPLETION, POLICY_LOSSES, PolicyInputs, PolicyLoss
 from common.objectives.reduction import token_weights
 from common.packs.packing import PackedBatch, count_trained, pack_minibatches
 from common.parallel import distributed
 from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.engine import EngineOptions, TruncationArgs
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -100,7 +99,8 @@ def loss(
     where = mask_T, sequence_ids_T
     x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *where, *args.clip_bounds)
     policy_T, ratio_T, stopped_T = LOSSES[args.loss](x)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form)
+    correction = args.correction_form(args.loss in BY_COMPLETION)
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, correction)
     loss_T = policy_T * c_T
     logged = {
         "ratio": ratio_T.detach(),
@@ -168,6 +168,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs,
         if self.loss in BY_COMPLETION and self.reduction not in ("sequence", "sequence_sum"):
             problem = "a loss by completion needs sequence or sequence_sum"
             raise ValueError(f"--loss {self.loss} --reduction {self.reduction}: {problem}")
+        self.correction_form(self.loss in BY_COMPLETION)  # refuses a weight per token
         if self.old_logprobs == "engine" and self.correction != "none":
             raise ValueError("--correction must be none with --old_logprobs engine")
         if self.truncation and self.top_k == 0:
@@ -185,11 +186,6 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs,
             high if self.clip_high is None else self.clip_high,
         )
 
-    @property
-    def one_weight_per_completion(self) -> bool:
-        """Whether the loss has one ratio, and so one importance weight, per completion."""
-        return self.loss in BY_COMPLETION
-
     def cautions(self) -> Iterator[str]:
         """Yield warnings about flags with unexpected effects."""
         if self.beta and self.kl_estimator == "k1":
@@ -197,36 +193,33 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs,
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
 
-    @property
-    def support(self) -> int:
-        return self.top_k
-
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
+    options = EngineOptions(images=args, truncation=args, support=args.top_k)
     if distributed.is_rollout_rank():
-        return serve(args, device)  # generates until training ends
-    prepare_output_dir(args)
+        return serve(args, device, options)  # generates until training ends
+    prepare_output_dir(args, args.dry_run)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
     needs_old = args.old_logprobs == "trainer"
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
-    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args), images=args)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
         frozen = [path] * needs_reference
-        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, images=args,
                        own_forwards=needs_old * (1 - 1 / args.minibatches))  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
-    policy = load_policy(path, args, device)  # trained
+    policy = load_policy(path, args, device, images=args)  # trained
     reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
-    sampler = make_sampler(policy, prompts, args, tokenizer, on_complete=rewards.begin)
+    sampler = make_sampler(policy, prompts, args, tokenizer, rewards.begin, options)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
@@ -235,7 +228,7 @@ def main(args: Args) -> None:
         rollouts=sampler,
         show=SHOW, curves=CURVES,
     )  # fmt: skip
-    run.message(*describe_rollouts(args, prompts, held_out, sampler), *args.cautions())
+    run.message(*describe_rollouts(args, prompts, held_out, sampler, args.preset), *args.cautions())
     meter = run.meter
     if run.first_step == 0:
         run.log(0, evaluate_prompts(sampler, 0, held_out, rewards))

@@ -28,7 +28,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import Positive
+from common.config.flags import NamesModels, Positive
 from common.config.groups import TINY_OFFLINE, OfflineArgs
 from common.config.parse import parse
 from common.evaluate.offline import held_out_accuracy, start_generation
@@ -98,7 +98,7 @@ class Args(OfflineArgs):
     """weight of completions whose label is true"""
     undesirable_weight: Positive[float] = 1.0
     """weight of completions whose label is false"""
-    reference_model: str | None = None
+    reference_model: NamesModels[str | None] = None
     """Hugging Face id or folder of the reference model; default: the starting model"""
 
     def __post_init__(self) -> None:
@@ -266,7 +266,7 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    earlier_flags = prepare_output_dir(args)  # {} unless a run is resumed
+    earlier_flags = prepare_output_dir(args, args.dry_run)  # {} unless a run is resumed
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)

@@ -31,9 +31,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import AtLeast2, Positive
-from common.config.online import TINY_ONLINE, OnlineArgs
+from common.config.online import TINY_ONLINE, OnlineArgs, refuse_agent
 from common.config.parse import parse
-from common.config.preference import PreferenceArgs
 from common.evaluate.held_out import evaluate_prompts
 from common.metrics.meter import Meter
 from common.model.hub import longest_sequence, resolve_model
@@ -41,7 +40,7 @@ from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives import preference
 from common.objectives.advantages import unequal, without_rounding
-from common.objectives.preference import REFERENCE_FREE, Pairs, f
+from common.objectives.preference import REFERENCE_FREE, Pairs, PreferenceArgs, f
 from common.packs.packing import PackedBatch, pack_minibatches
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
@@ -149,7 +148,6 @@ def measured(pairs: Pairs, loss_N: Tensor, args: "Args") -> dict[str, Tensor]:
 
 @dataclass
 class Args(PreferenceArgs, OnlineArgs):
-    PACKS_BRANCHES: ClassVar[bool] = False  # pairs have two sequences
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(
         beta=1.0, sft_weight=1.0, prompts_per_step=64, samples_per_prompt=4
     )
@@ -157,13 +155,16 @@ class Args(PreferenceArgs, OnlineArgs):
     """completions sampled for each prompt (G); the best and the worst are the pair"""
     lr: Positive[float] = 1e-6
 
+    def __post_init__(self) -> None:
+        refuse_agent(self.agent)  # pairs have two sequences
+
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
-    prepare_output_dir(args)
+    prepare_output_dir(args, args.dry_run)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = not set(args.loss) <= REFERENCE_FREE
@@ -171,7 +172,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     limit = longest_sequence(path, args, sequences=2)  # a pair shares a pack
     prompts, held_out = load_prompts(args, tokenizer, limit)
-    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,

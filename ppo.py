@@ -28,8 +28,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from common.config.flags import Fraction, NotNegative, Positive
-from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, PolicyLossArgs
+from common.config.flags import Fraction, NamesModels, NotNegative, Positive
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
@@ -39,9 +38,9 @@ from common.model.hub import longest_sequence, require_same_tokenizer, resolve_m
 from common.model.policy import Policy, load_policy, load_reference, load_scalar_model
 from common.model.scoring import with_logprobs, with_values
 from common.objectives.advantages import EPSILON, gae
-from common.objectives.importance import bounded_exp, importance_weights, is_clipped
-from common.objectives.kl import kl_estimate
-from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
+from common.objectives.importance import CorrectionArgs, bounded_exp, importance_weights, is_clipped
+from common.objectives.kl import KLEstimateArgs, LogKLArgs, kl_estimate
+from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss, PolicyLossArgs
 from common.packs.packing import PackedBatch, count_trained, pack_minibatches, per_sample
 from common.parallel import distributed
 from common.rewards.total import Rewards, without_unscored
@@ -129,7 +128,7 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     TINY_DEFAULTS = TINY_ONLINE | dict(
         value_lr=1e-3, prompts_per_step=256, samples_per_prompt=1, max_steps=30
     )
-    value_model: str | None = None
+    value_model: NamesModels[str | None] = None
     """Hugging Face id or folder that the value model starts from: a reward model with its head, or
     a language model, which gets a new head; default: `model`"""
     lr: Positive[float] = 1e-6
@@ -171,7 +170,7 @@ def estimate(
     )
     importance_T = importance_weights(
         mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T, mb.sequence_ids_T,
-        args.correction_form,
+        args.correction_form(),
     )  # fmt: skip
     measure_mismatch(meter, mb.old_logprobs_T, mb)
     return mb.with_streams(
@@ -227,7 +226,7 @@ def main(args: Args) -> None:
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
-    prepare_output_dir(args)
+    prepare_output_dir(args, args.dry_run)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
@@ -238,7 +237,7 @@ def main(args: Args) -> None:
     require_same_tokenizer("--value_model", value_path, tokenizer)
     limit = min(longest_sequence(path, args), longest_sequence(value_path, args))
     prompts, held_out = load_prompts(args, tokenizer, limit)
-    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,

@@ -28,7 +28,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import NotNegative, Positive
-from common.config.objectives import KL, CorrectionArgs, KLEstimateArgs, LogKLArgs, PolicyLossArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
@@ -37,9 +36,9 @@ from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, centre_groups, leave_one_out
-from common.objectives.importance import bounded_exp, importance_weights, is_clipped
-from common.objectives.kl import kl_estimate
-from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss
+from common.objectives.importance import CorrectionArgs, bounded_exp, importance_weights, is_clipped
+from common.objectives.kl import KL, KLEstimateArgs, LogKLArgs, kl_estimate
+from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss, PolicyLossArgs
 from common.packs.packing import PackedBatch, count_trained, pack_minibatches, per_sample
 from common.parallel import distributed
 from common.rewards.total import Rewards, without_unscored
@@ -146,7 +145,7 @@ def loss(
     bounds = args.clip_low, args.clip_high
     x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *where, *bounds)
     policy_T, ratio_T, stopped_T = LOSSES[args.loss](x)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form)
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form())
     loss_T = policy_T * c_T
     logged = {
         "ratio": ratio_T.detach(),
@@ -213,7 +212,7 @@ def main(args: Args) -> None:
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
-    prepare_output_dir(args)
+    prepare_output_dir(args, args.dry_run)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
@@ -221,7 +220,7 @@ def main(args: Args) -> None:
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
-    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
@@ -239,7 +238,7 @@ def main(args: Args) -> None:
     run = Run(
         args, policy, optimizer, tokenizer, total_steps, rollouts=sampler, show=SHOW, curves=CURVES
     )
-    run.message(*describe_rollouts(args, prompts, held_out, sampler), *args.cautions())
+    run.message(*describe_rollouts(args, prompts, held_out, sampler, args.preset), *args.cautions())
     meter = run.meter
     if run.first_step == 0:
         run.log(0, evaluate_prompts(sampler, 0, held_out, rewards))

@@ -26,7 +26,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
@@ -34,7 +33,8 @@ from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups
-from common.objectives.importance import bounded_exp, importance_weights, is_clipped
+from common.objectives.importance import CorrectionArgs, bounded_exp, importance_weights, is_clipped
+from common.objectives.kl import LogKLArgs
 from common.packs.packing import count_trained, pack_minibatches, per_sample
 from common.parallel import distributed
 from common.rewards.total import Rewards, without_unscored
@@ -95,7 +95,9 @@ class Args(LogKLArgs, CorrectionArgs, OnlineArgs):
     beta: NotNegative[float] = 0.05
     """weight of the KL penalty to the starting model in the rewards; 0: no penalty, and no
     reference model in memory"""
-    one_weight_per_completion = True
+
+    def __post_init__(self) -> None:
+        self.correction_form(by_completion=True)  # refuses a weight per token
 
 
 def main(args: Args) -> None:
@@ -103,14 +105,14 @@ def main(args: Args) -> None:
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
-    prepare_output_dir(args)
+    prepare_output_dir(args, args.dry_run)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
-    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
@@ -182,7 +184,7 @@ def main(args: Args) -> None:
                         mb.old_logprobs_T = logprobs_T.detach()
                     weights_T = importance_weights(
                         mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T,
-                        mb.sequence_ids_T, args.correction_form,
+                        mb.sequence_ids_T, args.correction_form(by_completion=True),
                     )  # fmt: skip
                     share_N, logged = loss(
                         mb.sequence_sums(logprobs_T), mb.sequence_sums(mb.old_logprobs_T),

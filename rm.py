@@ -175,7 +175,7 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed)
-    earlier_flags = prepare_output_dir(args)  # {} unless a run is resumed
+    earlier_flags = prepare_output_dir(args, args.dry_run)  # {} unless a run is resumed
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)

@@ -28,9 +28,8 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.distill import DivergenceArgs
 from common.config.flags import NotNegative, Positive, Several
-from common.config.online import TINY_ONLINE, OnlineArgs
+from common.config.online import TINY_ONLINE, OnlineArgs, refuse_agent
 from common.config.parse import parse
 from common.evaluate.estimators import SOLVED
 from common.evaluate.held_out import evaluate_prompts
@@ -39,7 +38,7 @@ from common.model.distill import Comparison, OwnTeacher, Teacher
 from common.model.hub import longest_sequence, resolve_model
 from common.model.logprobs import Logits
 from common.model.policy import load_policy, load_reference, move_towards
-from common.objectives.divergence import DIVERGENCES
+from common.objectives.divergence import DIVERGENCES, DivergenceArgs
 from common.packs.packing import count_trained, pack_minibatches, split_pairs
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
@@ -84,7 +83,6 @@ def loss(comparison: Comparison, mask_T: Tensor, tokens: Tensor) -> Tensor:
 @dataclass
 class Args(DivergenceArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(reward="exact_match", hint="sibling")
-    PACKS_BRANCHES: ClassVar[bool] = False  # a completion is packed with its two prompts
     samples_per_prompt: Positive[int] = 8
     reward: Several[str] = ()
     """rewards of completions (docs/rewards.md lists all), for --hint sibling and feedback; else
@@ -107,6 +105,7 @@ class Args(DivergenceArgs, OnlineArgs):
             if getattr(self, flag) != value:
                 why = "each completion is packed with its two prompts"
                 raise ValueError(f"--{flag} {getattr(self, flag)} has no effect here: {why}")
+        refuse_agent(self.agent)  # its branches are no completion for the two prompts
         if self.missing_eos_penalty:
             raise ValueError("--missing_eos_penalty has no effect here: rewards are only measured")
         flag = f"--hint {self.hint}"
@@ -172,7 +171,7 @@ def main(args: Args) -> None:
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
-    prepare_output_dir(args)
+    prepare_output_dir(args, args.dry_run)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model, weights=not args.dry_run)
@@ -182,7 +181,7 @@ def main(args: Args) -> None:
     (column,) = prompt_columns(args, prompts.rows, also_read=[args.hint])
     fill = hint_filler(args.hint, args.hint_template, prompts.rows)
     make_prompt = partial(hinted_prompt, Encoder(tokenizer, args), column, fill)
-    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     is_own, is_moving = args.teacher == "live", args.teacher == "ema"
     if args.dry_run:
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, [] if is_own else [path],

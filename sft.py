@@ -21,18 +21,18 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs, StreamArgs
+from common.config.groups import TINY_OFFLINE, OfflineArgs, PrefixArgs
 from common.config.parse import parse
 from common.evaluate.offline import start_generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
-from common.model.policy import Policy, load_policy
+from common.model.policy import ImageArgs, Policy, load_policy
 from common.packs.packing import pack_groups
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.text.columns import SFT_COLUMNS
 from common.text.encode import Encoder
-from common.text.load import Samples, load_samples
+from common.text.load import Samples, StreamArgs, load_samples
 from common.text.tokenizer import load_tokenizer
 from common.train.optim import adamw, optimizer_step
 from common.train.overview import cost_of_rewriting, describe_data, dry_run, num_steps
@@ -105,22 +105,23 @@ def evaluate(
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed)
-    earlier_flags = prepare_output_dir(args)  # {} unless a run is resumed
+    earlier_flags = prepare_output_dir(args, args.dry_run)  # {} unless a run is resumed
 
     # ---- data: token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
     args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
-        encode_row, SFT_COLUMNS, tokenizer, args, streams=args.streaming, apart=True
+        encode_row, SFT_COLUMNS, tokenizer, args, streams=args.streaming, apart=True, images=args
     )
     if args.dry_run:
-        return dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
+        counts += eval_counts
+        return dry_run(args, path, tokenizer, samples, eval_samples, counts=counts, images=args)
     begin_run(args, samples.rows, eval_samples.rows)
     order = samples.order(args)
 
     # ---- model: FSDP2 shards of float32 masters ----
-    policy = load_policy(path, args, device)
+    policy = load_policy(path, args, device, images=args)
     optimizer = adamw(policy, args)
     # --eval_generate: answers held-out prompts; None without it
     generation = start_generation(policy, args, tokenizer, eval_samples.all_rows)

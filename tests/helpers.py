@@ -279,8 +279,10 @@ def _be_a_rank(
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of `tiny` that a test may change."""
-    return AutoTokenizer.from_pretrained(tiny_model())
+    """Return a tokenizer as that of `tiny`, which a test may change: it is of no model."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    tokenizer.name_or_path = ""
+    return tokenizer
 
 
 def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Completion:

@@ -210,7 +210,9 @@ def of_dapo(_, x, args):
 
 def of_ppo(_, x, args):
     new, old, engine, _, entropy = x
-    weights = importance_weights(old, engine, MASK, IDS, args.correction_form)
+    weights = importance_weights(
+        old, engine, MASK, IDS, args.correction_form(args.loss in BY_COMPLETION)
+    )
     return ppo.loss(new, old, entropy, A, weights, MASK, IDS, TOKENS, args)
 
 

@@ -7,7 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -15,10 +15,14 @@ from pathlib import Path
 from helpers import ROOT
 from scripts import SCRIPTS
 
+from common.config.groups import BaseArgs, OfflineArgs, TrainArgs
+from common.config.online import OnlineArgs, SamplingArgs
+from common.objectives.importance import CorrectionArgs
+
 LAYERS = [
-    "objectives parallel",
+    "parallel",
     "config workers",
-    "packs",
+    "objectives packs",
     "model metrics",
     "text",
     "rewards",
@@ -273,6 +277,87 @@ def test_objectives_take_tensors_and_numbers():
             if names & {"args", "meter", "model", "policy"} or arguments.vararg:
                 wrong.add(f"{dotted(path)}.{function.name}")
     assert wrong == set()
+
+
+# ---- flags ----
+
+READERS = [path for path in FILES if not path.is_relative_to(ROOT / "common" / "config")]
+READERS += [path for path in ROOT.glob("extras/*/*.py") if path.name != "__init__.py"]
+# Where a script's own flags are read that no group declares.
+OWN_FLAGS = {
+    "common.model.hub.fit_max_length", "common.model.policy.build_on_meta",
+    "common.model.policy.load_policy", "common.model.policy.load_reference",
+    "common.text.load.encode",
+    "extras.plan.plan.build", "extras.plan.plan.dry_run", "extras.plan.plan.rewards_of_rows",
+}  # fmt: skip
+
+
+UNIONS = (BaseArgs, TrainArgs, OfflineArgs, SamplingArgs, OnlineArgs)
+
+
+def names_of(group: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(group)} | {*dir(group)}
+
+
+def functions_with_flags() -> Iterator[tuple[str, str, ast.AST, type]]:
+    """Yield the name of each function with a parameter of flags, the parameter and its type."""
+    for path in READERS:
+        for function in ast.walk(tree(path)):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for argument in [*function.args.args, *function.args.kwonlyargs]:
+                kind = argument.annotation and ast.unparse(argument.annotation).strip("'\"")
+                if (kind or "").split(" | ")[0].endswith("Args"):
+                    group = vars(importlib.import_module(dotted(path))).get(kind.split(" | ")[0])
+                    if group is not None:  # else its import is for a type checker alone
+                        yield f"{dotted(path)}.{function.name}", argument.arg, function, group
+
+
+def test_function_reads_only_flags_of_the_group_that_it_takes():
+    lacking = set()
+    for name, parameter, function, group in functions_with_flags():
+        read = {
+            node.attr
+            for node in ast.walk(function)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == parameter
+        }
+        if read - names_of(group):
+            lacking.add(name)
+    assert lacking <= OWN_FLAGS
+
+
+def test_no_flag_is_asked_for_that_a_script_may_lack():
+    """A script hands what only it has to the function that reads it."""
+    asked = set()
+    for path in READERS:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name):
+                is_asked = node.func.id == "hasattr" or node.func.id == "getattr" and node.args[2:]
+                if is_asked and ast.unparse(node.args[0]) in ("args", "self.args"):
+                    asked.add(f"{dotted(path)}: {ast.unparse(node)}")
+    assert asked == set()
+    constants = {
+        name
+        for group in (BaseArgs, SamplingArgs, CorrectionArgs)
+        for name, value in vars(group).items()
+        if name not in group.__dataclass_fields__ and name[0] != "_" and not name.isupper()
+        and not isinstance(value, property) and not callable(value)
+    }  # fmt: skip
+    assert constants == {"share_prefix", "offload"}  # `load_policy` reads them in every script
+
+
+def test_nothing_is_set_on_a_tokenizer():
+    """But for the template, which the library reads."""
+    found = {
+        f"{dotted(path)}: {ast.unparse(target)}"
+        for path in READERS
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute)
+        and re.search(r"(^|\.)\w*tokenizer$", ast.unparse(target.value))
+    }
+    assert found == {"common.text.chat: tokenizer.chat_template"}
 
 
 def test_page_of_recipes_names_every_recipe():

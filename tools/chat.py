@@ -29,12 +29,13 @@ from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
 from common.config.flags import STRICT
-from common.config.groups import BaseArgs, ImageArgs, LoRAArgs
+from common.config.groups import BaseArgs, LoRAArgs
 from common.config.options import Options
 from common.config.parse import one_line
 from common.model import lora
 from common.model.hub import GENERATION_CONFIG, fields_of, resolve_model
 from common.model.loading import named_errors, open_model
+from common.model.policy import ImageArgs
 from common.parallel.process import fail, first_line, print_any_text, visible
 from common.text.encode import Encoder
 from common.text.tokenizer import eos_token_ids, load_tokenizer
@@ -95,7 +96,7 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, Encoder, PromptArgs]:
         max_pixels=options.max_pixels,
     )
     tokenizer = load_tokenizer(path)
-    encoder = Encoder(tokenizer, args)
+    encoder = Encoder(tokenizer, args, images=args)
     has_cuda = torch.cuda.is_available()
     with named_errors(f"--model {options.model}"):
         model = open_model(path, torch.bfloat16 if has_cuda else torch.float32)
@@ -181,11 +182,11 @@ def main() -> None:
             elif command in ("/reset", "/system"):
                 prompt = text if command == "/system" and text else args.system_prompt
                 changed = replace(args, system_prompt=prompt)
-                encoder, args = Encoder(encoder.tokenizer, changed), changed
+                encoder, args = Encoder(encoder.tokenizer, changed, images=changed), changed
                 messages, images = [], []
             elif command == "/image":
                 changed = replace(args, vision="frozen")
-                encoder, args = Encoder(encoder.tokenizer, changed), changed
+                encoder, args = Encoder(encoder.tokenizer, changed, images=changed), changed
                 image = Path(os.path.expanduser(text)).resolve()
                 if not image.is_file():
                     raise ValueError(f"/image {text}: no such file")

@@ -261,6 +261,7 @@ def pieces(messages: list[dict], template: Path, **row: object) -> Iterator[list
     """Yield each sequence that sft.py makes of a conversation: texts, and whether they are
     trained. The tokens are those of the built-in model and the template's own."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    tokenizer.name_or_path = ""  # with further tokens it is not the model's
     tokenizer.add_tokens(
         "<|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call>".split()
     )

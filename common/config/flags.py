@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -89,6 +89,17 @@ Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 MAY_CHANGE = object()
 MayChange = Annotated[T, MAY_CHANGE]
 
+# Marks a flag that names models: a resumed run stops if they are not as they were.
+NAMES_MODELS = object()
+NamesModels = Annotated[T, NAMES_MODELS]
+
+
+class NamesCode:
+    """Metadata of a flag that may name files of the user's code, which `makes` a column."""
+
+    def __init__(self, makes: str | None = None) -> None:
+        self.makes = makes
+
 
 class Needs:
     """Metadata of a flag that has an effect only with another flag, or with one of several.
@@ -159,6 +170,16 @@ def marks_of(args_class: type) -> dict[str, list]:
             marks = found.setdefault(name, [])
             marks += [mark for mark in field.metadata if mark not in marks]
     return found
+
+
+def marked(args: Any, kind: Any) -> Iterator[tuple[str, tuple, Any]]:
+    """Yield name, values and mark of each flag that is set and has this mark, or one of this
+    class."""
+    for flag, marks in marks_of(type(args)).items():
+        values = as_tuple(getattr(args, flag)) or ()
+        for mark in marks:
+            if values and (mark is kind or type(mark) is kind):
+                yield flag, values, mark
 
 
 def needs_of(args_class: type, flag: str) -> list[Needs]:

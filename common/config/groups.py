@@ -1,6 +1,8 @@
-"""Groups of flags for models, data and training, and the unions of groups that scripts share:
-`BaseArgs` for every script, `TrainArgs` for every script that trains, `OfflineArgs` for policies
-that train on data alone. online.py has the groups and unions of scripts that sample.
+"""The unions of groups of flags that scripts share, and their groups: `BaseArgs` for every script,
+`TrainArgs` for every script that trains, `OfflineArgs` for policies that train on data alone.
+online.py has those of scripts that sample. A group that only some scripts have stands beside the
+code that reads it (`CorrectionArgs` in objectives/importance.py), and a script hands it to this
+code. A function takes the group, or the settings, that it reads.
 
 A group is a pydantic dataclass without a base and a section of --help. The types of its flags carry
 their bounds (flags.py). A script's `Args` inherits the groups that it needs, in any order,
@@ -23,6 +25,8 @@ from common.config.flags import (
     Gpus,
     Limit,
     MayChange,
+    NamesCode,
+    NamesModels,
     Needs,
     NotNegative,
     Positive,
@@ -47,7 +51,7 @@ LORA = Needs(lora_rank=True, adapter=True)
 class ModelArgs:
     """Model and compute"""
 
-    model: str = "tiny"
+    model: NamesModels[str] = "tiny"
     """Hugging Face id, id@revision, or folder of the starting model; tiny: a built-in Qwen3 with 1M
     random parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic;
     tiny-images: a built-in Idefics3 of images and text with 1M random parameters"""
@@ -259,7 +263,7 @@ class LoRAArgs:
     v_proj"""
     quantize: Annotated[Literal["nf4"] | None, LORA] = None
     """nf4: keep the frozen weights under adapters in 4.25 bits each (extras/quantized)"""
-    adapter: str | None = None
+    adapter: NamesModels[str | None] = None
     """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT
     library; it sets lora_rank, lora_alpha and lora_targets"""
 
@@ -280,28 +284,6 @@ class LoRAArgs:
             if (value := getattr(self, flag)) != wanted[flag]:
                 source = f"--adapter {self.adapter}, which sets {wanted[flag]}"
                 raise ValueError(f"--{flag} {value} contradicts {source}")
-        return self
-
-
-@dataclass(config=STRICT)
-class StreamArgs:
-    """Streaming"""
-
-    streaming: bool = False
-    """read training rows, from files or the hub, when they are drawn, not all at the start"""
-
-    @model_validator(mode="after")
-    def _check_stream(self: Any) -> Any:  # reads flags of `TrainArgs`
-        if not self.streaming:
-            return self
-        if self.max_steps is None:
-            raise ValueError("--streaming: the number of rows is unknown; set --max_steps")
-        if any(weights_of(self.dataset).values()):
-            problem = "data sets are read one after another; omit the weights"
-            raise ValueError(f"--streaming {self.dataset_flag}: {problem}")
-        if self.eval_every and self.eval_dataset is None:
-            advice = "name an --eval_dataset, or set --eval_every 0"
-            raise ValueError(f"--streaming sets no rows aside; {advice}")
         return self
 
 
@@ -336,7 +318,9 @@ class GenerateArgs:
     eval_generate: Annotated[MayChange[NotNegative[int]], Needs(eval_every=True)] = 0
     """number of held-out prompts that are completed before training and at each evaluation, for
     eval/solved and eval/reward; 0: off"""
-    reward: Annotated[MayChange[Several[str]], GENERATE] = ("exact_match",)
+    reward: Annotated[MayChange[NamesModels[Several[str]]], NamesCode(), GENERATE] = (
+        "exact_match",
+    )
     """rewards of these completions (docs/rewards.md lists all)"""
     max_new_tokens: Annotated[MayChange[Positive[int]], GENERATE] = 256
     """maximum length of these completions, in tokens"""
@@ -346,26 +330,6 @@ class GenerateArgs:
         if self.eval_generate and self.max_new_tokens >= self.pack_limit.tokens:
             flag = f"--max_new_tokens {self.max_new_tokens}"
             raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_limit.flag}")
-        return self
-
-
-@dataclass(config=STRICT)
-class ImageArgs:
-    """Images (extras/images/README.md)"""
-
-    vision: Literal["frozen", "train"] | None = None
-    """vision tower of a model of images and text, for rows with images. frozen: keep its weights;
-    train: train it too; default: the language model is trained alone"""
-    max_pixels: Positive[int] | None = None
-    """maximum number of pixels of an image, which is scaled down to it and thus has fewer tokens;
-    default: that of the model's image processor"""
-
-    @model_validator(mode="after")
-    def _check_images(self) -> Self:
-        if self.vision == "train" and getattr(self, "lora_rank", 0):
-            raise ValueError("--vision train: adapters are for the language model; use frozen")
-        if self.vision is not None and getattr(self, "context_ranks", 1) > 1:
-            raise ValueError(f"--vision {self.vision} needs --context_ranks 1")
         return self
 
 
@@ -388,10 +352,7 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
 
     # Some scripts have these flags. Shared code reads them in every script, so here they are
     # constants.
-    agent = None
     share_prefix = 0
-    stop_token_ids = ()
-    vision = None
     offload = "none"
 
     @model_validator(mode="after")

@@ -15,10 +15,11 @@ from common.config.flags import (
     STRICT,
     Fraction,
     MayChange,
+    NamesCode,
+    NamesModels,
     Needs,
     NotNegative,
     Positive,
-    PositiveFraction,
     Real,
     Several,
     values_of,
@@ -74,13 +75,13 @@ class CompletionArgs:
     """ids of tokens that end a completion, in addition to the EOS tokens"""
     stop: Several[Annotated[str, AfterValidator(stop_string)]] = ()
     """texts that end a completion, at the token that completes one; \\n: newline, \\t: tab"""
-    environment: str | None = None
+    environment: Annotated[str | None, NamesCode(makes="_prompt")] = None
     """environment that answers the model between its turns: calculator, or a user-defined one as
     path/to/file.py:Class; needs `--reward environment`"""
-    agent: Annotated[str | None, CHAT] = None
+    agent: Annotated[str | None, CHAT, NamesCode()] = None
     """async function that plays an episode through an endpoint for chat completions, as
     path/to/file.py:function (extras/agents/README.md)"""
-    tools: Annotated[Several[str], CHAT] = ()
+    tools: Annotated[Several[str], CHAT, NamesCode(makes="tools")] = ()
     """tools that the model may call between its turns: path/to/file.py (its functions with a
     docstring), path/to/file.py:name (a function, or a class whose methods are tools), python, or
     mcp:COMMAND, a server of the Model Context Protocol (extras/tools/README.md)"""
@@ -115,7 +116,7 @@ JUDGES = Needs(reward=JUDGE_KINDS, reward_model=JUDGE_KINDS)
 class ScoringArgs:
     """Rewards"""
 
-    reward: Several[str] = ("exact_match",)
+    reward: Annotated[NamesModels[Several[str]], NamesCode()] = ("exact_match",)
     """rewards, added up: exact_match, gsm8k, math, ... (docs/rewards.md lists all); your own as
     path/to/file.py:function; reward models as model:PATH; chat models that judge a completion as
     judge:PATH, or pairs as rank:PATH; by_row: the function in the row's column `reward`"""
@@ -211,47 +212,14 @@ class RolloutArgs:
         return self
 
 
-@dataclass(config=STRICT)
-class ShotArgs:
-    """Solved examples in prompts"""
-
-    shots: NotNegative[int] = 0
-    """number of solved examples, the first rows of shots_split, for {shots} in prompt_template"""
-    shots_split: str = "dev"
-    """split of the data with the examples"""
-    shots_by: str | None = None
-    """column whose value examples share with the prompt, such as subject"""
-    shot_template: str | None = None
-    """text of an example, with columns in braces"""
-
-    @model_validator(mode="after")
-    def _check_shots(self) -> Self:
-        if self.shots and "{shots}" not in (self.prompt_template or ""):
-            raise ValueError(f"--shots {self.shots} needs {{shots}} in --prompt_template")
-        if self.shots and self.shot_template is None:
-            raise ValueError(f"--shots {self.shots} needs --shot_template")
-        return self
-
-
-@dataclass(config=STRICT)
-class TruncationArgs:
-    """Truncated sampling"""
-
-    top_p: PositiveFraction = 1.0
-    """sample from the fewest tokens whose probabilities add up to this; 1: all tokens"""
-    top_k: NotNegative[int] = 0
-    """sample from this many most likely tokens; 0: all tokens"""
-    min_p: Fraction = 0.0
-    """sample from tokens with at least this fraction of the highest probability; 0: all tokens"""
-
-    @property
-    def truncation(self) -> dict[str, float] | None:
-        """The flags by name, None if they keep the whole distribution."""
-        flags = dict(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
-        return None if flags == dict(top_p=1, top_k=0, min_p=0) else flags
-
-
 # ---- unions ----
+
+
+def refuse_agent(agent: str | None) -> None:
+    """Raise `ValueError` for `--agent`, in a script that takes one sequence for a completion."""
+    if agent is not None:
+        raise ValueError("--agent: this script cannot train on the branches of an episode")
+
 
 # Defaults for the built-in models and task, as in groups.py.
 TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, prompts_per_step=16,
@@ -262,19 +230,10 @@ TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, p
 class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs):
     """Flags of every script that samples completions."""
 
-    truncation = None  # `TruncationArgs` has flags for it
-    shots = 0  # `ShotArgs` has flags for it
-    support = 0  # number of ids that are kept with each token, with `--top_k` in training
-    decodes_greedily = False  # whether each prompt has a greedy completion beside the sampled ones
-    PACKS_BRANCHES: ClassVar[bool] = True
-    """whether the script can train on the branches of an agent's episode"""
-
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         if self.agent is not None and (self.environment is not None or self.tools):
             raise ValueError("--agent excludes --environment and --tools; give one of them")
-        if self.agent is not None and not self.PACKS_BRANCHES:
-            raise ValueError("--agent: this script cannot train on the branches of an episode")
         has_reward = "environment" in self.reward
         if self.agent is None and has_reward != (self.environment is not None):
             problem = "--environment and --reward environment need each other"
@@ -287,9 +246,14 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
         ranks = [name for name in self.reward if name.startswith("rank:")]
         if not all(map(str.strip, self.rubric)):
             raise ValueError("--rubric: a criterion is empty")
-        if ranks and self.samples_per_prompt + self.decodes_greedily < 2:
+        if ranks and self.completions_per_prompt < 2:
             raise ValueError(f"--reward {ranks[0]} needs --samples_per_prompt 2 or more")
         return self
+
+    @property
+    def completions_per_prompt(self) -> int:
+        """Number of completions of a prompt that are compared."""
+        return self.samples_per_prompt
 
     @property
     def reward_models(self) -> list[str]:

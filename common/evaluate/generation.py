@@ -3,9 +3,7 @@
 import dataclasses
 from collections import Counter
 
-from pydantic.dataclasses import dataclass
-
-from common.config.groups import ImageArgs, OfflineArgs
+from common.config.groups import OfflineArgs
 from common.config.online import OnlineArgs
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import longest_sequence
@@ -13,6 +11,7 @@ from common.model.policy import Policy
 from common.packs.order import Order
 from common.parallel import distributed
 from common.rewards.total import Rewards
+from common.rollout.engine import EngineOptions
 from common.rollout.prompts import encode_prompts, prompt_columns
 from common.rollout.sampler import ColocatedEngine, Sampler
 from common.text.encode import Encoder
@@ -32,12 +31,14 @@ class Generation:
         rows = [dict(row) for row in first_of_each_set(rows, args.eval_generate)]
         columns = prompt_columns(online, rows)
         limit = longest_sequence(policy.path, args)
-        self.prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), limit, online)
+        encoder = Encoder(tokenizer, args, policy.image_args)
+        self.prompts = encode_prompts(rows, columns, encoder, limit, online)
         if len(self.prompts) < args.eval_generate:
             distributed.say(f"--eval_generate {args.eval_generate} answers {self.prompts}")
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
         order = Order({"": range(len(rows))}, args.seed)  # nothing is drawn
-        engine = ColocatedEngine(policy, online, tokenizer, on_complete=self.rewards.begin)
+        options = EngineOptions(images=policy.image_args)
+        engine = ColocatedEngine(policy, online, tokenizer, self.rewards.begin, options)
         self.sampler = Sampler(self.prompts, online, order, engine)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -62,13 +63,8 @@ def first_of_each_set(rows: list[dict], count: int) -> list[dict]:
     return [rows[i] for i in sorted(i for _, i in sorted(turns)[:count])]
 
 
-@dataclass
-class AnswerArgs(ImageArgs, OnlineArgs):
-    """Flags of the evaluations of a script that does not sample."""
-
-
-def sampling_args(args: OfflineArgs) -> AnswerArgs:
+def sampling_args(args: OfflineArgs) -> OnlineArgs:
     """Return the flags with which a script that does not sample answers held-out prompts."""
-    names = {field.name for field in dataclasses.fields(AnswerArgs)}
+    names = {field.name for field in dataclasses.fields(OnlineArgs)}
     shared = {name: value for name, value in vars(args).items() if name in names}
-    return AnswerArgs(**shared | dict(overlong="drop"))
+    return OnlineArgs(**shared | dict(overlong="drop"))

@@ -12,14 +12,16 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.extra import extra
-from common.config.flags import datasets_by_name, eval_sets_of
-from common.config.groups import TrainArgs
+from common.config.flags import STRICT, NamesModels, Several, datasets_by_name, eval_sets_of
+from common.config.online import OnlineArgs
 from common.model.hub import read_tokenizer, require_same_tokenizer, resolve_model
 from common.model.loading import load_config
 from common.model.logprobs import ChunkFunctions, Logits, by_chunk
@@ -28,6 +30,31 @@ from common.objectives.divergence import Divergence, coarsen, reverse_kl
 from common.packs.packing import PackedBatch
 from common.packs.sample import Group, Sample
 from common.parallel import distributed
+
+
+@dataclass(config=STRICT)
+class TeacherArgs:
+    """Teachers"""
+
+    teacher: NamesModels[Several[str]] = ()
+    """Hugging Face id or folder of the model to learn from; required. Several as name=model: each
+    row by its own (--teacher_column); the default name is the last part of the path"""
+    teacher_column: str | None = None
+    """column with the name of each row's teacher; _dataset: the source of --dataset with weights"""
+    teacher_logprobs: Literal["live", "stored"] = "live"
+    """live: computed in every step; stored (with --on_policy_fraction 0): the teacher's top_k
+    log-probs of the data are computed once, and the training needs no teacher in memory"""
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        if len(self.teacher) < 2:
+            if self.teacher_column is not None:
+                flag = f"--teacher_column {self.teacher_column}"
+                raise ValueError(f"{flag} has no effect without several --teacher")
+        elif self.teacher_column is None or self.teacher_logprobs == "stored":
+            need = "--teacher_logprobs live" if self.teacher_column else "--teacher_column"
+            raise ValueError(f"--teacher {' '.join(self.teacher)}: several need {need}")
+        return self
 
 
 class TopK(SimpleNamespace):
@@ -191,14 +218,16 @@ class OwnTeacher(Student, Teacher):
 # ---- the teachers of a run ----
 
 
-def find_teachers(args, path: str, tokenizer) -> dict[str, str]:
-    """Return the local folders of `--teacher` by name. `path` and `tokenizer` are the student's."""
+def find_teachers(
+    args: TeacherArgs, path: str, tokenizer, top_k: int, estimator: str, dry_run: bool | str
+) -> dict[str, str]:
+    """Return the local folders of `--teacher` by name; `path` and `tokenizer` are the student's."""
     folders = {}
     for name, model in datasets_by_name(eval_sets_of(args.teacher, "teacher")).items():
-        folders[name] = resolve_model(model, "--teacher", not args.dry_run)
-        if args.top_k > (shared := shared_tokens(path, folders[name])):
-            raise ValueError(f"--top_k {args.top_k}: --model and --teacher share {shared} tokens")
-        if args.estimator == "full":
+        folders[name] = resolve_model(model, "--teacher", not dry_run)
+        if top_k > (shared := shared_tokens(path, folders[name])):
+            raise ValueError(f"--top_k {top_k}: --model and --teacher share {shared} tokens")
+        if estimator == "full":
             require_same_tokenizer("--teacher", folders[name], tokenizer)
     return folders
 
@@ -220,7 +249,7 @@ def teacher_of(row: dict, teachers: Collection[str], column: str | None) -> str:
 
 def load_teachers(
     folders: dict[str, str], policy: Policy, tokenizer, samples: list[Sample], rows: list[dict],
-    args: TrainArgs, device: torch.device,
+    args: OnlineArgs, device: torch.device, flags: TeacherArgs, top_k: int,
 ) -> dict[str, Teacher]:  # fmt: skip
     """Return the frozen models by name. `policy` and `tokenizer` are the student's, and each prompt
     has one of the `rows`. With `--teacher_logprobs stored`, the only teacher is a file of its
@@ -228,16 +257,16 @@ def load_teachers(
     options = dict(args=args, device=device, trainable=False, flag="--teacher")
     load = partial(load_policy, **options, kind=Teacher)
     for row in rows:
-        teacher_of(row, folders, args.teacher_column)
+        teacher_of(row, folders, flags.teacher_column)
     teachers = {}
     for name, path in folders.items():
         own_tokenizer = read_tokenizer(path, "--teacher")
-        if args.teacher_logprobs == "stored":
+        if flags.teacher_logprobs == "stored":
             with extra("teachers", "--teacher_logprobs stored"):
                 from extras.teachers.stored import StoredTeacher
             folder = Path(args.output_dir) / "teacher_logprobs"
             shared = shared_tokens(policy.path, path)
-            teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, device)
+            teachers[name] = StoredTeacher(folder, path, load, samples, shared, args, top_k, device)
         elif own_tokenizer.get_vocab() == tokenizer.get_vocab():
             teachers[name] = load(path)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from common import durable
 from common.config.flags import ADAPTER_CONFIG, Limit
-from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
+from common.config.groups import BUILT_IN_MODELS, ModelArgs, TrainArgs
 from common.model.loading import (
     files_of,
     load_config,
@@ -164,14 +164,17 @@ def read_tokenizer(path: str, flag: str = "--model"):
             tokenizer.decode(tokenizer("a")["input_ids"])
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token")
-        size = load_config(path).get_text_config().vocab_size
+        size = vocabulary_size(path)
         beyond = {i for i in tokenizer.get_vocab().values() if i >= size}
         if beyond - tokenizer.added_tokens_decoder.keys():
             raise ValueError(f"its vocabulary of {size} is smaller than its tokenizer's")
         ids_of_eos(path)  # else bad ones would be refused by the first save
-    if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
-        tokenizer.model_vocab_size = size
     return tokenizer
+
+
+def vocabulary_size(path: str) -> int:
+    """Return the number of token ids that the model in a folder has."""
+    return load_config(path).get_text_config().vocab_size
 
 
 def _growth(normalizer: dict) -> int:
@@ -187,7 +190,7 @@ def ids_of_eos(path: str) -> set[int]:
     """Return the EOS tokens of config.json and generation_config.json; chat models often have two.
     Raises `ValueError` for ids beyond the vocabulary."""
     ids: set[int] = set()
-    size = load_config(path).get_text_config().vocab_size
+    size = vocabulary_size(path)
     for name in (GENERATION_CONFIG, "config.json"):
         eos = fields_of(path, name).get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
@@ -214,7 +217,7 @@ def model_limit(path: str) -> Limit:
     return Limit(tokens, f"the model's context of {tokens} tokens")
 
 
-def longest_sequence(path: str, args: BaseArgs, sequences: int = 1) -> Limit:
+def longest_sequence(path: str, args: ModelArgs, sequences: int = 1) -> Limit:
     """Return the maximum length of a sequence in the model's context, or in a pack of several."""
     tokens, flag = args.pack_limit
     # A pack has targets, and the first token is none.

@@ -5,13 +5,16 @@ Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden 
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from common.config.extra import extra
-from common.config.groups import BaseArgs
+from common.config.flags import MODEL_KINDS, STRICT, Positive
+from common.config.groups import BaseArgs, ModelArgs
 from common.model.attention import packed_inputs
 from common.model.flops import forward_flops, matrix_weights, num_delta_nets
 from common.model.loading import (
@@ -27,6 +30,39 @@ from common.model.packing_check import check_packing, require_context_ranks
 from common.packs.packing import PackedBatch
 from common.parallel import distributed
 
+# Flags of features that read text alone.
+TEXT_FLAGS = ("environment", "agent", "tools", "shots", "reward_model", "perplexity_model")
+
+
+@dataclass(config=STRICT)
+class ImageArgs:
+    """Images (extras/images/README.md)"""
+
+    vision: Literal["frozen", "train"] | None = None
+    """vision tower of a model of images and text, for rows with images. frozen: keep its weights;
+    train: train it too; default: the language model is trained alone"""
+    max_pixels: Positive[int] | None = None
+    """maximum number of pixels of an image, which is scaled down to it and thus has fewer tokens;
+    default: that of the model's image processor"""
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        if self.vision is None:
+            return self
+        flags = vars(self)  # of the script: which ones it has differs
+        if self.vision == "train" and flags.get("lora_rank"):
+            raise ValueError("--vision train: adapters are for the language model; use frozen")
+        if flags.get("context_ranks", 1) > 1:
+            raise ValueError(f"--vision {self.vision} needs --context_ranks 1")
+        models = [name for name in flags.get("reward", ()) if name.startswith(MODEL_KINDS)]
+        unread = [f"reward {name}" for name in models] + [x for x in TEXT_FLAGS if flags.get(x)]
+        if unread:
+            raise ValueError(f"--vision {self.vision}: --{unread[0]} does not support images")
+        return self
+
+
+NO_IMAGES = ImageArgs()
+
 Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
 
@@ -34,6 +70,7 @@ class PackedModel(nn.Module):
     """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
     its language model reads the packs. `flops` counts operations of forwards and backwards."""
 
+    image_args: ImageArgs = NO_IMAGES
     share_prefix = 0  # `--share_prefix` for packs of this model
     needs_whole_sequences = False
     # The trace sees trained outputs and the scale of their gradients.
@@ -118,7 +155,7 @@ class ScalarModel(PackedModel):
 # ---- loading ----
 
 
-def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
+def compute_dtype(args: ModelArgs, device: torch.device) -> torch.dtype:
     """Return `--dtype`."""
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
@@ -126,18 +163,18 @@ def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
 
 def load_policy(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model",
-    kind: type[PackedModel] = Policy, moves: bool = False,
+    kind: type[PackedModel] = Policy, moves: bool = False, images: ImageArgs = NO_IMAGES,
 ) -> Any:  # fmt: skip
     """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype`
     compute, float32 reduction, no dropout. With `--lora_rank` only adapters are trained (lora.py),
-    with `--vision` the model reads images.
+    with the `--vision` of `images` the model reads images.
 
     `trainable=False` gives a frozen reference in the compute dtype, or in float32 if it `moves`
     (`move_towards`). On device meta the model is neither sharded nor filled. `flag` is named in
     errors; `kind` is the class of the result. Collective. Raises `ValueError` for a model whose
     packs are not exact."""
     with named_errors(f"{flag} {path}", ValueError):
-        model, source = build_on_meta(path, args, device, trainable, flag, kind, moves)
+        model, source = build_on_meta(path, args, device, trainable, flag, kind, moves, images)
         if device.type != "meta":
             shard_and_fill(model, source, args, device, trainable)
             check_packs(model, args)
@@ -157,7 +194,7 @@ class Source(NamedTuple):
 
 def build_on_meta(
     path: str, args: BaseArgs, device: torch.device, trainable: bool, flag: str,
-    kind: type[PackedModel], moves: bool,
+    kind: type[PackedModel], moves: bool, images: ImageArgs,
 ) -> tuple[PackedModel, Source]:  # fmt: skip
     """Return the model on meta: what is trained, in which dtype, and what is recomputed."""
     # Weights that change are float32. FSDP would cast frozen ones, also under adapters, to the
@@ -166,13 +203,14 @@ def build_on_meta(
     dtype = torch.float32 if changes else compute_dtype(args, device)
     hf, rules = model_on_meta(path, dtype, kind is ScalarModel)
     model = kind(hf, path)
-    if args.vision is not None and kind is not ScalarModel:
-        with extra("images", f"--vision {args.vision}"):
+    if images.vision is not None:
+        with extra("images", f"--vision {images.vision}"):
             from extras.images.tower import Images
-        model.images = Images(hf, path, args, trainable)
+        model.image_args = images
+        model.images = Images(hf, path, images, trainable)
     hf.requires_grad_(trainable)
     for tower in towers_of(hf):
-        tower.requires_grad_(trainable and args.vision == "train")
+        tower.requires_grad_(trainable and images.vision == "train")
         if model.images is None:  # the tower is only exported
             tower.to(base_dtype(path))
     recomputed = args.activation_checkpointing if trainable else False
@@ -253,12 +291,14 @@ def load_reference(
     """Load the frozen model of `--reference_model` from `path`, by default the model that the
     policy starts from. With adapters that is the policy, before a checkpoint is loaded."""
     if path is not None:
-        return load_policy(path, args, device, trainable=False, flag="--reference_model")
+        return load_policy(path, args, device, False, "--reference_model", images=policy.image_args)
     if args.lora_rank:
         from common.model.lora import StartingModel
 
         return StartingModel(policy)
-    return load_policy(policy.path, args, device, trainable=False, kind=kind, moves=moves)
+    return load_policy(
+        policy.path, args, device, False, kind=kind, moves=moves, images=policy.image_args
+    )
 
 
 @torch.no_grad()

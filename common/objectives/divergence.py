@@ -11,9 +11,13 @@ Shapes: C tokens, V vocabulary, K tokens that are kept, S = K + 1, or V if all t
 
 import math
 from collections.abc import Callable
+from typing import Annotated, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
+
+from common.config.flags import STRICT, Needs, NotNegative
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
@@ -56,3 +60,18 @@ def coarsen(logp_CV: Tensor, tokens_CK: Tensor) -> Tensor:
     # 1 - sum p would cancel
     rest_C1 = logp_CV.scatter(1, tokens_CK, -math.inf).logsumexp(1, keepdim=True)
     return torch.cat([kept_CK, rest_C1], 1)
+
+
+FULL = Needs(estimator="full")
+
+
+@dataclass(config=STRICT)
+class DivergenceArgs:
+    """Divergence from the teacher"""
+
+    divergence: Annotated[Literal[tuple(DIVERGENCES)], FULL] = "reverse_kl"
+    """divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl: KL(q || pi);
+    jsd: of both to their mixture"""
+    top_k: Annotated[NotNegative[int], FULL] = 0
+    """number of the teacher's most likely tokens to compare, the others as one token: a lower
+    bound; 0: all tokens"""

@@ -5,11 +5,14 @@ Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int6
 token, 0..N-1."""
 
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from common.config.flags import STRICT, Needs, Positive
 from common.objectives.reduction import sequence_sum
 
 # ---- the updated policy ----
@@ -46,6 +49,38 @@ class Correction(NamedTuple):
     high: float = 2.0
     """upper bound of a weight (IMPALA's rho, arXiv:1802.01561); a mask makes weights outside of
     [1 / high, high] 0 instead (IcePop, arXiv:2510.18855)"""
+
+
+CORRECTED = Needs(correction=("token", "sequence", "token_mask", "sequence_mask", None))
+
+
+@dataclass(config=STRICT)
+class CorrectionArgs:
+    """Importance weights for samples of the engine"""
+
+    correction: Level | None = None
+    """importance weights: trainer probability / engine probability of the sampled tokens. token:
+    one weight per token; sequence: one per completion; token_mask, sequence_mask: the same, but
+    what is out of bounds has no policy gradient; none: off; default: token, or sequence if the loss
+    has one ratio per completion"""
+    correction_high: Annotated[Positive[float], CORRECTED] = 2.0
+    """upper bound of the importance weights; the lower one of the masks is its inverse"""
+
+    @model_validator(mode="after")
+    def _check_correction(self) -> Self:
+        if (self.correction or "").endswith("mask") and self.correction_high <= 1:
+            problem = f"{self.correction} keeps weights from its inverse to it; give more than 1"
+            raise ValueError(f"--correction_high {self.correction_high}: {problem}")
+        return self
+
+    def correction_form(self, by_completion: bool = False) -> Correction:
+        """Return the form of the importance weights, `by_completion` for a loss with one ratio per
+        completion. Raises `ValueError` for a weight per token in such a loss."""
+        level = self.correction or ("sequence" if by_completion else "token")
+        if by_completion and level.startswith("token"):
+            advice = level.replace("token", "sequence")
+            raise ValueError(f"--correction {level}: a completion has one weight; use {advice}")
+        return Correction(level, self.correction_high)
 
 
 def importance_weights(

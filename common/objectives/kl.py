@@ -3,11 +3,13 @@
 Shapes: T packed tokens.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from common.config.flags import STRICT, Needs
 from common.objectives.importance import EXPONENT_LIMIT
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -33,3 +35,24 @@ def kl_estimate(
             d_T = d_T.clamp(min=-EXPONENT_LIMIT)
             return torch.expm1(-d_T) + d_T
     raise ValueError(estimator)
+
+
+KL = Needs(beta=True, log_kl=True)
+
+
+@dataclass(config=STRICT)
+class KLEstimateArgs:
+    """KL per token"""
+
+    kl_estimator: Annotated[KLEstimator, KL] = "k1"
+    """estimator of the KL per token, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3:
+    exp(-d) - 1 + d"""
+
+
+@dataclass(config=STRICT)
+class LogKLArgs:
+    """KL to the starting model"""
+
+    log_kl: bool = False
+    """log the KL to the starting model also with beta 0, at the cost of its memory and of one
+    forward pass a step"""

@@ -7,11 +7,13 @@ tokens. Constants that a paper fixes are literals in its function.
 Shapes: T packed tokens."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from common.config.flags import STRICT, BelowOne, Needs, NotNegative
 from common.objectives.importance import bounded_exp, is_clipped
 from common.objectives.reduction import sequence_mean, sequence_sum
 
@@ -111,3 +113,16 @@ Table = dict[str, Callable[[PolicyInputs], PolicyLoss]]
 BY_TOKEN: Table = dict(dppo=dppo, cispo=cispo, sapo=sapo, reinforce=reinforce)
 BY_COMPLETION: Table = dict(gspo=gspo, gmpo=gmpo, topr=topr)  # one advantage per completion
 POLICY_LOSSES = BY_TOKEN | BY_COMPLETION
+
+
+@dataclass(config=STRICT)
+class PolicyLossArgs:
+    """Policy loss"""
+
+    loss: Literal["clip", *BY_TOKEN] = "clip"
+    """policy loss of a token with advantage A (docs/losses.md). clip: PPO; dppo: bounded
+    divergence; cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi"""
+    clip_low: Annotated[BelowOne, Needs(loss="clip")] = 0.2
+    """distance from 1 of the lower bound of the importance ratio"""
+    clip_high: Annotated[NotNegative[float], Needs(loss="clip")] = 0.2
+    """distance from 1 of the upper bound of the importance ratio"""

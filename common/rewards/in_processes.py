@@ -5,7 +5,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
 
-from common.config.online import SamplingArgs
+from common.config.online import ScoringArgs
 from common.packs.sample import Group
 from common.rewards.functions import SCORES, Reward, described
 from common.text.thoughts import Thoughts
@@ -86,7 +86,7 @@ def require_known_names(signature: inspect.Signature, columns: set[str]) -> None
 # ---- how they are computed ----
 
 
-def of_math(args: SamplingArgs, thoughts: Thoughts) -> Callable[[Group], Awaitable]:
+def of_math(args: ScoringArgs, thoughts: Thoughts) -> Callable[[Group], Awaitable]:
     """An answer that exceeds the time or memory limit is wrong; as an error it would go unpunished.
     A gold answer that cannot be parsed is an error, and so is a process that cannot start."""
     pool = Pool(MATH, args.reward_workers, args.reward_timeout, shared=True)
@@ -105,7 +105,7 @@ def of_math(args: SamplingArgs, thoughts: Thoughts) -> Callable[[Group], Awaitab
 
 
 def of_user(
-    name: str, function: Callable, columns: list[str], args: SamplingArgs
+    name: str, function: Callable, columns: list[str], args: ScoringArgs
 ) -> Callable[[Group], Awaitable]:
     """A user's function reads all text of a completion or, if it takes `completions`, of a group.
     A call for a group has the time limit times the number of its completions."""

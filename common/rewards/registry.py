@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from common.config.extra import extra, load_named
 from common.config.flags import JUDGE_KINDS, MODEL_KINDS
-from common.config.online import SamplingArgs
+from common.config.online import ScoringArgs
 from common.packs.sample import Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
@@ -77,7 +77,7 @@ def require_usable_row(name: str, function: Reward, row: dict) -> None:
         raise ValueError(f"{source}: {problem} (--reward {name})") from error
 
 
-def row_check(args: SamplingArgs) -> Callable[[dict], None]:
+def row_check(args: ScoringArgs) -> Callable[[dict], None]:
     """Return a function that raises `ValueError` for a row that one of `--reward` cannot use.
 
     Raises `ValueError` for a name that is unknown."""
@@ -100,7 +100,7 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
     return check
 
 
-def columns_of_rewards(args: SamplingArgs, rows: Iterable[dict]) -> tuple[set[str], bool]:
+def columns_of_rewards(args: ScoringArgs, rows: Iterable[dict]) -> tuple[set[str], bool]:
     """Return the columns that rewards read, and whether these are all: a function without the
     attribute `columns` may read any."""
     names = set(args.reward)
@@ -128,7 +128,7 @@ def columns_of_rewards(args: SamplingArgs, rows: Iterable[dict]) -> tuple[set[st
 Scorer = Callable[[Group], Awaitable[list[Result]]]
 
 
-def make_scorer(name: str, columns: list[str], args: SamplingArgs, thoughts: Thoughts) -> Scorer:
+def make_scorer(name: str, columns: list[str], args: ScoringArgs, thoughts: Thoughts) -> Scorer:
     """Return the scorer of a reward that is not a model. Raises `ValueError` for an unknown
     name."""
     if name == "environment":

@@ -60,9 +60,13 @@ def without_unscored(groups: list[Group], rewards_PG: Tensor) -> list[Group]:
 class Rewards:
     """The weighted sum of `--reward`."""
 
-    def __init__(self, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device):
+    def __init__(
+        self, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device,
+        dry_run: bool | str = False,
+    ):  # fmt: skip
         """Load what `--reward` names: functions, and reward models, frozen and sharded over the
-        ranks. `rows`: the data rows of all prompts, which `row_check` has checked.
+        ranks; a `dry_run` loads no model. `rows`: the data rows of all prompts, which `row_check`
+        has checked.
 
         Raises `ValueError` for a name that is unknown or comes twice, a model that is no reward
         model or does not fit these prompts."""
@@ -76,7 +80,7 @@ class Rewards:
         by_row = "by_row" in args.reward
         self.row_rewards = sorted({reward_of_row(row) for row in rows}) if by_row else []
         columns = list(rows[0]) if rows else []
-        load_to = None if getattr(args, "dry_run", False) else device
+        load_to = None if dry_run else device
         weights = args.reward_weights or [1.0] * len(args.reward)
         for flag, weight in zip(args.reward, weights, strict=True):
             for name in self.row_rewards if flag == "by_row" else [flag]:

@@ -23,20 +23,53 @@ from itertools import count
 from typing import NamedTuple
 
 import numpy as np
+import pydantic
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.config.extra import extra
+from common.config.flags import STRICT, Fraction, NotNegative, PositiveFraction
 from common.config.online import SamplingArgs
 from common.metrics.meter import Meter
-from common.model.policy import compute_dtype
+from common.model.policy import NO_IMAGES, ImageArgs, compute_dtype
 from common.packs.sample import Completion
 from common.text.tokenizer import eos_token_ids
 
 # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
 SEED_SPACING = 1 << 16
 COMPARED = 32  # columns of each weight that a sync compares with the policy's
+
+
+@pydantic.dataclasses.dataclass(config=STRICT)
+class TruncationArgs:
+    """Truncated sampling"""
+
+    top_p: PositiveFraction = 1.0
+    """sample from the fewest tokens whose probabilities add up to this; 1: all tokens"""
+    top_k: NotNegative[int] = 0
+    """sample from this many most likely tokens; 0: all tokens"""
+    min_p: Fraction = 0.0
+    """sample from tokens with at least this fraction of the highest probability; 0: all tokens"""
+
+    @property
+    def truncation(self) -> dict[str, float] | None:
+        """The flags by name, None if they keep the whole distribution."""
+        flags = dict(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+        return None if flags == dict(top_p=1, top_k=0, min_p=0) else flags
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What only some scripts have flags for."""
+
+    images: ImageArgs = NO_IMAGES
+    truncation: TruncationArgs = TruncationArgs()
+    support: int = 0
+    """number of the most likely ids that are kept with each token"""
+
+
+NO_OPTIONS = EngineOptions()
 
 
 @dataclass(eq=False)
@@ -80,15 +113,18 @@ class Engine:
     keeps_weights = False  # whether they outlast `sleep`
 
     def __init__(
-        self, path: str, args: SamplingArgs, tokenizer, device: torch.device, trained: bool
-    ):
+        self, path: str, args: SamplingArgs, tokenizer, device: torch.device, trained: bool,
+        options: EngineOptions = NO_OPTIONS,
+    ):  # fmt: skip
         self.path = path
         self.args = args
+        self.truncation = options.truncation.truncation
+        self.support = options.support
         self.images = None  # with `--vision` the engine has the whole model
-        if args.vision is not None:
-            with extra("images", f"--vision {args.vision}"):
+        if options.images.vision is not None:
+            with extra("images", f"--vision {options.images.vision}"):
                 from extras.images.features import EngineImages
-            self.images = EngineImages(path, args.max_pixels)
+            self.images = EngineImages(path, options.images.max_pixels)
         self.tokenizer = tokenizer
         self.eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
         if self.images is not None:  # a placeholder that is sampled has no image

@@ -8,13 +8,14 @@ from common.config.online import SamplingArgs
 from common.model.flops import num_delta_nets
 from common.model.loading import load_config
 from common.parallel import distributed
-from common.rollout.engine import Engine
+from common.rollout.engine import NO_OPTIONS, Engine, EngineOptions
 from common.rollout.vllm_engine import VLLMEngine
 
 
 def make_engine(
-    path: str, args: SamplingArgs, tokenizer, device: torch.device, trained: bool = True
-) -> Engine:
+    path: str, args: SamplingArgs, tokenizer, device: torch.device, trained: bool = True,
+    options: EngineOptions = NO_OPTIONS,
+) -> Engine:  # fmt: skip
     """Return the engine of `--engine` with the checkpoint in folder `path`. Call after
     `load_policy`. It sleeps until `load_weights`; if no model is `trained`, it is awake with the
     weights of the checkpoint.
@@ -31,11 +32,11 @@ def make_engine(
     elif device.type == "cpu" and num_delta_nets(load_config(path).get_text_config()):
         reason = "sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16"
     if args.engine == "vllm" or (args.engine == "auto" and reason is None):
-        return VLLMEngine(path, args, tokenizer, device, trained)
+        return VLLMEngine(path, args, tokenizer, device, trained, options)
     if args.tensor_parallel_size > 1 or args.engine_args:
         raise ValueError("--tensor_parallel_size and --engine_args need --engine vllm")
     if args.engine == "auto" and distributed.rank() == 0:  # also on a rollout rank
         print(reason, flush=True)
     from common.rollout.transformers_engine import TransformersEngine
 
-    return TransformersEngine(path, args, tokenizer, device, trained)
+    return TransformersEngine(path, args, tokenizer, device, trained, options)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 
 from common.config.extra import load_named
-from common.config.online import SamplingArgs
+from common.config.online import CompletionArgs, SamplingArgs
 from common.packs.sample import Completion
 from common.rollout.engine import Engine
 from common.text.encode import Encoder
@@ -43,7 +43,7 @@ def load_environment(name: str) -> type:
     return environment
 
 
-def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Message]]:
+def prompt_maker_of_environment(args: CompletionArgs) -> Callable[[dict], list[Message]]:
     """Return the function row -> prompt of the environment, the messages of its reset. It raises
     `ValueError` naming the row that the environment cannot use."""
     environment = load_environment(args.environment)
@@ -72,7 +72,7 @@ def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Mes
 # ---- episodes ----
 
 
-def last_token(completion: Completion, args: SamplingArgs) -> int | None:
+def last_token(completion: Completion, args: CompletionArgs) -> int | None:
     """Return the last token of a turn that may lack its EOS, for `Encoder.reply`."""
     has_eos = completion.finish_reason == "stop" and not (args.stop or args.stop_token_ids)
     return None if has_eos else completion.ids[-1]

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from common.config.extra import extra
 from common.config.flags import shown
-from common.config.online import SamplingArgs
+from common.config.online import CompletionArgs, SamplingArgs
 from common.metrics.meter import Meter
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
@@ -32,7 +32,7 @@ class Episode(Protocol):
         """End the episode, after its last answer or before its first one."""
 
 
-def partner_of(args: SamplingArgs) -> type | None:
+def partner_of(args: CompletionArgs) -> type | None:
     """Return the class of `--environment`, `--tools` or `--agent`; None for completions of one
     turn. An object `partner(args, engine)` has `begin(row) -> Episode` and `close()`. An agent
     writes the prompts itself: for `begin` it has `async play(prompt, index) -> Completion`."""

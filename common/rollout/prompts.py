@@ -5,9 +5,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Self
 
-from common.config.flags import Limit, weights_of
+import pydantic
+from pydantic import model_validator
+
+from common.config.flags import STRICT, Limit, NotNegative, weights_of
 from common.config.online import OnlineArgs, SamplingArgs
+from common.model.policy import NO_IMAGES, ImageArgs
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.rewards.registry import columns_of_rewards, row_check
@@ -15,6 +20,31 @@ from common.rollout.episodes import partner_of
 from common.text.columns import PROMPT_COLUMNS, Columns, require_columns, unread_columns
 from common.text.encode import Encoder
 from common.text.rows import encode_each, require_held_out, rows_of_split, train_and_eval_rows
+
+
+@pydantic.dataclasses.dataclass(config=STRICT)
+class ShotArgs:
+    """Solved examples in prompts"""
+
+    shots: NotNegative[int] = 0
+    """number of solved examples, the first rows of shots_split, for {shots} in prompt_template"""
+    shots_split: str = "dev"
+    """split of the data with the examples"""
+    shots_by: str | None = None
+    """column whose value examples share with the prompt, such as subject"""
+    shot_template: str | None = None
+    """text of an example, with columns in braces"""
+
+    @model_validator(mode="after")
+    def _check_shots(self) -> Self:
+        if self.shots and "{shots}" not in (self.prompt_template or ""):
+            raise ValueError(f"--shots {self.shots} needs {{shots}} in --prompt_template")
+        if self.shots and self.shot_template is None:
+            raise ValueError(f"--shots {self.shots} needs --shot_template")
+        return self
+
+
+NO_SHOTS = ShotArgs()
 
 
 @dataclass
@@ -37,7 +67,11 @@ class Prompts:
 
 
 def load_prompts(
-    args: OnlineArgs, tokenizer, limit: Limit, also_read: Sequence[str] = ()
+    args: OnlineArgs,
+    tokenizer,
+    limit: Limit,
+    also_read: Sequence[str] = (),
+    images: ImageArgs = NO_IMAGES,
 ) -> tuple[Prompts, Prompts]:
     """Return the prompts of the training rows and of the held-out ones, see `encode_prompts`.
     `also_read`: columns that the script reads besides. Raises `ValueError` naming the flag or the
@@ -46,7 +80,7 @@ def load_prompts(
     rows, held_out_rows = train_and_eval_rows(args)
     columns = prompt_columns(args, [*rows, *held_out_rows], also_read)
     say_not_named(args, rows, columns, also_read)
-    encoder = Encoder(tokenizer, args)
+    encoder = Encoder(tokenizer, args, images)
     prompts, held_out = (
         encode_prompts(each, columns, encoder, limit, args) for each in (rows, held_out_rows)
     )
@@ -80,8 +114,9 @@ def prompt_columns(args: SamplingArgs, rows: list[dict], also_read: Sequence[str
 
 
 def say_not_named(
-    args: SamplingArgs, rows: list[dict], columns: Columns, also_read: Sequence[str] = ()
-) -> None:
+    args: SamplingArgs, rows: list[dict], columns: Columns, also_read: Sequence[str] = (),
+    shot_args: ShotArgs = NO_SHOTS,
+) -> None:  # fmt: skip
     """Print the columns that nothing reads, unless the user's code may read them."""
     named, is_all = columns_of_rewards(args, rows)
     template: set[str] = set()  # columns that it reads
@@ -89,8 +124,9 @@ def say_not_named(
         from common.text.filler import columns_of
 
         template = columns_of("--prompt_template", args.prompt_template)
-        if args.shots:
-            template |= {args.shots_by} | columns_of("--shot_template", args.shot_template)
+        if shot_args.shots:
+            shot = columns_of("--shot_template", shot_args.shot_template)
+            template |= {shot_args.shots_by} | shot
     if args.environment is not None or args.agent is not None or "lettered_options" in template:
         return
     unread = unread_columns(rows, (*columns, *named, *template, *also_read))
@@ -99,12 +135,15 @@ def say_not_named(
 
 
 def encode_prompts(
-    rows: list[dict], columns: Columns, encoder: Encoder, limit: Limit, args: SamplingArgs
-) -> Prompts:
+    rows: list[dict], columns: Columns, encoder: Encoder, limit: Limit, args: SamplingArgs,
+    shot_args: ShotArgs = NO_SHOTS,
+) -> Prompts:  # fmt: skip
     """Return the prompts of `rows`. Raises `ValueError` for a row that the template, the
     environment or a reward cannot use, and for a prompt that with `--max_new_tokens` is longer than
     the `limit`; `--on_bad_row skip` and `--overlong drop` leave such rows out, and at least one
     must be left."""
+    if any(i >= encoder.ids_end for i in args.stop_token_ids):
+        raise ValueError(f"--stop_token_ids: the ids of the model end at {encoder.ids_end - 1}")
     room = limit.tokens - args.max_new_tokens
     if rows and room < 1:
         problem = f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt"
@@ -115,7 +154,7 @@ def encode_prompts(
 
         makers["_prompt"] = prompt_maker_of_environment(args)
     elif args.prompt_template is not None:
-        makers["_prompt"] = template_maker(args)
+        makers["_prompt"] = template_maker(args, shot_args)
     if args.tools:
         makers["tools"] = partner_of(args).tools_of_rows(args, encoder.tokenizer)
     check = row_check(args)
@@ -157,7 +196,7 @@ def encode_prompts(
 PLACE = ("_folder", "_source")  # identify a row: files in several folders may have one name
 
 
-def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
+def template_maker(args: SamplingArgs, shot_args: ShotArgs) -> Callable[[dict], str]:
     """Return the function row -> prompt. `{shots}` are the first `--shots` rows of `--shots_split`
     with the row's value in `--shots_by`, but never the row itself.
 
@@ -166,25 +205,25 @@ def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
     from common.text.filler import template_filler
 
     fill = template_filler("--prompt_template", args.prompt_template)
-    if not args.shots:
+    if not shot_args.shots:
         return lambda row: fill(dict(shots="") | row)
-    fill_shot = template_filler("--shot_template", args.shot_template)
-    column = args.shots_by
+    fill_shot = template_filler("--shot_template", shot_args.shot_template)
+    column = shot_args.shots_by
     group_of = template_filler(f"--shots_by {column}", f"{{{column}}}" if column else "")
     datasets = list(weights_of(args.dataset))  # the names alone
     advice = "--shots_split, or set --shots 0"
     examples = defaultdict(list)
-    for example in rows_of_split("--dataset", datasets, advice, args.shots_split, args):
+    for example in rows_of_split("--dataset", datasets, advice, shot_args.shots_split, args):
         examples[group_of(example)].append(example)
 
     def make(row: dict) -> str:
         kind = group_of(row)
         others = (x for x in examples[kind] if any(x.get(key) != row.get(key) for key in PLACE))
-        shots = [*islice(others, args.shots)]
-        if len(shots) < args.shots:
+        found = [*islice(others, shot_args.shots)]
+        if len(found) < shot_args.shots:
             of_kind = f" with {column} {kind!r:.80}" if column else ""
-            problem = f"--shots_split {args.shots_split} has {len(shots)} other rows{of_kind}"
-            raise ValueError(f"{row['_source']}: --shots {args.shots}: {problem}")
-        return fill(row | dict(shots="".join(map(fill_shot, shots))))
+            problem = f"--shots_split {shot_args.shots_split} has {len(found)} other rows{of_kind}"
+            raise ValueError(f"{row['_source']}: --shots {shot_args.shots}: {problem}")
+        return fill(row | dict(shots="".join(map(fill_shot, found))))
 
     return make

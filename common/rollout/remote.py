@@ -25,7 +25,7 @@ from common.model.hub import resolve_model
 from common.model.policy import Policy, compute_dtype
 from common.packs.sample import Group
 from common.parallel import distributed, process
-from common.rollout.engine import Engine
+from common.rollout.engine import Engine, EngineOptions
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, OnComplete, PromptRequest, is_own
 from common.rollout.weights import sync_weights, whole_weights
@@ -210,10 +210,10 @@ def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
 # ---- rollout ranks ----
 
 
-def serve_until_end(args: OnlineArgs, device: torch.device) -> None:
+def serve_until_end(args: OnlineArgs, device: torch.device, options: EngineOptions) -> None:
     """Sample on a rollout rank until training ends."""
     path = resolve_model(args.model)
-    engine = make_engine(path, args, load_tokenizer(path, args), device)
+    engine = make_engine(path, args, load_tokenizer(path, args), device, options=options)
     episodes = Episodes(engine, args)
     inbox: queue.Queue[SamplingOrder | None] = queue.Queue()
     channel = Channel(inbox.put)

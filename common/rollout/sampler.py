@@ -22,6 +22,7 @@ from common.model.policy import Policy
 from common.packs.order import Order, make_order
 from common.packs.sample import Group
 from common.parallel import distributed
+from common.rollout.engine import NO_OPTIONS, EngineOptions
 from common.rollout.engines import make_engine
 from common.rollout.episodes import Episodes, OnComplete, PromptRequest, in_order, is_own
 from common.rollout.measure import trained_counts
@@ -30,27 +31,29 @@ from common.rollout.weights import sync_weights, whole_weights
 
 
 def make_sampler(
-    policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, on_complete: OnComplete
-) -> "Sampler":
+    policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, on_complete: OnComplete,
+    options: EngineOptions = NO_OPTIONS,
+) -> "Sampler":  # fmt: skip
     """Return the sampler of `prompts` for the present flags. Call on every training rank. Raises
     `ValueError` for an engine that is not available.
 
     `on_complete` is called with each group of this rank as soon as its last completion has ended,
-    while others are sampled or, with `--rollout_ranks`, trained on."""
+    while others are sampled or, with `--rollout_ranks`, trained on. An engine on
+    another rank has its `options` from `serve`."""
     if args.rollout_ranks:
         from common.rollout.remote import RolloutRanks
 
         source = RolloutRanks(policy, args, on_complete)
     else:
-        source = ColocatedEngine(policy, args, tokenizer, on_complete)
+        source = ColocatedEngine(policy, args, tokenizer, on_complete, options)
     return Sampler(prompts, args, make_order(prompts.rows, args), source)
 
 
-def serve(args: OnlineArgs, device: torch.device) -> None:
+def serve(args: OnlineArgs, device: torch.device, options: EngineOptions = NO_OPTIONS) -> None:
     """Sample on a rollout rank until training ends (`--rollout_ranks`)."""
     from common.rollout.remote import serve_until_end
 
-    serve_until_end(args, device)
+    serve_until_end(args, device, options)
 
 
 @dataclass(frozen=True)
@@ -155,13 +158,16 @@ class ColocatedEngine:
 
     steps_ahead = 0
 
-    def __init__(self, policy: Policy, args: OnlineArgs, tokenizer, on_complete: OnComplete):
+    def __init__(
+        self, policy: Policy, args: OnlineArgs, tokenizer, on_complete: OnComplete,
+        options: EngineOptions = NO_OPTIONS,
+    ):  # fmt: skip
         self.policy = policy
         self.version: int | None = None  # version of the weights in the engine
         self.shares_memory = bool(args.reward_models)  # which run after an evaluation too
         self.trains = False  # whether the run samples for its steps
         self.on_complete = on_complete
-        self.engine = make_engine(policy.path, args, tokenizer, policy.device)
+        self.engine = make_engine(policy.path, args, tokenizer, policy.device, options=options)
         self.episodes = Episodes(self.engine, args)
 
     def __str__(self) -> str:

@@ -62,9 +62,9 @@ class TransformersEngine(Engine):
         if self.images is not None:
             completions = [request.completion for request in requests]
             of_images = self.images.generation_arguments(completions, input_ids)
-        truncation = (self.args.truncation or {}) if temperature > 0 else {}
+        truncation = (self.truncation or {}) if temperature > 0 else {}
         seeds = [request.seed for request in requests]
-        size = self.args.support if temperature > 0 else 0
+        size = self.support if temperature > 0 else 0
         sampler = _SeededSampler(seeds, temperature, truncation, size, self.device)
         stopped: dict[int, int] = {}  # length of the turns that a stop string has ended
 

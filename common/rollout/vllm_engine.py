@@ -267,7 +267,7 @@ class VLLMEngine(Engine):
             logprobs_mode="processed_logprobs",  # log-probs of the sampled distribution
             generation_config="vllm",  # ignores top_p, top_k and penalties in the model's file
             max_model_len=max_model_len,
-            max_logprobs=max(20, self.args.support),
+            max_logprobs=max(20, self.support),
             scheduling_policy="priority",
             seed=0,  # unused: every request has a seed
             disable_log_stats=True,
@@ -304,11 +304,11 @@ class VLLMEngine(Engine):
             stop=list(self.args.stop),
             detokenize=bool(self.args.stop),
             skip_special_tokens=False,
-            logprobs=self.args.support,  # 0: only that of the sampled token
+            logprobs=self.support,  # 0: only that of the sampled token
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
-            **(self.args.truncation or {}),  # ignored at temperature 0
+            **(self.truncation or {}),  # ignored at temperature 0
         )
         prompt = tokens_input([*request.completion.ids])
         if request.completion.images:
@@ -330,8 +330,8 @@ class VLLMEngine(Engine):
             versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
             # The sampled token comes first. Tokens that truncation leaves out have -inf.
             columns = turn.logprobs.token_ids, turn.logprobs.logprobs
-            ids, values = (np.reshape(x, (-1, 1 + self.args.support)) for x in columns)
-            support = np.where(values > -np.inf, ids, ids[:, :1]) if self.args.support else ()
+            ids, values = (np.reshape(x, (-1, 1 + self.support)) for x in columns)
+            support = np.where(values > -np.inf, ids, ids[:, :1]) if self.support else ()
             sampled = turn.token_ids, values[:, 0].tolist(), versions, turn.finish_reason, support
             turns.append((output.request_id, SampledTurn(*sampled)))
             cached, size = output.num_cached_tokens, len(output.prompt_token_ids)

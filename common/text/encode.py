@@ -5,7 +5,9 @@ from array import array
 from dataclasses import replace
 
 from common.config.extra import extra
-from common.config.groups import BaseArgs
+from common.config.groups import DataArgs
+from common.model.hub import vocabulary_size
+from common.model.policy import NO_IMAGES, ImageArgs
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.text.chat import SAID, ChatTemplate, any_of
@@ -22,6 +24,7 @@ from common.text.messages import (
     unread_keys,
 )
 from common.text.text_ids import TextIds
+from common.text.tokenizer import format_of, model_of
 from common.text.turns import as_read, is_wanted, prompt_of, reply_of, turns_of, whole_of
 
 COLUMNS_OF_CHATS = ("tools", "chat_template_kwargs", "system", "system_prompt")
@@ -31,9 +34,16 @@ class Encoder:
     """Encoder of rows for training and sampling. A prompt has the same ids in both. Ids are
     `array("i")`, masks `bytes`."""
 
-    def __init__(self, tokenizer, args: BaseArgs):
+    def __init__(
+        self, tokenizer, args: DataArgs, images: ImageArgs = NO_IMAGES,
+        prompt_format: str | None = None,
+    ):  # fmt: skip
+        """`prompt_format`: of another model, whose format this one reads."""
         self.tokenizer = tokenizer
-        self.prompt_format = format_of(tokenizer, args)
+        self.prompt_format = prompt_format or format_of(tokenizer, args)
+        # Gemma 3 of text has no embedding for the tokenizer's image token.
+        path = model_of(tokenizer)
+        self.ids_end = len(tokenizer) if path is None else vocabulary_size(path)
         self.system_prompt = args.system_prompt
         self.special_text = args.special_text
         self.chat = None
@@ -54,10 +64,10 @@ class Encoder:
         self.text_ids = TextIds(tokenizer, self.ends, reads_hidden=args.special_text == "text")
         self.said: dict[str, str] = {}  # the note of each kind that has been printed
         self.images = None
-        if args.vision is not None:
-            with extra("images", f"--vision {args.vision}"):
+        if images.vision is not None:
+            with extra("images", f"--vision {images.vision}"):
                 from extras.images.encoder import ImageEncoder
-            self.images = ImageEncoder(tokenizer, args)
+            self.images = ImageEncoder(tokenizer, images.max_pixels)
 
     # ---- prompts ----
 
@@ -324,8 +334,7 @@ class Encoder:
                 ids = self.text_ids.after(after, text)
         except ValueError as error:
             raise bad_row(row, str(error)) from error
-        limit = getattr(self.tokenizer, "model_vocab_size", None)
-        if limit and (largest := max(ids, default=0)) >= limit:
+        if (largest := max(ids, default=0)) >= self.ids_end:
             token = self.tokenizer.convert_ids_to_tokens(largest)
             problem = f"the model has no embedding for the token {token!r}; take it out"
             raise bad_row(row, problem)
@@ -363,11 +372,6 @@ class Encoder:
         (message,) = self._with_images(row, [dict(role="user", content=text)])
         text = self._read(row, message["content"], has_end, has_bos=True)
         return text if self.images is None else self.images.in_plain_text(text)
-
-
-def format_of(tokenizer, args: BaseArgs) -> str:
-    """Return `--prompt_format`, as `load_tokenizer` has chosen it for the policy's tokenizer."""
-    return getattr(tokenizer, "prompt_format", args.prompt_format)
 
 
 def all_trained(sample: Sample) -> Sample:

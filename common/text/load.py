@@ -4,9 +4,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
+
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
 
 from common.config.extra import extra
+from common.config.flags import STRICT, weights_of
 from common.config.groups import TrainArgs
+from common.model.policy import NO_IMAGES, ImageArgs
 from common.packs.order import Order, make_order
 from common.packs.sample import Sample, kept, whole
 from common.parallel import distributed
@@ -21,6 +27,28 @@ ROWS_AT_ONCE = 1000  # rows that a rank encodes before the ranks exchange their 
 
 SampleGroup = list[Sample]  # the samples of one row
 EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], SampleGroup]
+
+
+@dataclass(config=STRICT)
+class StreamArgs:
+    """Streaming"""
+
+    streaming: bool = False
+    """read training rows, from files or the hub, when they are drawn, not all at the start"""
+
+    @model_validator(mode="after")
+    def _check_stream(self: Any) -> Any:  # reads flags of `TrainArgs`
+        if not self.streaming:
+            return self
+        if self.max_steps is None:
+            raise ValueError("--streaming: the number of rows is unknown; set --max_steps")
+        if any(weights_of(self.dataset).values()):
+            problem = "data sets are read one after another; omit the weights"
+            raise ValueError(f"--streaming {self.dataset_flag}: {problem}")
+        if self.eval_every and self.eval_dataset is None:
+            advice = "name an --eval_dataset, or set --eval_every 0"
+            raise ValueError(f"--streaming sets no rows aside; {advice}")
+        return self
 
 
 class Samples(Sequence):
@@ -47,6 +75,7 @@ class Samples(Sequence):
 def load_samples(
     encode_row: EncodeRow, choices: Sequence[Columns], tokenizer, args: TrainArgs,
     optional: Sequence[str] = (), streams: bool = False, apart: bool = False,
+    images: ImageArgs = NO_IMAGES,
 ) -> list[tuple[Samples, Counter]]:  # fmt: skip
     """Return samples of training rows and of held-out rows. With each comes a counter: how many
     rows were dropped or changed, by reason. With `streams` training rows are read when they are
@@ -59,11 +88,11 @@ def load_samples(
     if streams:
         with extra("streaming", "--streaming"):
             from extras.streaming.streaming import load_stream
-        return load_stream(encode_row, choices, tokenizer, args, apart)
+        return load_stream(encode_row, choices, Encoder(tokenizer, args, images), args, apart)
     train, held_out = train_and_eval_rows(args)
     columns = require_columns(args.dataset_flag, [*train, *held_out], choices)
     say_unread(train, (*columns, *optional))
-    encoder = Encoder(tokenizer, args)
+    encoder = Encoder(tokenizer, args, images)
     loaded = []
     for rows in (train, held_out):
         found = [name for name in optional if any(name in row for row in rows)]

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TypeVar
 
 from common.config.flags import datasets_by_name, eval_sets_of, sources_of, weights_of
-from common.config.groups import BaseArgs, TrainArgs
+from common.config.groups import DataArgs, TrainArgs
 from common.parallel import distributed
 from common.text.columns import prompt_digest, rename_columns, require_old_names
 from common.text.files import TASKS, BadRows, Shard, files_named, open_split, splits_of
@@ -45,7 +45,7 @@ def encode_each(
 # ---- reading ----
 
 
-def load_rows(flag: str, dataset: str, split: str, args: BaseArgs) -> list[dict] | None:
+def load_rows(flag: str, dataset: str, split: str, args: DataArgs) -> list[dict] | None:
     """Read all rows of a split, under the data's own names of columns; None if the dataset has no
     such split. Raises `ValueError` naming `flag`, the file or the row."""
     is_alone = len(args.dataset) == 1
@@ -53,7 +53,7 @@ def load_rows(flag: str, dataset: str, split: str, args: BaseArgs) -> list[dict]
     return None if shards is None else _read(f"{flag} {dataset}", shards, args)
 
 
-def _open(flag: str, dataset: str, split_flag: str, split: str, args: BaseArgs) -> list[Shard]:
+def _open(flag: str, dataset: str, split_flag: str, split: str, args: DataArgs) -> list[Shard]:
     is_alone = len(args.dataset) == 1
     shards = open_split(flag, dataset, split, args.dataset_config, is_alone=is_alone)
     if shards is None:
@@ -61,7 +61,7 @@ def _open(flag: str, dataset: str, split_flag: str, split: str, args: BaseArgs) 
     return shards
 
 
-def _read(label: str, shards: list[Shard], args: BaseArgs) -> list[dict]:
+def _read(label: str, shards: list[Shard], args: DataArgs) -> list[dict]:
     bad = BadRows(args.on_bad_row)
     rows = [row for shard in shards for row in shard.rows(bad)]
     bad.report()
@@ -71,7 +71,7 @@ def _read(label: str, shards: list[Shard], args: BaseArgs) -> list[dict]:
 
 
 def rows_of_split(
-    flag: str, datasets: Sequence[str], split_flag: str, split: str, args: BaseArgs,
+    flag: str, datasets: Sequence[str], split_flag: str, split: str, args: DataArgs,
     whole_file: bool = False,
 ) -> list[dict]:  # fmt: skip
     """Read the rows of a split of several datasets, with columns renamed; with `whole_file` all
@@ -83,7 +83,7 @@ def rows_of_split(
 
 
 def _own_rows(
-    flag: str, datasets: Sequence[str], split_flag: str, split: str, args: BaseArgs,
+    flag: str, datasets: Sequence[str], split_flag: str, split: str, args: DataArgs,
     whole_file: bool,
 ) -> list[dict]:  # fmt: skip
     if any(weights_of(datasets).values()):
@@ -134,7 +134,7 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
             held_out[name] = rename_columns(chosen, args.columns)
         else:
             train[name], held_out[name], is_by_prompt = _set_aside(
-                train[name], size // len(sources), args
+                train[name], size // len(sources), is_given=args.eval_size is not None
             )
             are_apart &= is_by_prompt
             _say_unread_splits({x: shards[x] for x in sources[name]}, args)
@@ -158,11 +158,11 @@ def _own_split(datasets: Sequence[str], args: TrainArgs) -> list[dict]:
     return rows
 
 
-def _set_aside(rows: list[dict], size: int, args: TrainArgs) -> tuple[list[dict], list[dict], bool]:
-    """Return training rows, at most `size` other rows, and whether all rows of a prompt are on one
-    side. They are not if prompts have so many rows that less than half of `size` would be set
-    aside."""
-    if args.eval_size is None:
+def _set_aside(rows: list[dict], size: int, is_given: bool) -> tuple[list[dict], list[dict], bool]:
+    """Return training rows, at most `size` other rows (at most a tenth unless `size` is given), and
+    whether all rows of a prompt are on one side. They are not if prompts have so many rows that
+    less than half of `size` would be set aside."""
+    if not is_given:
         size = max(1, min(size, len(rows) // 10))
     if len(rows) <= size:
         problem = f"no training rows left of {len(rows)}"
@@ -182,7 +182,7 @@ def _set_aside(rows: list[dict], size: int, args: TrainArgs) -> tuple[list[dict]
     return train, [row for row, prompt in pairs if prompt in chosen], True
 
 
-def _say_unread_splits(shards: dict[str, list[Shard]], args: TrainArgs) -> None:
+def _say_unread_splits(shards: dict[str, list[Shard]], args: DataArgs) -> None:
     """Print which splits for an evaluation the datasets have, if rows of training are set aside."""
     for dataset, own in shards.items():
         names: Iterable[str] = ()

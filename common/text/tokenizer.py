@@ -1,40 +1,48 @@
 """The tokenizer with its chat template, and the tokens that end completions."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from common.config.groups import BaseArgs
+from common.config.groups import DataArgs
 from common.model.hub import GENERATION_CONFIG, fields_of, ids_of_eos, read_tokenizer
-from common.model.loading import load_config
 from common.parallel import distributed
 from common.text.chat import end_of_turn, use_template
 
 
-def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
-    """Return the tokenizer of a folder. With `args` it has the `--chat_template` and, as
-    `prompt_format`, the `--prompt_format`, where auto is chat for a chat model."""
+def load_tokenizer(path: str, args: DataArgs | None = None, flag: str = "--model"):
+    """Return the tokenizer of a folder, with `args` that of the policy: with the `--chat_template`,
+    and a line if the model decides the format of prompts or should."""
     tokenizer = read_tokenizer(path, flag)
     if args is None:
         return tokenizer
-    size = load_config(path).get_text_config().vocab_size
-    if any(i >= size for i in args.stop_token_ids):
-        raise ValueError(f"--stop_token_ids: the ids of the model end at {size - 1}")
-    tokenizer.prompt_format = args.prompt_format
     if args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
-    elif (end := chat_end(path, tokenizer)) and args.prompt_format != "chat":
-        if args.prompt_format == "auto":
-            tokenizer.prompt_format = "chat"
+    elif (end := chat_end(tokenizer)) and args.prompt_format != "chat":
         warning = "warning: " if args.prompt_format == "plain" else ""
-        chosen = f"--prompt_format {tokenizer.prompt_format}"
+        chosen = f"--prompt_format {format_of(tokenizer, args)}"
         distributed.say(f"{warning}{chosen}: a chat model, it ends its turns with {end}")
     return tokenizer
 
 
-def chat_end(path: str, tokenizer) -> str | None:
+def format_of(tokenizer, args: DataArgs) -> str:
+    """Return `--prompt_format`, where auto is chat for a chat model with its own template."""
+    is_open = args.prompt_format == "auto" and args.chat_template is None
+    return "chat" if is_open and chat_end(tokenizer) else args.prompt_format
+
+
+def model_of(tokenizer) -> str | None:
+    """Return the folder of the model that the tokenizer was loaded with; None without a model."""
+    folder = tokenizer.name_or_path
+    return folder if (Path(folder) / "config.json").is_file() else None
+
+
+def chat_end(tokenizer) -> str | None:
     """Return the token that ends the turns of a chat model: its template writes it, and it is an
     EOS of the model. None for a base model, and for an export of a run in another format."""
-    trained_on = fields_of(path, GENERATION_CONFIG).get("prompt_format")
-    if tokenizer.chat_template is None or trained_on not in (None, "chat"):
+    path = model_of(tokenizer)
+    if tokenizer.chat_template is None or path is None:
+        return None
+    if fields_of(path, GENERATION_CONFIG).get("prompt_format", "chat") != "chat":
         return None
     end = end_of_turn(tokenizer)
     is_eos = end in eos_token_ids(path, tokenizer, "plain")

@@ -26,8 +26,7 @@ from common.model.hub import STATE, checkpoints_in
 from common.model.loading import base_dtype, hub_weights, load_config, named_errors, whole
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
-from common.text.encode import format_of
-from common.text.tokenizer import eos_token_ids
+from common.text.tokenizer import eos_token_ids, format_of
 from common.train.export_files import config_file, generation_file, tokenizer_files
 
 CARD = "README.md"
@@ -41,11 +40,12 @@ class Checkpointer:
     """Saves and loads a model with its optimizer, and other objects with a `state_dict`, which is
     small and the same on every rank.
 
-    `value` is a second model with its optimizer, `moving` a frozen one that moves."""
+    `value` is a second model with its optimizer, `moving` a frozen one that moves. An export ends
+    its turns with `stop_token_ids` too."""
 
     def __init__(
         self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None,
-        moving: nn.Module | None = None, **stateful,
+        moving: nn.Module | None = None, stop_token_ids: Sequence[int] = (), **stateful,
     ):  # fmt: skip
         self.args = args
         self.folder = Path(args.output_dir)
@@ -59,8 +59,7 @@ class Checkpointer:
         self.files: dict[str, bytes] = {}
         if distributed.is_main():
             warn_of_rounding(model)
-            prompt_format = format_of(tokenizer, args)
-            self.files = hf_files(model, tokenizer, prompt_format, args.stop_token_ids)
+            self.files = hf_files(model, tokenizer, format_of(tokenizer, args), stop_token_ids)
 
     def load_latest(self) -> int:
         """Load the newest intact checkpoint and return its number of finished steps; 0 without

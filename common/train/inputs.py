@@ -10,7 +10,14 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from common.config.flags import MODEL_KINDS, eval_sets_of, public
+from common.config.flags import (
+    MODEL_KINDS,
+    NAMES_MODELS,
+    NamesCode,
+    eval_sets_of,
+    marked,
+    public,
+)
 from common.config.groups import BaseArgs
 from common.model.hub import checkpoints_in, local_folder
 from common.model.loading import files_of, named_errors
@@ -61,18 +68,16 @@ def changed(then: Digests, now: Digests) -> Iterator[tuple[str, str]]:
 def _models(args: BaseArgs) -> Iterator[tuple[str, str]]:
     """Yield flag and name of each model that the run reads. Checkpoints of a folder, which eval.py
     takes, are a model each."""
-    for name in [*map(str, checkpoints_in(Path(args.model)))] or [args.model]:
-        yield "--model", name
-    for flag in ("reference_model", "value_model", "adapter"):
-        if (name := getattr(args, flag, None)) is not None:
+    for flag, values, _ in marked(args, NAMES_MODELS):
+        names: Iterable[str] = values
+        if flag == "model":
+            names = [*map(str, checkpoints_in(Path(args.model)))] or values
+        elif flag == "teacher":
+            names = eval_sets_of(values, flag)
+        elif flag == "reward":
+            names = [name.partition(":")[2] for name in values if name.startswith(MODEL_KINDS)]
+        for name in names:
             yield f"--{flag}", name
-    teachers = getattr(args, "teacher", ())
-    if teachers and isinstance(teachers, tuple):  # self_distill.py has another flag of this name
-        for name in eval_sets_of(teachers, "teacher"):
-            yield "--teacher", name
-    for name in getattr(args, "reward", ()):
-        if name.startswith(MODEL_KINDS):
-            yield "--reward", name.partition(":")[2]
 
 
 def model_files(name: str) -> list[Path]:
@@ -85,17 +90,14 @@ def model_files(name: str) -> list[Path]:
 
 def _code(args: BaseArgs, rows: Sequence[dict]) -> Iterator[tuple[str, str, list[Path]]]:
     """Yield flag, value and files of each reward, environment, agent and tool of the user."""
-    rewards = [*getattr(args, "reward", ())]
-    if "by_row" in rewards:
-        rewards += dict.fromkeys(str(row.get("reward")) for row in rows)
-    specs = [("--reward", name) for name in rewards]
-    specs += [("--tools", name) for name in getattr(args, "tools", ())]
-    specs += [(f"--{name}", getattr(args, name, None)) for name in ("environment", "agent")]
+    specs = [(flag, name) for flag, names, _ in marked(args, NamesCode) for name in names]
+    if ("reward", "by_row") in specs:
+        specs += dict.fromkeys(("reward", str(row.get("reward"))) for row in rows)
     for flag, spec in specs:
-        words = [*str(spec).split(), str(spec).rpartition(":")[0], str(spec)]
+        words = [*spec.split(), spec.rpartition(":")[0], spec]
         files = [Path(word) for word in words if word.endswith(".py") and Path(word).is_file()]
         if files:
-            yield flag, public(spec), files
+            yield f"--{flag}", public(spec), files
 
 
 # ---- digests ----
@@ -103,8 +105,7 @@ def _code(args: BaseArgs, rows: Sequence[dict]) -> Iterator[tuple[str, str, list
 
 def _made(args: BaseArgs) -> list[str]:
     """Return the columns that the user's code fills: the row has not changed if they have."""
-    made = {"_prompt": getattr(args, "environment", None), "tools": getattr(args, "tools", None)}
-    return [column for column, flag in made.items() if flag]
+    return [mark.makes for _, _, mark in marked(args, NamesCode) if mark.makes]
 
 
 def digests_of_rows(rows: Iterable[dict], made: Sequence[str] = ()) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw as adamw_update
 
-from common.config.groups import TrainArgs
+from common.config.groups import OptimArgs
 from common.parallel import distributed
 
 BETA1 = 0.9  # decay rate of the first moment
@@ -21,7 +21,7 @@ FIRST_SCALE = 2.0**16
 GROW_AFTER = 2000  # steps
 
 
-def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
+def adamw(model: nn.Module, args: OptimArgs) -> torch.optim.AdamW:
     """Return AdamW (arXiv:1711.05101) over the sharded float32 master weights, with weight decay on
     matrices only. The moments are on the device that `--offload` determines."""
     if model.compute_dtype == torch.float16:  # a buffer of the model is saved in checkpoints
@@ -70,7 +70,7 @@ class HostAdamW(torch.optim.AdamW):
             torch.cuda.synchronize()
 
 
-def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
+def learning_rate(step: int, total_steps: int, args: OptimArgs) -> float:
     """Return the learning rate of the update after `step` finished ones: linear warmup from 0, then
     `--lr_schedule`, which reaches 0 after the last update. It has no state to save."""
     if step < args.warmup_steps:

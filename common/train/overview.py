@@ -8,6 +8,7 @@ from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
+from common.config.online import OnlineArgs
 from common.packs.sample import kept
 from common.parallel import distributed
 
@@ -70,7 +71,9 @@ def cost_of_rewriting(policy, samples) -> list[str]:
     return [f"{problem}: {cost}; --train_on last trains the last turn of each row alone"]
 
 
-def describe_rollouts(args: TrainArgs, prompts: Sized, held_out: Sized, sampler) -> list[str]:
+def describe_rollouts(
+    args: OnlineArgs, prompts: Sized, held_out: Sized, sampler, preset: str | None = None
+) -> list[str]:
     """Return lines about the data, the length, the engine and the updates of a run with flags for
     sampling, and about its preset."""
     updates = args.updates_per_rollout
@@ -86,9 +89,9 @@ def describe_rollouts(args: TrainArgs, prompts: Sized, held_out: Sized, sampler)
     kinds = {name.partition(":")[0] for name in args.reward}
     if kinds == {"rank"} and args.eval_every and args.eval_samples == 1:
         lines.append("evaluations have no reward: rank:PATH compares; see --eval_samples")
-    if args.PRESETS and args.preset:
-        flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[args.preset].items())
-        lines.append(f"preset {args.preset}: {flags}")
+    if preset is not None:
+        flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[preset].items())
+        lines.append(f"preset {preset}: {flags}")
     return lines
 
 

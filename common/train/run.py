@@ -65,8 +65,9 @@ class Run:
         self.best: float | None = None  # best value of --keep_best
         self.earlier_steps = total_steps  # length of the run by the checkpoint
         self.checkpointer = Checkpointer(
-            args, model, optimizer, tokenizer, value, moving, totals=self, **stateful
-        )
+            args, model, optimizer, tokenizer, value, moving,
+            () if sampler is None else sampler.args.stop_token_ids, totals=self, **stateful,
+        )  # fmt: skip
         self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
         self.logger = RunLogger(args, self.first_step, total_steps, show, curves)
         self.message = self.logger.message
@@ -74,7 +75,8 @@ class Run:
         self.trace = None
         # By default a run has traces if extras/trace is here, but not with an agent, because the
         # branches of an episode share an index.
-        by_default = args.agent is None and has_extra("trace")
+        is_agent = sampler is not None and sampler.args.agent is not None
+        by_default = has_extra("trace") and not is_agent
         if args.trace_every and (by_default or args.trace_every != TrainArgs.trace_every):
             with extra("trace", "--trace_every"):
                 from extras.trace.trace import Trace

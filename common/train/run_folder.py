@@ -18,26 +18,32 @@ import yaml
 
 from common import durable
 from common.config.flags import TreeLoader
-from common.config.groups import BaseArgs, TrainArgs, flags_of, may_change, script_of
+from common.config.groups import BaseArgs, DataArgs, flags_of, may_change, script_of
 from common.model.hub import checkpoints_in
 from common.parallel import distributed
 from common.train.inputs import changed, fixed_inputs, other_inputs
 
 EXPORTS = ("hf", "best", "adapter", "best_adapter")  # a new export replaces these folders
 RESUMABLE = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py resumes from these
+SAMPLES = "samples.jsonl"
 INPUTS = "inputs.json"  # digests of what the run read when it began
 COMPUTED = ("max_length",)  # a resumed run keeps these defaults, which were computed
 
 
-def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
+def prepare_output_dir(
+    args: BaseArgs, dry_run: bool | str = False, replaces: Sequence[str] = (*EXPORTS, SAMPLES)
+) -> dict[str, Any]:
     """Lock `--output_dir` and check it, before any slow work; `begin_run` then writes. Return the
-    flags of the run that will be resumed, {} for a new one. Collective. A dry run only warns.
+    flags of the run that will be resumed, {} for a new one. `replaces`: what the run writes anew.
+    Collective. A `dry_run` only warns.
 
     Raises `ValueError` if the folder is not shared by all machines, has a run with other flags or
     files that the run would replace or, with `--resume must`, has no run."""
     folder = Path(args.output_dir)
-    problem = distributed.from_main(_conflict(folder, args) if distributed.is_main() else None)
-    if isinstance(args, TrainArgs) and args.dry_run:
+    problem = distributed.from_main(
+        _conflict(folder, args, replaces) if distributed.is_main() else None
+    )
+    if dry_run:
         if problem:
             distributed.say(f"warning: {problem}")
             return {}
@@ -60,9 +66,13 @@ def prepare_output_dir(args: BaseArgs) -> dict[str, Any]:
     return earlier
 
 
-def begin_run(args: BaseArgs, rows: Sequence[dict] = (), held_out: Sequence[dict] = ()) -> None:
+def begin_run(
+    args: BaseArgs, rows: Sequence[dict] = (), held_out: Sequence[dict] = (),
+    keeps_rewards: bool = False,
+) -> None:  # fmt: skip
     """Write args.yaml and inputs.json, once flags and data are known to be good. With `--resume
-    never` move an earlier run aside first. `rows` to train on, or to evaluate. Collective.
+    never` move an earlier run aside first. `rows` to train on, or to evaluate; `keeps_rewards`: of
+    its completions, also with other code. Collective.
 
     Raises `ValueError` if rows, models or the chat template are not as they were when the run
     began."""
@@ -70,7 +80,7 @@ def begin_run(args: BaseArgs, rows: Sequence[dict] = (), held_out: Sequence[dict
     if distributed.is_main():
         inputs = dict(fixed=fixed_inputs(args, rows), others=other_inputs(args, rows, held_out))
         if _has_begun(folder) and args.resume != "never":
-            inputs = _compare(folder, inputs, args)
+            inputs = _compare(folder, inputs, args, keeps_rewards)
         if _has_begun(folder) and args.resume == "never":
             folder = folder.resolve()  # a link stays, and what it names is moved
             names = (folder.with_name(f"{folder.name}.old-{n}") for n in count(1))
@@ -143,7 +153,7 @@ def _can_resume(folder: Path) -> bool:
     return sampled or bool(checkpoints_in(folder / "checkpoints"))
 
 
-def _conflict(folder: Path, args: BaseArgs) -> str | None:
+def _conflict(folder: Path, args: BaseArgs, replaces: Sequence[str]) -> str | None:
     """Return why the run in the folder cannot continue with these flags, if there is a reason.
     Reads only."""
     if args.resume == "must" and not _can_resume(folder):
@@ -156,7 +166,7 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
     for read, path in _inputs(args) if args.resume == "never" and _has_begun(folder) else ():
         if path.resolve().is_relative_to(folder.resolve()):
             return f"{read}: --resume never would move it aside; name another --output_dir"
-    for name in (*EXPORTS, "samples.jsonl") if isinstance(args, TrainArgs) else ():
+    for name in replaces:
         if not _has_begun(folder) and (folder / name).exists():
             return f"{label}: the run would replace {name} there; name another --output_dir"
     try:
@@ -209,7 +219,7 @@ def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
 # ---- one set of inputs ----
 
 
-def _compare(folder: Path, now: dict, args: BaseArgs) -> dict:
+def _compare(folder: Path, now: dict, args: DataArgs, keeps_rewards: bool) -> dict:
     """Return the digests of when the run in the folder began, with those of new inputs. Print which
     code and held-out rows have changed. Raises `ValueError` for other training rows, models or
     chat templates."""
@@ -229,7 +239,7 @@ def _compare(folder: Path, now: dict, args: BaseArgs) -> dict:
         raise ValueError(f"{flag}: {name} is {began}; {advice}")
     for flag, name in changed(then["others"], now["others"]):
         goes_on = "the run goes on with the new one"
-        if not isinstance(args, TrainArgs):  # eval.py
+        if keeps_rewards:
             again = f"--completions {folder}/completions.jsonl and another --output_dir"
             goes_on = f"stored completions keep their rewards; {again} compute them anew"
         distributed.say(f"warning: {flag}: {name} is {began}; {goes_on}")

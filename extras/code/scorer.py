@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from common.config.online import SamplingArgs
+from common.config.online import ScoringArgs
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.registry import Scorer
@@ -16,7 +16,7 @@ from extras.code.reward import fraction, passes
 from extras.code.sandbox import program
 
 
-def make_scorer(function: Callable, name: str, args: SamplingArgs, thoughts: Thoughts) -> Scorer:
+def make_scorer(function: Callable, name: str, args: ScoringArgs, thoughts: Thoughts) -> Scorer:
     """Return the scorer of a reward that runs programs. Raises `ValueError` where they cannot be
     confined."""
     unsafe = args.unsafe_code_execution

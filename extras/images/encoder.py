@@ -9,24 +9,14 @@ from common.text.messages import IMAGE
 from extras.images.image_files import digest, readable, take_images
 from extras.images.reader import reader
 
-NO_IMAGES = (
-    "environment", "agent", "tools", "shots", "reward_models", "reward_model", "perplexity_model",
-)  # fmt: skip
-
 
 class ImageEncoder:
     """Encoder of the images of rows for one model."""
 
-    def __init__(self, tokenizer, args):
-        """Raises `ValueError` for a model that reads no images, and for flags without support for
-        them."""
-        for name in NO_IMAGES:
-            value = getattr(args, name, None)
-            if value:
-                flag = f"reward {value[0]}" if name == "reward_models" else name
-                raise ValueError(f"--vision {args.vision}: --{flag} does not support images")
+    def __init__(self, tokenizer, max_pixels: int | None):
+        """Raises `ValueError` for a model that reads no images."""
         self.tokenizer = tokenizer
-        self.reader = reader(tokenizer.name_or_path, args.max_pixels)
+        self.reader = reader(tokenizer.name_or_path, max_pixels)
         self.token = tokenizer.convert_ids_to_tokens(self.reader.image_id)
         self.take = take_images
         self._shown = lru_cache(maxsize=1024)(self._show)  # by file

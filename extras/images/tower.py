@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from common.config.groups import BaseArgs
 from common.model.attention import packed_inputs
 from common.model.loading import towers_of
+from common.model.policy import ImageArgs
 from common.packs.packing import pack_groups
 from common.packs.sample import ImageSpan, Sample
 from common.packs.tokens import ModelTokens
@@ -27,7 +27,7 @@ from extras.images.reader import reader
 class Images:
     """The part of a policy that reads images."""
 
-    def __init__(self, hf: nn.Module, path: str, args: BaseArgs, trainable: bool):
+    def __init__(self, hf: nn.Module, path: str, args: ImageArgs, trainable: bool):
         """The tower is trained with `--vision train` if the model is `trainable`."""
         self.hf = hf
         self.path = path

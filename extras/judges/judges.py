@@ -19,7 +19,7 @@ from pydantic import (
 from typing_extensions import TypedDict  # before Python 3.12 pydantic needs this one
 
 from common.config.flags import as_tuple
-from common.config.online import SamplingArgs
+from common.config.online import SamplingArgs, ScoringArgs
 from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods, require_length
 from common.packs.sample import Completion, Group, Sample
@@ -60,7 +60,7 @@ OneOrText = Annotated[
 RUBRIC = TypeAdapter(Annotated[list[OneOrText], Field(min_length=1), BeforeValidator(as_tuple)])
 
 
-def criteria_of(row: dict, args: SamplingArgs) -> list[tuple[str, float]]:
+def criteria_of(row: dict, args: ScoringArgs) -> list[tuple[str, float]]:
     """Return the criteria of a row and their weights, from its column `rubric`, else from
     `--rubric`. Raises `ValueError` naming the row for a malformed rubric."""
     if row.get("rubric") is None:

@@ -5,17 +5,26 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
 from rich.console import Console
 
-from common.config.groups import TrainArgs
+from common.config.groups import CheckpointArgs, TrainArgs
 from common.config.online import OnlineArgs
 from common.metrics.logger import preview
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
-from common.model.policy import PackedModel, Policy, compute_dtype, load_policy, load_scalar_model
+from common.model.policy import (
+    NO_IMAGES,
+    ImageArgs,
+    PackedModel,
+    Policy,
+    compute_dtype,
+    load_policy,
+    load_scalar_model,
+)
 from common.packs.order import make_order
 from common.packs.sample import Completion, Sample
 from common.parallel import distributed
@@ -33,7 +42,7 @@ def dry_run(
     args: TrainArgs, path: str | None, tokenizer, data, held_out: Sized,
     rewards: Rewards | None = None, frozen: Sequence[str] = (), *, value_path: str | None = None,
     kind: type[Policy] = Policy, moving: bool = False, own_forwards: float = 0,
-    trained_share: float = 1.0, counts: Counter | None = None,
+    trained_share: float = 1.0, counts: Counter | None = None, images: ImageArgs = NO_IMAGES,
 ) -> None:  # fmt: skip
     """Print the first row of the run, the rewards of ten rows and the plan.
 
@@ -53,7 +62,7 @@ def dry_run(
     gpus, machine, name, gpu = gpus_of(args)
     if gpu.memory and args.dtype == "auto":
         args = replace(args, dtype="bfloat16")
-    trained, others = build(args, path, value_path, frozen, moving, kind)
+    trained, others = build(args, path, value_path, frozen, moving, kind, images)
     # With adapters, a frozen policy may be the trained one without them.
     own_forwards += list(frozen).count(path) if args.lora_rank else 0
     samples = [*chain.from_iterable(groups)]
@@ -130,14 +139,16 @@ def build(
     frozen: Sequence[str],
     moving: bool = False,
     kind: type[Policy] = Policy,
+    images: ImageArgs = NO_IMAGES,
 ) -> tuple[list[PackedModel], list[PackedModel]]:
     """Return the trained and the frozen models of a run on meta, reward models among them. A frozen
     policy equal to an adapted one takes no memory."""
-    trained = [load_policy(path, args, META, kind=kind)] if path is not None else []
+    load_own = partial(load_policy, args=args, device=META, images=images)
+    trained = [load_own(path, kind=kind)] if path is not None else []
     if value_path is not None:
         trained.append(load_scalar_model(value_path, args, META))
     others = [
-        load_policy(resolve_model(name, weights=False), args, META, trainable=False, moves=moving)
+        load_own(resolve_model(name, weights=False), trainable=False, moves=moving)
         for name in frozen
         if name != path or not args.lora_rank
     ]
@@ -151,7 +162,7 @@ def build(
     return trained, others
 
 
-def gpus_of(args: TrainArgs) -> tuple[int, int, str, Gpu]:
+def gpus_of(args: CheckpointArgs) -> tuple[int, int, str, Gpu]:
     """Return the number of GPUs, how many a machine has, their kind and its numbers: of `--dry_run
     8xH100`, or of this launch. The memory of a CPU, which other programs share, counts as 0."""
     if args.planned_ranks:

@@ -42,11 +42,10 @@ LEAST_BLOCKS = 3  # of one file
 
 
 def load_stream(
-    encode_row: EncodeRow, choices: Sequence[Columns], tokenizer, args, apart: bool
+    encode_row: EncodeRow, choices: Sequence[Columns], encoder: Encoder, args, apart: bool
 ) -> list[tuple["StreamedSamples | Samples", Counter]]:
     """Return a stream of training samples, whose counts are empty, and held-out samples in memory,
     see `load_samples`. Collective. Raises `ValueError` for bad data at the start of the stream."""
-    encoder = Encoder(tokenizer, args)
     rows = rows_of_eval_sets(args) if args.eval_every else []
     stream = StreamedSamples(encode_row, choices, encoder, args, apart, rows)
     rows = rename_columns(rows, args.columns)

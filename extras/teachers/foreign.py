@@ -26,8 +26,8 @@ from common.packs.packing import PackedBatch, pack_groups
 from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
 from common.text.columns import PROMPT_COLUMNS, choose_columns
-from common.text.encode import Encoder, format_of
-from common.text.tokenizer import eos_token_ids
+from common.text.encode import Encoder
+from common.text.tokenizer import eos_token_ids, format_of
 
 
 class Spans:
@@ -88,8 +88,8 @@ class ForeignTeacher(Teacher):
             if args.has_turns:
                 raise ValueError("another tokenizer than --model's cannot read several turns")
             self.bytes_of = bytes_of_tokens(tokenizer)
-            tokenizer.prompt_format = format_of(student_tokenizer, args)
-            self.encoder = Encoder(tokenizer, args)
+            prompt_format = format_of(student_tokenizer, args)
+            self.encoder = Encoder(tokenizer, args, prompt_format=prompt_format)
             self.column = "_prompt"
             if "_prompt" not in rows[0]:
                 self.column = choose_columns(args.dataset_flag, rows, PROMPT_COLUMNS)[0]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common import durable
-from common.config.groups import TrainArgs
+from common.config.online import OnlineArgs
 from common.model.distill import Teacher, TopK, most_likely
 from common.packs.packing import PackedBatch, pack
 from common.packs.sample import Group, Sample
@@ -39,13 +39,14 @@ class StoredTeacher:
 
     def __init__(
         self, folder: Path, path: str, load: Callable[[str], Teacher], samples: list[Sample],
-        vocabulary: int, args: TrainArgs, device: torch.device,
+        vocabulary: int, args: OnlineArgs, top_k: int, device: torch.device,
     ):  # fmt: skip
         """Collective. Raises `ValueError` for a damaged file."""
         self.vocabulary = vocabulary
+        self.top_k = top_k
         self.device = device
-        has_rest = args.top_k < vocabulary
-        self.widths = (args.top_k + has_rest, args.top_k, 1, 1)  # of the parts of a row
+        has_rest = top_k < vocabulary
+        self.widths = (top_k + has_rest, top_k, 1, 1)  # of the parts of a row
         chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
         places = accumulate(map(_trained, samples), initial=0)
         for sample, before in zip(samples, places, strict=False):
@@ -53,7 +54,7 @@ class StoredTeacher:
         counts = [sum(map(_trained, chunk)) for chunk in chunks]
         self.starts = [0, *accumulate(counts)]
         files = [folder / f"{number:06d}.safetensors" for number in range(len(chunks))]
-        settings = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK, "rows")
+        settings = (args.dtype, args.temperature, top_k, vocabulary, CHUNK, "rows")
         _claim(folder, _digest_of(samples, path, *settings))
         missing = [i for i, file in enumerate(files) if not file.is_file()]
         missing = distributed.from_main(missing)
@@ -71,7 +72,7 @@ class StoredTeacher:
 
     @torch.no_grad()
     def _scored(
-        self, teacher: Teacher, samples: list[Sample], start: int, args: TrainArgs, writer: int
+        self, teacher: Teacher, samples: list[Sample], start: int, args: OnlineArgs, writer: int
     ) -> Tensor | None:
         """Return, on the rank `writer`, the row of each trained token of the samples, the first of
         which is number `start`, [M, X]. Collective."""
@@ -81,7 +82,7 @@ class StoredTeacher:
         for mb in pack(share, args.pack_tokens, self.device):
             logits = teacher.teach(mb)
             targets_t = mb.model_tokens.targets_T
-            top = most_likely(logits, targets_t, args.temperature, self.vocabulary, args.top_k)
+            top = most_likely(logits, targets_t, args.temperature, self.vocabulary, self.top_k)
             columns_t = (
                 *top.logprobs_TS.unbind(1),
                 *top.tokens_TK.unbind(1),

@@ -65,7 +65,7 @@ def recorded(run: Run, parts: Path) -> Iterator[None]:
     trace.GROUPS, trace.DIGITS = sys.maxsize, EXACT
     args, model = run.args, run.models[0]
     is_small = 4 * sum(p.numel() for p in model.parameters()) <= LARGEST_MODEL
-    if is_small and not (args.lora_rank or args.vision or args.context_ranks > 1):
+    if is_small and not (args.lora_rank or model.images or args.context_ranks > 1):
         config = json.loads(run.checkpointer.files.get("config.json", "{}"))
         config |= dict(dtype="float32", torch_dtype="float32")
         write_model(model, {"config.json": json.dumps(config).encode()}, parts / "hf")
@@ -271,7 +271,7 @@ def of_tokens(
     names = inspect.signature(script.loss).parameters
     for mb, completions in mbs:
         inputs = mb.logprobs_T.requires_grad_(), mb.entropy_T.requires_grad_()
-        is_engine = getattr(args, "old_logprobs", None) == "engine"
+        is_engine = vars(args).get("old_logprobs") == "engine"
         given = dict(mask_T=mb.loss_mask_T, tokens=tokens, sequences=sequences, args=args)
         given["old_logprobs_T"] = mb.rollout_logprobs_T if is_engine else mb.old_logprobs_T
         given = {x: given[x] if x in given else getattr(mb, x) for x in names}

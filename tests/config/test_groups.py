@@ -15,9 +15,10 @@ from torch.distributed.run import get_args_parser
 
 from common.config.flags import as_tuple, needs_of
 from common.config.groups import BaseArgs, GenerateArgs, check_ranks, may_change
-from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import one_line, texts
+from common.objectives.importance import CorrectionArgs
+from common.objectives.kl import LogKLArgs
 
 
 def args_of(script: str) -> type[BaseArgs]:
@@ -178,7 +179,7 @@ OF_EXTRAS = dict(  # read there
 def test_every_flag_is_read(script):
     files = [ROOT / f"{script}.py", *ROOT.glob("common/**/*.py"), *ROOT.glob("extras/*/*.py")]
     sources = "".join(path.read_text(encoding="utf-8") for path in files)
-    read = {*re.findall(r"(?:(?<=\bargs\.)|(?<=\bself\.))\w+", sources)}
+    read = {*re.findall(r"(?:(?<=args\.)|(?<=\bself\.))\w+", sources)}
     flags = {field.name for field in dataclasses.fields(args_of(script))}
     assert flags - read <= {x for x, e in OF_EXTRAS.items() if not (ROOT / "extras" / e).is_dir()}
 

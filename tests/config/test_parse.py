@@ -16,9 +16,10 @@ import grpo
 import ppo
 from common.config.flags import AtLeast2, MayChange, Needs, Positive
 from common.config.groups import check_ranks, flags_of
-from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
+from common.objectives.importance import CorrectionArgs
+from common.objectives.kl import LogKLArgs
 from common.parallel import process
 
 

@@ -19,7 +19,7 @@ from common.model.hub import longest_sequence, require_same_tokenizer, resolve_m
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.text.encode import Encoder
-from common.text.tokenizer import eos_token_ids, load_tokenizer
+from common.text.tokenizer import eos_token_ids, format_of, load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,8 @@ def test_chat_models_get_their_template_and_others_do_not(tmp_path, capsys):
         (dict(eos_token_id=eos), "chat", "chat", ""),
     ):
         (folder / "generation_config.json").write_text(json.dumps(generation))
-        found = load_tokenizer(str(folder), TrainArgs(prompt_format=given)).prompt_format
+        args = TrainArgs(prompt_format=given)
+        found = format_of(load_tokenizer(str(folder), args), args)
         out = capsys.readouterr().out
         assert found == expected and out.startswith(said) and bool(out) == bool(said)
     row = dict(prompt="a", _source="x")

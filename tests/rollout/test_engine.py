@@ -240,7 +240,7 @@ def test_weights_around_an_evaluation_are_sent_once(sleeps, engine, policy, monk
             engine, name, lambda *args, n=name, f=original: (calls.append(n), f(*args))
         )
     monkeypatch.setattr(engine, "keeps_weights", not sleeps)
-    monkeypatch.setattr("common.rollout.sampler.make_engine", lambda *_: engine)
+    monkeypatch.setattr("common.rollout.sampler.make_engine", lambda *_, **__: engine)
     source = ColocatedEngine(policy, Args(max_new_tokens=4), engine.tokenizer, lambda group: None)
     prompt = prompts(engine)[0]
     for numbers, step in (([0], 0), ([-1], 1), ([1], 1), ([2], 1), ([3], 2), ([-1], 3)):
@@ -387,11 +387,11 @@ TRUNCATIONS = (
 
 @contextlib.contextmanager
 def truncating(engine: Engine, truncation: dict | None) -> Iterator[None]:
-    object.__setattr__(engine.args, "truncation", truncation)  # of scripts with these flags
+    engine.truncation = truncation
     try:
         yield
     finally:
-        object.__setattr__(engine.args, "truncation", None)
+        engine.truncation = None
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)

@@ -163,7 +163,8 @@ def test_columns_that_nothing_reads_are_named(flags, unread, tmp_path, monkeypat
         row["reward"] = "exact_match"
     with_shots = importlib.import_module("eval").Args
     args = (with_shots if "shots" in flags else Args)(**flags)
-    say_not_named(args, [row], prompt_columns(args, [row]))
+    shots = dict(shot_args=args) if "shots" in flags else {}
+    say_not_named(args, [row], prompt_columns(args, [row]), **shots)
     assert capsys.readouterr().out == (f"{READ}{unread}\n" if unread else "")
 
 

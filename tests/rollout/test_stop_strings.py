@@ -11,6 +11,7 @@ from common.model.loading import load_config
 from common.model.tiny import tiny_model
 from common.packs.sample import Completion
 from common.rollout.engine import Engine
+from common.rollout.prompts import load_prompts
 from common.text.tokenizer import eos_token_ids, load_tokenizer
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over")
@@ -57,9 +58,9 @@ def test_engine_cuts_at_a_stop_string(synced):
 
 def test_stop_tokens_are_ends():
     path = tiny_model()
-    tokenizer = load_tokenizer(path, Args(stop_token_ids=(7, 5)))
+    tokenizer = load_tokenizer(path)
     ends = eos_token_ids(path, tokenizer)
     assert set(eos_token_ids(path, tokenizer, "auto", (7, 5))) == {5, 7, *ends}
     size = load_config(path).get_text_config().vocab_size
     with pytest.raises(ValueError, match=f"--stop_token_ids: .* end at {size - 1}"):
-        load_tokenizer(path, Args(stop_token_ids=(7, size)))
+        load_prompts(Args(stop_token_ids=(7, size)), tokenizer, 100)

@@ -23,6 +23,10 @@ def args_of(folder, **flags) -> Args:
     return Args(**flags)
 
 
+def maker(args: Args):
+    return template_maker(args, shot_args=args)
+
+
 ROW = dict(question="7", subject="b", _source="test.jsonl:1")
 
 
@@ -37,7 +41,7 @@ ROW = dict(question="7", subject="b", _source="test.jsonl:1")
     ],
 )
 def test_examples_are_the_first_rows_of_the_split(flags, prompt, tmp_path):
-    assert template_maker(args_of(tmp_path, **flags))(dict(ROW)) == prompt
+    assert maker(args_of(tmp_path, **flags))(dict(ROW)) == prompt
 
 
 def test_a_row_is_no_example_of_itself(tmp_path):
@@ -47,7 +51,7 @@ def test_a_row_is_no_example_of_itself(tmp_path):
     two = tuple(f"{tmp_path}/{name}test.jsonl" for name in ("", "b/"))
     args = args_of(tmp_path, shots=3, dataset=two, shots_split="train")
     for row in load_rows("--dataset", two[0], "train", args):
-        prompt = template_maker(args)(row)
+        prompt = maker(args)(row)
         assert prompt.count("test0=0") + prompt.count("test1=1") == 3
         assert prompt.count(f"{row['question']}={row['answer']}") == 1
 
@@ -66,7 +70,7 @@ def test_no_more_examples_are_looked_at_than_are_shown(tmp_path, monkeypatch):
 
     rows = [Counted(question=str(i), answer=i, _source=f"dev.jsonl:{i}") for i in range(300)]
     monkeypatch.setattr(prompts, "rows_of_split", lambda *_: rows)
-    make = template_maker(args_of(tmp_path))
+    make = maker(args_of(tmp_path))
     for row in rows[:100]:
         make(row)
     assert 0 < Counted.reads < 1000
@@ -87,5 +91,5 @@ def test_no_more_examples_are_looked_at_than_are_shown(tmp_path, monkeypatch):
 )
 def test_unusable_examples_are_refused(flags, problem, tmp_path):
     with pytest.raises(ValueError) as error:
-        template_maker(args_of(tmp_path, **flags))(dict(ROW))
+        maker(args_of(tmp_path, **flags))(dict(ROW))
     assert problem in str(error.value)

@@ -271,6 +271,7 @@ def test_a_prompt_has_the_ids_of_its_whole_text():
     prompt, whose text goes on from that turn, has other ids, and is a sequence of its own."""
     coder = encoder()
     coder.tokenizer.add_tokens(["\n\n"])
+    coder.ids_end = len(coder.tokenizer)
     messages = [turn("user", "a"), said("\nb"), turn("user", "c"), said("d")]
     first, second = samples(coder, messages=messages)
     both = coder.tokenizer.convert_tokens_to_ids("\n\n")
@@ -337,7 +338,7 @@ def test_developer_is_the_system_where_the_template_has_only_that():
 def test_token_that_the_model_lacks_is_refused():
     """Gemma 3's tokenizer has an image token that its language model has no embedding for."""
     coder = encoder(tokens="<image>")
-    coder.tokenizer.model_vocab_size = len(coder.tokenizer) - 1
+    coder.ids_end = len(coder.tokenizer) - 1
     assert prompt(coder, ASKED)
     words = "the model has no embedding for the token '<image>'"
     refused(coder, words, prompt=[turn("user", "See <image>")])

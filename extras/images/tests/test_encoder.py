@@ -2,7 +2,6 @@
 
 import copy
 import io
-from argparse import Namespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ import sft
 from common.model.tiny import tiny_model
 from common.text.encode import Encoder
 from common.text.tokenizer import load_tokenizer
-from extras.images.encoder import ImageEncoder
 from extras.images.image_files import digest, take_images
 from extras.images.reader import ORIENTATION, as_served, reader
 from extras.images.tests.checkpoints import picture
@@ -32,12 +30,12 @@ def test_ids_are_those_of_the_processor_of_idefics3(template, checkpoints, tmp_p
     args = sft.Args(model=path, dataset=["-"], vision="frozen")
     tokenizer = load_tokenizer(path, args)
     tokenizer.add_tokens(["<|im_start|>", "<end_of_utterance>"], special_tokens=True)
-    tokenizer.model_vocab_size = len(tokenizer)
     tokenizer.chat_template = template or tokenizer.chat_template
     processor = Idefics3Processor(
         AutoImageProcessor.from_pretrained(path, backend="pil"), copy.deepcopy(tokenizer), 4
     )
-    encoder = Encoder(tokenizer, args)
+    encoder = Encoder(tokenizer, args, images=args)
+    encoder.ids_end = len(tokenizer)
     images = [picture(*size, i) for i, size in enumerate(SIZES)]
     for shown in (images[:1], images[2:4], images):
         text = [dict(type="text", text="Which?")]
@@ -134,17 +132,15 @@ def test_text_of_a_placeholder_is_no_image(family, prompt_format, encoder_of):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [dict(environment="x"), dict(agent="x"), dict(tools=["x"]), dict(shots=2),
-     dict(reward_models=["model:x"]), dict(reward_model="x"), dict(perplexity_model="x")],
+    ("name", "flags"),
+    [("environment", dict(environment="x", reward="environment")), ("agent", dict(agent="x")),
+     ("tools", dict(tools="x")), ("reward model:x", dict(reward="model:x")),
+     ("shots", dict(shots=2, prompt_template="{shots}", shot_template="x")),
+     ("reward_model", dict(reward_model="x")), ("perplexity_model", dict(perplexity_model="x"))],
 )  # fmt: skip
-def test_flags_without_support_are_refused(flags, checkpoints):
-    (name,) = flags
-    assert hasattr(evaluation.Args, name)
-    name = "reward model:x" if name == "reward_models" else name
-    tokenizer = load_tokenizer(str(checkpoints("idefics3")))
-    with pytest.raises(ValueError, match=f"^--vision frozen: --{name} does not support images"):
-        ImageEncoder(tokenizer, Namespace(vision="frozen", max_pixels=None, **flags))
+def test_flags_without_support_are_refused(name, flags):
+    with pytest.raises(ValueError, match=f"--vision frozen: --{name} does not support images"):
+        evaluation.Args(model="m", dataset=["-"], vision="frozen", **flags)
     with pytest.raises(ValueError, match="--vision frozen needs --context_ranks 1"):
         sft.Args(model="m", dataset=["-"], vision="frozen", context_ranks=2)
 
@@ -159,7 +155,7 @@ def test_template_without_images_is_refused(shown, encoder_of, checkpoints):
     row = dict(_source="x:1", image=picture(9, 9, 1), prompt=[dict(role="user", content="?")])
     words = "^x:1.* (0 placeholders of|the row has images, the chat templ)"
     with pytest.raises(ValueError, match=words):
-        Encoder(tokenizer, args).prompt(row, ("prompt",))
+        Encoder(tokenizer, args, images=args).prompt(row, ("prompt",))
 
 
 def chat(*parts: dict | str, said: str = "yes") -> list[dict]:
@@ -193,7 +189,8 @@ def test_images_without_the_flag_or_a_model_that_reads_them_are_refused():
     with pytest.raises(ValueError, match="x:1: the row has images; set --vision frozen"):
         Encoder(tokenizer, sft.Args(**flags)).sft(row, ("prompt", "completion"))
     with pytest.raises(ValueError, match="^--model .*: qwen3 reads no images here; models of"):
-        Encoder(tokenizer, sft.Args(**flags, vision="frozen"))
+        args = sft.Args(**flags, vision="frozen")
+        Encoder(tokenizer, args, images=args)
 
 
 def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):

@@ -59,7 +59,9 @@ def store(device, folder, teacher, samples, loaded, top_k=2):
 
     flags = dict(teacher_logprobs="stored", on_policy_fraction=0.0, top_k=top_k, dtype="float32")
     args = distill.Args(**flags)
-    return teachers.StoredTeacher(folder, str(teacher), load, samples, 356, args, device)
+    return teachers.StoredTeacher(
+        folder, str(teacher), load, samples, 356, args, args.top_k, device
+    )
 
 
 def test_all_tokens_may_be_stored(device, teacher, tmp_path):

@@ -63,13 +63,13 @@ class Play:
         self.tokenizer = ours("qwen2_5", "builtin", IM_END, CHATML, IM_END[0]).load()
         self.tokenizer.add_tokens(["<|absent|>"], special_tokens=True)
         self.tokenizer.chat_template = template + self.tokenizer.chat_template
-        self.tokenizer.model_vocab_size = self.tokenizer.convert_tokens_to_ids("<|absent|>")
         rows = [dict(prompt="1+1?", answer="2", first="cup", _source="rows:1")]
         encoder = Encoder(self.tokenizer, args)
         prompts = encode_prompts(rows, prompt_columns(args, rows), encoder, LIMIT, args)
         self.prompt = self.tokenizer.decode(prompts.ids[0])
         self.sample = empty_completion(prompts.ids[0])
         with closing(Tools(args, SimpleNamespace(tokenizer=self.tokenizer))) as tools:
+            tools.encoder.ids_end = self.tokenizer.convert_tokens_to_ids("<|absent|>")
             asyncio.run(self.play(tools.begin(prompts.rows[0]), turns))
         parts = self.tokenizer.decode(self.sample.ids).split("<tool_response>\n")[1:]
         self.results = [part.partition("\n</tool_response>")[0] for part in parts]
