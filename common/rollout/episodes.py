@@ -79,8 +79,8 @@ def is_own(number: int) -> bool:
 
 
 def in_order(groups: Iterable[Group]) -> list[Group]:
-    """Return the groups in the order of the numbers of their prompts."""
-    return sorted(groups, key=lambda group: group[0].number)
+    """Return the groups in the order of the numbers of their prompts; they may all be empty."""
+    return sorted(groups, key=lambda group: [completion.number for completion in group[:1]])
 
 
 class Episodes:
