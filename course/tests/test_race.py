@@ -32,8 +32,8 @@ def patch_of(*changes: tuple[str, str]) -> tuple[str, str]:
     text = SCRIPT
     for old, new in changes:
         text = text.replace(old, new, 1)
-    lines = (x.splitlines(keepends=True) for x in (SCRIPT, text))
-    return text, "".join(difflib.unified_diff(*lines, "a/grpo.py", "b/grpo.py"))
+    before, after = SCRIPT.splitlines(keepends=True), text.splitlines(keepends=True)
+    return text, "".join(difflib.unified_diff(before, after, "a/grpo.py", "b/grpo.py"))
 
 
 @pytest.fixture
