@@ -11,7 +11,7 @@ from typing import Protocol
 
 from common.config.extra import extra
 from common.config.flags import shown
-from common.config.online import CompletionArgs, SamplingArgs
+from common.config.online import SamplingArgs
 from common.metrics.meter import Meter
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
@@ -32,7 +32,7 @@ class Episode(Protocol):
         """End the episode, after its last answer or before its first one."""
 
 
-def partner_of(args: CompletionArgs) -> type | None:
+def partner_of(args: SamplingArgs) -> type | None:
     """Return the class of `--environment`, `--tools` or `--agent`; None for completions of one
     turn. An object `partner(args, engine)` has `begin(row) -> Episode` and `close()`. An agent
     writes the prompts itself: for `begin` it has `async play(prompt, index) -> Completion`."""
@@ -78,9 +78,9 @@ def is_own(number: int) -> bool:
     return number % distributed.world_size() == distributed.rank()
 
 
-def in_order(groups: Iterable[Group]) -> list[Group]:
-    """Return the groups in the order of the numbers of their prompts; they may all be empty."""
-    return sorted(groups, key=lambda group: [completion.number for completion in group[:1]])
+def in_order(groups: Iterable[tuple[int, Group]]) -> list[Group]:
+    """Return what `Episodes.generate` yields in the order of the prompts' numbers."""
+    return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
 
 
 class Episodes:
@@ -119,10 +119,10 @@ class Episodes:
 
     def generate(
         self, prompts: list[PromptRequest], meter: Meter, stops: bool = True
-    ) -> Iterator[Group]:
-        """Yield the completions of each of this rank's prompts as soon as they are complete. If it
-        `stops`, a signal ends this after a round, without the groups in flight. Nothing else may be
-        in flight. Collective with tensor parallelism."""
+    ) -> Iterator[tuple[int, Group]]:
+        """Yield the number and the completions of each of this rank's prompts as soon as they are
+        complete. If it `stops`, a signal ends this after a round, without the groups in flight.
+        Nothing else may be in flight. Collective with tensor parallelism."""
         for prompt in prompts:
             self.add(prompt)
         while True:
@@ -130,7 +130,7 @@ class Episodes:
             states = self.engine.gather_in_engine((bool(self.prompts), is_stopped))
             if not any(busy for busy, _ in states) or any(stopped for _, stopped in states):
                 break
-            yield from self.advance(meter).values()
+            yield from self.advance(meter).items()
 
     def close(self) -> None:
         """End the completions in flight, and the partner."""

@@ -193,12 +193,12 @@ class ColocatedEngine:
         with meter.time("rollout"):
             own = set(own_numbers)
             prompts = [request for request in requests if request.number in own]
-            groups = []
-            for group in self.episodes.generate(prompts, meter, stops):
+            groups = {}
+            for number, group in self.episodes.generate(prompts, meter, stops):
                 self.on_complete(group)
-                groups.append(group)
+                groups[number] = group
             keeps = self.engine.keeps_weights  # a resumed run finds no prefixes of an evaluation
             if stops or self.shares_memory or keeps or not self.trains:
                 self.engine.sleep()
                 self.version = step if keeps else None
-        return in_order(groups)
+        return in_order(groups.items())

@@ -83,7 +83,7 @@ class Play:
     def __call__(self, which=slice(None), ends=short_turns) -> list[list[Completion]]:
         return in_order(self.each(which, ends))
 
-    def each(self, which=slice(None), ends=short_turns) -> Iterator[list[Completion]]:
+    def each(self, which=slice(None), ends=short_turns) -> Iterator[tuple[int, list[Completion]]]:
         requests = [
             PromptRequest(i, *self.prompts[i], 31 * i, 3, 1.0) for i in range(len(self.prompts))
         ]
@@ -182,10 +182,11 @@ def test_a_complete_group_is_handed_on_while_others_are_sampled(synced, user_fil
     gate = tmp_path / "gate"
     rows = [*ROWS[:3], ROWS[3] | dict(gate=str(gate))]
     handed = []
-    for group in Play(synced, user_file, rows).each():
-        handed.append(group[0].number)
+    for number, group in Play(synced, user_file, rows).each():
+        assert {sample.number for sample in group} == {number}
+        handed.append(number)
         gate.touch()
-    assert {*handed} == {0, 1, 2, 3} and len(handed) == 4 and handed[0] != 3
+    assert sorted(handed) == [0, 1, 2, 3] and handed[0] != 3
 
 
 def test_no_rank_waits_while_another_of_its_engine_samples(synced, monkeypatch):

@@ -40,7 +40,8 @@ def test_a_thought_is_closed_at_its_limit(engine, policy, device):
     for opening in ("<think>\n", ""):
         ids = tokenizer(f"1+1={opening}")["input_ids"]
         episodes = Episodes(engine, args)
-        (groups[opening],) = episodes.generate([PromptRequest(0, ids, {}, 7, 8, 1.0)], Meter())
+        request = PromptRequest(0, ids, {}, 7, 8, 1.0)
+        ((_, groups[opening]),) = episodes.generate([request], Meter())
         episodes.close()
     assert not any(map(forced, groups[""]))
     for sample in groups["<think>\n"]:

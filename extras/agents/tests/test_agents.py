@@ -235,7 +235,7 @@ class Play:
         """Return one completion of each prompt, which the engine samples alone."""
         requests = [PromptRequest(i, *x, seed, 1, 1.0) for i, x in enumerate(self.prompts)]
         with short_turns(self.engine):
-            return [one for x in requests for (one,) in self.episodes.generate([x], Meter())]
+            return [one for x in requests for _, (one,) in self.episodes.generate([x], Meter())]
 
 
 def flat(groups):
