@@ -43,14 +43,9 @@ from common.model.distill import (
 from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy
 from common.model.scoring import with_logprobs
+from common.objectives import importance
 from common.objectives.divergence import DIVERGENCES, DivergenceArgs
-from common.objectives.importance import (
-    CorrectionArgs,
-    Level,
-    bounded_exp,
-    importance_weights,
-    is_clipped,
-)
+from common.objectives.importance import CorrectionArgs, bounded_exp, importance_weights, is_clipped
 from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss, PolicyLossArgs
 from common.packs.order import make_order
 from common.packs.packing import (
@@ -145,7 +140,7 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     loss: Annotated[Literal[tuple(LOSSES)], SAMPLED] = "clip"
     clip_low: Annotated[BelowOne, SAMPLED] = 0.2
     clip_high: Annotated[NotNegative[float], SAMPLED] = 0.2
-    correction: Annotated[Level | None, SAMPLED] = None
+    correction: Annotated[importance.Level | None, SAMPLED] = None
     correction_high: Annotated[Positive[float], SAMPLED] = 2.0
 
     def __post_init__(self) -> None:
