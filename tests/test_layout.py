@@ -287,7 +287,7 @@ READERS += [path for path in ROOT.glob("extras/*/*.py") if path.name != "__init_
 OWN_FLAGS = {
     "common.model.hub.fit_max_length", "common.model.policy.build_on_meta",
     "common.model.policy.load_policy", "common.model.policy.load_reference",
-    "common.text.load.encode",
+    "common.text.load.encode", "common.train.overview.describe_rollouts",
     "extras.plan.plan.build", "extras.plan.plan.dry_run", "extras.plan.plan.rewards_of_rows",
 }  # fmt: skip
 

@@ -8,7 +8,6 @@ from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
-from common.config.online import OnlineArgs
 from common.packs.sample import kept
 from common.parallel import distributed
 
@@ -72,7 +71,7 @@ def cost_of_rewriting(policy, samples) -> list[str]:
 
 
 def describe_rollouts(
-    args: OnlineArgs, prompts: Sized, held_out: Sized, sampler, preset: str | None = None
+    args: TrainArgs, prompts: Sized, held_out: Sized, sampler, preset: str | None = None
 ) -> list[str]:
     """Return lines about the data, the length, the engine and the updates of a run with flags for
     sampling, and about its preset."""
