@@ -226,8 +226,8 @@ class VLLMEngine(Engine):
                     options |= self.language_model.vllm_options(options.get("hf_overrides", {}))
                 self.llm = LLM(model=self.path, **options)
             except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
-                refusal = f"refuses the model or a flag: {reason_of(error)}"
-                raise ValueError(f"--engine vllm: {refusal}") from error
+                reason = reason_of(error)
+                raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
         size = self.args.tensor_parallel_size
         if self.device.type != "cpu":
             require_nothing_lost(self.llm)
