@@ -106,7 +106,7 @@ def main(args: Args) -> None:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
                        own_forwards=needs_reference,
-                       trained_share=args.keep / args.samples_per_prompt)  # fmt: skip
+                       trained_fraction=args.keep / args.samples_per_prompt)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----

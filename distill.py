@@ -53,7 +53,7 @@ from common.packs.packing import (
     count_trained,
     pack,
     pack_minibatches,
-    positions_of_share,
+    positions_of_rank,
 )
 from common.packs.sample import Group, Sample
 from common.parallel import distributed
@@ -267,7 +267,7 @@ def evaluate(
     owners = [teacher_of(sample.row, teachers, args.teacher_column) for sample in samples]
     for name, teacher in teachers.items():
         own = [sample for sample, owner in zip(samples, owners, strict=True) if owner == name]
-        packs = pack(distributed.share_of(own), args.pack_tokens, device)
+        packs = pack(distributed.items_of_rank(own), args.pack_tokens, device)
         for mb in packs if own and not teacher.reads_text else []:
             x = policy.distill(mb, teacher.teach(mb), compare_with, args.top_k, args.temperature)
             means = {"eval_loss": x.divergence_T, "eval/reverse_kl": x.reverse_kl_T}
@@ -322,8 +322,8 @@ def main(args: Args) -> None:
     run = Run(args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW,
               rollouts=sampler if num_sampled else None, curves=CURVES,
               frozen=teachers.values())  # fmt: skip
-    share = f"the student completes {num_sampled} of {args.prompts_per_step} prompts of a step"
-    run.message(*describe_rollouts(args, prompts, held_out, sampler), share)
+    source = f"the student completes {num_sampled} of {args.prompts_per_step} prompts of a step"
+    run.message(*describe_rollouts(args, prompts, held_out, sampler), source)
     if len(held_out) and not held_samples:
         run.message("no eval_loss: the held-out rows have no completions")
     meter = run.meter
@@ -354,8 +354,8 @@ def main(args: Args) -> None:
                 groups, positions, teachers, meter, args, device, policy.share_prefix
             )
         if num_from_data:
-            share = positions_of_share(len(from_data))
-            written = pack_by_teacher(from_data, share, teachers, meter, args, device)
+            own = positions_of_rank(len(from_data))
+            written = pack_by_teacher(from_data, own, teachers, meter, args, device)
         checks_engine = num_sampled > 0 and run.checks_engine(step)
         with meter.time("logprobs"):
             old = dict(old=policy if num_sampled else None, old_of_first=checks_engine)

@@ -165,8 +165,8 @@ def evaluate(
 ) -> Meter:  # fmt: skip
     """Measure this rank's share of the held-out pairs with these indices."""
     meter = Meter()
-    share = [pairs[i] for i in distributed.share_of(indices)]
-    for mb in pack_groups(share, args.pack_tokens, device, policy.share_prefix):
+    own = [pairs[i] for i in distributed.items_of_rank(indices)]
+    for mb in pack_groups(own, args.pack_tokens, device, policy.share_prefix):
         forward(policy, mb, ref_logps_B2, args, meter, "eval_")
     return meter
 

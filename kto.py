@@ -36,7 +36,7 @@ from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
 from common.model.scoring import reference_logps
-from common.packs.packing import PackedBatch, pack, positions_of_share
+from common.packs.packing import PackedBatch, pack, positions_of_rank
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.text.columns import KTO_COLUMNS, PAIR_COLUMNS
@@ -239,7 +239,7 @@ def pack_with_baseline(
     of all ranks are desirable, [B]; and the baseline z0. Collective."""
     completions = pack([group[0] for group in groups], args.pack_tokens, device)
     desirable_P = torch.tensor([completion.row["label"] for completion, *_ in groups])
-    desirable_B = distributed.gather_rows(desirable_P, positions_of_share(len(groups))).to(device)
+    desirable_B = distributed.gather_rows(desirable_P, positions_of_rank(len(groups))).to(device)
     if args.loss == "apo_zero_unpaired":
         return completions, desirable_B, torch.zeros((), device=device)
     mismatches = pack([group[1] for group in groups], args.pack_tokens, device)
@@ -253,10 +253,10 @@ def evaluate(
 ) -> Meter:  # fmt: skip
     """Measure this rank's share of the held-out completions with these indices."""
     meter = Meter()
-    share = [groups[i] for i in distributed.share_of(indices)]
+    own = [groups[i] for i in distributed.items_of_rank(indices)]
     ref_logps_B2 = ref_logps_B2[indices].to(device)
     micro_batches, desirable_B, baseline = pack_with_baseline(
-        policy, share, ref_logps_B2, args, device
+        policy, own, ref_logps_B2, args, device
     )
     for mb in micro_batches:
         forward(policy, mb, ref_logps_B2[:, 0], desirable_B, baseline, args, meter, "eval_")

@@ -176,7 +176,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         frozen = [path] * needs_reference
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
-                       trained_share=2 / args.samples_per_prompt)  # fmt: skip
+                       trained_fraction=2 / args.samples_per_prompt)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----

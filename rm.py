@@ -32,7 +32,7 @@ from common.evaluate.offline import held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import ScalarModel, load_scalar_model
-from common.packs.packing import PackedBatch, pack_groups, positions_of_share
+from common.packs.packing import PackedBatch, pack_groups, positions_of_rank
 from common.packs.sample import Sample, at_end
 from common.parallel import distributed
 from common.text.columns import PAIR_COLUMNS
@@ -124,7 +124,7 @@ def gather_margins(pairs: list[list[Sample]]) -> Tensor:
     """Return the margin of each sample of all ranks' pairs, [B, 2]; 0 without the column.
     Collective."""
     margins_P2 = torch.tensor([[sample.row.get("margin", 0.0) for sample in p] for p in pairs])
-    return distributed.gather_rows(margins_P2, positions_of_share(len(pairs)))
+    return distributed.gather_rows(margins_P2, positions_of_rank(len(pairs)))
 
 
 def forward(
@@ -165,9 +165,9 @@ def evaluate(
 ) -> Meter:
     """Measure this rank's share of the held-out pairs with these indices."""
     meter = Meter()
-    share = [pairs[i] for i in distributed.share_of(indices)]
-    margins_B2 = gather_margins(share).to(device)
-    for mb in pack_groups(share, args.pack_tokens, device, model.share_prefix):
+    own = [pairs[i] for i in distributed.items_of_rank(indices)]
+    margins_B2 = gather_margins(own).to(device)
+    for mb in pack_groups(own, args.pack_tokens, device, model.share_prefix):
         forward(model, mb, margins_B2, args, meter, "eval_")
     return meter
 

@@ -94,8 +94,8 @@ def evaluate(
     """Measure this rank's share of the held-out rows with these indices: nll in nats per token,
     entropy, accuracy of the targets."""
     meter = Meter()
-    share = [samples[i] for i in distributed.share_of(indices)]
-    for mb in pack_groups(share, args.pack_tokens, device, policy.share_prefix, together=False):
+    own = [samples[i] for i in distributed.items_of_rank(indices)]
+    for mb in pack_groups(own, args.pack_tokens, device, policy.share_prefix, together=False):
         logprobs_T, entropy_T, correct_T = policy(mb)
         measured = dict(loss=-logprobs_T, entropy=entropy_T, mean_token_accuracy=correct_T)
         meter.tokens(mb, {f"eval_{name}": x_T for name, x_T in measured.items()})
@@ -140,7 +140,7 @@ def main(args: Args) -> None:
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: this rank's share of the rows; packing then evens out the ranks' work ----
-        batch = [samples[i] for i in distributed.share_of(order.draw(args.batch_size))]
+        batch = [samples[i] for i in distributed.items_of_rank(order.draw(args.batch_size))]
         micro_batches = pack_groups(
             batch, args.pack_tokens, device, policy.share_prefix, together=False
         )

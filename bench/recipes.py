@@ -69,7 +69,7 @@ def launch_of(recipe: str, folders: dict[str, str]) -> Launch:
     return Launch(
         args, gpus, GPUS[kind], gpus, trained, others, others, own_forwards=own_forwards,
         prompt=PROMPT if samples else args.max_length, each=sequences,
-        trained_share=kept / sequences,
+        trained_fraction=kept / sequences,
     )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def sample_completions(
     lines = list(lines)
     while len(lines) < len(prompts) and not distributed.stop_requested():
         start = len(lines)
-        own = distributed.share_of(range(start, min(start + batch_size, len(prompts))))
+        own = distributed.items_of_rank(range(start, min(start + batch_size, len(prompts))))
         greedy, sampled = (
             in_order(episodes.generate(
                 [PromptRequest(i, *prompts[i], distributed.fold_seed(args.seed, i), n, temperature)
@@ -172,7 +172,7 @@ def _of_all_ranks(values: list) -> list:
 def restored(lines: list[dict], prompts: Prompts) -> list[Group]:
     """Return this rank's share of the completions in a file."""
     groups: list[Group] = []
-    for i in distributed.share_of(range(len(lines))):
+    for i in distributed.items_of_rank(range(len(lines))):
         ids, row = prompts[i]
         groups.append([])
         for stored in lines[i]["completions"]:

@@ -228,7 +228,7 @@ def _are_equal(one, other) -> bool:
     """Compare this rank's rows of two slices, some at a time."""
     if (shape := one.get_shape()) != other.get_shape():
         return False
-    starts = distributed.share_of(range(0, shape[0], 4096))
+    starts = distributed.items_of_rank(range(0, shape[0], 4096))
     return all(torch.equal(*(x[i : i + 4096].float() for x in (one, other))) for i in starts)
 
 

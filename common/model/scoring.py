@@ -15,7 +15,7 @@ from common.packs.packing import (
     PackedBatch,
     pack_minibatches,
     per_sample,
-    positions_of_share,
+    positions_of_rank,
     sent_values,
 )
 from common.packs.sample import Sample, at_end
@@ -37,7 +37,7 @@ def sequence_sums(
     """Pack this rank's groups, which may share prefixes. Return the micro-batches, and the sums of
     `forwards` over the trained tokens of their samples, [N] each. Collective."""
     require_length(model, max((sample.num_targets for sample in chain(*groups)), default=0))
-    positions = positions_of_share(len(groups))
+    positions = positions_of_rank(len(groups))
     (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, model.device, model.share_prefix)
     streams = forwards(model, packs)
     return packs, [mb.sequence_sums(x_T) for mb, x_T in zip(packs, streams, strict=True)]
@@ -113,7 +113,7 @@ def reference_logps(
     model = load_reference(policy, args, device, path) if is_other else policy
     groups, logps = chain(*datasets), []
     while batch := list(islice(groups, 512 * distributed.world_size())):
-        scored = sequence_sums(model, distributed.share_of(batch), args.pack_tokens)
+        scored = sequence_sums(model, distributed.items_of_rank(batch), args.pack_tokens)
         logps += per_sample(*scored, (sum(map(len, batch)),)).tolist()
     columns = torch.tensor(logps, dtype=torch.float64).split([g * s for g, s in shapes])
     return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]

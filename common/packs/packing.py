@@ -159,7 +159,7 @@ def pack_groups(
     """Pack like `pack`. The samples of a group, such as chosen and rejected, are neighbours in one
     micro-batch. `groups` are this rank's share `[rank::ranks]` of a batch. `share_prefix` and
     `together`: see `pack_minibatches`."""
-    positions = positions_of_share(len(groups))
+    positions = positions_of_rank(len(groups))
     (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, device, share_prefix, together)
     return packs
 
@@ -204,7 +204,7 @@ def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
     return tokens.clamp(min=1), sequences.clamp(min=1)
 
 
-def positions_of_share(count: int) -> range:
+def positions_of_rank(count: int) -> range:
     """Return the positions in a batch of this rank's share `[rank::ranks]`, of `count` items."""
     rank, ranks = distributed.rank(), distributed.world_size()
     return range(rank, rank + count * ranks, ranks)

@@ -309,7 +309,7 @@ def join_rows(tables: Sequence[Tensor]) -> Tensor:
     return torch.cat([table for table in tables if len(table)] or [tables[0]])
 
 
-def share_of(items: Sequence) -> Sequence:
+def items_of_rank(items: Sequence) -> Sequence:
     """Return this rank's share of `items`: every `world_size()`-th."""
     return items[rank() :: world_size()]
 

@@ -13,7 +13,7 @@ from common.config.online import LOGPROB_DIFFERENCE, OnlineArgs
 from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
 from common.model.scoring import with_logprobs
-from common.packs.packing import Minibatches, PackedBatch, pack_minibatches, positions_of_share
+from common.packs.packing import Minibatches, PackedBatch, pack_minibatches, positions_of_rank
 from common.packs.sample import Group
 from common.parallel import distributed
 
@@ -53,7 +53,7 @@ def require_rollout_agreement(
 ) -> None:
     """Run `require_agreement` on whole groups, for a script that trains on a part of the samples.
     Collective."""
-    positions = positions_of_share(len(groups))
+    positions = positions_of_rank(len(groups))
     minibatches = pack_minibatches(
         groups, positions, 1, args.pack_tokens, model.device, model.share_prefix
     )

@@ -54,7 +54,7 @@ def _first_columns(layer) -> Tensor:
     return weight[: getattr(layer, "num_org_embeddings_per_partition", None), :COMPARED]
 
 
-def free_share(capacity: float, used: float, gathered: float) -> float:
+def free_fraction(capacity: float, used: float, gathered: float) -> float:
     """Return the share of a GPU that is free for an engine on all ranks, beside the bytes in use
     and those that a weight sync gathers. vLLM's share is one of the whole GPU, beside what was in
     use when it started (vllm/v1/worker/utils.py:request_memory). Collective.
@@ -285,7 +285,7 @@ class VLLMEngine(Engine):
         if not (on_cpu or distributed.is_rollout_rank() or "gpu_memory_utilization" in flags):
             used, capacity = used_memory(self.device)
             gathered = gathered_bytes(self.model, self.dtype) if self.trained else 0
-            options["gpu_memory_utilization"] = free_share(capacity, used, gathered)
+            options["gpu_memory_utilization"] = free_fraction(capacity, used, gathered)
         options["max_num_seqs"] = SLOTS
         if on_cpu:
             options |= cpu_options(max_model_len, has_delta_nets)

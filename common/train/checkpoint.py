@@ -137,8 +137,8 @@ class Checkpointer:
             (work / STATE).write_text(json.dumps(dict(step=step) | state))
         write_model(self.model, self.files | {CARD: model_card(self.args, step)}, work / "hf")
         names = sorted(file.name for file in work.iterdir() if file.is_file())  # hf/ has its own
-        share = durable.fingerprints(work, distributed.share_of(names))
-        checksums = distributed.gather_dict(share)
+        own = durable.fingerprints(work, distributed.items_of_rank(names))
+        checksums = distributed.gather_dict(own)
         if distributed.is_main():
             durable.write_json(work / durable.CHECKSUMS, checksums)
             durable.replace(work, final)

@@ -92,7 +92,7 @@ class Launch:
     scorers: Sequence[PackedModel]  # each scores the sequences of a step once
     prompt: float  # mean tokens of a prompt; without sampling, of a sequence
     each: int  # sequences of a row
-    trained_share: float = 1.0  # of the sequences
+    trained_fraction: float = 1.0  # of the sequences
     own_forwards: float = 0.0  # how often the trained model scores them before the update
 
     @property
@@ -249,7 +249,7 @@ class Launch:
         times["log-probs"] = tokens * scored
         trained = sum(flops_per_token(m, self.length) * self.passes(m) for m in self.trained)
         epochs = self.args.epochs_per_rollout if self.samples else 1
-        times["update"] = epochs * self.trained_share * tokens * trained
+        times["update"] = epochs * self.trained_fraction * tokens * trained
         return times
 
     @property

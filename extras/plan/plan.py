@@ -42,7 +42,7 @@ def dry_run(
     args: TrainArgs, path: str | None, tokenizer, data, held_out: Sized,
     rewards: Rewards | None = None, frozen: Sequence[str] = (), *, value_path: str | None = None,
     kind: type[Policy] = Policy, moving: bool = False, own_forwards: float = 0,
-    trained_share: float = 1.0, counts: Counter | None = None, images: ImageArgs = NO_IMAGES,
+    trained_fraction: float = 1.0, counts: Counter | None = None, images: ImageArgs = NO_IMAGES,
 ) -> None:  # fmt: skip
     """Print the first row of the run, the rewards of ten rows and the plan.
 
@@ -50,7 +50,7 @@ def dry_run(
     reason. `path`: the trained policy, of this `kind`; `value_path`: the trained scalar model;
     `frozen`: policies in memory, in float32 if they are `moving`, which score the sequences of a
     step once. `own_forwards`: how often a step runs trained models on all of them without a
-    gradient; `trained_share`: the share of its sequences that are trained.
+    gradient; `trained_fraction`: the share of its sequences that are trained.
 
     Collective. Raises `ValueError` if the run does not fit, or a model is not supported, and
     `RunError` if rewards cannot be computed."""
@@ -72,7 +72,7 @@ def dry_run(
         prompt=sum(len(sample.ids) for sample in samples) / len(samples),
         each=(args.samples_per_prompt if isinstance(args, OnlineArgs)
               else math.ceil(len(samples) / len(groups))),
-        trained_share=trained_share, own_forwards=own_forwards,
+        trained_fraction=trained_fraction, own_forwards=own_forwards,
     )  # fmt: skip
     lines += [*repetitions(args, data), *describe_memory(launch)]
     problem = launch.problem() if gpu.memory else None

@@ -78,7 +78,7 @@ class StoredTeacher:
         which is number `start`, [M, X]. Collective."""
         places = [torch.zeros(0, dtype=torch.int64)]
         rows = []
-        share = distributed.share_of(samples)
+        share = distributed.items_of_rank(samples)
         for mb in pack(share, args.pack_tokens, self.device):
             logits = teacher.teach(mb)
             targets_t = mb.model_tokens.targets_T

@@ -14,7 +14,7 @@ from common.config.online import ALONE
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rollout.engines import make_engine
-from common.rollout.vllm_engine import free_share
+from common.rollout.vllm_engine import free_fraction
 from common.rollout.weights import gathered_bytes
 from common.text.tokenizer import load_tokenizer
 
@@ -73,19 +73,19 @@ def test_without_vllm_transformers_samples(device, monkeypatch, capsys):
 def test_an_engine_takes_what_is_free():
     """In GiB of a GPU: what the trainer has while sampling, and what a weight sync gathers, leave
     the rest of the usable 92%, but not more than an engine alone gets."""
-    assert free_share(80, 0.5, 0) == ALONE
-    assert free_share(80, 12, 4) == pytest.approx(0.92 - 0.2)
+    assert free_fraction(80, 0.5, 0) == ALONE
+    assert free_fraction(80, 12, 4) == pytest.approx(0.92 - 0.2)
     for used in (76, 80):
         refused = f"{used / 80:.0%} of a GPU are in use, 92% are usable; --offload, .* help$"
         with pytest.raises(ValueError, match=refused):
-            free_share(80, used, 0)
+            free_fraction(80, used, 0)
 
 
 LEAST = """
 from common.parallel import distributed
-from common.rollout.vllm_engine import free_share
+from common.rollout.vllm_engine import free_fraction
 distributed.setup(0)
-assert abs(free_share(80, 12 + 4 * distributed.rank(), 4) - (0.92 - 0.25)) < 1e-9
+assert abs(free_fraction(80, 12 + 4 * distributed.rank(), 4) - (0.92 - 0.25)) < 1e-9
 distributed.cleanup()
 """
 

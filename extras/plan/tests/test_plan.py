@@ -288,7 +288,7 @@ def test_times_by_hand(folders):
     compiled = replace(launch, args=replace(launch.args, compile=True)).seconds()
     assert compiled["update"] == pytest.approx(3 * forward * 0.27 / 0.38)
     args = replace(launch.args, epochs_per_rollout=4)
-    assert replace(launch, args=args, trained_share=0.25).seconds() == launch.seconds()
+    assert replace(launch, args=args, trained_fraction=0.25).seconds() == launch.seconds()
     token = launch.engine_weights + 64 / 4 * launch.cached(84 + 8150)  # in four waves of at most 19
     prompts = 8 * 84 * flops_per_token(model, 84) / (0.27 * 989e12)
     assert launch.seconds()["rollout"] == pytest.approx(
