@@ -224,16 +224,23 @@ def one_line(error: ValueError) -> str:
 
 
 def print_help(args_class: type[BaseArgs], words: list[str]) -> NoReturn:
-    """Print the flags, or those with all `words` in their name or text, and exit."""
+    """Print the script's own flags and the names of the others, or all flags (`all`), or those with
+    all `words` in their name or text, and exit."""
     script = script_of(args_class).name
-    summary = (sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")[0]
+    summary, *_ = (sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")
+    lines = [summary, f"`{script} --help WORD` lists the flags with this word, `--help all` all."]
+    groups = groups_of(args_class, [] if words == ["all"] else words)
+    if not words and args_class in groups:
+        own = groups.pop(args_class)
+        lines += (f"\n{cls.__doc__}: --{' --'.join(flags)}" for cls, flags in groups.items())
+        groups = {args_class: own}
     console = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(console):
         tyro.cli(
-            sections(args_class, [word.lower().replace("-", "_") for word in words]),
+            sections(groups, script.removesuffix(".py")),
             args=["--help"],
             prog=script,
-            description=f"{summary}\n`{script} --help WORD` lists only the flags with this word.",
+            description="\n".join(lines),
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
         )
@@ -242,10 +249,11 @@ def print_help(args_class: type[BaseArgs], words: list[str]) -> NoReturn:
     sys.exit(0)
 
 
-def sections(args_class: type[BaseArgs], words: Sequence[str] = ()) -> type:
-    """Return what tyro shows: a section for each group of flags, the script's own last."""
+def groups_of(args_class: type[BaseArgs], words: Sequence[str]) -> dict[type, dict[str, Any]]:
+    """Return tyro's type of each flag with all `words`, by groups, the script's own last."""
     types = types_of(args_class)
     groups: dict[type, dict[str, Any]] = {}
+    words = [word.lower().replace("-", "_") for word in words]
     for name, (owner, text) in texts(args_class).items():
         needs = [need.text(types) for need in needs_of(args_class, name)]
         text = "; ".join(filter(None, [text, *needs]))
@@ -256,8 +264,13 @@ def sections(args_class: type[BaseArgs], words: Sequence[str] = ()) -> type:
             groups.setdefault(owner, {})[name] = flag
     if not groups:
         raise ValueError(f"--help {' '.join(words)}: no flag has this in its name or text")
+    return groups
+
+
+def sections(groups: dict[type, dict[str, Any]], script: str) -> type:
+    """Return what tyro shows: a section for each group of flags."""
     parts = {
-        cls.__name__.removesuffix("Args").lower() or script_of(args_class).stem: Annotated[
+        cls.__name__.removesuffix("Args").lower() or script: Annotated[
             TypedDict("Part", group, total=False),  # pyrefly: ignore[invalid-annotation]
             tyro.conf.arg(help=cls.__doc__),
         ]

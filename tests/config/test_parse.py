@@ -259,7 +259,7 @@ def help_of(args_class, capsys, *argv) -> str:
 
 def test_help_has_a_section_for_each_group(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
-    text = help_of(Args, capsys)
+    text = help_of(Args, capsys, "--help", "all")
     assert text.startswith("usage: test_parse.py [-h] [OPTIONS]\n\nThe command line, its file")
     titles = re.findall(r"^ (\w+) options$", text, re.MULTILINE)
     assert titles[:3] == ["file", "model", "data"] and titles[-1] == "test_parse"
@@ -272,10 +272,15 @@ def test_help_has_a_section_for_each_group(capsys, monkeypatch):
     text = help_of(grpo.Args, capsys)
     assert text.startswith("usage: grpo.py")
     assert text.split("\n\n")[1].split()[:3] == grpo.__doc__.split()[:3]
+    own = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    named = re.findall(r" --(\w+)", text.partition("options\n")[0])
+    assert own[:2] == ["preset", "loss"] and "model" in named and text.count("\n") < 120
+    names = [field.name for field in dataclasses.fields(grpo.Args)]
+    assert sorted({*own, *named} - {"help", "config"}) == sorted(names)
 
 
 def test_help_says_type_text_and_default(capsys):
-    text = " ".join(help_of(Args, capsys, "--max_steps", "3", "-h").split())
+    text = " ".join(help_of(Args, capsys, "--max_steps", "3", "-h", "all").split())
     for words in (
         # text of the group, default of the script
         "--lr FLOAT peak learning rate of AdamW (default: 1e-06)",
