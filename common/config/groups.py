@@ -160,7 +160,7 @@ class RunArgs:
 class HeldOutArgs:
     """Held-out data"""
 
-    eval_dataset: Annotated[Several[str] | None, Needs(eval_every=True)] = None
+    eval_dataset: Several[str] | None = None
     """held-out data, in the forms of `dataset`; several are also evaluated one by one: a.jsonl
     hard=b.jsonl gives eval_loss (all rows), eval_loss/a and eval_loss/hard; default: the split
     `eval_split` of `dataset`, or training rows set aside if there is no such split"""

@@ -28,14 +28,17 @@ def num_steps(args: TrainArgs, data: Sized) -> int:
     return args.max_steps or math.ceil(epochs * len(data) / args.rows_per_step)
 
 
-def repetitions(args: TrainArgs, data: Sized) -> list[str]:
-    """Return a line if a step draws rows more than once."""
+def cautions_about_data(args: TrainArgs, data: Sized) -> list[str]:
+    """Return lines if held-out data is not read, and if a step draws rows more than once."""
+    unread = args.eval_dataset is not None and not args.eval_every
+    lines = ["warning: --eval_dataset is not read: --eval_every is 0"] if unread else []
     size = args.rows_per_step
     if not isinstance(data, Sized) or size <= len(data):
-        return []
+        return lines
     flag = f"--{args.ROWS_FLAG} {size}"
     times = f"each step draws every row {size / len(data):.3g} times"
-    return [f"warning: {flag} exceeds the {len(data)} training rows: {times}; lower it"]
+    problem = f"{flag} exceeds the {len(data)} training rows: {times}"
+    return [*lines, f"warning: {problem}; lower it"]
 
 
 def length_of_run(args: TrainArgs, data: Sized) -> str:
@@ -51,7 +54,7 @@ def describe_data(
     lines += [f"{count} held-out rows {reason}" for reason, count in eval_counts.items()]
     num_rows = len(data) if isinstance(data, Sized) else "a stream of"
     lines.append(f"{num_rows} training rows, {len(held_out)} held out, {length_of_run(args, data)}")
-    return lines + repetitions(args, data)
+    return lines + cautions_about_data(args, data)
 
 
 def cost_of_rewriting(policy, samples) -> list[str]:
@@ -84,7 +87,7 @@ def describe_rollouts(
     rewards = f"reward {' + '.join(args.reward)}" if args.reward else "no reward"
     run = f"{length_of_run(args, prompts)}, {engine}, {mode}, {rewards}"
     lines = [f"{prompts}, {held_out} held out, {run}"]
-    lines += repetitions(args, prompts)
+    lines += cautions_about_data(args, prompts)
     kinds = {name.partition(":")[0] for name in args.reward}
     if kinds == {"rank"} and args.eval_every and args.eval_samples == 1:
         lines.append("evaluations have no reward: rank:PATH compares; see --eval_samples")

@@ -29,7 +29,7 @@ from common.packs.order import make_order
 from common.packs.sample import Completion, Sample
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.train.overview import num_steps, repetitions
+from common.train.overview import num_steps, cautions_about_data
 from extras.plan.launch import BAND, DECODING, GPUS, MACHINE, Gpu, Launch
 from extras.plan.memory import GIB, num_blocks
 
@@ -74,7 +74,7 @@ def dry_run(
               else math.ceil(len(samples) / len(groups))),
         trained_fraction=trained_fraction, own_forwards=own_forwards,
     )  # fmt: skip
-    lines += [*repetitions(args, data), *describe_memory(launch)]
+    lines += [*cautions_about_data(args, data), *describe_memory(launch)]
     problem = launch.problem() if gpu.memory else None
     if not problem:
         lines += describe_time(launch, name, num_steps(args, data))

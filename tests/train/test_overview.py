@@ -8,14 +8,23 @@ import dpo
 import grpo
 import kto
 from common.packs.sample import Sample
-from common.train.overview import dry_run, num_steps, repetitions
+from common.train.overview import dry_run, num_steps, cautions_about_data
 
 
 def test_steps_that_repeat_rows_are_reported():
     words = "warning: --batch_size 64 exceeds the 5 training rows: each step draws every row 12.8"
-    assert repetitions(dpo.Args(batch_size=64), range(5))[0].startswith(words)
-    assert "--prompts_per_step 64" in repetitions(grpo.Args(prompts_per_step=64), range(63))[0]
-    assert repetitions(dpo.Args(batch_size=64), range(64)) == []
+    assert cautions_about_data(dpo.Args(batch_size=64), range(5))[0].startswith(words)
+    assert (
+        "--prompts_per_step 64" in cautions_about_data(grpo.Args(prompts_per_step=64), range(63))[0]
+    )
+    assert cautions_about_data(dpo.Args(batch_size=64), range(64)) == []
+
+
+def test_held_out_data_that_is_not_read_is_a_line():
+    flags = dict(batch_size=2, eval_dataset=("a.jsonl",))
+    assert cautions_about_data(dpo.Args(**flags), range(9)) == []
+    (line,) = cautions_about_data(dpo.Args(**flags, eval_every=0), range(9))
+    assert line == "warning: --eval_dataset is not read: --eval_every is 0"
 
 
 @pytest.mark.parametrize(
