@@ -29,7 +29,7 @@ from common.packs.order import make_order
 from common.packs.sample import Completion, Sample
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.train.overview import num_steps, cautions_about_data
+from common.train.overview import cautions_about_data, num_steps
 from extras.plan.launch import BAND, DECODING, GPUS, MACHINE, Gpu, Launch
 from extras.plan.memory import GIB, num_blocks
 

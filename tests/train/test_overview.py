@@ -8,7 +8,7 @@ import dpo
 import grpo
 import kto
 from common.packs.sample import Sample
-from common.train.overview import dry_run, num_steps, cautions_about_data
+from common.train.overview import cautions_about_data, dry_run, num_steps
 
 
 def test_steps_that_repeat_rows_are_reported():
