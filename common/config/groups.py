@@ -52,22 +52,23 @@ class ModelArgs:
     """Model and compute"""
 
     model: NamesModels[str] = "tiny"
-    """Hugging Face id, id@revision, or folder of the starting model; tiny: a built-in Qwen3 with 1M
-    random parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic;
+    """start from this model: Hugging Face id, id@revision, or folder; tiny: a built-in Qwen3 with
+    1M random parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic;
     tiny-images: a built-in Idefics3 of images and text with 1M random parameters"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """data type of forward and backward passes; master weights, gradient reduction and the loss are
-    always float32. auto: bfloat16 on CUDA, float32 elsewhere. float16 has more digits but a smaller
-    range than bfloat16: gradients are scaled, and a step whose gradients overflow is skipped"""
+    """run forward and backward passes in this data type; master weights, gradient reduction and the
+    loss are always float32. auto: bfloat16 on CUDA, float32 elsewhere. float16 has more digits but
+    a smaller range than bfloat16: gradients are scaled, and a step whose gradients overflow is
+    skipped"""
     compile: MayChange[bool | None] = None
-    """torch.compile for every transformer block and for the log-probs: faster steps, but the first
-    ones take longer; default: on CUDA"""
+    """compile every transformer block and the log-probs with torch.compile: faster steps, but the
+    first ones take longer; default: on CUDA"""
     pack_tokens: MayChange[Positive[int]] = 8192
-    """maximum tokens per forward pass on one rank; bounds memory and the length of a sequence, also
-    in the engine. The same rows give the same gradient; a small value lowers the default of
-    max_length"""
+    """compute at most this many tokens per forward pass on one rank; bounds memory and the length
+    of a sequence, also in the engine. The same rows give the same gradient; a small value lowers
+    the default of max_length"""
     context_ranks: MayChange[Positive[int]] = 1
-    """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x
+    """divide each pack among this many neighbouring ranks: a sequence may have pack_tokens x
     context_ranks tokens"""
 
     @property
@@ -92,33 +93,34 @@ class DataArgs:
     """Data and prompt format"""
 
     dataset: Several[str] = ("arithmetic",)
-    """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .csv, .tsv), glob
-    ('data/*.jsonl'), folder of files, or built-in task (arithmetic, calculator, products, squares).
-    Several are joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
+    """read this data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .csv,
+    .tsv), glob ('data/*.jsonl'), folder of files, or built-in task (arithmetic, calculator,
+    products, squares). Several are joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
     dataset_split: str = "train"
-    """split to train on; a file without splits is the split train"""
+    """train on this split; a file without splits is the split train"""
     dataset_config: str | None = None
-    """configuration of a Hugging Face data set, or of a folder with a README.md that lists some;
-    default: its default or main, if there are several; *: all of the hub's"""
+    """read this configuration of a Hugging Face data set, or of a folder with a README.md that
+    lists some; default: its default or main, if there are several; *: all of the hub's"""
     columns: Several[str] = ()
-    """renamed columns of training and held-out rows, as new=old: prompt=problem
+    """rename columns of training and held-out rows, as new=old: prompt=problem
     answer=reward_model.ground_truth"""
     on_bad_row: Literal["error", "skip"] = "error"
-    """treatment of rows that are malformed, empty, too long (where this is an error), or unusable
-    by a prompt template, environment or reward. error: end the run; skip: leave them out, and
-    report their number and the reasons"""
+    """handle rows that are malformed, empty, too long (where this is an error), or unusable by a
+    prompt template, environment or reward. error: end the run; skip: leave them out, and report
+    their number and the reasons"""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """format of prompts. chat: user turn of the chat template; plain: the text as it is; auto: chat
-    for chat models, lists of messages and `question` columns, if there is a template; else plain"""
+    """write prompts in this format. chat: user turn of the chat template; plain: the text as it is;
+    auto: chat for chat models, lists of messages and `question` columns, if there is a template;
+    else plain"""
     system_prompt: Annotated[str | None, Needs(agent=None)] = None
-    """system turn, added to conversations without one; needs chat format"""
+    """add this system turn to conversations without one; needs chat format"""
     chat_template: Annotated[str | None, CHAT] = None
-    """Jinja file with a chat template in place of the tokenizer's; exported with the tokenizer"""
+    """use the chat template in this Jinja file in place of the tokenizer's, and export it"""
     template_kwargs: Annotated[Several[str], CHAT] = ()
-    """additional variables for the chat template, as name=value: enable_thinking=false"""
+    """pass these variables to the chat template, as name=value: enable_thinking=false"""
     special_text: Literal["token", "text"] = "token"
-    """reading of the text of a special token, such as <|im_end|>, within a message or a prompt.
-    token: as this token, with one line about the first; text: as its characters"""
+    """read the text of a special token, such as <|im_end|>, within a message or a prompt. token: as
+    this token, with one line about the first; text: as its characters"""
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:
@@ -138,16 +140,16 @@ class RunArgs:
     """Ranks, output and resume"""
 
     shard_ranks: MayChange[Positive[int] | None] = None
-    """number of neighbouring ranks that share one copy of each model (FSDP); gradients are averaged
-    over the copies. Default: the ranks of a machine, or all ranks if machines differ"""
+    """share one copy of each model among this many neighbouring ranks (FSDP); gradients are
+    averaged over the copies; default: the ranks of a machine, or all ranks if machines differ"""
     output_dir: MayChange[str] = ""
-    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png,
-    checkpoints/, hf/; default: runs/ and the name of the script"""
+    """write all files of the run to this folder: args.yaml, metrics.jsonl, samples.jsonl,
+    curves.png, checkpoints/, hf/; default: runs/ and the name of the script"""
     seed: int = 0
-    """seed of data order and sampling"""
+    """draw data order and samples from this seed"""
     resume: MayChange[Literal["auto", "never", "must"]] = "auto"
-    """treatment of an earlier run in output_dir. auto: resume from its newest checkpoint, if there
-    is one; must: fail if there is none; never: move it to `<output_dir>.old-1` and start over"""
+    """resume an earlier run in output_dir. auto: from its newest checkpoint, if there is one; must:
+    fail if there is none; never: move it to `<output_dir>.old-1` and start over"""
 
     @model_validator(mode="after")
     def _check_output_dir(self) -> Self:
@@ -161,14 +163,14 @@ class HeldOutArgs:
     """Held-out data"""
 
     eval_dataset: Several[str] | None = None
-    """held-out data, in the forms of `dataset`; several are also evaluated one by one: a.jsonl
-    hard=b.jsonl gives eval_loss (all rows), eval_loss/a and eval_loss/hard; default: the split
-    `eval_split` of `dataset`, or training rows set aside if there is no such split"""
+    """evaluate on this held-out data, in the forms of `dataset`; several are also evaluated one by
+    one: a.jsonl hard=b.jsonl gives eval_loss (all rows), eval_loss/a and eval_loss/hard; default:
+    the split `eval_split` of `dataset`, or training rows set aside if there is no such split"""
     eval_split: str = "test"
-    """held-out split of `eval_dataset`, or of `dataset`"""
+    """take held-out rows from this split of `eval_dataset`, or of `dataset`"""
     eval_size: Positive[int] | None = None
-    """maximum rows of each held-out data set, and the number of training rows that are set aside
-    without one; default: 256, and of training rows at most a tenth"""
+    """evaluate on at most this many rows of each held-out data set, or set aside this many training
+    rows if there is none; default: 256, and of training rows at most a tenth"""
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -182,27 +184,27 @@ class OptimArgs:
     """Optimization"""
 
     max_steps: MayChange[Positive[int] | None] = None
-    """number of training steps, each of one batch or rollout; default: computed from `epochs`"""
+    """train for this many steps, each of one batch or rollout; default: computed from `epochs`"""
     epochs: MayChange[Positive[float]] = 1.0
-    """passes over the training data; no effect with max_steps"""
+    """pass over the training data this many times; no effect with max_steps"""
     lr: Positive[float] = 1e-5
-    """peak learning rate of AdamW"""
+    """train with this peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """learning rate after warmup: constant, or a linear or cosine decay to 0"""
+    """keep the learning rate constant after warmup, or decay it to 0 (linear, cosine)"""
     warmup_steps: NotNegative[int] = 0
-    """steps of linear warmup from 0"""
+    """raise the learning rate linearly from 0 over this many steps"""
     adam_beta2: BelowOne = 0.95
-    """beta2 of AdamW: decay rate of the second moment"""
+    """average AdamW's second moment with this decay rate (beta2)"""
     weight_decay: NotNegative[float] = 0.0
-    """weight decay of AdamW, on matrices only (not on norms and biases)"""
+    """apply this weight decay of AdamW to matrices only (not to norms and biases)"""
     max_grad_norm: Positive[float] = 1.0
-    """maximum global norm of the gradient; a longer gradient is scaled down to it; 1e9: off"""
+    """scale a longer gradient down to this global norm; 1e9: off"""
     activation_checkpointing: MayChange[bool | None] = None
-    """recomputation of activations in the backward pass: far less memory, a third more compute;
-    default: on CUDA, in the blocks whose activations do not fit by the prediction of extras/plan"""
+    """recompute activations in the backward pass: far less memory, a third more compute; default:
+    on CUDA, in the blocks whose activations do not fit by the prediction of extras/plan"""
     offload: MayChange[Literal["none", "optimizer", "all"]] = "none"
-    """state in host memory. optimizer: Adam moments, copied to the GPU one parameter at a time;
-    all: weights and gradients too, with the step on the host. Never changes the gradient"""
+    """keep state in host memory. optimizer: Adam moments, copied to the GPU one parameter at a
+    time; all: weights and gradients too, with the step on the host. Never changes the gradient"""
 
 
 @dataclass(config=STRICT)
@@ -210,27 +212,28 @@ class CheckpointArgs:
     """Evaluations, checkpoints and logs"""
 
     save_every: MayChange[Positive[int]] = 100
-    """steps between checkpoints; there is always one after the last step"""
+    """save a checkpoint every N steps, and after the last one"""
     save_minutes: MayChange[NotNegative[float]] = 30.0
-    """a step that ends so many minutes after the last checkpoint is saved too, by rank 0's clock;
-    0: off"""
+    """also save after a step that ends N minutes after the last checkpoint, by rank 0's clock; 0:
+    off"""
     eval_every: MayChange[NotNegative[int]] = 100
-    """steps between evaluations; there is always one after the last step; 0: off"""
+    """evaluate every N steps, and after the last one; 0: off"""
     keep_last: MayChange[Positive[int]] = 2
-    """number of newest checkpoints to keep"""
+    """keep this many of the newest checkpoints"""
     keep_best: Annotated[MayChange[str | None], Needs(eval_every=True)] = None
-    """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or
-    eval_loss/hard. The lowest loss, perplexity, kl, entropy, divergence or error is best, the
-    highest reward, accuracy and the like; of other metrics say it: eval_x:lowest, eval_x:highest"""
+    """keep the model with the best value of this evaluation metric in best/ (same form as hf/),
+    e.g. eval/solved or eval_loss/hard. The lowest loss, perplexity, kl, entropy, divergence or
+    error is best, the highest reward, accuracy and the like; of other metrics say it:
+    eval_x:lowest, eval_x:highest"""
     trace_every: Annotated[MayChange[NotNegative[int]], Needs(agent=None)] = 10
-    """steps between traces, which show the update token by token (extras/trace); the first and the
-    last step have one too; 0: off"""
+    """trace the update token by token every N steps, and at the first and the last (extras/trace);
+    0: off"""
     dry_run: MayChange[Gpus | bool] = False
     """check flags, all data and the rewards of ten rows, print the first row and the predicted
     memory and time, and end without loading weights or writing files; 8xH100: for 8 of these GPUs,
     on any machine (extras/plan/README.md)"""
     log_to: MayChange[Several[Tracker]] = ()
-    """destinations of metrics in addition to metrics.jsonl (extras/trackers/README.md):
+    """log metrics to these as well as to metrics.jsonl (extras/trackers/README.md):
     path/to/file.py:Class, wandb, tensorboard"""
 
     @model_validator(mode="after")
@@ -254,18 +257,18 @@ class LoRAArgs:
     """LoRA adapters"""
 
     lora_rank: NotNegative[int] = 0
-    """rank of the adapters on linear layers; only adapters are trained, and the head of a reward or
-    value model; 0: no adapters, all weights are trained"""
+    """train only adapters of this rank on linear layers, and the head of a reward or value model;
+    0: no adapters, all weights are trained"""
     lora_alpha: Annotated[Positive[float], LORA] = 32.0
-    """scale of the adapters: their output is multiplied by lora_alpha / lora_rank"""
+    """multiply the output of adapters by lora_alpha / lora_rank"""
     lora_targets: Annotated[Several[str], LORA] = ("all-linear",)
-    """layers with an adapter: all-linear, attention, or endings of layer names such as q_proj
+    """put adapters on these layers: all-linear, attention, or endings of layer names such as q_proj
     v_proj"""
     quantize: Annotated[Literal["nf4"] | None, LORA] = None
-    """nf4: keep the frozen weights under adapters in 4.25 bits each (extras/quantized)"""
+    """keep the frozen weights under adapters in 4.25 bits each, as nf4 (extras/quantized)"""
     adapter: NamesModels[str | None] = None
-    """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT
-    library; it sets lora_rank, lora_alpha and lora_targets"""
+    """start from this adapter of `model`: the folder adapter/ of a run, or one of the PEFT library;
+    it sets lora_rank, lora_alpha and lora_targets"""
 
     @model_validator(mode="before")
     @classmethod
@@ -294,11 +297,12 @@ class EvalSampleArgs:
     eval_samples: Annotated[
         MayChange[Positive[int]], Needs(eval_every=True), Needs(eval_generate=True)
     ] = 1
-    """completions of each held-out prompt in an evaluation; above 1: also eval/pass_at_k"""
+    """complete each held-out prompt this many times in an evaluation; above 1: also
+    eval/pass_at_k"""
     eval_temperature: Annotated[
         MayChange[NotNegative[float]], Needs(eval_every=True), Needs(eval_generate=True)
     ] = 0.0
-    """sampling temperature of these completions; 0: greedy"""
+    """sample these completions at this temperature; 0: greedy"""
 
     @model_validator(mode="after")
     def _check_eval_samples(self) -> Self:
@@ -316,14 +320,14 @@ class GenerateArgs:
     """Evaluation by generation"""
 
     eval_generate: Annotated[MayChange[NotNegative[int]], Needs(eval_every=True)] = 0
-    """number of held-out prompts that are completed before training and at each evaluation, for
-    eval/solved and eval/reward; 0: off"""
+    """complete this many held-out prompts before training and at each evaluation, for eval/solved
+    and eval/reward; 0: off"""
     reward: Annotated[MayChange[NamesModels[Several[str]]], NamesCode(), GENERATE] = (
         "exact_match",
     )
-    """rewards of these completions (docs/rewards.md lists all)"""
+    """score these completions by these rewards (docs/rewards.md lists all)"""
     max_new_tokens: Annotated[MayChange[Positive[int]], GENERATE] = 256
-    """maximum length of these completions, in tokens"""
+    """limit these completions to this many tokens"""
 
     @model_validator(mode="after")
     def _check_generation(self: Any) -> Any:  # reads flags of `TrainArgs`

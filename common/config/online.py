@@ -57,45 +57,44 @@ class CompletionArgs:
     """Prompts, completions and environments"""
 
     prompt_template: Annotated[str | None, Needs(environment=None), Needs(agent=None)] = None
-    """text of the prompt with columns of the data in braces, e.g. `{problem} Put the answer in
-    \\boxed{{}}.`; default: the column prompt, or question"""
+    """make the prompt from this text, with columns of the data in braces, e.g. `{problem} Put the
+    answer in \\boxed{{}}.`; default: the column prompt, or question"""
     overlong: Annotated[Literal["error", "drop"], Needs(agent=None)] = "error"
-    """treatment of prompts that leave no room for max_new_tokens in the model's context or in a
-    pack. error: end the run; drop: leave them out"""
+    """handle prompts that leave no room for max_new_tokens in the model's context or in a pack.
+    error: end the run; drop: leave them out"""
     samples_per_prompt: Positive[int] = 8
-    """completions sampled for each prompt (G)"""
+    """sample this many completions for each prompt (G)"""
     max_new_tokens: Positive[int] = 256
-    """maximum length of a completion, in tokens"""
+    """limit a completion to this many tokens"""
     thinking_budget: Annotated[Positive[int] | None, Needs(agent=None), Needs(stop=None)] = None
-    """maximum tokens of a thought, in a turn: then the mark that ends thoughts is appended, without
-    loss, and the model goes on with its answer; default: no limit"""
+    """end a thought in a turn after this many tokens: the mark that ends thoughts is appended,
+    without loss, and the model goes on with its answer; default: no limit"""
     temperature: Positive[float] = 1.0
-    """sampling temperature; the trainer divides its logits by it too"""
+    """sample at this temperature; the trainer divides its logits by it too"""
     stop_token_ids: Several[NotNegative[int]] = ()
-    """ids of tokens that end a completion, in addition to the EOS tokens"""
+    """stop at these token ids as well as at the EOS tokens"""
     stop: Several[Annotated[str, AfterValidator(stop_string)]] = ()
-    """texts that end a completion, at the token that completes one; \\n: newline, \\t: tab"""
+    """stop at these texts, after the token that completes one; \\n: newline, \\t: tab"""
     environment: Annotated[str | None, NamesCode(makes="_prompt")] = None
-    """environment that answers the model between its turns: calculator, or a user-defined one as
+    """let this environment answer the model between its turns: calculator, or your own as
     path/to/file.py:Class; needs `--reward environment`"""
     agent: Annotated[str | None, CHAT, NamesCode()] = None
-    """async function that plays an episode through an endpoint for chat completions, as
+    """let this async function play an episode through an endpoint for chat completions, as
     path/to/file.py:function (extras/agents/README.md)"""
     tools: Annotated[Several[str], CHAT, NamesCode(makes="tools")] = ()
-    """tools that the model may call between its turns: path/to/file.py (its functions with a
+    """let the model call these tools between its turns: path/to/file.py (its functions with a
     docstring), path/to/file.py:name (a function, or a class whose methods are tools), python, or
     mcp:COMMAND, a server of the Model Context Protocol (extras/tools/README.md)"""
     tool_parser: Annotated[str | None, Needs(tools=True, agent=True)] = None
-    """reader of the calls in a completion: hermes, openai, or the name of a tool parser of vLLM;
-    default: the one that fits the chat template"""
+    """read the calls in a completion with this parser: hermes, openai, or the name of a tool parser
+    of vLLM; default: the one that fits the chat template"""
     max_turns: Annotated[Positive[int], EPISODE] = 8
-    """maximum turns of the model per completion, whose tokens max_new_tokens bounds together;
-    maximum requests of an agent's episode"""
+    """limit a completion to this many turns of the model, whose tokens max_new_tokens bounds
+    together; limit an agent's episode to this many requests"""
     environment_timeout: Annotated[MayChange[Positive[float] | None], EPISODE] = None
-    """time limit in seconds for one answer of an environment, one call of a tool, or an agent's
-    episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it
-    has no reward; a call that exceeds it returns an error, and so do those behind it in its
-    turn"""
+    """wait this many seconds for one answer of an environment, one call of a tool, or an agent's
+    episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it has no
+    reward; a call that exceeds it returns an error, and so do the calls after it in its turn"""
 
     @property
     def answer_seconds(self) -> float:
@@ -117,30 +116,31 @@ class ScoringArgs:
     """Rewards"""
 
     reward: Annotated[NamesModels[Several[str]], NamesCode()] = ("exact_match",)
-    """rewards, added up: exact_match, gsm8k, math, ... (docs/rewards.md lists all); your own as
+    """add up these rewards: exact_match, gsm8k, math, ... (docs/rewards.md lists all); your own as
     path/to/file.py:function; reward models as model:PATH; chat models that judge a completion as
     judge:PATH, or pairs as rank:PATH; by_row: the function in the row's column `reward`"""
     reward_weights: Several[Real] = ()
-    """weight of each reward; default: all 1"""
+    """multiply each reward by its weight; default: all 1"""
     rubric: Annotated[Several[str], JUDGES] = ()
-    """criteria of judges, for rows without a column `rubric`; rank:PATH default: overall quality"""
+    """judge rows without a column `rubric` by these criteria; rank:PATH default: overall quality"""
     judge_prompt: Annotated[str | None, AfterValidator(read_if_file), JUDGES] = None
-    """question of judges, a text or a file, with {criterion}, {prompt}, {completion} or
+    """ask judges this question, a text or a file, with {criterion}, {prompt}, {completion} or
     {transcript} (rank:PATH: {first} and {second}) or columns in braces; default:
     extras/judges/README.md"""
     thoughts: Literal["cut", "keep"] = "cut"
-    """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: an
-    answer is the text after the last finished thought; keep: thoughts are part of the answer"""
+    """cut thoughts of the model, such as `<think>...</think>`, from what built-in rewards and votes
+    read. cut: an answer is the text after the last finished thought; keep: thoughts are part of the
+    answer"""
     max_reward_errors: MayChange[Fraction] = 0.1
-    """maximum fraction of a step's rewards that could not be computed; above it the run stops"""
+    """stop the run if more than this fraction of a step's rewards could not be computed"""
     reward_timeout: MayChange[Positive[float]] = 10.0
-    """time limit in seconds per completion for math, code and user-defined rewards; a function of a
+    """give math, code and user-defined rewards this many seconds per completion; a function of a
     group gets as much for each completion of the group"""
     reward_workers: MayChange[Positive[int]] = 4
-    """number of processes per rank that compute math, code and user-defined rewards"""
+    """compute math, code and user-defined rewards in this many processes per rank"""
     unsafe_code_execution: bool = False
-    """execution of programs (code rewards) even on machines that cannot confine them, without
-    Landlock or seccomp"""
+    """execute programs (code rewards) even on machines that cannot confine them, without Landlock
+    or seccomp"""
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
@@ -160,12 +160,13 @@ class EngineArgs:
     """Inference engine"""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """inference engine. auto: vllm if it is installed, else transformers, which is slower"""
+    """sample with this inference engine. auto: vllm if it is installed, else transformers, which is
+    slower"""
     tensor_parallel_size: Annotated[Positive[int], VLLM] = 1
-    """number of ranks that share one vLLM engine; must divide the number of generating ranks"""
+    """share one vLLM engine among this many ranks; must divide the number of generating ranks"""
     engine_args: Annotated[Several[str], VLLM] = ()
-    """options of vLLM as name=value, by vLLM's names: max_num_seqs=64 gpu_memory_utilization=0.5
-    (default: what is free, at most 0.9); see docs/grpo.md"""
+    """pass these options to vLLM as name=value, by vLLM's names: max_num_seqs=64
+    gpu_memory_utilization=0.5 (default: what is free, at most 0.9); see docs/grpo.md"""
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -186,23 +187,24 @@ class RolloutArgs:
     """Rollouts"""
 
     prompts_per_step: Positive[int] = 64
-    """prompts per rollout, over all ranks"""
+    """sample completions of this many prompts per rollout, over all ranks"""
     minibatches: Positive[int] = 1
-    """minibatches per rollout: optimizer steps per epoch over it"""
+    """divide a rollout into this many minibatches: one optimizer step each, in every epoch over
+    it"""
     epochs_per_rollout: Positive[int] = 1
-    """epochs over each rollout"""
+    """train on each rollout for this many epochs"""
     missing_eos_penalty: NotNegative[float] = 0.0
-    """penalty subtracted from the reward of a truncated completion"""
+    """subtract this penalty from the reward of a truncated completion"""
     rollout_ranks: MayChange[NotNegative[int]] = 0
-    """number of ranks dedicated to generation, the last ones; 0: every rank alternates between
+    """dedicate this many ranks to generation, the last ones; 0: every rank alternates between
     generation and training"""
     max_staleness: Annotated[NotNegative[int], Needs(rollout_ranks=True)] = 1
-    """maximum age, in steps, of the weights that sampled any trained token; above 1: more prompts
-    in flight; 0: rollout ranks and training ranks take turns"""
+    """train on tokens sampled by weights that are at most this many steps old; above 1: more
+    prompts in flight; 0: rollout ranks and training ranks take turns"""
     max_logprob_difference: Positive[float] | None = None
-    """maximum difference between the log-probs of engine and trainer, in nats, at the 99.9th
-    percentile of sampled tokens; their mean difference may be a tenth of it; the run stops if
-    either is exceeded; default: 1e-3 in float32, 0.5 in bfloat16, 0.1 in float16; 1e9: off"""
+    """stop the run if the log-probs of engine and trainer differ by more than this, in nats, at the
+    99.9th percentile of sampled tokens, or by more than a tenth of it on average; default: 1e-3 in
+    float32, 0.5 in bfloat16, 0.1 in float16; 1e9: off"""
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:

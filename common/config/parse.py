@@ -30,7 +30,8 @@ class FileArgs:
     """Flags in a file"""
 
     config: str
-    """file of `flag: value` lines, such as a run's args.yaml; flags on the command line win"""
+    """read flags from this file of `flag: value` lines, such as a run's args.yaml; flags on the
+    command line win"""
 
 
 def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:

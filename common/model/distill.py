@@ -37,13 +37,15 @@ class TeacherArgs:
     """Teachers"""
 
     teacher: NamesModels[Several[str]] = ()
-    """Hugging Face id or folder of the model to learn from; required. Several as name=model: each
-    row by its own (--teacher_column); the default name is the last part of the path"""
+    """learn from this model: Hugging Face id or folder; required. Several as name=model: each row
+    learns from its own (--teacher_column); the default name is the last part of the path"""
     teacher_column: str | None = None
-    """column with the name of each row's teacher; _dataset: the source of --dataset with weights"""
+    """read the name of each row's teacher in this column; _dataset: the source of --dataset with
+    weights"""
     teacher_logprobs: Literal["live", "stored"] = "live"
-    """live: computed in every step; stored (with --on_policy_fraction 0): the teacher's top_k
-    log-probs of the data are computed once, and the training needs no teacher in memory"""
+    """get the teacher's log-probs. live: compute them in every step; stored (with
+    --on_policy_fraction 0): compute its top_k log-probs of the data once, and train without the
+    teacher in memory"""
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:

@@ -39,11 +39,11 @@ class ImageArgs:
     """Images (extras/images/README.md)"""
 
     vision: Literal["frozen", "train"] | None = None
-    """vision tower of a model of images and text, for rows with images. frozen: keep its weights;
-    train: train it too; default: the language model is trained alone"""
+    """read images in rows, by a model with a vision tower. frozen: keep the tower's weights; train:
+    train it too; default: the language model is trained alone"""
     max_pixels: Positive[int] | None = None
-    """maximum number of pixels of an image, which is scaled down to it and thus has fewer tokens;
-    default: that of the model's image processor"""
+    """scale a larger image down to this many pixels, so that it has fewer tokens; default: the
+    limit of the model's image processor"""
 
     @model_validator(mode="after")
     def _check_images(self) -> Self:

@@ -70,8 +70,8 @@ class DivergenceArgs:
     """Divergence from the teacher"""
 
     divergence: Annotated[Literal[tuple(DIVERGENCES)], FULL] = "reverse_kl"
-    """divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl: KL(q || pi);
-    jsd: of both to their mixture"""
+    """minimise this divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl:
+    KL(q || pi); jsd: of both to their mixture"""
     top_k: Annotated[NotNegative[int], FULL] = 0
-    """number of the teacher's most likely tokens to compare, the others as one token: a lower
-    bound; 0: all tokens"""
+    """compare this many of the teacher's most likely tokens, and all others as one token: a lower
+    bound of the divergence; 0: all tokens"""

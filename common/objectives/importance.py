@@ -59,12 +59,12 @@ class CorrectionArgs:
     """Importance weights for samples of the engine"""
 
     correction: Level | None = None
-    """importance weights: trainer probability / engine probability of the sampled tokens. token:
+    """weigh sampled tokens by trainer probability / engine probability (importance weights). token:
     one weight per token; sequence: one per completion; token_mask, sequence_mask: the same, but
     what is out of bounds has no policy gradient; none: off; default: token, or sequence if the loss
     has one ratio per completion"""
     correction_high: Annotated[Positive[float], CORRECTED] = 2.0
-    """upper bound of the importance weights; the lower one of the masks is its inverse"""
+    """limit importance weights to this; the lower bound of the masks is its inverse"""
 
     @model_validator(mode="after")
     def _check_correction(self) -> Self:

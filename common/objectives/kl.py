@@ -45,8 +45,8 @@ class KLEstimateArgs:
     """KL per token"""
 
     kl_estimator: Annotated[KLEstimator, KL] = "k1"
-    """estimator of the KL per token, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3:
-    exp(-d) - 1 + d"""
+    """estimate the KL per token, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d)
+    - 1 + d"""
 
 
 @dataclass(config=STRICT)

@@ -120,9 +120,10 @@ class PolicyLossArgs:
     """Policy loss"""
 
     loss: Literal["clip", *BY_TOKEN] = "clip"
-    """policy loss of a token with advantage A (docs/losses.md). clip: PPO; dppo: bounded
-    divergence; cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi"""
+    """minimise this policy loss of a token with advantage A (docs/losses.md). clip: PPO; dppo:
+    bounded divergence; cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log
+    pi"""
     clip_low: Annotated[BelowOne, Needs(loss="clip")] = 0.2
-    """distance from 1 of the lower bound of the importance ratio"""
+    """clip the importance ratio below 1 - clip_low"""
     clip_high: Annotated[NotNegative[float], Needs(loss="clip")] = 0.2
-    """distance from 1 of the upper bound of the importance ratio"""
+    """clip the importance ratio above 1 + clip_high"""

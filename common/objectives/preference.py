@@ -171,23 +171,24 @@ class PreferenceArgs:
     """Preference losses"""
 
     loss: Several[Literal[tuple(READS)]] = ("sigmoid",)
-    """losses on pairs, added up (equations: docs/dpo.md). sigmoid: DPO; robust: DPO for noisy
+    """add up these losses on pairs (equations: docs/dpo.md). sigmoid: DPO; robust: DPO for noisy
     labels; hinge: SLiC; ipo: squared distance to a margin; sigmoid_norm: DPO per token; exo_pair:
     KL to smoothed labels; nca_pair, bco_pair: each side against zero; sppo_hard: each side to a
     target; apo_zero: chosen up, rejected down; apo_down: both down; discopop: logistic and
     exponential. Without a reference: simpo: margin per token; orpo: odds ratio; cpo: DPO and
     likelihood"""
     loss_weights: Several[NotNegative[float]] = ()
-    """weight of each loss; default: all 1"""
+    """multiply each loss by its weight; default: all 1"""
     beta: Positive[float] = 0.1
-    """scale of the implicit rewards: larger values keep the policy closer to the reference"""
+    """scale the implicit rewards by this: larger values keep the policy closer to the reference"""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), needed_by_loss("label_smoothing")] = 0.0
-    """assumed probability that chosen and rejected are swapped"""
+    """assume that chosen and rejected are swapped with this probability"""
     f_divergence: Annotated[FDivergence, needed_by_loss("f_divergence")] = "reverse_kl"
-    """divergence that keeps the policy close to the reference (js: Jensen-Shannon; alpha: of order
-    1/2, between reverse_kl and forward_kl)"""
+    """keep the policy close to the reference by this divergence (js: Jensen-Shannon; alpha: of
+    order 1/2, between reverse_kl and forward_kl)"""
     sft_weight: NotNegative[float] = 0.0
-    """weight of the chosen completion's negative log-likelihood per token in the loss (RPO)"""
+    """add the chosen completion's negative log-likelihood per token to the loss with this weight
+    (RPO)"""
 
     @property
     def loss_settings(self) -> dict[str, Any]:

@@ -27,13 +27,14 @@ class ShotArgs:
     """Solved examples in prompts"""
 
     shots: NotNegative[int] = 0
-    """number of solved examples, the first rows of shots_split, for {shots} in prompt_template"""
+    """show this many solved examples, the first rows of shots_split, at {shots} in
+    prompt_template"""
     shots_split: str = "dev"
-    """split of the data with the examples"""
+    """read the examples from this split of the data"""
     shots_by: str | None = None
-    """column whose value examples share with the prompt, such as subject"""
+    """show examples whose value in this column is the prompt's, such as subject"""
     shot_template: str | None = None
-    """text of an example, with columns in braces"""
+    """write an example as this text, with columns in braces"""
 
     @model_validator(mode="after")
     def _check_shots(self) -> Self:

@@ -283,13 +283,13 @@ def test_help_says_type_text_and_default(capsys):
     text = " ".join(help_of(Args, capsys, "--max_steps", "3", "-h", "all").split())
     for words in (
         # text of the group, default of the script
-        "--lr FLOAT peak learning rate of AdamW (default: 1e-06)",
+        "--lr FLOAT train with this peak learning rate of AdamW (default: 1e-06)",
         "--samples_per_prompt INT completions, at least two (default: 8)",
         "--algorithm {clip,gspo,cispo} what is minimised (default: clip)",
         "upper bound of the ratio; only with --algorithm clip, gspo (default: 0.28)",
         # a default that the text explains is not repeated
         "; default: computed from `epochs` --epochs FLOAT",
-        "--reward [STR [STR ...]] rewards",
+        "--reward [STR [STR ...]] add up these rewards",
         "tensorboard (default: none)",
     ):
         assert words in text, words
