@@ -73,11 +73,11 @@ def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
 class Args(TruncationArgs, LogKLArgs, OnlineArgs):
     lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 4
-    """completions sampled for each prompt (G, the k of best-of-k)"""
+    """sample this many completions for each prompt (G, the k of best-of-k)"""
     keep: Positive[int] = 1
-    """completions of each prompt to train on: the best rewards, of equal ones the first"""
+    """train on this many completions of each prompt: the best rewards, of equal ones the first"""
     beta: NotNegative[float] = 0.0
-    """weight of a KL penalty in the ranking of completions, reward - beta log(policy / starting
+    """rank completions with a KL penalty of this weight, by reward - beta log(policy / starting
     model); 0: no penalty, and no reference model in memory"""
 
     def __post_init__(self) -> None:

@@ -187,11 +187,11 @@ def draw_groups(
 class Args(PolicyLossArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 8
-    """completions sampled for each prompt (G): a group, whose rewards are compared"""
+    """sample this many completions for each prompt (G): a group, whose rewards are compared"""
     clip_high: Annotated[NotNegative[float], Needs(loss="clip")] = 0.28
     overlong_buffer: Fraction = 0.2
-    """last fraction of max_new_tokens, in which the penalty on a completion's length grows to 1; 0:
-    off"""
+    """let the penalty on a completion's length grow to 1 in this last fraction of max_new_tokens;
+    0: off"""
     mask_truncated: bool = False
     """do not train on truncated completions; their rewards still count in their groups"""
 

@@ -127,16 +127,16 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     )
     samples_per_prompt: Positive[int] = 1
     reward: Several[str] = ()
-    """rewards by which completions are measured (docs/rewards.md lists all)"""
+    """measure completions by these rewards (docs/rewards.md lists all)"""
     lr: Positive[float] = 1e-5
     on_policy_fraction: Fraction = 1.0
-    """fraction of a step's prompts that the student completes (the paper's lambda); the data
-    completes other rows"""
+    """let the student complete this fraction of a step's prompts (the paper's lambda); other
+    completions are from the data"""
     sft_weight: NotNegative[float] = 0.0
-    """weight of the cross-entropy on the data's completions, added to their divergence"""
+    """add the cross-entropy on the data's completions to their divergence with this weight"""
     estimator: Literal["full", "sampled"] = "full"
-    """full: the divergence; sampled: a policy loss (--loss) with log(teacher / student) of each
-    token as its advantage"""
+    """minimise this. full: the divergence; sampled: a policy loss (--loss) with log(teacher /
+    student) of each token as its advantage"""
     loss: Annotated[Literal[tuple(LOSSES)], SAMPLED] = "clip"
     clip_low: Annotated[BelowOne, SAMPLED] = 0.2
     clip_high: Annotated[NotNegative[float], SAMPLED] = 0.2

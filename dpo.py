@@ -92,17 +92,17 @@ class Args(ImageArgs, PreferenceArgs, PrefixArgs, OfflineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(lr=5e-4, sft_weight=1.0)
     model: str = "tiny-sft"
     batch_size: Positive[int] = 64
-    """pairs per optimizer step, over all ranks"""
+    """train on this many pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: as in the resumed run, else 2048,
-    or less if context or pack_tokens is smaller"""
+    """limit prompt and completion together to this many tokens; default: as in the resumed run,
+    else 2048, or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off
-    (both are counted); error: end the run"""
+    """handle pairs with a longer completion. drop: leave them out; truncate: cut its end off (both
+    are counted); error: end the run"""
     lr: Positive[float] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     reference_model: Annotated[NamesModels[str | None], Needs(loss=preference.REFERENCED)] = None
-    """Hugging Face id or folder of the reference model; default: the starting model"""
+    """compare with this reference model: Hugging Face id or folder; default: the starting model"""
 
     def __post_init__(self) -> None:
         self.pack_limit.require(self.max_length, sequences=2)

@@ -69,29 +69,29 @@ OWN_FILE = "completions.jsonl"
 @dataclass
 class Args(ImageArgs, ShotArgs, TruncationArgs, SamplingArgs):
     model: str = "tiny-sft"
-    """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints,
-    which are evaluated one by one and drawn as a curve; tiny, tiny-sft: built-in models"""
+    """evaluate this model: Hugging Face id or folder, or the folder of a run's checkpoints, which
+    are evaluated one by one and drawn as a curve; tiny, tiny-sft: built-in models"""
     dataset_split: str = "test"
-    """split to evaluate on; a file, which has no splits, is taken whole"""
+    """evaluate on this split; a file, which has no splits, is taken whole"""
     output_dir: str = ""
-    """folder of args.yaml, completions.jsonl, results.json; default: runs/eval"""
+    """write args.yaml, completions.jsonl and results.json to this folder; default: runs/eval"""
     eval_size: Positive[int] | None = None
-    """number of prompts to evaluate on, the first rows of the data; default: all"""
+    """evaluate on this many prompts, the first rows of the data; default: all"""
     samples_per_prompt: NotNegative[int] = 4
-    """completions sampled for each prompt besides the greedy one (S); 0: none"""
+    """sample this many completions for each prompt besides the greedy one (S); 0: none"""
     prompts_per_step: MayChange[Positive[int]] = 256
-    """prompts sampled between two writes to completions.jsonl, over all ranks"""
+    """write to completions.jsonl after every N sampled prompts, over all ranks"""
     completions: Annotated[str | None, Needs(agent=None)] = None
-    """file of completions to evaluate instead of sampling: JSONL with a line per row of the data
-    and the column completions (list of texts, or of objects as in completions.jsonl) or completion
-    (one text)"""
+    """evaluate the completions of this file instead of sampling: JSONL with a line per row of the
+    data and the column completions (list of texts, or of objects as in completions.jsonl) or
+    completion (one text)"""
     against: Annotated[MayChange[str | None], Needs(agent=None)] = None
-    """opponent for a win rate: a file of another model's completions, read like --completions"""
+    """report the win rate over the completions in this file, read like --completions"""
     reward_model: Annotated[MayChange[str | None], Needs(agent=None)] = None
-    """reward model whose mean score is reported and which judges the win rate, or a chat model as
-    judge:PATH or, of pairs, rank:PATH; default judge: `reward`"""
+    """report the mean score of this reward model, which judges the win rate too, or of a chat model
+    as judge:PATH or, of pairs, rank:PATH; default judge: `reward`"""
     perplexity_model: Annotated[MayChange[str | None], Needs(agent=None)] = None
-    """language model under which the perplexity of the completions is reported"""
+    """report the perplexity of the completions under this language model"""
 
     def __post_init__(self) -> None:
         if self.vision == "train":

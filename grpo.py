@@ -139,30 +139,30 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs,
     samples_per_prompt: AtLeast2 = 8
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None
-    """published variant, which sets flags (docs/grpo.md); contradicting flags are an error"""
+    """set the flags of a published variant (docs/grpo.md); contradicting flags are an error"""
     loss: Literal[tuple(LOSSES)] = "clip"
-    """policy loss (docs/losses.md). By the ratio of a token: clip: PPO; dppo: bounded divergence;
-    cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi, without ratio.
-    By the ratio of a completion: gspo: clip of its geometric mean over tokens; gmpo: geometric mean
-    of clipped token ratios; topr: clips the ratio if A < 0"""
+    """minimise this policy loss (docs/losses.md). By the ratio of a token: clip: PPO; dppo: bounded
+    divergence; cispo: clips the weight of the gradient; sapo: soft clip; reinforce: -A log pi,
+    without ratio. By the ratio of a completion: gspo: clip of its geometric mean over tokens; gmpo:
+    geometric mean of clipped token ratios; topr: clips the ratio if A < 0"""
     reduction: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
-    """reduction of the loss. token: mean over tokens; sequence: mean over completions of their
+    """reduce the loss of tokens. token: mean over tokens; sequence: mean over completions of their
     means; sequence_sum: of their sums; constant: of their sums / max_new_tokens"""
     advantage: Literal[tuple(ADVANTAGES)] = "group"
-    """advantage by reward r. group: (r - mean) / std; group_mean: r - mean; group_ratio: (r - mean)
-    / mean; group_mean_batch_std: (r - mean) / std of the batch"""
+    """compute advantages from rewards r. group: (r - mean) / std; group_mean: r - mean;
+    group_ratio: (r - mean) / mean; group_mean_batch_std: (r - mean) / std of the batch"""
     clip_low: Annotated[BelowOne | None, Needs(loss=tuple(CLIP_BOUNDS))] = None
-    """clip, gspo: distance from 1 of the lower bound of the ratio; gmpo: of a token's log-ratio
-    from 0; default: clip 0.2, gspo 3e-4, gmpo 0.4"""
+    """clip the ratio below 1 - clip_low; gmpo: a token's log-ratio below -clip_low; default: clip
+    0.2, gspo 3e-4, gmpo 0.4"""
     clip_high: Annotated[NotNegative[float] | None, Needs(loss=tuple(CLIP_BOUNDS))] = None
-    """the same for the upper bound; default: clip 0.28, gspo 4e-4, gmpo 0.4"""
+    """clip above 1 + clip_high; gmpo: clip_high; default: clip 0.28, gspo 4e-4, gmpo 0.4"""
     beta: NotNegative[float] = 0.0
-    """weight of the KL penalty to the starting model in the loss; 0: no reference model"""
+    """add the KL to the starting model to the loss with this weight; 0: no reference model"""
     kl_estimator: KLEstimator = "k3"
     entropy_coef: NotNegative[float] = 0.0
-    """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
+    """add an entropy bonus with this weight, reduced over tokens like the loss (--reduction)"""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """source of pi_old. trainer: before the first update; engine: its log-probs"""
+    """take pi_old from the trainer, before the first update, or from the engine's log-probs"""
 
     def __post_init__(self) -> None:
         if self.loss in BY_COMPLETION and self.reduction not in ("sequence", "sequence_sum"):

@@ -80,26 +80,26 @@ class Args(OfflineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(lr=5e-4, beta=1.0)
     model: str = "tiny-sft"
     batch_size: Positive[int] = 64
-    """completions per optimizer step, over all ranks"""
+    """train on this many completions per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: as in the resumed run, else 2048,
-    or less if context or pack_tokens is smaller"""
+    """limit prompt and completion together to this many tokens; default: as in the resumed run,
+    else 2048, or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are
-    counted); error: end the run"""
+    """handle longer rows. drop: leave them out; truncate: cut their end off (both are counted);
+    error: end the run"""
     lr: Positive[float] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """loss of a completion. kto: its log-ratio is compared with a baseline; apo_zero_unpaired: with
-    0, which needs no further passes"""
+    """compare the log-ratio of a completion. kto: with a baseline; apo_zero_unpaired: with 0, which
+    needs no further passes"""
     beta: Positive[float] = 0.1
-    """scale of the implicit rewards: larger values keep the policy closer to the reference"""
+    """scale the implicit rewards by this: larger values keep the policy closer to the reference"""
     desirable_weight: Positive[float] = 1.0
-    """weight of completions whose label is true"""
+    """weigh completions whose label is true by this"""
     undesirable_weight: Positive[float] = 1.0
-    """weight of completions whose label is false"""
+    """weigh completions whose label is false by this"""
     reference_model: NamesModels[str | None] = None
-    """Hugging Face id or folder of the reference model; default: the starting model"""
+    """compare with this reference model: Hugging Face id or folder; default: the starting model"""
 
     def __post_init__(self) -> None:
         self.pack_limit.require(self.max_length)

@@ -152,7 +152,7 @@ class Args(PreferenceArgs, OnlineArgs):
         beta=1.0, sft_weight=1.0, prompts_per_step=64, samples_per_prompt=4
     )
     samples_per_prompt: AtLeast2 = 2
-    """completions sampled for each prompt (G); the best and the worst are the pair"""
+    """sample this many completions for each prompt (G); the best and the worst are the pair"""
     lr: Positive[float] = 1e-6
 
     def __post_init__(self) -> None:

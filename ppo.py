@@ -129,24 +129,24 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
         value_lr=1e-3, prompts_per_step=256, samples_per_prompt=1, max_steps=30
     )
     value_model: NamesModels[str | None] = None
-    """Hugging Face id or folder that the value model starts from: a reward model with its head, or
-    a language model, which gets a new head; default: `model`"""
+    """start the value model from this Hugging Face id or folder: a reward model with its head, or a
+    language model, which gets a new head; default: `model`"""
     lr: Positive[float] = 1e-6
-    """peak learning rate of AdamW for the policy"""
+    """train the policy with this peak learning rate of AdamW"""
     value_lr: Positive[float] = 1e-5
-    """peak learning rate of AdamW for the value model, with the policy's schedule"""
+    """train the value model with this peak learning rate, on the policy's schedule"""
     value_warmup_steps: NotNegative[int] = 0
-    """number of first steps in which only the value model is trained"""
+    """train only the value model in this many first steps"""
     prompts_per_step: Positive[int] = 512
     samples_per_prompt: Positive[int] = 1
     minibatches: Positive[int] = 4
     gae_lambda: Fraction = 0.95
-    """lambda of the advantages: 0: one-step estimates by the value model; 1: sampled returns"""
+    """compute advantages with this lambda. 0: one step, then the value model; 1: sampled returns"""
     beta: NotNegative[float] = 0.05
-    """weight of the KL penalty to the starting model in the rewards; 0: no penalty, and no
-    reference model in memory"""
+    """subtract the KL to the starting model from the rewards with this weight; 0: no penalty, and
+    no reference model in memory"""
     entropy_coef: NotNegative[float] = 0.0
-    """weight of the entropy bonus"""
+    """add an entropy bonus with this weight"""
 
     def __post_init__(self) -> None:
         if self.max_steps is not None and self.value_warmup_steps >= self.max_steps:

@@ -175,23 +175,23 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     }  # fmt: skip
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None
-    """flags of a published variant (table in docs/reinforce.md); another value for one of them is
-    an error"""
+    """set the flags of a published variant (table in docs/reinforce.md); another value for one of
+    them is an error"""
     reduction: Literal["token", "sequence_sum"] = "token"
-    """reduction of the loss of all tokens. token: their mean; sequence_sum: mean over completions
-    of their sums"""
+    """reduce the loss of all tokens. token: their mean; sequence_sum: mean over completions of
+    their sums"""
     advantage: Literal[tuple(LESS_BASELINE)] = "reinforce++"
-    """advantage of a completion. reinforce++: reward, whitened over the tokens of the batch;
-    reinforce++_baseline: less the mean of its group first; leave_one_out: reward less the mean of
-    the others in its group"""
+    """compute the advantage of a completion. reinforce++: reward, whitened over the tokens of the
+    batch; reinforce++_baseline: less the mean of its group first; leave_one_out: reward less the
+    mean of the others in its group"""
     beta: NotNegative[float] = 0.01
-    """weight of the KL penalty to the starting model (--kl_in); 0: no penalty, and no reference
-    model in memory"""
+    """penalise the KL to the starting model with this weight (--kl_in); 0: no penalty, and no
+    reference model in memory"""
     kl_in: Annotated[Literal["loss", "return"], KL] = "return"
-    """place of the KL penalty. loss: on each token of the loss; return: summed from a token on, in
+    """put the KL penalty here. loss: on each token of the loss; return: summed from a token on, in
     the advantage of this token (REINFORCE++)"""
     entropy_coef: NotNegative[float] = 0.0
-    """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
+    """add an entropy bonus with this weight, reduced over tokens like the loss (--reduction)"""
 
     def __post_init__(self) -> None:
         if self.samples_per_prompt < 2 and self.advantage != "reinforce++":

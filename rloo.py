@@ -85,16 +85,16 @@ def loss(
 class Args(LogKLArgs, CorrectionArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(beta=0.01)
     samples_per_prompt: AtLeast2 = 8
-    """completions sampled for each prompt (G); the baseline of each is the mean reward of the
-    others"""
+    """sample this many completions for each prompt (G); the baseline of each is the mean reward of
+    the others"""
     lr: Positive[float] = 1e-6
     clip_low: BelowOne = 0.2
-    """lower clip bound of a completion's importance ratio: 1 - clip_low"""
+    """clip the importance ratio of a completion below 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
-    """upper clip bound of a completion's importance ratio: 1 + clip_high"""
+    """clip the importance ratio of a completion above 1 + clip_high"""
     beta: NotNegative[float] = 0.05
-    """weight of the KL penalty to the starting model in the rewards; 0: no penalty, and no
-    reference model in memory"""
+    """subtract the KL to the starting model from the rewards with this weight; 0: no penalty, and
+    no reference model in memory"""
 
     def __post_init__(self) -> None:
         self.correction_form(by_completion=True)  # refuses a weight per token

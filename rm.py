@@ -75,19 +75,19 @@ def loss(
 @dataclass
 class Args(PrefixArgs, TrainArgs):
     output_dir: str = ""
-    """folder for all that the run writes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/;
-    default: runs/ and the name of the script"""
+    """write all files of the run to this folder: args.yaml, metrics.jsonl, curves.png,
+    checkpoints/, hf/; default: runs/ and the name of the script"""
     batch_size: Positive[int] = 64
-    """pairs per optimizer step, over all ranks"""
+    """train on this many pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: as in the resumed run, else 2048,
-    or less if context or pack_tokens is smaller"""
+    """limit prompt and completion together to this many tokens; default: as in the resumed run,
+    else 2048, or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off
-    (both are counted); error: end the run"""
+    """handle pairs with a longer completion. drop: leave them out; truncate: cut its end off (both
+    are counted); error: end the run"""
     center_coefficient: NotNegative[float] = 0.0
-    """weight of (rc + rr)^2, rc and rr the rewards of chosen and rejected, which keeps the mean
-    reward near 0 (arXiv:2312.09244)"""
+    """add (rc + rr)^2 to the loss with this weight, rc and rr the rewards of chosen and rejected,
+    which keeps the mean reward near 0 (arXiv:2312.09244)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
 
     def __post_init__(self) -> None:

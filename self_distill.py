@@ -85,20 +85,20 @@ class Args(DivergenceArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(reward="exact_match", hint="sibling")
     samples_per_prompt: Positive[int] = 8
     reward: Several[str] = ()
-    """rewards of completions (docs/rewards.md lists all), for --hint sibling and feedback; else
-    measured alone"""
+    """score completions by these rewards (docs/rewards.md lists all), for --hint sibling and
+    feedback; for other hints they are only measured"""
     lr: Positive[float] = 1e-5
     share_prefix: NotNegative[int] = 0
     """must be 0: a completion is packed with its two prompts, which differ"""
     hint: str | None = None
-    """hint in the teacher's prompt; required. a name: this column of the data; sibling: another
-    completion of the group, whose first reward is at least 1; feedback: the text that a reward
-    returns"""
+    """put this hint into the teacher's prompt; required. a name: this column of the data; sibling:
+    another completion of the group, whose first reward is at least 1; feedback: the text that a
+    reward returns"""
     hint_template: str = r"{prompt}\n\nA hint:\n\n{hint}\n\nNow answer in your own words."
-    """text of the teacher's prompt, with {prompt}, {hint}, columns of the row; \\n: line break"""
+    """write the teacher's prompt so, with {prompt}, {hint}, columns of the row; \\n: line break"""
     teacher: Literal["live", "start", "ema"] = "ema"
-    """weights of the teacher. live: the policy's; start: those at the start of the run; ema: moving
-    average of the policy's"""
+    """teach with these weights. live: the policy's; start: those at the start of the run; ema: a
+    moving average of the policy's"""
 
     def __post_init__(self) -> None:
         for flag, value in (("share_prefix", 0), ("context_ranks", 1)):

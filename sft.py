@@ -61,20 +61,20 @@ def loss(name: str, logprobs_T: Tensor) -> Tensor:
 class Args(ImageArgs, StreamArgs, PrefixArgs, OfflineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(max_steps=300, eval_every=50)
     batch_size: Positive[int] = 64
-    """rows per optimizer step, over all ranks. A conversation is one sequence, or several if the
-    chat template rewrites its earlier turns (docs/data.md)"""
+    """train on this many rows per optimizer step, over all ranks. A conversation is one sequence,
+    or several if the chat template rewrites its earlier turns (docs/data.md)"""
     max_length: Positive[int] | None = None
-    """maximum length of a sequence, in tokens; default: as in the resumed run, else 2048, or
-    less if context or pack_tokens is smaller"""
+    """limit a sequence to this many tokens; default: as in the resumed run, else 2048, or less if
+    context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """treatment of longer sequences. drop: leave them out; truncate: cut their end off (both are
+    """handle longer sequences. drop: leave them out; truncate: cut their end off (both are
     counted); error: end the run"""
     train_on: Literal["completion", "last", "all"] = "completion"
-    """tokens with a loss. completion: completions, or every assistant turn; last: the last
+    """train on these tokens. completion: completions, or every assistant turn; last: the last
     assistant turn alone; all: prompts too"""
     loss: Literal["nll", "dft"] = "nll"
-    """loss of a token of probability pi. nll: -log pi; dft: -pi log pi, without gradient of the
-    factor. Evaluations always use nll, so that runs are comparable"""
+    """minimise this loss of a token of probability pi. nll: -log pi; dft: -pi log pi, without
+    gradient of the factor. Evaluations always use nll, so that runs are comparable"""
     lr: Positive[float] = 2e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
 
