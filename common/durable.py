@@ -101,8 +101,9 @@ def write_checksums(folder: Path) -> None:
 
 
 def changed_file(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """Return a file that is missing or differs from the checksums in its folder, None without any.
-    This rank checks every `ranks`-th file. Raises `OSError` for a file that cannot be read."""
+    """Return the name of a file that is missing or differs from the checksums in its folder; None
+    if none does. This rank checks every `ranks`-th file. Raises `OSError` for a file that cannot be
+    read."""
     try:
         written = read_json(folder / CHECKSUMS)
         require_inside(written)

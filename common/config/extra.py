@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str, flag: str) -> Iterator[None]:
-    """Around an import from extras/<name>, or of the package <name>, which `flag` switches on.
+    """Turn a missing import into one line. Use it around an import from extras/<name>, or of the
+    package <name>, for a feature that `flag` switches on.
 
-    Raises `ValueError`, one line, if the folder has been deleted, or if it needs a package that is
-    not installed."""
+    Raises `ValueError` if the folder has been deleted, or if it needs a package that is not
+    installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -24,8 +25,8 @@ def extra(name: str, flag: str) -> Iterator[None]:
 
 
 def load_named(target: str, flag: str) -> Callable:
-    """Return the function or class `module:name`, which `flag` switches on. Raises `ValueError` as
-    `extra` does if it is of an extra."""
+    """Import the function or class `module:name` for a feature that `flag` switches on. If it
+    belongs to an extra, `ValueError` is raised as by `extra`."""
     module, name = target.split(":")
     with extra(module.split(".")[1], flag):
         return getattr(importlib.import_module(module), name)

@@ -36,14 +36,14 @@ MODEL_KINDS = ("model:", *JUDGE_KINDS)  # rewards by a model
 
 
 class Limit(NamedTuple):
-    """The most tokens of a sequence, or of several, and what sets this limit."""
+    """How many tokens fit in a sequence, or in several together, and what sets this limit."""
 
     tokens: int
     flag: str
-    """or the model's context, for messages"""
+    """the flag that sets it, or words for the model's context: errors name it"""
 
     def require(self, max_length: int | None, sequences: int = 1) -> None:
-        """Raise `ValueError` if so many `sequences` of `--max_length` have more tokens."""
+        """Raise `ValueError` unless this many `sequences` of `--max_length` tokens fit together."""
         if max_length and sequences * max_length > self.tokens:
             count = "a sequence" if sequences == 1 else f"{sequences} sequences"
             raise ValueError(f"--max_length {max_length}: {count} must fit in {self.flag}")
@@ -95,7 +95,8 @@ NamesModels = Annotated[T, NAMES_MODELS]
 
 
 class NamesCode:
-    """Metadata of a flag that may name files of the user's code, which `makes` a column."""
+    """Metadata of a flag that may name files of the user's code. `makes`: the column of a row that
+    this code fills, such as `_prompt`; it does not count when the data is compared at a resume."""
 
     def __init__(self, makes: str | None = None) -> None:
         self.makes = makes
@@ -104,9 +105,10 @@ class NamesCode:
 class Needs:
     """Metadata of a flag that has an effect only with another flag, or with one of several.
 
-    `Needs(loss="clip")`: with this value, with one of `("clip", "gspo")`, or with it in a list;
-    "judge:" is the beginning of a value. `Needs(beta=True)`: with any value but 0, false, none and
-    an empty list. `Needs(agent=None)`: without this flag. Of two `Needs` both must be met."""
+    `Needs(loss="clip")`: only with `--loss clip`; `("clip", "gspo")`: with one of these;
+    `"judge:"`: with a value that begins so. A flag with several values needs it among them.
+    `Needs(beta=True)`: with any value but 0, false, none and an empty list. `Needs(agent=None)`:
+    without this flag. Of two `Needs` both must be met."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
@@ -199,7 +201,7 @@ def check_needs(args: Any) -> None:
 
 
 def union_members(kind: Any) -> tuple:
-    """Return the types of a union; of another type, itself."""
+    """Return the members of a union type; for another type, a tuple of this type alone."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
@@ -208,7 +210,6 @@ class TreeLoader(yaml.SafeLoader):
     ten aliases of ten aliases make a billion."""
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
-        """Return the next node."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             problem = "aliases (*name) are not read; write the value again"

@@ -67,8 +67,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
 
 
 def from_home(value: Any) -> Any:
-    """Return a value where `~/` in front of a path is the home folder, as a shell has it: a file or
-    quotes keep it from the shell."""
+    """Expand `~/` in front of paths. On the command line the shell does it, but not within quotes,
+    and nobody does it in a file."""
     if isinstance(value, list | tuple):
         return tuple(map(from_home, value))
     return os.path.expanduser(value) if str(value).startswith("~/") else value
@@ -84,8 +84,9 @@ def require_utf8(given: dict[str, Any]) -> None:
 
 
 def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the built-in model's defaults that no given flag sets or excludes. On other data than
-    its task only the learning rates remain."""
+    """Return the defaults for the built-in model, {} for another model. Left out are flags that are
+    given, and values with which a given flag would have no effect. With other data than the
+    built-in task only the learning rates remain."""
     fields = args_class.__dataclass_fields__
     if given.get("model", fields["model"].default) not in BUILT_IN_MODELS:
         return {}
@@ -146,7 +147,8 @@ def read_command_line(args_class: type[BaseArgs], argv: list[str]) -> dict[str, 
 
 
 def value_of(words: list[str], kind: Any) -> Any:
-    """Return the words after a flag as pydantic takes them: `None` and no word have a meaning."""
+    """Return the words after a flag as pydantic takes them: one word, or a tuple of several. `None`
+    is null if the flag may be null, and a switch without a word is true."""
     members = union_members(kind)
     if words == ["None"] and type(None) in members:
         return None
@@ -162,7 +164,6 @@ class TextLoader(TreeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """Return a mapping."""
         keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
