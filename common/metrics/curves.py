@@ -13,7 +13,8 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def distinct(values: dict[str, list]) -> list[str]:
-    """Return the names, without a name whose values an earlier name has too. NaN equals NaN."""
+    """Drop each name whose values equal those of an earlier name, and return the others. NaN equals
+    NaN."""
     first: dict[str, str] = {}
     for name, column in values.items():
         first.setdefault(str(column), name)

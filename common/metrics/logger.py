@@ -81,8 +81,9 @@ class RunLogger:
             self.errors[name] = metrics.get(f"{name}_stderr", 0.0)
 
     def _value(self, name: str) -> str:
-        """Return the first and the latest value of a metric, `reward 0.4 -> 0.8`; one value of
-        speeds or if they are equal. Half of the latest one's 95% interval follows, if known."""
+        """Return a metric as text: its first and latest value, `reward 0.4 -> 0.8`, or only the
+        latest for speeds and if both are equal. If a standard error is known, `±` half of the 95%
+        interval follows."""
         first, latest = (f"{value:.3g}" for value in self.shown[name])
         is_single = name.startswith(SPEEDS) or first == latest
         values = latest if is_single else f"{first} -> {latest}"
