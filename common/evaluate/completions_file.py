@@ -201,8 +201,8 @@ def score_stored(
 def scores_of_outputs(
     model: Callable[[list[Group]], list[Result]], outputs: list[list[dict]], prompts: Prompts
 ) -> list[list[list[float]]]:
-    """Return the score of each completion of each output. A judge of pairs scores a completion by
-    its probability to win against the one of the other output with the same index. Collective.
+    """Return the score of each completion of each output. A judge of pairs compares completion i of
+    one output with completion i of the other; the score is the probability to win. Collective.
     Raises `ValueError` naming the row of a completion without score."""
 
     def scores(groups: list[Group], results: list[Result]) -> list[float]:
@@ -271,8 +271,8 @@ def read_completions(
 
 def _fill_in(stored: dict, tokenizer, vocabulary: int | None) -> None:
     """Tokenise a completion that has only its text. Raises `ValueError` for ids that are not below
-    `vocabulary`; None: the run's own ids, which may be above, as a head may have more rows than the
-    tokenizer has tokens."""
+    `vocabulary`. The run's own ids are not checked (None): a head may have more rows than the
+    tokenizer has tokens, and a model may sample them."""
     if not stored["ids"]:
         ids = tokenizer(stored["text"], add_special_tokens=False)["input_ids"]
         stored["ids"] = [*ids, tokenizer.eos_token_id]

@@ -55,9 +55,10 @@ def final_answer(text: str) -> str | None:
 def majority_at_k(
     answers: list[str | None], right: list[bool | None], rng: np.random.Generator
 ) -> list[float]:
-    """Return, for k = 1..S, the fraction of random choices of k samples in which the most frequent
-    answer is right. The first of equally frequent answers wins. A sample without an answer does not
-    vote; one whose reward failed (None) votes, and others say whether its answer is right."""
+    """Return, for k = 1..S, how often the most frequent answer among k randomly chosen samples is
+    right; of equally frequent answers the first wins. A sample without an answer does not vote. One
+    whose reward failed (`right` is None) votes, but only other samples with the same answer can
+    tell whether it is right."""
     totals = np.zeros(len(answers))
     for _ in range(PERMUTATIONS):
         votes: Counter = Counter()
@@ -97,9 +98,9 @@ def mean_and_interval(
 def wins(
     scores: list[list[float]], scores_against: list[list[float]]
 ) -> tuple[list[float], list[float]]:
-    """Return, per prompt, the number of completions whose score is higher than the score against
-    them with the same index, and the number of compared pairs. A tie is half a win; pairs with a
-    missing score (None) are excluded."""
+    """Compare completion i of each prompt with completion i of the other model. Return, per prompt,
+    the number of wins and the number of compared pairs. A tie is half a win; pairs with a missing
+    score (None) are excluded."""
     points = []
     counts = []
     for group, group_against in zip(scores, scores_against, strict=True):
