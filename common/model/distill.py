@@ -122,8 +122,9 @@ def _statistics(
     known: TopK | tuple, targets_T: Tensor, temperature: float, divergence: Divergence,
     logits_CV: Tensor, c: slice, *tensors: Tensor | None,
 ) -> Comparison:  # fmt: skip
-    """Return the comparison of a chunk. `known`: the teacher, or all of its `Logits` but the
-    `tensors`."""
+    """Compare student and teacher in a chunk. `known` is a `TopK`, or a tuple of all fields of the
+    teacher's `Logits` but its `tensors`, which stand apart so that the backward pass can free
+    them."""
     logp_CV = logits_CV.log_softmax(-1)
     targets_C = targets_T[c]
     if isinstance(known, TopK):

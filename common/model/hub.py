@@ -25,7 +25,7 @@ from common.parallel import distributed
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 GENERATION_CONFIG = "generation_config.json"
 STATE = "state.json"  # checkpoints of a run have it
-MOST_CHARACTERS = 100  # that a tokenizer may make of one: a short row would fill the memory
+MOST_CHARACTERS = 100  # a tokenizer may make of one character; else a short row fills the memory
 
 
 def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
@@ -178,7 +178,7 @@ def vocabulary_size(path: str) -> int:
 
 
 def _growth(normalizer: dict) -> int:
-    """Return a bound of the characters that a normalizer of tokenizer.json makes of one."""
+    """Return how many characters a normalizer of tokenizer.json makes of one, at most."""
     if normalizer["type"] == "Sequence":
         return math.prod(map(_growth, normalizer["normalizers"]))
     added = normalizer.get("content", normalizer.get("prepend", ""))
@@ -218,7 +218,8 @@ def model_limit(path: str) -> Limit:
 
 
 def longest_sequence(path: str, args: ModelArgs, sequences: int = 1) -> Limit:
-    """Return the maximum length of a sequence in the model's context, or in a pack of several."""
+    """Return how long a sequence may be: the model's context or, if it is less, an equal part of a
+    pack for each of `sequences` that share it."""
     tokens, flag = args.pack_limit
     # A pack has targets, and the first token is none.
     return min(model_limit(path), Limit(tokens // sequences + 1, flag))
@@ -227,8 +228,9 @@ def longest_sequence(path: str, args: ModelArgs, sequences: int = 1) -> Limit:
 def fit_max_length(
     args: TrainArgs, path: str, earlier: dict[str, Any], sequences: int = 1
 ) -> TrainArgs:
-    """Return the flags with `--max_length`. Without it a resumed run keeps its `earlier` one. A new
-    run takes 2048, or less if the model's context or a pack of so many `sequences` is smaller."""
+    """Return the flags with `--max_length` filled in. If it is not given, a resumed run keeps its
+    `earlier` one, and a new run takes 2048, or less if the model's context or a pack of this many
+    `sequences` is smaller."""
     max_length = args.max_length or earlier.get("max_length")
     context, pack = model_limit(path), args.pack_limit
     if max_length is None:

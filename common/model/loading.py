@@ -260,7 +260,7 @@ def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
 
 
 def unfilled(buffer: Tensor) -> float:
-    """Return the number that shows that a buffer was not filled."""
+    """Return the value that marks a buffer as not yet filled: NaN, or -1 for integers."""
     return math.nan if buffer.is_floating_point() else -1
 
 
@@ -289,8 +289,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def hub_weights(hf: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole weights of a model under their names in the files that it was loaded from. If it
-    is on meta, these are the hub's names."""
+    """Return whole weights under the names that they have in the files this model was loaded from;
+    for a model on meta, under the hub's names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(hf, weights)

@@ -134,8 +134,9 @@ def fill_adapters(hf: nn.Module, stored: dict[str, Tensor], seed: int) -> None:
 
 
 class StartingModel(nn.Module):
-    """Frozen model that a policy with adapters started from. It is the policy itself, but its
-    parameters are a copy of the first adapters, under their names."""
+    """Frozen model that a policy with adapters started from. It holds only a copy of the first
+    adapters: to run, it exchanges them for the trained ones of the policy, and then exchanges them
+    back."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()

@@ -187,7 +187,7 @@ class Source(NamedTuple):
     rules: list
     """transformers' rules for the names in the files"""
     change: Callable[[dict], dict] = dict
-    """makes packed slices of the files' (`--quantize`)"""
+    """turns slices of the files into packed ones (`--quantize`)"""
     adapter: dict[str, Tensor] | None = None
     """weights of `--adapter`, none for a new adapter; None without adapters"""
 

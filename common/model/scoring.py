@@ -56,8 +56,9 @@ def with_logprobs(
     ref: nn.Module | None = None, old_of_first: bool = True,
 ) -> Minibatches:  # fmt: skip
     """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`
-    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`. The update may leave out
-    `old_of_first`, those of the first minibatch: its own forward gives them. Collective."""
+    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`. With `old_of_first` False the
+    first minibatch gets no old log-probs: no update precedes it, so the forward of its own update
+    computes them anyway. Collective."""
     if old is not None:
         first = [] if old_of_first else minibatches[:1]
         rest = minibatches[len(first) :]
