@@ -170,14 +170,15 @@ def pack_minibatches(
 ) -> Minibatches:  # fmt: skip
     """Divide the groups of all ranks into `count` minibatches of micro-batches, like `pack`.
 
-    `positions` orders the groups of all ranks: it has a number for each of this rank's. In this
-    order the groups are cut into `count` equal parts, one for each minibatch, and samples get their
-    indices. So minibatches do not depend on the number of ranks. A group may be empty.
+    `positions` says where each of this rank's groups stands among the groups of all ranks. In this
+    order they are cut into `count` equal parts, one for each minibatch, and their samples are
+    numbered (the index), so that minibatches do not depend on the number of ranks. A group may be
+    empty.
 
     Prefixes of at least `share_prefix` tokens that samples of a group have in common are computed
     once (docs/memory.md; 0: never). With `together` the samples of a group are neighbours in one
     micro-batch; otherwise a group may be divided among micro-batches and ranks. The branches of a
-    completion are sequences with its index. Collective."""
+    completion are sequences of their own, with the index of the completion. Collective."""
     sizes = {position: len(group) for position, group in zip(positions, groups, strict=True)}
     sizes = dict(sorted(distributed.gather_dict(sizes).items()))
     first_index = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
@@ -337,8 +338,9 @@ def _sequences(group: dict[int, Sample], together: bool) -> list[TokenSequence]:
 
 
 def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
-    """Each sequence shares with the one before it the longest prefix that leaves it a target of its
-    own, and that has the same images, each of them whole."""
+    """Return the length of each sequence of a group, and how many targets it shares with the one
+    before it: as many as are equal, but it keeps at least one target of its own, and no image that
+    is different or cut is shared."""
     shared = [0] * len(group)
     for n, (before, sequence) in enumerate(pairwise(group), 1) if share_prefix else ():
         length = min(len(before.ids), len(sequence.ids))

@@ -25,8 +25,8 @@ KEY_COPY = 1 / 8
 
 
 class GroupShape(NamedTuple):
-    """Sequences of a group or of a part of it, by their numbers of targets. Sequence n begins with
-    the same `shared[n]` targets as the sequence before it; they are computed once."""
+    """The lengths of the sequences of a group, or of a part of it, in targets. Sequence n begins
+    with the same `shared[n]` targets as the sequence before it; they are computed once."""
 
     lengths: list[int]
     shared: list[int]  # 0 for the first sequence; less than its length for every other one
@@ -48,7 +48,8 @@ class GroupShape(NamedTuple):
         return self.tokens + ATTENTION * pairs
 
     def parts(self, limit: int) -> list["GroupShape"]:
-        """Return the sequences, in their order, in groups of at most this size, or of one."""
+        """Split the group in order into parts of at most this size. A sequence begins a new part if
+        it does not fit, or if it shares nothing with the one before it."""
         parts: list[GroupShape] = []
         for length, prefix in zip(*self, strict=True):
             if prefix:

@@ -36,7 +36,7 @@ class Sample:
     stored_at: int | None = None
     # Why turns of its row are not trained, one reason for each.
     turns_left_out: tuple[str, ...] = ()
-    # In memory (`kept`), so many ids in front are left out: the sample before it has them.
+    # To save memory (`kept`), so many first ids are left out: they are those of the sample before.
     left_out: int = 0
     # Per-token lists that your own script adds: `streams["x"]` is `x_T` of a micro-batch.
     streams: dict[str, list[float]] = field(default_factory=dict)
@@ -88,8 +88,8 @@ class Sample:
 class Completion(Sample):
     """A sample whose completion an engine or another program sampled."""
 
-    # For each of `ids`, the engine's log-prob, and the number of training steps that its weights
-    # had after them. Tokens that were not sampled have 0 and -1.
+    # For each of `ids`, the engine's log-prob and the version of the weights that sampled it: the
+    # number of training steps before it. Tokens that were not sampled have 0 and -1.
     rollout_logprobs: list[float] | None = None
     versions: list[int] | None = None
     # With truncated sampling: the ids that could have been sampled, for each sampled token.
@@ -146,7 +146,7 @@ class Completion(Sample):
 
     @property
     def version(self) -> int:
-        """Number of training steps that made the oldest weights that sampled a token of it."""
+        """Version of the oldest weights that sampled one of its tokens: their training steps."""
         return min(version for version in self.versions if version >= 0)
 
 

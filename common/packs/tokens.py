@@ -193,8 +193,8 @@ def compact_tokens(
 
 
 def rows_of(sequences: list[TokenSequence]) -> list[np.ndarray]:
-    """Return the positions of each sequence's tokens among the computed ones, which are those of
-    all sequences without the prefixes that they share."""
+    """Return, for each sequence, the rows of its tokens in the computed stream. A shared prefix is
+    there only once, so for these tokens a sequence has the rows of the sequence before it."""
     rows: list[np.ndarray] = []
     begin = 0
     for sequence in sequences:
