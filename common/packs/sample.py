@@ -88,8 +88,8 @@ class Sample:
 class Completion(Sample):
     """A sample whose completion an engine or another program sampled."""
 
-    # For each of `ids`, the engine's log-prob and the version of the weights that sampled it: the
-    # number of training steps before it. Tokens that were not sampled have 0 and -1.
+    # For each of `ids`, the engine's log-prob, and the version of the weights that sampled it: how
+    # many training steps they had taken. Tokens that were not sampled have 0 and -1.
     rollout_logprobs: list[float] | None = None
     versions: list[int] | None = None
     # With truncated sampling: the ids that could have been sampled, for each sampled token.

@@ -37,9 +37,9 @@ class ContextGroup:
     def divide_heads(
         self, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the inputs of attention, [1, H, t, d], for all tokens of the group's ranks and
-        this rank's share of the heads: [1, H / R, all tokens, d]. Each head of gpt-oss has a
-        sink."""
+        """Trade tokens for heads. In: query, key and value of this rank's tokens, [1, H, t, d].
+        Out: this rank's heads for the tokens of all ranks of the group, [1, H / R, all tokens, d].
+        The sinks of gpt-oss, one for each head, are divided likewise."""
         # If there are fewer key heads than ranks, each head goes to several ranks.
         copies = math.lcm(key.shape[1], self.size) // key.shape[1]
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
@@ -49,8 +49,8 @@ class ContextGroup:
         return query, key, value, sinks_H
 
     def exchange(self, x: Tensor) -> Tensor:
-        """Exchange the first dimension for all of the second, such as heads for tokens: [H, t, d]
-        -> [H / R, all tokens, d]."""
+        """Divide the first dimension among the ranks, and gather the second from them, such as
+        heads and tokens: [H, t, d] -> [H / R, all tokens, d]."""
         parts = x.unflatten(0, (self.size, -1)).contiguous()
         parts = collectives.all_to_all_single_autograd(parts, None, None, self.group)
         return parts.transpose(0, 1).flatten(1, 2)

@@ -63,7 +63,8 @@ AGAIN = 0.1  # seconds between further interruptions of a late call
 
 
 class Late(BaseException):
-    """Passes each `except Exception` of a library."""
+    """A call is late. It is no `Exception`, so that no `except Exception` of a library swallows
+    it."""
 
 
 class Alarm:
@@ -82,8 +83,8 @@ class Alarm:
 
 def within(seconds: float, function: Callable, *args: object, **kwargs: object) -> Any:
     """Return `function(*args, **kwargs)`. Raises `TimeoutError` after `seconds`, as soon as the
-    interpreter can be interrupted. There is no limit in a thread, nor one of its own inside another
-    limit."""
+    interpreter can be interrupted. Outside of the main thread there is no limit, and a call within
+    another limited call has only the outer limit."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or isinstance(signal.getsignal(signal.SIGALRM), Alarm):
         return function(*args, **kwargs)
@@ -142,7 +143,7 @@ def _note(signum: int, frame: object) -> None:
 
 # ---- the launcher ----
 
-# Number of the processes that another launcher than torchrun has started, and of this one.
+# Variables in which other launchers say how many processes they started, and which one this is.
 LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # of srun alone: a batch script is one process
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
