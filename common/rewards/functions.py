@@ -83,14 +83,15 @@ def stated_number(completion: str) -> Fraction | None:
 
 
 def final_answers(text: str) -> list[str]:
-    """Return every number after `####` or `A:`, as its sign and digits, with what makes it more
-    than a number."""
+    """Return every number after `####` or `A:`, as its sign and digits. If its line has further
+    numbers, the text up to the last of them belongs to it, so that `to_number` refuses it."""
     found = announced(without_latex(plain(text)), FINAL_NUMBER)
     return [sign + number for sign, number in found]
 
 
 def announced(text: str, answer: re.Pattern) -> list[tuple[str, ...]]:
-    """Return the groups of `answer` wherever it follows `####` or an `A:` that is no label."""
+    """Match `answer` after every `####`, and after every `A:` that announces an answer and does not
+    label a case (`is_label`). Return the groups of each match."""
     found = []
     end = 0
     marks = list(MARK.finditer(text))
@@ -105,8 +106,9 @@ def announced(text: str, answer: re.Pattern) -> list[tuple[str, ...]]:
 
 
 def other_labels(text: str) -> tuple[int, set[str]]:
-    """Return where the last `B:` or `C:` with a number stands, without a noun, and the nouns before
-    other letters than A: `plan` for `Plan B`."""
+    """Look for labels of other cases than A. Return where the last `B:` or `C:` with a number
+    stands that has no noun in front (-1: nowhere), and all nouns in front of other letters: `plan`
+    of `Plan B`."""
     last, nouns = -1, set()
     for label in LABEL.finditer(text):
         noun, letter, has_number = label.groups()
@@ -118,8 +120,8 @@ def other_labels(text: str) -> tuple[int, set[str]]:
 
 
 def is_label(text: str, start: int, last_label: int, nouns: set[str]) -> bool:
-    """Return whether the `A:` at `start` is the label of a case: `A: 12, B: 20`, `Plan A: 12`. If
-    its noun does not begin the line, there must be a `plan B` too."""
+    """Return whether the `A:` at `start` labels a case, and announces no answer, as in `A: 12, B:
+    20` or `Plan A: 12`. A noun within a line counts only if the text also has, say, a `plan B`."""
     if start < last_label:
         return True
     line = text.rfind("\n", 0, start) + 1
@@ -234,8 +236,9 @@ def check_answer(row: dict) -> None:
 
 
 class PlainForms(dict):
-    """The ASCII form of characters, each found when it first occurs: digits of all scripts,
-    fullwidth letters and marks, minus signs, spaces, fractions. Others stay as they are."""
+    """A table that maps a character to its ASCII form, and finds a form when it is first asked for:
+    digits of all scripts, fullwidth letters and marks, minus signs, spaces, fractions. Other
+    characters stay as they are."""
 
     def __missing__(self, code: int) -> str:
         form = character = chr(code)

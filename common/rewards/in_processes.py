@@ -87,8 +87,9 @@ def require_known_names(signature: inspect.Signature, columns: set[str]) -> None
 
 
 def of_math(args: ScoringArgs, thoughts: Thoughts) -> Callable[[Group], Awaitable]:
-    """An answer that exceeds the time or memory limit is wrong; as an error it would go unpunished.
-    A gold answer that cannot be parsed is an error, and so is a process that cannot start."""
+    """Return the scorer of `math`. An answer that exceeds the time or memory limit is wrong; as an
+    error it would go unpunished. A gold answer that cannot be parsed is an error, and so is a
+    process that cannot start."""
     pool = Pool(MATH, args.reward_workers, args.reward_timeout, shared=True)
 
     async def score_one(sample) -> Result:
@@ -107,8 +108,9 @@ def of_math(args: ScoringArgs, thoughts: Thoughts) -> Callable[[Group], Awaitabl
 def of_user(
     name: str, function: Callable, columns: list[str], args: ScoringArgs
 ) -> Callable[[Group], Awaitable]:
-    """A user's function reads all text of a completion or, if it takes `completions`, of a group.
-    A call for a group has the time limit times the number of its completions."""
+    """Return the scorer of a user's function, which reads all text of a completion or, if it takes
+    `completions`, of a group. A call for a group has the time limit of each completion times their
+    number."""
     of_group, with_ids = reward_form(name, function, columns)
     is_async = inspect.iscoroutinefunction(function)
     pool = Pool(name, args.reward_workers, args.reward_timeout, is_async=is_async)
