@@ -61,7 +61,7 @@ class TruncationArgs:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What only some scripts have flags for."""
+    """Options for which only some scripts have flags."""
 
     images: ImageArgs = NO_IMAGES
     truncation: TruncationArgs = TruncationArgs()
@@ -94,7 +94,7 @@ class SampledTurn(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     versions: list[int]
-    """of the weights that sampled each token"""
+    """version of the weights that sampled each token"""
     finish_reason: str
     support: Sequence[np.ndarray] = ()  # see Completion
 

@@ -56,7 +56,7 @@ class PromptRequest:
     """A prompt and the number of completions to sample."""
 
     number: int
-    """name of the prompt; smaller numbers are sampled first"""
+    """identifies the prompt; smaller numbers are sampled first"""
     ids: list[int]
     row: dict
     """data row, for environments and rewards"""

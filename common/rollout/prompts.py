@@ -103,8 +103,8 @@ def show_first(prompts: Prompts, tokenizer) -> None:
 def prompt_columns(args: SamplingArgs, rows: list[dict], also_read: Sequence[str] = ()) -> Columns:
     """Return the column that holds the prompts: `_prompt`, which `encode_prompts` makes, with
     `--prompt_template` or `--environment`, else one of `PROMPT_COLUMNS`; none with `--agent`, whose
-    prompts are empty. Raises `ValueError` if the data has none, and for a part of the prompt that
-    neither it nor a reward reads."""
+    prompts are empty. Raises `ValueError` if the data has none, and for a column that by its name
+    belongs to the prompt but that neither the script nor a reward reads."""
     if args.agent is not None:
         partner_of(args).load(args.agent)  # refuses a bad file before anything slow
         return ()

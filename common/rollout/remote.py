@@ -39,10 +39,11 @@ class SamplingOrder:
     """From rank 0 to each engine: load these weights, then sample these prompts."""
 
     requests: list[PromptRequest]
-    """for all rollout ranks"""
+    """prompts of all rollout ranks; each takes its own"""
     version: int
     weights: list[tuple[str, torch.Size, torch.dtype]]
-    """those that rank 0 broadcasts next, in this order; none if the engine has them"""
+    """name, shape and dtype of each weight that rank 0 broadcasts next, in this order; none if the
+    engine has these weights"""
 
 
 @dataclass
@@ -144,10 +145,11 @@ class RolloutRanks:
         self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter,
         stops: bool = True,
     ) -> list[Group]:  # fmt: skip
-        """Send the prompts of all ranks and the weights after `step` steps, unless they are there.
-        Return the groups of this rank's `own_numbers`, some of which may have been requested
-        before; after a stop signal only those that are here, if it `stops`. Measure the ages of
-        their weights, and how long both roles waited since the last call. Collective."""
+        """Order the prompts of all ranks from the rollout ranks, and send the weights after `step`
+        steps unless they have them. Then wait for the groups of this rank's `own_numbers`, some of
+        which may have been ordered before, and return them. If it `stops`, a stop signal ends the
+        wait, and only the groups that have arrived are returned. Measure the ages of their weights,
+        and how long both roles waited since the last call. Collective."""
         self.rows |= {each.number: each.row for each in requests if is_own(each.number)}
         distributed.barrier()  # no group comes to a rank before it knows the rows
         self._send(requests, step, meter)

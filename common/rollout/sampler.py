@@ -126,8 +126,9 @@ class Sampler:
         return Rollout(groups, positions, data_rows)
 
     def complete_held_out(self, step: int, prompts: Prompts) -> list[Group]:
-        """Return `--eval_samples` completions of every `ranks`-th prompt, from number `rank` on,
-        sampled at `--eval_temperature` from the weights after `step` steps. Collective."""
+        """Complete this rank's share of held-out `prompts`: every `ranks`-th one, from number
+        `rank` on. Each gets `--eval_samples` completions, sampled at `--eval_temperature` from the
+        weights after `step` steps. Collective."""
         args = self.args
         ranks = distributed.world_size()
         # Numbers below 0 are never those of the run. The first one belongs to rank 0.

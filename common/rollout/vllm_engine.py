@@ -55,9 +55,9 @@ def _first_columns(layer) -> Tensor:
 
 
 def free_fraction(capacity: float, used: float, gathered: float) -> float:
-    """Return the share of a GPU that is free for an engine on all ranks, beside the bytes in use
-    and those that a weight sync gathers. vLLM's share is one of the whole GPU, beside what was in
-    use when it started (vllm/v1/worker/utils.py:request_memory). Collective.
+    """Return the fraction of a GPU that an engine may take on every rank: all but the bytes in use
+    and those that a weight sync gathers. vLLM reads it as a fraction of the whole GPU, on top of
+    what was in use when it started (vllm/v1/worker/utils.py:request_memory). Collective.
 
     Raises `ValueError` if nothing is free."""
     taken = float(distributed.all_max((used + gathered) / capacity))
@@ -99,9 +99,9 @@ def same_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_class(decoder: type) -> Iterator[None]:
-    """Undo that vLLM makes a class of transformers a compiled one. It runs some models (OLMo 2,
-    SmolLM3) with this code (vllm/model_executor/models/transformers/base.py), and the trainer's
-    model has the same class."""
+    """Undo that vLLM turns transformers' decoder class into a compiled one. It runs some models
+    (OLMo 2, SmolLM3) with transformers' own code (vllm/model_executor/models/transformers/base.py),
+    and the trainer's model has the same class."""
     make_decoder = decoder.__init__
     try:
         yield
@@ -111,10 +111,10 @@ def same_class(decoder: type) -> Iterator[None]:
 
 
 def remove_shared_memory() -> None:
-    """Remove the files of the memory that the ranks of a CPU engine share, with AVX-512, under one
-    name for all launches (vllm/distributed/device_communicators/cpu_communicator.py): one that
-    stayed would stop the next launch. All ranks have mapped them when vLLM has started.
-    Collective."""
+    """Remove the files in /dev/shm by which the ranks of a CPU engine share memory (with AVX-512).
+    They have one name in all launches (vllm/distributed/device_communicators/cpu_communicator.py),
+    so a file that stayed would stop the next launch. When vLLM has started, all ranks have mapped
+    them and need the names no more. Collective."""
     distributed.barrier()
     name = os.environ["VLLM_DIST_IDENT"].lstrip("/")
     for file in Path("/dev/shm").glob(f"{name}-*cpushm*"):
@@ -148,9 +148,10 @@ def has_head(worker) -> bool:
 
 
 def cpu_options(max_model_len: int, has_delta_nets: bool) -> dict:
-    """Return the options of a CPU engine. After a prompt in two chunks vLLM rewinds the request's
-    generator, which a CPU generator cannot do (vllm/v1/worker/gpu_model_runner.py); the same error
-    comes with cached states of delta nets."""
+    """Return the options of a CPU engine. Prompts are computed in one chunk: after a prompt in two
+    chunks vLLM rewinds the request's generator, which a CPU generator cannot do
+    (vllm/v1/worker/gpu_model_runner.py). Cached states of delta nets give the same error, so they
+    are not cached."""
     return dict(
         enforce_eager=True,
         # Only whole blocks of a prompt are computed once for its group. vLLM's default on a CPU is
@@ -163,9 +164,9 @@ def cpu_options(max_model_len: int, has_delta_nets: bool) -> dict:
 
 
 def eager_sampler(device: torch.device) -> contextlib.AbstractContextManager:
-    """Around a round. Even in eager mode vLLM compiles a function of its sampler
-    (vllm/v1/sample/ops/logprobs.py), which on a CPU takes 16 seconds and a C++ compiler, for
-    nothing."""
+    """Return a context for a round in which nothing is compiled on a CPU. Even in eager mode vLLM
+    compiles a function of its sampler (vllm/v1/sample/ops/logprobs.py), which takes 16 seconds and
+    a C++ compiler, for nothing."""
     is_cpu = device.type == "cpu"
     return torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext()
 
@@ -181,8 +182,8 @@ def forget_packed_experts(worker) -> None:
 
 
 def stop_requests(llm, names: list[str]) -> None:
-    """End requests, of a stopped rollout, and drop what was computed ahead for ended turns: the
-    core queues batches (vllm/v1/engine/core.py)."""
+    """End the requests of a stopped rollout. vLLM's core queues batches (vllm/v1/engine/core.py):
+    run those too, which drops what was computed ahead for turns that have ended."""
     llm.llm_engine.abort_request(names)
     while llm.llm_engine.engine_core.engine_core.batch_queue:
         llm.llm_engine.step()
@@ -366,7 +367,6 @@ class VLLMEngine(Engine):
         yield from self.llm.collective_rpc(held_weights)[0]
 
     def _hub_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights in the form of a hub checkpoint."""
         for name, whole in weights:
             if self.has_head or name not in ("lm_head.weight", "lm_head.bias"):
                 yield from hub_weights(self.model, {name: whole}).items()

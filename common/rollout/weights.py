@@ -58,8 +58,9 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 
 def sync_weights(engine: Engine, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
-    """Load the policy's weights into an engine. Then compare some columns of those that it keeps as
-    they are: in bfloat16 a step changes log-probs less than rounding does. Raises `RunError` if
+    """Load the policy's weights into an engine. Then read back a few columns of each weight that
+    the engine holds in the policy's layout, and compare: stale weights would not show in the
+    log-probs, because in bfloat16 a step changes them less than rounding does. Raises `RunError` if
     any differ."""
     held = {_key(name): (part, read) for name, part, read in engine.held_weights()}
     sent: dict[str, Tensor] = {}
