@@ -195,8 +195,9 @@ class ChatTemplate:
             return ""
 
     def _find_end(self, turn: dict, after: dict, mark: str) -> TurnEnd | None:
-        """Return how the template ends `turn`, whose text has `mark`: by the last token that stands
-        after it both at the end of a conversation and where the conversation goes on."""
+        """Find out how the template ends `turn`, in whose text `mark` stands. The end token is the
+        last one after the mark that stands there both where the conversation ends and where it goes
+        on."""
         _, found, tail = self._probe(ASKED, turn).partition(mark)
         _, _, earlier = self._probe(ASKED, turn, after).partition(mark)
         if not found:

@@ -44,8 +44,9 @@ OUR_COLUMNS = ("_source", *ADDED_COLUMNS)
 
 
 def choose_columns(flag: str, rows: Iterable[dict], choices: Sequence[Columns]) -> Columns:
-    """Return the columns that a script reads: of the `choices` that every dataset has, the one that
-    is the first for most rows. Raises `ValueError` if no choice fits."""
+    """Return the columns that a script reads. Every dataset must have all columns of the choice in
+    some row; of such `choices` each row votes for the first one that it has, and most votes win.
+    Raises `ValueError` if no choice fits."""
     names_of: dict[str | None, Counter[Columns]] = {}  # columns with values, of each dataset
     first_rows: dict[str | None, dict] = {}
     for row in rows:
@@ -117,8 +118,10 @@ def require_all_read(
 
 
 def _stands_in(row: dict, name: str, columns: Columns) -> bool:
-    """Return whether all texts of a column are whole words of what is read: of the prompt, for a
-    part of the answer also of the answer. Where `text` is read, it does not tell what is trained.
+    """Return whether an unread column is no loss, because all its texts are whole words of what is
+    read. A part of the answer may be in prompt or answer, other columns must be in the prompt.
+    Where `text` is read, prompt, completion and conversations do not count: `text` does not tell
+    which part to train.
     """
     if columns == ("text",) and name in ("prompt", "completion", *CONVERSATIONS):
         return False
@@ -188,8 +191,8 @@ def _renamed(row: dict, old_names: dict[str, str]) -> dict:
 
 
 def _found(value: object, name: str) -> list:
-    """Return [the value of this name], or []. A name that no key is leads inside: its parts between
-    dots are keys, or numbers of members from 0."""
+    """Return [the value of this name], or []. A name that is no key is a path: in `a.b.0`, a and b
+    are keys and 0 is the first member of a list. Keys may contain dots."""
     if isinstance(value, list):
         value = {str(i): member for i, member in enumerate(value)}
     if not isinstance(value, dict):

@@ -116,9 +116,9 @@ class Encoder:
         calls: list[dict] | None = None,
         tools: list[dict] | None = None,
     ) -> list[int]:
-        """Return the ids of `messages` between two turns of the model: from after the end token of
-        the first turn to the start of the second. They begin with that end token if the first turn
-        stopped at another `last_token`. `calls`: tool calls of the first turn."""
+        """Return the ids between two turns of the model: those of `messages`, up to the start of
+        the second turn. If the first turn stopped at another `last_token` than the template's, they
+        begin with the template's. `calls`: tool calls of the first turn."""
         row = dict(_source="the messages between two turns", tools=tools, messages=messages)
         if (messages := messages_field(row, "messages")) is None:
             raise bad_row(row, "they are no list")
@@ -320,12 +320,12 @@ class Encoder:
             distributed.say(note)
 
     def _with_eos(self, ids: array) -> array:
-        """Return the ids with one EOS at the end, also if the text has its own."""
+        """Append EOS, unless the ids end with it already."""
         eos = array("i", [self.tokenizer.eos_token_id])
         return ids if ids[-1:] == eos else ids + eos
 
     def _ids(self, row: dict, text: str, adds_bos: bool = False, after: str | None = None) -> array:
-        """Return the ids of a text, or those that the model says for it `after` a prompt. Raises
+        """Tokenise a text, or with `after` what the model says for it after this prompt. Raises
         `ValueError` for a token that the model lacks, and for an image in what the model says."""
         try:
             if after is None:

@@ -40,7 +40,7 @@ LARGEST_FILE = 4_000_000_000  # of one value, such as a list of rows
 
 class BadRows:
     """Errors of unusable rows. With `--on_bad_row error` the first one ends the run; with `skip`
-    there is one line for all errors that differ in places and numbers only."""
+    there is one line for each kind of error, whatever the places and numbers in it."""
 
     def __init__(self, on_bad_row: str):
         self.skip = on_bad_row == "skip"
@@ -348,7 +348,6 @@ def _is_one_object(path: Path) -> bool:
 
 
 def _json_value(label: str, path: Path):
-    """Return the one value of a file."""
     with _opened(path) as stream:
         text = stream.read(LARGEST_FILE + 1)
     if len(text) > LARGEST_FILE:
@@ -419,7 +418,6 @@ def _csv_rows(label: str, path: Path, bad: BadRows) -> Iterator[tuple[int, dict]
 
 
 def _parquet_rows(path: Path) -> Iterator[dict]:
-    """Yield the rows of a table with types."""
     import pyarrow
     from datasets import Features
     from pyarrow import parquet

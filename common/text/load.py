@@ -52,8 +52,9 @@ class StreamArgs:
 
 
 class Samples(Sequence):
-    """Groups of samples, one for each of `rows`. `make(i)` makes group i whenever it is read.
-    `all_rows`, of held-out samples: the rows of the data, also those that have no sample."""
+    """The samples of each row, as a sequence: item i, the samples of `rows[i]`, is made by
+    `make(i)` whenever it is read. `all_rows` of held-out samples: all rows of the data, also those
+    that have no sample."""
 
     all_rows: Sequence[dict] = ()
 
@@ -167,8 +168,8 @@ def encode(
     notes: why the row was dropped, so that there are no samples, or how it was changed. Raises
     `ValueError` for a bad row.
 
-    To save memory, each sample keeps only what follows the ids that it shares with the one before
-    it, until `whole` joins them, and a sample with the row `row` comes without it."""
+    To save memory, a sample lacks the first ids that it shares with the one before it (`whole` puts
+    them back), and lacks its row if that is `row`."""
     group = encode_row(dict(row), columns, encoder, args)
     notes = []
     length = max((len(sample.ids) for sample in group), default=0)

@@ -204,11 +204,11 @@ def given_messages(row: dict, column: str) -> list | None:
     """Return a column that is a list, or JSON text of messages, which a text table has in place of
     lists; None for other text.
 
-    In `messages` and `conversations` all JSON is messages. Elsewhere it may be what the user asks
-    for, so each role must be known, and a prompt has a turn of the user. An answer is messages if
-    it holds the prompt (the row has no prompt column), if it repeats the prompt, or if its prompt
-    is JSON text as well. Raises `ValueError` if only some messages have a known form, and for an
-    answer in JSON text to a prompt that is a list."""
+    In `messages` and `conversations` all JSON is messages. In other columns JSON may be plain text:
+    a user may ask for some. There, each role must be known, and a prompt must have a turn of the
+    user. An answer must hold the prompt (the row has no prompt column) or repeat it, or its prompt
+    must be JSON text as well. Raises `ValueError` if only some messages have a known form, and for
+    an answer in JSON text to a prompt that is a list."""
     value = row.get(column)
     if not isinstance(value, str):
         return value if isinstance(value, list) else None
@@ -239,7 +239,7 @@ def given_messages(row: dict, column: str) -> list | None:
 
 
 def _json_list(text: str) -> list | None:
-    """Return JSON text of a list of objects as this list."""
+    """Return the list that a text holds as JSON if its first member is an object, else None."""
     if not re.match(r"\s*\[\s*\{", text):
         return None
     with contextlib.suppress(ValueError, RecursionError):
@@ -263,9 +263,9 @@ def _has_known_role(message: object) -> bool:
 
 
 def prompt_apart(row: dict, prompt: str, answers: tuple[str, ...]) -> dict:
-    """Return a row whose prompt stands in column `prompt` alone: messages of an answer may begin
-    with it, and with a system message that it lacks. Raises `ValueError` if one begins with another
-    question or system message."""
+    """Return the row with its prompt in column `prompt` alone. The messages of an answer may repeat
+    the prompt at their start, and add a system message that it lacks: this start becomes the
+    prompt. Raises `ValueError` if an answer begins with another question or system message."""
     asked = _asked(row, prompt)
     system = asked[: _begins_with_system(asked)]
     apart: dict[str, list[dict]] = {}

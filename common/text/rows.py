@@ -159,9 +159,9 @@ def _own_split(datasets: Sequence[str], args: TrainArgs) -> list[dict]:
 
 
 def _set_aside(rows: list[dict], size: int, is_given: bool) -> tuple[list[dict], list[dict], bool]:
-    """Return training rows, at most `size` other rows (at most a tenth unless `size` is given), and
-    whether all rows of a prompt are on one side. They are not if prompts have so many rows that
-    less than half of `size` would be set aside."""
+    """Set held-out rows aside: at most `size`, and at most a tenth of all unless `size` is given.
+    Return the training rows, the others, and whether all rows of a prompt are on one side. They
+    are, unless prompts have so many rows that less than half of `size` would be set aside."""
     if not is_given:
         size = max(1, min(size, len(rows) // 10))
     if len(rows) <= size:

@@ -53,16 +53,18 @@ class TextIds:
         return self._bos + ids if adds_bos and ids[: len(self._bos)] != self._bos else ids
 
     def after(self, prompt: str, text: str) -> array:
-        """Return the ids that the model says for `text` after `prompt`: those of both together
-        behind the prompt's. If one token would cover the place between them, or without a prompt,
-        return the ids of `text` after other text. Raises `ValueError` if no token ends there."""
+        """Return the ids that the model says for `text` after `prompt`: tokenise both together, and
+        cut the prompt's ids off. If one token would cover the place between them, or without a
+        prompt, do the same with another text, such as a line break, in front. Raises `ValueError`
+        if no token ends there either."""
         before = prompt[[0, *self._starts(prompt)][-1] :] if prompt else ""
         return self._behind(before, text, lambda x: self._joined(x, self._find(x)))
 
     def hidden(self, row: dict, text: str) -> str:
-        """Return a text with a character that stands for each special token in it, which keeps its
-        place while the chat template is rendered and the rest is tokenised. Raises `ValueError`
-        for a text with such characters of its own."""
+        """Return a text with a stand-in, a private character, for each special token in it. It
+        keeps the place of the token while the chat template is rendered and the rest is tokenised,
+        and then becomes plain text again. Raises `ValueError` for a text that has such characters
+        itself."""
         if STAND_IN.search(text):
             problem = "a character beyond U+FFFFF cannot be read with --special_text text"
             raise bad_row(row, problem)

@@ -10,8 +10,9 @@ from common.text.chat import end_of_turn, use_template
 
 
 def load_tokenizer(path: str, args: DataArgs | None = None, flag: str = "--model"):
-    """Return the tokenizer of a folder, with `args` that of the policy: with the `--chat_template`,
-    and a line if the model decides the format of prompts or should."""
+    """Return the tokenizer of a folder. With `args` it is the policy's: it gets the
+    `--chat_template`, or for a chat model a line says which `--prompt_format` is used (a warning if
+    plain)."""
     tokenizer = read_tokenizer(path, flag)
     if args is None:
         return tokenizer

@@ -188,8 +188,9 @@ def said_of(chat: ChatTemplate, row: dict, messages: list[dict], prompt: str) ->
 
 
 def _after_header(chat: ChatTemplate, row: dict, turn: dict, prompt: str) -> str | None:
-    """Return `prompt` and a turn as the template writes it after a question alone, if the prompt
-    ends as that of a question does: a template may join two turns of the model to one."""
+    """Return `prompt` and then `turn` as the template writes it after a lone question; None if the
+    prompt ends in another way than such a question does. Needed because a template may join two
+    turns of the model to one."""
     asked = chat.render(row, [ASKED], add_generation_prompt=True)
     alone = chat.render(row, [ASKED, turn])
     header = asked.rpartition(ASKED["content"])[2]
@@ -203,8 +204,9 @@ def _has_thought(turn: dict) -> bool:
 
 
 def _with_thought_opened(tag: str, turn: dict, shown: str) -> str:
-    """Return a turn as the model writes it in a thought that its prompt has opened. `shown`: the
-    turn in the template's text, without a thought or with one of its own."""
+    """Return what the model writes for a turn if the prompt has already opened the thought: the
+    thought, its end and the answer. `shown`: the turn in the template's text, without a thought or
+    with one of its own."""
     pattern = rf"(?:\s*{re.escape(tag)}\n?)?(.*?)\n*{re.escape(closing(tag))}"
     inline = re.match(pattern, turn["content"], re.DOTALL)
     thought = turn.get("reasoning_content") or (inline[1] if inline else "")
@@ -230,9 +232,9 @@ def whole_of(chat: ChatTemplate, row: dict, messages: list[dict], first_trained:
 
 
 def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) -> tuple[str, str]:
-    """Return the token that ends a turn of the model like `turn`, and the text after it:
-    `messages`, up to the start of the model's next turn. Raises `ValueError` if the template writes
-    no such token or leaves a message out."""
+    """Return two texts: the token that ends a turn of the model like `turn`, and what the template
+    writes after it, which is `messages` up to the start of the model's next turn. Raises
+    `ValueError` if the template writes no such token or leaves a message out."""
     row, messages = as_read(chat, row, [ASKED, turn, *messages])
     require_shown(chat, row, messages)
     texts = []
