@@ -109,8 +109,9 @@ def _made(args: BaseArgs) -> list[str]:
 
 
 def digests_of_rows(rows: Iterable[dict], made: Sequence[str] = ()) -> dict[str, str]:
-    """Return the number of rows of each file or table, with a digest of their columns but those
-    that were `made`. Of images their content counts, not their paths."""
+    """Return, for each file or table, how many rows it has and a digest of them. Columns that we
+    add or that the user's code `made` do not count; an image counts by its content, not by its
+    path."""
     left_out = {*OUR_COLUMNS, *made}
     counts: dict[str, int] = {}
     hashes: dict[str, hashlib.blake2b] = {}
@@ -136,8 +137,8 @@ def _of_files(files: Iterable[Path]) -> dict[str, str]:
 
 
 def digest_of_file(path: Path, blocks: int = BLOCKS) -> str:
-    """Return the size of a file and a digest: of all its bytes if so many blocks hold them, or else
-    of blocks from its first byte to its last."""
+    """Return the size of a file and a digest of its bytes: of all of them, or in a file of more
+    than `blocks` blocks of that many, evenly spread from its first byte to its last."""
     size = path.stat().st_size
     starts = [0]
     if size > blocks * BLOCK:

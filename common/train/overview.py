@@ -11,9 +11,9 @@ from common.config.groups import TrainArgs
 from common.packs.sample import kept
 from common.parallel import distributed
 
-COST_ROWS = 256  # first rows, by which a line about costs goes
+COST_ROWS = 256  # the line about costs is about this many first rows
 
-# Scripts that sample from the policy show these metrics on the console, and draw those.
+# Scripts that sample from the policy show SHOW on the console, and draw CURVES.
 SHOW = ("reward", "kl", "eval/solved", "completions/mean_length", "time/step")
 CURVES = (
     "reward", "rewards/*/mean", "eval/solved", "kl", "entropy", "completions/mean_length",
@@ -58,8 +58,9 @@ def describe_data(
 
 
 def cost_of_rewriting(policy, samples) -> list[str]:
-    """Return a line if the chat template rewrites earlier turns, so that rows are several
-    sequences, and `policy` computes their common prefixes again."""
+    """Return a line about tokens that are computed several times: the chat template rewrites
+    earlier turns, so that rows are several sequences, and `policy` does not share their
+    prefixes."""
     if policy.share_prefix or not isinstance(samples, Sized):
         return []
     groups = samples[:COST_ROWS]

@@ -34,8 +34,8 @@ def prepare_output_dir(
     args: BaseArgs, dry_run: bool | str = False, replaces: Sequence[str] = (*EXPORTS, SAMPLES)
 ) -> dict[str, Any]:
     """Lock `--output_dir` and check it, before any slow work; `begin_run` then writes. Return the
-    flags of the run that will be resumed, {} for a new one. `replaces`: what the run writes anew.
-    Collective. A `dry_run` only warns.
+    flags of the run that will be resumed, {} for a new one. `replaces`: files and folders that the
+    run writes anew, which a folder without a run must not have. Collective. A `dry_run` only warns.
 
     Raises `ValueError` if the folder is not shared by all machines, has a run with other flags or
     files that the run would replace or, with `--resume must`, has no run."""
@@ -71,8 +71,9 @@ def begin_run(
     keeps_rewards: bool = False,
 ) -> None:  # fmt: skip
     """Write args.yaml and inputs.json, once flags and data are known to be good. With `--resume
-    never` move an earlier run aside first. `rows` to train on, or to evaluate; `keeps_rewards`: of
-    its completions, also with other code. Collective.
+    never` move an earlier run aside first. `rows` are trained on, or evaluated. With
+    `keeps_rewards` (eval.py) stored completions keep the rewards they have, and a changed reward is
+    only reported. Collective.
 
     Raises `ValueError` if rows, models or the chat template are not as they were when the run
     began."""
@@ -220,9 +221,9 @@ def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
 
 
 def _compare(folder: Path, now: dict, args: DataArgs, keeps_rewards: bool) -> dict:
-    """Return the digests of when the run in the folder began, with those of new inputs. Print which
-    code and held-out rows have changed. Raises `ValueError` for other training rows, models or
-    chat templates."""
+    """Return the digests with which the run in the folder began, and those of inputs that are new.
+    Print which code and held-out rows have changed. Raises `ValueError` for other training rows,
+    models or chat templates."""
     file = folder / INPUTS
     if not file.is_file():  # an earlier version of onefile began it
         return now
