@@ -100,7 +100,7 @@ class DataArgs:
     """train on this split; a file without splits is the split train"""
     dataset_config: str | None = None
     """read this configuration of a Hugging Face data set, or of a folder with a README.md that
-    lists some; default: its default or main, if there are several; *: all of the hub's"""
+    lists some; default: its default or main, if there are several; *: all of them (hub only)"""
     columns: Several[str] = ()
     """rename columns of training and held-out rows, as new=old: prompt=problem
     answer=reward_model.ground_truth"""

@@ -40,8 +40,8 @@ class TeacherArgs:
     """learn from this model: Hugging Face id or folder; required. Several as name=model: each row
     learns from its own (--teacher_column); the default name is the last part of the path"""
     teacher_column: str | None = None
-    """read the name of each row's teacher in this column; _dataset: the source of --dataset with
-    weights"""
+    """read the name of each row's teacher in this column; _dataset: the row's data set, if
+    --dataset has weights"""
     teacher_logprobs: Literal["live", "stored"] = "live"
     """get the teacher's log-probs. live: compute them in every step; stored (with
     --on_policy_fraction 0): compute its top_k log-probs of the data once, and train without the

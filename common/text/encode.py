@@ -117,8 +117,8 @@ class Encoder:
         tools: list[dict] | None = None,
     ) -> list[int]:
         """Return the ids between two turns of the model: those of `messages`, up to the start of
-        the second turn. If the first turn stopped at another `last_token` than the template's, they
-        begin with the template's. `calls`: tool calls of the first turn."""
+        the second turn. The template's end token is in front of them if the first turn stopped at
+        another `last_token`. `calls`: tool calls of the first turn."""
         row = dict(_source="the messages between two turns", tools=tools, messages=messages)
         if (messages := messages_field(row, "messages")) is None:
             raise bad_row(row, "they are no list")
