@@ -114,8 +114,8 @@ def next_draw(kept: int, drawn: int, prompts_per_step: int) -> int:
     """Return the number of prompts to draw next: the smallest that probably fills the step, but
     never more than one step of prompts, and `MAX_DRAWS` steps in all.
 
-    If further groups are usable as often as the `kept` of `drawn`, n draws keep n `chance` groups
-    on average, and fewer by two standard deviations with a probability of about 0.02."""
+    If a draw is kept with the same chance as so far (`kept` of `drawn`), n draws keep n chance
+    groups on average. Two standard deviations fewer come with a probability of about 0.02."""
     missing = prompts_per_step - kept
     chance = kept / max(1, drawn)
     left = MAX_DRAWS * prompts_per_step - drawn
@@ -190,8 +190,7 @@ class Args(PolicyLossArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     """sample this many completions for each prompt (G): a group, whose rewards are compared"""
     clip_high: Annotated[NotNegative[float], Needs(loss="clip")] = 0.28
     overlong_buffer: Fraction = 0.2
-    """let the penalty on a completion's length grow to 1 in this last fraction of max_new_tokens;
-    0: off"""
+    """penalise length, from 0 to 1, within this last fraction of max_new_tokens; 0: off"""
     mask_truncated: bool = False
     """do not train on truncated completions; their rewards still count in their groups"""
 

@@ -15,7 +15,7 @@ for the student's own. c_t = pi_old(y_t) / pi_engine(y_t), bounded. A row may ha
 Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin
 for each step; the sampling has no gradient (as in GKD); a reward is measured, not trained on.
 
-Shapes: P prompts on this rank, G completions of each, T packed tokens; x_T[t]: of targets_T[t]."""
+Shapes: P prompts on this rank, G completions each, T packed tokens; x_T[t] is for targets_T[t]."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -227,8 +227,8 @@ def pack_by_teacher(
     groups: Sequence[Group], positions: Sequence[int], teachers: dict[str, Teacher], meter: Meter,
     args: Args, device: torch.device, share_prefix: int = 0,
 ) -> dict[str, Minibatches]:  # fmt: skip
-    """Pack the groups of each teacher apart. All ranks get as many micro-batches of a teacher, and
-    none where no rank has a sample. Collective."""
+    """Pack the groups of each teacher apart. For one teacher all ranks get the same number of
+    micro-batches: none if no rank has a sample for it. Collective."""
     packed = {}
     owners = [teacher_of(group[0].row, teachers, args.teacher_column) for group in groups]
     for name, teacher in teachers.items():  # empty groups keep the positions

@@ -215,7 +215,7 @@ def print_results(results: dict) -> None:
 
 
 def left_out(results: dict, lines: list[dict]) -> list[str]:
-    """Return lines about completions that are cut off, count as not solved, or are in no number."""
+    """Return lines about completions that were cut off, failed (not solved), or have no reward."""
     everything = [(line["source"], c) for line in lines for c in line["completions"]]
     said = []
     if failed := results["overall"]["failed"]:

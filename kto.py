@@ -133,7 +133,7 @@ def label_of(row: dict) -> bool:
 
 def with_mismatches(rows: Samples, args: Args, others: Samples | None = None) -> Samples:
     """Return [completion, mismatch] for each completion; for pairs, all desirable ones come first.
-    A mismatch is the same prompt with the completion of the next row that has another prompt: its
+    A mismatch joins the prompt and the completion of the next row that has another prompt: its
     log-ratio estimates the KL. Rows with a single prompt take a completion of `others`.
     apo_zero_unpaired needs none: [completion] alone."""
     count = len(rows) * (len(rows[0]) if rows else 1)
@@ -165,8 +165,8 @@ def with_mismatches(rows: Samples, args: Args, others: Samples | None = None) ->
 
 
 def next_differing(differs: list[bool]) -> list[int | None]:
-    """Return for each item of a circle the number of the next one that is not equal to it; None if
-    all are equal. `differs[i]`: whether item i and the one after it are not equal."""
+    """Walk around a circle of items. Return for each the number of the next item that differs from
+    it; None if all are equal. `differs[i]`: whether item i and the one after it differ."""
     count = len(differs)
     found: list[int | None] = [None] * count
     for i in reversed(range(2 * count)):  # twice around: the last items look at the first

@@ -86,8 +86,8 @@ def before_whitening(
     mb: PackedBatch, less_BG: Tensor, rewards_BG: Tensor, args: "Args"
 ) -> PackedBatch:
     """Return the micro-batch with `advantages_T`, [T] float64: the completion's, minus beta times
-    the KL to come. Its mask has the tokens that count: neither words of an environment nor
-    completions without a reward (NaN), which get 0."""
+    the KL to come. Its mask leaves out words of an environment and completions without a reward
+    (NaN), which get 0 and do not count."""
     A_T = mb.on_tokens(less_BG).double()
     if args.kl_in == "return" and mb.ref_logprobs_T is not None:
         kl_T = kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
@@ -175,8 +175,7 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     }  # fmt: skip
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None
-    """set the flags of a published variant (table in docs/reinforce.md); another value for one of
-    them is an error"""
+    """set the flags of a published variant (docs/reinforce.md); contradicting flags are an error"""
     reduction: Literal["token", "sequence_sum"] = "token"
     """reduce the loss of all tokens. token: their mean; sequence_sum: mean over completions of
     their sums"""

@@ -66,8 +66,8 @@ COMPARED = {"reverse_kl": "reverse_kl_T", "agreement": "agree_T",
 
 def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
     """Move the teacher's logits to the places of the student's tokens. The masks mark the same
-    tokens in the same order, in the teacher's pack and in the student's. Other places get equal
-    logits."""
+    tokens in the same order, in the teacher's pack and in the student's. At other places all logits
+    are equal, so that no token is preferred."""
     # Hinted tokens first. (To index by a mask, the host would wait for the GPU.)
     places_S = hinted_S.logical_not().argsort(stable=True)
     moved_TD = teacher.hidden_TD[places_S[(hinted_T.cumsum(0) - 1).clamp(min=0)]]
