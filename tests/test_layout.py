@@ -104,6 +104,13 @@ def test_package_imports_only_from_lower_layers():
     assert wrong == set()
 
 
+def test_reading_order_lists_a_package_below_those_that_it_imports():
+    page = (ROOT / "course/reading_order.md").read_text(encoding="utf-8")
+    order = re.findall(r"^\| \[(\w+)\]\(\.\./common/\w+\) ", page, re.MULTILINE)
+    assert set(order) == LEVEL.keys() and len(order) == len(LEVEL)
+    assert [LEVEL[name] for name in order] == sorted(LEVEL.values())
+
+
 def test_imports_have_no_cycle_and_no_script_is_imported():
     """Imports in functions count."""
     graph = {dotted(path): imported(path) for path in FILES}
