@@ -12,7 +12,7 @@ completion:
 
 sigma is the logistic function.
 
-`--loss` adds up 15 other objectives: common/objectives/preference.py has their equations,
+`--loss` adds up 14 other objectives: common/objectives/preference.py has their equations,
 docs/dpo.md a table. kto.py learns from single completions.
 
 Differences from the papers: the log-probs of the reference are computed once, before training, so

@@ -18,6 +18,7 @@ from scripts import SCRIPTS
 from common.config.groups import BaseArgs, OfflineArgs, TrainArgs
 from common.config.online import OnlineArgs, SamplingArgs
 from common.objectives.importance import CorrectionArgs
+from common.objectives.preference import READS
 
 LAYERS = [
     "parallel",
@@ -255,6 +256,13 @@ def test_sums():
         imports_in_functions=(sum(len(seams(path)) for path in FILES), 18),
     )
     assert {name: each for name, each in sums.items() if each[0] > each[1]} == {}
+
+
+def test_pages_count_the_objectives_beside_dpo():
+    for name in ("README.md", "dpo.py"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        (number,) = re.findall(r"(\d+) other objectives", text)
+        assert int(number) == len(READS) - 1, name  # `sigmoid` is DPO's own
 
 
 def test_tools_and_benches_are_programs_and_no_libraries():
