@@ -1,1 +1,2 @@
-"""Equations as pure functions of tensors: losses, divergences, advantages, importance weights."""
+"""Equations as pure functions of tensors: losses, divergences, advantages, importance weights;
+and their flags."""
