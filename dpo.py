@@ -31,12 +31,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import NamesModels, Needs, Positive
-from common.config.groups import TINY_OFFLINE, OfflineArgs, PrefixArgs
+from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs
 from common.config.parse import parse
 from common.evaluate.offline import held_out_accuracy, start_generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
-from common.model.policy import ImageArgs, Policy, load_policy
+from common.model.policy import Policy, load_policy
 from common.model.scoring import reference_logps
 from common.objectives import preference
 from common.objectives.preference import REFERENCE_FREE, Pairs, PreferenceArgs, f

@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 
 from common import durable
 from common.config.flags import MayChange, Needs, NotNegative, Positive
+from common.config.groups import ImageArgs
 from common.config.online import SamplingArgs
 from common.config.parse import parse
 from common.evaluate import checkpoint_curve, completions_file
@@ -40,7 +41,7 @@ from common.evaluate.estimators import (
     wins,
 )
 from common.model.hub import longest_sequence, require_same_tokenizer, resolve_model
-from common.model.policy import ImageArgs, load_policy
+from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods
 from common.parallel import distributed
 from common.parallel.process import visible

@@ -26,11 +26,12 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, Needs, NotNegative, Positive
+from common.config.groups import ImageArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.evaluate.held_out import evaluate_prompts
 from common.model.hub import longest_sequence, resolve_model
-from common.model.policy import ImageArgs, load_policy, load_reference
+from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import EPSILON, VARIANTS, centre_groups, group_std
 from common.objectives.importance import CorrectionArgs, bounded_exp, importance_weights, is_clipped

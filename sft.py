@@ -21,12 +21,12 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import TINY_OFFLINE, OfflineArgs, PrefixArgs
+from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs
 from common.config.parse import parse
 from common.evaluate.offline import start_generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, resolve_model
-from common.model.policy import ImageArgs, Policy, load_policy
+from common.model.policy import Policy, load_policy
 from common.packs.packing import pack_groups
 from common.packs.sample import Sample
 from common.parallel import distributed

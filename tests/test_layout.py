@@ -229,6 +229,11 @@ def is_package(path: Path) -> bool:
     return path.name == "__init__.py"
 
 
+def test_text_is_read_without_the_module_of_policies():
+    found = {name for name in NAMES if name.startswith("common.text.")}
+    assert {name for name in found if "common.model.policy" in reached(name)} == set()
+
+
 def all_flags() -> set[str]:
     scripts = [*map(importlib.import_module, SCRIPTS)]
     args = [script.Args for script in scripts if hasattr(script, "Args")]

@@ -29,13 +29,12 @@ from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
 from common.config.flags import STRICT
-from common.config.groups import BaseArgs, LoRAArgs
+from common.config.groups import BaseArgs, ImageArgs, LoRAArgs
 from common.config.options import Options
 from common.config.parse import one_line
 from common.model import lora
 from common.model.hub import GENERATION_CONFIG, fields_of, resolve_model
 from common.model.loading import named_errors, open_model
-from common.model.policy import ImageArgs
 from common.parallel.process import fail, first_line, print_any_text, visible
 from common.text.encode import Encoder
 from common.text.tokenizer import eos_token_ids, load_tokenizer

@@ -1,8 +1,9 @@
 """The unions of groups of flags that scripts share, and their groups: `BaseArgs` for every script,
 `TrainArgs` for every script that trains, `OfflineArgs` for policies that train on data alone.
 online.py has those of scripts that sample. A group that only some scripts have stands beside the
-code that reads it (`CorrectionArgs` in objectives/importance.py), and a script hands it to this
-code. A function takes the group, or the settings, that it reads.
+code that reads it (`CorrectionArgs` in objectives/importance.py), or here if several packages do
+(`ImageArgs`), and a script hands it to this code. A function takes the group, or the settings, that
+it reads.
 
 A group is a pydantic dataclass without a base and a section of --help. The types of its flags carry
 their bounds (flags.py). A script's `Args` inherits the groups that it needs, in any order,
@@ -20,6 +21,7 @@ from pydantic_core import ArgsKwargs
 
 from common.config.flags import (
     MAY_CHANGE,
+    MODEL_KINDS,
     STRICT,
     BelowOne,
     Gpus,
@@ -86,6 +88,40 @@ class PrefixArgs:
     share_prefix: MayChange[NotNegative[int]] = 16
     """compute a prefix that samples of a group have in common, such as their prompt, once if it has
     at least this many tokens; never changes the gradient; 0: never (docs/memory.md)"""
+
+
+# Flags of features that read text alone.
+TEXT_FLAGS = ("environment", "agent", "tools", "shots", "reward_model", "perplexity_model")
+
+
+@dataclass(config=STRICT)
+class ImageArgs:
+    """Images (extras/images/README.md)"""
+
+    vision: Literal["frozen", "train"] | None = None
+    """read images in rows, by a model with a vision tower. frozen: keep the tower's weights; train:
+    train it too; default: the language model is trained alone"""
+    max_pixels: Positive[int] | None = None
+    """scale a larger image down to this many pixels, so that it has fewer tokens; default: the
+    limit of the model's image processor"""
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        if self.vision is None:
+            return self
+        flags = vars(self)  # of the script: which ones it has differs
+        if self.vision == "train" and flags.get("lora_rank"):
+            raise ValueError("--vision train: adapters are for the language model; use frozen")
+        if flags.get("context_ranks", 1) > 1:
+            raise ValueError(f"--vision {self.vision} needs --context_ranks 1")
+        models = [name for name in flags.get("reward", ()) if name.startswith(MODEL_KINDS)]
+        unread = [f"reward {name}" for name in models] + [x for x in TEXT_FLAGS if flags.get(x)]
+        if unread:
+            raise ValueError(f"--vision {self.vision}: --{unread[0]} does not support images")
+        return self
+
+
+NO_IMAGES = ImageArgs()
 
 
 @dataclass(config=STRICT)

@@ -5,16 +5,13 @@ Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden 
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import model_validator
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from common.config.extra import extra
-from common.config.flags import MODEL_KINDS, STRICT, Positive
-from common.config.groups import BaseArgs, ModelArgs
+from common.config.groups import NO_IMAGES, BaseArgs, ImageArgs, ModelArgs
 from common.model.attention import packed_inputs
 from common.model.flops import forward_flops, matrix_weights, num_delta_nets
 from common.model.loading import (
@@ -29,39 +26,6 @@ from common.model.logprobs import Logits, TokenStats, token_logprobs
 from common.model.packing_check import check_packing, require_context_ranks
 from common.packs.packing import PackedBatch
 from common.parallel import distributed
-
-# Flags of features that read text alone.
-TEXT_FLAGS = ("environment", "agent", "tools", "shots", "reward_model", "perplexity_model")
-
-
-@dataclass(config=STRICT)
-class ImageArgs:
-    """Images (extras/images/README.md)"""
-
-    vision: Literal["frozen", "train"] | None = None
-    """read images in rows, by a model with a vision tower. frozen: keep the tower's weights; train:
-    train it too; default: the language model is trained alone"""
-    max_pixels: Positive[int] | None = None
-    """scale a larger image down to this many pixels, so that it has fewer tokens; default: the
-    limit of the model's image processor"""
-
-    @model_validator(mode="after")
-    def _check_images(self) -> Self:
-        if self.vision is None:
-            return self
-        flags = vars(self)  # of the script: which ones it has differs
-        if self.vision == "train" and flags.get("lora_rank"):
-            raise ValueError("--vision train: adapters are for the language model; use frozen")
-        if flags.get("context_ranks", 1) > 1:
-            raise ValueError(f"--vision {self.vision} needs --context_ranks 1")
-        models = [name for name in flags.get("reward", ()) if name.startswith(MODEL_KINDS)]
-        unread = [f"reward {name}" for name in models] + [x for x in TEXT_FLAGS if flags.get(x)]
-        if unread:
-            raise ValueError(f"--vision {self.vision}: --{unread[0]} does not support images")
-        return self
-
-
-NO_IMAGES = ImageArgs()
 
 Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from common.config.extra import extra
 from common.config.flags import STRICT, Fraction, NotNegative, PositiveFraction
+from common.config.groups import NO_IMAGES, ImageArgs
 from common.config.online import SamplingArgs
 from common.metrics.meter import Meter
-from common.model.policy import NO_IMAGES, ImageArgs, compute_dtype
+from common.model.policy import compute_dtype
 from common.packs.sample import Completion
 from common.text.tokenizer import eos_token_ids
 

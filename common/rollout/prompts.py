@@ -11,8 +11,8 @@ import pydantic
 from pydantic import model_validator
 
 from common.config.flags import STRICT, Limit, NotNegative, weights_of
+from common.config.groups import NO_IMAGES, ImageArgs
 from common.config.online import OnlineArgs, SamplingArgs
-from common.model.policy import NO_IMAGES, ImageArgs
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.rewards.registry import columns_of_rewards, row_check

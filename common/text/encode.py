@@ -5,9 +5,8 @@ from array import array
 from dataclasses import replace
 
 from common.config.extra import extra
-from common.config.groups import DataArgs
+from common.config.groups import NO_IMAGES, DataArgs, ImageArgs
 from common.model.hub import vocabulary_size
-from common.model.policy import NO_IMAGES, ImageArgs
 from common.packs.sample import Sample
 from common.parallel import distributed
 from common.text.chat import SAID, ChatTemplate, any_of

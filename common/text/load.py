@@ -11,8 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from common.config.extra import extra
 from common.config.flags import STRICT, weights_of
-from common.config.groups import TrainArgs
-from common.model.policy import NO_IMAGES, ImageArgs
+from common.config.groups import NO_IMAGES, ImageArgs, TrainArgs
 from common.packs.order import Order, make_order
 from common.packs.sample import Sample, kept, whole
 from common.parallel import distributed

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from common.config.groups import ImageArgs
 from common.model.attention import packed_inputs
 from common.model.loading import towers_of
-from common.model.policy import ImageArgs
 from common.packs.packing import pack_groups
 from common.packs.sample import ImageSpan, Sample
 from common.packs.tokens import ModelTokens

@@ -11,14 +11,12 @@ from itertools import chain
 import torch
 from rich.console import Console
 
-from common.config.groups import CheckpointArgs, TrainArgs
+from common.config.groups import NO_IMAGES, CheckpointArgs, ImageArgs, TrainArgs
 from common.config.online import OnlineArgs
 from common.metrics.logger import preview
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
 from common.model.policy import (
-    NO_IMAGES,
-    ImageArgs,
     PackedModel,
     Policy,
     compute_dtype,
