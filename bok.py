@@ -6,7 +6,7 @@ arXiv:2304.06767; asynchronously: Noukhovitch et al. 2024, arXiv:2410.18252).
 The policy samples G completions of every prompt and learns the best ones by maximum likelihood, as
 in sft.py. No term of the objective lowers the probability of the others:
 
-    R_i  = r_i - beta log(pi(y_i) / pi_ref(y_i))                                ranking_PG in main()
+    R_i  = score_i - beta log(pi(y_i) / pi_ref(y_i))                            ranking_PG in main()
     kept = the `keep` completions of a prompt with the highest R_i                            best()
     L    = mean_t [ -log pi(y_t) ]                 t: tokens of the kept completions          loss()
 

@@ -7,10 +7,10 @@ Groups of G completions are compared as in grpo.py, with four changes: a wider u
 shaping), and further groups in place of groups with equal rewards (dynamic sampling, chapter 1
 of the loop). There is no KL term:
 
-    R_i   = r_i + penalty(length_i)                                             overlong_penalties()
-    A_i   = (R_i - mean(R_1..R_G)) / std(R_1..R_G)                                      advantages()
-    L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
-    rho_t = pi(y_t) / pi_old(y_t)                         pi_old: the policy before the updates
+    score_i = r_i + penalty(length_i)                                           overlong_penalties()
+    A_i     = (score_i - mean(score_1..score_G)) / std(score_1..score_G)                advantages()
+    L       = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) ]   loss()
+    rho_t   = pi(y_t) / pi_old(y_t)                         pi_old: the policy before the updates
 
 Differences from the paper (docs/dapo.md): truncated importance weights c_t = pi_old(y_t) /
 pi_engine(y_t) correct for the difference between engine and trainer, and a step trains on fewer
@@ -70,7 +70,7 @@ def overlong_penalties(lengths: Tensor, args: "Args") -> Tensor:
 
 
 def advantages(rewards_BG: Tensor) -> Tensor:
-    """Return the advantage of every completion, [B, G] float64: (R - mean) / std of its group. A
+    """Return the advantage of every completion, [B, G] float64: (r - mean) / std of its group. A
     missing reward (NaN) counts in no statistic and gets 0; a group of equal rewards gets exactly
     0."""
     return centre_groups(rewards_BG) / (group_std(rewards_BG) + EPSILON)
@@ -132,10 +132,10 @@ class Drawn(NamedTuple):
     """this rank's groups by their position in the draws of all ranks"""
     named_rewards: dict[str, Tensor]
     """of this rank's groups, [P, G] each"""
-    scores_BG: Tensor
-    """rewards of all ranks without penalties"""
     rewards_BG: Tensor
-    """rewards of all ranks with penalties"""
+    """of all ranks, without penalties"""
+    scores_BG: Tensor
+    """of all ranks: rewards with penalties"""
     is_unequal_B: Tensor
     """whether a group has unequal rewards, without penalties"""
     kept: list[int]
@@ -149,7 +149,7 @@ def draw_groups(
     None if a stop was requested. Collective. Raises `RunError` if no group has."""
     groups = {}
     named_rewards = []  # this rank's, one table per draw
-    draws = []  # scores and rewards of all ranks, [B, 2, G] each
+    draws = []  # rewards and scores of all ranks, [B, 2, G] each
     kept = []
     num_drawn = 0
     while len(kept) < args.prompts_per_step:
@@ -161,16 +161,16 @@ def draw_groups(
             return None
         new_groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
         with meter.time("reward"):
-            scores_PG, named_PG, _ = rewards.wait(new_groups, meter)
-        measure_groups(meter, new_groups, scores_PG, named_PG, warn=step == num_drawn == 0)
+            rewards_PG, named_PG, _ = rewards.wait(new_groups, meter)
+        measure_groups(meter, new_groups, rewards_PG, named_PG, warn=step == num_drawn == 0)
         named_rewards.append(named_PG)
         penalties_PG = truncation_penalties(new_groups, args.missing_eos_penalty)
         penalties_PG = penalties_PG + overlong_penalties(lengths(new_groups), args)
-        scores_P2G = torch.stack([scores_PG, scores_PG + penalties_PG], dim=1)
-        draws.append(distributed.gather_rows(scores_P2G, positions))
+        both_P2G = torch.stack([rewards_PG, rewards_PG + penalties_PG], dim=1)
+        draws.append(distributed.gather_rows(both_P2G, positions))
         groups |= zip((num_drawn + i for i in positions), new_groups, strict=True)
-        scores_BG, rewards_BG = torch.cat(draws).unbind(1)
-        is_unequal_B = unequal(scores_BG)
+        rewards_BG, scores_BG = torch.cat(draws).unbind(1)
+        is_unequal_B = unequal(rewards_BG)
         num_drawn = len(is_unequal_B)
         kept = is_unequal_B.nonzero().flatten().tolist()[: args.prompts_per_step]
     if not kept:
@@ -180,7 +180,7 @@ def draw_groups(
         name: distributed.join_rows([of_draw[name] for of_draw in named_rewards])
         for name in named_rewards[0]
     }
-    return Drawn(groups, named_rewards, scores_BG, rewards_BG, is_unequal_B, kept)
+    return Drawn(groups, named_rewards, rewards_BG, scores_BG, is_unequal_B, kept)
 
 
 @dataclass
@@ -244,10 +244,10 @@ def main(args: Args) -> None:
         kept = drawn.kept
 
         # ---- 2. advantages; pack: kept completions move to the ranks that train on them ----
-        advantages_BG = advantages(drawn.rewards_BG)[kept].to(device)
+        advantages_BG = advantages(drawn.scores_BG)[kept].to(device)
         positions = [position for position, i in enumerate(kept) if i in groups]  # this rank's
         own = [i for i in kept if i in groups]
-        kept_groups = without_unscored([groups[i] for i in own], drawn.scores_BG[own])
+        kept_groups = without_unscored([groups[i] for i in own], drawn.rewards_BG[own])
         if args.mask_truncated:
             kept_groups = [without_truncated(group) for group in kept_groups]
         count = min(args.minibatches, len(kept))
@@ -299,7 +299,7 @@ def main(args: Args) -> None:
         shown_BG[kept] = advantages_BG.cpu()  # samples.jsonl has all groups that were drawn
         positions = list(groups)
         run.show_samples(
-            step + 1, list(groups.values()), positions, drawn.scores_BG[positions],
+            step + 1, list(groups.values()), positions, drawn.rewards_BG[positions],
             shown_BG[positions], drawn.named_rewards,
         )  # fmt: skip
 

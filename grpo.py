@@ -246,8 +246,8 @@ def main(args: Args) -> None:
             rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
-        rewards_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
-        advantages_BG = ADVANTAGES[args.advantage](rewards_BG).to(device)
+        scores_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
+        advantages_BG = ADVANTAGES[args.advantage](scores_BG).to(device)
 
         # ---- 3. pack: completions move to the ranks that train on them; fixed log-probs ----
         trained = without_unscored(groups, rewards_PG)

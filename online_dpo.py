@@ -205,11 +205,11 @@ def main(args: Args) -> None:
 
         # ---- 2. rewards: wait for the last ones; the pair of each group ----
         with meter.time("reward"):
-            scores_PG, named_rewards, _ = rewards.wait(groups, meter)
-        measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
-        rewards_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
-        measure_pairs(meter, rewards_PG)
-        signs_PG = preferences(rewards_PG)
+            rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
+        measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
+        scores_PG = rewards_PG + truncation_penalties(groups, args.missing_eos_penalty)
+        measure_pairs(meter, scores_PG)
+        signs_PG = preferences(scores_PG)
         pairs = [chosen_pair(group, s_G) for group, s_G in zip(groups, signs_PG, strict=True)]
 
         # ---- 3. pack: pairs move to the ranks that train on them; log-probs of the reference ----
@@ -252,7 +252,7 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(sampler, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, positions, scores_PG, signs_PG, named_rewards)
+        run.show_samples(step + 1, groups, positions, rewards_PG, signs_PG, named_rewards)
 
     run.end()
     sampler.close()

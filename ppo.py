@@ -273,7 +273,7 @@ def main(args: Args) -> None:
             break
         groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
 
-        # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
+        # ---- 2. rewards: wait for the last ones; pack: completions move to ranks that train ----
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
@@ -282,7 +282,7 @@ def main(args: Args) -> None:
         if args.has_turns:
             for sample in chain(*(sample.sequences for sample in chain(*groups))):
                 sample.streams["turn_rewards"] = sample.rewards_before_last_turn()
-        trained = without_unscored(groups, scores_PG)
+        trained = without_unscored(groups, rewards_PG)
         minibatches = pack_minibatches(
             trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )

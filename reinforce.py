@@ -83,7 +83,7 @@ def sampled_kl(mb: PackedBatch, args: "Args") -> Tensor:
 
 
 def before_whitening(
-    mb: PackedBatch, less_BG: Tensor, rewards_BG: Tensor, args: "Args"
+    mb: PackedBatch, less_BG: Tensor, scores_BG: Tensor, args: "Args"
 ) -> PackedBatch:
     """Return the micro-batch with `advantages_T`, [T] float64: the completion's, minus beta times
     the KL to come. Its mask leaves out words of an environment and completions without a reward
@@ -92,17 +92,17 @@ def before_whitening(
     if args.kl_in == "return" and mb.ref_logprobs_T is not None:
         kl_T = kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
         A_T = A_T - args.beta * kl_T
-    mask_T = mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan()
+    mask_T = mb.loss_mask_T & ~mb.on_tokens(scores_BG).isnan()
     return mb.with_streams(advantages_T=torch.where(mask_T, A_T, 0), loss_mask_T=mask_T)
 
 
 def with_advantages(
-    minibatches: list[list[PackedBatch]], rewards_BG: Tensor, args: "Args"
+    minibatches: list[list[PackedBatch]], scores_BG: Tensor, args: "Args"
 ) -> list[list[PackedBatch]]:
     """Return the micro-batches with `advantages_T`, [T] float32, whitened over the tokens that
     count on all ranks, unless it is leave_one_out. Collective."""
-    less_BG = LESS_BASELINE[args.advantage](rewards_BG)
-    raw = [[before_whitening(mb, less_BG, rewards_BG, args) for mb in mbs] for mbs in minibatches]
+    less_BG = LESS_BASELINE[args.advantage](scores_BG)
+    raw = [[before_whitening(mb, less_BG, scores_BG, args) for mb in mbs] for mbs in minibatches]
     mean, scale = 0.0, 1.0
     if args.advantage != "leave_one_out":
         mean, std = moments(raw, lambda mb: mb.advantages_T)
@@ -249,12 +249,12 @@ def main(args: Args) -> None:
             break
         groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
 
-        # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
+        # ---- 2. rewards: wait for the last ones; pack: completions move to ranks that train ----
         with meter.time("reward"):
-            scores_PG, named_rewards, _ = rewards.wait(groups, meter)
-        measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
-        shaped_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
-        trained = without_unscored(groups, scores_PG)
+            rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
+        measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
+        scores_PG = rewards_PG + truncation_penalties(groups, args.missing_eos_penalty)
+        trained = without_unscored(groups, rewards_PG)
         minibatches = pack_minibatches(
             trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
@@ -267,12 +267,12 @@ def main(args: Args) -> None:
         if checks_engine:
             require_agreement(minibatches, step, args, device)
 
-        # ---- 3. rewards and advantages, with statistics over all ranks ----
-        rewards_BG = distributed.gather_rows(shaped_PG, positions)
+        # ---- 3. scores and advantages, with statistics over all ranks ----
+        scores_BG = distributed.gather_rows(scores_PG, positions)
         if measures_kl:
             for mb in chain(*minibatches):
                 meter.masked_mean("kl", sampled_kl(mb, args), mb.loss_mask_T)
-        minibatches = with_advantages(minibatches, rewards_BG.to(device), args)
+        minibatches = with_advantages(minibatches, scores_BG.to(device), args)
 
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
@@ -304,9 +304,9 @@ def main(args: Args) -> None:
             metrics |= evaluate_prompts(sampler, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         of_tokens = (mb.sequence_sums(mb.advantages_T) for mb in chain(*minibatches))
-        advantages_BG = per_sample(chain(*minibatches), of_tokens, rewards_BG.shape)
+        advantages_BG = per_sample(chain(*minibatches), of_tokens, scores_BG.shape)
         advantages_PG = advantages_BG[positions] / trained_counts(groups).clamp(min=1)
-        run.show_samples(step + 1, groups, positions, scores_PG, advantages_PG, named_rewards)
+        run.show_samples(step + 1, groups, positions, rewards_PG, advantages_PG, named_rewards)
 
     run.end()
     sampler.close()

@@ -2,10 +2,10 @@ r"""REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 
     torchrun --nproc_per_node 8 rloo.py --config configs/qwen3_1.7b_rloo.yaml
 
-The policy samples G completions of every prompt. A whole completion y is one action, and its reward
-R is compared with the rewards of the prompt's other completions:
+The policy samples G completions of every prompt. A whole completion y is one action, and its return
+R is compared with the returns of the prompt's other completions:
 
-    R_i   = score_i - beta log(pi_old(y_i) / pi_ref(y_i))                       rewards_BG in main()
+    R_i   = score_i - beta log(pi_old(y_i) / pi_ref(y_i))                       returns_BG in main()
     A_i   = R_i - mean of the other R_j of the prompt                                   advantages()
     L     = mean_i [ -c_i min(rho_i A_i, clip(rho_i, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
     rho_i = pi(y_i) / pi_old(y_i)                         pi_old: the policy before the updates
@@ -142,11 +142,11 @@ def main(args: Args) -> None:
             break
         groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
 
-        # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
+        # ---- 2. rewards: wait for the last ones; pack: completions move to ranks that train ----
         with meter.time("reward"):
-            scores_PG, named_rewards, _ = rewards.wait(groups, meter)
-        measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
-        trained = without_unscored(groups, scores_PG)
+            rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
+        measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
+        trained = without_unscored(groups, rewards_PG)
         minibatches = pack_minibatches(
             trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
         )
@@ -159,18 +159,18 @@ def main(args: Args) -> None:
         if checks_engine:
             require_agreement(minibatches, step, args, device)
 
-        # ---- 3. rewards and advantages: the KL of a completion is subtracted from its score ----
+        # ---- 3. returns and advantages: the KL of a completion is subtracted from its score ----
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
-        rewards_BG = distributed.gather_rows(scores_PG + penalties_PG, positions)
+        returns_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
         if needs_reference:
             kl = []  # one [N] for each micro-batch
             for mb in chain(*minibatches):
                 kl_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
                 meter.mean("kl", kl_N.sum(), mb.is_trained_N.sum())
                 kl.append(kl_N)
-            kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
-            rewards_BG = rewards_BG - args.beta * kl_BG
-        advantages_BG = advantages(rewards_BG).to(device)
+            kl_BG = per_sample(chain(*minibatches), kl, returns_BG.shape)
+            returns_BG = returns_BG - args.beta * kl_BG
+        advantages_BG = advantages(returns_BG).to(device)
 
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
@@ -205,7 +205,7 @@ def main(args: Args) -> None:
             metrics |= evaluate_prompts(sampler, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         advantages_PG = advantages_BG[positions]
-        run.show_samples(step + 1, groups, positions, scores_PG, advantages_PG, named_rewards)
+        run.show_samples(step + 1, groups, positions, rewards_PG, advantages_PG, named_rewards)
 
     run.end()
     sampler.close()

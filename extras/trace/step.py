@@ -224,11 +224,11 @@ def samples_of(group: dict, row: dict) -> Group:
 def advantages(groups: list[dict], samples: list[Group], args, script: ModuleType) -> Tensor:
     """Return the advantages by the rewards of the file, [B, G]."""
     rewards = [[c["reward"] for c in group["completions"]] for group in groups]
-    rewards_BG = torch.from_numpy(np.array(rewards, np.float64))  # None: NaN
-    rewards_BG += truncation_penalties(samples, args.missing_eos_penalty)
+    scores_BG = torch.from_numpy(np.array(rewards, np.float64))  # None: NaN
+    scores_BG += truncation_penalties(samples, args.missing_eos_penalty)
     if script.__name__ == "grpo":
-        return script.ADVANTAGES[args.advantage](rewards_BG)
-    return script.advantages(rewards_BG + script.overlong_penalties(lengths(samples), args))
+        return script.ADVANTAGES[args.advantage](scores_BG)
+    return script.advantages(scores_BG + script.overlong_penalties(lengths(samples), args))
 
 
 def of_completions(name: str, x_PG: Tensor, completions: list[dict]) -> Iterator[Number]:
