@@ -7,7 +7,7 @@ The policy samples G completions of every prompt. Each is compared with the othe
     A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                      advantages()
     L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i)
                      + beta KL_t ]                                                            loss()
-    rho_t = pi(y_t) / pi_old(y_t)                            pi_old(): the policy before the updates
+    rho_t = pi(y_t) / pi_old(y_t)                              pi_old: the policy before the updates
 
 `--loss` (common/objectives/policy.py), `--reduction` and `--advantage` (advantages.py beside it)
 select a variant, `--preset` that of a paper: GSPO, Dr. GRPO, CISPO, ... Differences from the paper,
@@ -38,7 +38,7 @@ from common.objectives.importance import CorrectionArgs, bounded_exp, importance
 from common.objectives.kl import KLEstimateArgs, KLEstimator, LogKLArgs, kl_estimate
 from common.objectives.policy import BY_COMPLETION, POLICY_LOSSES, PolicyInputs, PolicyLoss
 from common.objectives.reduction import token_weights
-from common.packs.packing import PackedBatch, count_trained, pack_minibatches
+from common.packs.packing import count_trained, pack_minibatches
 from common.parallel import distributed
 from common.rewards.total import Rewards, without_unscored
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -75,14 +75,6 @@ def clip(x: PolicyInputs) -> PolicyLoss:
 
 ADVANTAGES = {"group": advantages} | VARIANTS  # by --advantage
 LOSSES = {"clip": clip} | POLICY_LOSSES  # by --loss
-
-
-def pi_old(mb: PackedBatch, logprobs_T: Tensor, is_first: bool, args: "Args") -> Tensor:
-    """Return the log-probs of pi_old by `--old_logprobs`, [T]. In the first minibatch, which no
-    update precedes, they are `logprobs_T`; `mb` keeps them for the next epoch."""
-    if is_first and mb.old_logprobs_T is None:
-        mb.old_logprobs_T = logprobs_T.detach()
-    return mb.rollout_logprobs_T if args.old_logprobs == "engine" else mb.old_logprobs_T
 
 
 def loss(
@@ -271,9 +263,9 @@ def main(args: Args) -> None:
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    old_logprobs_T = pi_old(mb, logprobs_T, minibatch is minibatches[0], args)
-                    if mb.old_logprobs_T is not None:  # else pi_old is the engine's
-                        measure_mismatch(meter, mb.old_logprobs_T, mb)
+                    if mb.old_logprobs_T is None and minibatch is minibatches[0]:  # no update yet
+                        mb.old_logprobs_T = logprobs_T.detach()
+                    old_logprobs_T = mb.old_logprobs_T if needs_old else mb.rollout_logprobs_T
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
@@ -283,6 +275,8 @@ def main(args: Args) -> None:
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
+                    if mb.old_logprobs_T is not None:  # else pi_old is the engine's
+                        measure_mismatch(meter, mb.old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
